@@ -99,6 +99,9 @@ COMMANDS = {
     "prefill and decode of two sizes on a node": (
         "--actor-num-gpus-per-node 2 --rollout-num-gpus 6 --vllm-config {dir}/two_sizes_on_a_node.yaml"
     ),
+    "an actor and a reference": (
+        "--actor-num-gpus-per-node 8 --rollout-num-gpus 12 --vllm-config {dir}/two_models.yaml"
+    ),
     "prefill and decode": (
         "--actor-num-gpus-per-node 2 --rollout-num-gpus 6 --rollout-num-gpus-per-engine 2 --prefill-num-servers 1"
     ),
@@ -108,6 +111,24 @@ COMMANDS = {
     ),
 }
 """The guide's flags by section, as whole commands with BASE, DATA and MODEL_ARGS."""
+
+TWO_MODELS = """
+vllm:
+  - name: actor
+    update_weights: true
+    server_groups:
+      - worker_type: regular
+        num_gpus: 8
+        num_gpus_per_engine: 4
+  - name: ref
+    model_path: /path/to/ref_model
+    update_weights: false
+    server_groups:
+      - worker_type: regular
+        num_gpus: 4
+        num_gpus_per_engine: 2
+"""
+"""The guide's models for --vllm-config."""
 
 CONFIG = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36, "hidden_size": 2560,
@@ -131,6 +152,7 @@ def put_files(directory: Path) -> None:
         (directory / f"{name}.yaml").write_text(
             json.dumps({"vllm": [{"name": "actor", "server_groups": groups}]})
         )
+    (directory / "two_models.yaml").write_text(TWO_MODELS)
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
 

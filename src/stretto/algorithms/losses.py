@@ -67,6 +67,24 @@ class TokenStreams:
 
 UserCorrection = Callable[[Tensor, Tensor, TokenStreams], tuple[Tensor, Tensor, dict[str, Tensor]]]
 """(losses per token, log-probabilities of the policy before the step, streams) -> losses, weights, sums for metrics."""
+UserReducer = Callable[[Tensor, Tensor, TokenStreams, bool], Tensor]
+"""(losses and weights per token, streams, whether all tokens count alike) -> their sum over samples or tokens."""
+UserLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+"""(function that sums values per token as the config reduces them) -> the loss, a sum of that kind; such metrics."""
+
+
+@dataclass(frozen=True)
+class UserFunctions:
+    """A user's functions in the rl component, if there are any."""
+
+    correct: UserCorrection | None = None
+    """Corrects losses and weights, after the correction of the config."""
+    reduce: UserReducer | None = None
+    """Sums the policy's losses per token, in the place of `reduce_rl`."""
+    loss: UserLoss | None = None
+    """Is the whole component: policy loss, entropy bonus and reference KL of the config are left out."""
+
+
 TokenLoss = Callable[[Tensor, TokenStreams, Any], PolicyLoss]
 """(logprobs, streams with rl weights, section of its type) -> losses per token."""
 
@@ -126,18 +144,20 @@ def total_loss(
     *,
     entropy: Float[Tensor, " tokens"] | None = None,
     reference_logprobs: Float[Tensor, " tokens"] | None = None,
-    correct: UserCorrection | None = None,
+    user: UserFunctions = UserFunctions(),
 ) -> tuple[Float[Tensor, ""], dict[str, Shaped[Tensor, ""]]]:
     """This micro batch's share of the step's loss, and detached sums for metrics.
 
     The shares of all micro batches and ranks add up to L. The sums are unweighted counts or totals over tokens;
     `max/` entries are maxima, `rl/` entries are over the tokens of the rl component. entropy (with gradient) and
-    reference_logprobs are required if cfg has a coefficient for them. correct: a user's correction, after that of cfg.
+    reference_logprobs are required if cfg has a coefficient for them.
     """
     loss = logprobs.new_zeros(())
     sums: dict[str, Tensor] = {}
-    if streams.rl_weights is not None:
-        loss, sums = _rl_component(logprobs, streams, counts, cfg, entropy, reference_logprobs, correct)
+    if streams.rl_weights is not None and user.loss is not None:
+        loss, sums = _users_loss(user.loss, streams, counts, cfg)
+    elif streams.rl_weights is not None:
+        loss, sums = _rl_component(logprobs, streams, counts, cfg, entropy, reference_logprobs, user)
     if streams.ce_weights is not None:
         loss = loss - weighted_sum(logprobs, streams.ce_weights) / max(counts.ce, 1)
         is_member = streams.ce_weights != 0
@@ -166,7 +186,7 @@ def _rl_component(
     cfg: LossSection,
     entropy: Tensor | None,
     reference_logprobs: Tensor | None,
-    correct: UserCorrection | None,
+    user: UserFunctions,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy loss with correction, entropy bonus and reference KL, and sums for metrics."""
     assert streams.rl_weights is not None
@@ -188,12 +208,17 @@ def _rl_component(
         )
         sums |= extra
     token_losses = policy.loss
-    if correct is not None:
-        token_losses, factor, extra = correct(token_losses, numerator.detach(), streams)
+    if user.correct is not None:
+        token_losses, factor, extra = user.correct(token_losses, numerator.detach(), streams)
         weights = weights * factor
         sums |= {f"rl/{name}": value for name, value in extra.items()}
-    loss = reduce_rl(token_losses, weights, streams, counts, cfg)
     is_member = streams.rl_weights != 0
+    if user.reduce is None:
+        loss = reduce_rl(token_losses, weights, streams, counts, cfg)
+    else:
+        corrected = torch.where(is_member, weights / streams.rl_weights, 0.0)
+        summed = user.reduce(token_losses, corrected, streams, cfg.reduction == "token")
+        loss = summed / rl_denominator(counts, cfg)
     if cfg.entropy_coef is not None:
         assert entropy is not None, "an entropy bonus needs the entropy"
         loss = loss - cfg.entropy_coef * reduce_rl(entropy, streams.rl_weights, streams, counts, cfg)
@@ -212,6 +237,20 @@ def _rl_component(
     sums["is_masked_high"] = (policy.is_dropped_high & is_member).sum()
     sums["rl_tokens"] = is_member.sum()
     return loss, sums
+
+
+def _users_loss(
+    own: UserLoss, streams: TokenStreams, counts: TokenCounts, cfg: LossSection
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The rl component as a user's function computes it, and sums for metrics."""
+    weights, denominator = streams.rl_weights, rl_denominator(counts, cfg)
+    assert weights is not None
+    value, metrics = own(lambda values: reduce_rl(values, weights, streams, counts, cfg) * denominator)
+    num_members = (weights != 0).sum()
+    sums = {"rl_tokens": num_members, "is_masked_low": 0 * num_members, "is_masked_high": 0 * num_members}
+    # A mean over the tokens of the step is made of these: scaled so that it is the mean over what was summed.
+    sums |= {f"rl/{name}": each * (counts.rl / denominator) for name, each in metrics.items()}
+    return value / denominator, sums
 
 
 def _custom_policy_loss(
@@ -243,17 +282,23 @@ def reduce_rl(
     Source: token, DAPO, arXiv:2503.14476, eq. 8; sample, GRPO, arXiv:2402.03300, eq. 3; constant, Dr. GRPO,
     arXiv:2503.20783, section 3.1.
     """
+    if cfg.reduction == "sample":
+        assert streams.rl_weights is not None
+        lengths = streams.samples.count(streams.rl_weights != 0).clamp(min=1)
+        weights = weights / streams.samples.spread(lengths)
+    return weighted_sum(values, weights) / rl_denominator(counts, cfg)
+
+
+def rl_denominator(counts: TokenCounts, cfg: LossSection) -> float:
+    """What the sum of the rl component over all micro batches and ranks is divided by."""
     if cfg.reduction == "token":
-        return weighted_sum(values, weights) / max(counts.rl, 1)
+        return max(counts.rl, 1)
     if cfg.reduction == "rollout":
-        return weighted_sum(values, weights) / (counts.rl_samples or 1.0)
-    samples = max(counts.rl_samples, 1)
+        return counts.rl_samples or 1.0
     if cfg.reduction == "constant":
         assert cfg.reduction_tokens is not None, "checked with the config"
-        return weighted_sum(values, weights) / (samples * cfg.reduction_tokens)
-    assert streams.rl_weights is not None
-    lengths = streams.samples.count(streams.rl_weights != 0).clamp(min=1)
-    return weighted_sum(values, weights / streams.samples.spread(lengths)) / samples
+        return max(counts.rl_samples, 1) * cfg.reduction_tokens
+    return max(counts.rl_samples, 1)
 
 
 def weighted_sum(values: Float[Tensor, " tokens"], weights: Float[Tensor, " tokens"]) -> Float[Tensor, ""]:

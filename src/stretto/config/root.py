@@ -195,7 +195,28 @@ class RLConfig(RunKeys, RunRoot):
             return 1
         engines = 0 if self.inference is None else self.inference.deployment.num_nodes
         last = self.first_infer_node + self.deployment.num_infer_replicas * engines
-        return max(self.deployment.num_learning_nodes, last)
+        models = [node + 1 for node, _ in self.model_places.values()]
+        return max(self.deployment.num_learning_nodes, last) + max(models, default=0)
+
+    @property
+    def model_places(self) -> dict[str, tuple[int, int]]:
+        """Over several nodes, where a frozen model that the run starts is: a node, counted from the first one that
+        policy and trainer do not need, and its first GPU there. Each is put where it fits first."""
+        shape = self.deployment
+        if shape.type != "multi_node":
+            return {}
+        places: dict[str, tuple[int, int]] = {}
+        used: list[int] = []  # GPUs of each node
+        for name, section in self.models.items():
+            if section.base_url is not None:
+                continue
+            wanted = section.num_gpus if section.device != "cpu" and shape.gpus_per_node else 0
+            fits = (node for node, num in enumerate(used) if num + wanted <= shape.gpus_of_models)
+            if (node := next(fits, len(used))) == len(used):
+                used.append(0)
+            places[name] = (node, used[node])
+            used[node] += wanted
+        return places
 
     @property
     def trainer_waits_for_devices(self) -> bool:
@@ -282,6 +303,9 @@ class SFTConfig(RunRoot):
     """Passes over the data; None: by max_steps."""
     matmul_precision: MatmulPrecision = "highest"
     """Precision of products of float32 matrices: `high` is TF32 on a GPU; on a CPU it changes nothing or little."""
+    memory_profiler_path: Path | None = None
+    """Directory for snapshots of the GPU's memory, a file per step and rank, which https://pytorch.org/memory_viz
+    draws; steps become slower, and files have up to 40 MB. None: nothing is recorded."""
     seed: int = 0
     """Seed of the order of examples and of everything else random."""
     num_threads: int | None = Field(None, gt=0)

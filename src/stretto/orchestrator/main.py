@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -70,6 +71,7 @@ from stretto.transports.control import ControlServer
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.rollouts import Sender, build_sender
 from stretto.vime.calls import Hook
+from stretto.vime.engine import give_key
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +192,10 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
 
 
 async def _open_models(cfg: OrchestratorConfig, stack: AsyncExitStack) -> dict[str, EngineClient]:
-    """Clients of the frozen models that hooks ask."""
+    """Clients of the frozen models that hooks ask, whose keys `post` then sends too."""
+    for section in cfg.frozen_models.values():
+        if key := os.environ.get(section.api_key_var):
+            give_key(urls_of(section), key)
     return {
         name: await stack.enter_async_context(build_teacher_client(section))
         for name, section in cfg.frozen_models.items()
@@ -409,6 +414,8 @@ def build_bounds(cfg: OrchestratorSection) -> Bounds:
         max_steps=cfg.max_steps,
         is_in_dispatch_order=cfg.batch_order == "dispatch" and cfg.hooks.rollout_function is None,
         oversampling_factor=cfg.oversampling_factor,
+        tokens_per_batch=cfg.token_batch_size,
+        min_groups=math.ceil(cfg.num_train_workers / cfg.group_size),
     )
 
 

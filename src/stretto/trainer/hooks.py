@@ -1,4 +1,4 @@
-"""[trainer.hooks]: a user's functions at three points of a training step, and two about its data, in vime's terms.
+"""[trainer.hooks]: a user's functions in a training step, about its data, its loss and its weights, in vime's terms.
 
     init(args)                                              once, when model and optimizer are built
     before_log_prob(args, model, store_prefix)              before a pass that only computes log-probabilities
@@ -6,6 +6,9 @@
     data_postprocess(args, rollout_id, rollout_data)        when log-probabilities and advantages are known
     before_train_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)     before every update
     tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, ...)              in every pass
+    loss(args, batch, logits, sum_of_sample_mean)                                           in every pass
+    pg_loss_reducer(total_lengths, response_lengths, loss_masks, per_token)                 in every pass
+    post_write(args, version_dir, rollout_engines)          when a version of the weights is written
 
 `rollout_data` has a list with one entry per sample of this rank for each name in `batch_as_lists`. What a function
 writes into advantages, returns, loss_masks, log_probs and rollout_log_probs is trained.
@@ -14,7 +17,7 @@ writes into advantages, returns, loss_masks, log_probs and rollout_log_probs is 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +26,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.algorithms.losses import TokenStreams, UserCorrection
+from stretto.algorithms.losses import TokenStreams, UserFunctions
 from stretto.base.errors import ConfigError, EnvError
 from stretto.config.sections.trainer import TrainerHooksSection
 from stretto.records.sample import MicroBatch
 from stretto.vime.arguments import Arguments
-from stretto.vime.calls import TRAINER_HOOKS, load_trainer_hooks
+from stretto.vime.calls import TRAINER_HOOKS, Hook, load_trainer_hooks
 from stretto.vime.resolved import resolved
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
 
     from stretto.base.paths import RunDir
 
@@ -72,7 +75,7 @@ class TrainerHooks:
     @property
     def needs_logprobs(self) -> bool:
         """Does a function want the log-probabilities of the policy before the step?"""
-        return bool(self._hooks.keys() & {"before_log_prob", *ABOUT_DATA})
+        return bool(self._hooks.keys() & {"before_log_prob", "loss", *ABOUT_DATA})
 
     @property
     def makes_advantages(self) -> bool:
@@ -94,9 +97,78 @@ class TrainerHooks:
             raise ConfigError(str(error)) from error
 
     @property
-    def correction(self) -> UserCorrection | None:
-        """The off-policy correction, if one is named."""
-        return self._correct if "tis" in self._hooks else None
+    def in_loss(self) -> UserFunctions:
+        """The functions that are called in every training pass."""
+        own = {"correct": ("tis", self._correct), "reduce": ("pg_loss_reducer", self._reduce)}
+        own["loss"] = ("loss", self._loss)
+        return UserFunctions(**{key: call for key, (name, call) in own.items() if name in self._hooks})
+
+    def _loss(
+        self,
+        mb: MicroBatch,
+        sources: Int[np.ndarray, " trained"],
+        logits: Float[Tensor, "trained vocab"],
+        sum_values: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metrics of the user's function for a micro batch, whose trained tokens are at `sources`.
+
+        The function gets logits at the places of vime's, [1, tokens, vocab], not divided by the temperature, and 0
+        where the next token is not trained.
+
+        Raises: ConfigError for whatever it raises, and for results that do not fit.
+        """
+        hook, device = self._hooks["loss"], logits.device
+        batch = batch_as_lists([mb])
+        for column in batch.values():
+            column[:] = [each.to(device) if isinstance(each, Tensor) else each for each in column]
+        batch["unconcat_tokens"] = batch["tokens"]
+        batch["temperatures"] = [
+            torch.from_numpy(mb.temperatures[first:stop].copy()).to(device)
+            for _, _, _, stop, first in _samples([mb])
+        ]
+        places = np.concatenate([np.arange(first, stop) for _, _, _, stop, first in _samples([mb])])
+        of_trained = torch.from_numpy(np.searchsorted(places, sources)).to(device)
+        whole = logits.new_zeros(len(mb.token_ids), logits.shape[1])
+        whole = whole.index_copy(0, torch.from_numpy(sources.astype(np.int64) - 1).to(device), logits)
+
+        def sum_of_sample_mean(values: Tensor) -> Tensor:
+            if values.shape != (len(places),):
+                raise ValueError(
+                    f"sum_of_sample_mean got shape {tuple(values.shape)}, and the responses of the batch have "
+                    f"{len(places)} tokens: give one number for each, sample after sample"
+                )
+            return sum_values(values.index_select(0, of_trained))
+
+        try:
+            returned = hook.call_sync(self.args, batch, whole[None], sum_of_sample_mean)
+        except EnvError as error:
+            raise ConfigError(str(error)) from error
+        try:
+            loss, metrics = returned
+            sums = {str(name): torch.as_tensor(value, device=device) for name, value in metrics.items()}
+            sums = {name: value.detach().float() for name, value in sums.items()}
+        except (TypeError, ValueError, AttributeError) as cause:
+            raise ConfigError(f"{hook.where}: {cause}; return the loss and a dictionary of metrics") from None
+        _check_sum(loss, hook.where)
+        if wrong := [name for name, value in sums.items() if value.dim()]:
+            raise ConfigError(f"{hook.where}: the metric {wrong[0]} is no number; give a sum_of_sample_mean")
+        return loss, sums
+
+    def _reduce(self, losses: Tensor, weights: Tensor, streams: TokenStreams, is_per_token: bool) -> Tensor:
+        """The sum of the user's reducer over the trained tokens.
+
+        Raises: ConfigError for whatever it raises, and for anything but a number with a gradient.
+        """
+        hook = self._hooks["pg_loss_reducer"]
+        lengths = [count for count in streams.samples.lengths.tolist() if count]
+        masks = list(torch.split(weights, lengths))
+        try:
+            reducer = hook.call_sync(lengths, lengths, masks, is_per_token)
+            summed = Hook(reducer, hook.where).call_sync(losses)
+        except EnvError as error:
+            raise ConfigError(str(error)) from error
+        _check_sum(summed, hook.where)
+        return summed
 
     def _correct(
         self, losses: Tensor, logprobs: Tensor, streams: TokenStreams
@@ -152,6 +224,13 @@ class TrainerHooks:
         self.call("data_postprocess", rollout_id, data)
         where = " and ".join(self._hooks[name].where for name in ABOUT_DATA if name in self._hooks)
         return batch_of_lists(micro_batches, data, where)
+
+
+def _check_sum(value: Any, where: str) -> None:
+    """Raises: ConfigError for anything but one number that has a gradient."""
+    if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ConfigError(f"{where}: {got} is no loss; return one number, computed from what it was given")
 
 
 def _table(run_dir: RunDir | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.algorithms.custom import load_loss
-from stretto.algorithms.losses import TokenCounts, UserCorrection, needs_samples, total_loss
+from stretto.algorithms.losses import TokenCounts, UserFunctions, needs_samples, total_loss
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.chat.scratch import build_scratch_files
@@ -27,7 +28,7 @@ from stretto.config.sections.algorithm import CustomLoss, DefaultLoss, LossSecti
 from stretto.config.sections.model import ModelSection, TokenizerSection
 from stretto.config.sections.trainer import Optim, Scheduler
 from stretto.models import hub
-from stretto.models.lm_head import token_logprobs
+from stretto.models.lm_head import head_logits, token_logprobs
 from stretto.models.lora import Adapter
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
@@ -160,8 +161,9 @@ class Learner:
             self.network.shares_prefixes &= reference.shares_prefixes
             if self.mesh.world_size > 1:
                 parallelise(reference, self.mesh, model)
-        self.correct: UserCorrection | None = None
-        """A user's off-policy correction of the loss per token."""
+        self.user = UserFunctions()
+        """A user's functions in the loss; `user.loss` is also given the micro batch, the places of its trained tokens,
+        and the logits that predict these."""
         self._observe = observe if self.mesh.is_batch_lead else None
         self._sums = StepSums()
         self._updates: list[tuple[float, float]] = []
@@ -171,7 +173,7 @@ class Learner:
 
         Raises: DataError when a batch does not fit the model, or trains no token.
         """
-        with_samples = needs_samples(self._loss) or self.correct is not None
+        with_samples = needs_samples(self._loss) or self.user != UserFunctions()
         by_sample = self._loss.reduction != "token"
         own_counts = count_tokens(micro_batches, by_sample=by_sample)
         if self._loss.reduction == "rollout":
@@ -196,7 +198,12 @@ class Learner:
                 self._run_idle_pass(inputs)
                 continue
             mb = micro_batches[index]
-            logprobs, entropy = self._logprobs(inputs, entropy_grad=self._loss.entropy_coef is not None)
+            user, logits = self.user, []
+            logprobs, entropy = self._logprobs(
+                inputs, entropy_grad=self._loss.entropy_coef is not None, logits=logits
+            )
+            if user.loss is not None:
+                user = replace(user, loss=partial(user.loss, mb, inputs.sources, *logits))
             inputs = replace(inputs, streams=inputs.streams.filled_in(logprobs))
             loss, sums = total_loss(
                 logprobs,
@@ -205,7 +212,7 @@ class Learner:
                 self._loss,
                 entropy=entropy,
                 reference_logprobs=self._reference_logprobs(inputs),
-                correct=self.correct,
+                user=user,
             )
             loss.backward()
             entropy = entropy.detach()
@@ -425,8 +432,12 @@ class Learner:
         *,
         entropy_grad: bool = False,
         is_measured: bool = True,
+        logits: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of every trained token under a policy (None: the trained one)."""
+        """Log-probability and entropy of every trained token under a policy (None: the trained one).
+
+        logits: gets those of the trained tokens, float32 [trained, vocab], if a user's loss needs them.
+        """
         is_measured = is_measured and torch.is_grad_enabled()
         routing = None
         if policy is None and self._routers is not None:
@@ -450,6 +461,8 @@ class Learner:
                 entropy_grad=entropy_grad,
                 support=inputs.support,
             )
+            if logits is not None and self.user.loss is not None:
+                logits.append(head_logits(picked, weight))
         if routing is not None and is_measured:
             self._routers.add(routing)
         return scores

@@ -27,6 +27,7 @@ from stretto.base.status import report
 from stretto.config.root import TrainerConfig
 from stretto.config.sections.trainer import CkptSection, num_kept
 from stretto.models.fp8.checkpoint import to_8_bits
+from stretto.models.tracing.snapshots import MemorySnapshots
 from stretto.models.tracing.tracer import Tracer
 from stretto.monitors import build_monitors
 from stretto.records.control import (
@@ -86,6 +87,7 @@ class Trainer:
     def __init__(self, cfg: TrainerConfig, interrupt: StopFlag, stack: ExitStack) -> None:
         self.cfg, self.run_dir = cfg, cfg.run_dir
         self.interrupt, self.stack = interrupt, stack
+        self.snapshots = MemorySnapshots(cfg.memory_profiler_path, rank_name(ROLE))
         self.tokenizer_dir = Path(
             run_on_lead(lambda: str(find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)), str)
         )
@@ -95,9 +97,9 @@ class Trainer:
         if cfg.critic is not None and cfg.critic.placement is not None:
             wire = open_wire(cfg, mesh, is_critic=False, timeout_s=find_group_timeout_s(cfg))
             self.remote_critic = RemoteCritic(wire, mesh, cfg.critic)
-        hooks = TrainerHooks(cfg.hooks, self.run_dir)
-        self.updates = Updates(self.learner, cfg, self.remote_critic, hooks=hooks)
-        hooks.call("init")
+        self.hooks = TrainerHooks(cfg.hooks, self.run_dir)
+        self.updates = Updates(self.learner, cfg, self.remote_critic, hooks=self.hooks)
+        self.hooks.call("init")
         self.is_colocated = cfg.colocate is not None
         is_moved = cfg.colocate is not None and cfg.colocate.offload_train
         self.memory = TrainerMemory(self.learner, is_moved=is_moved)
@@ -160,7 +162,8 @@ class Trainer:
             self.step_started_at = time.perf_counter()
             while self.learner.step != self.cfg.max_steps and (batch := self.next_batch()) is not None:
                 self.memory.bring_back()
-                with self.tracer.step(self.learner.step + 1):
+                step = self.learner.step + 1
+                with self.tracer.step(step), self.snapshots.step(step):
                     metrics = self.train(batch)
                     ready = self.publish()
                     if not self.is_colocated:
@@ -258,6 +261,8 @@ class Trainer:
         if self.layout is not None:
             tensors = to_8_bits(tensors, self.layout)
         manifest = self.publisher.publish(self.learner.step, tensors)
+        if self.is_lead:  # engines hear of the version afterwards
+            self.hooks.call("post_write", manifest.location, [])
         canary = self.canary(is_wanted=wants_canary)
         self.num_published += 1
         if not self.is_lead:

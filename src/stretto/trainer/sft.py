@@ -40,6 +40,7 @@ from stretto.config.changes import changes
 from stretto.config.load import dump, write_json
 from stretto.config.root import SFTConfig
 from stretto.config.sections.trainer import CkptSection, num_kept
+from stretto.models.tracing.snapshots import MemorySnapshots
 from stretto.models.tracing.tracer import Tracer
 from stretto.monitors.base import Monitors, build_monitors
 from stretto.records.sample import MicroBatch
@@ -83,10 +84,11 @@ def main(cfg: SFTConfig) -> int:
         torch.set_num_threads(choose_threads(cfg.num_threads))
         torch.set_float32_matmul_precision(cfg.matmul_precision)
         torch.manual_seed(cfg.seed)
+        snapshots = MemorySnapshots(cfg.memory_profiler_path, rank_name(ROLE))
         session = build_session(cfg, start)
         with stop_on_signal(*stop_signals(), signal.SIGUSR2) as stop:
             stop.is_set |= was_asked_to_finish()  # before it could be heard here
-            code = run_steps(session, stop)
+            code = run_steps(session, stop, snapshots)
         if session.is_stopped_early and not session.has_begun and session.is_new and is_lead_process():
             rundir.discard(cfg.run_dir)
         return code
@@ -260,7 +262,7 @@ class Session:
         return self.learner.step > (self.resumed_step or 0)
 
 
-def run_steps(session: Session, stop: StopFlag) -> int:
+def run_steps(session: Session, stop: StopFlag, snapshots: MemorySnapshots) -> int:
     """Train every step until max_steps or a stop, then end the run; the exit status."""
     cfg, learner = session.cfg, session.learner
     monitors = Monitors({})
@@ -278,7 +280,8 @@ def run_steps(session: Session, stop: StopFlag) -> int:
             monitors.log(0, validate(session))
         freeze_objects()
         while learner.step < session.max_steps and not _should_stop(session, stop):
-            with tracer.step(learner.step + 1):
+            step = learner.step + 1
+            with tracer.step(step), snapshots.step(step):
                 metrics = train_step(session)
             if cfg.val is not None and checkpoint.is_interval_end(learner.step, cfg.val.interval):
                 metrics |= validate(session)

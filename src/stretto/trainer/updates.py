@@ -51,7 +51,7 @@ class Updates:
         self.learner = learner
         self.critic: Critic | RemoteCritic | None = remote_critic or learner.critic
         self._hooks = hooks or TrainerHooks(section.hooks)
-        learner.correct = self._hooks.correction
+        learner.user = self._hooks.in_loss
         self.section = section
         self._reduce = learner.mesh.reduce
         self._has_warned = False

@@ -26,6 +26,9 @@ TRAINER_HOOKS = {
     "advantages": 2,
     "data_postprocess": 3,
     "tis": 1,
+    "loss": 4,
+    "pg_loss_reducer": 4,
+    "post_write": 3,
 }
 """Number of arguments of each function in [trainer.hooks]."""
 _NOT_LOADED = "not loaded: "

@@ -129,6 +129,14 @@ _requests: ContextVar[EngineRequests | None] = ContextVar("requests", default=No
 _turns: ContextVar[_RolloutTurns | None] = ContextVar("turns", default=None)
 
 
+_model_keys: dict[tuple[str, int], str] = {}
+
+
+def give_key(urls: Sequence[str], key: str) -> None:
+    """Let `post` send this API key to a frozen model's engines at these addresses, and to no other server."""
+    _model_keys.update({address_of(url): key for url in urls})
+
+
 @contextmanager
 def requests_as_turns(ctx: Turns, urls: Sequence[str]) -> Iterator[None]:
     """Inside, requests for tokens to the policy at these addresses become turns of this rollout."""
@@ -177,6 +185,8 @@ async def post(
         return await _take_turn(turns.ctx, payload)
     if (requests := _requests.get()) is not None:
         payload, headers = requests.salt(url, payload) | payload, requests.headers(url) | (headers or {})
+    if (key := _model_keys.get(address_of(url))) is not None:
+        headers = {"Authorization": f"Bearer {key}"} | (headers or {})
     return await _send(url, payload, max_retries, headers)
 
 

@@ -761,6 +761,34 @@ WRONG_RL = {
         "",
         ['c.toml:2: run.name = "a/b": letters, digits'],
     ),
+    "a batch in tokens that a function makes": (
+        '[orchestrator]\ntoken_batch_size = 64\nhooks.rollout_function = "my:play"\n' + ENV,
+        "",
+        [
+            "c.toml:2, c.toml:3: orchestrator.token_batch_size = 64 does nothing with",
+            "batches of batch_size rollouts",
+        ],
+    ),
+    "a batch in tokens that a function chooses": (
+        '[orchestrator]\ntoken_batch_size = 64\nhooks.buffer_filter = "my:choose"\n' + ENV,
+        "",
+        ["orchestrator.token_batch_size = 64 does nothing with", "it chooses batch_size rollouts"],
+    ),
+    "a loss beside the whole loss": (
+        '[trainer]\nhooks.loss = "my:loss"\nloss.entropy_coef = 0.1\n' + ENV,
+        "",
+        ["trainer.loss.entropy_coef = 0.1 does nothing with trainer.hooks.loss", "it is the whole loss"],
+    ),
+    "logits of rows that are cut": (
+        '[trainer]\nhooks.loss = "my:loss"\nmodel.cp = 2\n' + ENV,
+        "",
+        ['trainer.hooks.loss = "my:loss" is given the logits of whole rows, and model.cp = 2 cuts them'],
+    ),
+    "files of nobody": (
+        '[trainer]\nhooks.post_write = "my:note"\n' + ENV,
+        "",
+        ["trainer.hooks.post_write", 'weight_broadcast.type = "shm" writes none; use type = "filesystem"'],
+    ),
     "resume and clean": (
         ENV,
         "--resume --clean",

@@ -102,11 +102,13 @@ VALUES = {
     'orchestrator.post_batch_filters = [{ type = "gibberish", enforce = true }]': "orchestrator.filters",
     "orchestrator.train.sampling.extra_body = { top_k = -1 }": "orchestrator.train.sampling.top_k",
     "trainer.metrics_server = {}": "monitors.prometheus.port",
+    "orchestrator.token_batch_size = 4096": "orchestrator.token_batch_size",
+    'trainer.memory_profiler_path = "snapshots"': "trainer.memory_profiler_path",
     'inference.model = { name = "m", max_model_len = 4096 }': "inference.max_model_len",
 }
 EXPECTED = [
     "collective", True, None, "vllm", ("adaptive", 8, 64), True, (None,), ("m", 2, {"max_num_active_seqs": 3}),
-    [("gibberish", True)], None, 9400, 4096,
+    [("gibberish", True)], None, 9400, 4096, Path("snapshots"), 4096,
 ]  # fmt: skip
 
 
@@ -164,7 +166,7 @@ REFUSED = {
     'trainer.trace_path = "t"': 'rl.toml:1: trainer.trace_path = "t": give --profile STEPS on',
     'weight_broadcast.type = "nixl"': 'rl.toml:1: weight_broadcast.type = "nixl": weights do not travel by NIXL',
     'trainer.model.quantization = { type = "mxfp8" }': "only 128-block floats are here; write fp8 = true",
-    "orchestrator.token_batch_size = 4096": "rl.toml:1: orchestrator.token_batch_size = 4096: a batch is a number of",
+    "trainer.ckpt.skip_progress = true": "rl.toml:1: trainer.ckpt.skip_progress = true: a checkpoint is continued",
     "trainer.data.fake.batch_size = 2": "rl.toml:1: trainer.data.fake.batch_size = 2: made-up data are what",
     'trainer.modle.name = "m"': "rl.toml:1: trainer.modle: unknown key; did you mean",
 }

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from stretto.base.errors import ConfigError
+from stretto.base.secret import load_secret
 from stretto.config.load import load
 from stretto.config.root import OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.launch.plan import plan as planning
@@ -46,6 +48,29 @@ num_decode_replicas = 1
 FOUR_NODES = TOML.partition("[deployment]")[0] + (
     '[deployment]\ntype = "multi_node"\nnum_train_nodes = 2\nnum_infer_replicas = 2\ngpus_per_node = 0\n'
     '[inference]\ndevice = "cpu"\n'
+)
+
+
+FROZEN = (
+    TOML.partition("[deployment]")[0]
+    + """
+[deployment]
+type = "multi_node"
+[inference.parallel]
+tp = 8
+[models.ref]
+model = "r"
+parallel.tp = 2
+deployment.num_replicas = 2
+[models.big]
+model = "b"
+parallel.tp = 8
+[models.judge]
+model = "j"
+parallel.tp = 4
+[models.far]
+base_url = "http://elsewhere:1/v1"
+"""
 )
 
 
@@ -165,3 +190,53 @@ def test_a_node_finds_its_number(monkeypatch):
     assert find_node_rank(None, ["198.51.100.1", socket.gethostname()], "deployment.node_rank") == 1
     monkeypatch.setenv("SLURM_NODEID", "0")
     assert find_node_rank(None, hosts, "deployment.node_rank") == 0
+
+
+def test_frozen_models_come_after_the_nodes_of_inference_and_share_one_where_they_fit(tmp_path):
+    cfg = config(tmp_path, "--dry-run", text=FROZEN)
+    plan = plan_nodes(cfg, cfg.run_dir, secret=load_secret(cfg.run_dir))
+    assert cfg.num_nodes == len(plan.hosts) == 4
+    found = {spec.name: spec for spec in plan.processes}
+    places = {name: (spec.node, spec.devices) for name, spec in found.items() if name.startswith("model_")}
+    assert places == {
+        "model_ref": (2, ("0", "1", "2", "3")),
+        "model_big": (3, tuple("01234567")),
+        "model_judge": (2, ("4", "5", "6", "7")),
+    }
+    asked = plan.config.orchestrator.frozen_models
+    assert {name: section.base_url for name, section in asked.items()} == {
+        "ref": "http://node-2:8060/v1",
+        "big": "http://node-3:8061/v1",
+        "judge": "http://node-2:8062/v1",
+        "far": "http://elsewhere:1/v1",
+    }
+    served = plan.configs()["model_judge"].server
+    assert (served.host, served.port) == ("node-2", 8062)
+    key = found["orchestrator"].env[plan.config.orchestrator.client.api_key_var]
+    assert key and {found[name].env["VLLM_API_KEY"] for name in places} == {key}
+    assert asked["ref"].api_key_var == plan.config.orchestrator.client.api_key_var != asked["far"].api_key_var
+
+
+@pytest.mark.parametrize(
+    ("line", "more", "message"),
+    [
+        (
+            "parallel.tp = 2",
+            "parallel.tp = 16",
+            "models.ref takes 32 GPUs, and a node of models has 8; lower its",
+        ),
+        (
+            'model = "r"',
+            'model = "r"\ngpu_ids = [0, 1, 2, 3]',
+            "over several nodes it gets the first that are free",
+        ),
+        (
+            'type = "multi_node"',
+            'type = "multi_node"\nhosts = ["a", "b"]',
+            "it takes 4, 1 of the trainer and 3 of",
+        ),
+    ],
+)
+def test_models_that_fit_on_no_node_are_refused(line, more, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        config(tmp_path, "--dry-run", text=FROZEN.replace(line, more, 1))

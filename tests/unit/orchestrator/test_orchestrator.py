@@ -73,6 +73,35 @@ def test_every_rank_gets_its_share(tmp_path):
         assert sum(micro.num_samples for batch in step for micro in batch.micro_batches) == 8
 
 
+def token_batches(path, limit, **settings):
+    """By step: the tokens of the groups of a batch, in draw order, and the number of all its rows' tokens."""
+    cfg = config(
+        path, token_batch_size=limit, batch_size=32, max_steps=5, filter_zero_advantages=False, **settings
+    )
+    trainer, rng = FakeTrainer(max_steps=5), random.Random(3)
+    train(cfg, FakeEngine(parrot(0.5), delay=lambda request: rng.random()), trainer)
+    found = []
+    for step in trainer.batches:
+        groups: dict[str, int] = {}
+        for micro in (micro for batch in step for micro in batch.micro_batches):
+            for sample, start, end in zip(micro.sample_ids, micro.cu_seqlens, micro.cu_seqlens[1:]):
+                group = sample.partition(".")[0]
+                groups[group] = groups.get(group, 0) + int(end - start)
+        found.append([groups[key] for key in sorted(groups, key=lambda key: int(key.lstrip("g")))])
+    return found
+
+
+@pytest.mark.parametrize("max_async_level", [0, 1])
+def test_a_batch_counted_in_tokens_ends_with_the_group_that_fills_it(tmp_path, max_async_level):
+    whole = token_batches(tmp_path / "all", 10**6, max_async_level=max_async_level)
+    assert {len(step) for step in whole} == {8}, "never more than batch_size rollouts"
+    limit = 2 * max(whole[0]) + 1
+    steps = token_batches(tmp_path / "some", limit, max_async_level=max_async_level)
+    assert len(steps) == 5 and {len(step) for step in steps} <= set(range(2, 8))
+    for step in steps:
+        assert sum(step) >= limit > sum(step[:-1])
+
+
 delays = st.fixed_dictionaries(
     {
         "max_async_level": st.integers(0, 3),

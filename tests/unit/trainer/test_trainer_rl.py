@@ -147,6 +147,20 @@ def test_every_version_is_published_in_order_after_its_step(straight):
     assert seen.versions[0] != seen.versions[1]
 
 
+async def test_a_function_sees_every_version_written_before_engines_hear_of_it(tmp_path, monkeypatch):
+    name = f"written_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(
+        "import json, pathlib\nseen = []\ndef note(args, version_dir, rollout_engines):\n"
+        "    manifest = json.loads((pathlib.Path(version_dir) / 'manifest.json').read_text())\n"
+        "    seen.append((manifest['version'], args.mine, list(rollout_engines)))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    hooks = {"post_write": f"{name}:note", "args": {"mine": 7}}
+    seen = await orchestrate(build_config(tmp_path, max_steps=2, hooks=hooks))
+    assert seen.error is None and list(seen.versions) == [0, 1, 2]
+    assert __import__(name).seen == [(version, 7, []) for version in range(3)]
+
+
 def test_every_step_is_reported_under_the_known_names(straight):
     cfg, seen = straight
     names = {

@@ -480,6 +480,43 @@ def not_finite(args, rollout_id, rollout_data):
 def longer(args, rollout_id, rollout_data):
     rollout_data["loss_masks"][0] = [1] * 999
 
+def whole_loss(args, batch, logits, sum_of_sample_mean):
+    found, start = [], 0
+    columns = ("unconcat_tokens", "total_lengths", "response_lengths", "temperatures")
+    for tokens, length, size, temperatures in zip(*map(batch.get, columns)):
+        end = start + length
+        rows = (logits[0, end - size - 1 : end - 1] / temperatures[:, None]).log_softmax(-1)
+        found.append(rows.gather(1, tokens[-size:, None])[:, 0])
+        start = end
+    now, old = torch.cat(found), torch.cat(batch["log_probs"])
+    mask = torch.cat(batch["loss_masks"])
+    ratio = ((now - old) * mask).exp()
+    advantages = torch.cat(batch["advantages"])
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return sum_of_sample_mean(loss), {"ratio": sum_of_sample_mean(ratio.detach())}
+
+def mean_of_samples(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    def reduce(losses):
+        parts = losses.split(response_lengths)
+        each = [(part * mask).sum() / mask.sum().clamp(min=1) for part, mask in zip(parts, loss_masks)]
+        return losses.sum() if calculate_per_token_loss else sum(each)
+    return reduce
+
+def no_sum(args, batch, logits, sum_of_sample_mean):
+    return logits, {}
+
+def no_metrics(args, batch, logits, sum_of_sample_mean):
+    return sum_of_sample_mean(logits.sum() + torch.cat(batch["advantages"]))
+
+def half(args, batch, logits, sum_of_sample_mean):
+    return sum_of_sample_mean(logits[0, :3, 0]), {}
+
+def no_reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    return 3
+
+def post_write(args, version_dir, rollout_engines):
+    seen.append(("written", version_dir, rollout_engines))
+
 async def awaited(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):
     raise ValueError("nobody would see it")
 """
@@ -536,6 +573,66 @@ def test_a_correction_by_a_function_is_the_built_in_one(named):
         if section.loss is loss:
             assert 0 < metrics["tis/mean"] <= 2
     torch.testing.assert_close(*found, rtol=0, atol=1e-7)
+
+
+def batch_of(seed):
+    """A micro batch whose documents are rollouts of their own."""
+    mb = pack(documents(seed))
+    ends = zip(mb.cu_seqlens, mb.cu_seqlens[1:])
+    return msgspec.structs.replace(
+        mb, rollout_tokens=tuple(int(mb.loss_mask[start:end].sum()) for start, end in ends)
+    )
+
+
+def trained(section, batches):
+    """Weights after steps on these batches, and the metrics of the last."""
+    optim = AdamWOptim(lr=1e-2, eps=1e-2)  # a large eps: small differences of gradients stay small
+    learner = build_learner(policy=build_policy(), loss=section.loss, optim=optim)
+    updates = Updates(learner, section)
+    metrics = [updates.train(batch) for batch in batches][-1]
+    return torch.cat([each.detach().flatten() for each in learner.policy.parameters()]), metrics
+
+
+@pytest.mark.parametrize("reduction", ["rollout", "token", "sample"])
+def test_a_loss_from_logits_is_the_built_in_one(named, reduction):
+    loss = PpoLoss(use_rollout_logprobs=False, clip_low=0.2, clip_high=0.2, reduction=reduction)
+    batches = [[batch_of(seed), batch_of(seed + 7)] for seed in range(3)]
+    several = {"loss": loss, "updates_per_step": 2}
+    own, metrics = trained(TrainerSection(**several, hooks=named(loss="whole_loss")), batches)
+    built_in, _ = trained(TrainerSection(**several), batches)
+    torch.testing.assert_close(own, built_in, rtol=0, atol=1e-6)
+    assert metrics["ratio/mean"] == pytest.approx(1, abs=0.5)
+    start = torch.cat([each.detach().flatten() for each in build_policy().parameters()])
+    assert not torch.allclose(own, start, atol=1e-4), "it has trained"
+
+
+def test_a_reducer_of_means_is_the_reduction_by_sample_and_one_of_sums_that_by_token(named):
+    batches = [[batch_of(seed), batch_of(seed + 7)] for seed in range(3)]
+    for reduction in ("sample", "token"):
+        loss = PpoLoss(use_rollout_logprobs=False, reduction=reduction)
+        hooks = named(pg_loss_reducer="mean_of_samples")
+        own, _ = trained(TrainerSection(loss=loss, hooks=hooks), batches)
+        built_in, _ = trained(TrainerSection(loss=loss), batches)
+        torch.testing.assert_close(own, built_in, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "message"),
+    [
+        ({"loss": "no_sum"}, r"loss = '.*no_sum': shape \(1, \d+, \d+\) is no loss; return one number"),
+        ({"loss": "no_metrics"}, r"return the loss and a dictionary of metrics"),
+        (
+            {"loss": "half"},
+            r"sum_of_sample_mean got shape \(3,\), and the responses of the batch have \d+ tokens",
+        ),
+        ({"loss": "mean_of_samples"}, r"mean_of_samples': cannot unpack .*; return the loss and"),
+        ({"pg_loss_reducer": "no_reducer"}, r"no_reducer': .*not callable"),
+    ],
+)
+def test_a_loss_that_does_not_fit_is_named(named, hooks, message):
+    updates = Updates(build_learner(policy=build_policy()), TrainerSection(hooks=named(**hooks)))
+    with pytest.raises(ConfigError, match=message):
+        updates.train([pack(documents())])
 
 
 @pytest.mark.parametrize(

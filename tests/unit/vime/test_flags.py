@@ -126,6 +126,18 @@ def test_limits_and_router_are_those_of_vime(files):
     assert cfg.inference.router.address == "http://10.0.0.1:9"
 
 
+def test_functions_about_loss_and_weights_are_the_trainers(files):
+    loss = "--loss-type custom_loss --custom-loss-function-path my.loss"
+    assert read_command(words_of(files, SPLIT, loss))[0].trainer.hooks.loss == "my.loss"
+    rest = "--custom-pg-loss-reducer-function-path my.sums --custom-update-weight-post-write-path my.note"
+    cfg = read_command(words_of(files, SPLIT, rest, "--update-weight-transport disk"))[0]
+    assert (cfg.trainer.hooks.pg_loss_reducer, cfg.trainer.hooks.post_write) == ("my.sums", "my.note")
+    assert cfg.weight_broadcast.type == "filesystem"
+    assert read_command(words_of(files, SPLIT))[0].trainer.memory_profiler_path is None
+    recorded = "--record-memory-history --memory-snapshot-dir snapshots"
+    assert read_command(words_of(files, SPLIT, recorded))[0].trainer.memory_profiler_path == Path("snapshots")
+
+
 def test_a_schedule_in_updates_is_one_in_rollouts(files):
     flags = "--advantage-estimator ppo --lr-warmup-iters 3 --critic-lr-warmup-iters 5 --lr-decay-iters 6"
     cfg, _ = read_command(words_of(files, SPLIT, flags, "--global-batch-size 8"))

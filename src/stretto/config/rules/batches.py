@@ -192,6 +192,12 @@ RULES: Rules = {
     ),
     OrchestratorKeys: (
         Rule("batch_size group_size", sizes_that_fit, "{0} must be a multiple of {1}; use {it}"),
+        Idle("token_batch_size", "hooks.rollout_function",
+             lambda s: s.token_batch_size is not None and s.hooks.rollout_function is not None
+             and "its calls are batches of batch_size rollouts", "leave one of them out"),
+        Idle("token_batch_size", "hooks.buffer_filter",
+             lambda s: s.token_batch_size is not None and s.hooks.buffer_filter is not None
+             and "it chooses batch_size rollouts", "leave one of them out"),
         Rule("max_inflight_rollouts group_size",
              lambda s: s.max_inflight_rollouts is not None and s.max_inflight_rollouts < s.group_size,
              "{0} cannot hold one group of {1}; raise it"),

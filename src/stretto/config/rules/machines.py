@@ -71,7 +71,8 @@ def teacher_faults(cfg: RLConfig) -> Iterator[tuple[str, str] | tuple[str, str, 
 
 
 def model_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """[models.NAME]: a name that functions can give, something to serve, and one machine."""
+    """[models.NAME]: a name that functions can give, something to serve, and one machine with room for it."""
+    shape = cfg.deployment
     for name, section in cfg.models.items():
         path = f"models.{name}"
         if name in RESERVED or not re.fullmatch(r"[A-Za-z][\w-]*", name):
@@ -82,11 +83,18 @@ def model_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
                 path,
                 "{0.path}: give model, the directory that it is served from, or base_url of engines that run",
             )
-        if cfg.deployment.type == "multi_node" and section.base_url is None:
-            yield (
-                path,
-                "{0.path}: `rl` starts it on one machine only; start its engines by hand and give base_url",
-            )
+        if shape.type == "multi_node" and section.base_url is None:
+            if section.gpu_ids is not None:
+                yield (
+                    f"{path}.gpu_ids",
+                    "{0}: over several nodes it gets the first that are free; leave it out",
+                )
+            if shape.gpus_per_node and section.device != "cpu" and section.num_gpus > shape.gpus_of_models:
+                rule = f"{section.num_gpus} GPUs, and a node of models has {shape.gpus_of_models}"
+                ways = (
+                    "lower its engines or degrees, raise deployment.model_gpus_per_node, or start it by hand"
+                )
+                yield path, f"{{0.path}} takes {rule}; {ways} and give base_url"
         if section.deployment.num_nodes > 1 and section.base_url is None:
             yield (
                 f"{path}.deployment",
@@ -213,7 +221,8 @@ def node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     total = cfg.num_nodes
     if shape.hosts is not None and len(shape.hosts) != total:
         who = "trainer" if learning == shape.num_train_nodes else "trainer and the critic"
-        rule = f"{learning} of the {who} and {total - learning} of inference"
+        others = " and of models" if cfg.model_places else ""
+        rule = f"{learning} of the {who} and {total - learning} of inference{others}"
         yield "deployment.hosts", f"{{0.path}}: {len(shape.hosts)} are given; it takes {total}, {rule}"
     if shape.node_rank is not None and shape.node_rank >= total:
         yield "deployment.node_rank", f"{{0}}: the {total} nodes are counted from 0"

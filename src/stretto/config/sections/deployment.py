@@ -69,11 +69,19 @@ class MultiNodeDeployment(NodesDeployment):
     """GPUs of a node of inference; None: as many as a node of the trainer gives it, gpus_per_node."""
     num_infer_replicas: int = Field(1, gt=0)
     """Times [inference] as a whole is there, each with nodes and a router of its own."""
+    model_gpus_per_node: int | None = Field(None, gt=0)
+    """GPUs of the nodes of [models], which come after those of inference, as many as the models that the run starts
+    need; None: as many as a node of inference."""
 
     # Counted per machine with one node, too.
     num_infer_gpus: ClassVar[None] = None
     num_teacher_gpus: ClassVar[None] = None
     num_critic_gpus: ClassVar[None] = None
+
+    @property
+    def gpus_of_models(self) -> int:
+        """GPUs of a node of frozen models."""
+        return self.model_gpus_per_node or self.infer_gpus_per_node or self.gpus_per_node
 
     @property
     def num_learning_nodes(self) -> int:

@@ -221,6 +221,15 @@ class TrainerHooksSection(Section):
     tis: str | None = None
     """`tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths)`: the
     losses per token, a mask per sample and metrics after a correction for off-policy data. It gets trained ones."""
+    loss: str | None = None
+    """`loss(args, batch, logits, sum_of_sample_mean)`: the whole policy loss from the logits of the batch, and metrics;
+    both are sums that sum_of_sample_mean makes, and trainer.loss says only how it does."""
+    pg_loss_reducer: str | None = None
+    """`reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)`: gives the function that sums
+    the policy's losses per token in the place of trainer.loss.reduction."""
+    post_write: str | None = None
+    """`post_write(args, version_dir, rollout_engines)`: called by the first rank when a version of the weights is
+    written, before engines hear of it; with weight_broadcast.type = "filesystem". The list of engines is empty."""
     args: dict[str, Any] = Field({})
     """More attributes of `args`."""
 
@@ -250,6 +259,9 @@ class TrainerKeys(Section):
     """CPU threads of one rank; None: given out by the launcher."""
     matmul_precision: MatmulPrecision = "highest"
     """Precision of products of float32 matrices: `high` is TF32 on a GPU; on a CPU it changes nothing or little."""
+    memory_profiler_path: Path | None = None
+    """Directory for snapshots of the GPU's memory, a file per step and rank, which https://pytorch.org/memory_viz
+    draws; steps become slower, and files have up to 40 MB. None: nothing is recorded."""
     env_vars: dict[str, str] = Field({})
     """Environment variables of the trainer alone."""
     enable_router_replay: bool = False

@@ -18,7 +18,7 @@ from stretto.config.spellings.row import (
     refused,
     same,
 )
-from stretto.config.spellings.run import NO_EXPERIMENTS, RUN_KEYS
+from stretto.config.spellings.run import NO_EXPERIMENTS, NO_PROGRESS, RUN_KEYS
 
 ALL = {-1: None}
 ADAPTIVE = (("concurrency.type", "adaptive"),)
@@ -34,7 +34,7 @@ ORCHESTRATOR = Table("orchestrator", "OrchestratorKeys", (
     moved("model.name", "Qwen/Qwen3-0.6B", "/model.name", "the engines' alone where the trainer's is another"),
     *(moved(key, NO_DEFAULT, f"/{key}") for key in (*RUN_KEYS, "ckpt", "output_dir")),
     same("batch_size", 128),
-    refused("token_batch_size", None, "a batch is a number of rollouts: write batch_size", unless=("None",)),
+    same("token_batch_size", None, "a batch has at most batch_size rollouts beside it, 128 where the file names none"),
     same("group_size", 1),
     same("max_off_policy_steps", 8, "`max_async_level = 1` bounds how far generation is ahead"),
     moved("concurrency.initial_inflight", None, "concurrency.initial_rollouts", sets=ADAPTIVE),
@@ -46,8 +46,7 @@ ORCHESTRATOR = Table("orchestrator", "OrchestratorKeys", (
     same("num_train_workers", 1),
     idle("pad_to_multiple_of", 1, "rows are padded to what model.cp needs"),
     idle("ckpt.wait_for_weights_timeout", None, "a checkpoint is complete or absent"),
-    refused("ckpt.skip_progress", False, "a run that begins anew from weights: give model.name that directory",
-            unless=(False,)),
+    refused("ckpt.skip_progress", False, NO_PROGRESS, unless=(False,)),
     idle("collect_inference_metrics", True, "engines are always asked"),
     idle("inference_metrics_roles", None, "engines say their role"),
     moved("heartbeat.url", None, "/monitors.heartbeat.url"),
@@ -85,7 +84,9 @@ ORCHESTRATOR = Table("orchestrator", "OrchestratorKeys", (
         refused("actor", "policy", 'a teacher plays with algo.type = "sft"', unless=("policy",)),
     ),
 ))  # fmt: skip
-DATASET_SFT = "replies of a data set are trained by the verb `sft`, with [eval] for evals beside it"
+DATASET_SFT = (
+    "the verb `sft` trains replies of a data set: write data.name = DATASET there, and [eval] for evals"
+)
 ALGO_ROWS = (
     moved("type", "grpo", "algo.type", values={"dataset_sft": Instead(DATASET_SFT)}),
     refused("dataset", None, DATASET_SFT),

@@ -22,6 +22,9 @@ TRAINER_HOOKS = Table("trainer.hooks", "TrainerHooksSection", tuple(moved(old, N
     "custom_megatron_before_train_step_hook_path": "before_train_step",
     "custom_advantage_function_path": "advantages",
     "custom_tis_function_path": "tis",
+    "custom_loss_function_path": "loss",
+    "custom_pg_loss_reducer_function_path": "pg_loss_reducer",
+    "custom_update_weight_post_write_path": "post_write",
     "rollout_data_postprocess_path": "data_postprocess",
 }.items()), is_listed=False)  # fmt: skip
 MODELS = Table(

@@ -24,6 +24,10 @@ BROADCAST_TYPES = {
     "nixl": Instead('weights do not travel by NIXL; write type = "nccl", which is the collective transport'),
 }
 
+NO_PROGRESS = (
+    "a checkpoint is continued at its step, by resume.dir; a run from step 0 starts from its weights, model.name = "
+    '"RUN/weights/step_N", with a new optimizer'
+)
 NO_EXPERIMENTS = refused("experimental", {}, "there are no experimental keys; leave it out", unless=({},))
 
 ROOT = Table("", "RLConfig", (
@@ -60,8 +64,7 @@ CKPT = Table("ckpt", "CkptSection", (
     ),
 ))  # fmt: skip
 CKPT_OWN = Table("trainer.ckpt", "CkptSection", (
-    refused("skip_progress", False, "a run that begins anew from weights: give model.name that directory",
-            unless=(False,)),
+    refused("skip_progress", False, NO_PROGRESS, unless=(False,)),
     same("skip_scheduler", False),
     same("skip_dataloader", False, "of `sft`; nothing that `rl` resumes has a position in data"),
     same("skip_optimizer", False, "checkpoints have none of it either"),

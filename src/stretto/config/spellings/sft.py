@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stretto.config.spellings.row import NO_DEFAULT, Instead, Table, idle, moved, old, refused, same
 from stretto.config.spellings.run import NO_EXPERIMENTS
-from stretto.config.spellings.trainer import NO_PROFILER, NOT_OPTIM, PROFILE
+from stretto.config.spellings.trainer import NOT_OPTIM, PROFILE, SNAPSHOTS
 
 EQUAL = (("data.probabilities", "equal"),)
 SFT_DATA = {
@@ -29,7 +29,7 @@ SFT = Table("", "SFTConfig", (
     same("slurm", None),
     idle("gc.interval", 50, "objects are collected when the process has grown, not by steps"),
     refused("trace_path", None, PROFILE, unless=("None",)),
-    refused("memory_profiler_path", None, NO_PROFILER, unless=("None",)),
+    same("memory_profiler_path", None, SNAPSHOTS),
     same("matmul_precision", "high"),
     moved("dist_timeout_seconds", 3600, "", "ranks wait for each other as long as it takes to read the data"),
     moved("heartbeat.url", None, "monitors.heartbeat.url"),

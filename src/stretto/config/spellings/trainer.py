@@ -6,7 +6,7 @@ from stretto.config.spellings.row import NO_DEFAULT, Instead, Nothing, Table, id
 from stretto.config.spellings.run import NO_EXPERIMENTS, RUN_KEYS
 
 PROFILE = "give --profile STEPS on the command line, which writes traces of these steps into RUN/profiles; leave it out"
-NO_PROFILER = "torch's memory snapshots are not written; `stretto plan` shows what needs memory; leave it out"
+SNAPSHOTS = "a directory, with a file per step and rank; torch records GPUs only, so a CPU refuses it"
 DEBUG = "[model.scratch] builds a small random model of any family; leave it out"
 
 NOT_OPTIM = (
@@ -72,7 +72,8 @@ MODEL = Table("trainer.model", "ModelSection", (
     same("lora.alpha", 32.0),
     same("lora.dropout", 0.0),
     same("lora.target_modules"),
-    refused("lora.modules_to_save", [], "an adapter is all that is trained; leave it out, or do without [model.lora]",
+    refused("lora.modules_to_save", [], "engines load adapters, which cannot have whole layers; leave it out, or leave "
+            "out [model.lora], and all layers are trained",
             unless=([],)),
     refused("debug.num_layers", None, DEBUG, unless=("None",)),
     refused("debug.random_init", False, DEBUG, unless=(False,)),
@@ -124,7 +125,7 @@ TRAINER = Table("trainer", "TrainerKeys", (
     *(moved(key, NO_DEFAULT, f"/{key}") for key in (*RUN_KEYS, "ckpt", "output_dir")),
     same("matmul_precision", "high"),
     same("enable_router_replay", False),
-    refused("memory_profiler_path", None, NO_PROFILER, unless=("None",)),
+    same("memory_profiler_path", None, SNAPSHOTS),
     refused("trace_path", None, PROFILE, unless=("None",)),
     idle("gc.interval", 50, "objects are collected when the process has grown, not by steps"),
     idle("gc", {}, "objects are collected when the process has grown, not by steps"),

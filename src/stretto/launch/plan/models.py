@@ -44,6 +44,28 @@ def with_model_ports(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLCo
     return replaced(cfg, "orchestrator.frozen_models", places)
 
 
+def with_model_hosts(cfg: RLConfig, hosts: Sequence[str]) -> RLConfig:
+    """Let models on nodes of their own listen there, and tell the orchestrator where every model is.
+
+    hosts: addresses of the nodes from the first one on that has models. They have the key of the policy's engines.
+    """
+    places, models = dict(cfg.orchestrator.frozen_models), dict(cfg.models)
+    key_var = cfg.orchestrator.client.api_key_var
+    for index, (name, section) in enumerate(cfg.models.items()):
+        known = TeacherSection(base_url=section.base_url, model=section.served_model_name or section.model)
+        if section.base_url is None:
+            host = hosts[cfg.model_places[name][0]]
+            is_given = "port" in section.server.model_fields_set
+            port = section.server.port if is_given else MODEL_PORT + index
+            server = section.server.model_copy(update={"host": host, "port": port})
+            models[name] = section.model_copy(update={"server": server})
+            url = f"http://{client_host(host)}:{port}/v1"
+            known = known.model_copy(update={"base_url": url, "api_key_var": key_var})
+        places[name] = known
+    cfg = cfg.model_copy(update={"models": models})
+    return replaced(cfg, "orchestrator.frozen_models", places)
+
+
 def num_gpus(section: FrozenModelSection) -> int:
     """GPUs that a model's engines need; 0 on a CPU."""
     if section.device == "cpu" or section.base_url is not None:

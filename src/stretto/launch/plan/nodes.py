@@ -10,6 +10,7 @@ config, and the plan depends on nothing that differs between machines. Nodes, in
     the rest              inference: one replica after another, as inference.deployment says, each with its router on
                           its first node; Dynamo's frontend, which asks nobody for a key, is on the first of all
                           nodes, where only that machine's processes reach it
+    after these           frozen models, several on a node where they fit
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from stretto.config.sections.deployment import MultiNodeDeployment
 from stretto.config.sections.engines import HOLD_VAR
 from stretto.config.sections.inference import InferenceSection
 from stretto.launch.plan.engines import plan_replicas
+from stretto.launch.plan.models import model_threads, started_models, with_model_hosts
 from stretto.launch.plan.placement import (
     GPU_HOST_THREADS,
     MOST_THREADS,
@@ -48,6 +50,7 @@ from stretto.launch.plan.plan import (
     client_key_env,
     engine_key_env,
     helper_processes,
+    model_process,
     rank_env,
     with_engine_key,
 )
@@ -81,6 +84,8 @@ def plan_nodes(
     has_gpus, samples = bool(shape.gpus_per_node), cfg.inference is not None and cfg.inference.device != "cpu"
     cfg = with_canary_tolerance(cfg, trains_on_gpus=has_gpus, samples_on_gpus=has_gpus and samples)
     cfg = _with_engine_addresses(cfg, engines)
+    first_model = cfg.num_nodes - max((1 + node for node, _ in cfg.model_places.values()), default=0)
+    cfg = with_model_hosts(cfg, hosts[first_model:])
     if cfg.resume is not None:
         resume = cfg.resume.model_copy(update={"step": resume_step})
         cfg = cfg.model_copy(update={"resume": resume})
@@ -97,6 +102,7 @@ def plan_nodes(
             dataclasses.replace(spec, node=0) if spec.role == "router" and is_first else spec
             for spec in started
         ]
+    processes += _models(cfg, run, first_model, keyed)
     return LaunchPlan.of(run, cfg, engines, processes, hosts=hosts, notes=notes)
 
 
@@ -300,6 +306,21 @@ def _critics(cfg: RLConfig, run: RunDir, hosts: Sequence[str]) -> list[ProcessSp
         ports = {"rendezvous": shape.rendezvous_port + 1} if rank == 0 and ranks > 1 else {}
         argv = _argv("critic", run, "run")
         specs.append(ProcessSpec("critic", rank, ranks, argv, env, gpus, threads, ports, node=first + node))
+    return specs
+
+
+def _models(cfg: RLConfig, run: RunDir, first_node: int, keyed: InferenceSection | None) -> list[ProcessSpec]:
+    """The engines of frozen models, which ask for the key of the policy's."""
+    key_var = cfg.orchestrator.client.api_key_var
+    key = {} if keyed is None else engine_key_env(keyed, key_var)
+    specs = []
+    for name, section in started_models(cfg):
+        node, first = cfg.model_places[name]
+        count = section.num_gpus if section.device != "cpu" and cfg.deployment.gpus_per_node else 0
+        gpus = [str(gpu) for gpu in range(first, first + count)]
+        threads = model_threads(section, {"inference": MOST_THREADS}, gpus)
+        spec = model_process(run, name, section, threads, gpus)
+        specs.append(dataclasses.replace(spec, env=spec.env | key, node=first_node + node))
     return specs
 
 

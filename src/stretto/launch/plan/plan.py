@@ -213,7 +213,7 @@ def plan(
         processes = [spec for spec in processes if spec.role not in ("trainer", "critic")]
     for name, section in started_models(cfg):
         own = model_gpus[name]
-        processes.insert(0, _model_process(run, name, section, model_threads(section, threads, own), own))
+        processes.insert(0, model_process(run, name, section, model_threads(section, threads, own), own))
     return LaunchPlan.of(run, cfg, engines, processes, notes=notes)
 
 
@@ -369,7 +369,7 @@ def _teacher_process(cfg: RLConfig, run: RunDir, threads: int, gpus: list[str]) 
     return ProcessSpec("teacher", 0, 1, argv, env, tuple(gpus), threads, ports, section.max_restarts or 0)
 
 
-def _model_process(
+def model_process(
     run: RunDir, name: str, section: FrozenModelSection, threads: int, gpus: list[str]
 ) -> ProcessSpec:
     """The engines of a frozen model; they never get new weights."""

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from stretto.base import process
 from stretto.config.sections.deployment import ResumeSection
+from stretto.launch.plan.models import role_of, started_models
 from stretto.launch.plan.plan import LaunchPlan, ProcessSpec
 from stretto.launch.plan.specs import EngineSpec
 
@@ -102,9 +103,10 @@ def resume_text(section: ResumeSection) -> str:
 
 
 def gpu_sum(plan: LaunchPlan) -> str | None:
-    """`4 trainer + 4 critic + 8 inference = 16`; None for a run without GPUs."""
+    """`4 trainer + 4 critic + 8 inference + 4 model_ref = 20`; None for a run without GPUs."""
     by_role: dict[str, set[tuple[int, str]]] = {}
-    for role in ("trainer", "critic", "inference", "teacher"):
+    models = [role_of(name) for name, _ in started_models(plan.config)]
+    for role in ("trainer", "critic", "inference", "teacher", *models):
         own = {(spec.node, gpu) for spec in plan.processes if spec.role == role for gpu in spec.devices}
         if own:
             by_role[role] = own

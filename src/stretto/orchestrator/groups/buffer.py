@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import math
 import time
 from bisect import bisect_left, insort
@@ -80,6 +81,7 @@ class Slot:
     group: Group | None = None
     has_signal: bool = False
     rejected: str | None = None  # the gate or filter that rejected it
+    num_tokens: int = 0  # prompts and replies of the played group
     step: int | None = None  # the step whose batch it is in
     job: asyncio.Task | None = None  # plays it; cancelled when the group is dropped
 
@@ -95,6 +97,8 @@ class Slot:
     def complete(self, group: Group, *, has_signal: bool, rejected: str | None) -> None:
         """Store the played group."""
         self.group, self.has_signal, self.rejected, self.job = group, has_signal, rejected, None
+        branches = (branch for rollout in group.rollouts if rollout.is_counted for branch in rollout.branches)
+        self.num_tokens = sum(len(branch.token_ids) for branch in branches)
         self._first_version = self._first_of(group)
 
     def _first_of(self, group: Group | None) -> int:
@@ -133,6 +137,10 @@ class Bounds:
     is_in_dispatch_order: bool = True
     oversampling_factor: float | None = None
     """Groups in flight, in batches; None: as many as the steps that generation may be ahead need."""
+    tokens_per_batch: int | None = None
+    """Tokens with which a batch is complete before it has groups_per_batch groups; None: groups alone count."""
+    min_groups: int = 1
+    """Fewest groups of a batch that its tokens complete."""
 
     @property
     def max_steps_ahead(self) -> int:
@@ -189,6 +197,8 @@ class Buffer:
         bounds = self.bounds
         if self.is_closed or waiting + self._num_by_state[SlotState.SHIPPED] + num_groups > bounds.num_slots:
             return False
+        if bounds.tokens_per_batch is not None and self.version < self._needed_version:
+            return False  # a short batch leaves slots free before its weights are there
         limits = [limit for limit in (bounds.max_running_groups, self.max_running) if limit is not None]
         if limits and self._num_by_state[SlotState.RUNNING] >= min(limits):
             return False
@@ -370,19 +380,36 @@ class Buffer:
 
     # -- private --
 
+    @property
+    def _needed_version(self) -> int:
+        """The version from which on generation is not too far ahead of the next batch's step."""
+        return self.next_step - 1 - self.bounds.max_steps_ahead
+
     def _may_ship(self) -> bool:
-        if self.version < self.next_step - 1 - self.bounds.max_steps_ahead:
+        if self.version < self._needed_version:
             return False
-        num_groups = self.bounds.groups_per_batch
-        if self._num_by_state[SlotState.READY] < num_groups:
+        num_groups = self._size_of_batch()
+        if num_groups is None:
             return False
         if not self.bounds.is_in_dispatch_order:
             return True
-        return self._last_of_batch() < self._first_unfinished()
+        return self._last_of_batch(num_groups) < self._first_unfinished()
 
-    def _last_of_batch(self) -> int:
+    def _size_of_batch(self) -> int | None:
+        """Number of groups of the next batch; None if too few are ready."""
+        bounds, num_ready = self.bounds, self._num_by_state[SlotState.READY]
+        if bounds.tokens_per_batch is not None:
+            num_fillers = num_ready - len(self._preferred)  # further ones have been replaced
+            num_tokens = 0
+            ordered = itertools.chain(self._preferred, self._fillers[:num_fillers])
+            for count, group_id in enumerate(itertools.islice(ordered, bounds.groups_per_batch), 1):
+                num_tokens += self.slots[group_id].num_tokens
+                if num_tokens >= bounds.tokens_per_batch and count >= bounds.min_groups:
+                    return count
+        return bounds.groups_per_batch if num_ready >= bounds.groups_per_batch else None
+
+    def _last_of_batch(self, num_groups: int) -> int:
         """The highest draw number that `_choose` would return."""
-        num_groups = self.bounds.groups_per_batch
         if len(self._preferred) >= num_groups:
             return self._preferred[num_groups - 1]
         filler = self._fillers[num_groups - len(self._preferred) - 1]
@@ -401,8 +428,10 @@ class Buffer:
 
     def _choose(self) -> list[Slot]:
         """The lowest draw numbers; zero-signal groups only if there are too few others."""
-        chosen = self._preferred[: self.bounds.groups_per_batch]
-        chosen += self._fillers[: self.bounds.groups_per_batch - len(chosen)]
+        num_groups = self._size_of_batch()
+        assert num_groups is not None, "a batch is chosen when it may be shipped"
+        chosen = self._preferred[:num_groups]
+        chosen += self._fillers[: num_groups - len(chosen)]
         return [self.slots[group_id] for group_id in sorted(chosen)]
 
     def _queue_of(self, slot: Slot) -> list[int] | None:

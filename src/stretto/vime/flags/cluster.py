@@ -79,7 +79,8 @@ def settings(flags: Values) -> Iterator[Setting]:
     yield from degrees(flags, found)
     critic_nodes, critic_gpus = count_critic(flags)
     is_one = flags.actor_num_nodes == 1 and critic_nodes in (0, 1)
-    beside = 0 if flags.colocate else infer_gpus
+    frozen_gpus = sum(model.num_gpus for model in flags.models if not model.is_updated)
+    beside = frozen_gpus + (0 if flags.colocate else infer_gpus)
     if is_one and train_gpus + critic_gpus * critic_nodes + beside <= node:
         yield Setting("deployment.num_train_gpus", train_gpus, ("--actor-num-gpus-per-node",))
         if critic_nodes and critic_gpus:
@@ -103,6 +104,8 @@ def settings(flags: Values) -> Iterator[Setting]:
         if critic_nodes != flags.actor_num_nodes or train_gpus + critic_gpus > node:
             yield Setting("deployment.num_critic_nodes", critic_nodes, CRITIC[:1])
     yield from over_nodes(flags, found)
+    if frozen_gpus:
+        yield Setting("deployment.model_gpus_per_node", node, ("--num-gpus-per-node", "--vllm-config"))
     yield Setting("ray", {}, ("--actor-num-nodes",))
     if flags.save is None:  # without checkpoints it would begin anew
         yield Setting("ray.max_restarts", 0, ("--save",))

@@ -16,7 +16,6 @@ NO_TEACHER = (
     'write [orchestrator.teacher] and algo type = "opd" in the TOML of --print-config (docs/algorithms.md)'
 )
 NO_OPSM = "use trainer.loss.correction.reject, or a custom loss (docs/algorithms.md)"
-OWN_LOSS = 'a loss has another signature here: trainer.loss.type = "custom" (docs/algorithms.md)'
 NOT_CENTRED = "write a custom loss (docs/algorithms.md)"
 
 # fmt: off
@@ -25,7 +24,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         part("--advantage-estimator", "text", "grpo", f"{ALGO}.type {LOSS}.type trainer.advantages trainer.critic",
              "The algorithm.", choices=ESTIMATORS),
         part("--loss-type", "text", "policy_loss", "", "Loss.", choices=("policy_loss", "sft_loss", "custom_loss"),
-             note="policy_loss; fine-tuning is `sft`, a loss of your own is trainer.loss.type = \"custom\"."),
+             note="Fine-tuning is `sft`; custom_loss is that of --custom-loss-function-path."),
         part("--calculate-per-token-loss", "switch", False, f"{LOSS}.reduction",
              "Mean over all tokens; else over rollouts of each one's mean."),
         part("--normalize-advantages", "switch", False, f"{ALGO}.whiten trainer.advantages.whiten",
@@ -76,12 +75,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "Kind of surrogate."),
         refused("--use-score-centering", "switch", False, NOT_CENTRED, "Centre scores."),
         refused("--score-centering-top-k", "integer", 128, NOT_CENTRED, "Likeliest tokens for it."),
-        refused("--custom-loss-function-path", "text", None, OWN_LOSS, "Function that is the loss."),
+        part("--custom-loss-function-path", "text", None, "trainer.hooks.loss", "Function that is the loss.",
+             note="With --loss-type custom_loss."),
         acts("--custom-advantage-function-path", "text", None, "trainer.hooks.advantages",
              "Function that makes advantages."),
-        refused("--custom-pg-loss-reducer-function-path", "text", None,
-             "trainer.loss.reduction has four ways; others are a custom loss",
-                "Function that reduces the loss."),
+        acts("--custom-pg-loss-reducer-function-path", "text", None, "trainer.hooks.pg_loss_reducer",
+             "Function that reduces the policy's loss."),
         refused("--disable-compute-advantages-and-returns", "switch", False, "fine-tuning is `sft`; leave it out",
              "No advantages."),
     ),
@@ -164,6 +163,9 @@ def _loss(flags: Values) -> Iterator[Setting]:
         yield Setting(f"{LOSS}.clip_high", high, ("--eps-clip-high", "--eps-clip"))
         if flags.eps_clip_c is not None:
             yield Setting(f"{LOSS}.clip_dual", flags.eps_clip_c, ("--eps-clip-c",))
+    if flags.loss_type == "custom_loss":
+        names = ("--custom-loss-function-path", "--loss-type")
+        yield Setting("trainer.hooks.loss", flags.custom_loss_function_path, names)
     own = flags.custom_tis_function_path
     if own is not None:
         yield Setting("trainer.hooks.tis", own, ("--custom-tis-function-path",))

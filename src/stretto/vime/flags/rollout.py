@@ -32,7 +32,8 @@ BATCH_HOOKS = (
 TRAINER_HOOKS = (
     "--custom-megatron-init-path", "--custom-megatron-before-log-prob-hook-path",
     "--custom-megatron-before-train-step-hook-path", "--custom-advantage-function-path",
-    "--rollout-data-postprocess-path", "--custom-tis-function-path",
+    "--rollout-data-postprocess-path", "--custom-tis-function-path", "--custom-loss-function-path",
+    "--custom-pg-loss-reducer-function-path", "--custom-update-weight-post-write-path",
 )  # fmt: skip
 
 # fmt: off

@@ -80,9 +80,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
               choices=("xxh3-128", "blake3", "adler32")),
         part("--update-weight-local-checkpoint-dir", "text", None, "weight_broadcast.delta.directory",
              "Where an engine's host keeps its copy."),
-        refused("--custom-update-weight-post-write-path", "text", None,
-             "the manifest of a version is written last; watch for it (docs/weights.md)",
-                "Function called after a version is written."),
+        acts("--custom-update-weight-post-write-path", "text", None, "trainer.hooks.post_write",
+             "Function called after a version is written.",
+             note="With --update-weight-transport disk. Its rollout_engines is empty: engines load by themselves."),
         equal("--check-weight-update-equal", "switch", False,
              "Every update is checked by the log-probabilities of fixed tokens.", "Check the first update."),
         refused("--release-train", "switch", False, "trainers run as long as the run; leave it out",
@@ -130,13 +130,12 @@ def _models(flags: Values) -> Iterator[Setting]:
         group.worker_type == "placeholder" for model in flags.models for group in model.groups
     )
     total = sum(group.num_gpus for model in flags.models for group in model.groups)
-    if len(flags.models) > 1 or has_placeholders:
+    if has_placeholders:
         needed = total + flags.actor_num_nodes * flags.actor_num_gpus_per_node
         if needed > flags.num_gpus_per_node or flags.actor_num_nodes > 1:
             raise ConfigError(
-                f"{flags.given['--vllm-config']}: several models and placeholders are placed on one node, and these "
-                f"and the actor take {needed} GPUs of {flags.num_gpus_per_node}; start the frozen ones by hand, and "
-                "give their models.NAME.base_url in the TOML of --print-config"
+                f"{flags.given['--vllm-config']}: placeholders are GPUs of one node, and its groups and the actor "
+                f"take {needed} GPUs of {flags.num_gpus_per_node}; over several nodes leave the placeholders out"
             )
     for model in flags.models:
         at = "inference" if model.is_updated else f"models.{model.name}"

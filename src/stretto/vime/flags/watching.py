@@ -8,7 +8,8 @@ from stretto.vime.flags.flag import Flag, Setting, Values, acts, equal, part, re
 from stretto.vime.saved import FUNCTION
 
 NOT_LOADED = "saved batches are not trained again; fine-tuning on saved conversations is `sft`"
-NO_PROFILER = "run the process under a profiler (docs/troubleshooting.md)"
+NO_PROFILER = "give --profile STEPS to `rl` with the TOML of --print-config (docs/debugging.md)"
+SNAPSHOTS = "trainer.memory_profiler_path"
 IN_CI = "it is for vime's own tests; leave it out"
 BY_LOGIN = "wandb reads it from its own environment variables"
 
@@ -62,10 +63,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              note="Tokens to RUN/tokens_trained; rollouts are in the ledger."),
         refused("--profile-target", "list", None, NO_PROFILER, "What is profiled."),
         refused("--use-pytorch-profiler", "switch", False, NO_PROFILER, "Profile with torch."),
-        refused("--memory-recorder", "text", "torch", NO_PROFILER, "Recorder of memory."),
-        refused("--record-memory-history", "switch", False, NO_PROFILER, "Record memory."),
-        refused("--memory-snapshot-dir", "text", ".", NO_PROFILER, "Directory of its snapshots."),
-        refused("--memory-snapshot-num-steps", "integer", None, NO_PROFILER, "Steps of a snapshot."),
+        refused("--memory-recorder", "text", "torch", "torch records the memory; leave it out", "Recorder of memory."),
+        part("--record-memory-history", "switch", False, SNAPSHOTS, "Record the memory of the trainer's GPUs.",
+             note="A file per step and rank; refused at the start on a CPU."),
+        part("--memory-snapshot-dir", "text", ".", SNAPSHOTS, "Directory of its snapshots."),
+        refused("--memory-snapshot-num-steps", "integer", None,
+                "each step has a snapshot of its own; leave it out", "Steps of a snapshot."),
         refused("--dspark-block-size", "integer", 7, "draft models are not trained; leave it out",
              "Training of a draft model."),
         refused("--dspark-num-draft-layers", "integer", 5, "draft models are not trained; leave it out",
@@ -96,6 +99,10 @@ def settings(flags: Values) -> Iterator[Setting]:
             yield Setting("monitors.wandb.offline", True, ("--wandb-mode",))
     if flags.use_tensorboard:
         yield Setting("monitors.tensorboard", {}, ("--use-tensorboard",))
+    if flags.record_memory_history:
+        yield Setting(
+            SNAPSHOTS, flags.memory_snapshot_dir, ("--record-memory-history", "--memory-snapshot-dir")
+        )
     if flags.save_debug_train_data is not None or flags.dump_details is not None:
         yield Setting("trainer.enable_token_export", True, ("--save-debug-train-data", "--dump-details"))
 

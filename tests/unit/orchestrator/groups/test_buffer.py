@@ -271,8 +271,13 @@ def slow_choice(buffer):
     usable = [s for s in ready if s.has_signal or not buffer.bounds.filter_zero_signal]
     spare = [s for s in buffer.slots.values() if s.state is SlotState.REPLACED and s.rejected is None]
     by_number = lambda slots: sorted(slots, key=lambda slot: slot.group_id)
-    fillers = [slot for slot in ready if slot not in usable] + spare
-    return by_number((by_number(usable) + by_number(fillers))[: buffer.bounds.groups_per_batch])
+    unused = [slot for slot in ready if slot not in usable]
+    ordered = by_number(usable) + by_number(unused + spare)
+    bounds, size = buffer.bounds, buffer.bounds.groups_per_batch
+    if bounds.tokens_per_batch is not None:
+        filled = [n for n in range(bounds.min_groups, len(ready) + 1) if 2 * n >= bounds.tokens_per_batch]
+        size = min([size, *filled])  # each group has two tokens
+    return by_number(ordered[:size])
 
 
 bounds = st.fixed_dictionaries(
@@ -284,6 +289,8 @@ bounds = st.fixed_dictionaries(
         "max_oversampling": st.floats(1, 3),
         "filter_zero_signal": st.booleans(),
         "is_in_dispatch_order": st.booleans(),
+        "tokens_per_batch": st.none() | st.integers(1, 8),
+        "min_groups": st.integers(1, 2),
     }
 )
 fates = st.lists(
@@ -332,8 +339,11 @@ def test_whatever_happens_no_slot_leaks_and_no_batch_is_too_old(bounds, fates, r
         assert num_held(buffer) <= buffer.bounds.num_slots
         if buffer._may_ship():
             step, chosen = buffer.next_step, buffer._choose()
-            assert chosen == slow_choice(buffer) and buffer._last_of_batch() == chosen[-1].group_id
-            assert len(chosen) == buffer.bounds.groups_per_batch
+            assert chosen == slow_choice(buffer)
+            assert buffer._last_of_batch(len(chosen)) == chosen[-1].group_id
+            assert (
+                len(chosen) == buffer.bounds.groups_per_batch or 2 * len(chosen) >= bounds["tokens_per_batch"]
+            )
             ids = [slot.group_id for slot in chosen]
             assert ids == sorted(ids) and not set(ids) & shipped_ids
             shipped_ids |= set(ids)
@@ -352,3 +362,29 @@ def test_whatever_happens_no_slot_leaks_and_no_batch_is_too_old(bounds, fates, r
         for slot in start_all(buffer, first=group_id):
             group_id = slot.group_id + 1
     assert buffer.next_step > 50
+
+
+def test_tokens_complete_a_batch_and_what_is_over_waits():
+    buffer = build(max_async_level=0, tokens_per_batch=4, min_groups=2)
+    slots = start_all(buffer)
+    for slot in slots[:1] + slots[2:]:
+        finish(buffer, slot)  # two tokens each
+    assert not buffer._may_ship(), "an earlier draw is still running"
+    finish(buffer, slots[1], has_signal=False)
+    chosen = run_virtual(buffer.next_batch())
+    assert [slot.group_id for slot in chosen] == [0, 2], "a group without signal is replaced"
+    buffer.ship(chosen, buffer.discarded(chosen))
+    assert [slot.group_id for slot in buffer.ready_slots()] == [3]
+    assert not buffer.may_admit(), "slots are free, and the weights of the step are not there yet"
+    buffer.on_loaded(1)
+    assert len(start_all(buffer, first=4)) == 3
+
+
+def test_groups_without_signal_count_only_where_no_others_come():
+    buffer = build(max_async_level=0, tokens_per_batch=6, max_oversampling=1.0)
+    slots = start_all(buffer)
+    for slot, has_signal in zip(slots, (False, True, False, True)):
+        finish(buffer, slot, has_signal=has_signal)
+    chosen = run_virtual(buffer.next_batch())
+    assert [slot.group_id for slot in chosen] == [0, 1, 3]
+    assert [slot.group_id for slot in buffer.discarded(chosen)] == [2]
