@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.foresee.simulation import SftTimes, Times, read_ledger
+from stretto.monitors.file import read_metrics
 
 FIRST = 5
 """Steps that do not count, while the pipeline fills and files are read for the first time."""
@@ -83,23 +83,13 @@ def measured_rows(run: Path, process: str = "orchestrator") -> list[dict[str, An
 
     Raises: ConfigError for a directory that is no run.
     """
-    path = RunDir(run).path / "metrics" / f"{process}.jsonl"
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
+    path = RunDir(run).metrics(process)
+    if not path.exists():
         verb = "sft" if process == "sft" else "rl"
         raise ConfigError(
-            f"{run}: no run of `{verb}`; a run directory has configs/run.json and metrics/"
-        ) from None
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # the last line of a run that was killed
-        if "time/step" in row and "step" in row:
-            rows.append(row)
-    return rows
+            f"{run}: a run of `{verb}` that has trained has {path.name} in metrics/; it is not there"
+        )
+    return [row for row in read_metrics(path) if "time/step" in row]
 
 
 def as_rows(lines: Sequence[Line]) -> list[list[str]]:

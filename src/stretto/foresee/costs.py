@@ -218,10 +218,14 @@ class Costs:
         seconds += attention / (hardware.peak(wide) * self.reached.attention)
         if setup.is_cpu:
             seconds += passes * (CPU_OPS_PER_LAYER * setup.shape.num_layers + 12) * hardware.op_s
-        return max(seconds / ranks, self._gather_s(passes))
+        return max(seconds / ranks, self._gather_s)
 
-    def _gather_s(self, passes: float) -> float:
-        """FSDP's gathers and sums of one pass, which run beside the computation of the pass."""
+    @property
+    def _gather_s(self) -> float:
+        """FSDP's gathers and sums for one row, which run beside its computation.
+
+        What [model.ac] computes again is computed with the weights that are gathered for the backward pass.
+        """
         setup, degrees, hardware = self.setup, self.setup.degrees, self.setup.hardware
         shards = degrees.dp_shard * degrees.cp
         if shards == 1 or setup.is_cpu:
@@ -229,8 +233,8 @@ class Costs:
         gathered = setup.size.total - setup.size.experts * (1 - 1 / degrees.ep)
         is_wide = shards * degrees.tp > setup.devices_per_node
         rate = (hardware.network_bandwidth if is_wide else hardware.link_bandwidth) * self.reached.links
-        value = BYTES[setup.train_dtype]
-        moved = gathered * (value * (passes - 1) + BYTES[setup.model.reduce_dtype])
+        gathers = 2 if setup.model.reshard_after_forward else 1
+        moved = gathered * (BYTES[setup.train_dtype] * gathers + BYTES[setup.model.reduce_dtype])
         return moved / rate
 
     @property

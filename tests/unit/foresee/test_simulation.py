@@ -13,6 +13,7 @@ from stretto.config.sections.model import ScratchSection
 from stretto.foresee.clock import Cores, run_virtual
 from stretto.foresee.compare import compare
 from stretto.foresee.costs import Costs, Measured, lookup
+from stretto.foresee.hardware import GPUS
 from stretto.foresee.setup import build_setup
 from stretto.foresee.simulation import _run, _simulated_config, simulate
 from stretto.foresee.workload import Numbers, Workload, workload_of_run
@@ -109,3 +110,23 @@ def test_tables_are_linear_between_their_sizes() -> None:
 def test_a_directory_that_is_no_run_cannot_be_compared_with(tmp_path) -> None:
     with pytest.raises(Exception, match="no run of `rl`"):
         compare(None, tmp_path)
+
+
+@pytest.mark.parametrize(("keeps", "gathers"), [(False, 2), (True, 1)])
+def test_weights_are_gathered_once_per_pass_however_much_is_computed_again(
+    tmp_path, keeps: bool, gathers: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(scratch_config(ScratchSection(), 64).hf))
+    orchestrator = {"env": [{"id": "sort-letters"}], "batch_size": 16, "num_train_workers": 2}
+
+    def row_s(**model: object) -> float:
+        section = {"name": str(tmp_path), "reshard_after_forward": not keeps, **model}
+        setup = build_setup(
+            build(RLConfig, {"model": section, "orchestrator": orchestrator}), hardware=GPUS["H100"]
+        )
+        assert setup.num_ranks == 2 and setup.train_dtype == "bfloat16"
+        moved = setup.size.total * (2 * gathers + 4)  # bfloat16, and gradients in float32
+        assert moved / (GPUS["H100"].link_bandwidth * 0.7) == pytest.approx(Costs(setup)._gather_s)
+        return Costs(setup).train_s([(8.0, 4.0)])  # so short that the gathers decide
+
+    assert row_s() == pytest.approx(row_s(ac={"mode": "full"}))

@@ -121,7 +121,7 @@ function options(place, series, axis) {
   const ink = style.getPropertyValue("--ink-light").trim(), grid = style.getPropertyValue("--line").trim();
   const own = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "11px system-ui" };
   return {
-    width: Math.max(200, place.clientWidth || 400), height: 220, legend: { show: false },
+    width: Math.max(200, place.clientWidth || 400), height: 220, padding: [10, 12, 0, 0], legend: { show: false },
     scales: { x: { time: false } },
     cursor: { drag: { x: true, y: false }, sync: { key: "curves" } },
     series: [{ label: NAMES[axis] }, ...series],
