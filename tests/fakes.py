@@ -259,8 +259,9 @@ class FakeTrainer:
         step_delay: Callable[[int], float] = lambda step: 0.0,
         checkpoint_every: int | None = None,
         die_after: int | None = None,
+        time_s: float = 0.0,
     ) -> None:
-        self.max_steps, self.start, self.world_size = max_steps, start, world_size
+        self.max_steps, self.start, self.world_size, self.time_s = max_steps, start, world_size, time_s
         self.step_delay, self.checkpoint_every, self.die_after = step_delay, checkpoint_every, die_after
         self.step = start
         self.batches: list[list[TrainBatch]] = []
@@ -304,7 +305,8 @@ class FakeTrainer:
             await asyncio.sleep(self.step_delay(self.step + 1))
             self.step += 1
             self.batches.append(order)
-            self._emit(StepDone(step=self.step, metrics={"loss/mean": 0.5, "mismatch_kl/mean": 1e-7}))
+            metrics = {"loss/mean": 0.5, "mismatch_kl/mean": 1e-7}
+            self._emit(StepDone(step=self.step, metrics=metrics, time_s=self.time_s))
             self._emit(VersionReady(manifest=manifest(self.step)))
             if self.die_after == self.step:
                 self._events.put_nowait(Event(0, Failed(reason="killed")))

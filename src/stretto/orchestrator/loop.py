@@ -329,7 +329,8 @@ class Loop:
             "time/update_weights": self.parts.versions.load_s,
             "canary/error": self.parts.versions.canary_error,
             **({} if self._max_inflight is None else {"concurrency/limit": float(self._max_inflight)}),
-            "tokens_per_s": row.num_tokens / step_s,
+            # Ends of two steps may be heard at once: then the trainer knows how long the second one took.
+            "tokens_per_s": row.num_tokens / max(step_s, done.time_s),
             "trainer/step_s": done.time_s,
             "trainer/wait_s": done.wait_s,
             **self.parts.curriculum.gauges(),

@@ -98,6 +98,7 @@ export function sparkline(values, width = 120, height = 28) {
   const space = "http://www.w3.org/2000/svg";
   const drawing = document.createElementNS(space, "svg");
   drawing.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  drawing.setAttribute("preserveAspectRatio", "none"); // as wide as its tile
   drawing.setAttribute("class", "spark");
   drawing.setAttribute("aria-hidden", "true");
   const line = document.createElementNS(space, "polyline");

@@ -115,5 +115,5 @@ export async function render(root, context) {
 
 // Seconds of a rollout, which may be a small part of one.
 function took(seconds) {
-  return seconds < 10 ? `${short(Number(seconds.toFixed(2)))}s` : duration(seconds);
+  return seconds < 0.1 ? `${Math.round(1000 * seconds)}ms` : seconds < 10 ? `${short(Number(seconds.toFixed(2)))}s` : duration(seconds);
 }
