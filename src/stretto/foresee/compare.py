@@ -11,7 +11,7 @@ from typing import Any
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.foresee.simulation import SftTimes, Times, read_ledger
-from stretto.monitors.file import read_metrics
+from stretto.view.run import Run
 
 FIRST = 5
 """Steps that do not count, while the pipeline fills and files are read for the first time."""
@@ -79,17 +79,16 @@ def compare_sft(times: SftTimes, run: Path, *, first: int = FIRST) -> list[Line]
 
 
 def measured_rows(run: Path, process: str = "orchestrator") -> list[dict[str, Any]]:
-    """The rows of metrics of a run's steps.
+    """The rows of metrics of a run's steps, without those that a resume has undone.
 
-    Raises: ConfigError for a directory that is no run.
+    Raises: ConfigError for a directory that is no run, or has no such metrics.
     """
-    path = RunDir(run).metrics(process)
+    found = Run(run)
+    path = found.dir.metrics(process)
     if not path.exists():
         verb = "sft" if process == "sft" else "rl"
-        raise ConfigError(
-            f"{run}: a run of `{verb}` that has trained has {path.name} in metrics/; it is not there"
-        )
-    return [row for row in read_metrics(path) if "time/step" in row]
+        raise ConfigError(f"{path} is missing: this is no run of `{verb}`, or the file was deleted")
+    return [row for row in found.metrics() if "time/step" in row]
 
 
 def as_rows(lines: Sequence[Line]) -> list[list[str]]:

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from stretto.base.errors import ConfigError
 from stretto.config.load import build
 from stretto.config.root import RLConfig
 from stretto.config.sections.model import ScratchSection
@@ -108,7 +109,11 @@ def test_tables_are_linear_between_their_sizes() -> None:
 
 
 def test_a_directory_that_is_no_run_cannot_be_compared_with(tmp_path) -> None:
-    with pytest.raises(Exception, match="no run of `rl`"):
+    with pytest.raises(ConfigError, match="this is no run directory"):
+        compare(None, tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"orchestrator\.jsonl is missing: this is no run of `rl`"):
         compare(None, tmp_path)
 
 

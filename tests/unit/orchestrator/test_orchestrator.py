@@ -296,7 +296,7 @@ def test_a_checkpoint_without_its_marker_does_not_exist(tmp_path):
 
 def test_a_step_whose_end_is_heard_right_after_another_is_no_faster_than_the_trainer_says(tmp_path):
     cfg = config(tmp_path)
-    train(cfg, FakeEngine(parrot(0.5)), FakeTrainer(max_steps=4, time_s=1000.0))
+    train(cfg, FakeEngine(parrot(0.5)), FakeTrainer(max_steps=5, time_s=1000.0))
     rows = read_metrics(cfg.run_dir.metrics("orchestrator"))
     totals = [0.0, *(row["progress/tokens"] for row in rows if row["step"])]
     tokens = [after - before for before, after in itertools.pairwise(totals)]
