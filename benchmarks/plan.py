@@ -4,9 +4,9 @@
 
 memory: five settings of the trainer, the most that torch's allocator has handed out during a step, and the prediction.
 time: three kinds of runs as `rl` starts them (short replies of a warmed-up model; a slow reward at max_async_level 0, 1
-and 4; several turns with waits), 40 steps each. What pieces of work take on this machine is measured before, alone and
-in other programs than the runs: decoding by batch, a row of the trainer by its tokens, a rollout of the orchestrator,
-and how much slower two processes are side by side.
+and 4; several turns with waits), 40 steps each, 300 of level 4. What pieces of work take on this machine is measured
+before, alone and in other programs than the runs: decoding by batch, a row of the trainer by its tokens, a rollout of
+the orchestrator, and how much slower two processes are side by side.
 The lengths of a workload are given, and for the warmed-up model those of another, shorter run.
 The last line is one JSON object.
 """
@@ -46,6 +46,8 @@ KNOBS: dict[str, dict[str, Any]] = {
 }
 LATENCY_S = 0.1
 RUNS = ("slow-0", "slow-1", "slow-4", "turns", "sort")
+STEPS, LONGER = 40, {"slow-4": 300}
+"""Steps of a run. At level 4 few steps wait, each for one slow rollout, so that a mean over 40 is mostly chance."""
 
 
 # -- pieces of work on this machine --
@@ -174,11 +176,11 @@ def _rollout() -> dict[str, float]:
 # -- time --
 
 
-def predicted(config: Path, measured: Path, *flags: str) -> dict[str, Any]:
+def predicted(config: Path, measured: Path, steps: int, *flags: str) -> dict[str, Any]:
     """What `stretto plan --json` says of a run's config."""
     command = [
         sys.executable, "-m", "stretto", "plan", str(config), "--json", "--no-propose", "--gpu", "CPU", "--measured",
-        str(measured), "--simulated-steps", "40", *flags,
+        str(measured), "--simulated-steps", str(steps), *flags,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -194,12 +196,15 @@ def compared(name: str, run: Path, measured: Path, *flags: str) -> dict[str, Any
 
     rows = measured_rows(run)[loop.WARMUP :]
     real = read_ledger(RunDir(run), int(rows[0]["step"]), int(rows[-1]["step"]))
-    plan = predicted(run / "configs" / "run.json", measured, *flags)
-    step = statistics.mean(row["time/step"] for row in rows)
+    plan = predicted(run / "configs" / "run.json", measured, len(rows), *flags)
+    times = [row["time/step"] for row in rows]
+    step = statistics.mean(times)
+    chance = statistics.stdev(times) / math.sqrt(len(times)) / step
     found = {
         "run": name,
         "step_ms": [round(1e3 * plan["step_s"], 1), round(1e3 * step, 1)],
         "step_error": round(plan["step_s"] / step - 1, 3),
+        "by_chance": [round(plan["spread"], 3), round(chance, 3)],  # standard errors, as shares
         "staleness_mean": [round(plan["staleness_mean"], 2), round(real.staleness_mean, 2)],
         "staleness_p95": [plan["staleness_p95"], real.staleness_p95],
         "train_ms": [
@@ -224,7 +229,8 @@ def time_part(work: Path, names: Sequence[str], steps: int) -> list[dict[str, An
     for level in (0, 1, 4):
         if f"slow-{level}" in names:
             overrides = ("--orchestrator.env", slow, "--orchestrator.max-async-level", str(level))
-            loop.run_ours(model, work, loop.MAIN, steps, f"slow-{level}", *overrides)
+            num = LONGER.get(f"slow-{level}", steps) if steps == STEPS else steps
+            loop.run_ours(model, work, loop.MAIN, num, f"slow-{level}", *overrides)
             found.append(compared(f"slow reward, level {level}", work / f"slow-{level}", measured, *given))
     if "turns" in names:
         talk = json.dumps(
@@ -330,7 +336,7 @@ def main() -> None:
         result["memory"] = memory_part()
     if "time" in args.parts:
         names = [name for name in args.runs if name != "sort" or not args.quick]
-        result["time"] = time_part(work, names, 15 if args.quick else 40)
+        result["time"] = time_part(work, names, 15 if args.quick else STEPS)
     print(json.dumps(result))
 
 
