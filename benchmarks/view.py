@@ -72,8 +72,11 @@ def measure_large(path: Path, num_rollouts: int, num_steps: int) -> dict[str, fl
         pages, before = [], ""
         for _ in range(40):
             began = time.perf_counter()
-            before = f"&before={get(of_run + 'rollouts?sort=newest' + before)['next']}"
+            next_row = get(of_run + "rollouts?sort=newest" + before)["next"]
             pages.append(time.perf_counter() - began)
+            if next_row is None:  # fewer rollouts than so many pages
+                break
+            before = f"&before={next_row}"
         found["page_of_rollouts_s"], found["slowest_page_s"] = statistics.median(pages), max(pages)
         searched, num_requests, slowest, before = 0, 0, 0.0, ""
         while True:  # one of a thousand, from the newest to the oldest
@@ -198,9 +201,11 @@ def served(path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         address = server.stdout.readline().split()[1]
-        get(f"{address}api/runs")
-        yield address, server
-        server.terminate()
+        try:
+            get(f"{address}api/runs")
+            yield address, server
+        finally:  # else an error would wait for the server
+            server.terminate()
 
 
 def get(address: str) -> Any:
