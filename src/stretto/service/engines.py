@@ -120,6 +120,7 @@ class AdapterSlots:
             await asyncio.shield(entry.ready)
         except BaseException:
             entry.num_users -= 1
+            self._freed.set()
             raise
         return entry
 
