@@ -10,8 +10,11 @@ import pytest
 from runs import untrained_model
 from services import learn, sentence, serving
 
+pytest.importorskip("tinker", reason="the client of the extra `tinker`")
+
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # the client leaves connections open
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`"),
 ]
 

@@ -138,7 +138,7 @@ TRAINER = Table("trainer", "TrainerKeys", (
     same("env_vars", {}),
     *old(
         moved("wandb", None, "/monitors.wandb"),
-        refused("max_concurrent_runs", 1, "a trainer trains one run; leave it out, and start another `rl`",
+        refused("max_concurrent_runs", 1, "a trainer of `rl` trains one run; leave it out, and see `stretto serve`",
                 unless=(1,)),
         refused("bench", None, "made-up data are what --bench on the command line trains on", unless=("None",)),
         NO_EXPERIMENTS,
