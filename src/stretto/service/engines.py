@@ -28,7 +28,8 @@ from stretto.service.scheduler import SlotQueue
 from stretto.service.store import Sampler
 from stretto.service.usage import Meter
 from stretto.transports.engine.api import Refusal
-from stretto.transports.engine.client import EngineClient, RequestRefused
+from stretto.transports.engine.client import EngineClient
+from stretto.transports.engine.http import RequestRefused
 
 logger = logging.getLogger(__name__)
 

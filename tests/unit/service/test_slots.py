@@ -13,7 +13,7 @@ from stretto.base.errors import EngineError
 from stretto.service.engines import AdapterSlots, adapter_name, plain_salt
 from stretto.service.store import Sampler
 from stretto.transports.engine.api import Refusal
-from stretto.transports.engine.client import RequestRefused
+from stretto.transports.engine.http import RequestRefused
 
 
 class FakeEngines:

@@ -21,16 +21,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-import aiohttp
 import msgspec
 import numpy as np
 
 from stretto.base.aio import task_group
 from stretto.base.errors import EngineError
-from stretto.base.runtime import raise_file_limit
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.records.weights import CanaryImage, WeightGroup, WeightManifest
-from stretto.transports.engine import api, updates
+from stretto.transports.engine import api, http, updates
 from stretto.transports.engine.fleet import EngineState, Fleet
 from stretto.transports.engine.gate import RequestGate
 
@@ -46,29 +44,7 @@ _POLL_S = 0.05
 _ROUTER_TIMEOUT_S = 120.0
 _UNAVAILABLE_S = 0.5
 _FULL_S = 0.2
-_REFUSED = (400, 413, 422)
-_TRY_AGAIN = (409,)  # the engine has not noticed yet that this request's previous connection is closed
 _HEADERS = {"Content-Type": "application/json"}
-
-
-_NO_ENGINE = (b"Model not found", b"no generate-capable model is registered")
-"""In answers of routers that have no engine for a request."""
-
-
-class RequestRefused(EngineError):
-    """An engine refuses a request for what is in it: it would refuse it again."""
-
-
-class _Transient(Exception):
-    """An attempt failed because of the infrastructure; it can be repeated."""
-
-
-class _Unavailable(_Transient):
-    """No engine is available at the moment; wait, without counting an attempt."""
-
-
-class _Full(_Transient):
-    """The engine accepts no more requests at the moment."""
 
 
 class EngineClient:
@@ -85,8 +61,6 @@ class EngineClient:
         self.urls = [_root(url) for url in urls]
         self.admin_urls = [_root(url) for url in admin_urls] if admin_urls is not None else self.urls
         self.timeout_s, self.max_retries, self.model = timeout_s, max_retries, model
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._headers |= headers or {}
         self._session_headers = session_headers
         self._splits_samples = splits_samples  # each sample is an HTTP request of its own
         self._is_routed = self.urls != self.admin_urls
@@ -94,7 +68,8 @@ class EngineClient:
             self.urls, 0
         )  # requests by url, including those waiting at the gate
         self._gates = {url: RequestGate() for url in self.urls}
-        self._session: aiohttp.ClientSession | None = None
+        fixed = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = http.Connections(fixed | dict(headers or {}), has_router=self._is_routed)
         self._manifest: WeightManifest | None = None
         self._receivers: dict[str, updates.Receivers] = {}
         self.recovery_timeout_s = recovery_timeout_s
@@ -154,10 +129,10 @@ class EngineClient:
         async def poll(url: str) -> None:
             while True:
                 try:
-                    await self._once("GET", url + api.HEALTH)
+                    await self._http.request("GET", url + api.HEALTH)
                     del waiting[url]
                     return
-                except _Transient as error:
+                except http.Transient as error:
                     waiting[url] = str(error)
                     await asyncio.sleep(_POLL_S)
 
@@ -247,10 +222,10 @@ class EngineClient:
         query = f"?{api.IDLE}" if is_idle else ""
         try:
             async with asyncio.timeout(self._liveness_timeout_s):
-                await self._once("GET", url + api.LIVENESS + query)
+                await self._http.request("GET", url + api.LIVENESS + query)
         except TimeoutError:
             raise EngineError(f"{url}{api.LIVENESS}: no answer in {self._liveness_timeout_s:g} s") from None
-        except _Transient as error:
+        except http.Transient as error:
             raise EngineError(str(error)) from error
 
     async def _restore(self, *urls: str) -> None:
@@ -333,7 +308,7 @@ class EngineClient:
                 try:
                     await self._check_router(url)
                     break
-                except _Transient as error:
+                except http.Transient as error:
                     if time.monotonic() > deadline:
                         raise EngineError(f"the router accepts no engine: {error}") from error
                 await asyncio.sleep(_POLL_S)
@@ -341,13 +316,13 @@ class EngineClient:
     async def _check_router(self, url: str) -> None:
         """Whether a router has an engine: by READINESS, or, where it has no such route, by the models that it serves.
 
-        Raises: _Transient if it has none.
+        Raises: http.Transient if it has none.
         """
         try:
-            await self._once("GET", url + api.READINESS)
+            await self._http.request("GET", url + api.READINESS)
         except EngineError:
-            if not api.has_models(await self._once("GET", url + api.MODELS)):
-                raise _Unavailable(f"{url}{api.MODELS}: no model") from None
+            if not api.has_models(await self._http.request("GET", url + api.MODELS)):
+                raise http.Unavailable(f"{url}{api.MODELS}: no model") from None
 
     async def prompt_logprobs(
         self, token_ids: Int32[np.ndarray, " tokens"], name: str, image: CanaryImage | None = None
@@ -428,9 +403,7 @@ class EngineClient:
         return total
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._http.close()
 
     async def _generate(
         self,
@@ -445,18 +418,18 @@ class EngineClient:
             url = self._choose(session_id, attempt)
             try:
                 return await self._attempt_at_gate(url, body, headers, deadline)
-            except _Full as error:
+            except http.Full as error:
                 if (waited_s := self._gates[url].rejects_for_s) > self.recovery_timeout_s:
                     reason = f"it has none of our requests and has accepted none for {waited_s:.0f} s"
                     raise EngineError(f"{what}: {error}; {reason} (client.recovery_timeout_s)") from error
                 logger.debug("%s: %s; waiting", what, error)
                 continue
-            except _Unavailable as error:
+            except http.Unavailable as error:
                 logger.info("%s: %s; waiting", what, error)
                 await asyncio.sleep(_UNAVAILABLE_S)
                 await self.fleet.wait_for_any()
                 continue
-            except _Transient as error:
+            except http.Transient as error:
                 if attempt >= self.max_retries:
                     raise EngineError(f"{what}: {error} (after {attempt + 1} attempts)") from error
                 logger.warning("%s: %s; trying again", what, error)
@@ -478,12 +451,12 @@ class EngineClient:
                 data = await self._attempt(url, body, headers)
                 was_served = True
                 return data
-            except _Full:
+            except http.Full:
                 was_full = True
                 raise
             finally:
                 gate.leave(was_full=was_full, was_served=was_served)
-        except _Full:
+        except http.Full:
             async with _paused(deadline):
                 await asyncio.sleep(_FULL_S)
             raise
@@ -492,12 +465,12 @@ class EngineClient:
 
     async def _attempt(self, url: str, body: bytes, headers: dict[str, str]) -> bytes:
         """One attempt on one engine; ends with an error if that engine goes down."""
-        return await self._while_up(url, self._once("POST", url + api.GENERATE, body, headers))
+        return await self._while_up(url, self._http.request("POST", url + api.GENERATE, body, headers))
 
     async def _while_up(self, url: str, call: Coroutine[Any, Any, bytes]) -> bytes:
         """Make a call to one engine; a host that is cut off is silent, and the call ends when its engine goes down.
 
-        Raises: _Transient then, and whatever the call raises.
+        Raises: http.Transient then, and whatever the call raises.
         """
         node = self.fleet.nodes.get(url)
         if node is None or len(self.admin_urls) == 1:
@@ -508,7 +481,7 @@ class EngineClient:
             return await task
         except asyncio.CancelledError:
             if node.state is EngineState.DOWN and not _is_cancelled():
-                raise _Transient(f"{url} went down: {node.reason}") from None
+                raise http.Transient(f"{url} went down: {node.reason}") from None
             task.cancel()
             raise
         finally:
@@ -560,47 +533,15 @@ class EngineClient:
             async with asyncio.timeout(self.timeout_s):
                 while True:
                     try:
-                        return await self._while_up(url, self._once(method, url + path, body, _HEADERS))
-                    except _Full:
+                        return await self._while_up(
+                            url, self._http.request(method, url + path, body, _HEADERS)
+                        )
+                    except http.Full:
                         await asyncio.sleep(_FULL_S)
         except TimeoutError:
             raise EngineError(f"{url}{path}: no answer in {self.timeout_s:g} s") from None
-        except _Transient as error:
+        except http.Transient as error:
             raise EngineError(str(error)) from error
-
-    async def _once(
-        self, method: str, url: str, body: bytes | None = None, headers: dict[str, str] | None = None
-    ) -> bytes:
-        session = self._open()
-        try:
-            async with session.request(method, url, data=body, headers=headers) as response:
-                data = await response.read()
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
-            raise _Transient(f"{url}: {type(error).__name__}: {error}") from error
-        if response.status == 200:
-            return data
-        message = f"{url}: HTTP {response.status}: {api.error_message(data)}"
-        # Dynamo's frontend forgets the model while it has no engine, and lists it before it can be asked.
-        has_no_engine = (
-            self._is_routed and response.status == 404 and any(text in data for text in _NO_ENGINE)
-        )
-        if response.status == 503 or has_no_engine:
-            raise _Unavailable(message)
-        if response.status == 429:
-            raise _Full(message)
-        if response.status in _TRY_AGAIN or response.status >= 500:
-            raise _Transient(message)
-        raise (RequestRefused if response.status in _REFUSED else EngineError)(message)
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise_file_limit()
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-                timeout=aiohttp.ClientTimeout(total=None),
-                headers=self._headers,
-            )
-        return self._session
 
     async def __aenter__(self) -> EngineClient:
         return self

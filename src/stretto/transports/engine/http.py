@@ -1,0 +1,84 @@
+"""HTTP requests to engines and routers: one attempt each, and what its failure means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import aiohttp
+
+from stretto.base.errors import EngineError
+from stretto.base.runtime import raise_file_limit
+from stretto.transports.engine import api
+
+_TRY_AGAIN = (409,)  # the engine has not noticed yet that this request's previous connection is closed
+_REFUSED = (400, 413, 422)
+_NO_ENGINE = (b"Model not found", b"no generate-capable model is registered")
+"""In answers of routers that have no engine for a request."""
+
+
+class RequestRefused(EngineError):
+    """An engine refuses a request for what is in it: it would refuse it again."""
+
+
+class Transient(Exception):
+    """An attempt failed because of the infrastructure; it can be repeated."""
+
+
+class Unavailable(Transient):
+    """No engine is available at the moment; wait, without counting an attempt."""
+
+
+class Full(Transient):
+    """The engine accepts no more requests at the moment."""
+
+
+class Connections:
+    """Open connections to engines, and to a router if `has_router`; every request has these headers."""
+
+    def __init__(self, headers: Mapping[str, str], *, has_router: bool) -> None:
+        self._headers, self._has_router = headers, has_router
+        self._session: aiohttp.ClientSession | None = None
+
+    async def request(
+        self, method: str, url: str, body: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> bytes:
+        """The body of the answer to one attempt, if its status is 200.
+
+        Raises: Transient, Unavailable or Full when another attempt may succeed; RequestRefused or EngineError with the
+        server's message when the request itself is wrong.
+        """
+        session = self._open()
+        try:
+            async with session.request(method, url, data=body, headers=headers) as response:
+                data = await response.read()
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
+            raise Transient(f"{url}: {type(error).__name__}: {error}") from error
+        if response.status == 200:
+            return data
+        message = f"{url}: HTTP {response.status}: {api.error_message(data)}"
+        # Dynamo's frontend forgets the model while it has no engine, and lists it before it can be asked.
+        has_no_engine = (
+            self._has_router and response.status == 404 and any(text in data for text in _NO_ENGINE)
+        )
+        if response.status == 503 or has_no_engine:
+            raise Unavailable(message)
+        if response.status == 429:
+            raise Full(message)
+        if response.status in _TRY_AGAIN or response.status >= 500:
+            raise Transient(message)
+        raise (RequestRefused if response.status in _REFUSED else EngineError)(message)
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise_file_limit()
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+                timeout=aiohttp.ClientTimeout(total=None),
+                headers=self._headers,
+            )
+        return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
