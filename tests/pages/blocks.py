@@ -76,6 +76,10 @@ NOT_RUN = {
     ("docs/environments.md", 'id = "null"'): "its harness needs uv: tests/e2e/test_worker_runs.py",
     ("docs/lora.md", 'engine = "vllm"'): "vLLM on a CPU takes larger heads: tests/contract/test_adapters.py",
     ("docs/vime.md", "--hf-checkpoint"): "such commands are planned by tests/unit/vime",
+    (
+        "docs/weights.md",
+        "zai-org/GLM-5",
+    ): "its models are on the Hub: tests/unit/fp8 trains and serves small ones",
     ("docs/algorithms.md", 'base_url = "http://10.0.0.7'): _ELSEWHERE,
     ("docs/inference.md", "vllm-router --host"): "engines enter a real one: tests/contract/routing",
     ("docs/orchestrator.md", "--client.base_url http"): _ELSEWHERE,

@@ -59,6 +59,8 @@ class Loop:
         self._has_first_version = asyncio.Event()
         self._has_last_version = asyncio.Event()
         self._step_trained = asyncio.Condition()
+        self._announced_version = self.start - 1  # the newest one that the trainer knows to be loaded
+        self._version_announced = asyncio.Condition()
         self._is_trainer_gone = False
         self._interrupting: asyncio.Task | None = None
         self._max_inflight: int | None = None  # rollouts; None if concurrency is not adaptive
@@ -201,11 +203,7 @@ class Loop:
         while True:
             version = await self.parts.versions.load_next()
             self.parts.watch.progress(f"version {version} loaded")
-            sending = asyncio.create_task(
-                self.parts.control.send(
-                    VersionLoaded(version=version, wants_canary=self.parts.versions.wants_canary)
-                )
-            )
+            sending = asyncio.create_task(self._announce_loaded(version))
             is_due = self._should_evaluate(version)
             self.parts.curriculum.advance(version)
             if is_due and self.cfg.max_async_level == 0:  # synchronous: an eval runs alone
@@ -217,6 +215,13 @@ class Loop:
                 await self.evaluate(version)
             if version == self.cfg.max_steps:
                 self._has_last_version.set()
+
+    async def _announce_loaded(self, version: int) -> None:
+        wants_canary = self.parts.versions.wants_canary
+        await self.parts.control.send(VersionLoaded(version=version, wants_canary=wants_canary))
+        async with self._version_announced:
+            self._announced_version = version
+            self._version_announced.notify_all()
 
     def _should_evaluate(self, version: int) -> bool:
         if self.was_stopped or version in self.progress.sampled:
@@ -386,7 +391,10 @@ class Loop:
         elif self.progress.step != self.cfg.max_steps:
             report("phase", text=f"stopping after step {self.progress.step}")
             if turns.are_taken and not self._is_trainer_gone:
-                await turns.wait_for_rollouts()
+                async with self._version_announced:
+                    await self._version_announced.wait_for(
+                        lambda: self._announced_version == self.progress.step
+                    )
                 loading.cancel()  # an eval must not be asked of engines that sleep
                 await turns.end_rollouts()  # the trainer takes its memory to save
             await self.parts.control.send(Stop(reason="interrupted", save=self.progress.step > self.start))

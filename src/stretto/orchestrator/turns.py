@@ -11,8 +11,9 @@
     rollouts -> trainer     a batch is ready, or the run is being stopped: engines sleep before the trainer is told
     trainer  -> loading     the trainer has published its first or next version and put its memory away
 
-A stop in another turn waits for that of rollouts: the trainer is not asked to save while engines take memory for a
-version that it has announced. An engine that comes back joins the turn that it finds: transports/engine/client.py.
+A stop in another turn waits for that of rollouts, and until the trainer knows it: the trainer is not asked to save
+while engines take memory for a version that it has announced. An engine that comes back joins the turn that it finds:
+transports/engine/client.py.
 
 Who keeps its memory all the same (offload_train, offload_rollout = false) is not told to put it away; the turns are the
 same. A published version lies in shared memory, or with `ipc` on the GPU, from its publication to the next one's.
@@ -20,7 +21,6 @@ same. A published version lies in shared memory, or with `ipc` on the GPU, from 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from enum import StrEnum
@@ -52,16 +52,11 @@ class Turns:
     def __init__(self, engines: EngineClient, section: ColocateSection | None) -> None:
         self._engines, self._section = engines, section
         self.turn = Turn.STARTING
-        self._are_rollouts = asyncio.Event()
 
     @property
     def are_taken(self) -> bool:
         """Whether this is a run with [colocate]."""
         return self._section is not None
-
-    async def wait_for_rollouts(self) -> None:
-        """Wait until engines may sample: until the trainer's newest version is loaded."""
-        await self._are_rollouts.wait()
 
     async def begin(self) -> None:
         """Engines are ready: they sleep, and the trainer may be started."""
@@ -83,14 +78,12 @@ class Turns:
         if self._section.offload_rollout:
             await self._engines.wake_up("kv_cache")
         self._move(Turn.ROLLOUTS)
-        self._are_rollouts.set()
 
     async def end_rollouts(self) -> None:
         """Put the engines to sleep; the trainer may be told to train or to save."""
         if self._section is None:
             return
         self._move(Turn.TRAINER)
-        self._are_rollouts.clear()
         if self._section.offload_rollout:
             started = time.perf_counter()
             await self._engines.sleep(self._section.sleep_level)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from stretto.config.sections.run import ColocateSection
@@ -51,25 +49,3 @@ async def test_a_turn_out_of_order_is_a_fault():
     turns = Turns(Engines(), ColocateSection())
     with pytest.raises(AssertionError, match="the turn of starting was to become that of rollouts"):
         await turns.begin_rollouts()
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("started", [Turn.STARTING, Turn.TRAINER, Turn.LOADING])
-async def test_a_stop_waits_until_engines_have_the_version_that_the_trainer_announces(started):
-    """Else the trainer would take its memory to save while engines take theirs to load."""
-    turns = Turns(engines := Engines(), ColocateSection())
-    if started is not Turn.STARTING:
-        await turns.begin()
-    if started is Turn.LOADING:
-        await turns.begin_loading()
-    assert turns.turn is started
-    stopping = asyncio.create_task(turns.wait_for_rollouts())
-    await asyncio.sleep(0)
-    assert not stopping.done()
-    await turns.begin()  # nothing but at the start
-    if started is not Turn.LOADING:
-        await turns.begin_loading()
-    await turns.begin_rollouts()
-    await stopping
-    await turns.end_rollouts()
-    assert turns.turn is Turn.TRAINER and engines.told[-1] == "sleep 2"

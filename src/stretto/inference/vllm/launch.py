@@ -30,7 +30,7 @@ from stretto.config.sections.engines import STORE_VARIABLE
 from stretto.config.sections.inference import KEY_VAR
 from stretto.inference.vllm.command import build_command
 from stretto.inference.vllm.install import vision_folder
-from stretto.inference.vllm.peers import HeadlessNode
+from stretto.inference.vllm.peers import HeadlessNode, Peers
 
 if TYPE_CHECKING:
     from stretto.config.root import InferenceConfig
@@ -195,13 +195,12 @@ def _serve(words: Sequence[str], descendants: keeper.Descendants, cfg: Inference
     shares_ranks = args.headless and args.nnodes > 1
     if args.headless:  # it has no server to call these
         threading.Thread(target=_record_on, args=(descendants,), daemon=True).start()
+    if shares_ranks:
+        _say_whose_worker_died(peers)
     if shares_ranks and peers.urls:
         HeadlessNode(cfg.server.host, cfg.server.port, peers).start()
     try:
         serve.cmd(args)
-        if shares_ranks:  # vLLM returns when a worker has died, and exits at a signal
-            peers.find_lost()
-            peers.failure = peers.failure or "a worker of this node has died; the reason is above"
     except KeyboardInterrupt:
         return 0
     except SystemExit:
@@ -213,3 +212,21 @@ def _serve(words: Sequence[str], descendants: keeper.Descendants, cfg: Inference
         raise EngineError(peers.failure)
     # vLLM's server shuts down normally, with status 0, even if its engine has died.
     return int(any(failures[:1]))
+
+
+def _say_whose_worker_died(peers: Peers) -> None:
+    """Have vLLM's executor, when a worker of this node has died, set `peers.failure` before it ends the others.
+
+    That takes seconds, after which other nodes have ended too, as a consequence.
+    """
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    shutdown = MultiprocExecutor.shutdown
+
+    def look_first(self: MultiprocExecutor) -> None:
+        if self.is_failed and peers.failure is None:
+            peers.find_lost()
+            peers.failure = peers.failure or "a worker of this node has died; the reason is above"
+        shutdown(self)
+
+    MultiprocExecutor.shutdown = look_first
