@@ -33,8 +33,12 @@ _ADJTIMEX_ERROR, _TIMEX_BYTES = (
 
 
 def gib(num_bytes: float) -> str:
-    """`12.3 GiB`."""
-    return f"{num_bytes / (1 << 30):.1f} GiB"
+    """`12.3 GiB`, or `45.6 MiB` of less than a tenth of one."""
+    return (
+        f"{num_bytes / (1 << 30):.1f} GiB"
+        if num_bytes >= 0.1 * (1 << 30)
+        else f"{num_bytes / (1 << 20):.1f} MiB"
+    )
 
 
 def python() -> Iterator[Finding]:

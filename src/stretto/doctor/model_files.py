@@ -26,7 +26,7 @@ def check_files(name: str, directory: Path) -> Iterator[Finding]:
         fix = f"delete that file and fetch the model again: hf download {name} (or copy it whole)"
         yield Finding(title, State.BAD, str(error), fix)
         return
-    text = f"{directory}: {len(sizes)} files of weights, {gib(sum(sizes.values()))}, all whole"
+    text = f"{directory}: {len(sizes)} file{'s' * (len(sizes) != 1)} of weights, {gib(sum(sizes.values()))}, all whole"
     yield Finding(title, State.GOOD, text)
     has_template = (directory / "chat_template.jinja").is_file() or _has_template(directory)
     if (directory / "tokenizer.json").is_file() and not has_template:

@@ -78,7 +78,8 @@ def _finding(name: str, group: Group, time_s: float) -> Finding:
     rollout = group.rollouts[0]
     if rollout.status is RolloutStatus.FAILED:
         return Finding(name, State.BAD, f"a rollout of its first task failed: {rollout.error}")
-    text = f"played one rollout in {time_s:.1f} s: {rollout.num_turns} turns, reward {rollout.reward:g} for nonsense"
+    turns = f"{rollout.num_turns} turn{'s' * (rollout.num_turns != 1)}"
+    text = f"played one rollout in {time_s:.1f} s: {turns}, reward {rollout.reward:g} for nonsense"
     if time_s > SLOW_S:
         return Finding(
             name, State.WARN, f"{text}; that is slow", "num_workers in its section lets others go on"

@@ -108,6 +108,11 @@ class Costs:
             lines.append(
                 "an operation on a CPU takes at least 15 microseconds, a rollout 0.15 ms of the orchestrator"
             )
+        if setup.is_cpu and self.measured == Measured():
+            lines.append(
+                "on a CPU times may be wrong by a factor of two or more; --measured FILE, which benchmarks/plan.py "
+                "--measure makes, gives closer ones"
+            )
         lines.append(
             "evals, checkpoints and starting are not in the time of a step; turns beyond 8 are merged"
         )
