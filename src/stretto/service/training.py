@@ -229,6 +229,7 @@ class Training:
                         self.is_ready = True
                         await self._serve()
                 except (EngineError, WireError) as error:
+                    self.is_ready = False
                     logger.warning("the trainer is gone (%s); runs continue from their saved states", error)
                     self._audit.write(None, "trainer lost", reason=str(error))
                     self.num_recoveries += 1

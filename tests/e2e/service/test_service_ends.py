@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from services import Service, serving
@@ -14,7 +15,7 @@ from stretto.records.sample import MicroBatch
 from stretto.records.tenants import AdamSettings, SumLoss, TenantSpec, TenantWork
 from stretto.service.store import Run, Store
 from stretto.trainer.state.checkpoint import SavedState
-from stretto.transports.service import CreateRun, ServiceRun
+from stretto.transports.service import CreateRun, ServiceRun, encode_work
 
 STEPS = 6
 ADAM = AdamSettings(lr=1e-2)
@@ -137,5 +138,48 @@ def test_a_silent_run_gives_its_place_back_and_comes_back_where_it_was(sorter: P
             assert losses == pytest.approx(expected, rel=1e-5)
             await run.close()
             await other.close()
+
+        asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_a_request_during_which_the_trainer_dies_again_and_again_is_given_up(
+    sorter: Path, tmp_path: Path
+) -> None:
+    with serving(tmp_path, sorter.resolve(), max_concurrent_runs=2) as service:
+
+        async def until_ready(recoveries: int) -> None:
+            async with asyncio.timeout(120.0):
+                while True:
+                    trainer = service.call("GET", "/v1/status")[1]["trainer"]
+                    if trainer["is_ready"] and trainer["recoveries"] >= recoveries:
+                        return
+                    await asyncio.sleep(0.1)
+
+        async def scenario() -> None:
+            good, bad = await begin(service, "good", "bob"), await begin(service, "bad")
+            await learn(bad, 1)
+            one = work()
+            huge = msgspec.structs.replace(one, micro_batches=one.micro_batches * 3000)
+            request = await bad.submit("batch", encode_work(huge))
+            behind = await bad.submit("step", b"{}")
+            for kills in range(8):
+                await until_ready(kills)
+                if (await state(service, "bad"))["state"] == "frozen":
+                    break
+                await asyncio.sleep(1.0)  # it is being computed: that takes longer than this
+                service.kill("tenants")
+            with pytest.raises(EngineError, match=r"request 3 \(batch\) ended the trainer 2 times"):
+                await bad.wait(request)
+            with pytest.raises(EngineError, match="frozen"):
+                await bad.wait(behind)
+            assert (await state(service, "bad"))["state"] == "frozen"
+            losses = await learn(good, 4)
+            assert losses[-1] < losses[0]
+            service.call("POST", "/v1/runs/alice:bad/resume", user="alice")
+            losses = await learn(bad, 2)  # after the one step that it had made
+            assert (await state(service, "bad"))["step"] == 3 and losses[-1] < losses[0]
+            await good.close()
+            await bad.close()
 
         asyncio.run(scenario())
