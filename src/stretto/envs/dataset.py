@@ -51,6 +51,7 @@ STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
 def dataset(
     path: str | list[str] | None = None,
     eval_path: str | list[str] | None = None,
+    data_source: str | None = None,
     streaming: bool = False,
     convert: str | None = None,
     input_key: str = "prompt",
@@ -78,6 +79,7 @@ def dataset(
     settings = DatasetSettings(
         path,
         eval_path,
+        data_source,
         streaming,
         convert,
         input_key,
@@ -99,7 +101,8 @@ def dataset(
     )
     settings.check()
     is_plain = apply_chat_template and generate is None and is_built_in(reward) and not sample_hooks
-    source = Records(settings, run or RunInfo())
+    run = run or RunInfo()
+    source = Records(settings, run, build_arguments(settings, run))
     if is_plain and not source.has_tools:
         return SingleTurnDataset(settings, source)
     return Dataset(settings, source)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import logging
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -21,6 +22,9 @@ from stretto.data.records import read_records
 from stretto.envs.base import Message, RunInfo, Split
 from stretto.envs.pictures import Pictures
 from stretto.envs.rewards.hub import BOXED, LABELLED, RM_TYPES, is_rm_type
+from stretto.vime.arguments import Arguments
+from stretto.vime.calls import Hook
+from stretto.vime.sample import Sample
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,6 +58,8 @@ class DatasetSettings:
     environment is for evals only."""
     eval_path: str | list[str] | None = None
     """Held-out records, written like `path`."""
+    data_source: str | None = None
+    """`module:Class`: instead of `path`, a source of samples in vime's terms, which is read once, as the run starts."""
     streaming: bool = False
     """Data sets of the Hub are read without a copy on disk."""
     convert: str | None = None
@@ -132,7 +138,12 @@ class DatasetSettings:
 class Records:
     """The records of both splits, read and checked, and the tokenizer of the run."""
 
-    def __init__(self, settings: DatasetSettings, run: RunInfo) -> None:
+    def __init__(self, settings: DatasetSettings, run: RunInfo, args: Arguments) -> None:
+        """args: of the user's data source, if there is one.
+
+        Raises: ConfigError for arguments that do not fit; DataError for records that do not fit; EnvError for whatever
+        the data source raises.
+        """
         self.settings, self.run = settings, run
         needs = {
             "max_prompt_tokens": settings.max_prompt_tokens is not None,
@@ -149,12 +160,18 @@ class Records:
                 "dataset: group_reward needs all samples of a group, but a worker process has only one; remove "
                 "num_workers"
             )
-        if not settings.path and not settings.eval_path:
+        if not settings.path and not settings.eval_path and settings.data_source is None:
             raise ConfigError("dataset: name a file as path, or for evals as eval_path, in `args`")
+        if settings.path and settings.data_source is not None:
+            raise ConfigError(
+                "dataset: path and data_source both give the records; leave one of them out of `args`"
+            )
         self.pictures = Pictures()  # those that are not files
         self.fingerprints: dict[Split, int] = {"train": 0, "eval": 0}
         self._rows: dict[Split, list[dict[str, Any]] | None] = {
-            "train": self._read(settings.path, "train"),
+            "train": self._read(settings.path, "train")
+            if settings.data_source is None
+            else self._rows_of("dataset: data_source", self._samples(settings.data_source, args), "train"),
             "eval": self._read(settings.eval_path, "eval"),
         }
         self.has_tools = any(row["tools"] for rows in self._rows.values() for row in rows or ())
@@ -200,18 +217,49 @@ class Records:
         if not sources:
             return None
         setting = "dataset: " + {"train": "path", "eval": "eval_path"}[split]
-        found, num_long, limit = [], 0, self.settings.max_prompt_tokens
-        for source in [sources] if isinstance(sources, str) else sources:
-            records = read_records(
-                source, setting, is_streamed=self.settings.streaming, convert=self.settings.convert
+        how = {"is_streamed": self.settings.streaming, "convert": self.settings.convert}
+        files = [sources] if isinstance(sources, str) else sources
+        records = itertools.chain.from_iterable(read_records(source, setting, **how) for source in files)
+        return self._rows_of(setting, records, split)
+
+    def _samples(self, path: str, args: Arguments) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The samples of a user's data source as records, the first of each group, each with its place."""
+        source = Hook.load(path, "dataset: data_source", 1)
+        data = source.call_sync(args)
+        if missing := [name for name in ("get_samples", "__len__") if not hasattr(data, name)]:
+            raise ConfigError(
+                f"{source.where}: it has no {missing[0]}; write a class with get_samples(num_samples), which gives "
+                "lists of Sample, and __len__, their number"
             )
-            for where, record in records:
-                row = self._row(record, where)
-                if self._is_too_long(row):
-                    num_long += 1
-                    continue
-                found.append(row)
-                self.fingerprints[split] = zlib.crc32(_as_json(row, where), self.fingerprints[split])
+        settings, read = self.settings, Hook(data.get_samples, f"{source.where}: get_samples")
+        groups = read.call_sync(Hook(data.__len__, f"{source.where}: __len__").call_sync())
+        for index, group in enumerate(groups):
+            sample = group[0] if isinstance(group, list) and group else group
+            if not isinstance(sample, Sample):
+                got = type(sample).__name__
+                raise ConfigError(f"{read.where}: group {index} is {got}; give a list of Sample for each")
+            record = {settings.input_key: sample.prompt, settings.label_key: sample.label}
+            keys = settings.metadata_key
+            if isinstance(keys, str):
+                record[keys] = sample.metadata
+            else:
+                record |= sample.metadata
+            yield f"{source.where}: group {index}", record
+
+    def _rows_of(
+        self, setting: str, records: Iterable[tuple[str, dict[str, Any]]], split: Split
+    ) -> list[dict[str, Any]]:
+        """The rows of records that are not too long, which are counted in the fingerprint of the split."""
+        found, num_long, limit = [], 0, self.settings.max_prompt_tokens
+        for where, record in records:
+            row = self._row(record, where)
+            if self._is_too_long(row):
+                num_long += 1
+                continue
+            found.append(row)
+            self.fingerprints[split] = zlib.crc32(_as_json(row, where), self.fingerprints[split])
+        if not found and not num_long:
+            raise DataError(f"{setting}: it has no record")
         if not found:
             raise DataError(
                 f"{setting}: all {num_long} prompts are longer than max_prompt_tokens = {limit}; raise it"

@@ -12,6 +12,7 @@ ENV = "orchestrator.env.0.args"
 PATHS: dict[str, str] = {
     "hf_checkpoint": "model.name",
     "prompt_data": f"{ENV}.path",
+    "data_source_path": f"{ENV}.data_source",
     "input_key": f"{ENV}.input_key",
     "label_key": f"{ENV}.label_key",
     "metadata_key": f"{ENV}.metadata_key",

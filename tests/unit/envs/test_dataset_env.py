@@ -915,3 +915,91 @@ def test_a_sample_grows_shrinks_and_round_trips_through_a_dictionary():
     sample.loss_mask = [1]
     with pytest.raises(EnvError, match="loss_mask has 1 entries for a response of 3 tokens"):
         sample.check()
+
+
+SOURCE = """
+from stretto.vime import Sample
+
+class Source:
+    def __init__(self, args):
+        self.words = args.words
+    def __len__(self):
+        return len(self.words)
+    def get_samples(self, num_samples):
+        samples = [Sample(prompt=word, label=word, metadata={"n": n}) for n, word in enumerate(self.words)]
+        return [[sample] * 4 for sample in samples[:num_samples]]
+
+class Empty(Source):
+    def __len__(self):
+        return 0
+
+class Failing(Source):
+    def get_samples(self, num_samples):
+        raise ValueError("no words")
+
+class Texts(Source):
+    def get_samples(self, num_samples):
+        return self.words
+
+class NoLength:
+    def __init__(self, args): ...
+    def get_samples(self, num_samples): ...
+
+def no_source(args, more): ...
+"""
+
+
+def from_source(module, name, **more):
+    args = {"words": [f"word{n}" for n in range(5)]}
+    given = {
+        "data_source": f"{module(SOURCE)}:{name}",
+        "hook_args": args,
+        "shuffle": False,
+        "path": None,
+    } | more
+    return dataset(None, **given)
+
+
+def test_a_data_source_gives_the_records_that_a_file_would(module, file):
+    ours, theirs = from_source(module, "Source").tasks("train"), dataset(file, shuffle=False).tasks("train")
+    assert [ours.task(n) for n in range(6)] == [theirs.task(n) for n in range(6)]
+    assert ours.num_tasks == 5 and ours.fingerprint == theirs.fingerprint and ours.is_ordered
+
+
+def test_a_run_trains_on_a_data_source(module, tmp_path):
+    args = {
+        "data_source": f"{module(SOURCE)}:Source",
+        "shuffle": False,
+        "hook_args": {"words": ["parrot", "crow"]},
+    }
+    cfg = config(tmp_path, env=[{"id": "dataset", "args": args}], max_steps=2, filter_zero_advantages=False)
+    trainer = FakeTrainer(max_steps=2)
+    train(cfg, FakeEngine(parrot(0.5)), trainer)
+    assert len(trainer.batches) == 2
+    with LedgerReader(cfg.run_dir) as ledger:
+        tasks = {row["group_id"]: ledger.group(row["group_id"]).task for row in ledger.trained_rollouts(1)}
+    assert sorted((task.task_id, task.data["label"]) for task in tasks.values()) == [
+        ("train-0", "parrot"),
+        ("train-1", "crow"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("Empty", DataError, "data_source: it has no record"),
+        ("Failing", EnvError, r"get_samples: .*\.py:\d+: ValueError: no words"),
+        ("Texts", ConfigError, "get_samples: group 0 is str; give a list of Sample for each"),
+        ("NoLength", ConfigError, "it has no __len__; write a class with get_samples"),
+        ("no_source", ConfigError, "called with 1"),
+        ("Nobody", ConfigError, "Nobody"),
+    ],
+)
+def test_a_data_source_that_does_not_fit_is_named(module, name, error, message):
+    with pytest.raises(error, match=message):
+        from_source(module, name)
+
+
+def test_a_file_beside_a_data_source_is_refused(module, file):
+    with pytest.raises(ConfigError, match="path and data_source both give the records"):
+        from_source(module, "Source", path=str(file))

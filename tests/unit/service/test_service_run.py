@@ -64,6 +64,7 @@ def test_a_service_takes_the_place_of_engines_and_trainer(file: Path, tmp_path: 
         (["--ckpt.skip-optimizer"], "ckpt.skip_optimizer"),
         (["--resume.dir", "elsewhere"], "resume.dir"),
         (["--trainer.hooks.init", "os:getcwd"], "trainer.hooks"),
+        (["--trainer.memory-profiler-path", "snapshots"], "trainer.memory_profiler_path"),
     ],
 )
 def test_what_a_shared_trainer_does_not_have_is_refused(file: Path, words: list[str], key: str) -> None:

@@ -37,6 +37,8 @@ WRONG = {
         ["--global-batch-size 7: must divide the 16 samples"]),
     "two sizes of an update": ("--global-batch-size 8 --num-steps-per-rollout 4",
                                ["--global-batch-size 8 and --num-steps-per-rollout 4 contradict"]),
+    "two sources of prompts": ("--data-source-path my.Source",
+        ["--prompt-data", "is not read with --data-source-path my.Source", "leave one of them out"]),
     "a loss of nobody": ("--loss-type custom_loss",
         ["--loss-type custom_loss needs --custom-loss-function-path: give the function"]),
     "a loss that is not chosen": ("--custom-loss-function-path my.loss",

@@ -62,6 +62,7 @@ REFUSED: dict[str, tuple[Callable[[RLConfig], Any], str]] = {
         "the service makes one; leave it out",
     ),
     "trainer.enable_router_replay": (lambda c: c.trainer.enable_router_replay, OWN_TRAINER),
+    "trainer.memory_profiler_path": (lambda c: c.trainer.memory_profiler_path is not None, OWN_TRAINER),
     "trainer.enable_token_export": (lambda c: c.trainer.enable_token_export, OWN_TRAINER),
     "ckpt.weights": (
         lambda c: c.ckpt is not None and c.ckpt.weights is not None,

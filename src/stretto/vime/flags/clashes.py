@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stretto.vime.flags.flag import Values
 from stretto.vime.flags.learning import GROUP_NORMALISED, PLUS_PLUS
-from stretto.vime.flags.rollout import ASYNC_ROLLOUT, DEFAULT_ROLLOUT
+from stretto.vime.flags.rollout import ASYNC_ROLLOUT, DEFAULT_ROLLOUT, has_own_source
 
 COMPARED = ("math", "dapo", "deepscaler", "f1")
 """Types of --rm-type that compare a reply with its label."""
@@ -85,7 +85,12 @@ CLASHES: tuple[Clash, ...] = (
     *map(_not_negative, OR_NONE),
     Clash("--hf-checkpoint", lambda v: v.hf_checkpoint is None,
           "{0} is missing: the Hugging Face directory of the model"),
-    Clash("--prompt-data", lambda v: v.prompt_data is None, "{0} is missing: the file of prompts, .jsonl or .parquet"),
+    Clash("--prompt-data", lambda v: v.prompt_data is None and not has_own_source(v),
+          "{0} is missing: the file of prompts, .jsonl or .parquet"),
+    Clash("--prompt-data --data-source-path", lambda v: v.prompt_data is not None and has_own_source(v),
+          "{0} is not read with {1}, which gives the prompts; leave one of them out"),
+    Clash("--num-epoch --data-source-path", lambda v: v.num_rollout is None and has_own_source(v),
+          "{0} counts the prompts of a file, and with {1} there is none; give --num-rollout"),
     *(Clash(f"{name} --colocate", _without(name, "--colocate"),
             "{0} needs {1}: who has GPUs of its own keeps its memory") for name in
       ("--offload", "--offload-train", "--offload-rollout")),

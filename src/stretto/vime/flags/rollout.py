@@ -24,6 +24,7 @@ NO_STOPS = (
 NO_STORE = "batches travel by rollout_transport, zmq or filesystem; leave it out"
 NO_BUFFER = "the plugin of an external buffer has no place here; write an environment (docs/environments.md)"
 
+OWN_SOURCE = "vime.rollout.data_source.RolloutDataSourceWithBuffer"
 BATCH_HOOKS = (
     "--eval-function-path", "--buffer-filter-path", "--rollout-sample-filter-path", "--custom-reward-post-process-path",
     "--custom-convert-samples-to-train-data-path", "--rollout-all-samples-process-path",
@@ -54,9 +55,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         part("--rollout-shuffle", "switch", False, f"{ENV}.args.shuffle", "A new order in every epoch."),
         refused("--multimodal-keys", "object", None, "records have text only under these flags",
              "Keys of images, videos and sounds."),
-        refused("--data-source-path", "text", "vime.rollout.data_source.RolloutDataSourceWithBuffer",
-                "write an environment, whose tasks come from where you like (docs/environments.md)",
-                     "Class of a data source."),
+        part("--data-source-path", "text", OWN_SOURCE, f"{ENV}.args.data_source", "Class of a data source.",
+             note="Its get_samples(len(source)) is read once, at the start, in the place of --prompt-data; the run "
+                  "keeps its own place in it, and groups that are put back."),
         refused("--disable-rollout-global-dataset", "switch", False,
              "an environment may make its tasks without a file (docs/environments.md)",
                 "No file of prompts."),
@@ -285,7 +286,10 @@ def _freshness(flags: Values) -> Iterator[Setting]:
 
 def _environment(flags: Values) -> Iterator[Setting]:
     yield Setting(f"{ENV}.id", "dataset", ("--prompt-data",))
-    yield Setting(f"{ENV}.args.path", flags.prompt_data, ("--prompt-data",))
+    if has_own_source(flags):
+        yield Setting(f"{ENV}.args.data_source", flags.data_source_path, ("--data-source-path",))
+    else:
+        yield Setting(f"{ENV}.args.path", flags.prompt_data, ("--prompt-data",))
     for key, value, name in arguments(flags):
         yield Setting(f"{ENV}.args.{key}", value, (name,))
     thinking = dict(flags.apply_chat_template_kwargs)
@@ -297,6 +301,12 @@ def _environment(flags: Values) -> Iterator[Setting]:
             f"{flags.given['--apply-chat-template-kwargs']}: {', '.join(thinking)} is not supported; enable_thinking is"
             + ("" if flags.apply_chat_template else ", with --apply-chat-template")
         )
+
+
+def has_own_source(flags: Values) -> bool:
+    """Do prompts come from a user's class?"""
+    path = flags.data_source_path
+    return not (path.startswith("vime.") and path.rpartition(".")[2].startswith("RolloutDataSource"))
 
 
 def arguments(flags: Values) -> Iterator[tuple[str, Any, str]]:
@@ -334,7 +344,7 @@ def _reward(flags: Values) -> str:
         )
     if flags.has("--custom-generate-function-path", "--rollout-function-path"):
         return "given"
-    if _names_rewards(flags.prompt_data):
+    if flags.prompt_data is not None and _names_rewards(flags.prompt_data):
         return "by_record"
     raise ConfigError(
         "nothing rewards a sample; give --rm-type math, a function: --custom-rm-path, or records with metadata.rm_type"
