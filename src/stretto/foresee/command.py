@@ -252,19 +252,24 @@ def _signals_unwind() -> Iterator[None]:
 
     The command line's own handlers end the process at once, and would leave the simulated run's directory.
     """
-    before = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, _exit),
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
-    }
+    received: list[int] = []
+
+    def end(number: int, frame: object) -> None:
+        received.append(number)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
+    except Exception:
+        if received:  # whatever broke while the event loop was closed
+            sys.exit(128 + received[0])
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _exit(number: int, frame: object) -> None:
-    sys.exit(128 + number)
 
 
 def _positive(text: str) -> int:

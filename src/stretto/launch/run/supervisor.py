@@ -228,8 +228,10 @@ class Supervisor:
         self._restarts_left[child.name] -= 1
         await child.end_leftovers(time.monotonic() + RESTART_GRACE_S)
         child.close()
-        restarted = self._start(self._specs[child.name])
         how, left = process.describe_exit(returncode), self._restarts_left[child.name]
+        if returncode > 0 and (reason := last_error(child)):
+            how += f": {reason[0].removeprefix('error: ')}"
+        restarted = self._start(self._specs[child.name])
         logger.warning(
             "%s (pid %d) ended: %s; started anew, pid=%d", child.name, child.pid, how, restarted.pid
         )
