@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -122,6 +123,10 @@ def _make_tasks(cfg: RLConfig, data: dict[str, Any], given: Shape) -> dict[str, 
     section["hooks"] = {}
     section["filters"] = []
     rollouts, group = cfg.orchestrator.batch_size, cfg.orchestrator.group_size
+    if cfg.orchestrator.token_batch_size is not None:
+        tokens_per_group = group * (prompt + max(reply, 1))
+        most_groups = math.ceil(cfg.orchestrator.token_batch_size / tokens_per_group)
+        rollouts = min(rollouts, group * most_groups)
     batch = f"{rollouts} rollouts, groups of {group}, prompts of about {prompt} tokens, replies of {reply}"
     return {"batch": batch, "row_tokens": prompt + reply}
 

@@ -166,6 +166,12 @@ class Records:
             raise ConfigError(
                 "dataset: path and data_source both give the records; leave one of them out of `args`"
             )
+        if settings.data_source is not None and not settings.eval_path:
+            given = {"streaming": settings.streaming, "convert": settings.convert is not None}
+            if unused := [name for name, is_given in given.items() if is_given]:
+                raise ConfigError(
+                    f"dataset: {' and '.join(unused)} in `args`: data_source has no file to read so; leave it out"
+                )
         self.pictures = Pictures()  # those that are not files
         self.fingerprints: dict[Split, int] = {"train": 0, "eval": 0}
         self._rows: dict[Split, list[dict[str, Any]] | None] = {
@@ -233,18 +239,19 @@ class Records:
             )
         settings, read = self.settings, Hook(data.get_samples, f"{source.where}: get_samples")
         groups = read.call_sync(Hook(data.__len__, f"{source.where}: __len__").call_sync())
+        if not isinstance(groups, list | tuple):
+            raise ConfigError(
+                f"{read.where}: it gave {type(groups).__name__}; give a list of lists of Sample"
+            )
         for index, group in enumerate(groups):
             sample = group[0] if isinstance(group, list) and group else group
             if not isinstance(sample, Sample):
                 got = type(sample).__name__
                 raise ConfigError(f"{read.where}: group {index} is {got}; give a list of Sample for each")
-            record = {settings.input_key: sample.prompt, settings.label_key: sample.label}
             keys = settings.metadata_key
-            if isinstance(keys, str):
-                record[keys] = sample.metadata
-            else:
-                record |= sample.metadata
-            yield f"{source.where}: group {index}", record
+            known = {keys: sample.metadata} if isinstance(keys, str) else dict(sample.metadata)
+            own = {settings.input_key: sample.prompt, settings.label_key: sample.label}
+            yield f"{source.where}: group {index}", known | own
 
     def _rows_of(
         self, setting: str, records: Iterable[tuple[str, dict[str, Any]]], split: Split

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stretto.config.root import SFTConfig
+from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.trainer import AdamWOptim, MuonOptim, Optim, SgdOptim, SignSgdOptim
 from stretto.foresee.activations import BlockActivations, block_activations
 from stretto.foresee.hardware import GIB
@@ -97,7 +97,8 @@ def trainer_memory(setup: Setup, row_tokens: int, *, num_rows: int = 2) -> Memor
     between = {"staging of a broadcast": staged} if staged and not setup.is_cpu else {}
     steady = base | state | between
     carried = {"gradients": held.grads} if num_rows > 1 else {}
-    head = _head_bytes(setup, tokens)
+    own_loss = _own_loss_bytes(setup, tokens)
+    head = _head_bytes(setup, tokens) + own_loss
     reached = {"activations": kept, "gathered weights": gathered}
     forward = steady | carried | reached
     phases = [
@@ -115,6 +116,10 @@ def trainer_memory(setup: Setup, row_tokens: int, *, num_rows: int = 2) -> Memor
             )
         )
     notes = []
+    if own_loss:
+        notes.append(
+            f"trainer.hooks.loss: four times the logits of a row are counted, {own_loss / GIB:.1f} GiB"
+        )
     if is_offloaded:
         notes.append(f"optimizer state in CPU memory: {held.optimizer / GIB:.1f} GiB per rank")
     if setup.model.ac_offloading is not None:
@@ -243,6 +248,12 @@ def _head_bytes(setup: Setup, tokens: float) -> float:
     if tokens * vocab <= MAX_SAVED_LOGITS:
         chunk = int(tokens)
     return 3 * min(chunk, tokens) * vocab * 4.0
+
+
+def _own_loss_bytes(setup: Setup, tokens: float) -> float:
+    """Logits of a row for a user's loss, of its trained tokens and of all, and the gradient of each, in float32."""
+    is_given = isinstance(setup.cfg, RLConfig) and setup.cfg.trainer.hooks.loss is not None
+    return 4 * tokens * setup.shape.vocab_size * 4.0 if is_given else 0.0
 
 
 def _backward(

@@ -113,6 +113,7 @@ def _simulated_config(costs: Costs, directory: Path, max_steps: int, scale: floa
     sampling = cfg.train.sampling
     limit = sampling.max_completion_tokens
     units = None if limit is None else max(1, math.ceil(limit / scale))
+    per_batch = cfg.token_batch_size
     plain = {"max_completion_tokens": units, "top_p": 1.0, "top_k": None, "min_p": 0.0}
     train = cfg.train.model_copy(update={"sampling": sampling.model_copy(update=plain), "replay": None})
     envs = [
@@ -129,6 +130,7 @@ def _simulated_config(costs: Costs, directory: Path, max_steps: int, scale: floa
             "output_dir": directory, "run": RunSection(name="plan"), "resume": None, "max_steps": max_steps,
             "seq_len": max(2, int(cfg.seq_len / scale)),
             "row_tokens": None if cfg.row_tokens is None else max(2, int(cfg.row_tokens / scale)),
+            "token_batch_size": None if per_batch is None else max(1, round(per_batch / scale)),
             "train": train, "env": envs, "eval": None, "filters": [],
             "hooks": HooksSection(), "algo": GrpoAlgo(), "teacher": None, "monitors": MonitorsSection(),
             "stall_timeout_s": 3600.0, "rollout_timeout_s": None, "curriculum": CurriculumSection(),

@@ -264,7 +264,7 @@ def _check_dataset(args: dict[str, Any]) -> Iterator[Checked]:
             }
             next(read_records(source, f"dataset: {key}", **options))
             yield "read", source
-    for key, count in (("reward", 2), ("generate", 3)):
+    for key, count in (("data_source", 1), ("reward", 2), ("generate", 3)):
         path = args.get(key)
         if isinstance(path, str) and (":" in path or "." in path):
             yield _check_hook(path, f"dataset: {key}", count)

@@ -762,7 +762,7 @@ WRONG_RL = {
         ['c.toml:2: run.name = "a/b": letters, digits'],
     ),
     "a batch in tokens that a function makes": (
-        '[orchestrator]\ntoken_batch_size = 64\nhooks.rollout_function = "my:play"\n' + ENV,
+        '[orchestrator]\ntoken_batch_size = 64\nhooks.rollout_function = "my:play"\nbatch_size = 128\n' + ENV,
         "",
         [
             "c.toml:2, c.toml:3: orchestrator.token_batch_size = 64 does nothing with",
@@ -770,9 +770,21 @@ WRONG_RL = {
         ],
     ),
     "a batch in tokens that a function chooses": (
-        '[orchestrator]\ntoken_batch_size = 64\nhooks.buffer_filter = "my:choose"\n' + ENV,
+        '[orchestrator]\ntoken_batch_size = 64\nbatch_size = 128\nhooks.buffer_filter = "my:choose"\n' + ENV,
         "",
         ["orchestrator.token_batch_size = 64 does nothing with", "it chooses batch_size rollouts"],
+    ),
+    "a batch in tokens of nobody knows how many rollouts": (
+        "[orchestrator]\ntoken_batch_size = 4096\n" + ENV,
+        "",
+        [
+            "c.toml:2: orchestrator.token_batch_size = 4096 needs orchestrator.batch_size, the most rollouts of a batch"
+        ],
+    ),
+    "two losses of one's own": (
+        '[trainer]\nhooks.loss = "my:loss"\nloss = { type = "custom", import_path = "my:other" }\n' + ENV,
+        "",
+        ['trainer.hooks.loss = "my:loss" and trainer.loss.type = "custom" are two losses of your own'],
     ),
     "a loss beside the whole loss": (
         '[trainer]\nhooks.loss = "my:loss"\nloss.entropy_coef = 0.1\n' + ENV,

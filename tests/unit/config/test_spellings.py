@@ -102,7 +102,7 @@ VALUES = {
     'orchestrator.post_batch_filters = [{ type = "gibberish", enforce = true }]': "orchestrator.filters",
     "orchestrator.train.sampling.extra_body = { top_k = -1 }": "orchestrator.train.sampling.top_k",
     "trainer.metrics_server = {}": "monitors.prometheus.port",
-    "orchestrator.token_batch_size = 4096": "orchestrator.token_batch_size",
+    "orchestrator.batch_size = 64\norchestrator.token_batch_size = 4096": "orchestrator.token_batch_size",
     'trainer.memory_profiler_path = "snapshots"': "trainer.memory_profiler_path",
     'inference.model = { name = "m", max_model_len = 4096 }': "inference.max_model_len",
 }

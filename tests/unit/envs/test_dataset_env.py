@@ -1003,3 +1003,35 @@ def test_a_data_source_that_does_not_fit_is_named(module, name, error, message):
 def test_a_file_beside_a_data_source_is_refused(module, file):
     with pytest.raises(ConfigError, match="path and data_source both give the records"):
         from_source(module, "Source", path=str(file))
+
+
+@pytest.mark.parametrize("more", [{"streaming": True}, {"convert": "my:convert"}])
+def test_what_is_said_about_files_is_refused_beside_a_data_source(module, more):
+    [name] = more
+    with pytest.raises(ConfigError, match=f"{name} in `args`: data_source has no file"):
+        from_source(module, "Source", **more)
+
+
+def test_metadata_of_a_sample_does_not_replace_its_prompt(module):
+    path = module(
+        "from stretto.vime import Sample\n"
+        "class Source:\n"
+        "    def __init__(self, args): self.args = args\n"
+        "    def __len__(self): return 1\n"
+        "    def get_samples(self, num_samples):\n"
+        "        return [[Sample(prompt='ours', label='o', metadata={'prompt': 'theirs', 'level': 3})]]\n"
+    )
+    env = dataset(None, path=None, data_source=f"{path}:Source", metadata_key=["level"])
+    task = env.tasks("train").task(0)
+    assert "ours" in str(task.data) and "theirs" not in str(task.data)
+
+
+def test_a_data_source_that_gives_nothing_is_named(module):
+    path = module(
+        "class Source:\n"
+        "    def __init__(self, args): self.args = args\n"
+        "    def __len__(self): return 1\n"
+        "    def get_samples(self, num_samples): return None\n"
+    )
+    with pytest.raises(ConfigError, match="get_samples: it gave NoneType; give a list of lists of Sample"):
+        dataset(None, path=None, data_source=f"{path}:Source")

@@ -48,6 +48,13 @@ def test_an_asynchronous_step_is_the_longer_of_both(tmp_path) -> None:
     assert times.staleness_p95 == 1 and times.trainer_idle < 0.02 and times.engine_idle > 0.3
 
 
+def test_a_batch_in_tokens_is_as_large_as_they_make_it(tmp_path) -> None:
+    """30 tokens a rollout: 240 are two groups of four; a long context is simulated in larger units."""
+    given = costs(tmp_path, max_async_level=0, token_batch_size=240)
+    assert simulate(given, Workload(Numbers(10), Numbers(20)), steps=6).rollouts == 8
+    assert _simulated_config(given, tmp_path, 3, 4.0).token_batch_size == 60
+
+
 def test_groups_without_signal_are_drawn_again(tmp_path) -> None:
     workload = Workload(Numbers(10), Numbers(20), score_s=Numbers(0.2))
     all_count = simulate(costs(tmp_path, max_async_level=0), workload, steps=6)

@@ -127,6 +127,19 @@ def test_the_batch_shape_names_prompts_times_group_and_ranks_times_micro_batches
     assert str(batch).startswith("4 prompts x group of 8 = 32 rollouts = 2 ranks x 1 to 16 micro batches")
 
 
+def test_the_shape_of_a_batch_in_tokens_is_an_upper_bound(config) -> None:
+    plan = planned(config("--orchestrator.batch-size", "32", "--orchestrator.token-batch-size", "600"))
+    text = str(plan.batch)
+    assert text.startswith("up to 4 prompts x group of 8 = 32 rollouts = 1 rank x 1 to 32 micro batches")
+    assert text.endswith("; a batch ends with the group that brings it to 600 tokens")
+    assert text in table(plan)
+
+
+def test_memory_is_not_recorded_on_a_cpu(config) -> None:
+    with pytest.raises(ConfigError, match=r"memory_profiler_path = .* this trainer has none; leave it out"):
+        planned(config("--trainer.memory-profiler-path", "snapshots"))
+
+
 def test_without_inference_no_engine_is_started(config) -> None:
     plan = planned(config("--no-inference"))
     assert [spec.role for spec in plan.processes] == ["orchestrator", "trainer"]

@@ -39,6 +39,8 @@ WRONG = {
                                ["--global-batch-size 8 and --num-steps-per-rollout 4 contradict"]),
     "two sources of prompts": ("--data-source-path my.Source",
         ["--prompt-data", "is not read with --data-source-path my.Source", "leave one of them out"]),
+    "a directory for snapshots of nothing": ("--memory-snapshot-dir snapshots",
+        ["--memory-snapshot-dir snapshots does nothing without --record-memory-history"]),
     "a loss of nobody": ("--loss-type custom_loss",
         ["--loss-type custom_loss needs --custom-loss-function-path: give the function"]),
     "a loss that is not chosen": ("--custom-loss-function-path my.loss",

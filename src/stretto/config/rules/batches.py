@@ -192,6 +192,9 @@ RULES: Rules = {
     ),
     OrchestratorKeys: (
         Rule("batch_size group_size", sizes_that_fit, "{0} must be a multiple of {1}; use {it}"),
+        Rule("token_batch_size | batch_size",
+             lambda s: s.token_batch_size is not None and "batch_size" not in s.model_fields_set,
+             "{0} needs {1.path}, the most rollouts of a batch: give at least as many as have so many tokens"),
         Idle("token_batch_size", "hooks.rollout_function",
              lambda s: s.token_batch_size is not None and s.hooks.rollout_function is not None
              and "its calls are batches of batch_size rollouts", "leave one of them out"),

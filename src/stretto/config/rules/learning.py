@@ -242,6 +242,8 @@ RULES: Rules = {
         Idle("critic.value_clip", "updates_per_step", one_update, "raise that"),
         Idle("hooks.tis hooks.pg_loss_reducer loss.entropy_coef loss.reference_kl loss.correction", "hooks.loss",
              lambda s: s.hooks.loss is not None and "it is the whole loss", "leave that out"),
+        Rule("hooks.loss loss.type", lambda s: s.hooks.loss is not None and s.loss.type == "custom",
+             "{0} and {1} are two losses of your own; leave one of them out"),
         Rule("critic.lr critic.optim", lambda s: s.critic is not None and s.critic.lr and s.critic.optim is not None,
              "{0} beside [{1.path}]: give the rate there, as {1.path}.lr"),
         Rule("advantages.type critic",

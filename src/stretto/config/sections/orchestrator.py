@@ -240,8 +240,9 @@ class OrchestratorKeys(Section):
     batch_size: int = Field(128, gt=0)
     """Rollouts in one training step; a multiple of group_size."""
     token_batch_size: int | None = Field(None, gt=0)
-    """Tokens, of prompts and replies, with which a batch is complete before it has batch_size rollouts; it always
-    has whole groups, and what is over is in the next batch. None: a batch is batch_size rollouts."""
+    """Tokens, of prompts and replies, with which a batch is complete before it has batch_size rollouts, which must be
+    given beside it. A batch always has whole groups; those that are left over are in the next batch, unless
+    max_off_policy_steps drops them. None: a batch is batch_size rollouts."""
     group_size: int = Field(8, gt=0)
     """Rollouts of one task that are compared."""
     row_tokens: int | None = Field(None, gt=1)

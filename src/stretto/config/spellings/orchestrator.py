@@ -34,7 +34,7 @@ ORCHESTRATOR = Table("orchestrator", "OrchestratorKeys", (
     moved("model.name", "Qwen/Qwen3-0.6B", "/model.name", "the engines' alone where the trainer's is another"),
     *(moved(key, NO_DEFAULT, f"/{key}") for key in (*RUN_KEYS, "ckpt", "output_dir")),
     same("batch_size", 128),
-    same("token_batch_size", None, "a batch has at most batch_size rollouts beside it, 128 where the file names none"),
+    same("token_batch_size", None, "give batch_size too, the most rollouts of a batch"),
     same("group_size", 1),
     same("max_off_policy_steps", 8, "`max_async_level = 1` bounds how far generation is ahead"),
     moved("concurrency.initial_inflight", None, "concurrency.initial_rollouts", sets=ADAPTIVE),

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stretto.base import process
+from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
 from stretto.base.secret import Secret
@@ -98,14 +99,22 @@ class BatchShape:
     """Per rank, if replies are as short as possible."""
     most_micro_batches: int
     """Per rank, if every rollout fills a row."""
+    tokens: int | None = None
+    """Tokens with which a batch is complete before it has so many prompts; None: every batch has them."""
 
     def __str__(self) -> str:
         few, most = self.fewest_micro_batches, self.most_micro_batches
         span = f"{few}" if few == most else f"{few} to {most}"
         ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
+        most_of_all, ends = "", ""
+        if self.tokens is not None:
+            most_of_all, ends = (
+                "up to ",
+                f"; a batch ends with the group that brings it to {self.tokens} tokens",
+            )
         return (
-            f"{self.prompts} prompts x group of {self.group_size} = {self.rollouts} rollouts = "
-            f"{ranks} x {span} micro batches (rows of up to {self.row_tokens} tokens, packed)"
+            f"{most_of_all}{self.prompts} prompts x group of {self.group_size} = {self.rollouts} rollouts = "
+            f"{ranks} x {span} micro batches (rows of up to {self.row_tokens} tokens, packed){ends}"
         )
 
 
@@ -135,8 +144,17 @@ class LaunchPlan:
         notes: Sequence[str] = (),
         hosts: Sequence[str] = (),
     ) -> LaunchPlan:
-        """Build a plan from a resolved root."""
+        """Build a plan from a resolved root.
+
+        Raises: ConfigError for memory of GPUs that is to be recorded where the trainer has none.
+        """
         batch = batch_shape(cfg)
+        snapshots, trainers = cfg.trainer.memory_profiler_path, [s for s in processes if s.role == "trainer"]
+        if snapshots is not None and cfg.slurm is None and not any(spec.devices for spec in trainers):
+            raise ConfigError(
+                f'trainer.memory_profiler_path = "{snapshots}": torch records the memory of GPUs only, and this '
+                "trainer has none; leave it out (`stretto plan` says what a run needs)"
+            )
         return cls(run, cfg, engines, tuple(processes), batch, tuple(notes), tuple(hosts))
 
     def configs(self) -> dict[str, Section]:
@@ -407,6 +425,8 @@ def batch_shape(cfg: RLConfig) -> BatchShape:
     most = math.ceil(section.batch_size / ranks)
     # The shortest rollout that is trained: one prompt token and one sampled token.
     fewest = math.ceil(2 * section.batch_size / (ranks * cfg.row_tokens))
+    if section.token_batch_size is not None:
+        fewest = min(fewest, math.ceil(section.token_batch_size / (ranks * cfg.row_tokens)))
     return BatchShape(
         prompts=section.batch_size // section.group_size,
         group_size=section.group_size,
@@ -415,6 +435,7 @@ def batch_shape(cfg: RLConfig) -> BatchShape:
         row_tokens=cfg.row_tokens,
         fewest_micro_batches=fewest,
         most_micro_batches=most,
+        tokens=section.token_batch_size,
     )
 
 

@@ -23,6 +23,9 @@ Batches take the lowest draw numbers. In dispatch order they wait for lower draw
 has yet to start again, so that fast groups are not preferred and long rollouts are trained as often as they were
 drawn. With max_async_level = 0 a batch is a function of the rewards alone, because only as many draws are made as
 are needed. Every drop is in the ledger before its slot is free.
+
+With tokens_per_batch a batch ends with the group that brings it to so many tokens. Its slots are still counted by
+groups_per_batch, so that groups are left over, of which the next batch is made unless they are too old for it.
 """
 
 from __future__ import annotations
