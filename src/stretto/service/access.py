@@ -47,10 +47,10 @@ class Access:
     def user(self, headers: Mapping[str, str]) -> User:
         """Whose token the headers carry. Raises: Refusal 401 without one, or with an unknown one."""
         bearer = headers.get("Authorization", "").removeprefix("Bearer ")
-        given = (headers.get("X-API-Key") or bearer).strip().encode()
-        found = None
+        given = (headers.get("X-API-Key") or bearer).strip()
+        found, code = None, given.encode(errors="surrogateescape")
         for token, user in self._users.items():  # all of them, so that time says nothing
-            if hmac.compare_digest(token, given):
+            if hmac.compare_digest(token, code):
                 found = user
         if found is None:
             what = "this token is not known here" if given else "there is no token"

@@ -176,9 +176,10 @@ def is_published(checkpoint: Checkpoint) -> bool:
 
 def check_name(name: str) -> None:
     """Raises: Refusal for a name that is no file name."""
-    if not name or len(name) > 100 or name[0] == "." or not all(c.isalnum() or c in "._-" for c in name):
+    is_plain = name.isascii() and all(c.isalnum() or c in "._-" for c in name)
+    if not name or len(name) > 100 or name[0] == "." or not is_plain:
         raise Refusal(
-            f"path: {name!r} must be up to 100 letters, digits, '_', '-' and '.', the first not '.'"
+            f"path: {name[:200]!r} must be up to 100 letters of ASCII, digits, '_', '-' and '.', the first not '.'"
         )
 
 

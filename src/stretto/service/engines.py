@@ -66,6 +66,7 @@ class AdapterSlots:
         self._generation = -1
         self._freed = asyncio.Event()
         self._turn = asyncio.Lock()  # of who needs room
+        self._loads: set[asyncio.Task[None]] = set()
         self.num_loads = self.num_hits = 0
 
     @asynccontextmanager
@@ -85,17 +86,22 @@ class AdapterSlots:
         if self._client.generation != self._generation:
             await self._begin_anew()
         if (entry := self._find(name)) is not None:
+            self.num_hits += 1
             return await self._join(name, entry)
         async with self._turn:
-            if (entry := self._find(name)) is None:
-                await self._make_room(name)
-                entry = self._loaded[name] = _Loaded(asyncio.get_running_loop().create_future(), 1)
-                is_first = True
+            if (entry := self._find(name)) is not None:
+                self.num_hits += 1
             else:
-                is_first = False
-        if not is_first:
-            return await self._join(name, entry)
-        self.num_loads += 1
+                await self._make_room(name)
+                entry = self._loaded[name] = _Loaded(asyncio.get_running_loop().create_future())
+                self.num_loads += 1
+                # Not of this request alone: if it is cancelled, engines go on to load, and that takes room.
+                task = asyncio.create_task(self._load(name, directory, entry))
+                self._loads.add(task)
+                task.add_done_callback(self._loads.discard)
+        return await self._join(name, entry)
+
+    async def _load(self, name: str, directory: str, entry: _Loaded) -> None:
         try:
             await self._client.load_adapter(name, directory)
             entry.ready.set_result(None)
@@ -104,9 +110,10 @@ class AdapterSlots:
                 del self._loaded[name]
             entry.ready.set_exception(error if isinstance(error, EngineError) else EngineError(str(error)))
             entry.ready.exception()  # seen, whoever waits
+            if not isinstance(error, Exception):
+                raise
+        finally:
             self._freed.set()
-            raise
-        return entry
 
     def _find(self, name: str) -> _Loaded | None:
         """The adapter, if new users may have it."""
@@ -116,7 +123,6 @@ class AdapterSlots:
     async def _join(self, name: str, entry: _Loaded) -> _Loaded:
         self._loaded[name] = self._loaded.pop(name)
         entry.num_users += 1
-        self.num_hits += 1
         try:
             await asyncio.shield(entry.ready)
         except BaseException:
@@ -132,7 +138,7 @@ class AdapterSlots:
                 self._freed.clear()
                 own = self._loaded.get(name)
                 idle = name if own is not None else self._oldest_idle()
-                if idle is not None and not self._loaded[idle].num_users:
+                if idle is not None and _is_idle(self._loaded[idle]):
                     del self._loaded[idle]
                     await self._unload(idle)
                     continue
@@ -150,7 +156,7 @@ class AdapterSlots:
                 entry.is_leaving = False
 
     def _oldest_idle(self) -> str | None:
-        return next((name for name, entry in self._loaded.items() if not entry.num_users), None)
+        return next((name for name, entry in self._loaded.items() if _is_idle(entry)), None)
 
     async def _begin_anew(self) -> None:
         """An engine or this hub was started anew: nothing is known to be loaded, and what is there is unknown."""
@@ -166,6 +172,11 @@ class AdapterSlots:
             await self._client.unload_adapter(name)
         except EngineError as error:
             logger.warning("%s was not unloaded: %s", name, error)
+
+
+def _is_idle(entry: _Loaded) -> bool:
+    """Whether nobody uses it, and engines have it or never will."""
+    return not entry.num_users and entry.ready.done()
 
 
 class Engines:
@@ -212,6 +223,8 @@ class Engines:
             return completions
         finally:
             self._uses[place] -= 1
+            if not self._uses[place]:
+                del self._uses[place]
             sampler.used_at = time.time()
 
     def is_used(self, directory: str) -> bool:

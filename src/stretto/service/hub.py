@@ -184,8 +184,8 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
 
 
 def body_size(http: web.Request) -> int:
-    """Bytes of the body; if the client does not say, as many as there may be."""
-    if http.content_length is not None:
+    """Bytes of the body; as many as there may be if the client does not say, or the body is compressed."""
+    if http.content_length is not None and "Content-Encoding" not in http.headers:
         return http.content_length
     return MAX_BODY_BYTES if http.can_read_body else 0
 

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from stretto.config.service import ServiceSection, UserSection
 from stretto.service.jobs import Job
 from stretto.service.journal import REFUSED, Journal
 from stretto.service.store import Run
+from stretto.transports.engine.api import Refusal
+
+
+def check_place(section: ServiceSection, owners: Sequence[str], owner: str) -> None:
+    """Raises: Refusal 403 if this user, or anybody, may have no more runs; owners: of the runs that have a place."""
+    user = section.users.get(owner, UserSection())
+    own = sum(each == owner for each in owners)
+    if user.max_runs is not None and own >= user.max_runs:
+        raise Refusal(f"you have {own} runs, as many as you may (service.users.{owner}.max_runs)", 403)
+    if len(owners) >= section.max_concurrent_runs:
+        raise Refusal(
+            f"all {section.max_concurrent_runs} places of this service are taken (service.max_concurrent_runs); "
+            "wait until a run ends, or is idle for long enough",
+            403,
+        )
 
 
 @dataclass(eq=False)

@@ -7,6 +7,7 @@ written before it is answered, so that a hub that is started again knows what it
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ SEGMENTS: dict[str, str] = {
     "external": "external_weights",
 }
 """Second part of the path of a checkpoint, tinker://<run>/<segment>/<name>, by kind."""
+AUDIT_BYTES = 4 << 20
+"""How much of the end of the audit log is read: all of it would hold up everybody's requests."""
 
 
 class Session(msgspec.Struct, kw_only=True):
@@ -190,10 +193,22 @@ class Audit:
         entry = {"time": round(time.time(), 3), "user": user, "action": action, "target": target}
         self._file.write(json.dumps(entry | details, default=str) + "\n")
 
-    def read(self, *, most: int = 1000) -> list[dict[str, Any]]:
-        """The newest entries, oldest first."""
-        lines = self.path.read_text(encoding="utf-8").splitlines()[-most:]
-        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    def read(self, user: str | None = None, *, most: int = 1000) -> list[dict[str, Any]]:
+        """The newest entries, of one user or of all, oldest first; none that lies before the last `AUDIT_BYTES`."""
+        with self.path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - AUDIT_BYTES))
+            lines = file.read().splitlines()
+        found: list[dict[str, Any]] = []
+        for line in reversed(lines):
+            if len(found) == most:
+                break
+            if not (line.startswith(b"{") and line.endswith(b"}")):  # a part of one
+                continue
+            entry = json.loads(line)
+            if user is None or entry.get("user") == user:
+                found.append(entry)
+        return found[::-1]
 
     def close(self) -> None:
         self._file.close()

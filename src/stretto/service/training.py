@@ -18,14 +18,13 @@ from typing import Any
 from stretto.base.errors import EngineError, StrettoError, WireError
 from stretto.base.secret import Secret
 from stretto.config.root import ServeConfig
-from stretto.config.service import UserSection
 from stretto.records.tenants import CreateTenant, Done, DropGradients, RemoveTenant, TenantResult
 from stretto.service.access import check_bytes
 from stretto.service.checkpoints import Checkpoints
 from stretto.service.futures import Future, Futures, Result
 from stretto.service.jobs import WRITES, Job, Limits, assign, operation, passes_of, read_job
 from stretto.service.journal import REFUSED, Journal
-from stretto.service.place import Tenant
+from stretto.service.place import Tenant, check_place
 from stretto.service.ranks import connected_ranks
 from stretto.service.scheduler import Request, Share, TrainQueue
 from stretto.service.store import Audit, Run, Store
@@ -65,33 +64,21 @@ class Training:
         self._removals: set[asyncio.Task[None]] = set()
         for run in store.all(Run):
             if run.is_placed:
-                self._admit(run)
+                self._admit_again(run)
 
     # -- what handlers call --
 
     def create(self, run: Run) -> Future:
         """Give a new run, or one that comes back, a place in the trainer. Raises: Refusal 403 if there is none."""
         self.check_place(run.owner)
+        self._admit(run)
         run.state, run.reason = "creating", ""
         self._store.put(run)
-        future = self._futures.open(f"{run.id}/0", run.owner, run=run.id)
-        self._admit(run)
-        self._changed.set()
-        return future
+        return self._futures.open(f"{run.id}/0", run.owner, run=run.id)
 
     def check_place(self, owner: str) -> None:
         """Raises: Refusal 403 if this user, or anybody, may have no more runs now."""
-        section = self._cfg.service
-        user = section.users.get(owner, UserSection())
-        own = sum(tenant.run.owner == owner for tenant in self.tenants.values())
-        if user.max_runs is not None and own >= user.max_runs:
-            raise Refusal(f"you have {own} runs, as many as you may (service.users.{owner}.max_runs)", 403)
-        if len(self.tenants) >= section.max_concurrent_runs:
-            raise Refusal(
-                f"all {section.max_concurrent_runs} places of this service are taken (service.max_concurrent_runs); "
-                "wait until a run ends, or is idle for long enough",
-                403,
-            )
+        check_place(self._cfg.service, [tenant.run.owner for tenant in self.tenants.values()], owner)
 
     def waiting_bytes(self, owner: str, *, with_early: bool = False) -> int:
         """Size of the bodies of a user's requests that are in the queue, and of those that came too early."""
@@ -160,8 +147,7 @@ class Training:
         """
         if run.state in ("ended", "failed"):
             raise Refusal(f"{run.id} has {run.state}: there is nothing to freeze")
-        is_new = by_admin and not run.is_held
-        if run.state in ("frozen", "evicted") and not is_new:
+        if run.state in ("frozen", "evicted") and not by_admin:
             return
         run.is_held |= by_admin
         run.reason = reason
@@ -204,6 +190,9 @@ class Training:
         """Save a run and give its place to others; it comes back with its next request."""
         if run.id not in self.tenants:
             raise Refusal(f"{run.id} is {run.state}: it has no place to give back", 400)
+        jobs = [request.payload for request in self.queue.requests(run.id)]
+        if any(job.kind == "save_state" and job.on_done is not None for job in jobs):
+            return  # it is being evicted
         self._push(Job(run, "save_state", None, on_done=lambda result: self._evicted(run, reason, result)))
 
     def save_all(self) -> asyncio.Future[list[Any]]:
@@ -402,7 +391,11 @@ class Training:
                 self._saved(tenant, job)
                 return
             case kind if kind in WRITES:
-                answer = self.checkpoints.record(job)
+                try:
+                    answer = self.checkpoints.record(job)
+                except OSError as error:  # what it has written was deleted meanwhile
+                    self._answer(job, Result.failed(f"{job.kind}: {error.strerror or error}"))
+                    return
                 self.meter.add(run.owner, run.session, checkpoints=1)
             case "load":
                 run.step = int(result.metrics.get("step", 0))
@@ -454,6 +447,17 @@ class Training:
         for seq, kind, body in tenant.journal.requests(run.saved_seq):
             job = None if kind == REFUSED else self._read_again(run, kind, body, seq)
             self._push_all(tenant.take(seq, job, is_known=True))
+
+    def _admit_again(self, run: Run) -> None:
+        """Admit a run that an earlier hub had; one whose files cannot be read fails, and the others go on."""
+        try:
+            self._admit(run)
+        except (OSError, ValueError) as error:
+            logger.exception("%s cannot go on", run.id)
+            if self.tenants.pop(run.id, None) is not None:
+                self.queue.remove(run.id)
+            run.state, run.reason = "failed", f"its files cannot be read: {error}"
+            self._store.put(run)
 
     def _read_again(self, run: Run, kind: str, body: bytes, seq: int) -> Job | None:
         """The job of a request in the journal; None if there is nothing left to do."""
@@ -581,7 +585,7 @@ class Training:
                 shutil.rmtree(path, ignore_errors=True)
 
     async def _tick(self) -> None:
-        """Look for clients that have gone, and for numbers that never came."""
+        """Look for numbers that never came."""
         while True:
             await asyncio.sleep(_TICK_S)
             now, section = time.monotonic(), self._cfg.service

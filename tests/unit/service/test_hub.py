@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,18 @@ async def client(tmp_path: Path) -> AsyncIterator[TestClient]:
     await hub.engines.client.close()
     hub.store.close()
     hub.audit.close()
+
+
+@asynccontextmanager
+async def next_hub(hub: Hub) -> AsyncIterator[Hub]:
+    """Another hub of the same service."""
+    after, _ = build(hub.cfg)
+    try:
+        yield after
+    finally:
+        await after.engines.client.close()
+        after.store.close()
+        after.audit.close()
 
 
 def token(client: TestClient, user: str) -> str:
@@ -127,3 +141,80 @@ async def test_a_body_is_not_read_if_there_is_no_room_for_it(client: TestClient)
         assert (await post(client, "/v1/runs", b"{"))[0] == 400  # a small one
         assert (await post(client, "/v1/runs", big, user="bob"))[0] == 400
     assert (await post(client, "/v1/runs", big))[0] == 400
+
+
+async def test_a_name_too_long_for_a_file_is_refused_and_the_next_hub_starts(client: TestClient) -> None:
+    hub: Hub = client.hub  # type: ignore[attr-defined]
+    for name in ("\u5b57" * 100, "a" * 101):
+        body = creation(client) | {"spec": {"name": name, "rank": 4}}
+        status, answer = await post(client, "/v1/runs", body)
+        assert status == 400 and "letters of ASCII" in answer["detail"]
+    _, session = await post(client, "/api/v1/create_session", {})
+    model = {"session_id": session["session_id"], "base_model": hub.model_name, "lora_config": {"rank": 4}}
+    for number in (10**300, -1):
+        status, answer = await post(client, "/api/v1/create_model", model | {"model_seq_id": number})
+        assert status == 400 and "model_seq_id" in answer["detail"], answer
+    assert not list(hub.store.all(Run))
+    async with next_hub(hub) as after:
+        assert after.training.tenants == {}
+
+
+async def test_a_run_whose_files_cannot_be_read_fails_alone(client: TestClient) -> None:
+    hub: Hub = client.hub  # type: ignore[attr-defined]
+    await post(client, "/v1/runs", creation(client))
+    await post(client, "/v1/runs", creation(client), user="bob")
+    run = hub.store.get(Run, "alice:letters")
+    assert run is not None
+    journal = hub.training.directory / run.spec.name / "journal"
+    (journal / "00000001.result").write_bytes(b"no result")
+    async with next_hub(hub) as after:
+        found = after.store.get(Run, run.id)
+        assert found is not None and found.state == "failed" and "cannot be read" in found.reason
+        assert list(after.training.tenants) == ["bob:letters"]
+
+
+async def test_what_is_kept_for_too_long_is_refused_at_once(client: TestClient) -> None:
+    await post(client, "/v1/runs", creation(client))
+    body = {"model_id": "alice:letters", "seq_id": 1, "path": "a", "ttl_seconds": 10**400}
+    status, answer = await post(client, "/api/v1/save_weights", body)
+    assert status == 400 and "ttl_seconds" in answer["detail"]
+
+
+async def test_a_compressed_body_counts_as_the_largest(client: TestClient) -> None:
+    headers = {"X-API-Key": token(client, "alice"), "Content-Encoding": "gzip"}
+    hub: Hub = client.hub  # type: ignore[attr-defined]
+    with hub.reading.body("alice", 1 << 17):  # the user has another body waiting
+        async with client.post("/v1/runs", data=gzip.compress(bytes(1 << 24)), headers=headers) as response:
+            assert response.status == 429, await response.text()
+
+
+async def test_tokens_and_numbers_that_are_no_text_are_refused(client: TestClient) -> None:
+    for headers in ({"X-API-Key": "\udcff"}, {"Authorization": "Bearer \xff"}):
+        async with client.get("/v1/status", headers=headers) as response:
+            assert response.status == 401
+    for path in ("/download/99999999999-\xff/a", "/download/\xb2-0/a"):
+        async with client.get(path) as response:
+            assert response.status == 403, await response.text()
+    await post(client, "/v1/runs", creation(client))
+    status, answer = await post(client, "/v1/runs/alice:letters/step?seq=%C2%B2", {})
+    assert status == 400 and "seq" in answer["detail"]
+    status, answer = await post(client, "/api/v1/sessions/search", {"limit": "all"})
+    assert status == 400 and "limit" in answer["detail"]
+
+
+async def test_a_run_is_saved_once_however_often_it_is_to_leave(client: TestClient) -> None:
+    await post(client, "/v1/runs", creation(client))
+    for _ in range(5):
+        assert (await post(client, "/v1/runs/alice:letters/evict"))[0] == 200
+    hub: Hub = client.hub  # type: ignore[attr-defined]
+    kinds = [request.payload.kind for request in hub.training.queue.requests("alice:letters")]
+    assert kinds == ["create", "save_state"]
+
+
+async def test_a_user_finds_his_own_actions_however_many_others_have(client: TestClient) -> None:
+    hub: Hub = client.hub  # type: ignore[attr-defined]
+    hub.audit.write("alice", "mine")
+    for _ in range(2000):
+        hub.audit.write("bob", "his")
+    assert [entry["action"] for entry in hub.audit.read("alice")] == ["mine"]
+    assert len(hub.audit.read()) == 1000

@@ -191,10 +191,84 @@ async def test_an_eviction_file_holds_a_run_until_it_is_removed(tmp_path: Path) 
         assert not run.is_held and status(control)["state"] == "active"
         hub.training.freeze(run, "the admin has frozen it", by_admin=True)
         await place.look()
-        assert (control / "evicted.txt").read_text() == "the admin has frozen it\n"
+        assert (control / "evicted.txt").read_text() == "frozen at the service: the admin has frozen it\n"
         (control / "evicted.txt").unlink()
         await place.look()
         assert run.is_held, "only the admin resumes it"
+        hub.training.resume(run, by_admin=True)
+        await place.look()
+        assert not run.is_held and not (control / "evicted.txt").exists()
+
+
+async def test_what_the_admin_freezes_stays_so_whatever_the_file_had_said(tmp_path: Path) -> None:
+    place = Watched(tmp_path)
+    control = place.write("run_a")
+    async with place.hub() as hub:
+        await place.look()
+        (run,) = hub.store.all(Run)
+        (control / "evicted.txt").write_text("away\n")
+        await place.look()
+        hub.training.freeze(run, "the admin has frozen it", by_admin=True)
+        (control / "evicted.txt").unlink()
+        await place.look()
+        assert run.is_held and run.reason == "the admin has frozen it"
+
+
+async def test_what_is_no_plain_directory_or_file_is_left_alone(tmp_path: Path) -> None:
+    place = Watched(tmp_path)
+    right, elsewhere = place.write("run_b"), tmp_path / "elsewhere"
+    shutil.copytree(right.parent, elsewhere)
+    (place.runs / "run_link").symlink_to(elsewhere)
+    (place.runs / "run_link_within").mkdir()
+    (place.runs / "run_link_within" / "control").symlink_to(elsewhere / "control")
+    (place.control("run_link_file") / "orch.toml").symlink_to(elsewhere / "control" / "orch.toml")
+    os.mkfifo(place.control("run_pipe") / "orch.toml")
+    os.mkfifo(place.control("run_pipe") / "evicted.txt")
+    os.makedirs(os.fsencode(place.runs) + b"/run_\xff/control")
+    Path(os.fsdecode(os.fsencode(place.runs) + b"/run_\xff/control/orch.toml")).write_text(place.text())
+    async with place.hub() as hub:
+        await place.look()
+        assert [run.id for run in hub.store.all(Run)] == ["alice:run_b"]
+        assert sorted(path.name for path in (elsewhere / "control").iterdir()) == ["orch.toml"]
+
+
+async def test_a_directory_that_is_away_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Watched(tmp_path)
+    place.write("run_a")
+    async with place.hub() as hub:
+        await place.look()
+        (run,) = hub.store.all(Run)
+        place.runs.rename(tmp_path / "away")
+        await place.look()
+        assert run.state == "creating"
+        (tmp_path / "away").rename(place.runs)
+
+        def stale(_: Path) -> None:
+            raise OSError(116, "Stale file handle")
+
+        with monkeypatch.context() as context:
+            context.setattr("stretto.service.runs.directory._file", stale)
+            await place.look()
+        assert run.state == "creating"
+
+
+async def test_a_fault_in_one_place_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Watched(tmp_path)
+    place.write("run_a")
+    place.write("run_b")
+    async with place.hub() as hub:
+        read = place.watcher._read
+
+        async def broken(found: object, stamp: object) -> object:
+            if found.name == "run_a":
+                raise KeyError("lora")
+            return await read(found, stamp)
+
+        monkeypatch.setattr(place.watcher, "_read", broken)
+        await place.look()
+        assert [run.id for run in hub.store.all(Run)] == ["alice:run_b"]
 
 
 async def test_a_directory_that_goes_ends_its_run_and_what_has_ended_stays_so(tmp_path: Path) -> None:

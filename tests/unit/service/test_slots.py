@@ -200,3 +200,21 @@ def test_salts_are_those_that_every_engine_takes() -> None:
     salts = [plain_salt(salt) for salt in ("alice.a.1/v1@17", "alice.a.1/v1@18", "user alice", "x" * 999)]
     assert len(set(salts)) == 4 and all(salt.isalnum() and len(salt) == 64 for salt in salts if salt)
     assert plain_salt("user alice") == salts[2] and plain_salt(None) is None
+
+
+async def test_a_request_that_is_cancelled_while_its_version_loads_takes_no_room() -> None:
+    engines = FakeEngines(1)
+    slots = AdapterSlots(engines, 1)
+
+    async def use(name: str) -> None:
+        async with slots.use(name, name):
+            assert engines.loaded == [name]
+
+    for name in ("a", "b", "c"):
+        task = asyncio.create_task(use(name))
+        while name not in slots._loaded:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await use("d")
+    assert engines.loaded == ["d"]

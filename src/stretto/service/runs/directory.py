@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 1.0
 CONFIG, ERROR, EVICTED, STATUS = "orch.toml", "config_validation_error.txt", "evicted.txt", "status.json"
 MAX_BYTES = 1 << 20
+_BY_ADMIN = "frozen at the service: "
+"""Begins what the service writes into evicted.txt: it asks for nothing, and is deleted when the run is resumed."""
 _HELD = f"control/{EVICTED}: "
 """Begins the reason of a run that the file has evicted: removing it lets that run go on, and no other."""
 
@@ -72,32 +76,52 @@ class RunsDirectory:
     async def look(self) -> None:
         """Do what the files say now."""
         try:
-            places = await asyncio.to_thread(self._scan)
-        except OSError as error:
-            logger.warning("service.runs_dir = %s cannot be read: %s", self.path, error.strerror or error)
+            places, unread = await asyncio.to_thread(self._scan)
+        except OSError as error:  # it may be away for a while: nobody's run is ended for that
+            if self._requests:
+                logger.warning("service.runs_dir = %s cannot be read: %s", self.path, error.strerror or error)
             return
         for place in places:
             try:
                 await self._follow(place)
             except OSError as error:  # of one run: the others never notice
                 logger.warning("%s: %s", place.path, error.strerror or error)
-        here = {str(place.path) for place in places if place.stamp is not None}
+            except Exception:
+                logger.exception("%s", place.path)
+        names = {place.name for place in places}
+        for known in (self._refused, self._requests):
+            for name in known.keys() - names:
+                del known[name]
+        here = {str(place.path) for place in places if place.stamp is not None} | unread
         for run in self.hub.store.all(Run):
             is_ours = run.directory is not None and Path(run.directory).parent == self.path
             if is_ours and run.directory not in here and run.state not in GONE:
                 self._audit("end", run, f"{run.directory}/control/{CONFIG} is gone")
                 self.hub.training.end(run)
 
-    def _scan(self) -> list[_Place]:
-        if not self.path.is_dir():
-            return []
-        return [_look_at(path) for path in sorted(self.path.glob("run_*")) if path.is_dir()]
+    def _scan(self) -> tuple[list[_Place], set[str]]:
+        """What is there, and the directories that cannot be read now. Raises: OSError if none can."""
+        found: list[_Place] = []
+        unread: set[str] = set()
+        for path in sorted(self.path.iterdir()):
+            # A link would have the hub read and write elsewhere, with rights that who made it may not have.
+            if not (path.name.startswith("run_") and path.name.isprintable()) or not _is_own_directory(path):
+                continue
+            try:
+                found.append(_look_at(path))
+            except OSError as error:
+                logger.warning("%s: %s", path, error.strerror or error)
+                unread.add(str(path))
+        return found, unread
 
     async def _follow(self, place: _Place) -> None:
         """Bring one run to where its files want it."""
         run = self.hub.store.get(Run, f"{self.user.name}:{place.name}")
         own = run if run is not None and run.directory == str(place.path) else None
-        if place.evicted is not None:
+        if place.evicted is not None and place.evicted.startswith(_BY_ADMIN):
+            if own is None or not own.is_held:
+                (place.path / "control" / EVICTED).unlink(missing_ok=True)
+        elif place.evicted is not None:
             self._evict(own, place.evicted)
         elif own is not None and own.is_held and own.reason.startswith(_HELD):
             self._audit("resume", own, f"control/{EVICTED} is gone")
@@ -109,7 +133,9 @@ class RunsDirectory:
 
     def _is_wanted(self, own: Run | None, stamp: tuple[int, int]) -> bool:
         """Whether a file asks for a run that is not there: one that has ended is made anew by a new file."""
-        return own is None or (own.state in GONE and stamp[0] > own.created_at * 1e9)
+        if own is None:
+            return True
+        return own.state in GONE and stamp[0] > max(own.created_at, own.last_request_at) * 1e9
 
     async def _register(self, place: _Place, stamp: tuple[int, int]) -> Run | None:
         """Register a run; None if it cannot be one, or not yet: its error file says why."""
@@ -159,7 +185,7 @@ class RunsDirectory:
         if run.state == "failed":
             _write(control / ERROR, f"{control / CONFIG}: {run.reason}\n")
         if run.is_held and not run.reason.startswith(_HELD) and place.evicted is None:
-            _write(control / EVICTED, f"{run.reason}\n")
+            _write(control / EVICTED, f"{_BY_ADMIN}{run.reason}\n")
         state = {"id": run.id, "state": run.state, "reason": run.reason, "step": run.step}
         _write(control / STATUS, json.dumps(state, indent=2) + "\n")
 
@@ -190,18 +216,32 @@ def read_request(file: Path, name: str, url: str) -> CheckRun:
 
 
 def _look_at(path: Path) -> _Place:
+    """Raises: OSError if its files cannot be read now."""
     control = path / "control"
-    try:
-        found = (control / CONFIG).stat()
-        stamp = (found.st_mtime_ns, found.st_size)
-    except OSError:
-        stamp = None
-    try:
+    if not _is_own_directory(control):
+        return _Place(path, None, None)
+    config, evicted = _file(control / CONFIG), None
+    if _file(control / EVICTED) is not None:
         with (control / EVICTED).open(errors="replace") as file:
             evicted = file.read(4096)
-    except OSError:
-        evicted = None
-    return _Place(path, stamp, evicted)
+    return _Place(path, None if config is None else (config.st_mtime_ns, config.st_size), evicted)
+
+
+def _file(path: Path) -> os.stat_result | None:
+    """None if it is not there, or no plain file: a pipe would never end, a link leads elsewhere."""
+    try:
+        found = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None
+
+
+def _is_own_directory(path: Path) -> bool:
+    """Whether it is a directory, and no link to one."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _write(path: Path, text: str) -> None:

@@ -64,7 +64,7 @@ class NativeRoutes:
     async def submit(self, http: web.Request) -> web.Response:
         run = self.hub.run(http[USER], http.match_info["run"])
         number = http.query.get("seq", "")
-        if not number.isdigit() or int(number) < 1:
+        if not (number.isascii() and number.isdigit() and len(number) < 16) or int(number) < 1:
             raise Refusal("seq: the number of this request is missing, 1 for the first")
         kind = http.match_info["kind"]
         future = self.hub.training.submit(run, kind, int(number), await http.read())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import lru_cache
 from uuid import uuid4
 
 import msgspec
@@ -25,7 +26,7 @@ def check_run(hub: Hub, user: User, body: CheckRun) -> Run | None:
     _check_spec(hub, spec, body.base_model)
     if body.seq_len > hub.cfg.seq_len:
         raise Refusal(f"seq_len = {body.seq_len} must be at most {hub.cfg.seq_len}, that of this service")
-    own = tokenizer_digest(hub.cfg.tokenizer.name or hub.model_name)
+    own = _own_tokenizer(hub.cfg.tokenizer.name or hub.model_name)
     if None not in (own, body.tokenizer) and own != body.tokenizer:
         raise Refusal("tokenizer: this run's tokenizer.json is not that of the service's model")
     known = hub.store.get(Run, f"{user.name}:{spec.name}")
@@ -40,6 +41,12 @@ def check_run(hub: Hub, user: User, body: CheckRun) -> Run | None:
     if known is None or not known.is_placed:
         hub.training.check_place(user.name)
     return known
+
+
+@lru_cache(maxsize=8)
+def _own_tokenizer(name: str) -> str | None:
+    """Read once: files that wait for a place are checked every second."""
+    return tokenizer_digest(name)
 
 
 def register(hub: Hub, user: User, body: CreateRun, *, directory: str | None = None) -> Run:

@@ -87,8 +87,7 @@ class AccountRoutes:
                     key: value for key, value in entry.items() if key not in ("time", "action")
                 },
             }
-            for entry in self.hub.audit.read()
-            if user.is_admin or entry.get("user") == user.name
+            for entry in self.hub.audit.read(None if user.is_admin else user.name)
         ]
         return answer({"entries": [e for e in entries if day is None or str(e["timestamp"])[:10] == day]})
 

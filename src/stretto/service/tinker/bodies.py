@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+"""Number of a request, or of a model or sampler in its session: part of the names of files."""
+Seconds = Annotated[int, msgspec.Meta(gt=0, le=100 * 365 * 86400)]
+"""How long something is kept, at most a hundred years."""
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,7 +44,7 @@ class LoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class CreateModelBody(Body):
     session_id: str
-    model_seq_id: int
+    model_seq_id: Number
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraBody | None = None
@@ -61,19 +66,19 @@ class AdamBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class OptimStepBody(Body):
     model_id: str
-    seq_id: int
+    seq_id: Number
     adam_params: AdamBody | None = None
     optimizer_params: dict[str, Any] | None = None
 
 
 class SaveBody(Body):
     model_id: str
-    seq_id: int
+    seq_id: Number
     path: str | None = None
-    ttl_seconds: int | None = None
+    ttl_seconds: Seconds | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Number | None = None
     kind: str = "snapshot"
     age_encryption_recipients: list[str] | None = None
 
@@ -82,9 +87,9 @@ class LoadBody(Body):
     path: str
     optimizer: bool
     model_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Number | None = None
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Number | None = None
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer_config: dict[str, Any] | None = None
@@ -128,7 +133,7 @@ class SampleBody(Body):
     base_model: str | None = None
     model_path: str | None = None
     sampling_session_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Number | None = None
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
@@ -140,7 +145,7 @@ class SampleBody(Body):
 
 class SamplingSessionBody(Body):
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
 
@@ -172,7 +177,7 @@ class PathBody(Body):
 
 
 class TtlBody(Body):
-    ttl_seconds: int | None = None
+    ttl_seconds: Seconds | None = None
 
 
 class FinishBody(Body):

@@ -137,8 +137,6 @@ class RestRoutes:
 
     async def ttl(self, http: web.Request) -> web.Response:
         found, body = self._own(http), await read(http, bodies.TtlBody)
-        if body.ttl_seconds is not None and body.ttl_seconds <= 0:
-            raise Refusal("ttl_seconds must be greater than 0, or null for ever")
         found.expires_at = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
         self.hub.store.put(found)
         return web.Response(status=204)
@@ -209,9 +207,10 @@ class RestRoutes:
     async def download(self, http: web.Request) -> web.StreamResponse:
         """A file, for who has its signed address."""
         name = http.match_info["path"]
-        expires = http.match_info["token"].partition("-")[0]
-        is_whole = expires.isdigit() and int(expires) > time.time()
-        if not is_whole or not hmac.compare_digest(self._sign(name, int(expires)), http.match_info["token"]):
+        token = http.match_info["token"][:100].encode(errors="surrogateescape")
+        expires = token.partition(b"-")[0][:12]
+        is_early = expires.isdigit() and int(expires) > time.time()
+        if not is_early or not hmac.compare_digest(self._sign(name, int(expires)).encode(), token):
             raise Refusal("this address is not valid (any more); ask for a new one", 403)
         path = self.hub.checkpoints.directory / name
         if not path.is_file():
@@ -246,9 +245,7 @@ class RestRoutes:
             "training_runs": runs,
             "checkpoints": [each for each in hub.store.all(Checkpoint) if each.run in names],
             "audit": [
-                entry
-                for entry in hub.audit.read()
-                if entry.get("user") == session.owner and entry["time"] >= session.created_at
+                entry for entry in hub.audit.read(session.owner) if entry["time"] >= session.created_at
             ],
         }
         name, expires = f"traces/{session.id}.json", int(time.time() + LINK_S)
@@ -278,12 +275,15 @@ class RestRoutes:
 
     async def search_sessions(self, http: web.Request) -> web.Response:
         body, found = await read(http, dict), []
+        limit, wanted_metadata = body.get("limit", 50), body.get("user_metadata") or {}
+        if not isinstance(limit, int) or limit < 0 or not isinstance(wanted_metadata, dict):
+            raise Refusal("limit must be a number from 0, user_metadata an object")
         for session in self.hub.records_of(Session, http[USER]):
             wanted = {"session_id": session.id, "display_name": session.display_name}
             if any(body.get(key) not in (None, value) for key, value in wanted.items()):
                 continue
             metadata = texts(session.user_metadata) or {}
-            if any(metadata.get(key) != value for key, value in (body.get("user_metadata") or {}).items()):
+            if any(metadata.get(key) != value for key, value in wanted_metadata.items()):
                 continue
             found.append(session)
         counts: dict[str | None, int] = defaultdict(int)
@@ -303,7 +303,7 @@ class RestRoutes:
                 "display_name": session.display_name,
                 "user_metadata": texts(session.user_metadata),
             }
-            for session in found[: int(body.get("limit", 50))]
+            for session in found[:limit]
         ]
         return answer({"sessions": shown, "next_cursor": None})
 
@@ -321,9 +321,9 @@ class ProjectBody(bodies.Body):
 class CopyBody(bodies.Body):
     source_path: str
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: bodies.Number | None = None
     destination_project_id: str | None = None
-    ttl_seconds: int | None = None
+    ttl_seconds: bodies.Seconds | None = None
     weights_access_token: str | None = None
 
 
