@@ -3,7 +3,8 @@
     control/orch.toml                    the file of `rl`: written -> the run is registered; deleted -> it is ended
     control/config_validation_error.txt  written here: why there is no run; gone as soon as there is one
     control/evicted.txt                  written -> the run is saved and gives its place back; deleted -> it may go on.
-                                         The service writes it for a run that its admin has frozen
+                                         The service writes it for a run that its admin has frozen, and deletes it
+                                         once the admin has resumed that run
     control/status.json                  written here: id, state, reason and step
 
 The name of the directory is the name of the run. Its orchestrator is started by who wrote the file, and finds the run
