@@ -41,10 +41,36 @@ class Tenant:
     unsaved_steps: int = 0
     unsaved_requests: int = 0
     has_gradients: bool = False
+    gradient_bytes: int = 0
+    """Size of the requests that they are of."""
     spoiled: str | None = None
     """Why a pass failed of which some gradients may be there: a step with them would be another one."""
     clean_seq: int = 0
     """The last request after which there were no gradients: where a saved state can be continued."""
+
+    def check_gradients(self, job: Job, most: int) -> None:
+        """Raises: Refusal for one more pass if those since the last step have more bytes than `most`."""
+        if job.adds_gradients and self.gradient_bytes > most:
+            raise Refusal(
+                f"the passes since the last step have {self.gradient_bytes} bytes, more than the {most} that one step "
+                "may have; make a step"
+            )
+
+    def note(self, job: Job) -> None:
+        """What a request that is done means for the gradients."""
+        if job.adds_gradients:
+            self.has_gradients = True
+            self.gradient_bytes += job.num_bytes
+        elif job.kind in ("create", "optim_step", "step", "drop"):
+            self.has_gradients = False
+        elif job.kind in ("load_weights", "load") and job.error is None:
+            self.has_gradients, self.spoiled = False, None
+        if job.kind in ("optim_step", "step"):
+            self.spoiled = None
+        if not self.has_gradients:
+            self.gradient_bytes = 0
+            if job.seq is not None and job.kind != "save_state":
+                self.clean_seq = job.seq
 
     def take(self, seq: int, job: Job | None, *, is_known: bool = False) -> list[Job]:
         """Take a request (None: its number is used up); returns those whose turn it is now, in order.

@@ -40,6 +40,8 @@ _PAUSE_S = 0.5  # between two tries to reach the ranks
 FROZEN = 423
 SAVE_REQUESTS = 256
 """A run that makes no steps is saved after so many requests, which are then forgotten."""
+STEP_BODIES = 4
+"""Passes of one step have at most so many times service.max_waiting_bytes: they are kept until the step."""
 
 
 class Training:
@@ -117,6 +119,7 @@ class Training:
         try:
             job = read_job(run, kind, body, self.limits, seq=seq)
             self.checkpoints.check(job)
+            tenant.check_gradients(job, STEP_BODIES * self._cfg.service.max_waiting_bytes)
         except StrettoError as error:
             self._push_all(tenant.take(seq, None))
             raise error if isinstance(error, Refusal) else Refusal(str(error), 400) from error
@@ -320,16 +323,7 @@ class Training:
             return
         self._suspects.clear(job)
         result = result or TenantResult(error=job.error)
-        if job.adds_gradients:
-            tenant.has_gradients = True
-        elif job.kind in ("create", "optim_step", "step", "drop"):
-            tenant.has_gradients = False
-        elif job.kind in ("load_weights", "load") and job.error is None:
-            tenant.has_gradients, tenant.spoiled = False, None
-        if job.kind in ("optim_step", "step"):
-            tenant.spoiled = None
-        if job.seq is not None and job.kind != "save_state" and not tenant.has_gradients:
-            tenant.clean_seq = job.seq
+        tenant.note(job)
         if job.on_done is not None:
             job.on_done(result)
         if job.error is not None:

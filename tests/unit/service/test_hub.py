@@ -15,7 +15,7 @@ from stretto.config.root import ServeConfig
 from stretto.records.tenants import TenantSpec
 from stretto.service.hub import Hub
 from stretto.service.main import build
-from stretto.service.store import Run
+from stretto.service.store import Run, Sampler
 from stretto.transports.service import CreateRun, ServiceRun
 
 
@@ -218,3 +218,31 @@ async def test_a_user_finds_his_own_actions_however_many_others_have(client: Tes
         hub.audit.write("bob", "his")
     assert [entry["action"] for entry in hub.audit.read("alice")] == ["mine"]
     assert len(hub.audit.read()) == 1000
+
+
+async def test_what_the_admin_has_frozen_gets_no_samples(client: TestClient) -> None:
+    await post(client, "/v1/runs", creation(client))
+    hub: Hub = client.hub  # type: ignore[attr-defined]
+    hub.store.put(Sampler(id="s", owner="alice", base_model=hub.model_name, run="alice:letters"))
+    await post(client, "/v1/runs/alice:letters/freeze", user="admin")
+    body = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "sampling_session_id": "s"}
+    for path, sent in (
+        ("/v1/runs/alice:letters/inference/v1/generate", {"token_ids": [1]}),
+        ("/runs/letters/engine/inference/v1/generate", {"token_ids": [1]}),
+        ("/api/v1/asample", body),
+    ):
+        status, answer = await post(client, path, sent)
+        assert status == 423 and "admin has frozen it" in answer["detail"], path
+
+
+async def test_the_engine_of_a_new_run_has_nothing_of_one_that_had_its_name(client: TestClient) -> None:
+    await post(client, "/v1/runs", creation(client))
+    assert (await post(client, "/runs/letters/engine/pause"))[0] == 200
+    paused = "/runs/letters/engine/is_paused"
+    headers = {"X-API-Key": token(client, "alice")}
+    async with client.get(paused, headers=headers) as response:
+        assert await response.json() == {"is_paused": True}
+    await post(client, "/v1/runs/alice:letters/end")
+    await post(client, "/v1/runs", creation(client))
+    async with client.get(paused, headers=headers) as response:
+        assert await response.json() == {"is_paused": False}

@@ -165,6 +165,24 @@ def test_a_batch_with_fewer_targets_than_micro_batches_is_refused() -> None:
     assert len(read_job(run, "batch", batch(2), Limits(64, 100), seq=1).body.targets) == 2
 
 
+async def test_passes_without_a_step_do_not_fill_the_disk(open_training: Open) -> None:
+    most = 3 * len(batch())
+    training, _ = open_training(max_waiting_bytes=most)
+    run = make_run(training)
+    for seq in range(1, 14):
+        training.submit(run, "batch", seq, batch())
+        await serve(training)
+    with pytest.raises(Refusal, match="make a step"):
+        training.submit(run, "batch", 14, batch())
+    training.submit(run, "step", 15, STEP)
+    await serve(training)
+    training.submit(run, "batch", 16, batch())
+    assert training.tenants["r"].gradient_bytes == 0
+    training.tenants.clear()
+    after, _ = open_training(max_waiting_bytes=most)
+    assert [r.payload.seq for r in after.queue.requests("r")] == [None, *range(1, 14), 15, 16]
+
+
 async def test_requests_that_freezing_refused_are_not_computed_after_a_restart(open_training: Open) -> None:
     training, ranks = open_training()
     run = make_run(training)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,6 +18,7 @@ from aiohttp import web
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
 from stretto.service.engines import adapter_name
 from stretto.service.hub import USER, Hub, answer, read
+from stretto.service.runs.register import GONE, check_free
 from stretto.service.runs.routes import find_run
 from stretto.service.store import Checkpoint, Run, Sampler
 from stretto.transports.engine import api, updates
@@ -48,7 +48,8 @@ class EngineRoutes:
 
     def __init__(self, hub: Hub) -> None:
         self.hub = hub
-        self._states: defaultdict[str, _State] = defaultdict(_awake)
+        self._states: dict[str, _State] = {}
+        """By the name that only this run has: another with its id begins anew."""
 
     def routes(self) -> list[web.RouteDef]:
         gets = {
@@ -74,13 +75,18 @@ class EngineRoutes:
 
     def _find(self, http: web.Request) -> tuple[Run, _State]:
         run = find_run(self.hub, http[USER], http.match_info["run"])
-        return run, self._states[run.id]
+        if (state := self._states.get(run.spec.name)) is None:
+            known = {each.spec.name for each in self.hub.store.all(Run) if each.state not in GONE}
+            self._states = {name: each for name, each in self._states.items() if name in known}
+            state = self._states[run.spec.name] = _awake()
+        return run, state
 
     # -- samples --
 
     async def generate(self, http: web.Request) -> web.Response:
         """Samples of the loaded version, as soon as this user has a slot."""
         user, (run, state) = http[USER], self._find(http)
+        check_free(run)
         run.last_request_at = time.time()
         request, _ = api.decode_generate(await http.read())
         await state.awake.wait()

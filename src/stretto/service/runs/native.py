@@ -9,7 +9,7 @@ from aiohttp import web
 
 from stretto.service.engines import adapter_name
 from stretto.service.hub import USER, Hub, answer, read
-from stretto.service.runs.register import register
+from stretto.service.runs.register import check_free, register
 from stretto.service.store import Run, Sampler
 from stretto.transports import service
 from stretto.transports.engine import api
@@ -80,6 +80,7 @@ class NativeRoutes:
         """Sample from the newest version of the run, or from the model before there is one."""
         user, hub = http[USER], self.hub
         run = hub.run(user, http.match_info["run"])
+        check_free(run)
         run.last_request_at = time.time()
         request, _ = api.decode_generate(await http.read())
         hub.engines.check_room(user)

@@ -49,6 +49,12 @@ def _own_tokenizer(name: str) -> str | None:
     return tokenizer_digest(name)
 
 
+def check_free(run: Run) -> None:
+    """Raises: Refusal 423 for a run that the admin has frozen, or a file: it gets no samples either."""
+    if run.is_held:
+        raise Refusal(f"{run.id} is frozen: {run.reason}; only the admin resumes it", 423)
+
+
 def register(hub: Hub, user: User, body: CreateRun, *, directory: str | None = None) -> Run:
     """Make a run with a name of its own and give it a place; its future is `<id>/0`.
 

@@ -160,6 +160,8 @@ class RestRoutes:
     async def copy_weights(self, http: web.Request) -> web.Response:
         """Copy a checkpoint into a run of its own, which belongs to who asks."""
         body, user = await read(http, CopyBody), http[USER]
+        if body.weights_access_token is not None:
+            raise Refusal("weights_access_token: checkpoints of others are read when they are published")
         found = self.hub.checkpoint(user, body.source_path)
         origin = self.hub.store.get(Run, found.run)
         assert origin is not None, f"{found.path} is of no run"

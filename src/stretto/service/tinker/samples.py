@@ -21,7 +21,8 @@ from stretto.service.access import User
 from stretto.service.engines import adapter_name
 from stretto.service.futures import Future, Result
 from stretto.service.hub import USER, Hub, answer, read
-from stretto.service.store import Sampler
+from stretto.service.runs.register import check_free
+from stretto.service.store import Run, Sampler
 from stretto.service.tinker import bodies, protobuf
 from stretto.transports.engine.api import Refusal
 
@@ -103,6 +104,9 @@ class SampleRoutes:
             sampler = self.hub.sampler(user, body.sampling_session_id)
         else:
             sampler = self._sampler(user, "", body.base_model, body.model_path, None)
+        run = self.hub.store.get(Run, sampler.run or "")
+        if run is not None and run.owner == user.name:
+            check_free(run)
         request = self._request(sampler, body)
         seq = uuid4().hex if body.seq_id is None or not sampler.id else body.seq_id
         name = f"{sampler.id or 'sample'}/{seq}"
