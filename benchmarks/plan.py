@@ -46,6 +46,8 @@ KNOBS: dict[str, dict[str, Any]] = {
     "smaller chunk of logits": {"fused_lm_head_token_chunk_size": 256},
 }
 LATENCY_S = 0.1
+GROUP = 8
+"""Rollouts of one prompt, which engines and, on a CPU, trainers compute once."""
 RUNS = ("slow-0", "slow-1", "slow-4", "turns", "sort")
 STEPS, LONGER = 40, {"slow-4": 300}
 """Steps of a run. At level 4 few steps wait, each for one slow rollout, so that a mean over 40 is mostly chance."""
@@ -78,14 +80,14 @@ def _decode(model: Path, reply: int, prompt: int) -> list[list[float]]:
         for i in range(4):
             ids = prompts(groups, network.config.vocab_size, i, prompt)
             start = time.perf_counter()
-            run_core(core, str(i), ids, reply, n=8)
+            run_core(core, str(i), ids, reply, n=GROUP)
             times.append(time.perf_counter() - start)
-        table.append([8.0 * groups, statistics.median(times[1:]) / reply])
+        table.append([float(GROUP * groups), statistics.median(times[1:]) / reply])
     return table
 
 
 def _train(model: Path, prompt: int, reply: int) -> list[list[float]]:
-    """Seconds of a row, by its tokens; documents are rollouts whose prompts are their own."""
+    """Seconds of a row, by its tokens; documents are rollouts, in groups of one prompt."""
     table = []
     for num in (8, 64, 128, 256):
         (learner, row), times = _learner_and_row(model, prompt, reply, num), []
@@ -114,7 +116,8 @@ def _learner_and_row(model: Path, prompt: int, reply: int, num: int) -> tuple[An
         loss=TrainerKeys().loss,
     )  # fmt: skip
     rng, vocab = np.random.default_rng(0), policy.config.vocab_size
-    docs = [rng.integers(0, vocab, prompt + reply).astype(np.int32) for _ in range(num)]
+    prompts = rng.integers(0, vocab, (num // GROUP, prompt), np.int32).repeat(GROUP, 0)
+    docs = list(np.concatenate([prompts, rng.integers(0, vocab, (num, reply), np.int32)], 1))
     is_reply = np.tile(np.arange(prompt + reply) >= prompt, num)
     row = msgspec.structs.replace(
         _micro_batch(docs), ce_weights=None, loss_mask=is_reply, rollout_tokens=(reply,) * num,
