@@ -7,10 +7,14 @@ ORG/NAME. The split is never guessed, so no name of a file looks like a data set
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -58,6 +62,15 @@ def read_hub(source: HubSource, setting: str, *, is_streamed: bool) -> Iterator[
     Raises: ConfigError if the library is missing, or the data set has no such config or split; DataError if it cannot
     be fetched.
     """
+    rows = _read(source, setting, is_streamed)
+    if is_streamed:
+        _streams.add(rows)
+    return rows
+
+
+def _read(
+    source: HubSource, setting: str, is_streamed: bool
+) -> Generator[tuple[str, dict[str, Any]], None, None]:
     number = 0
     try:
         for number, row in enumerate(_open(source, setting, is_streamed), start=1):
@@ -65,6 +78,20 @@ def read_hub(source: HubSource, setting: str, *, is_streamed: bool) -> Iterator[
     except (OSError, RuntimeError) as cause:
         place = f"after row {number}: " if number else ""
         raise DataError(f"{setting} = {str(source)!r}: {place}{_text_of(cause)}") from cause
+    finally:
+        if is_streamed:
+            gc.collect()  # ends Arrow's threads of a stream that was not read to its end
+
+
+_streams: weakref.WeakSet[Generator[tuple[str, dict[str, Any]], None, None]] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_streams() -> None:
+    """End streams that are still open: when Python is taken down, Arrow's threads would abort the process."""
+    for stream in list(_streams):
+        with contextlib.suppress(ValueError):  # another thread reads it
+            stream.close()
 
 
 def _open(source: HubSource, setting: str, is_streamed: bool) -> Iterable[dict[str, Any]]:

@@ -49,7 +49,7 @@ def prompt_logprobs(core, token_ids):
     core.submit(request)
     while core.has_work:
         core.step()
-    return request.prompt_logprobs
+    return request.prompt_scores.logprobs
 
 
 @pytest.mark.parametrize(

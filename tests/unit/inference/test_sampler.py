@@ -4,9 +4,10 @@ import torch
 from sampling_cases import SETTINGS, build_rows, slow_distribution
 
 from stretto.inference.embedded import sampler
-from stretto.inference.embedded.sampler import SamplingRows, stream_key, token_logprobs, uniforms
+from stretto.inference.embedded.sampler import PromptScores, SamplingRows, stream_key, uniforms
 from stretto.models.native.kernels import Kernels
 from stretto.models.native.library import find_library
+from stretto.records.generate import GenerateRequest
 
 
 @pytest.fixture(params=["kernels", "torch"])
@@ -92,7 +93,20 @@ def test_huge_and_negative_seeds_are_keys_too():
     assert stream_key(2**80 + 5, 1) == stream_key(5, 1)
 
 
-def test_token_logprobs_are_those_of_the_unscaled_distribution():
-    logits, tokens = torch.randn(6, 11), np.arange(6)
-    expected = torch.log_softmax(logits, -1)[torch.arange(6), torch.arange(6)]
-    np.testing.assert_allclose(token_logprobs(logits, tokens), expected.numpy())
+def test_scores_of_a_prompt_are_those_of_the_unscaled_distribution():
+    """Filled in two pieces: of every token but the first its own, of the likeliest, and of further targets."""
+    prompt, logits = np.arange(7, dtype=np.int32), torch.randn(6, 11)
+    targets = np.array([[3, -1]] * 6, np.int32)
+    request = GenerateRequest(
+        request_id="0", prompt_ids=prompt, prompt_logprobs=True, top_prompt_logprobs=2, prompt_targets=targets
+    )
+    scores = PromptScores(request)
+    scores.fill(1, logits[:4], prompt[1:5])
+    scores.fill(5, logits[4:], prompt[5:])
+    expected = torch.log_softmax(logits, -1)
+    np.testing.assert_allclose(scores.logprobs[1:], expected[torch.arange(6), torch.arange(1, 7)].numpy())
+    best, ids = expected.topk(2)
+    np.testing.assert_array_equal(scores.top_ids[1:], ids.numpy())
+    np.testing.assert_allclose(scores.top_logprobs[1:], best.numpy())
+    np.testing.assert_allclose(scores.target_logprobs[:, 0], expected[:, 3].numpy())
+    assert np.isnan(scores.target_logprobs[:, 1]).all()
