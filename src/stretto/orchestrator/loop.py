@@ -86,6 +86,7 @@ class Loop:
             await trainer_events
             if self._interrupting is not None:
                 await self._interrupting
+            self.buffer.close()  # batches counted in tokens leave groups over, which nobody trains
             loading.cancel()
             drawing.cancel()
             watching.cancel()

@@ -52,6 +52,11 @@ def test_a_batch_in_tokens_is_as_large_as_they_make_it(tmp_path) -> None:
     """30 tokens a rollout: 240 are two groups of four; a long context is simulated in larger units."""
     given = costs(tmp_path, max_async_level=0, token_batch_size=240)
     assert simulate(given, Workload(Numbers(10), Numbers(20)), steps=6).rollouts == 8
+    ahead = costs(tmp_path, max_async_level=8, token_batch_size=240, batch_size=64)
+    times = simulate(ahead, Workload(Numbers(10), Numbers(20)), steps=12)
+    assert times.rollouts == 8 and times.dropped_groups < 12 * 2, (
+        "generation is ahead by steps, not by batch_size"
+    )
     assert _simulated_config(given, tmp_path, 3, 4.0).token_batch_size == 60
 
 

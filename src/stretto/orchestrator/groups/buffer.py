@@ -24,8 +24,8 @@ has yet to start again, so that fast groups are not preferred and long rollouts 
 drawn. With max_async_level = 0 a batch is a function of the rewards alone, because only as many draws are made as
 are needed. Every drop is in the ledger before its slot is free.
 
-With tokens_per_batch a batch ends with the group that brings it to so many tokens. Its slots are still counted by
-groups_per_batch, so that groups are left over, of which the next batch is made unless they are too old for it.
+With tokens_per_batch a batch ends with the group that brings it to so many tokens. How many groups are drawn for it
+follows from the tokens of those that were played; groups that are left over are in the next batch unless too old.
 """
 
 from __future__ import annotations
@@ -186,6 +186,8 @@ class Buffer:
     _fillers: list[int] = field(default_factory=list)  # sorted: zero-signal groups, which may fill a batch
     _redraw_heap: list[int] = field(default_factory=list)  # heap; draws that were started are removed lazily
     _waiters: list[asyncio.Future] = field(default_factory=list)
+    _num_played: int = 0  # groups, and the tokens of these
+    _num_tokens: int = 0
     _idle_s: float = 0.0
     _idle_since: float | None = field(default_factory=time.perf_counter)
 
@@ -200,8 +202,11 @@ class Buffer:
         bounds = self.bounds
         if self.is_closed or waiting + self._num_by_state[SlotState.SHIPPED] + num_groups > bounds.num_slots:
             return False
-        if bounds.tokens_per_batch is not None and self.version < self._needed_version:
-            return False  # a short batch leaves slots free before its weights are there
+        if bounds.tokens_per_batch is not None:
+            if self.version < self._needed_version:
+                return False  # a short batch leaves slots free before its weights are there
+            if self._are_too_many(waiting + self._num_by_state[SlotState.SHIPPED] + num_groups):
+                return False
         limits = [limit for limit in (bounds.max_running_groups, self.max_running) if limit is not None]
         if limits and self._num_by_state[SlotState.RUNNING] >= min(limits):
             return False
@@ -252,6 +257,7 @@ class Buffer:
     def complete(self, slot: Slot, group: Group, *, has_signal: bool, rejected: str | None = None) -> None:
         """Record a played group of which a member succeeded; `rejected` says why it is not trained."""
         slot.complete(group, has_signal=has_signal, rejected=rejected)
+        self._num_played, self._num_tokens = self._num_played + 1, self._num_tokens + slot.num_tokens
         self.counts.finished += 1
         self.counts.zero_signal += not has_signal
         self.counts.rejected += rejected is not None
@@ -387,6 +393,21 @@ class Buffer:
     def _needed_version(self) -> int:
         """The version from which on generation is not too far ahead of the next batch's step."""
         return self.next_step - 1 - self.bounds.max_steps_ahead
+
+    def _are_too_many(self, num_groups: int) -> bool:
+        """Are these more groups than the steps that generation may be ahead need, by the tokens of those played?
+
+        Never while no batch is ready and nothing runs that could complete one.
+        """
+        is_needed = self._size_of_batch() is None and not self._num_by_state[SlotState.RUNNING]
+        if is_needed:
+            return False
+        bounds = self.bounds
+        if not self._num_played:
+            return num_groups > bounds.groups_per_batch
+        per_batch = math.ceil((bounds.tokens_per_batch or 0) * self._num_played / max(self._num_tokens, 1))
+        size = min(max(per_batch, bounds.min_groups), bounds.groups_per_batch)
+        return num_groups > max(bounds.max_steps_ahead + 1, bounds.oversampling_factor or 0) * size
 
     def _may_ship(self) -> bool:
         if self.version < self._needed_version:
