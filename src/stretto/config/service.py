@@ -44,6 +44,9 @@ class ServiceSection(Section):
     """Whose runs those of runs_dir are; None: the only user's."""
     max_concurrent_runs: int = Field(8, gt=0)
     """Runs with an adapter in the trainer at a time."""
+    full_finetuning: bool = False
+    """Train all weights instead of an adapter, on one rank. There is one run at a time, whatever max_concurrent_runs
+    says, and the next one starts with the model's own weights again. Engines have one version at a time."""
     max_lora_rank: int = Field(32, gt=0)
     """Largest rank of an adapter."""
     max_tokens_per_pass: int | None = Field(None, gt=0)
@@ -79,6 +82,11 @@ class ServiceSection(Section):
     engine. `serve` fills in the one that `[inference.router]` starts. None: each goes to the engine with the fewest."""
     gap_timeout_s: float = Field(120.0, gt=0)
     """Longest wait for a request whose number was skipped; then those behind it fail."""
+
+    @property
+    def num_places(self) -> int:
+        """Runs in the trainer at a time."""
+        return 1 if self.full_finetuning else self.max_concurrent_runs
 
 
 class ServeTrainerSection(Section):

@@ -15,6 +15,9 @@ import numpy as np
 
 from stretto.records.sample import MicroBatch
 
+BASE_WEIGHTS = "base_weights"
+"""In RUN/service: the weights of the model itself, for engines of a service that trains all weights."""
+
 Section = dict[str, Any]
 """A section of a config as plain data: its keys and values."""
 
@@ -23,7 +26,7 @@ class TenantSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a tenant trains: its adapter, and the optimizer and schedule of its steps."""
 
     name: str  # unique in the service; letters, digits, "_", "-" and "."
-    rank: int = 16
+    rank: int = 16  # 0: no adapter; all weights are trained, which a backbone for one tenant takes
     alpha: float = 32.0
     dropout: float = 0.0
     target_modules: tuple[str, ...] | None = None  # None: the default of [model.lora]

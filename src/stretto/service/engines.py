@@ -1,5 +1,7 @@
 """Samples for users from the engines: each version of an adapter is loaded under a name of its own when it is needed.
 
+Whole weights, of a service that trains all of them, are loaded one version at a time (`WeightSlot`).
+
 An engine has room for some adapters. `AdapterSlots` loads a version that is asked for and unloads the one that was not
 asked for longest, never one in use; if all are, they take turns. Names are those of versions, and requests carry them
 as cache salt too, so that no cached prefix is shared between users or versions. Requests of users take turns at the
@@ -12,6 +14,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -21,8 +24,9 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.base.errors import EngineError
+from stretto.base.errors import DataError, EngineError
 from stretto.records.generate import Completion, GenerateRequest
+from stretto.records.weights import load_manifest
 from stretto.service.access import User
 from stretto.service.scheduler import SlotQueue
 from stretto.service.store import Sampler
@@ -179,6 +183,64 @@ def _is_idle(entry: _Loaded) -> bool:
     return not entry.num_users and entry.ready.done()
 
 
+class WeightSlot:
+    """The whole weights that all engines have: one version at a time, or the model's own.
+
+    Requests for the version that is there run together; one for another waits until they are done, and those that come
+    after it wait behind it.
+    """
+
+    def __init__(self, client: EngineClient, base: Path, folder: Path) -> None:
+        """base: directory of the model's own weights; folder: for links to the files that engines have."""
+        self.base = base
+        self._client, self._folder = client, folder
+        self._name: str | None = None  # None: not known
+        self._num_users = self._version = 0
+        self._idle = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self.num_loads = self.num_hits = 0
+
+    @asynccontextmanager
+    async def use(self, name: str, directory: str) -> AsyncIterator[None]:
+        """Have a version in the engines while inside. If an engine fails in there, it is loaded anew for the next."""
+        async with self._turn:
+            if name == self._name:
+                self.num_hits += 1
+            else:
+                while self._num_users:
+                    self._idle.clear()
+                    await self._idle.wait()
+                await self._load(name, Path(directory))
+            self._num_users += 1
+        try:
+            yield
+        except EngineError as error:
+            if not isinstance(error, RequestRefused):
+                self._name = None
+            raise
+        finally:
+            self._num_users -= 1
+            self._idle.set()
+
+    async def _load(self, name: str, directory: Path) -> None:
+        """Raises: EngineError if these weights are gone, or no engine takes them."""
+        self._name, self._version = None, self._version + 1
+        # An engine that is started anew gets these files again, also when their checkpoint was deleted meanwhile.
+        place = self._folder / str(time.time_ns())
+        try:
+            shutil.copytree(directory, place, copy_function=os.link)
+            manifest = load_manifest(place)
+        except (OSError, shutil.Error, DataError) as error:
+            raise EngineError(f"{name}: these weights cannot be read: {error}") from error
+        manifest = msgspec.structs.replace(manifest, version=self._version, location=str(place.resolve()))
+        await self._client.update_weights(manifest)
+        self._name = name
+        self.num_loads += 1
+        for old in self._folder.iterdir():
+            if old != place:
+                shutil.rmtree(old, ignore_errors=True)
+
+
 class Engines:
     """Samples for all users."""
 
@@ -190,9 +252,12 @@ class Engines:
         max_adapters: int,
         max_samples: int,
         max_waiting: int,
+        whole: WeightSlot | None = None,
     ) -> None:
+        """whole: of a service that trains all weights; None: runs have adapters."""
         self.client, self._meter = client, meter
-        self.slots = AdapterSlots(client, max_adapters)
+        self.slots = whole or AdapterSlots(client, max_adapters)
+        self._base = None if whole is None else str(whole.base)
         self.queue = SlotQueue(max_samples)
         self._max_waiting = max_waiting
         self._uses: Counter[str] = Counter()
@@ -252,19 +317,22 @@ class Engines:
             self._release(user.name, size)
 
     async def _generate(self, sampler: Sampler, request: GenerateRequest) -> Sequence[Completion]:
-        if sampler.directory is None:
+        directory = sampler.directory or self._base
+        if directory is None:
             return await self.client.generate(request)
         name = request.adapter
+        if self._base is not None:  # the engines' own model has the version
+            name, request = name or "base", msgspec.structs.replace(request, adapter=None)
         assert name is not None, f"{request.request_id} names no adapter"
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                async with self.slots.use(name, sampler.directory):
+                async with self.slots.use(name, directory):
                     return await self.client.generate(request)
             except RequestRefused as error:
                 raise Refusal(str(error)) from None
             except EngineError as error:
                 # An engine that was started anew has forgotten the adapter; one that is dead comes back.
-                if attempt == ATTEMPTS or not Path(sampler.directory).is_dir():
+                if attempt == ATTEMPTS or not Path(directory).is_dir():
                     raise
                 logger.info("%s: %s; trying again", name, error)
                 await asyncio.sleep(attempt)

@@ -19,8 +19,9 @@ from stretto.base.errors import ConfigError
 from stretto.base.runtime import raise_file_limit
 from stretto.base.secret import load_secret, prepare_tokens
 from stretto.config.root import ServeConfig
+from stretto.records.tenants import BASE_WEIGHTS
 from stretto.service.access import Access, Reading, User
-from stretto.service.engines import Engines
+from stretto.service.engines import Engines, WeightSlot
 from stretto.service.futures import Futures
 from stretto.service.hub import MAX_BODY_BYTES, Hub, boundary, model_facts
 from stretto.service.jobs import Limits
@@ -67,12 +68,16 @@ def build(cfg: ServeConfig) -> tuple[Hub, web.Application]:
         )
     routers = [] if section.router_url is None else [section.router_url]
     client = EngineClient(routers or urls, urls if routers else None, api_key=cfg.inference.key)
+    whole = None
+    if section.full_finetuning:
+        whole = WeightSlot(client, directory / BASE_WEIGHTS, directory / "engine_weights")
     engines = Engines(
         client,
         training.meter,
         max_adapters=section.max_adapters,
         max_samples=section.max_samples,
         max_waiting=section.max_waiting_samples,
+        whole=whole,
     )
     given = {name: user.token for name, user in section.users.items()}
     access = Access(section.users, prepare_tokens(cfg.run_dir.path / "tokens.json", given))

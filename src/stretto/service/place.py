@@ -19,7 +19,13 @@ def check_place(section: ServiceSection, owners: Sequence[str], owner: str) -> N
     own = sum(each == owner for each in owners)
     if user.max_runs is not None and own >= user.max_runs:
         raise Refusal(f"you have {own} runs, as many as you may (service.users.{owner}.max_runs)", 403)
-    if len(owners) >= section.max_concurrent_runs:
+    if owners and section.full_finetuning:
+        raise Refusal(
+            "this service trains all weights of one run at a time (service.full_finetuning), and another run has the "
+            "place; wait until it ends, or is idle for long enough",
+            403,
+        )
+    if len(owners) >= section.num_places:
         raise Refusal(
             f"all {section.max_concurrent_runs} places of this service are taken (service.max_concurrent_runs); "
             "wait until a run ends, or is idle for long enough",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stretto.base.errors import EngineError
-from stretto.service.engines import AdapterSlots, adapter_name, plain_salt
+from stretto.records.weights import MANIFEST, WeightManifest
+from stretto.service.engines import AdapterSlots, WeightSlot, adapter_name, plain_salt
 from stretto.service.store import Sampler
 from stretto.transports.engine.api import Refusal
 from stretto.transports.engine.http import RequestRefused
@@ -218,3 +222,82 @@ async def test_a_request_that_is_cancelled_while_its_version_loads_takes_no_room
         await asyncio.gather(task, return_exceptions=True)
     await use("d")
     assert engines.loaded == ["d"]
+
+
+class WholeEngines:
+    """The part of EngineClient that a slot of whole weights uses; reads what it is told to load."""
+
+    def __init__(self) -> None:
+        self.loaded, self.versions, self.is_broken = "", [], False
+
+    async def update_weights(self, manifest: WeightManifest) -> None:
+        await asyncio.sleep(0)
+        if self.is_broken:
+            raise EngineError("no engine takes it")
+        self.loaded = (Path(manifest.location) / "weights").read_text()
+        self.versions.append(manifest.version)
+
+
+def whole_slot(folder: Path, *names: str) -> tuple[WeightSlot, WholeEngines]:
+    """A slot, and saved weights of these names in the folder."""
+    for name in names:
+        (folder / name).mkdir()
+        (folder / name / "weights").write_text(name)
+        manifest = WeightManifest(
+            version=0, transport="filesystem", location="gone", shards=(), tensors=(), checksum=0
+        )
+        (folder / name / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    engines = WholeEngines()
+    return WeightSlot(engines, folder / "base", folder / "engine_weights"), engines  # type: ignore[arg-type]
+
+
+async def test_engines_have_the_whole_weights_that_each_request_asks_for(tmp_path: Path) -> None:
+    slot, engines = whole_slot(tmp_path, "a", "b")
+    together, most = Counter(), Counter()
+
+    async def ask(name: str) -> None:
+        async with slot.use(name, str(tmp_path / name)):
+            together[name] += 1
+            most[name] = max(most[name], together[name])
+            for _ in range(3):
+                assert engines.loaded == name
+                await asyncio.sleep(0)
+            together[name] -= 1
+
+    await asyncio.gather(*(ask(name) for name in "aabbbab"))
+    assert most == {"a": 2, "b": 3}
+    assert (slot.num_loads, slot.num_hits) == (4, 3)
+    assert engines.versions == [1, 2, 3, 4]
+    assert len(list((tmp_path / "engine_weights").iterdir())) == 1
+
+
+async def test_whole_weights_in_engines_outlive_their_checkpoint(tmp_path: Path) -> None:
+    slot, engines = whole_slot(tmp_path, "a", "b")
+    async with slot.use("a", str(tmp_path / "a")):
+        pass
+    shutil.rmtree(tmp_path / "a")
+    [place] = (tmp_path / "engine_weights").iterdir()
+    assert (place / "weights").read_text() == "a"  # for an engine that is started anew
+    async with slot.use("b", str(tmp_path / "b")):
+        pass
+    with pytest.raises(EngineError, match="these weights cannot be read"):
+        async with slot.use("a", str(tmp_path / "a")):
+            raise AssertionError("they are gone")
+    async with slot.use("b", str(tmp_path / "b")):
+        assert engines.loaded == "b"
+
+
+async def test_whole_weights_are_loaded_anew_after_an_engine_failed(tmp_path: Path) -> None:
+    slot, engines = whole_slot(tmp_path, "a")
+    engines.is_broken = True
+    with pytest.raises(EngineError, match="no engine takes it"):
+        async with slot.use("a", str(tmp_path / "a")):
+            raise AssertionError("they are not loaded")
+    engines.is_broken = False
+    # A request that is wrong says nothing of the weights; an engine that failed may have lost them.
+    for error, loads in ((RequestRefused("its own mistake"), 1), (EngineError("it died"), 1), (None, 2)):
+        with contextlib.suppress(EngineError):
+            async with slot.use("a", str(tmp_path / "a")):
+                assert slot.num_loads == loads
+                if error is not None:
+                    raise error

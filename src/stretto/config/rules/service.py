@@ -111,6 +111,8 @@ RULES: Rules = {
              "{0} is no user of this service; name one of service.users"),
         Rule("runs_dir", lambda s: s.runs_dir is not None and s.runs_user is None and len(s.users) > 1,
              "{0}: runs of a directory are one user's, and this service has several; name him as service.runs_user"),
+        Rule("runs_dir| full_finetuning", lambda s: s.full_finetuning and s.runs_dir is not None,
+             "{0}: runs of a directory have adapters, and this service has none; leave one of the two out"),
     ),
 }
 # fmt: on

@@ -100,10 +100,12 @@ def plan(cfg: ServeConfig, ports: PortClaims) -> ServicePlan:
 def with_engines(cfg: ServeConfig, ports: PortClaims) -> InferenceConfig:
     """The config of the engines, with room for adapters and free ports."""
     section = cfg.inference_config()
-    lora = section.lora or ServedAdaptersSection()
-    lora = lora.model_copy(
-        update={"max_loras": cfg.service.max_adapters, "max_lora_rank": cfg.service.max_lora_rank}
-    )
+    lora = section.lora
+    if cfg.service.full_finetuning:
+        section = section.model_copy(update={"engine": "embedded"})
+    else:
+        room = {"max_loras": cfg.service.max_adapters, "max_lora_rank": cfg.service.max_lora_rank}
+        lora = (lora or ServedAdaptersSection()).model_copy(update=room)
     server, is_given = section.server, "port" in section.server.model_fields_set
     port = free_port("inference.server.port", server.host, server.port, is_given, ports)
     section = section.model_copy(
@@ -163,6 +165,16 @@ def _check(cfg: ServeConfig) -> None:
             f"[model] name = {cfg.model.name!r}: there is no such model; give a directory with config, safetensors and "
             "tokenizer, or the name of a model on the Hugging Face Hub"
         )
+    if cfg.service.full_finetuning and cfg.trainer.num_ranks > 1:
+        raise ConfigError(
+            f"service.full_finetuning with trainer.num_ranks = {cfg.trainer.num_ranks}: all weights are trained on one "
+            "rank; leave trainer.num_ranks out"
+        )
+    if cfg.service.full_finetuning and cfg.inference.chosen_engine(has_gpu=False) == "vllm":
+        raise ConfigError(
+            "service.full_finetuning with vLLM: whole weights are loaded into the embedded engine only; use "
+            'inference.engine = "embedded", without what only vLLM has'
+        )
     check_model(cfg.model, cfg.trainer.num_ranks, "model")
     check_served(cfg.inference, cfg.inference.model or cfg.model.name, is_cpu=not process.visible_gpus())
 
@@ -176,8 +188,7 @@ def screen(cfg: ServeConfig) -> str:
     lines = [
         f"service  {cfg.run_dir}",
         f"model    {cfg.model.name}",
-        f"serves   {cfg.service.max_concurrent_runs} runs at a time, adapters of rank up to "
-        f"{cfg.service.max_lora_rank}, for {users}",
+        f"serves   {_served(cfg)}, for {users}",
         f"address  {address(cfg)}",
         f"tokens   {cfg.run_dir.path / 'tokens.json'}",
         "",
@@ -185,6 +196,13 @@ def screen(cfg: ServeConfig) -> str:
         *(f"note: {note}" for note in planned.notes),
     ]
     return "\n".join(lines)
+
+
+def _served(cfg: ServeConfig) -> str:
+    if cfg.service.full_finetuning:
+        return "one run at a time, which trains all weights"
+    section = cfg.service
+    return f"{section.max_concurrent_runs} runs at a time, adapters of rank up to {section.max_lora_rank}"
 
 
 def address(cfg: ServeConfig) -> str:

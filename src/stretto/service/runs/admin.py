@@ -46,7 +46,7 @@ class AdminRoutes:
             "turns": hub.training.num_turns,
             "tokens": hub.training.num_tokens,
             "recoveries": hub.training.num_recoveries,
-            "places": hub.cfg.service.max_concurrent_runs,
+            "places": hub.cfg.service.num_places,
             "places_taken": len(hub.training.tenants),
         }
         engines = {

@@ -123,6 +123,11 @@ def _check_spec(hub: Hub, spec: TenantSpec, base_model: str) -> None:
     """Raises: Refusal for a model, a name or a rank that this service does not have."""
     hub.check_model(base_model)
     check_name(spec.name)
+    if hub.cfg.service.full_finetuning:
+        raise Refusal(
+            "this service trains all weights of one run (service.full_finetuning), and runs of this kind bring an "
+            "adapter; use a service without that key, or `rl` with a trainer of its own"
+        )
     largest = hub.cfg.service.max_lora_rank
     if not 0 < spec.rank <= largest:
         raise Refusal(f"rank = {spec.rank} must be 1 to {largest} (service.max_lora_rank)")

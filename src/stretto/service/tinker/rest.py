@@ -97,9 +97,9 @@ class RestRoutes:
             "training_run_id": run.id,
             "base_model": run.base_model,
             "model_owner": run.owner,
-            "is_lora": True,
+            "is_lora": run.spec.rank > 0,
             "corrupted": run.state == "failed",
-            "lora_rank": run.spec.rank,
+            "lora_rank": run.spec.rank or None,
             "last_request_time": when(run.last_request_at or run.created_at),
             "last_checkpoint": newest("training"),
             "last_sampler_checkpoint": newest("sampler"),
@@ -145,15 +145,15 @@ class RestRoutes:
         path = (await read(http, bodies.PathBody)).tinker_path
         run = self.hub.store.get(Run, self.hub.checkpoint(http[USER], path).run)
         assert run is not None, f"{path} is of no run"
-        targets = run.spec.target_modules or ()
+        targets, is_full = run.spec.target_modules or (), run.spec.rank == 0
         return answer(
             {
                 "base_model": run.base_model,
-                "is_lora": True,
-                "lora_rank": run.spec.rank,
-                "train_unembed": False,
-                "train_mlp": "up_proj" in targets,
-                "train_attn": "q_proj" in targets,
+                "is_lora": run.spec.rank > 0,
+                "lora_rank": run.spec.rank or None,
+                "train_unembed": is_full,
+                "train_mlp": is_full or "up_proj" in targets,
+                "train_attn": is_full or "q_proj" in targets,
             }
         )
 

@@ -33,6 +33,7 @@ NOTICE = (
     "adapters of this service stand beside attention and MLP layers; train_unembed has no effect "
     "(weights info says so)"
 )
+NOTICE_FULL = "this service trains all weights of one run at a time; rank, seed and train_* have no effect"
 
 
 class TinkerRoutes:
@@ -106,7 +107,8 @@ class TinkerRoutes:
             project=body.project_id or "",
         )
         self.hub.store.put(session)
-        return answer({"type": "create_session", "session_id": session.id, "info_message": NOTICE})
+        notice = NOTICE_FULL if self.hub.cfg.service.full_finetuning else NOTICE
+        return answer({"type": "create_session", "session_id": session.id, "info_message": notice})
 
     async def heartbeat(self, http: web.Request) -> web.Response:
         body = await read(http, bodies.SessionBody)
@@ -122,10 +124,10 @@ class TinkerRoutes:
     async def create_model(self, http: web.Request) -> web.Response:
         body = await read(http, bodies.CreateModelBody)
         self.hub.check_model(body.base_model)
-        if body.lora_config is None:
+        if body.lora_config is None and not self.hub.cfg.service.full_finetuning:
             raise Refusal(
                 "lora_config is missing: runs share the weights of one model, and each trains an adapter; full "
-                "fine-tuning needs a trainer of its own, `stretto rl` or `sft`"
+                "fine-tuning needs a service with service.full_finetuning"
             )
         check_optimizer(body.optimizer_config)
         return self._create(
@@ -134,6 +136,8 @@ class TinkerRoutes:
 
     def _spec(self, body: bodies.CreateModelBody) -> TenantSpec:
         lora = body.lora_config
+        if self.hub.cfg.service.full_finetuning:
+            return TenantSpec(name="", rank=0)  # whatever adapter was asked for
         assert lora is not None, "checked"
         largest = self.hub.cfg.service.max_lora_rank
         if not 0 < lora.rank <= largest:
@@ -188,8 +192,8 @@ class TinkerRoutes:
                 "type": "get_info",
                 "model_data": data,
                 "model_id": run.id,
-                "is_lora": True,
-                "lora_rank": run.spec.rank,
+                "is_lora": run.spec.rank > 0,
+                "lora_rank": run.spec.rank or None,
                 "model_name": run.base_model,
             }
         )

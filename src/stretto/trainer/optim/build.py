@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.trainer import AdamWOptim, MuonOptim, Optim, SgdOptim, SignSgdOptim
@@ -98,12 +99,20 @@ class MasterWeights:
                 f"use optimization_dtype = {_name(model_dtype)} or a coarser dtype"
             )
         self.are_copies = dtype != model_dtype
+        self._hooks: list[RemovableHandle] = []
         if not self.are_copies:
             self.parameters = self.model_parameters
             return
         self.parameters = [nn.Parameter(p.detach().to(dtype)) for p in self.model_parameters]
         for parameter, master in zip(self.model_parameters, self.parameters):
-            parameter.register_post_accumulate_grad_hook(_add_into(master))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_add_into(master)))
+
+    def release(self) -> None:
+        """Let the model go: its gradients are no longer added to these copies."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self.model_parameters:
+            parameter.grad = None
 
     def collect_gradients(self) -> None:
         """Call it after all backward passes; on one rank the gradients are complete already."""

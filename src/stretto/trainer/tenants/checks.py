@@ -43,6 +43,8 @@ def read_spec(spec: TenantSpec, max_rank: int | None) -> tuple[LoRASection, Opti
         raise ConfigError(f"rank = {spec.rank}: this service has adapters of at most rank {max_rank}")
     targets = LORA_TARGETS if spec.target_modules is None else spec.target_modules
     lora = {"rank": spec.rank, "alpha": spec.alpha, "dropout": spec.dropout, "target_modules": targets}
+    if spec.rank == 0:  # no adapter
+        lora = {}
     found = _validated(_SpecSections, {"lora": lora, "optim": spec.optim, "scheduler": spec.scheduler})
     shares = [
         key

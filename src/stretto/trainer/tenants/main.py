@@ -20,7 +20,7 @@ from stretto.base.errors import EngineError, WireError
 from stretto.base.runtime import freeze_objects
 from stretto.base.secret import load_secret
 from stretto.base.status import is_supervised, report
-from stretto.records.tenants import RankFailed, Shutdown
+from stretto.records.tenants import BASE_WEIGHTS, RankFailed, Shutdown
 from stretto.trainer.build import find_tokens
 from stretto.trainer.learner import find_tokenizer, load_policy
 from stretto.trainer.parallel.mesh import (
@@ -82,14 +82,19 @@ def build_tenants(cfg: ServeConfig) -> Tenants:
     folder = cfg.run_dir.path / "service" / "waiting"
     for left in folder.glob(f"*.{os.environ.get('RANK', '0')}.safetensors"):
         left.unlink()
-    return Tenants(
+    tenants = Tenants(
         policy,
         model=model,
         mesh=build_mesh(model, policy.config),
         max_rank=cfg.service.max_lora_rank,
         max_resident=cfg.trainer.max_resident,
         swap_folder=folder,
+        trains_all=cfg.service.full_finetuning,
+        tokenizer_dir=directory,
     )
+    if cfg.service.full_finetuning:  # engines come back to these weights
+        tenants.export_model(cfg.run_dir.path / "service" / BASE_WEIGHTS)
+    return tenants
 
 
 def run(tenants: Tenants, client: TenantClient, interrupt: StopFlag) -> None:

@@ -139,6 +139,10 @@ class Passes:
     def _build(self, number: int, work: TenantWork, tenants: dict[str, Tenant]) -> _Work:
         tenant = tenants[work.tenant]
         loss = None if work.sum_loss is not None else read_loss(work)
+        if loss is not None and loss.reference_kl is not None and tenant.scaling is None:
+            raise DataError(
+                "loss.reference_kl: the model that it compares with is what is trained here; remove it"
+            )
         found = _Work(work, tenant, loss, micro_batches=work.micro_batches)
         vocab_size = self.policy.config.vocab_size
         targets = work.targets or [None] * len(work.micro_batches)

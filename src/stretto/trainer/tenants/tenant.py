@@ -68,13 +68,23 @@ class Tenant:
         self.num_passes = 0
         """Passes with a gradient since the last step, over all ranks."""
         self.sums = StepSums()
-        module = _Weights()
-        self._halves = self._build(module, hub.dtype_of(model.dtype, mesh.device))
+        module = self._trained_module(model)
         self.weights = MasterWeights(module, hub.DTYPES[model.optimization_dtype])
         self.num_parameters = sum(p.numel() for p in self.weights.parameters)
         self.optimizer = build_optimizer(self.weights, self._optim)
         self._file: Path | None = None
         self._random = _RandomState(spec.seed, mesh.device)
+
+    def _trained_module(self, model: ModelSection) -> nn.Module:
+        """What has the weights that are trained."""
+        module = _Weights()
+        self._halves = self._build(module, hub.dtype_of(model.dtype, self._mesh.device))
+        return module
+
+    @property
+    def scaling(self) -> float | None:
+        """Factor of the adapter's products; None if all weights are trained."""
+        return self.lora.alpha / self.lora.rank
 
     def _build(self, module: _Weights, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
         """Make the matrices with their first values, and put them beside the weights; by name of the weight."""
@@ -226,7 +236,7 @@ class Tenant:
             "step": self.step,
             "schedule_start": self._schedule_start,
             "optim": self._optim.type if with_optimizer else None,
-            "adapter_scaling": self.lora.alpha / self.lora.rank,
+            "adapter_scaling": self.scaling,
             "tenant": msgspec.to_builtins(self.spec),
             "progress": progress,
         }
@@ -240,8 +250,8 @@ class Tenant:
 
         Raises: DataError when it is another model's, adapter's or optimizer's.
         """
-        values, saved, scaling = source.values, source.tensors, self.lora.alpha / self.lora.rank
-        if (theirs := values.get("adapter_scaling")) not in (None, scaling):
+        values, saved, scaling = source.values, source.tensors, self.scaling
+        if scaling is not None and (theirs := values.get("adapter_scaling")) not in (None, scaling):
             raise DataError(f"an adapter with alpha / rank = {theirs:g}, but this one has {scaling:g}")
         if with_optimizer and values["optim"] is None:
             raise DataError("saved without optimizer state; load it without, too")
@@ -340,7 +350,7 @@ class Tenant:
         state = [v for values in self.optimizer.state.values() for v in values.values()]
         return TenantMemory(
             step=self.step,
-            rank=self.lora.rank,
+            rank=self.spec.rank,
             parameters=self.num_parameters,
             place=self.place,
             adapter_bytes=sum(t.numel() * t.itemsize for t in own),

@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import torch
 from torch import nn
 
 from stretto.base.errors import ConfigError, DataError, StrettoError, boundary
 from stretto.base.files import put_in_place
 from stretto.config.sections.model import LoRASection, ModelSection
+from stretto.models import hub
 from stretto.models.lora import save_adapter
 from stretto.records.tenants import (
     CreateTenant,
@@ -37,16 +39,20 @@ from stretto.records.tenants import (
     Status,
     SwapOut,
     TenantResult,
+    TenantSpec,
 )
+from stretto.records.weights import MANIFEST
 from stretto.trainer.parallel.memory import prepare_blocks
 from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.parallel.precision import apply_fp8
 from stretto.trainer.parallel.shard import ShardedWeights, local_tensor, parallelise
 from stretto.trainer.state.checkpoint import SCHEMA, SavedState, write_directory
 from stretto.trainer.tenants.checks import read_spec
-from stretto.trainer.tenants.layers import prepare_layers
+from stretto.trainer.tenants.full import FullTenant, OwnWeights
+from stretto.trainer.tenants.layers import AdaptableLayers, Turn, prepare_layers
 from stretto.trainer.tenants.passes import Passes
 from stretto.trainer.tenants.tenant import Place, Tenant
+from stretto.transports.weights.filesystem import describe_files
 
 logger = logging.getLogger(__name__)
 
@@ -69,18 +75,28 @@ class Tenants:
         max_resident: int | None = None,
         swap_folder: Path | None = None,
         with_routes: bool = False,
+        trains_all: bool = False,
+        tokenizer_dir: Path | None = None,
     ) -> None:
         """model: as `service_model` returns it. max_rank: largest of an adapter.
 
         max_resident: tenants whose tensors are on the device at a time; None: all. swap_folder: where others wait if
         the device is the CPU; with a GPU they wait in host memory. with_routes: replay the engine's choices of experts.
+        trains_all: there is one tenant at a time, and it trains the backbone itself, on one rank. tokenizer_dir: what
+        is exported then has this tokenizer.
         """
         self.policy, self.model = policy, model
         self.mesh = mesh or Mesh.single_rank(policy.output_weight.device)
         apply_fp8(policy, model)
-        self._layers = prepare_layers(policy)
-        # A section with an adapter that drops inputs: blocks that are computed again then draw the same numbers.
-        prepare_blocks(policy, model.model_copy(update={"lora": LoRASection(dropout=0.5)}))
+        self._own, self._tokenizer_dir = None, tokenizer_dir
+        if trains_all:
+            assert self.mesh.world_size == 1, "checked with the config"
+            self._own, self._layers = OwnWeights(policy, model), AdaptableLayers(Turn())
+            prepare_blocks(policy, model)
+        else:
+            self._layers = prepare_layers(policy)
+            # A section with an adapter that drops inputs: blocks that are computed again then draw the same numbers.
+            prepare_blocks(policy, model.model_copy(update={"lora": LoRASection(dropout=0.5)}))
         self._shards: ShardedWeights | None = None
         if self.mesh.world_size > 1:
             self._shards = parallelise(policy, self.mesh, model)
@@ -176,18 +192,37 @@ class Tenants:
             raise DataError(f"there is a tenant {spec.name!r} already; remove it, or choose another name")
 
         def build() -> Tenant:
-            with boundary(ConfigError, f"the adapter and optimizer of {spec.name}"):
-                return Tenant(spec, read_spec(spec, self._max_rank), self._layers, self.model, self.mesh)
+            with boundary(ConfigError, f"the weights and optimizer of {spec.name}"):
+                return self._build(spec)
 
         tenant = self._agree(build)
         result = TenantResult(metrics=_size(tenant))
-        if operation.path is not None:
-            result = self._load(tenant, operation.path, with_optimizer=operation.with_optimizer)
+        try:
+            if operation.path is not None:
+                result = self._load(tenant, operation.path, with_optimizer=operation.with_optimizer)
+        except BaseException:
+            tenant.remove()
+            raise
         tenant.attach()
         self._tenants[spec.name] = tenant
         self._bring_back([spec.name])
-        logger.info("tenant %s: rank %d, %d parameters", spec.name, tenant.lora.rank, tenant.num_parameters)
+        logger.info("tenant %s: rank %d, %d parameters", spec.name, spec.rank, tenant.num_parameters)
         return result
+
+    def _build(self, spec: TenantSpec) -> Tenant:
+        """Raises: ConfigError for a tenant that this backbone does not take."""
+        rest = (self._layers, self.model, self.mesh)
+        if self._own is None:
+            if spec.rank == 0:
+                raise ConfigError(
+                    "rank = 0: this service trains adapters; service.full_finetuning trains all"
+                )
+            return Tenant(spec, read_spec(spec, self._max_rank), *rest)
+        if spec.rank != 0:
+            raise ConfigError(f"rank = {spec.rank}: this service trains all weights, and has no adapters")
+        if self._tenants:
+            raise ConfigError(f"all weights are those of {next(iter(self._tenants))}; remove it first")
+        return FullTenant(spec, read_spec(spec, None), self._own, *rest)
 
     def _remove(self, name: str) -> TenantResult:
         if (tenant := self._tenants.pop(name, None)) is not None:
@@ -222,6 +257,9 @@ class Tenants:
             tenant.check_finite()
             if not self.mesh.is_lead:
                 return
+            if self._own is not None:
+                self.export_model(directory, tenant.step)
+                return
             part = directory.with_name(f"{directory.name}.part")
             shutil.rmtree(part, ignore_errors=True)
             base = None if self.model.scratch is not None else self.model.name
@@ -230,6 +268,15 @@ class Tenants:
 
         self._agree(export)
         return TenantResult(metrics={"step": float(tenant.step)})
+
+    def export_model(self, directory: Path, step: int = 0) -> None:
+        """Write the backbone's weights as a Hugging Face directory that engines can load as a version."""
+        part = directory.with_name(f"{directory.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        hub.save_hf(self.policy, part, self._tokenizer_dir)
+        manifest = describe_files(part, version=step, location=directory)
+        (part / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        put_in_place(part, directory, is_durable=True)
 
     def _agree(self, function: Callable[[], T]) -> T:
         """The function's result, if no rank has an error.

@@ -14,12 +14,13 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 from safetensors.torch import save_file
 
-from stretto.base.errors import EngineError
+from stretto.base.errors import EngineError, WireError
 from stretto.base.files import put_in_place
 from stretto.records.weights import MANIFEST, TensorEntry, WeightManifest
 from stretto.transports.weights.checksum import KIND, Checksum
@@ -37,6 +38,12 @@ logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 4 << 30
 _VERSION = re.compile(r"version_(\d+)$")
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
+    "BOOL": "bool",
+}  # fmt: skip
+"""By the name that a file's header has: that of a manifest."""
 
 
 class FilesystemPublisher:
@@ -148,11 +155,45 @@ def _split(tensors: Iterable[NamedTensor], shard_bytes: int) -> Iterator[dict[st
         yield shard
 
 
-def _entries(path: Path, shard: int, tensors: dict[str, torch.Tensor]) -> list[TensorEntry]:
-    """Entries of a shard's tensors, with offsets from the file's header (length, then JSON)."""
+def describe_files(directory: Path, *, version: int, location: Path) -> WeightManifest:
+    """The manifest of the safetensors files of a model directory, which is going to be at `location`.
+
+    Raises: WireError for a dtype that no transport has.
+    """
+    entries: list[TensorEntry] = []
+    paths = sorted(directory.glob("*.safetensors"))
+    for shard, path in enumerate(paths):
+        length, header = _header(path)
+        header.pop("__metadata__", None)
+        found = []
+        for name, entry in header.items():
+            if entry["dtype"] not in _DTYPES:
+                raise WireError(f"{path}: {name} is {entry['dtype']}, which weights for engines cannot be")
+            start, end = entry["data_offsets"]
+            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+            found.append(TensorEntry(name, dtype, shape, shard, 8 + length + start, end - start))
+        entries += sorted(found, key=lambda entry: entry.offset)
+    return WeightManifest(
+        version=version,
+        transport="filesystem",
+        location=str(location.resolve()),
+        shards=tuple(path.name for path in paths),
+        tensors=tuple(entries),
+        checksum=combine_checksums([_checksum_of_file(path) for path in paths]),
+        checksum_kind=KIND,
+    )
+
+
+def _header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Length and content of a file's header (length, then JSON)."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = msgspec.json.decode(file.read(length))
+        return length, msgspec.json.decode(file.read(length))
+
+
+def _entries(path: Path, shard: int, tensors: dict[str, torch.Tensor]) -> list[TensorEntry]:
+    """Entries of a shard's tensors, with offsets from the file's header."""
+    length, header = _header(path)
     entries = []
     for name, tensor in tensors.items():
         start, end = header[name]["data_offsets"]
