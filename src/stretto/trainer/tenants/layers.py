@@ -22,7 +22,7 @@ from stretto.models.fp8.reference import product
 from stretto.models.lora import LoRAExperts, Times, adapted_rows, dropped
 from stretto.models.moe import Experts
 from stretto.models.parts.router import Routing
-from stretto.trainer.tenants.grouped import add_products
+from stretto.trainer.tenants.grouped import add_products, scale_dtype
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -148,7 +148,7 @@ class TenantExperts(LoRAExperts):
         if not (_use_grouped_mm(x, out.shape[1]) and self.use_grouped_mm):
             return add_products(out, x, groups, scalings, self._groups.tolist())
         first, second = _stacked(groups, x, out.shape[1], num_experts)
-        scales = torch.tensor(scalings, device=x.device, dtype=x.dtype).repeat(num_experts)
+        scales = torch.tensor(scalings, device=x.device, dtype=scale_dtype(x.dtype)).repeat(num_experts)
         return out + _scaled_products(x, first.flatten(0, 1), second.flatten(0, 1), scales, self._groups)
 
     def _is_aligned(self, dtype: torch.dtype) -> bool:
@@ -171,7 +171,7 @@ def add_rows(
         return add_products(out, x, halves, scalings, counts)
     groups = [None if pair is None else (pair.a[None], pair.b[None]) for pair in pairs]
     first, second = _stacked(groups, x, out.shape[1], 1)
-    scales = torch.tensor(scalings, device=x.device, dtype=x.dtype)
+    scales = torch.tensor(scalings, device=x.device, dtype=scale_dtype(x.dtype))
     return out + _scaled_products(x, first[0], second[0], scales, torch.tensor(counts, device=x.device))
 
 
@@ -203,7 +203,7 @@ def _scaled_products(x: Tensor, first: Tensor, second: Tensor, scales: Tensor, s
     """Rows of group g, sizes[g] of them, times first[g] and second[g] and scales[g]."""
     offsets = sizes.cumsum(0, dtype=torch.int32)
     low = F.grouped_mm(x, first.transpose(1, 2), offs=offsets)
-    low = low * scales.repeat_interleave(sizes, output_size=len(x)).unsqueeze(1)
+    low = (low * scales.repeat_interleave(sizes, output_size=len(x)).unsqueeze(1)).to(x.dtype)
     return F.grouped_mm(low, second.transpose(1, 2), offs=offsets)
 
 

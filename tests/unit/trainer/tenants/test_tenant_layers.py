@@ -90,6 +90,18 @@ def test_what_is_not_finite_stays_with_its_tenant(counts):
     assert all(grad.isfinite().all() for grad in gradients(pairs)[2:])
 
 
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_a_scale_is_not_rounded_to_16_bits(is_grouped, monkeypatch):
+    monkeypatch.setattr(layers, "_use_grouped_mm", lambda x, num_out: is_grouped)
+    scaling = 1 + 1 / 256  # bfloat16 has 1 and 1 + 1/128
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.rand(64, 16, generator=generator) + 1).bfloat16()
+    one = torch.eye(16).bfloat16()
+    pairs = [Pair(one, one, scaling, 0.0)] * 2
+    found = layers.add_rows(torch.zeros_like(x), x, pairs, (32, 32))
+    torch.testing.assert_close(found, (x.float() * scaling).bfloat16(), rtol=0, atol=0)
+
+
 def test_a_pass_without_gradients_leaves_none():
     pairs = pairs_of(24, 16)
     x = torch.randn(sum(COUNTS), 16)
