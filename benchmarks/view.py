@@ -39,7 +39,7 @@ from stretto.monitors.file import MetricsFile, read_metrics
 
 GROUP = 16
 NUM_METRICS = 60
-STEPS, SKIPPED = 60, 10
+STEPS, SKIPPED = 250, 10
 
 
 def main() -> None:
@@ -146,19 +146,22 @@ def measure_beside(folder: Path, rounds: int) -> dict[str, Any]:
     """Seconds per step with a page that is read over those without, in turns."""
     model = untrained_model(folder)
     found: dict[str, list[float]] = {"alone": [], "with": []}
+    shares: list[float] = []
     for number in range(rounds):
         for name in ("alone", "with") if number % 2 == 0 else ("with", "alone"):
             place = folder / f"{name}-{number}"
             place.mkdir()
-            found[name].append(seconds_per_step(place, model, is_seen=name == "with"))
+            found[name].append(seconds_per_step(place, model, shares if name == "with" else None))
     ratios = [seen / alone for seen, alone in zip(found["with"], found["alone"])]
     print(
         f"seconds per step with the page over those without: {', '.join(f'{ratio:.3f}' for ratio in ratios)}"
     )
-    return {**found, "ratios": ratios, "ratio": statistics.median(ratios)}
+    print(f"CPU seconds of the page per second of the run: {', '.join(f'{share:.4f}' for share in shares)}")
+    return {**found, "ratios": ratios, "ratio": statistics.median(ratios), "cpu_shares": shares}
 
 
-def seconds_per_step(folder: Path, model: Path, *, is_seen: bool) -> float:
+def seconds_per_step(folder: Path, model: Path, shares: list[float] | None) -> float:
+    """shares: gets the page's CPU seconds per second of the run; None: no page is read."""
     settings = {
         "model": {"name": str(model)},
         "orchestrator": {"env": [{"id": "sort-letters"}], "batch_size": 64, "rollouts_per_example": 8},
@@ -166,13 +169,15 @@ def seconds_per_step(folder: Path, model: Path, *, is_seen: bool) -> float:
     }
     popen = start_rl(folder, settings, is_forked=False)
     run = RunDir(folder / "run")
-    if is_seen:
+    if shares is not None:
         while not run.config("run").exists():
             time.sleep(0.01)
-        with served(run.path) as (address, _):
+        with served(run.path) as (address, server):
             reading = threading.Thread(target=read_on, args=(address, popen), daemon=True)
+            began, used = time.perf_counter(), cpu_seconds(server.pid)
             reading.start()
             output, _ = popen.communicate()
+            shares.append((cpu_seconds(server.pid) - used) / (time.perf_counter() - began))
             reading.join()
     else:
         output, _ = popen.communicate()
@@ -217,6 +222,11 @@ def seconds(act: Callable[[], object]) -> float:
     began = time.perf_counter()
     act()
     return time.perf_counter() - began
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def resident_mib(pid: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import secrets
 import signal
 import socket
@@ -21,6 +22,8 @@ from stretto.view.page.app import build
 from stretto.view.page.library import Library
 
 HOST, PORT = "127.0.0.1", 8765
+NICENESS = 19
+"""A run on this machine has the cores first."""
 _SHUTDOWN_S = 0.5
 
 
@@ -44,6 +47,7 @@ def view(words: Sequence[str]) -> int:
         "--listen-fd", type=int, help=argparse.SUPPRESS
     )  # of a launcher, which has said the address
     given = parser.parse_args(list(words))
+    os.nice(NICENESS)
     places = given.run or [Path("outputs")]
     if not state.find(places):
         raise ConfigError(
