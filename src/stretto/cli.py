@@ -57,8 +57,7 @@ def main(words: list[str] | None = None) -> int:
         start_command()
         return end_command(main(sys.argv[1:]))
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_overview())
-        return 0
+        return _print_to_pipe(_overview())
     if words[0] in ("-V", "--version", "version"):
         return _print_version()
     verb, rest = words[0], words[1:]
@@ -142,14 +141,26 @@ def run_verb(verb: str, words: list[str], *, command: str | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of a pipe (`| head`) has gone; without this, the flush at exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _leave_pipe()
     except Exception as error:
         if is_child:  # its output is a log
             raise
         print(f"error: {_unexpected(error)}", file=sys.stderr)
         return 1
+
+
+def _print_to_pipe(text: str) -> int:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        return _leave_pipe()
+    return 0
+
+
+def _leave_pipe() -> int:
+    """The reader of a pipe (`| head`) has gone; without this, the flush at exit would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
 
 
 def _unexpected(error: Exception) -> str:

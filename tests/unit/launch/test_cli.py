@@ -215,6 +215,15 @@ def test_a_second_signal_at_once_writes_no_second_line() -> None:
     assert (done.returncode, done.stderr) == (130, "interrupted\n"), done
 
 
+@pytest.mark.parametrize("words", [(), ("rl", "--help", "all")])
+def test_a_reader_that_goes_away_gets_no_traceback(words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "stretto", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_python_exits_does_not_change_the_status(number: signal.Signals) -> None:
     code = (
