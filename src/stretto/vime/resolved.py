@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stretto.vime.flags.table import BY_NAME
+from stretto.vime.flags.groups import BY_NAME
 
 Config = Mapping[str, Any]
 ENV = "orchestrator.env.0.args"

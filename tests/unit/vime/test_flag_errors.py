@@ -12,7 +12,7 @@ from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.cli import run_verb
 from stretto.vime.flags.command import read_command
-from stretto.vime.flags.table import BY_NAME
+from stretto.vime.flags.groups import BY_NAME
 
 WRONG = {
     "a flag that is none": ("--rollot-batch-size 4",

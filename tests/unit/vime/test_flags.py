@@ -20,8 +20,8 @@ from stretto.config.section import find
 from stretto.launch.plan.table import engine_sum, gpu_sum
 from stretto.launch.run.rl import plan_only
 from stretto.vime.flags.command import read_command
+from stretto.vime.flags.groups import BY_NAME, GROUPS
 from stretto.vime.flags.pages import counts, help_text, markdown
-from stretto.vime.flags.table import BY_NAME, GROUPS
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "cases" / "vime_plans"

@@ -14,7 +14,7 @@ from stretto.envs.base import load_environment
 from stretto.envs.rewards.hub import RM_TYPES, async_rm, batched_async_rm
 from stretto.envs.rewards.instructions import CHECKS, follows
 from stretto.vime import Sample
-from stretto.vime.flags.rollout import RM_TYPES as RM_TYPES_OF_FLAGS
+from stretto.vime.flags.groups.rollout import RM_TYPES as RM_TYPES_OF_FLAGS
 
 CHOICES = {"choices": ["red", "blue", "green"], "correct_letter": "B"}
 CASES = [

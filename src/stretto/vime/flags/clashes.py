@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from stretto.vime.flags.flag import Values
-from stretto.vime.flags.learning import GROUP_NORMALISED, PLUS_PLUS
-from stretto.vime.flags.rollout import ASYNC_ROLLOUT, DEFAULT_ROLLOUT, has_own_source
+from stretto.vime.flags.groups.learning import GROUP_NORMALISED, PLUS_PLUS
+from stretto.vime.flags.groups.rollout import ASYNC_ROLLOUT, DEFAULT_ROLLOUT, has_own_source
 
 COMPARED = ("math", "dapo", "deepscaler", "f1")
 """Types of --rm-type that compare a reply with its label."""

@@ -16,9 +16,9 @@ from stretto.data.records import read_records
 from stretto.vime.files.models import read_models
 from stretto.vime.flags.clashes import clashes, notes
 from stretto.vime.flags.flag import Setting, Values, listed
-from stretto.vime.flags.rollout import argument_tables
+from stretto.vime.flags.groups import BY_NAME, PARTS
+from stretto.vime.flags.groups.rollout import argument_tables
 from stretto.vime.flags.shape import mismatches
-from stretto.vime.flags.table import BY_NAME, PARTS
 from stretto.vime.flags.words import read
 from stretto.vime.resolved import resolved
 

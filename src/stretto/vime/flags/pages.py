@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.vime.flags.flag import Flag
-from stretto.vime.flags.table import GROUPS
+from stretto.vime.flags.groups import GROUPS
 
 VALUES = {
     "switch": "", "integer": " N", "number": " X", "text": " TEXT", "list": " TEXT ...", "integers": " N ...",

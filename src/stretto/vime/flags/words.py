@@ -13,8 +13,8 @@ from stretto.config.flags.vllm import VLLM
 from stretto.vime.files.own import read_own
 from stretto.vime.files.roles import read_roles
 from stretto.vime.flags.flag import Flag, Setting, Values, listed, parse
-from stretto.vime.flags.serving import MOVED
-from stretto.vime.flags.table import BY_NAME
+from stretto.vime.flags.groups import BY_NAME
+from stretto.vime.flags.groups.serving import MOVED
 
 PROGRAMS = {"train.py": False, "train_async.py": True}
 """First words of vime's own command, which may stay: is training asynchronous?"""

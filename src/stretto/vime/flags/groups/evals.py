@@ -8,7 +8,7 @@ from typing import Any
 from stretto.base.errors import ConfigError
 from stretto.vime.files.evals import read_evals
 from stretto.vime.flags.flag import Flag, Setting, Values, part, refused
-from stretto.vime.flags.rollout import arguments
+from stretto.vime.flags.groups.rollout import arguments
 
 EVAL = "orchestrator.eval"
 ONE_FOR_ALL = "evals take the same as training; leave it out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stretto.vime.flags.flag import Flag, Setting, Values, acts, equal, part, refused
-from stretto.vime.flags.training import reference, rollouts_of
+from stretto.vime.flags.groups.training import reference, rollouts_of
 
 ALGO, LOSS = "orchestrator.algo", "trainer.loss"
 GROUP_NORMALISED = ("grpo", "gspo", "cispo")

@@ -1,9 +1,12 @@
-"""The whole table: every flag by group, and by name."""
+"""The whole table: every flag by group, and by name.
+
+Each module here has the flags of some groups (`FLAGS`) and, if several flags decide a setting, `settings`.
+"""
 
 from __future__ import annotations
 
-from stretto.vime.flags import cluster, evals, learning, megatron, rollout, serving, training, watching
 from stretto.vime.flags.flag import Flag
+from stretto.vime.flags.groups import cluster, evals, learning, megatron, rollout, serving, training, watching
 
 PARTS = (cluster, megatron, training, rollout, evals, learning, serving, watching)
 """Modules with flags, in the order of the groups."""
