@@ -1,8 +1,8 @@
 """Peak memory of trainer and engine together, apart and with [colocate]: `rl` on this machine's CPU.
 
-    python benchmarks/colocate.py [--hidden 768] [--layers 12] [--steps 3] [--only apart|train|rollout|both]
+    python benchmarks/colocate.py [--hidden 768] [--layers 9] [--steps 3] [--only apart|train|rollout|both]
 
-A random network (float32; by default 85M parameters) trains a few small steps on sort-letters with the embedded engine.
+A random network (float32; by default 69M parameters) trains a few small steps on sort-letters with the embedded engine.
 Meanwhile the memory of both processes is read twenty times per second: PSS, the resident pages with shared ones divided
 among who has them, so that a version in shared memory counts once. The table has the peak after the first step, for
 each process and for the sum, the sum's peak since the start, and the seconds per step after the first. The last line is

@@ -115,12 +115,32 @@ class SimulatedEngine:
         )
         self._waiting.append(waiting)
         self._interrupt()
-        sequences: list[Reply] = await waiting.done
-        for sequence in sequences:
-            await sequence.done
+        sequences: list[Reply] = []
+        try:
+            sequences = await waiting.done
+            for sequence in sequences:
+                await sequence.done
+        except asyncio.CancelledError:
+            self._abort(waiting, sequences)
+            raise
         if request.session_id is not None:
             self._cached[request.session_id] = prompt + replies[0]
         return [self._completion(unit, each.first_version, limit) for unit, each in zip(units, sequences)]
+
+    def _abort(self, waiting: Reading, sequences: list[Reply]) -> None:
+        """Forget a request that the orchestrator has given up, for a group that has become too old for example."""
+        if not sequences and waiting.done.done() and not waiting.done.cancelled():
+            sequences = waiting.done.result()
+        if waiting in self._waiting:
+            self._waiting.remove(waiting)
+        given_up = {id(sequence) for sequence in sequences}
+        left = [reply for reply in self._running if id(reply) not in given_up]
+        if len(left) < len(self._running):
+            self._offsets = sum(reply.offset for reply in left)
+            self._running[:] = left
+            heapq.heapify(self._running)
+            if self._job is not None:
+                self._job.cut()
 
     def _completion(self, units: int, first: int, limit: int) -> Completion:
         split = units if first == self.version else max(1, units // 2)
@@ -145,7 +165,8 @@ class SimulatedEngine:
         pause.set_result(None)
 
     async def watch(self) -> None:
-        await asyncio.Event().wait()
+        """Wait for ever, or raise what ended the engine."""
+        await asyncio.shield(self._task)
 
     async def wait_ready(self, timeout_s: float) -> None:
         await asyncio.sleep(0)
@@ -232,6 +253,8 @@ class SimulatedEngine:
         self.busy_s += self._now() - started
         loop = asyncio.get_running_loop()
         for reading in chosen:
+            if reading.done.cancelled():
+                continue
             offset = reading.prompt - self._written
             replies = [
                 Reply(self._written + length, offset, loop.create_future(), self.version)
@@ -259,7 +282,8 @@ class SimulatedEngine:
         while self._running and self._running[0].end - self._written <= _EPSILON:
             ended = heapq.heappop(self._running)
             self._offsets -= ended.offset
-            ended.done.set_result(None)
+            if not ended.done.cancelled():
+                ended.done.set_result(None)
         await asyncio.sleep(0)
 
     def _interrupt(self) -> None:

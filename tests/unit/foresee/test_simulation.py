@@ -60,6 +60,23 @@ def test_a_batch_in_tokens_is_as_large_as_they_make_it(tmp_path) -> None:
     assert _simulated_config(given, tmp_path, 3, 4.0).token_batch_size == 60
 
 
+def test_an_engine_goes_on_where_groups_are_given_up_as_too_old(tmp_path) -> None:
+    """Rollouts of very different lengths, far ahead: long ones are cancelled while they are written."""
+    ahead = costs(tmp_path, max_async_level=8, token_batch_size=400, batch_size=64)
+    times = simulate(ahead, Workload(Numbers(10), Numbers(200, 1.5)), steps=30)
+    assert times.dropped_groups > 0
+    assert times.trainer_idle < 0.5
+
+
+def test_an_engine_that_ends_is_heard(tmp_path, monkeypatch) -> None:
+    def broken(self, *args) -> float:
+        raise ZeroDivisionError("no time at all")
+
+    monkeypatch.setattr(Costs, "decode_s", broken)
+    with pytest.raises(ZeroDivisionError, match="no time at all"):
+        simulate(costs(tmp_path), Workload(Numbers(10), Numbers(20)), steps=2)
+
+
 def test_groups_without_signal_are_drawn_again(tmp_path) -> None:
     workload = Workload(Numbers(10), Numbers(20), score_s=Numbers(0.2))
     all_count = simulate(costs(tmp_path, max_async_level=0), workload, steps=6)
