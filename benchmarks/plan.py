@@ -197,7 +197,7 @@ def compared(name: str, run: Path, measured: Path, *flags: str) -> dict[str, Any
     """One run: step time and staleness, predicted and measured."""
     from stretto.base.paths import RunDir
     from stretto.foresee.compare import measured_rows
-    from stretto.foresee.simulation import read_ledger
+    from stretto.foresee.simulation.run import read_ledger
 
     rows = measured_rows(run)[loop.WARMUP :]
     real = read_ledger(RunDir(run), int(rows[0]["step"]), int(rows[-1]["step"]))

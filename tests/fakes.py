@@ -14,7 +14,7 @@ import numpy as np
 
 from stretto.base.errors import EngineError
 from stretto.envs.base import Message, RolloutResult, SingleTurnEnv, TaskSource
-from stretto.foresee.clock import run_virtual as run_virtual
+from stretto.foresee.simulation.clock import run_virtual as run_virtual
 from stretto.records.control import (
     Bye,
     CheckpointBegun,

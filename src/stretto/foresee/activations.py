@@ -15,7 +15,7 @@ from stretto.config.sections.model import ActivationCheckpointSection
 from stretto.models.shape import ModelConfig
 
 INDEX_BYTES = 4.0
-"""Size of the index of one chosen key of one query (parts/key_choice.py)."""
+"""Size of the index of one chosen key of one query (parts/mixers/key_choice.py)."""
 
 
 class Moment(NamedTuple):

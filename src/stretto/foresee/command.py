@@ -86,7 +86,7 @@ def _rl_time(
     from stretto.foresee.compare import as_rows, compare
     from stretto.foresee.costs import Costs
     from stretto.foresee.proposals import propose
-    from stretto.foresee.simulation import STEPS, simulate
+    from stretto.foresee.simulation.run import STEPS, simulate
     from stretto.foresee.workload import with_given, workload_of_run
 
     if args.example_tokens is not None:
@@ -137,7 +137,7 @@ def _sft_time(
     from stretto.foresee.compare import as_rows, compare_sft
     from stretto.foresee.costs import Costs
     from stretto.foresee.proposals import propose_sft
-    from stretto.foresee.simulation import STEPS, sft_times
+    from stretto.foresee.simulation.run import STEPS, sft_times
     from stretto.foresee.workload import Numbers, default_examples, example_lengths
 
     cfg = setup.cfg

@@ -10,7 +10,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.foresee.simulation import SftTimes, Times, read_ledger
+from stretto.foresee.simulation.run import SftTimes, Times, read_ledger
 from stretto.view.run import Run
 
 FIRST = 5

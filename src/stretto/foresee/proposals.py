@@ -17,7 +17,7 @@ from stretto.config.root import RLConfig, SFTConfig
 from stretto.foresee.costs import Costs
 from stretto.foresee.memory import engine_memory, trainer_memory
 from stretto.foresee.setup import Setup, with_config
-from stretto.foresee.simulation import SftTimes, Times, sft_times, simulate
+from stretto.foresee.simulation.run import SftTimes, Times, sft_times, simulate
 from stretto.foresee.workload import Numbers, Workload
 
 LEAST_GAIN = 0.02

@@ -10,7 +10,7 @@ from stretto.foresee.setup import Setup
 
 if TYPE_CHECKING:
     from stretto.foresee.proposals import Proposal
-    from stretto.foresee.simulation import SftTimes, Times
+    from stretto.foresee.simulation.run import SftTimes, Times
 
 WIDTH = 116
 _UNITS = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))

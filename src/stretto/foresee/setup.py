@@ -1,6 +1,6 @@
 """What a config asks for, as numbers: ranks and their mesh, engines and their devices, types, rows.
 
-In: a checked RLConfig. Out: a `Setup`, from which memory.py, costs.py and simulation.py compute. What had to be
+In: a checked RLConfig. Out: a `Setup`, from which memory.py, costs.py and simulation/ compute. What had to be
 assumed is in its notes, one sentence each.
 """
 

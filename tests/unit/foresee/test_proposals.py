@@ -15,7 +15,7 @@ from stretto.foresee.hardware import GPUS
 from stretto.foresee.memory import trainer_memory
 from stretto.foresee.proposals import fits, proposal_steps, propose, propose_sft
 from stretto.foresee.setup import build_setup
-from stretto.foresee.simulation import sft_times, simulate
+from stretto.foresee.simulation.run import sft_times, simulate
 from stretto.foresee.workload import Numbers, Workload
 from stretto.models.config import scratch_config
 

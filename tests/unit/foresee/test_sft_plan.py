@@ -14,7 +14,7 @@ from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.model import ScratchSection
 from stretto.foresee.costs import Costs, Measured
 from stretto.foresee.setup import build_setup
-from stretto.foresee.simulation import sft_times
+from stretto.foresee.simulation.run import sft_times
 from stretto.foresee.workload import Numbers, example_lengths, prompt_lengths
 from stretto.models.config import scratch_config
 from stretto.orchestrator.build import build_scratch_renderer

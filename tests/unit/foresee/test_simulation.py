@@ -11,12 +11,12 @@ from stretto.base.errors import ConfigError
 from stretto.config.load import build
 from stretto.config.root import RLConfig
 from stretto.config.sections.model import ScratchSection
-from stretto.foresee.clock import Cores, run_virtual
 from stretto.foresee.compare import compare
 from stretto.foresee.costs import Costs, Measured, lookup
 from stretto.foresee.hardware import GPUS
 from stretto.foresee.setup import build_setup
-from stretto.foresee.simulation import _run, _simulated_config, simulate
+from stretto.foresee.simulation.clock import Cores, run_virtual
+from stretto.foresee.simulation.run import _run, _simulated_config, simulate
 from stretto.foresee.workload import Numbers, Workload, workload_of_run
 from stretto.models.config import scratch_config
 

@@ -30,9 +30,9 @@ from stretto.config.sections.deployment import RunSection
 from stretto.config.sections.hooks import HooksSection
 from stretto.config.sections.monitors import MonitorsSection
 from stretto.envs.base import RunInfo
-from stretto.foresee.clock import Cores, run_virtual
 from stretto.foresee.costs import Costs
-from stretto.foresee.simulated import (
+from stretto.foresee.simulation.clock import Cores, run_virtual
+from stretto.foresee.simulation.ends import (
     Orchestrator,
     SimulatedEngine,
     SimulatedStep,

@@ -18,9 +18,9 @@ import numpy as np
 
 from stretto.base.errors import EngineError
 from stretto.envs.base import LimitReached, Message, RolloutResult, SingleTurnEnv, Split, TaskSource
-from stretto.foresee.clock import Cores, Job
 from stretto.foresee.costs import Costs
 from stretto.foresee.setup import EngineSetup
+from stretto.foresee.simulation.clock import Cores, Job
 from stretto.foresee.workload import Workload
 from stretto.records.control import Bye, Register, StepDone, Stop, VersionReady
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
