@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stretto.config.sections.concurrency import AdaptiveConcurrency
+from stretto.config.sections.orchestrator import AdaptiveConcurrency
 
 
 @dataclass(frozen=True)

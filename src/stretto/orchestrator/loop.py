@@ -20,7 +20,7 @@ import time
 from stretto.base.aio import task_group
 from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, WireError
 from stretto.base.status import DEVICES_FREE, is_supervised, report
-from stretto.config.sections.concurrency import AdaptiveConcurrency
+from stretto.config.sections.orchestrator import AdaptiveConcurrency
 from stretto.orchestrator import telemetry
 from stretto.orchestrator.batch.ship import BatchShipper
 from stretto.orchestrator.concurrency import AdaptiveLimit, EngineLoad

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.config.sections.concurrency import AdaptiveConcurrency
+from stretto.config.sections.orchestrator import AdaptiveConcurrency
 from stretto.orchestrator.concurrency import AdaptiveLimit, EngineLoad
 
 ROOM = EngineLoad(0.3, 0.0, 0.0)
