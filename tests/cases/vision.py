@@ -13,8 +13,8 @@ from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.config import parse_config
 from stretto.models.decoder import Decoder
-from stretto.models.norm import CentredRMSNorm
 from stretto.models.parts.image_positions import image_positions
+from stretto.models.parts.norm import CentredRMSNorm
 from stretto.models.parts.vision import ImageBatch
 from stretto.records.images import Image, image_of
 from stretto.records.sample import MicroBatch, images_by_document

@@ -3,8 +3,8 @@
 Documents never see each other. A segment may continue another one, its prefix: the samples of a group share their
 prompt, which is then computed once and attended to by all. Segments of about the same shape share one batched call
 (`AttentionCall`); short ones are padded by a few tokens, so that a few calls per layer are enough for any mix of
-lengths. For float32 on a CPU, calls with few keys are matrix products (short_attention.py). The slow reference, one
-mask over the whole row, is in the tests.
+lengths. For float32 on a CPU, calls with few keys are matrix products (parts/short_attention.py). The slow reference,
+one mask over the whole row, is in the tests.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.models.native.training import NativeAttention, find_training_kernels
-from stretto.models.parts.documents import Documents
-from stretto.models.parts.key_choice import KeyChoice, Sight, attend_chosen
+from stretto.models.parts.mixers.documents import Documents
+from stretto.models.parts.mixers.key_choice import KeyChoice, Sight, attend_chosen
+from stretto.models.parts.short_attention import AttentionCall, ShortAttention
 from stretto.models.parts.sinks import attend_with_sinks
 from stretto.models.parts.windows import cut_segments
-from stretto.models.short_attention import AttentionCall, ShortAttention
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -43,8 +43,8 @@ class Limits(NamedTuple):
     """What a layer's attention has besides the causal mask.
 
     window: how many tokens a token sees, itself included. sinks: a logit per head (parts/sinks.py). keys: which of the
-    keys that it sees a token attends to (parts/key_choice.py); None: all. They have one head then, and v is the first
-    dims of k.
+    keys that it sees a token attends to (parts/mixers/key_choice.py); None: all. They have one head then, and v
+    is the first dims of k.
     """
 
     window: int | None
@@ -60,7 +60,7 @@ MAX_NATIVE_KEYS = 512
 """Rows without longer segments use kernels in C where there are some (native/training.py): they pad nothing, and skip
 the half that causality hides."""
 MAX_SHORT_KEYS = 64
-"""Up to this many keys, matrix products beat the CPU's flash kernel (short_attention.py); at 92 they are equal."""
+"""Up to this many keys, parts/short_attention.py beats the CPU's flash kernel; at 92 they are equal."""
 
 
 @dataclass(frozen=True)

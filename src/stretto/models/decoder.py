@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from stretto.models.attention import Attend, Limits, PackedLayout
 from stretto.models.families import FAMILIES
 from stretto.models.moe import MoE, Routing
-from stretto.models.norm import CentredRMSNorm, RMSNorm
-from stretto.models.parts.carried import CarriedDocuments
-from stretto.models.parts.documents import Documents
-from stretto.models.parts.gated_delta import GatedDelta
-from stretto.models.parts.mamba2 import Mamba2
-from stretto.models.parts.mla import LatentAttention
+from stretto.models.parts.mixers.carried import CarriedDocuments
+from stretto.models.parts.mixers.documents import Documents
+from stretto.models.parts.mixers.gated_delta import GatedDelta
+from stretto.models.parts.mixers.mamba2 import Mamba2
+from stretto.models.parts.mixers.mla import LatentAttention
+from stretto.models.parts.mixers.sparse_mla import SparseLatentAttention
 from stretto.models.parts.mlp import MLP, PlainMLP
+from stretto.models.parts.norm import CentredRMSNorm, RMSNorm
 from stretto.models.parts.rope import Angles, angle_table, rotate
-from stretto.models.parts.sparse_mla import SparseLatentAttention
 from stretto.models.parts.vision import ImageBatch, ImageVectors, VisionTower
 from stretto.models.shape import RECURRENT_MIXERS, AttentionGate, ModelConfig, Rope
 from stretto.models.tensor_map import TensorMap

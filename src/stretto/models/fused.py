@@ -23,10 +23,10 @@ from stretto.models.attention import Attend
 from stretto.models.decoder import Block, Decoder, RMSNorm
 from stretto.models.moe import MoE, Routing
 from stretto.models.native.kernels import Kernels
-from stretto.models.parts.carried import CarriedDocuments
+from stretto.models.parts.mixers.carried import CarriedDocuments
+from stretto.models.parts.mixers.sparse_mla import RowMatrices, SparseLatentAttention
 from stretto.models.parts.mlp import MLP
 from stretto.models.parts.rope import Angles, rotate
-from stretto.models.parts.sparse_mla import RowMatrices, SparseLatentAttention
 from stretto.models.parts.vision import ImageVectors
 
 if TYPE_CHECKING:

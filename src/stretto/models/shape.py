@@ -116,7 +116,7 @@ RECURRENT_MIXERS = ("gated_delta", "mamba")
 
 @dataclass(frozen=True)
 class GatedDeltaShape:
-    """The heads of mixers by the gated delta rule (parts/gated_delta.py)."""
+    """The heads of mixers by the gated delta rule (parts/mixers/gated_delta.py)."""
 
     num_key_heads: int
     num_value_heads: int
@@ -127,7 +127,7 @@ class GatedDeltaShape:
 
 @dataclass(frozen=True)
 class MambaShape:
-    """The heads of Mamba 2 mixers (parts/mamba2.py)."""
+    """The heads of Mamba 2 mixers (parts/mixers/mamba2.py)."""
 
     num_heads: int
     head_dim: int
@@ -142,7 +142,7 @@ class MambaShape:
 
 @dataclass(frozen=True)
 class IndexerShape:
-    """The indexer that chooses the keys of latent attention (parts/sparse_mla.py)."""
+    """The indexer that chooses the keys of latent attention (parts/mixers/sparse_mla.py)."""
 
     num_heads: int
     head_dim: int
@@ -156,7 +156,7 @@ class IndexerShape:
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Multi-head latent attention (parts/mla.py)."""
+    """Multi-head latent attention (parts/mixers/mla.py)."""
 
     query_rank: int | None
     """Width of the vector that queries are expanded from; None: they are projected at once."""

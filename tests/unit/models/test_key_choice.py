@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.moe import Routing
-from stretto.models.parts import key_choice
-from stretto.models.parts.key_choice import (
+from stretto.models.parts.mixers import key_choice
+from stretto.models.parts.mixers.key_choice import (
     NOT_A_KEY,
     IndexVectors,
     KeyChoice,

@@ -15,7 +15,7 @@ from stretto.models.native.training import (
     find_training_kernels,
     gate_product,
 )
-from stretto.models.norm import rms_norm
+from stretto.models.parts.norm import rms_norm
 from stretto.models.parts.rope import Angles, rotate
 
 

@@ -252,7 +252,7 @@ class Adapters:
     def matrices(
         self, name: str
     ) -> Callable[[], list[tuple[Int[Tensor, " rows"] | None, int, Float[Tensor, "in out"]]]]:
-        """For parts/sparse_mla.py: what adapters add to parameter `name` as [in, out], and to which rows."""
+        """For parts/mixers/sparse_mla.py: what adapters add to parameter `name` as [in, out], and to which rows."""
 
         def found() -> list[tuple[Tensor | None, int, Tensor]]:
             parts = [part for part in self._selection.parts if name in part.adapter.pairs]

@@ -30,7 +30,7 @@ from stretto.models.decoder import Decoder
 from stretto.models.fused import FusedDecoder, ModuleDecoder, build_pass
 from stretto.models.lm_head import head_logits
 from stretto.models.moe import Routing, mixtures
-from stretto.models.parts.carried import CarriedDocuments
+from stretto.models.parts.mixers.carried import CarriedDocuments
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from stretto.models.norm import CentredRMSNorm
+from stretto.models.parts.norm import CentredRMSNorm
 
 _SHORTEST_STEP, _LONGEST_STEP = 0.001, 0.1
 _FASTEST_RATE = 16.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from stretto.models.short_attention import AttentionCall
+from stretto.models.parts.short_attention import AttentionCall
 
 if TYPE_CHECKING:
     from jaxtyping import Int

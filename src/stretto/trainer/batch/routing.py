@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import ModelSection
 from stretto.models.moe import Routing, mixtures, update_expert_bias
-from stretto.models.parts.sparse_mla import Indexer
+from stretto.models.parts.mixers.sparse_mla import Indexer
 from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.pass_inputs import PassInputs
 

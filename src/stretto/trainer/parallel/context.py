@@ -6,11 +6,11 @@ rank to rank; a rank has one chunk from the first half of the row and its mirror
 so that causal attention is balanced. Rows need no padding: chunks may differ by one token. Log-probabilities are
 gathered on every rank, so losses over whole samples work unchanged.
 
-Layers with the gated delta rule (models/parts/gated_delta.py) swap heads for tokens in both styles: their states pass
-from token to token, and each rank computes those of its heads.
+Layers with the gated delta rule (models/parts/mixers/gated_delta.py) swap heads for tokens in both styles: their
+states pass from token to token, and each rank computes those of its heads.
 
-Layers whose queries attend to chosen keys (models/parts/key_choice.py) run with the ring's chunks: every rank gathers
-the small vectors that keys are expanded from, and those of the index, and chooses for its own queries.
+Layers whose queries attend to chosen keys (models/parts/mixers/key_choice.py) run with the ring's chunks: every
+rank gathers the small vectors that keys are expanded from, and those of the index, and chooses for its own queries.
 
 Source: DeepSpeed-Ulysses, arXiv:2309.14509; Ring Attention, arXiv:2310.01889. Differs: masks follow packed
 documents, and chunks of keys that no query sees are skipped.
@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from stretto.models.attention import NO_LIMITS, Attend, Limits, PackedLayout
 from stretto.models.lm_head import head_logits, token_logprobs
 from stretto.models.moe import Routing
-from stretto.models.parts.documents import Documents
-from stretto.models.parts.key_choice import Sight, attend_chosen
+from stretto.models.parts.mixers.documents import Documents
+from stretto.models.parts.mixers.key_choice import Sight, attend_chosen
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.parallel.collectives import all_gather_at, all_to_all, gather_rows
 from stretto.trainer.parallel.mesh import Mesh

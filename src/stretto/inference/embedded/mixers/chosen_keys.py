@@ -21,7 +21,7 @@ from torch import Tensor
 from stretto.inference.embedded.kv_cache import KVCache, PassLayout, PassRows, key_widths
 from stretto.inference.embedded.running import RunningKV
 from stretto.models.attention import Attend, Limits
-from stretto.models.parts.key_choice import HIDDEN, NOT_A_KEY, attend_rows, key_numbers, rank_codes
+from stretto.models.parts.mixers.key_choice import HIDDEN, NOT_A_KEY, attend_rows, key_numbers, rank_codes
 from stretto.models.shape import LatentShape, ModelConfig
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from stretto.models.decoder import Decoder
-from stretto.models.parts.carried import CarriedDocuments, CarriedRows, LayerStates
+from stretto.models.parts.mixers.carried import CarriedDocuments, CarriedRows, LayerStates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

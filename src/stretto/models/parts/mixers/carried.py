@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stretto.models.parts.documents import AllHeads, CarriedState, Chunks, ChunkTable, Documents, chunk_size
+from stretto.models.parts.mixers.documents import (
+    AllHeads,
+    CarriedState,
+    Chunks,
+    ChunkTable,
+    Documents,
+    chunk_size,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

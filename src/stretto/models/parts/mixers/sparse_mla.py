@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.models.attention import Attend, Limits
-from stretto.models.parts.key_choice import IndexVectors, KeyChoice
-from stretto.models.parts.mla import LatentAttention
+from stretto.models.parts.mixers.key_choice import IndexVectors, KeyChoice
+from stretto.models.parts.mixers.mla import LatentAttention
 from stretto.models.parts.rope import Angles, rotate
 
 if TYPE_CHECKING:

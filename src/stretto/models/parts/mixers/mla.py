@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.models.norm import RMSNorm
+from stretto.models.parts.norm import RMSNorm
 from stretto.models.parts.rope import Angles, rotate
 
 if TYPE_CHECKING:

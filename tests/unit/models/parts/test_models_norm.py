@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from stretto.models import norm
 from stretto.models.decoder import RMSNorm
-from stretto.models.norm import _RMSNorm, rms_norm
+from stretto.models.parts import norm
+from stretto.models.parts.norm import _RMSNorm, rms_norm
 
 SHAPES = pytest.mark.parametrize("shape", [(7, 16), (5, 4, 8), (1, 3), (0, 8), (300, 2, 48)])
 EPS = 1e-6

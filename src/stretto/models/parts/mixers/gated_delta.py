@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.models.norm import rms_norm
-from stretto.models.parts.carried import CarriedDocuments, CausalConvolution, LayerStates
-from stretto.models.parts.documents import Chunks, Documents, decays_since_start, pairwise_decay
+from stretto.models.parts.mixers.carried import CarriedDocuments, CausalConvolution, LayerStates
+from stretto.models.parts.mixers.documents import Chunks, Documents, decays_since_start, pairwise_decay
+from stretto.models.parts.norm import rms_norm
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stretto.models.parts.documents import Documents
-from stretto.models.parts.gated_delta import gated_delta_rule
-from stretto.models.parts.mamba2 import mamba2_scan
+from stretto.models.parts.mixers.documents import Documents
+from stretto.models.parts.mixers.gated_delta import gated_delta_rule
+from stretto.models.parts.mixers.mamba2 import mamba2_scan
 
 BOUNDS = [
     (0, 1),
