@@ -135,6 +135,25 @@ def test_a_mixture_on_vllm_learns(transport: str, mixture: Path, tmp_path: Path)
 
 @pytest.mark.slow
 @needs_vllm
+def test_vllm_engines_of_two_sizes_get_every_version_by_broadcast(warm: Path, tmp_path: Path) -> None:
+    groups = [{"overrides": {"max_num_seqs": 64}}, {"tp": 2, "overrides": {"async_scheduling": False}}]
+    more = {
+        "max_steps": 4,
+        "model": {"name": str(warm)},
+        "inference": {"engine": "vllm", "deployment": {"type": "groups", "groups": groups}},
+        "weight_broadcast": {"type": "collective", "port": free_ports(1)[0]},
+        "orchestrator": {"batch_size": 64, "max_async_level": 0, "eval": None},
+    }
+    run = rl(tmp_path, merged(RUN, more))
+    assert max(run.column("mismatch_kl/mean", "trainer")) < 1e-5
+    errors = run.column("canary/error")
+    assert len(errors) >= 4 and max(errors) < 1e-4, "of every engine"
+    logs = [(run.run.logs / f"inference_{i}.log").read_text() for i in range(2)]
+    assert "tensor_parallel_size=2" in logs[1] and "tensor_parallel_size=2" not in logs[0]
+
+
+@pytest.mark.slow
+@needs_vllm
 def test_two_vllm_engines_behind_a_router_one_killed_and_back(warm: Path, tmp_path: Path) -> None:
     more = {
         "max_steps": 100000,

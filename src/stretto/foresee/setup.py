@@ -208,7 +208,11 @@ def _engines(cfg: RLConfig, size: NetworkSize, *, has_gpu: bool, notes: list[str
         own = [spec for spec in specs if spec.role == role]
         if not own:
             continue
-        wide = own[0].section.parallel
+        wide = max(own, key=lambda spec: spec.section.parallel.num_gpus).section.parallel
+        if any(spec.section.parallel != wide for spec in own):
+            notes.append(
+                f"engines of differing shape are taken as {wide.num_gpus} GPUs each, as the largest one has"
+            )
         devices = wide.num_gpus
         count = max(1, sum(spec.num_gpus for spec in own) // devices)
         is_spread = section.enable_expert_parallel

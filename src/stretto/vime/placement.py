@@ -1,7 +1,8 @@
 """How many engines there are, what GPUs each has, and the nodes on which they lie.
 
 Engines are --rollout-num-gpus / --rollout-num-gpus-per-engine; with --prefill-num-servers some read prompts.
-In a --vllm-config the two kinds may differ in size. An engine is smaller than a node, as large, or has whole nodes.
+In a --vllm-config the two kinds may differ in size, and regular groups in size and options. An engine is smaller than
+a node, as large, or has whole nodes.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stretto.base.errors import ConfigError
+from stretto.vime.files.models import ServedModel
 from stretto.vime.flags.flag import Setting, Values, typed
 
 ENGINES = ("--rollout-num-gpus", "--rollout-num-gpus-per-engine")
 PREFILL = "--prefill-num-servers"
+FILE = ("--vllm-config",)
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,13 @@ class Engines:
         return max(1, node // self.gpus)
 
 
+def updated(flags: Values) -> ServedModel | None:
+    """The model of a --vllm-config that is trained."""
+    return next((model for model in flags.models if model.is_updated), None)
+
+
 def count_engines(flags: Values) -> list[Engines]:
-    """The engines, by kind; one of no kind on the CPU.
+    """The engines, by kind or shape; on the CPU one, or as many as a --vllm-config has groups.
 
     Raises: ConfigError if they are no whole numbers, or do not fill whole nodes where they are larger than one.
     """
@@ -47,11 +55,14 @@ def count_engines(flags: Values) -> list[Engines]:
             f"engines "
             'that run already: inference = "None" in the TOML of --print-config'
         )
+    model = updated(flags)
+    groups = [] if model is None else model.engines
     if total == 0:
-        return [Engines("regular", 1, 1)]
-    groups = next((model.engines for model in flags.models if model.is_updated), [])
+        return [Engines("regular", group.num_engines, 1) for group in groups] or [Engines("regular", 1, 1)]
     sizes = {group.worker_type: group.num_gpus_per_engine for group in groups}
-    if len(set(sizes.values())) > 1:  # what the file says was checked against --rollout-num-gpus
+    if model is not None and model.differs:
+        found = [Engines("regular", group.num_engines, group.num_gpus_per_engine) for group in groups]
+    elif len(set(sizes.values())) > 1:  # what the file says was checked against --rollout-num-gpus
         numbers = {kind: sum(g.num_engines for g in groups if g.worker_type == kind) for kind in sizes}
         found = [Engines(kind, numbers[kind], sizes[kind]) for kind in ("prefill", "decode")]
     else:
@@ -93,7 +104,7 @@ def degrees(flags: Values, found: list[Engines]) -> Iterator[Setting]:
 
     Raises: ConfigError if that is no whole number.
     """
-    shards = flags.vllm_pipeline_parallel_size * flags.vllm_data_parallel_size
+    shards = _shards(flags)
     for engines in found:
         if engines.gpus % shards:
             raise ConfigError(
@@ -101,17 +112,31 @@ def degrees(flags: Values, found: list[Engines]) -> Iterator[Setting]:
                 f"{engines.gpus}"
             )
     yield Setting("inference.parallel.tp", found[0].gpus // shards, ENGINES[1:])
-    if found[-1].gpus != found[0].gpus:
+    if found[0].kind != "regular" and found[-1].gpus != found[0].gpus:
         yield Setting("inference.deployment.decode_tp", found[-1].gpus // shards, ("--vllm-config",))
 
 
-def on_one_node(found: list[Engines]) -> Iterator[Setting]:
+def _shards(flags: Values) -> int:
+    """GPUs of an engine for each rank of tensor parallelism."""
+    return flags.vllm_pipeline_parallel_size * flags.vllm_data_parallel_size
+
+
+def on_one_node(flags: Values, found: list[Engines]) -> Iterator[Setting]:
     """Engines beside one another on a node."""
+    if (model := updated(flags)) is not None and model.differs:
+        yield from group_settings(model, "inference", _shards(flags), is_wide=False)
+        return
     if found[0].kind == "regular":
-        yield Setting("inference.deployment.num_replicas", found[0].number, ENGINES)
+        yield Setting("inference.deployment.num_replicas", sum(each.number for each in found), ENGINES)
         return
     yield from _numbers(found)
     yield Setting("inference.deployment.is_local", True, (PREFILL,))
+
+
+def group_settings(model: ServedModel, at: str, shards: int, *, is_wide: bool) -> Iterator[Setting]:
+    """Engines of several shapes."""
+    yield Setting(f"{at}.deployment.type", "groups", FILE)
+    yield Setting(f"{at}.deployment.groups", model.tables(shards, is_wide=is_wide), FILE)
 
 
 def over_nodes(flags: Values, found: list[Engines]) -> Iterator[Setting]:
@@ -119,6 +144,10 @@ def over_nodes(flags: Values, found: list[Engines]) -> Iterator[Setting]:
 
     Raises: ConfigError if they leave GPUs of a node idle.
     """
+    model = updated(flags)
+    if model is not None and (model.differs or len(model.engines) < len(model.groups)):
+        yield from _groups_over_nodes(flags, model)
+        return
     node = min(flags.num_gpus_per_node, sum(engines.number * engines.gpus for engines in found))
     if flags.colocate:
         node = flags.actor_num_gpus_per_node
@@ -142,6 +171,28 @@ def over_nodes(flags: Values, found: list[Engines]) -> Iterator[Setting]:
     yield Setting("inference.deployment.num_replicas", engines.per_node(node), ENGINES)
 
 
+def _groups_over_nodes(flags: Values, model: ServedModel) -> Iterator[Setting]:
+    """Engines of several shapes, and GPUs that are left idle, on nodes of their own."""
+    where, total = flags.given[FILE[0]], sum(group.num_gpus for group in model.groups)
+    if model.count("prefill"):
+        raise ConfigError(
+            f"{where}: over several nodes prefill and decode engines have whole nodes; leave the placeholders out"
+        )
+    node = flags.actor_num_gpus_per_node if flags.colocate else min(flags.num_gpus_per_node, total)
+    if rest := total % node:
+        raise ConfigError(
+            f"{where}, {typed(flags, '--num-gpus-per-node')}: the groups of {model.name} take {total} GPUs, which "
+            f"leave {node - rest} of a node of {node}; change num_gpus of a group, or add a placeholder of "
+            f"{node - rest}"
+        )
+    yield Setting("deployment.num_infer_replicas", 1, FILE)
+    if node > flags.actor_num_gpus_per_node:
+        yield Setting("deployment.infer_gpus_per_node", node, FILE)
+    yield from group_settings(model, "inference", _shards(flags), is_wide=True)
+    yield Setting("inference.deployment.num_nodes", total // node, FILE)
+    yield Setting("inference.deployment.gpus_per_node", node, ("--num-gpus-per-node", *FILE))
+
+
 def _engine_over_nodes(flags: Values, engines: Engines, node: int) -> Iterator[Setting]:
     """Each engine on several nodes, which share its TP and PP ranks, or divide its data-parallel ones."""
     nodes, dp = engines.num_nodes(node), flags.vllm_data_parallel_size
@@ -161,7 +212,7 @@ def _engine_over_nodes(flags: Values, engines: Engines, node: int) -> Iterator[S
 def _sides_over_nodes(flags: Values, found: list[Engines], node: int) -> Iterator[Setting]:
     yield Setting("deployment.num_infer_replicas", 1, (PREFILL,))
     if sum(engines.number * engines.gpus for engines in found) <= node:
-        yield from on_one_node(found)
+        yield from on_one_node(flags, found)
         if node > flags.actor_num_gpus_per_node:
             yield Setting("deployment.infer_gpus_per_node", node, ENGINES)
         return

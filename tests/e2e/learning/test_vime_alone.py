@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from runs import Ended, start, untrained_model, wait
 
 from stretto.base.paths import RunDir
@@ -16,13 +17,51 @@ FLAGS = """
 """
 
 
-def test_rollouts_are_saved_without_a_trainer_and_trained_on_without_engines(tmp_path):
-    model = untrained_model(tmp_path)
+def write_rows(directory):
     rows = [
         {"prompt": [{"role": "user", "content": word}], "label": word}
         for word in ("a b", "be", "cab", "deaf")
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+GROUPS = """
+vllm:
+  - name: actor
+    server_groups:
+      - {num_gpus: 0, overrides: {max_num_seqs: 4, kv_cache_tokens: 512}}
+      - {num_gpus: 0, overrides: {max_num_seqs: 8, enable_prefix_caching: false}}
+"""
+
+
+@pytest.mark.parametrize("flags", ["", "--update-weight-transport nccl", "--update-weight-transport disk"])
+def test_engines_of_differing_options_sample_one_run_and_get_its_weights(tmp_path, flags):
+    model = untrained_model(tmp_path)
+    write_rows(tmp_path)
+    (tmp_path / "groups.yaml").write_text(GROUPS)
+    words = [
+        *FLAGS.format(model=model).split(),
+        "--vllm-config",
+        "groups.yaml",
+        "--router-policy",
+        "round_robin",
+    ]
+    code, output = wait(start("vime", [*words, *flags.split(), "--save", "runs/one"], tmp_path))
+    assert code == 0, output
+    run = RunDir(tmp_path / "runs" / "one")
+    started = [json.loads(run.config(f"inference_{i}").read_text()) for i in range(2)]
+    assert [each["max_num_seqs"] for each in started] == [4, 8]
+    assert [each["enable_prefix_caching"] for each in started] == [True, False]
+    ended = Ended(code, output, run)
+    assert len(ended.column("canary/error")) >= 3 and max(ended.column("canary/error")) < 1e-4
+    assert max(ended.column("mismatch_kl/max", "trainer")) < 1e-4 and audit(run) == []
+    sampled = [(run.logs / f"inference_{i}.log").read_text() for i in range(2)]
+    assert all("version" in text for text in sampled)
+
+
+def test_rollouts_are_saved_without_a_trainer_and_trained_on_without_engines(tmp_path):
+    model = untrained_model(tmp_path)
+    write_rows(tmp_path)
     words, file = FLAGS.format(model=model).split(), "saved/{rollout_id}.pt"
     first = ["--debug-rollout-only", "--save-debug-rollout-data", file, "--save", "runs/rollouts"]
     code, output = wait(start("vime", [*words, *first], tmp_path))

@@ -192,6 +192,60 @@ def test_readers_and_writers_that_do_not_fit_their_nodes_are_refused(shape, mess
         planned({"deployment": {"type": "disaggregated"} | shape})
 
 
+def test_groups_have_their_own_degrees_and_options_behind_one_router():
+    groups = [
+        {"num_engines": 2, "overrides": {"max_num_seqs": 8, "quantization": "fp8"}},
+        {"tp": 4, "overrides": {"max-num-seqs": 96}},
+    ]
+    plan = planned({"deployment": {"type": "groups", "groups": groups}, "max_model_len": 100}, ["h"])
+    assert summary(plan) == [
+        ("inference_0", 0, 8100, 1, 1, 1),
+        ("inference_1", 0, 8101, 1, 1, 1),
+        ("inference_2", 0, 8102, 4, 1, 4),
+    ]
+    sections = [engine.section for engine in plan.engines]
+    assert [s.max_num_seqs for s in sections] == [8, 8, 96] and {s.max_model_len for s in sections} == {100}
+    assert [s.vllm_extra for s in sections] == [{"quantization": "fp8"}] * 2 + [{}]
+    assert {s.engine for s in sections} == {"vllm"}, "one needs it, so that all have it"
+    assert "--worker-urls http://h:8100 http://h:8101 http://h:8102" in words(plan)
+    assert plan.base_urls == ("http://h:8000",) and len(plan.admin_urls) == 3
+
+
+def test_groups_of_keys_that_every_engine_has_need_no_vllm():
+    groups = [{"overrides": {"max_num_seqs": 8}}, {"overrides": {"kv_cache_tokens": 4096}}]
+    plan = planned({"deployment": {"type": "groups", "groups": groups}, "engine": "embedded"}, ["h"])
+    assert [e.section.max_num_seqs for e in plan.engines] == [8, 1024]
+    assert plan.engines[1].section.kv_cache_tokens == 4096 and plan.engines[1].section.engine == "embedded"
+
+
+def test_groups_fill_nodes_in_their_order_and_leave_what_they_say():
+    groups = [{"tp": 16}, {"tp": 4, "idle_gpus": 2}, {"num_engines": 2}]
+    plan = planned({"deployment": {"type": "groups", "num_nodes": 3, "groups": groups}}, NODES[:3])
+    assert [(e.name, e.node, e.first_gpu, e.num_gpus, e.section.server.port) for e in plan.engines] == [
+        ("inference_0_0", 0, 0, 8, 8100),
+        ("inference_0_1", 1, 0, 8, 8100),
+        ("inference_1", 2, 0, 4, 8100),
+        ("inference_2", 2, 6, 1, 8101),
+        ("inference_3", 2, 7, 1, 8102),
+    ]
+    assert [e.section.vllm_extra.get("node_rank") for e in plan.engines] == [0, 1, None, None, None]
+    assert len(plan.admin_urls) == 4
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([{"tp": 4}, {"tp": 8}, {"tp": 4}], "engine 1 takes 8 GPUs from GPU 4 of a node of 8 on, over its end"),
+        ([{"tp": 12}, {"tp": 4}], "larger than a node, it has whole nodes; give it a multiple of 8"),
+        ([{"tp": 8}, {"tp": 4}], "4 of the last node of 8 are left over; change num_engines, or say so: idle_gpus = 4"),
+        ([{"tp": 8, "num_engines": 3}], "engines take 24 GPUs, 3 nodes of 8; give 3"),
+    ],
+)  # fmt: skip
+def test_groups_that_do_not_fill_their_nodes_are_refused(groups, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        planned({"deployment": {"type": "groups", "num_nodes": 2, "groups": groups}})
+
+
 def test_disaggregation_of_the_documents_spans_six_nodes():
     data = {
         "deployment": {

@@ -624,7 +624,7 @@ def test_a_dry_run_on_a_machine_without_gpus_plans_for_those_of_the_deployment(c
     [
         (
             ("--inference.parallel.tp", "4"),
-            r"inference takes 4 GPUs \(tp 4 in each of 1 engines\), and this machine shows 2",
+            r"inference takes 4 GPUs \(tp 4\), and this machine shows 2",
         ),
         (
             (

@@ -9,6 +9,7 @@ from cases.vime import put_files, words_of
 
 from stretto.base.errors import ConfigError
 from stretto.launch.plan.engines import plan_engines
+from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.plan import plan
 from stretto.vime.flags.command import read_command
 
@@ -65,6 +66,41 @@ def test_placeholders_keep_gpus_free_and_prefill_has_decode_beside_it(read):
     shape = cfg.inference.deployment
     assert (shape.type, shape.num_prefill_replicas, shape.num_decode_replicas) == ("disaggregated", 1, 3)
     assert cfg.inference_gpu_ids == [0, 3, 4, 5] and cfg.trainer_gpu_ids == [6, 7]
+
+
+def test_regular_groups_of_a_model_differ_in_size_and_options(read):
+    cfg = read("--vllm-config", """
+        vllm:
+          - name: actor
+            server_groups:
+              - {num_gpus: 2, overrides: {max_num_seqs: 96, max_model_len: 1100}}
+              - {num_gpus: 2, num_gpus_per_engine: 2, overrides: {max_model_len: 1100, quantization: fp8}}
+    """)  # fmt: skip
+    assert cfg.inference.max_model_len == 1100
+    cfg = cfg.model_copy(update={"dry_run": True})
+    made = plan(cfg, cfg.run_dir)
+    found = {spec.name: spec.devices for spec in made.processes}
+    assert [found[f"inference_{i}"] for i in range(3)] == [("0",), ("1",), ("2", "3")]
+    configs = [made.configs()[f"inference_{i}"] for i in range(3)]
+    assert [(c.parallel.tp, c.max_num_seqs) for c in configs] == [(1, 96), (1, 96), (2, 1024)]
+    assert [c.vllm_extra for c in configs] == [{}, {}, {"quantization": "fp8"}]
+    assert len(made.config.orchestrator.client.admin_base_url) == 3 and found["router"] == ()
+
+
+def test_groups_of_several_nodes_leave_the_gpus_of_placeholders(read):
+    cfg = read("--vllm-config", """
+        vllm:
+          - name: actor
+            server_groups:
+              - {num_gpus: 16, num_gpus_per_engine: 16}
+              - {worker_type: placeholder, num_gpus: 4}
+              - {num_gpus: 4, num_gpus_per_engine: 2}
+    """, gpus=24)  # fmt: skip
+    cfg = cfg.model_copy(update={"dry_run": True})
+    made = plan_nodes(cfg, cfg.run_dir)
+    found = [(spec.node, spec.devices) for spec in made.processes if spec.role == "inference"]
+    eight = tuple(map(str, range(8)))
+    assert cfg.num_nodes == 4 and found == [(1, eight), (2, eight), (3, ("4", "5")), (3, ("6", "7"))]
 
 
 def test_data_sets_have_what_differs_for_them(read):
@@ -142,12 +178,23 @@ MISTAKES = {
     "both ways": ("--vllm-config",
         "vllm: [{name: a, server_groups: [{num_gpus: 2}, {worker_type: decode, num_gpus: 2}]}]",
         "regular engines beside prefill or decode"),
-    "groups that differ": ("--vllm-config",
-        "vllm: [{name: a, server_groups: [{num_gpus: 2}, {num_gpus: 2, num_gpus_per_engine: 2}]}]",
-        "its groups differ in num_gpus_per_engine, 1 and 2"),
     "groups of a kind that differ": ("--vllm-config",
-        "vllm: [{name: a, server_groups: [{num_gpus: 2, overrides: {max_num_seqs: 8}}, {num_gpus: 2}]}]",
-        "regular engines of a model are alike, give these groups the same"),
+        "vllm: [{name: a, server_groups: [{num_gpus: 2, worker_type: prefill}, {num_gpus: 1, worker_type: decode}, "
+        "{num_gpus: 1, worker_type: decode, overrides: {max_num_seqs: 8}}]}]",
+        "decode engines of a model are alike, give these groups the same"),
+    "a group that takes no whole group of samples": ("--vllm-config",
+        "vllm: [{name: a, server_groups: [{num_gpus: 2, overrides: {max_num_seqs: 2}}, {num_gpus: 2}]}]",
+        "groups.0.overrides.max_num_seqs = 2; raise that or lower the group"),
+    "a group with text for a number": ("--vllm-config",
+        "vllm: [{name: a, server_groups: [{num_gpus: 2, overrides: {max_num_seqs: many}}, {num_gpus: 2}]}]",
+        "max_num_seqs = \"many\": input should be a valid integer"),
+    "groups that leave GPUs of a node": ("--vllm-config",
+        "vllm: [{name: a, server_groups: [{num_gpus: 2, num_gpus_per_engine: 2}, {num_gpus: 2}]}]",
+        "the groups of a take 4 GPUs, which leave 2 of a node of 3; change num_gpus of a group, or add a placeholder",
+        "--num-gpus-per-node 3"),
+    "placeholders with turns": ("--vllm-config",
+        "vllm: [{name: a, server_groups: [{num_gpus: 1}, {num_gpus: 1, worker_type: placeholder}]}]",
+        "on each GPU of the actor there is an engine", "--colocate"),
     "what a group sets": ("--vllm-config",
         "vllm: [{name: a, server_groups: [{num_gpus: 4, overrides: {tensor-parallel-size: 2}}]}]",
         "overrides.tensor_parallel_size is not yours to set: it is num_gpus_per_engine"),

@@ -17,11 +17,18 @@ from stretto.config.section import show
 from stretto.config.sections.engines import (
     POLICIES,
     Disaggregated,
+    EngineGroup,
+    EngineGroups,
     MultiNode,
     RouterSection,
     cache_aware_options,
 )
-from stretto.config.sections.inference import InferenceSection, ParallelSection
+from stretto.config.sections.inference import (
+    OWN_OF_A_GROUP,
+    InferenceSection,
+    ParallelSection,
+    misfit,
+)
 from stretto.config.spellings.inference import VLLM_KEYS
 
 PLANNED = (
@@ -36,6 +43,25 @@ def product(parallel: ParallelSection) -> str:
     """`tp 2 x dp 4`: the degrees that are not 1, with their arithmetic left to the reader."""
     degrees = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "dp")}
     return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "tp 1"
+
+
+def shape_of(section: InferenceSection) -> str:
+    """`tp 2 x 4 engines`: the engines and their degrees."""
+    engines = section.deployment.num_engines
+    if section.deployment.type == "groups":
+        shapes = ((g.num_engines, section.of_group(g).parallel) for g in section.deployment.groups)
+        return " + ".join(f"{number} engines of {product(parallel)}" for number, parallel in shapes if number)
+    if (
+        section.deployment.type == "disaggregated"
+        and len({side.tp for side in section.deployment.sides.values()}) > 1
+    ):
+        sides = section.deployment.sides.items()
+        rest = product(section.parallel.model_copy(update={"tp": 1})).removeprefix("tp 1")
+        counted = " + ".join(
+            f"{side.num_engines} {kind} x tp {side.tp or section.parallel.tp}" for kind, side in sides
+        )
+        return f"({counted})" + (f" x {rest}" if rest else "")
+    return product(section.parallel) + (f" x {engines} engines" if engines > 1 else "")
 
 
 def vllm_only_faults(section: InferenceSection) -> Iterator[tuple[str, str, str]]:
@@ -80,6 +106,80 @@ def check_side_options(section: InferenceSection, at: At) -> Iterator[Problem]:
                 yield problem(section, at, f"{path} deployment", f"{{0.path}} {rule}")
             else:
                 yield from _refused(VLLM.arguments, key, value, at(path))
+
+
+def check_groups(section: InferenceSection, at: At) -> Iterator[Problem]:
+    """Engines of differing shape: options that groups may have, sizes that fit, GPUs of nodes without a rest."""
+    shape = section.deployment
+    if not isinstance(shape, EngineGroups):
+        return
+    if not shape.num_engines:
+        yield problem(
+            section, at, "deployment.groups", "{0.path}: no group has engines; raise one's num_engines"
+        )
+    for index, group in enumerate(shape.groups):
+        yield from _option_faults(section, group, f"deployment.groups.{index}", at)
+
+
+def check_sizes(section: InferenceSection, at: At) -> Iterator[Problem]:
+    """What each shape of engine must fulfil by itself."""
+    shape = section.deployment
+    found: list[Problem] = []
+    groups = shape.groups if isinstance(shape, EngineGroups) else ()
+    for rule in SIZES:
+        found += [] if groups else rule(section, at)
+        for index, group in enumerate(groups):
+            own = lambda key, group=group, index=index: at(group.path(f"deployment.groups.{index}", key))
+            found += rule(section.of_group(group), own)
+    yield from dict.fromkeys(found)
+
+
+def _option_faults(section: InferenceSection, group: EngineGroup, path: str, at: At) -> Iterator[Problem]:
+    for key, value in group.overrides.items():
+        own, name = f"{path}.overrides.{key}", key.replace("-", "_")
+        if option_of(key) in VLLM.reserved:
+            yield from _refused(VLLM.refuse_reserved, key, at(own))
+        elif name == "tensor_parallel_size":
+            yield problem(section, at, f"{own} | {path}.tp", "{0.path}: the key is {1.path}; give it there")
+        elif name in OWN_OF_A_GROUP:
+            if rule := misfit(name, value):
+                yield problem(section, at, own, f"{{0}}: {rule}")
+        elif name in (*VLLM_KEYS, *InferenceSection.model_fields) or option_of(key)[2:] in PLANNED:
+            rule = "is the same for all engines, or follows from the deployment; leave it out"
+            yield problem(section, at, f"{own} deployment.type", f"{{0.path}} {rule}")
+        else:
+            yield from _refused(VLLM.arguments, key, value, at(own))
+
+
+def _place_faults(section: InferenceSection, shape: EngineGroups) -> Iterator[tuple[str, str]]:
+    """Engines that go over the end of their node, nodes that are too few or too many, GPUs that are left over."""
+    node, groups = shape.gpus_per_node, "deployment.groups"
+    *engines, end = section.placed()
+    if shape.num_nodes == 1:
+        return
+    for number, place in enumerate(engines):
+        own, first = f"{groups}.{place.group}.num_engines {groups}", place.first_gpu % node
+        which = f"engine {number} takes {place.num_gpus} GPUs from GPU {first} of a node of {node} on"
+        if place.num_gpus <= node < first + place.num_gpus:
+            yield own, f"{{1.path}}: {which}, over its end; let groups fill nodes, large engines first"
+        elif place.num_gpus > node and (first or place.num_gpus % node):
+            yield (
+                own,
+                f"{{1.path}}: {which}: larger than a node, it has whole nodes; give it a multiple of {node}",
+            )
+        elif place.num_gpus > node and section.parallel.dp > 1:
+            rule = "nodes share the ranks of TP and PP of an engine without data parallelism; leave it out"
+            yield f"parallel.dp {groups}", f"{{0}}: {rule}"
+    nodes, rest = divmod(end.first_gpu, node)
+    if rest:
+        rule = (
+            f"engines take {end.first_gpu} GPUs, and {node - rest} of the last node of {node} are left over"
+        )
+        way = f"change num_engines, or say so: idle_gpus = {node - rest} in the last group"
+        yield f"{groups} deployment.gpus_per_node", f"{{0.path}}: {rule}; {way}"
+    elif nodes != shape.num_nodes:
+        rule = f"engines take {end.first_gpu} GPUs, {nodes} nodes of {node}"
+        yield f"deployment.num_nodes {groups}", f"{{0}}: {rule}; give {nodes}"
 
 
 PLANNED_OF_DYNAMO = (
@@ -133,6 +233,8 @@ def node_faults(section: InferenceSection) -> Iterator[tuple[str, str]]:
     if shape.type == "disaggregated" and not shape.is_local:
         for kind in shape.sides:
             yield from _side_faults(section, shape, kind)
+    elif shape.type == "groups":
+        yield from _place_faults(section, shape)
     elif shape.type == "multi_node" and shape.nodes_per_engine > 1:
         yield from _shared_rank_faults(section, shape)
     elif shape.type == "multi_node":
@@ -225,6 +327,21 @@ STAND_IN = Rule("type", lambda s: s.type == "llm-d" and s.address is None,
      "{0}: its picker comes as containers for Kubernetes (the Helm chart with llmd.enabled=true), so vllm-router "
      "stands before the engines; with a gateway that runs, give inference.router.address")
 
+SIZES: tuple[Rule, ...] = (
+    Rule("kv_cache_tokens block_size",
+         lambda s: (s.kv_cache_tokens or math.inf) < (s.block_size or 16) and (s.block_size or 16),
+         "{0} is less than one block of {1.path} = {it}; raise it"),
+    Rule("kv_cache_tokens max_model_len",
+         lambda s: None not in (s.kv_cache_tokens, s.max_model_len) and s.kv_cache_tokens < s.max_model_len,
+         "{0} cannot hold one sequence of {1}; raise it or lower {1.path}"),
+    Rule("max_num_batched_tokens max_num_seqs", lambda s: s.max_num_batched_tokens < s.max_num_seqs,
+         "{0} cannot hold one token of each of {1} sequences; raise it"),
+    Rule("enable_eplb enable_expert_parallel",
+         lambda s: s.enable_eplb and s.enable_expert_parallel is not True and s.deployment.type != "disaggregated",
+         "{0} moves experts between devices; set {1.path} = true"),
+)
+"""What one shape of engine must fulfil by itself."""
+
 RULES: Rules = {
     InferenceConfig: (
         Rule("model", lambda s: s.model is None,
@@ -245,15 +362,14 @@ RULES: Rules = {
              lambda s: s.enable_return_routed_experts and s.deployment.type == "disaggregated",
              "{0} with {1}: the engine that writes a reply never saw the experts of its prompt; drop one of the "
              "two"),
-        Rule("enable_eplb enable_expert_parallel",
-             lambda s: s.enable_eplb and s.enable_expert_parallel is not True and s.deployment.type != "disaggregated",
-             "{0} moves experts between devices; set {1.path} = true"),
         Rule("deployment.prefill_port deployment.decode_port",
              lambda s: getattr(s.deployment, "is_local", 0) and s.deployment.prefill_port == s.deployment.decode_port,
              "{0.path} = {1}: give each its own"),
         check_node_gpus,
         check_vllm_options,
         check_side_options,
+        check_groups,
+        check_sizes,
         Idle("deployment.router_port", "router", lambda s: s.router is None and "there is no router"),
         Idle("deployment.router_port", "router.address",
              lambda s: s.router is not None and s.router.address is not None and "no router is started"),
@@ -262,14 +378,6 @@ RULES: Rules = {
              '{0} with {1}: Dynamo divides prefill and decode among workers of its own only; use "vllm"'),
         Rule("router.type lora", lambda s: s.router is not None and s.router.type == "dynamo" and s.lora is not None,
              '{0} with {1.path}: Dynamo knows the model, and none of its adapters; use "vllm"'),
-        Rule("kv_cache_tokens block_size",
-             lambda s: (s.kv_cache_tokens or math.inf) < (s.block_size or 16) and (s.block_size or 16),
-             "{0} is less than one block of {1.path} = {it}; raise it"),
-        Rule("kv_cache_tokens max_model_len",
-             lambda s: None not in (s.kv_cache_tokens, s.max_model_len) and s.kv_cache_tokens < s.max_model_len,
-             "{0} cannot hold one sequence of {1}; raise it or lower {1.path}"),
-        Rule("max_num_batched_tokens max_num_seqs", lambda s: s.max_num_batched_tokens < s.max_num_seqs,
-             "{0} cannot hold one token of each of {1} sequences; raise it"),
     ),
     RouterSection: (
         check_router_options,

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from stretto.config.root import RLConfig
 from stretto.config.rules.batches import LOCAL_HOSTS, is_address, urls
-from stretto.config.rules.engine import product
+from stretto.config.rules.engine import shape_of
 from stretto.config.rules.rule import Each, Idle, Rule, Rules, value_of
 from stretto.config.rules.slurm import is_loopback
 from stretto.config.sections.inference import InferenceSection
@@ -165,24 +165,9 @@ def engine_gpu_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
                 ways.append(f"or set {name}.parallel.dp = {section.parallel.dp * more}")
             way_out = ", ".join(ways)
         if given != needed:
-            message = f"{{0.path}} gives {given} GPUs and {name} takes {_shape(section)} = {needed}"
+            message = f"{{0.path}} gives {given} GPUs and {name} takes {shape_of(section)} = {needed}"
             key = ids_key if ids is not None else f"deployment.{count_key}"
             yield f"{key} {name}.parallel", f"{message}, so {abs(given - needed)} {verb}; {way_out}"
-
-
-def _shape(section: InferenceSection) -> str:
-    engines = section.deployment.num_engines
-    if (
-        section.deployment.type == "disaggregated"
-        and len({side.tp for side in section.deployment.sides.values()}) > 1
-    ):
-        sides = section.deployment.sides.items()
-        rest = product(section.parallel.model_copy(update={"tp": 1})).removeprefix("tp 1")
-        counted = " + ".join(
-            f"{side.num_engines} {kind} x tp {side.tp or section.parallel.tp}" for kind, side in sides
-        )
-        return f"({counted})" + (f" x {rest}" if rest else "")
-    return product(section.parallel) + (f" x {engines} engines" if engines > 1 else "")
 
 
 # -- nodes --
@@ -229,12 +214,16 @@ def node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     if cfg.num_train_ranks % shape.num_train_nodes:
         message = "{0} are divided among {1} nodes; give a multiple"
         yield "orchestrator.num_train_workers deployment.num_train_nodes", message
-    if section is not None and section.deployment.type == "single_node" and section.device != "cpu":
+    if (
+        section is not None
+        and section.deployment.type in ("single_node", "groups")
+        and section.device != "cpu"
+    ):
         gpus = section.num_gpus
         own, key = shape.infer_gpus_per_node, "infer_gpus_per_node"
         has, key = (shape.gpus_per_node, "gpus_per_node") if own is None else (own, key)
-        if 0 < has < gpus:
-            rule = f"{_shape(section)} = {gpus} GPUs, and a node has {{1}}; lower one of the degrees"
+        if 0 < has < gpus and section.deployment.num_nodes == 1:
+            rule = f"{shape_of(section)} = {gpus} GPUs, and a node has {{1}}; lower one of the degrees"
             ways = " or raise deployment.infer_gpus_per_node" * (own is None)
             yield f"inference.parallel deployment.{key}", f"{{0.path}}: {rule}{ways}"
 
@@ -339,7 +328,7 @@ def _colocated_node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     each = section.num_gpus
     if own.type == "multi_node":
         each = section.parallel.num_gpus * own.num_engines // own.num_nodes
-    elif own.type == "disaggregated" and not own.is_local:
+    elif own.type != "single_node" and own.num_nodes > 1:
         each = own.gpus_per_node
     if shape.gpus_per_node and section.device != "cpu" and each != shape.gpus_per_node:
         rule = (
@@ -356,7 +345,7 @@ def ipc_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     inference = cfg.inference
     if cfg.weight_broadcast.type != "ipc":
         return
-    is_multiple = inference and inference.deployment.num_processes * inference.parallel.num_gpus > 1
+    is_multiple = inference and inference.num_gpus > 1
     is_cpu = inference is not None and inference.device == "cpu"
     found = {
         "weight_broadcast.delta": cfg.weight_broadcast.delta and "copies go through the memory of the host",
@@ -380,15 +369,51 @@ def is_headless(name: str, cfg: RLConfig) -> bool:
     return section is not None and section.vllm_extra.get("headless") is True
 
 
+def idle_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
+    """GPUs that nobody has are counted per node; on one machine the others are named."""
+    for name in ("inference", *(f"models.{name}" for name in cfg.models)):
+        section = value_of(cfg, name)
+        if section is None or section.deployment.type != "groups" or cfg.deployment.type != "single_node":
+            continue
+        for index, group in enumerate(section.deployment.groups):
+            if group.idle_gpus:
+                ids = "inference_gpu_ids" if name == "inference" else f"{name}.gpu_ids"
+                way = "on one machine name the GPUs of the engines, and leave this out"
+                yield f"{name}.deployment.groups.{index}.idle_gpus {ids}", f"{{0}}: {way}: {{1.path}}"
+
+
 def group_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     """The samples of a group are one request, as far as an environment asks for them at once."""
-    orchestrator, limit = cfg.orchestrator, cfg.inference.max_num_seqs if cfg.inference else math.inf
+    orchestrator = cfg.orchestrator
     sizes = {"group_size": orchestrator.group_size}
     sizes |= {f"env.{i}.group_size": env.group_size or 0 for i, env in enumerate(orchestrator.env)}
-    for path, size in sizes.items():
-        if size > limit:
-            rule = "an engine samples a group in one request, and takes {1}; raise that or lower the group"
-            yield f"orchestrator.{path} inference.max_num_seqs", f"{{0}}: {rule}"
+    for limit, key in _of_each_shape(cfg.inference, "max_num_seqs"):
+        for path, size in sizes.items():
+            if size > limit:
+                rule = (
+                    "an engine samples a group in one request, and takes {1}; raise that or lower the group"
+                )
+                yield f"orchestrator.{path} {key}", f"{{0}}: {rule}"
+
+
+def length_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
+    """Every engine takes the longest sample: a router may give it to any of them."""
+    for length, key in _of_each_shape(cfg.inference, "max_model_len"):
+        if (length or cfg.seq_len) < cfg.seq_len:
+            yield f"{key} seq_len", "{0} is shorter than {1}; raise it or lower seq_len"
+
+
+def _of_each_shape(section: InferenceSection | None, key: str) -> Iterator[tuple[Any, str]]:
+    """The value of a key of [inference] for each shape of engine, and the path where it stands."""
+    if section is None:
+        return
+    if section.deployment.type != "groups":
+        yield getattr(section, key), f"inference.{key}"
+        return
+    found = {}
+    for index, group in enumerate(section.deployment.groups):
+        found[group.path(f"deployment.groups.{index}", key)] = getattr(section.of_group(group), key)
+    yield from ((value, f"inference.{path}") for path, value in found.items())
 
 
 def more_than_a_node(cfg: RLConfig) -> int | None:
@@ -425,9 +450,6 @@ RULES: Rules = {
         Rule("orchestrator.client.base_url inference.server.port", other_address,
              '{0.path} = "{it}" but the engine of this run listens on {1}; make them agree, leave base_url out, '
              "or use --no-inference for engines that already run"),
-        Rule("inference.max_model_len seq_len",
-             lambda c: c.inference is not None and (c.inference.max_model_len or c.seq_len) < c.seq_len,
-             "{0} is shorter than {1}; raise it or lower seq_len"),
         Rule("teacher_inference.max_model_len seq_len",
              lambda c: c.teacher_inference and (c.teacher_inference.max_model_len or math.inf) <= c.seq_len,
              "{0} must be above {1}: a scored sample takes one token more"),
@@ -445,8 +467,8 @@ RULES: Rules = {
         ),
         Idle("teacher_gpu_ids", "teacher_inference",
              lambda c: c.teacher_inference is None and "this run starts no teacher"),
-        *map(Each, (teacher_faults, model_faults, group_faults, port_faults, gpu_faults, engine_gpu_faults, node_faults,
-                    critic_faults, colocate_faults, ipc_faults)),
+        *map(Each, (teacher_faults, model_faults, group_faults, length_faults, idle_faults, port_faults, gpu_faults,
+                    engine_gpu_faults, node_faults, critic_faults, colocate_faults, ipc_faults)),
     ),
 }
 # fmt: on

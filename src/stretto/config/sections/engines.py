@@ -228,7 +228,56 @@ class Disaggregated(NodesSection):
         return self.num_prefill_replicas + self.num_decode_replicas
 
 
-InferenceDeployment = Annotated[SingleNode | MultiNode | Disaggregated, Field(discriminator="type")]
+class EngineGroup(Section):
+    """Engines of one shape."""
+
+    num_engines: int = Field(1, ge=0)
+    """Engines; 0: none, where `idle_gpus` stands alone."""
+    tp: int | None = Field(None, gt=0)
+    """Tensor parallel degree of each; None: inference.parallel.tp. Above the GPUs of a node several nodes share its
+    ranks."""
+    overrides: dict[str, Any] = Field({})
+    """Keys of [inference], and options of vLLM's, that these engines have otherwise, `max_num_seqs = 96`."""
+    idle_gpus: int = Field(0, ge=0)
+    """GPUs after these engines that the run gives to nobody, for processes of your own. Over several machines only: on
+    one, inference_gpu_ids leaves out what it does not name."""
+
+    def path(self, at: str, key: str) -> str:
+        """Where a key of [inference] stands for the engines of this group, which is at a path."""
+        if key == "parallel.tp" and self.tp is not None:
+            return f"{at}.tp"
+        if key == "vllm_extra" and self.overrides:
+            return f"{at}.overrides"
+        named = (name for name in self.overrides if name.replace("-", "_") == key)
+        return next((f"{at}.overrides.{name}" for name in named), key)
+
+
+class EngineGroups(NodesSection):
+    """Engines of differing shape that serve one model behind one router. In the order of the groups each engine has the
+    next GPUs of its node, or whole nodes."""
+
+    type: Literal["groups"] = "groups"
+    groups: list[EngineGroup] = Field(min_length=1)
+    """Groups, each with what its engines have otherwise."""
+    num_nodes: int = Field(1, gt=0)
+    """Nodes of all groups together."""
+    backend_port: int | None = Field(None, ge=1, le=65535)
+    """Port of the first engine of a node; None: 100 above the router's."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of all groups."""
+        return sum(group.num_engines for group in self.groups)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that serve requests."""
+        return self.num_engines
+
+
+InferenceDeployment = Annotated[
+    SingleNode | MultiNode | Disaggregated | EngineGroups, Field(discriminator="type")
+]
 
 
 class CpuTier(Section):

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from stretto.config.section import Section
-from stretto.config.sections.engines import InferenceDeployment, KvCacheOffload, RouterSection, SingleNode
+from stretto.config.sections.engines import (
+    EngineGroup,
+    EngineGroups,
+    InferenceDeployment,
+    KvCacheOffload,
+    RouterSection,
+    SingleNode,
+)
 from stretto.config.sections.model import Dtype
 from stretto.config.sections.monitors import LogSection
 
 SERVED_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+OWN_OF_A_GROUP = (
+    "max_model_len", "gpu_memory_utilization", "kv_cache_tokens", "block_size", "max_num_seqs",
+    "max_num_batched_tokens", "enable_prefix_caching", "enable_expert_parallel", "enable_dbo", "enable_eplb",
+    "use_deep_gemm", "enforce_eager",
+)  # fmt: skip
+"""Keys of [inference] in which groups of engines may differ; in the others all engines are alike."""
 KEY_VAR = "VLLM_API_KEY"
 """Environment variable of an engine's process: its key, where the config has none."""
 
@@ -53,6 +67,25 @@ class ParallelSection(Section):
     def num_gpus(self) -> int:
         """Devices of one engine."""
         return self.gpus_per_rank * self.dp
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One engine of a group, and its GPUs, which are counted over all nodes."""
+
+    group: int
+    first_gpu: int
+    num_gpus: int
+
+
+def misfit(key: str, value: Any) -> str | None:
+    """What is wrong with the value of a key of [inference], in words."""
+    try:
+        InferenceSection.model_validate({key: value}, strict=True)
+    except ValidationError as error:
+        rule = str(error.errors()[0]["msg"])
+        return rule[:1].lower() + rule[1:]
+    return None
 
 
 class ServedAdaptersSection(Section):
@@ -148,12 +181,44 @@ class InferenceSection(Section):
         """Devices of all engines, where those of a disaggregated deployment are on one machine."""
         shape, parallel = self.deployment, self.parallel
         counts = [(shape.num_engines, parallel.tp)]
+        if isinstance(shape, EngineGroups):
+            counts = [(group.num_engines, group.tp or parallel.tp) for group in shape.groups]
         if shape.type == "disaggregated":
             counts = [(side.num_engines, side.tp or parallel.tp) for side in shape.sides.values()]
         return sum(engines * tp for engines, tp in counts) * parallel.pp * parallel.dp
 
+    def of_group(self, group: EngineGroup) -> InferenceSection:
+        """The section of the engines of one group, as if there were no others. Values that no engine can have, which
+        the rules refuse, are left out."""
+        named = {name.replace("-", "_"): value for name, value in group.overrides.items()}
+        own = {
+            name: value for name, value in named.items() if name in OWN_OF_A_GROUP and not misfit(name, value)
+        }
+        extra = {name: value for name, value in named.items() if name not in OWN_OF_A_GROUP}
+        parallel = self.parallel.model_copy(update={"tp": group.tp or self.parallel.tp})
+        update = {"parallel": parallel, "deployment": SingleNode(), "vllm_extra": self.vllm_extra | extra}
+        return self.model_copy(update=own | update)
+
+    def placed(self) -> list[Placed]:
+        """The engines of all groups, each on the next GPUs, and at last an engine of no GPUs: where they end."""
+        found, gpu = [], 0
+        assert isinstance(self.deployment, EngineGroups), self.deployment
+        for index, group in enumerate(self.deployment.groups):
+            size = self.of_group(group).parallel.num_gpus
+            for _ in range(group.num_engines):
+                found.append(Placed(index, gpu, size))
+                gpu += size
+            gpu += group.idle_gpus
+        return [*found, Placed(len(self.deployment.groups), gpu, 0)]
+
     def vllm_only(self) -> dict[str, Any]:
         """What is set here and no other engine than vLLM does."""
+        if isinstance(shape := self.deployment, EngineGroups):
+            found = {"deployment.num_nodes": shape.num_nodes} if shape.num_nodes > 1 else {}
+            for index, group in enumerate(shape.groups):
+                given = self.of_group(group).vllm_only().items()
+                found |= {group.path(f"deployment.groups.{index}", key): value for key, value in given}
+            return found
         values = {
             "parallel.tp": self.parallel.tp if self.parallel.tp > 1 else None,
             "parallel.pp": self.parallel.pp if self.parallel.pp > 1 else None,

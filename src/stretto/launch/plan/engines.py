@@ -8,6 +8,7 @@ processes (one per node); each is a `stretto inference` with its own section. Th
     multi_node         one engine per node; with enable_expert_parallel one engine over all nodes (wide EP): each of
                        its processes serves requests and balances them over its own devices; with nodes_per_engine
                        its nodes share the ranks of TP and PP, and the process of the first one serves requests
+    groups             engines of differing shape, one after another on the GPUs of the nodes
     disaggregated      separate engines for prefill and decode, each over nodes as above; NIXL moves the KV caches
 
 Rollouts go to the router. Admin calls go to every engine: the router would pass a call to one of them only.
@@ -19,6 +20,7 @@ import itertools
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -31,6 +33,7 @@ from stretto.config.sections.engines import (
     PEERS_VAR,
     STORE_VARIABLE,
     Disaggregated,
+    EngineGroups,
     MooncakeOffload,
     MultiNode,
     RouterSection,
@@ -61,6 +64,9 @@ def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: boo
         case MultiNode():
             _need_nodes(hosts, shape.num_nodes, "inference.deployment.num_nodes")
             engines = _engines_of_nodes(section, shape, hosts)
+        case EngineGroups():
+            _need_nodes(hosts, shape.num_nodes, "inference.deployment.num_nodes")
+            engines = _groups(section, shape, hosts)
         case Disaggregated():
             _need_nodes(hosts, shape.num_nodes, "inference.deployment")
             engines = _disaggregated(section, shape, hosts, is_cpu=is_cpu)
@@ -215,6 +221,32 @@ def _engines_of_nodes(section: InferenceSection, shape: MultiNode, hosts: Sequen
         found += _engine_over_nodes(
             section, name, "engine", nodes, port, hosts, dp, shape.data_parallel_rpc_port
         )
+    return found
+
+
+def _groups(section: InferenceSection, shape: EngineGroups, hosts: Sequence[str]) -> list[EngineSpec]:
+    """Engines in the order of their groups; those of a node have ports one after another."""
+    port = _backend_port(section, is_routed=has_router(section))
+    if section.engine == "auto" and section.vllm_only():  # one of them needs it, and all are the same engine
+        section = section.model_copy(update={"engine": "vllm"})
+    num_gpus = shape.gpus_per_node if shape.num_nodes > 1 else section.placed()[-1].first_gpu
+    on_node: Counter[int] = Counter()
+    found = []
+    for number, place in enumerate(section.placed()[:-1]):
+        node, first = divmod(place.first_gpu, num_gpus)
+        own = section.of_group(shape.groups[place.group])
+        specs = _engine_over_nodes(
+            own,
+            "inference" if shape.num_engines == 1 else f"inference_{number}",
+            "engine",
+            range(node, node + math.ceil(place.num_gpus / num_gpus)),
+            port + on_node[node],
+            hosts,
+            own.parallel.dp,
+            shape.data_parallel_rpc_port,
+        )
+        found += [replace(spec, first_gpu=first) for spec in specs]
+        on_node[node] += 1
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims
 from stretto.config.root import FrozenModelSection, RLConfig
-from stretto.config.rules.engine import product
+from stretto.config.rules.engine import shape_of
 from stretto.config.sections.distill import TeacherSection
 from stretto.launch.plan.placement import GPU_HOST_THREADS, client_host, free_port, replaced
 
@@ -87,9 +87,9 @@ def assign_model_gpus(cfg: RLConfig, taken: set[str], gpus: Sequence[str]) -> di
         free = [gpu for gpu in gpus if gpu not in taken]
         if len(free) < wanted:
             raise ConfigError(
-                f"models.{name} takes {wanted} GPUs ({product(section.parallel)} in each of "
-                f"{section.deployment.num_engines} engines), and {len(free)} of this machine's {len(gpus)} are free; "
-                f'lower it, name shared ones as models.{name}.gpu_ids, or set models.{name}.device = "cpu"'
+                f"models.{name} takes {wanted} GPUs ({shape_of(section)}), and {len(free)} of this machine's "
+                f"{len(gpus)} are free; lower it, name shared ones as models.{name}.gpu_ids, or set "
+                f'models.{name}.device = "cpu"'
             )
         found[name] = free[:wanted]
         taken = taken | set(found[name])

@@ -358,7 +358,7 @@ def engine_processes(
     several = len(engines.engines) > 1
     restarts = section.max_restarts if section.max_restarts is not None else ENGINE_RESTARTS * several
     for rank, engine in enumerate(engines.engines):
-        first = used.get(engine.node, 0)
+        first = used.get(engine.node, 0) if engine.first_gpu is None else engine.first_gpu
         used[engine.node] = first + engine.num_gpus
         own = range(first, first + engine.num_gpus)
         gpus = () if section.device == "cpu" else tuple(names[gpu] if names else str(gpu) for gpu in own)

@@ -13,7 +13,7 @@ from stretto.base import process
 from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims, in_url
 from stretto.config.root import RLConfig
-from stretto.config.rules.engine import product
+from stretto.config.rules.engine import shape_of
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import dtype_on
 from stretto.launch.plan.engines import BACKEND_OFFSET, has_router, plan_engines
@@ -95,7 +95,8 @@ def local_engines(cfg: RLConfig) -> EnginesPlan | None:
     if cfg.inference is None:
         return None
     shape = cfg.inference.deployment
-    if shape.type == "multi_node" or (shape.type == "disaggregated" and not shape.is_local):
+    is_alone = shape.num_nodes == 1 and (shape.type != "disaggregated" or shape.is_local)
+    if shape.type == "multi_node" or not is_alone:
         raise ConfigError(
             f'inference.deployment.type = "{shape.type}" needs {shape.num_nodes} nodes, and `rl` starts processes on '
             "this machine only. Give all nodes, the trainer's first, and start the same command on each: "
@@ -118,12 +119,12 @@ def with_engine_ports(
         return cfg, engines
     host = cfg.inference.server.host
     shape = cfg.inference.deployment
-    if shape.type == "single_node" and shape.backend_port is None:
+    if shape.type in ("single_node", "groups") and shape.backend_port is None:
         first = next(
             (
                 port
                 for port in range(cfg.inference.server.port + BACKEND_OFFSET, 65000)
-                if all(ports.claim(host, port + i) for i in range(shape.num_replicas))
+                if all(ports.claim(host, port + i) for i in range(shape.num_engines))
             ),
             None,
         )
@@ -190,7 +191,8 @@ def planned_gpus(cfg: RLConfig, engines: EnginesPlan | None, notes: list[str]) -
     if not asks_for_gpus(cfg):
         return gpus
     named = (cfg.trainer_gpu_ids, cfg.inference_gpu_ids, cfg.teacher_gpu_ids, cfg.critic_gpu_ids)
-    ids = [id for ids in named for id in ids or ()]
+    models = [each for each in cfg.models.values() if each.base_url is None and each.device != "cpu"]
+    ids = [id for ids in (*named, *(each.gpu_ids for each in models)) for id in ids or ()]
     shape = cfg.deployment
     engine_gpus = _engine_gpus(cfg, engines) if shape.num_infer_gpus is None else shape.num_infer_gpus
     teacher = 0 if cfg.teacher_inference is None else cfg.teacher_inference.parallel.num_gpus
@@ -205,6 +207,7 @@ def planned_gpus(cfg: RLConfig, engines: EnginesPlan | None, notes: list[str]) -
         (cfg.num_critic_ranks if shape.num_critic_gpus is None else shape.num_critic_gpus)
         if cfg.critic_gpu_ids is None
         else 0,
+        sum(each.num_gpus for each in models if each.gpu_ids is None),
     )
     total = max(len(set(ids)) + sum(parts), max(ids, default=-1) + 1)
     if total <= len(gpus):
@@ -242,9 +245,8 @@ def assign_gpus(
             needed = cfg.deployment.num_infer_gpus
         if cfg.inference_gpu_ids is None and needed > len(gpus):
             raise ConfigError(
-                f"inference takes {needed} GPUs ({product(cfg.inference.parallel)} in each of "
-                f"{len(engines.engines) if engines else 0} engines), and this machine shows {len(gpus)}; lower a "
-                "degree of inference.parallel or inference.deployment.num_replicas, or set CUDA_VISIBLE_DEVICES"
+                f"inference takes {needed} GPUs ({shape_of(cfg.inference)}), and this machine shows {len(gpus)}; "
+                "lower a degree of inference.parallel or inference.deployment.num_replicas, or set CUDA_VISIBLE_DEVICES"
             )
         inference_ids = list(range(needed)) if cfg.inference_gpu_ids is None else cfg.inference_gpu_ids
     trainer_ids = cfg.trainer_gpu_ids

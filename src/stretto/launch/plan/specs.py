@@ -26,6 +26,8 @@ class EngineSpec:
     """GPUs of this process."""
     num_nodes: int = 1
     """Processes of the whole engine, one per node."""
+    first_gpu: int | None = None
+    """Its first GPU on the node; None: the one after those of the engines before it."""
 
     @property
     def is_served(self) -> bool:

@@ -14,7 +14,7 @@ from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig
-from stretto.config.rules.engine import product
+from stretto.config.rules.engine import shape_of
 from stretto.config.sections.inference import KEY_VAR
 from stretto.launch.plan.engines import plan_engines
 from stretto.launch.plan.nodes import (
@@ -65,10 +65,11 @@ def plan_serving(cfg: InferenceConfig, run: RunDir) -> ServingPlan:
     check_hosts(hosts, "hosts")
     engines = plan_engines(cfg, hosts, is_cpu=is_cpu)
     needed = sum(engine.num_gpus for engine in engines.engines)
+    needed = max(needed, *((engine.first_gpu or 0) + engine.num_gpus for engine in engines.engines))
     if gpus and not is_cpu and needed > len(gpus):
         raise ConfigError(
-            f"parallel: {product(cfg.parallel)} in each of {len(engines.engines)} engines take {needed} GPUs, and "
-            f"this machine shows {len(gpus)}; lower a degree or deployment.num_replicas, or set CUDA_VISIBLE_DEVICES"
+            f"parallel: {shape_of(cfg)} take {needed} GPUs, and this machine shows "
+            f"{len(gpus)}; lower a degree or deployment.num_replicas, or set CUDA_VISIBLE_DEVICES"
         )
     shown = cfg.model_copy(update={"device": "cpu"}) if is_cpu else cfg
     key = {} if cfg.key is None else {KEY_VAR: cfg.key}

@@ -8,8 +8,8 @@
         update_weights: false
         server_groups: [{worker_type: regular, num_gpus: 4, overrides: {max_model_len: 4096}}]
 
-Groups of one kind are alike; prefill and decode groups may differ in their overrides. One model is updated: the one
-without a path of its own, or with `update_weights: true`. Its groups become [inference], those of the others
+Regular groups may differ in all of this; prefill groups are alike, and so are decode groups. One model is updated:
+the one without a path of its own, or with `update_weights: true`. Its groups become [inference], those of the others
 [models.NAME]. Groups take GPUs in the order of the file; a placeholder takes some that nobody uses.
 """
 
@@ -87,23 +87,48 @@ class ServedModel:
         """Engines of one kind."""
         return sum(group.num_engines for group in self.engines if group.worker_type == worker_type)
 
+    @property
+    def differs(self) -> bool:
+        """Whether its regular engines are of several shapes."""
+        shapes = [(group.num_gpus_per_engine, group.overrides) for group in self.engines]
+        return not self.count("prefill") and any(shape != shapes[0] for shape in shapes)
+
+    @property
+    def _alike(self) -> dict[str, Any]:
+        """Overrides that all of its groups have."""
+        first, *others = (group.overrides for group in self.engines)
+        is_alike = lambda key: all(key in own and own[key] == first[key] for own in others)
+        return {key: value for key, value in first.items() if is_alike(key)}
+
     def settings(self, at: str) -> Iterator[tuple[str, Any]]:
         """Keys below `at` that its groups' overrides set: for all engines, or for those that read prompts or write
-        replies alone."""
-        by_kind = {group.worker_type: group.overrides for group in self.engines}
-        alike = dict(set.intersection(*({*map(_hashed, own.items())} for own in by_kind.values())))
-        first, *_ = by_kind.values()
-        for key in (key for key in first if key in alike):
+        replies alone. What differs between regular groups is in their `tables`."""
+        for key, value in self._alike.items():
             own = OWN_KEYS.get(key)
-            yield (f"{at}.{own}" if own else f"{at}.vllm_extra.{key}"), first[key]
-        for kind, overrides in by_kind.items():
-            for key, value in overrides.items():
-                if key not in alike:
-                    yield f"{at}.deployment.{kind}_vllm_overrides.{key}", value
+            yield (f"{at}.{own}" if own else f"{at}.vllm_extra.{key}"), value
+        if self.count("prefill"):
+            for group in self.engines:
+                for key in group.overrides.keys() - self._alike.keys():
+                    table = f"{at}.deployment.{group.worker_type}_vllm_overrides"
+                    yield f"{table}.{key}", group.overrides[key]
 
+    def tables(self, shards: int, *, is_wide: bool) -> list[dict[str, Any]]:
+        """Its groups as those of deployment.type = "groups".
 
-def _hashed(item: tuple[str, Any]) -> tuple[str, str]:
-    return item[0], repr(item[1])
+        shards: GPUs of an engine for each rank of tensor parallelism. is_wide: over several machines, where
+        placeholders are GPUs that are left idle; on one, other keys name the GPUs of engines.
+        """
+        found: list[dict[str, Any]] = []
+        for group in self.groups:
+            if group.worker_type != "placeholder":
+                own = {key: value for key, value in group.overrides.items() if key not in self._alike}
+                table = {"num_engines": group.num_engines, "tp": group.num_gpus_per_engine // shards}
+                found.append(table | ({"overrides": own} if own else {}))
+            elif is_wide:
+                last = found[-1] if found else {"num_engines": 0}
+                found = found or [last]
+                last["idle_gpus"] = last.get("idle_gpus", 0) + group.num_gpus
+        return found
 
 
 def read_models(path: str, where: str, *, checkpoint: str, per_engine: int) -> list[ServedModel]:
@@ -201,7 +226,7 @@ def _group(table: dict[str, Any], at: str, per_engine: int, first_gpu: int) -> S
 
 
 def _check_kinds(groups: Sequence[ServerGroup], at: str) -> None:
-    """Regular engines, or both kinds of the others; those of one kind are alike in GPUs and options."""
+    """Regular engines, or both kinds of the others, which are alike in GPUs and options."""
     engines = [group for group in groups if group.worker_type != "placeholder"]
     kinds = {group.worker_type for group in engines}
     if "regular" in kinds and len(kinds) > 1:
@@ -209,7 +234,7 @@ def _check_kinds(groups: Sequence[ServerGroup], at: str) -> None:
     if len(kinds) == 1 and "regular" not in kinds:
         missing = "decode" if "prefill" in kinds else "prefill"
         raise ConfigError(f"{at}: {kinds.pop()} engines need {missing} engines; add a group of them")
-    for kind in sorted(kinds):
+    for kind in sorted(kinds - {"regular"}):
         alike = [group for group in engines if group.worker_type == kind]
         sizes, overrides = (
             [group.num_gpus_per_engine for group in alike],

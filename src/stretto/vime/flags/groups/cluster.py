@@ -78,17 +78,14 @@ def settings(flags: Values) -> Iterator[Setting]:
     infer_gpus = sum(engines.number * engines.gpus for engines in found) if flags.rollout_num_gpus else 0
     yield from degrees(flags, found)
     critic_nodes, critic_gpus = count_critic(flags)
-    is_one = flags.actor_num_nodes == 1 and critic_nodes in (0, 1)
-    frozen_gpus = sum(model.num_gpus for model in flags.models if not model.is_updated)
-    beside = frozen_gpus + (0 if flags.colocate else infer_gpus)
-    if is_one and train_gpus + critic_gpus * critic_nodes + beside <= node:
+    if is_on_one_node(flags):
         yield Setting("deployment.num_train_gpus", train_gpus, ("--actor-num-gpus-per-node",))
         if critic_nodes and critic_gpus:
             yield Setting("deployment.num_critic_gpus", critic_gpus, CRITIC[1:])
         elif critic_nodes:
             yield Setting("trainer.critic.placement.num_workers", 1, CRITIC[1:])
         yield Setting("deployment.num_infer_gpus", infer_gpus, ENGINES[:1])
-        yield from on_one_node(found)
+        yield from on_one_node(flags, found)
         return
     if not train_gpus or not infer_gpus:
         raise ConfigError(
@@ -104,11 +101,24 @@ def settings(flags: Values) -> Iterator[Setting]:
         if critic_nodes != flags.actor_num_nodes or train_gpus + critic_gpus > node:
             yield Setting("deployment.num_critic_nodes", critic_nodes, CRITIC[:1])
     yield from over_nodes(flags, found)
-    if frozen_gpus:
+    if any(not model.is_updated and model.num_gpus for model in flags.models):
         yield Setting("deployment.model_gpus_per_node", node, ("--num-gpus-per-node", "--vllm-config"))
     yield Setting("ray", {}, ("--actor-num-nodes",))
     if flags.save is None:  # without checkpoints it would begin anew
         yield Setting("ray.max_restarts", 0, ("--save",))
+
+
+def is_on_one_node(flags: Values) -> bool:
+    """Whether actor, critic, all engines and the GPUs of placeholders fit one node."""
+    nodes, gpus = count_critic(flags)
+    if flags.actor_num_nodes > 1 or nodes > 1:
+        return False
+    beside = sum(group.num_gpus for model in flags.models for group in model.groups)
+    if not flags.models:
+        beside = flags.rollout_num_gpus
+    if flags.colocate:
+        beside = sum(model.num_gpus for model in flags.models if not model.is_updated)
+    return flags.actor_num_gpus_per_node + gpus * nodes + beside <= flags.num_gpus_per_node
 
 
 def _turns(flags: Values) -> Iterator[Setting]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from stretto.base.errors import ConfigError
 from stretto.vime.flags.flag import Flag, Setting, Values, acts, equal, part, refused
-from stretto.vime.placement import count_engines
+from stretto.vime.flags.groups.cluster import is_on_one_node
+from stretto.vime.placement import count_engines, group_settings
 
 MOVED = {
     "tensor-parallel-size": "it is --rollout-num-gpus-per-engine",
@@ -54,7 +55,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         equal("--no-vllm-weight-sync-packed", "switch", False, "Weights travel in buckets.",
              "Send each weight by itself."),
         part("--vllm-config", "text", None, "models inference", "YAML of models and server groups.",
-             note="One model is updated; the others are [models.NAME]. The engines of a kind are alike."),
+             note="One model is updated; the others are [models.NAME]. Regular groups may differ in size and options."),
         refused("--vllm-enable-deterministic-inference", "switch", False,
                 "export VLLM_BATCH_INVARIANT=1 before the command; with --rollout-seed and no --partial-rollout "
                      "draws are the same",
@@ -130,13 +131,12 @@ def _models(flags: Values) -> Iterator[Setting]:
         group.worker_type == "placeholder" for model in flags.models for group in model.groups
     )
     total = sum(group.num_gpus for model in flags.models for group in model.groups)
-    if has_placeholders:
-        needed = total + flags.actor_num_nodes * flags.actor_num_gpus_per_node
-        if needed > flags.num_gpus_per_node or flags.actor_num_nodes > 1:
-            raise ConfigError(
-                f"{flags.given['--vllm-config']}: placeholders are GPUs of one node, and its groups and the actor "
-                f"take {needed} GPUs of {flags.num_gpus_per_node}; over several nodes leave the placeholders out"
-            )
+    if has_placeholders and flags.colocate:
+        raise ConfigError(
+            f"{flags.given['--vllm-config']}, --colocate: on each GPU of the actor there is an engine; leave the "
+            "placeholders out"
+        )
+    has_placeholders = has_placeholders and is_on_one_node(flags)
     for model in flags.models:
         at = "inference" if model.is_updated else f"models.{model.name}"
         for path, value in model.settings(at):
@@ -156,6 +156,8 @@ def _models(flags: Values) -> Iterator[Setting]:
             yield Setting(f"{at}.deployment.num_decode_replicas", model.count("decode"), source)
             for group in model.engines:
                 yield Setting(f"{at}.deployment.{group.worker_type}_tp", group.num_gpus_per_engine, source)
+        elif model.differs:
+            yield from group_settings(model, at, 1, is_wide=False)
         elif model.count("regular") > 1:
             yield Setting(f"{at}.deployment.num_replicas", model.count("regular"), source)
     if has_placeholders and flags.actor_num_gpus_per_node:
