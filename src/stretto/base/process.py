@@ -44,6 +44,8 @@ TRAIN_NODES_VAR = "STRETTO_TRAIN_NODES"
 """Environment variable of the first rank: the addresses of the trainer's nodes, for messages."""
 LOST_AFTER_VAR = "STRETTO_LOST_AFTER_S"
 """Environment variable of the ranks: seconds of silence after which a node of the trainer is lost."""
+EARN_S = 3600.0
+"""A process that ran for so long has earned one of its restarts back."""
 EXIT_LOST = 75
 """Exit code of a process that ends because another node is lost; another machine may take its place."""
 
@@ -106,6 +108,27 @@ def device_env(gpus: Sequence[str]) -> dict[str, str]:
 # -- children --
 
 
+class Restarts:
+    """How often something may still be started anew: `most` times, and once more per hour that it has run since.
+
+    So a process that ends at each start is given up soon, and one that is killed now and then is always started anew.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._used = most, 0
+
+    def left(self, ran_s: float) -> int:
+        """How many are left to a process that ran for so many seconds since it was last started."""
+        return self._most - self._counted(ran_s)
+
+    def use(self, ran_s: float) -> None:
+        """Count a restart of a process that ran for so many seconds."""
+        self._used = self._counted(ran_s) + 1
+
+    def _counted(self, ran_s: float) -> int:
+        return max(0, self._used - int(ran_s / EARN_S))
+
+
 @dataclass
 class Child:
     """One child process and its log file."""
@@ -124,6 +147,11 @@ class Child:
     @property
     def pid(self) -> int:
         return self.popen.pid
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was started."""
+        return time.monotonic() - self.started_at
 
     @property
     def returncode(self) -> int | None:

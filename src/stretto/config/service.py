@@ -106,4 +106,4 @@ class ServeTrainerSection(Section):
     env_vars: dict[str, str] = Field({})
     """Environment variables of the trainer alone."""
     max_restarts: int = Field(10, ge=0)
-    """Restarts of ranks that end; runs go on where they were."""
+    """Restarts of each rank that ends, and one more per hour that it ran since; runs go on where they were."""

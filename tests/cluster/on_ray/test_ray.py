@@ -87,7 +87,7 @@ def test_a_run_that_loses_a_machine_resumes_on_another(run: Callable[..., RayRun
     saved = placed.saved()
     placed.until_saved(saved + 2)
     assert "/ray/rl.json" not in placed.said(), "what is said to be typed is what the user typed"
-    assert "restart 1 of 10" in placed.said() and f"resumed from step {saved}" in placed.said()
+    assert "restart 1, 9 more allowed" in placed.said() and f"resumed from step {saved}" in placed.said()
     assert "started again 1 times" in placed.stretto("status", str(placed.dir))
     assert "finishes its step" in placed.stretto("stop", str(placed.dir))
     assert placed.end() == 0, placed.said()

@@ -117,6 +117,23 @@ def test_a_stream_leaves_no_copy_on_disk(hub, tmp_path):
     assert not list(home.rglob("*.arrow")) and not list(home.rglob("*.parquet"))
 
 
+READ_ONE = """
+import sys
+from stretto.data.records import read_records
+rows = read_records(sys.argv[1], "path", is_streamed=True)
+print(next(iter(rows))[1]["level"])
+"""
+
+
+def test_a_process_that_ends_within_a_stream_says_nothing(tmp_path):
+    source = f"{build_repository(tmp_path / 'gsm8k')}:main[train]"
+    done = subprocess.run(
+        [sys.executable, "-c", READ_ONE, source], env=os.environ | {"HF_HOME": str(tmp_path / "home")},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
 def test_what_is_fetched_by_hand_is_read_offline_in_both_ways(hub, tmp_path):
     home = tmp_path / "home"
     [missing] = read(hub, home, MAIN, is_offline=True)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -55,14 +56,17 @@ while True:
 LAUNCHER = """
 import asyncio, os, sys
 from pathlib import Path
+from stretto.base import process
 from stretto.base.paths import RunDir
 from stretto.launch.run.console import Console
 from stretto.launch.run.supervisor import STOP_SIGNALS, Supervisor, Timeouts
 from stretto.launch.plan.plan import ProcessSpec
 directory, stand_in = Path(sys.argv[1]), sys.argv[2]
-timeouts = Timeouts(**eval(sys.argv[3]))
+given = eval(sys.argv[3])
+most, process.EARN_S = given.pop("max_restarts", 0), given.pop("earn_s", process.EARN_S)
+timeouts = Timeouts(**given)
 specs = [
-    ProcessSpec(role, 0, 1, (sys.executable, "-c", stand_in, role, plan, str(directory)), {}, (), 1, {})
+    ProcessSpec(role, 0, 1, (sys.executable, "-c", stand_in, role, plan, str(directory)), {}, (), 1, {}, most)
     for role, plan in (pair.split("=") for pair in sys.argv[4:])
 ]
 causes = {"orchestrator": "LIKELY CAUSE"}
@@ -216,6 +220,42 @@ async def test_inference_that_ends_by_itself_is_a_failure(tmp_path: Path) -> Non
     launcher = Launcher(tmp_path, **(ALL | {"inference": "exits0"}))
     code, output = await launcher.end()
     assert code == 1 and "FAILED: inference" in output and "not asked to end" in output
+
+
+async def kill_again_and_again(launcher: Launcher, ran_s: float) -> None:
+    """Kill the engine three times, each time after it has run for so long."""
+    for _ in range(3):
+        pid = await launcher.pid("inference")
+        started = time.monotonic()
+        await until(lambda: time.monotonic() - started > ran_s)
+        os.kill(pid, signal.SIGKILL)
+        await until(
+            lambda: (
+                launcher.popen.poll() is not None
+                or (launcher.directory / "inference.pid").read_text() not in ("", str(pid))
+            )
+        )
+
+
+async def test_an_engine_that_runs_for_long_is_started_anew_however_often_it_is_killed(
+    tmp_path: Path,
+) -> None:
+    launcher = Launcher(tmp_path, {"max_restarts": 1, "earn_s": 0.5}, inference="waits")
+    await kill_again_and_again(launcher, 0.6)
+    assert launcher.popen.poll() is None
+    launcher.popen.send_signal(signal.SIGTERM)
+    code, output = await launcher.end()
+    assert code == 0 and output.count("and was started anew; 0 more times allowed") == 3
+
+
+async def test_an_engine_that_ends_again_and_again_is_given_up(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, {"max_restarts": 2}, inference="exits3")
+    code, output = await launcher.end()
+    assert (
+        code == 1
+        and output.count("inference ended (exit code 3) and was started anew") == 2
+        and "FAILED: inference" in output
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

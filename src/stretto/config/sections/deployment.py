@@ -156,8 +156,8 @@ class RaySection(Section):
     wait_s: float = Field(600.0, gt=0)
     """Longest wait for free resources, seconds; the console says what is missing."""
     max_restarts: int = Field(10, ge=0)
-    """Times that the run is started again, from its latest checkpoint, after a machine was lost; 0: a lost one ends
-    it."""
+    """Times that the run is started again, from its latest checkpoint, after a machine was lost, and once more per hour
+    that it ran since; 0: a lost one ends it."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the processes on all nodes."""
     pass_env: list[str] = Field(default_factory=list)

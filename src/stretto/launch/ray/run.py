@@ -31,7 +31,7 @@ from stretto.base.errors import ConfigError, EngineError, StrettoError
 from stretto.base.files import write_atomic
 from stretto.base.locked import try_lock
 from stretto.base.paths import RunDir
-from stretto.base.process import EXIT_LOST
+from stretto.base.process import EXIT_LOST, Restarts
 from stretto.base.rundir import COMMAND_VAR
 from stretto.base.secret import SECRET_VAR
 from stretto.config import traced
@@ -110,7 +110,7 @@ class RayJob:
         self._cluster = cluster
         self._is_planned = bool(processes_by_node(cfg))
         self._asked = 0  # times that it was asked to end
-        self._restarts = 0
+        self._num_restarts, self._restarts = 0, Restarts(cfg.ray.max_restarts)
         self._hosts: list[str] = []
         self._log = run.ray / "job.log"
         (run.ray / "stop").unlink(missing_ok=True)
@@ -134,11 +134,12 @@ class RayJob:
     def _run(self) -> int:
         words = ["--clean"] if self._cfg.clean else []
         while True:
+            started = time.monotonic()
             outcome = self._attempt(words)
             if not outcome.lost:
                 return outcome.code
-            has_left = self._restarts < self._section.max_restarts
-            if self._is_asked() or not has_left:
+            ran_s = time.monotonic() - started
+            if self._is_asked() or not self._restarts.left(ran_s):
                 why = (
                     "it was being stopped"
                     if self._is_asked()
@@ -146,9 +147,10 @@ class RayJob:
                 )
                 self._say(f"{outcome.lost}. The run is not started again: {why}")
                 return 1
-            self._restarts += 1
+            self._restarts.use(ran_s)
+            self._num_restarts += 1
             words, where = self._restart_words()
-            times = f"restart {self._restarts} of {self._section.max_restarts}"
+            times = f"restart {self._num_restarts}, {self._restarts.left(0.0)} more allowed"
             self._say(f"{outcome.lost}. {where}, {times}")
             self._wait_for_lock()
 
@@ -227,7 +229,7 @@ class RayJob:
                     f"[ray]: {place.address} runs Ray as {user}, and you are {me}: the run's files are its owner's "
                     "alone; run this as the user of `ray start`."
                 )
-        self._hosts = addresses(order, self._restarts)
+        self._hosts = addresses(order, self._num_restarts)
         nodes = [group.remote_node(place, number) for number, place in enumerate(order)]
         self._say(self._header(nodes, [seen[place.bundle].host for place in order]))
         calls = [node.start(*self._command(node.number, words)) for node in nodes]
@@ -357,7 +359,7 @@ class RayJob:
             file.write(text)
 
     def _set_state(self, state: str, text: str) -> None:
-        data = {"state": state, "text": text, "restarts": self._restarts}
+        data = {"state": state, "text": text, "restarts": self._num_restarts}
         write_atomic(self._run_dir.ray / "state.json", json.dumps(data).encode() + b"\n")
 
 

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 from stretto.base import process
 from stretto.base.errors import ENDED_FIRST
 from stretto.base.paths import RunDir
-from stretto.base.process import Child
+from stretto.base.process import Child, Restarts
 from stretto.base.status import DEVICES_FREE, STATUS_FD_VAR, SUPERVISED_VAR, was_asked_to_finish
 from stretto.base.watch import EXIT_STALLED
 from stretto.launch.plan.plan import ProcessSpec
@@ -139,7 +139,7 @@ class Supervisor:
         # Without one, another node tells these processes when to end: trainer ranks end by themselves, servers go on.
         self._lead = leads[0] if leads else None
         self._are_servers = all(map(is_server, specs))
-        self._restarts_left = {spec.name: spec.max_restarts for spec in specs}
+        self._restarts = {spec.name: Restarts(spec.max_restarts) for spec in specs}
         self._status = _StatusPipe(self._on_status)
         self._stop_now = asyncio.Event()
         self._has_checked = asyncio.Event()
@@ -203,7 +203,7 @@ class Supervisor:
                 ended = [running.pop(task) for task in done if task in running]
                 # If several ended together, one killed by a signal is the likelier cause.
                 for child in sorted(ended, key=lambda child: child.returncode or 0):
-                    if self._restarts_left[child.name] > 0:
+                    if self._restarts[child.name].left(child.age_s) > 0:
                         restarted = await self._restart(child)
                         running[asyncio.create_task(restarted.wait())] = restarted
                         continue
@@ -225,10 +225,11 @@ class Supervisor:
         """Start a server that has ended anew; its clients try elsewhere or wait for it."""
         returncode = child.returncode
         assert returncode is not None
-        self._restarts_left[child.name] -= 1
+        restarts = self._restarts[child.name]
+        restarts.use(child.age_s)
         await child.end_leftovers(time.monotonic() + RESTART_GRACE_S)
         child.close()
-        how, left = process.describe_exit(returncode), self._restarts_left[child.name]
+        how, left = process.describe_exit(returncode), restarts.left(0.0)
         if returncode > 0 and (reason := last_error(child)):
             how += f": {reason[0].removeprefix('error: ')}"
         restarted = self._start(self._specs[child.name])
@@ -249,8 +250,8 @@ class Supervisor:
             is_it = spec.role == "inference" and port in spec.ports.values()
             if child is None or not is_it:
                 continue
-            is_running = child.returncode is None and time.monotonic() - child.started_at > WEDGED_AFTER_S
-            if is_running and self._restarts_left[spec.name]:
+            is_running = child.returncode is None and child.age_s > WEDGED_AFTER_S
+            if is_running and self._restarts[spec.name].left(child.age_s):
                 logger.warning("%s (pid %d) does not answer: killed", child.name, child.pid)
                 child.signal_group(signal.SIGKILL)
 
@@ -295,8 +296,7 @@ class Supervisor:
             how += " (it was not asked to end)"
         elif returncode == -signal.SIGKILL:
             how += ", by hand or because memory ran out (`dmesg` says)"
-        after = time.monotonic() - child.started_at
-        lines = [f"FAILED: {child.name} (pid {child.pid}) ended after {after:.0f}s: {how}"]
+        lines = [f"FAILED: {child.name} (pid {child.pid}) ended after {child.age_s:.0f}s: {how}"]
         tail = last_error(child) or child.tail()  # lines before a known reason would hide it
         lines.append(f"  the end of {child.log}:" if tail else f"  {child.log}: it wrote nothing")
         lines += [f"    {line}" for line in tail]
