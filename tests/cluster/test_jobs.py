@@ -237,6 +237,9 @@ def test_a_local_run_is_looked_at_and_stopped(tmp_path: Path, capsys: pytest.Cap
     run = started_run(tmp_path, socket.gethostname())
     assert main(["status", str(run)]) == 0
     assert "state  ended\n" in capsys.readouterr().out
+    run.summary.write_text('{"steps": 4}')
+    assert main(["status", str(run)]) == 0
+    assert "state  stopped\n" in capsys.readouterr().out
     holder = hold(run)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == b"ready\n"

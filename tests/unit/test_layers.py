@@ -50,7 +50,7 @@ BELOW = {
     },
     "inference": {"base", "records", "config", "monitors", "chat", "models", "transports"},
     "service": {"base", "records", "config", "monitors", "transports", "data"},
-    "launch": {"base", "records", "config", "ledger", "monitors", "data"},
+    "launch": {"base", "records", "config", "ledger", "monitors", "data", "view"},
     "view": {"base", "records", "config", "ledger", "monitors", "chat"},
     "foresee": {
         "base",

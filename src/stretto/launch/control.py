@@ -24,6 +24,7 @@ from stretto.base.paths import RunDir
 from stretto.base.status import duration
 from stretto.launch.slurm import commands as slurm
 from stretto.monitors.file import read_metrics
+from stretto.view.state import describe
 
 FOLLOW_S = 0.5
 LEADS = ("orchestrator", "sft", "inference")
@@ -107,11 +108,12 @@ def _record(run: RunDir) -> dict[str, Any]:
 def _launcher(run: RunDir) -> dict[str, str]:
     record = _record(run)
     if record.get("by") == "slurm":
-        return {"job": _job_text(record["job"])}
+        return {"job": _job_text(record["job"]), "state": describe(run)["state"]}
     if record.get("by") == "ray":
-        return {"state": _ray_text(run, record)}
+        text = _ray_text(run, record)
+        return {"state": describe(run)["state"], "ray": text} if text.startswith("ended") else {"state": text}
     if (pid := holder(run.lock)) is None:
-        return {"state": "ended" if run.logs.exists() else "not started"}
+        return {"state": describe(run)["state"]}
     return {"state": f"running: process {pid} on {record.get('host', 'this host')}"}
 
 

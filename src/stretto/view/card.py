@@ -95,6 +95,7 @@ def _settings(run: Run) -> dict[str, Any]:
     get = lambda path: _at(cfg, path)
     model_scratch = get("model.scratch")
     adapter = get("model.lora")
+    num_rollouts, num_tokens = get("orchestrator.batch_size"), get("orchestrator.token_batch_size")
     return {
         "base model": base_model(run) or f"from scratch: {json.dumps(model_scratch)}",
         "algorithm": _algorithm(run),
@@ -104,7 +105,8 @@ def _settings(run: Run) -> dict[str, Any]:
         "schedule": get("trainer.scheduler.type") or get("scheduler.type"),
         "adapter": adapter
         and f"LoRA, rank {adapter['rank']}, alpha {adapter['alpha']:g}; merged into the weights",
-        "rollouts per step": get("orchestrator.batch_size"),
+        "rollouts per step": f"at most {num_rollouts}" if num_tokens else num_rollouts,
+        "tokens per step": num_tokens,
         "group size": get("orchestrator.group_size"),
         "examples per step": get("batch_size"),
         "longest sequence": get("seq_len"),

@@ -62,8 +62,9 @@ def _runs_below(path: Path, depth: int) -> Iterator[Path]:
 def describe(run: RunDir) -> dict[str, Any]:
     """One row: name, path, verb, state, step, max_steps, reward, loss (of sft), host, changed (unix seconds), age_s.
 
-    state: running, done, stopped (by a signal, before its last step), ended (in another way before its last step), or
-    damaged. missing: what was deleted of the run, and where `step` comes from then. What is not known is None.
+    state: running, done, stopped (by a signal, before its last step), ended (in another way before its last step),
+    not started (there is only what a dry run or a submission writes), or damaged. missing: what was deleted
+    of the run, and where `step` comes from then. What is not known is None.
     """
     row: dict[str, Any] = {"name": run.path.resolve().name, "path": str(run.path), "verb": None}
     row |= dict.fromkeys(("state", "step", "max_steps", "reward", "loss", "host", "changed", "missing"))
@@ -117,6 +118,8 @@ def _without_metrics(run: RunDir, verb: str, summary: dict[str, Any]) -> dict[st
 def _state(run: RunDir, row: dict[str, Any], summary: dict[str, Any]) -> str:
     if holder(run.lock) is not None:
         return "running"
+    if not _has_started(run):
+        return "not started"
     step, last = row["step"] or summary.get("steps"), row["max_steps"]
     if step and last and step >= last:
         return "done"
@@ -125,6 +128,11 @@ def _state(run: RunDir, row: dict[str, Any], summary: dict[str, Any]) -> str:
     ):  # its summary is older than its last step
         return "ended"
     return "done" if row["verb"] == "sft" and not last else "stopped"
+
+
+def _has_started(run: RunDir) -> bool:
+    written = (run.logs, run.ledger, run.summary, run.checkpoints, run.metrics("").parent)
+    return any(map(os.path.exists, written))
 
 
 def _read(file: Path) -> dict[str, Any]:

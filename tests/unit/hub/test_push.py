@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,3 +151,12 @@ def test_a_run_without_weights_and_a_name_that_is_none_are_refused(run, tmp_path
         push([str(tmp_path), "--dry-run"])
     with pytest.raises(ConfigError, match="write it as ORG/NAME"):
         push([str(run), "--repo-id", "a/b/c", "--dry-run"])
+
+
+def test_the_card_of_batches_that_are_counted_in_tokens_says_how_many(run, tmp_path):
+    copy = RunDir(Path(shutil.copytree(run.path, tmp_path / "copy")))
+    resolved = json.loads(copy.config("run").read_text())
+    resolved["orchestrator"] |= {"batch_size": 64, "token_batch_size": 5000}
+    copy.config("run").write_text(json.dumps(resolved))
+    card = model_card(Run(copy.path), "lab/sorter")
+    assert "| rollouts per step | at most 64 |" in card and "| tokens per step | 5000 |" in card

@@ -12,6 +12,7 @@ from orchestrator_runs import config, train
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+from stretto.launch.control import status
 from stretto.view.commands import plot, rollouts, runs, show
 from stretto.view.state import describe
 
@@ -102,6 +103,19 @@ def test_a_summary_says_whether_a_run_was_stopped(
     assert (row["state"], row["step"], row["missing"]) == (state, steps, None)
     (copy / "summary.json").unlink()
     assert describe(RunDir(copy))["state"] == ("done" if steps == 5 else "ended")
+
+
+def test_a_directory_that_only_a_dry_run_wrote_was_never_started(
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dry = tmp_path / "dry"
+    dry.mkdir()
+    shutil.copytree(copy / "configs", dry / "configs")
+    (dry / "plan.json").write_text("{}")
+    for path, state in ((dry, "not started"), (copy, "done")):
+        assert describe(RunDir(path))["state"] == state
+        assert status([str(path)]) == 0
+        assert f"state  {state}\n" in printed(capsys)
 
 
 def test_a_run_without_a_last_step_ends_by_being_stopped(copy: Path) -> None:

@@ -355,4 +355,6 @@ def test_runs_are_found_below_a_directory_and_each_has_an_id_of_its_own(path: Pa
     found = library.runs()
     assert sorted(found) == ["c", "test", "test~2", "test~3"]
     rows = {name: state.describe(run.dir) for name, run in found.items()}
-    assert [row["state"] for row in rows.values()].count("damaged") == 1 and rows["c"]["state"] == "ended"
+    assert [row["state"] for row in rows.values()].count("damaged") == 1 and rows["c"][
+        "state"
+    ] == "not started"

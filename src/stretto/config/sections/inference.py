@@ -162,7 +162,8 @@ class InferenceSection(Section):
     vllm_extra: dict[str, Any] = Field({})
     """Any other option of vLLM's, `headless = true`. One that has a key here is that key."""
     max_restarts: int | None = Field(None, ge=0)
-    """Restarts of each engine that ends, and one more per hour that it ran since; None: 0 for a single engine, else 3."""
+    """Restarts of each engine that ends, and one more per hour that it ran since; None: 0 for a single engine,
+    else 3."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads; None: given out by the launcher."""
     seed: int = 0
