@@ -310,6 +310,8 @@ def _run_directory(cfg: RunRoot) -> str:
     fate = "a new run"
     if cfg.resume is not None:
         fate = "a resumed run" if cfg.resume.dir is None else f"a new run from {cfg.resume.dir}"
+        if cfg.resume.skip_progress:
+            fate += ", whose steps begin at 1"
     elif rundir.is_used(cfg.run_dir):
         fate = "deleted first (--clean)" if cfg.clean else "it has files of an earlier one"
     return f"writes to {cfg.run_path} ({fate})"

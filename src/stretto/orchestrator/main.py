@@ -211,7 +211,7 @@ def build_loop(
     user_code: UserCode | None = None,
 ) -> Loop:
     """Build all other parts of a run; `stack` closes them."""
-    run_dir, resumed_step = cfg.run_dir, progress.step if cfg.resume else None
+    run_dir, resumed_step = cfg.run_dir, progress.step or None
     user_code = user_code or open_user_code(cfg, renderer, stack)
     envs = user_code.envs
     progress = with_fingerprints(cfg, progress, envs)

@@ -90,6 +90,8 @@ class CriticProcess:
             run, step = rundir.find_checkpoint(self.cfg.run_dir, self.cfg.resume.step, self.cfg.resume.dir)
             skip = self.cfg.ckpt is not None and self.cfg.ckpt.skip_optimizer
             checkpoint.load(run, self.learner, step, skip_optimizer=skip)
+            if self.cfg.resume.skip_progress:
+                self.learner.step = 0
             logger.info("resumed after step %d", step)
 
     def run(self, wire: CriticWire | None) -> None:

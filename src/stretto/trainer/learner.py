@@ -252,6 +252,10 @@ class Learner:
         """Let warm-up and decay of the learning rate count from here on."""
         self._schedule_start = self.step
 
+    def begin_anew(self) -> None:
+        """Count steps, and with them the schedule, from 0; weights and the optimizer's state stay."""
+        self.step = self._schedule_start = 0
+
     @property
     def reference(self) -> nn.Module | None:
         """The frozen model that the policy is compared with."""

@@ -382,7 +382,7 @@ class Trainer:
 
 
 def resume(cfg: TrainerConfig, learner: Learner) -> int | None:
-    """Load the checkpoint that [resume] names; its step, or None without [resume].
+    """Load the checkpoint that [resume] names; the step after which the run goes on, None if it begins.
 
     Raises: ConfigError when the checkpoint does not exist.
     """
@@ -395,6 +395,10 @@ def resume(cfg: TrainerConfig, learner: Learner) -> int | None:
         )
     ckpt = cfg.ckpt or CkptSection()
     checkpoint.load(run, learner, step, skip_optimizer=ckpt.skip_optimizer)
+    if cfg.resume.skip_progress:
+        learner.begin_anew()
+        logger.info("begins with what was learned up to step %d of %s", step, run)
+        return None
     if ckpt.skip_scheduler:
         learner.begin_schedule()
     logger.info("resumed after step %d%s", step, "" if run == cfg.run_dir else f" of {run}")

@@ -148,10 +148,12 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     order = ExampleOrder(len(examples), cfg.seed)
     step = 0
     if start is not None:
-        rundir.check_max_steps(cfg.max_steps, start[1])
-        step = start[1]
-        if cfg.ckpt is None or not cfg.ckpt.skip_dataloader:
-            order.num_drawn = find_data_position(start, examples, is_own=start[0] == run)
+        cursor = read_position(start)
+        if not begins_anew(cfg):
+            rundir.check_max_steps(cfg.max_steps, start[1])
+            step = start[1]
+        if not begins_anew(cfg) and (cfg.ckpt is None or not cfg.ckpt.skip_dataloader):
+            order.num_drawn = find_data_position(start, cursor, examples, is_own=start[0] == run)
     max_steps = find_last_step(cfg, len(examples), step, order.num_drawn)
     say_epochs(cfg, len(examples), max_steps, order.num_drawn + (max_steps - step) * cfg.batch_size)
     validation: list[MicroBatch] = []
@@ -372,20 +374,19 @@ def complete_checkpoint(run: RunDir, ckpt: CkptSection, step: int) -> None:
     checkpoint.prune(run, num_kept(ckpt), ckpt.keep_interval)
 
 
-def find_data_position(start: ResumePoint, examples: Examples, *, is_own: bool) -> int:
+def begins_anew(cfg: SFTConfig) -> bool:
+    """Are steps and data counted from their start, whatever is loaded?"""
+    return cfg.resume is not None and cfg.resume.skip_progress
+
+
+def find_data_position(start: ResumePoint, cursor: dict[str, Any], examples: Examples, *, is_own: bool) -> int:
     """The number of examples drawn at a checkpoint; 0 if it is another run's with other data.
 
-    Raises: DataError when the data of this run has changed; ConfigError for a checkpoint of `rl`.
+    Raises: DataError when the data of this run has changed.
     """
-    where, cursor = start[0].checkpoint(start[1]), checkpoint.read_cursor(*start)
-    if "data" not in cursor:
-        weights = start[0].weights_step(start[1])
-        raise ConfigError(
-            f"resume.dir: {where} is of an `rl` run, whose optimizer has the state of another loss; "
-            f'start from its weights instead, model.name = "{weights}"'
-        )
     if cursor["data"] == examples.fingerprint():
         return cursor["num_drawn"]
+    where = start[0].checkpoint(start[1])
     if is_own:
         raise DataError(
             f"{where}: was trained on other data than [data] gives now, so it cannot be continued exactly; "
@@ -393,6 +394,20 @@ def find_data_position(start: ResumePoint, examples: Examples, *, is_own: bool) 
         )
     logger.info("%s was trained on other data; [data] is read from its first example", where)
     return 0
+
+
+def read_position(start: ResumePoint) -> dict[str, Any]:
+    """The position in its data that a checkpoint of `sft` has.
+
+    Raises: ConfigError for a checkpoint of `rl`, whatever of it would be used.
+    """
+    cursor = checkpoint.read_cursor(*start)
+    if "data" not in cursor:
+        raise ConfigError(
+            f"resume.dir: {start[0].checkpoint(start[1])} is of an `rl` run, whose optimizer has the state of another "
+            f'loss; start from its weights instead, model.name = "{start[0].weights_step(start[1])}"'
+        )
+    return cursor
 
 
 def load_checkpoint(session: Session, start: ResumePoint) -> None:
@@ -403,10 +418,14 @@ def load_checkpoint(session: Session, start: ResumePoint) -> None:
     run, step = start
     ckpt = session.cfg.ckpt or CkptSection()
     checkpoint.load(run, session.learner, step, skip_optimizer=ckpt.skip_optimizer)
+    session.is_new = run != session.run
+    if begins_anew(session.cfg):
+        session.learner.begin_anew()
+        logger.info("begins with what was learned up to step %d of %s", step, run)
+        return
     if ckpt.skip_scheduler:
         session.learner.begin_schedule()
     session.resumed_step = session.saved_step = step
-    session.is_new = run != session.run
     logger.info("resumed from step %d%s", step, "" if run == session.run else f" of {run}")
 
 

@@ -52,6 +52,19 @@ def test_an_rl_run_begun_in_the_middle_of_another_ends_with_its_bits(settings, s
     assert again.code == 2 and "without resume.dir" in again.output
 
 
+def test_an_rl_run_begins_anew_with_what_another_has_learned(settings, straight: Ended, tmp_path):
+    words = ["--resume.dir", str(straight.run.checkpoint(4)), "--resume.skip-progress", "--max-steps", "2"]
+    begun = rl(tmp_path, settings, *words)
+    assert f"begins with what was learned up to step 4 of {straight.run.checkpoint(4)}" in begun.output
+    assert begun.run.complete_checkpoints() == [2] and audit(begun.run) == []
+    assert (begun.summary()["steps"], begun.summary()["origin"]) == (2, str(straight.run.checkpoint(4)))
+    query = "SELECT group_id, task_id FROM draws WHERE group_id < 4 ORDER BY group_id"
+    with begun.ledger() as own, straight.ledger() as first:
+        assert own.rows(query) == first.rows(query)
+    assert max(begun.column("mismatch_kl/mean")) < 1e-4, "engines play with the weights that were learned"
+    assert begun.weights(2) not in (straight.weights(2), straight.weights(4))
+
+
 def test_an_sft_run_begins_at_another_ones_newest_checkpoint(tmp_path: Path):
     fine_tuned(tmp_path, max_steps=1, seq_len=256, model={"scratch": TINY})
     words = ["@", "sft.toml", "--run.name", "second", "--resume.dir", "run", "--max-steps", "2"]

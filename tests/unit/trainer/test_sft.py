@@ -176,6 +176,20 @@ def test_what_a_resumed_run_is_to_skip_begins_anew(tmp_path):
     )
 
 
+def test_a_run_begins_anew_with_what_another_has_learned(tmp_path):
+    first = config(tmp_path, max_steps=3)
+    sft.main(first)
+    began = {"dir": str(first.run_dir.path), "skip_progress": True}
+    cfg = config(tmp_path, max_steps=2, run={"name": "second"}, resume=began)
+    sft.main(cfg)
+    rows = {row["step"]: row for row in read_metrics(cfg.run_dir.metrics("sft")) if "loss/mean" in row}
+    firsts = {row["step"]: row for row in read_metrics(first.run_dir.metrics("sft")) if "loss/mean" in row}
+    assert list(rows) == [1, 2] and rows[1]["loss/mean"] < firsts[3]["loss/mean"] < firsts[1]["loss/mean"]
+    assert rows[1]["batch/tokens"] == firsts[1]["batch/tokens"], "the data begin at their start"
+    state = json.loads((cfg.run_dir.checkpoint(2) / "trainer" / "state.json").read_text())
+    assert (state["step"], state["cursor"]["num_drawn"]) == (2, 32)
+
+
 def test_checkpoints_are_elsewhere_and_a_run_of_the_same_name_does_not_mix_with_them(tmp_path):
     def elsewhere(runs="runs", **changes):
         return config(tmp_path / runs, ckpt={"output_dir": str(tmp_path / "kept")}, **changes)

@@ -112,6 +112,19 @@ def test_a_schedule_that_begins_anew_is_kept_by_later_checkpoints(tmp_path):
     assert resumed.next_lr == learner.next_lr == pytest.approx(1e-2 / 2)
 
 
+def test_steps_that_begin_anew_have_the_weights_and_the_optimizer_of_the_checkpoint(tmp_path):
+    run, scheduler = RunDir(tmp_path), LinearScheduler(warmup_steps=0, decay_steps=4)
+    learner = train(build_learner(scheduler=scheduler, max_steps=8), 6)
+    save_checkpoint(run, learner)
+    anew = build_learner(build_policy(1), scheduler=scheduler, max_steps=8)
+    checkpoint.load(run, anew, 6)
+    decayed = anew.next_lr
+    anew.begin_anew()
+    assert (anew.step, anew.next_lr) == (0, pytest.approx(1e-2)) and decayed < 1e-2
+    assert {id(p) for p in anew.network.optimizer.state} and anew.state().values["schedule_start"] == 0
+    assert all(torch.equal(value, weights(anew)[name]) for name, value in weights(learner).items())
+
+
 def test_a_checkpoint_does_not_exist_before_it_is_whole(tmp_path, monkeypatch):
     run, learner = RunDir(tmp_path), train(build_learner(), 1)
 

@@ -113,6 +113,9 @@ RULES: Rules = {
     ),
     ResumeSection: (
         Rule("dir step", other_step, "{0.path} is the checkpoint of step {it}, and {1}; give one"),
+        Rule("skip_progress | dir", lambda s: s.skip_progress and s.dir is None,
+             "{0} begins a run of its own with what another has learned: give {1.path} = \"outputs/OTHER\" and another "
+             "run.name; a run that goes on in its own directory goes on at its step: leave the key out"),
     ),
     ControlSection: (
         Rule("dead_after_s heartbeat_s", lambda s: s.heartbeat_s * 2 > s.dead_after_s,

@@ -180,3 +180,6 @@ class ResumeSection(Section):
     dir: Path | None = None
     """Directory of another run, or of one of its checkpoints (`RUN/checkpoints/step_N`): this run begins where
     that one stood, as a run of its own; the other is only read. None: continue the run of this name."""
+    skip_progress: bool = False
+    """With `dir`: begin with the weights, the optimizer's state and the critic of that checkpoint, and with everything
+    else anew: steps are counted from 1, and schedule, data and draws begin at their start."""

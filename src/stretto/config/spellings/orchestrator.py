@@ -46,7 +46,7 @@ ORCHESTRATOR = Table("orchestrator", "OrchestratorKeys", (
     same("num_train_workers", 1),
     idle("pad_to_multiple_of", 1, "rows are padded to what model.cp needs"),
     idle("ckpt.wait_for_weights_timeout", None, "a checkpoint is complete or absent"),
-    refused("ckpt.skip_progress", False, NO_PROGRESS, unless=(False,)),
+    moved("ckpt.skip_progress", False, "/resume.skip_progress", NO_PROGRESS, values={False: Nothing}),
     idle("collect_inference_metrics", True, "engines are always asked"),
     idle("inference_metrics_roles", None, "engines say their role"),
     moved("heartbeat.url", None, "/monitors.heartbeat.url"),

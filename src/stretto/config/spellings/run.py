@@ -24,10 +24,7 @@ BROADCAST_TYPES = {
     "nixl": Instead('weights do not travel by NIXL; write type = "nccl", which is the collective transport'),
 }
 
-NO_PROGRESS = (
-    "a checkpoint is continued at its step, by resume.dir; a run from step 0 starts from its weights, model.name = "
-    '"RUN/weights/step_N", with a new optimizer'
-)
+NO_PROGRESS = "with resume.dir: a run of its own, which begins at step 0 and the first task"
 NO_EXPERIMENTS = refused("experimental", {}, "there are no experimental keys; leave it out", unless=({},))
 
 ROOT = Table("", "RLConfig", (
@@ -64,7 +61,7 @@ CKPT = Table("ckpt", "CkptSection", (
     ),
 ))  # fmt: skip
 CKPT_OWN = Table("trainer.ckpt", "CkptSection", (
-    refused("skip_progress", False, NO_PROGRESS, unless=(False,)),
+    moved("skip_progress", False, "/resume.skip_progress", NO_PROGRESS, values={False: Nothing}),
     same("skip_scheduler", False),
     same("skip_dataloader", False, "of `sft`; nothing that `rl` resumes has a position in data"),
     same("skip_optimizer", False, "checkpoints have none of it either"),

@@ -99,7 +99,10 @@ def _ports(specs: Sequence[ProcessSpec]) -> str:
 
 def resume_text(section: ResumeSection) -> str:
     """From where a run resumes, in words."""
-    return f"resumed from step {section.step}" + (f" of {section.dir}" if section.dir is not None else "")
+    of_another = f" of {section.dir}" if section.dir is not None else ""
+    if section.skip_progress:
+        return f"begins with what was learned up to step {section.step}{of_another}"
+    return f"resumed from step {section.step}{of_another}"
 
 
 def gpu_sum(plan: LaunchPlan) -> str | None:

@@ -90,7 +90,7 @@ def _plan(
     ports: PortClaims | None = None,
     secret: Secret | None = None,
 ) -> LaunchPlan:
-    if resume_step is not None:
+    if resume_step is not None and cfg.resume is not None and not cfg.resume.skip_progress:
         rundir.check_max_steps(cfg.max_steps, resume_step)
     if cfg.deployment.type == "multi_node":
         return nodes.plan_nodes(cfg, run, resume_step, secret)

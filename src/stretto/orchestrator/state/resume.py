@@ -39,6 +39,8 @@ def starting_point(cfg: OrchestratorConfig) -> Progress:
             f"resume.dir: {run.checkpoint(step)} is of an `sft` run, whose optimizer learned another loss; start "
             f'from its weights instead, model.name = "{run.weights_step(step)}"'
         )
+    if cfg.resume.skip_progress:
+        return Progress(origin=str(run.checkpoint(step)))
     rundir.check_max_steps(cfg.max_steps, step)
     progress = checkpoint.load(run, step)
     if cfg.resume.dir is not None:
