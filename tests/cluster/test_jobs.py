@@ -17,6 +17,7 @@ from stretto.cli import main
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.slurm import node_names, seconds
+from stretto.launch.job import RESUME
 from stretto.launch.slurm.script import Job, fill, plan_job
 from stretto.launch.slurm.submit import screen, write
 
@@ -62,7 +63,7 @@ trap 'again=yes; touch "$STRETTO_FINISH" || true; scancel --signal=USR2 "$SLURM_
 start=
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     if compgen -G "$run/checkpoints/step_*/COMPLETE" >/dev/null
-    then start="--resume --resume.step None --resume.dir None"
+    then start="--resume --resume.step None --resume.dir None --resume.skip-progress false"
     else start=--clean
     fi
 fi
@@ -124,11 +125,28 @@ def test_a_job_that_is_started_again_resumes_or_begins_anew(tmp_path: Path, is_s
         )
         assert ended.returncode == 0, ended.stderr
         words[restarts] = ended.stdout.split("--deployment.hosts ")[1].strip()
-    again = "--resume --resume.step None --resume.dir None" if is_saved else "--clean"
+    again = (
+        "--resume --resume.step None --resume.dir None --resume.skip-progress false"
+        if is_saved
+        else "--clean"
+    )
     assert words == {"0": "a b c", "1": f"a b c {again}"}
 
 
-@pytest.mark.parametrize("restart", ["--resume --resume.step None --resume.dir None", "--clean"])
+def test_a_job_runs_in_the_directory_of_the_project(tmp_path: Path) -> None:
+    script = plan_job(rl(tmp_path, f'project_dir = "{tmp_path}/theirs"\n')).script
+    assert f"#SBATCH --chdir={tmp_path}/theirs\n" in script
+
+
+def test_a_run_that_began_anew_with_anothers_weights_is_continued_at_its_own_step(tmp_path: Path) -> None:
+    begun = ["--resume.dir", "outputs/first", "--resume.skip-progress"]
+    cfg = rl(tmp_path, "", *begun, *RESUME.split())
+    assert cfg.resume is not None and (cfg.resume.dir, cfg.resume.skip_progress) == (None, False)
+
+
+@pytest.mark.parametrize(
+    "restart", ["--resume --resume.step None --resume.dir None --resume.skip-progress false", "--clean"]
+)
 def test_the_config_of_the_job_loads_on_a_node(tmp_path: Path, restart: str) -> None:
     cfg = rl(tmp_path, "", "--resume.dir", "elsewhere", "--resume.step", "4")
     job = plan_job(cfg)

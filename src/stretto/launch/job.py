@@ -21,7 +21,7 @@ from stretto.launch.run.serve import plan_serving
 
 JobConfig = RLConfig | SFTConfig | InferenceConfig
 VERBS: dict[type, str] = {RLConfig: "rl", SFTConfig: "sft", InferenceConfig: "inference"}
-RESUME = "--resume --resume.step None --resume.dir None"
+RESUME = "--resume --resume.step None --resume.dir None --resume.skip-progress false"
 """Words with which a run that was interrupted continues from its own latest checkpoint."""
 
 

@@ -23,6 +23,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,6 +40,7 @@ from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
 from stretto.config.changes import changes
 from stretto.config.load import dump, write_json
 from stretto.config.root import SFTConfig
+from stretto.config.sections.sft import FileData
 from stretto.config.sections.trainer import CkptSection, num_kept
 from stretto.models.tracing.snapshots import MemorySnapshots
 from stretto.models.tracing.tracer import Tracer
@@ -145,7 +147,9 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     renderer = build_renderer(tokenizer, cfg.renderer, model_type, images)
     longest = min(cfg.seq_len, policy.config.hf.get("max_position_embeddings") or cfg.seq_len)
     examples = load_examples(cfg.data, renderer, cfg.loss_mask, longest, cfg.seed)
-    order = ExampleOrder(len(examples), cfg.seed)
+    order = ExampleOrder(
+        len(examples), cfg.seed, is_shuffled=not isinstance(cfg.data, FileData) or cfg.data.shuffle
+    )
     step = 0
     if start is not None:
         cursor = read_position(start)
@@ -379,7 +383,9 @@ def begins_anew(cfg: SFTConfig) -> bool:
     return cfg.resume is not None and cfg.resume.skip_progress
 
 
-def find_data_position(start: ResumePoint, cursor: dict[str, Any], examples: Examples, *, is_own: bool) -> int:
+def find_data_position(
+    start: ResumePoint, cursor: dict[str, Any], examples: Examples, *, is_own: bool
+) -> int:
     """The number of examples drawn at a checkpoint; 0 if it is another run's with other data.
 
     Raises: DataError when the data of this run has changed.

@@ -65,7 +65,12 @@ def test_a_key_leads_to_one_of_ours_or_says_what_to_write():
 def leads_somewhere(entry: Entry) -> bool:
     written = ".".join(filter(None, (entry.table.path, entry.row.theirs.replace("*", "NAME"))))
     found = follow(ROOTS[entry.table.verb], written)
-    return found.is_known or (found.key is not None and (found.key.is_free_table or found.key.is_list))
+    is_item = not found.rest and isinstance(found.path[-1], int)
+    return (
+        found.is_known
+        or is_item
+        or (found.key is not None and (found.key.is_free_table or found.key.is_list))
+    )
 
 
 def test_names_of_ours_are_no_names_of_others():
@@ -105,10 +110,16 @@ VALUES = {
     "orchestrator.batch_size = 64\norchestrator.token_batch_size = 4096": "orchestrator.token_batch_size",
     'trainer.memory_profiler_path = "snapshots"': "trainer.memory_profiler_path",
     'inference.model = { name = "m", max_model_len = 4096 }': "inference.max_model_len",
+    'resume.dir = "a"\ntrainer.ckpt.skip_progress = true': "resume.skip_progress",
+    "trainer.ckpt.weights_only = true": "ckpt.skip_optimizer",
+    "orchestrator.mask_truncated_completions = true": "orchestrator.mask_truncated_completions",
+    'trainer.model.fused_lm_head_token_chunk_size = "disabled"': "model.fused_lm_head_token_chunk_size",
+    'slurm.project_dir = "there"': "slurm.project_dir",
+    "orchestrator.eval.max_retries = 5": "orchestrator.eval.max_rollout_retries",
 }
 EXPECTED = [
     "collective", True, None, "vllm", ("adaptive", 8, 64), True, (None,), ("m", 2, {"max_num_active_seqs": 3}),
-    [("gibberish", True)], None, 9400, 4096, Path("snapshots"), 4096,
+    [("gibberish", True)], None, 9400, 4096, Path("snapshots"), 4096, True, True, True, 2048, Path("there"), 5,
 ]  # fmt: skip
 
 
@@ -128,6 +139,18 @@ def test_values_are_said_in_our_words(line, expected, tmp_path):
         case "filters":
             value = [(each.type, each.enforce) for each in value]
     assert value == expected
+
+
+def test_an_environment_has_its_own_retries_and_deadline_and_may_stand_in_one_table(tmp_path):
+    source = 'id = "sort-letters"\npool = { type = "elastic" }\nmax_retries = 5\ntimeout = 9\n'
+    toml = f"[[orchestrator.train.source]]\n{source}[[orchestrator.eval.source]]\n{source}"
+    cfg = rl(tmp_path, toml).orchestrator
+    assert cfg.eval is not None
+    for env in (cfg.env[0], cfg.eval.env[0]):
+        assert (env.max_rollout_retries, env.rollout_timeout_s, env.num_workers) == (5, 9, None)
+    toml = '[orchestrator.environment]\nid = "sort-letters"\nargs = { num_letters = 4 }\n'
+    (env,) = rl(tmp_path, toml).orchestrator.env
+    assert (env.id, env.args) == ("sort-letters", {"num_letters": 4})
 
 
 SOURCES = {
@@ -166,7 +189,7 @@ REFUSED = {
     'trainer.trace_path = "t"': 'rl.toml:1: trainer.trace_path = "t": give --profile STEPS on',
     'weight_broadcast.type = "nixl"': 'rl.toml:1: weight_broadcast.type = "nixl": weights do not travel by NIXL',
     'trainer.model.quantization = { type = "mxfp8" }': "only 128-block floats are here; write fp8 = true",
-    "trainer.ckpt.skip_progress = true": "rl.toml:1: trainer.ckpt.skip_progress = true: a checkpoint is continued",
+    "trainer.ckpt.skip_progress = true": "rl.toml:1: resume.skip_progress = true begins a run of its own",
     "trainer.data.fake.batch_size = 2": "rl.toml:1: trainer.data.fake.batch_size = 2: made-up data are what",
     'trainer.modle.name = "m"': "rl.toml:1: trainer.modle: unknown key; did you mean",
 }

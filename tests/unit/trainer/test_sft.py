@@ -18,6 +18,7 @@ from stretto.base.status import FINISH_VAR
 from stretto.config.load import dump, write_json
 from stretto.monitors.file import read_metrics
 from stretto.trainer import sft
+from stretto.trainer.batch.sft_data import ExampleOrder
 
 pytestmark = pytest.mark.heavy
 
@@ -188,6 +189,11 @@ def test_a_run_begins_anew_with_what_another_has_learned(tmp_path):
     assert rows[1]["batch/tokens"] == firsts[1]["batch/tokens"], "the data begin at their start"
     state = json.loads((cfg.run_dir.checkpoint(2) / "trainer" / "state.json").read_text())
     assert (state["step"], state["cursor"]["num_drawn"]) == (2, 32)
+
+
+def test_rows_may_come_in_their_own_order():
+    assert ExampleOrder(5, 0, is_shuffled=False).draw(12) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+    assert ExampleOrder(5, 0).draw(5) != [0, 1, 2, 3, 4]
 
 
 def test_checkpoints_are_elsewhere_and_a_run_of_the_same_name_does_not_mix_with_them(tmp_path):

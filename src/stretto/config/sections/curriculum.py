@@ -99,4 +99,14 @@ class ZeroAdvantageFilter(Section):
     """Leave flagged rollouts out of the batch; false: count them only."""
 
 
-Filter = Annotated[GibberishFilter | RepetitionFilter | ZeroAdvantageFilter, Field(discriminator="type")]
+class TruncatedFilter(Section):
+    """Flags a rollout that was cut: it reached a limit of tokens or turns before it ended."""
+
+    type: Literal["truncated"] = "truncated"
+    enforce: bool = True
+    """Leave flagged rollouts out of the batch; false: count them only."""
+
+
+Filter = Annotated[
+    GibberishFilter | RepetitionFilter | ZeroAdvantageFilter | TruncatedFilter, Field(discriminator="type")
+]

@@ -134,6 +134,8 @@ class SlurmSection(Section):
     Slurm may be up to a minute early or late. Not for `inference`, whose servers have nothing to save."""
     extra: dict[str, bool | int | str] = Field(default_factory=dict)
     """Further options of sbatch by their long names, such as {"constraint" = "h200"}; true: an option without value."""
+    project_dir: Path | None = None
+    """Directory in which every node runs its commands; None: that in which the job is submitted."""
     pre_run_command: str | None = None
     """Shell commands that every node runs first, such as "module load cuda"; what they export is kept."""
     template_path: Path | None = None

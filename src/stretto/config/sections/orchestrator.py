@@ -8,7 +8,7 @@ from pydantic import Field
 
 from stretto.config.section import Section
 from stretto.config.sections.algorithm import Algo, GrpoAlgo
-from stretto.config.sections.curriculum import CurriculumSection, Filter, Gate
+from stretto.config.sections.curriculum import CurriculumSection, Filter, Gate, TruncatedFilter
 from stretto.config.sections.distill import OpdAlgo, SftAlgo, TeacherSection
 from stretto.config.sections.hooks import HooksSection
 from stretto.config.sections.model import RendererSection
@@ -135,6 +135,8 @@ class TrainEnvSection(EnvSection):
     the run's), whatever their sizes."""
     rollout_timeout_s: float | None = Field(None, gt=0)
     """Deadline of one of its rollouts; None: the run's."""
+    max_rollout_retries: int | None = Field(None, ge=0)
+    """Times that one of its failed rollouts is tried again; None: as the run's."""
     curriculum: CurriculumSection | None = None
     """Which of its tasks are drawn, and which of its groups are trained on; None: as [orchestrator.curriculum]."""
 
@@ -167,6 +169,10 @@ class EvalEnvSection(EnvSection):
     """Rollouts per task (sampled)."""
     sampling: SamplingOverrides = SamplingOverrides()
     """How it is sampled."""
+    rollout_timeout_s: float | None = Field(None, gt=0)
+    """Deadline of one of its rollouts; None: as the others'."""
+    max_rollout_retries: int | None = Field(None, ge=0)
+    """Times that one of its failed rollouts is tried again; None: as the others'."""
 
 
 class EvalSection(Section):
@@ -187,6 +193,8 @@ class EvalSection(Section):
     """Also evaluate with temperature 0."""
     skip_first_step: bool = False
     """No eval of the starting weights."""
+    max_rollout_retries: int | None = Field(None, ge=0)
+    """Times that a failed rollout is tried again; None: as in training, or 2."""
     retrigger_on_resume: bool = False
     """Evaluate the version a run resumes from once more, even if it has been; of `rl`."""
     save_samples: bool = True
@@ -296,7 +304,9 @@ class OrchestratorKeys(Section):
     max_rejected_batches: int = Field(10, gt=0)
     """Batches' worth of groups that gates and filters reject in a row before the run stops with the cause."""
     filters: list[Filter] = Field([])
-    """Rollouts to leave out of batches, or to count: gibberish, repetition, zero_advantage."""
+    """Rollouts to leave out of batches, or to count: gibberish, repetition, zero_advantage, truncated."""
+    mask_truncated_completions: bool = False
+    """Do not train rollouts that were cut: the filter `truncated`, enforced. Their rewards stay in the group's mean."""
     hooks: HooksSection = HooksSection()
     batch_order: Literal["dispatch", "finished"] = "dispatch"
     """Which groups make a batch: `dispatch`, the earliest drawn, waiting for those still running, so that short
@@ -324,6 +334,12 @@ class OrchestratorKeys(Section):
     """Data-parallel trainer ranks to pack for."""
     stall_timeout_s: float = Field(600.0, gt=0)
     """A run without progress for longer dumps stacks and queue depths, then stops."""
+
+    @property
+    def all_filters(self) -> list[Filter]:
+        """`filters`, and that of mask_truncated_completions."""
+        others = [each for each in self.filters if each.type != "truncated"]
+        return [*others, TruncatedFilter()] if self.mask_truncated_completions else self.filters
 
     def env_of(self, name: str) -> TrainEnvSection | None:
         """The section of a training environment, by its name."""

@@ -41,6 +41,8 @@ class FileData(Section):
     many of each, which `subsets` and `splits` set where nothing is given; None: every row of each once."""
     stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
     """With probabilities: an epoch has every row of every data set, or ends with the first that has no more."""
+    shuffle: bool = True
+    """Take the rows in a new order every epoch; false: in theirs, those of several data sets one after another."""
     streaming: bool = False
     """Read a data set of the Hub without a copy on disk; the rows that are trained on are in memory in any case."""
     convert: str | None = None

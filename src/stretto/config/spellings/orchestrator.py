@@ -25,6 +25,7 @@ ADAPTIVE = (("concurrency.type", "adaptive"),)
 VERIFIERS = (("id", "verifiers"),)
 DISTILLED = (("algo.type", "sft"),)
 WORKERS = "its environments run in worker processes of the run: write num_workers = N"
+ELASTIC = "as many processes as num_workers says, and one for verifiers"
 POOL = 'write orchestrator.curriculum.sampler: type = "difficulty_pool" with easy_threshold, hard_weight and so on'
 POOLS = (("curriculum.sampler.type", "difficulty_pool"),)
 NO_PLATFORM = "there is no monitor of that platform; `[monitors.wandb]` and others are there"
@@ -75,10 +76,10 @@ ORCHESTRATOR = Table("orchestrator", "OrchestratorKeys", (
         idle("env_install_prerelease", False, "environments are installed with pip before the run"),
         idle("pool_size", None, "one renderer serves all rollouts"),
         NO_EXPERIMENTS,
-        refused("micro_batch_size", None, "samples are packed into rows of seq_len tokens; leave it out"),
-        refused("mask_truncated_completions", False, "rollouts that are cut are trained; "
-                "`algo.overlong` takes reward from long ones", unless=(False,)),
-        refused("environment", None, "an environment is `[[orchestrator.env]]` with id and args"),
+        idle("micro_batch_size", None, "a pass is one packed row of seq_len tokens, whose gradients are added up"),
+        same("mask_truncated_completions", False, "their rewards stay in the group's mean; a group of such rollouts "
+             "alone is replaced"),
+        moved("environment", None, "env.0"),
         refused("algorithms", None, 'credit is `[orchestrator.algo]` with type = "grpo" and so on'),
         refused("models", {}, "a teacher is `[orchestrator.teacher]`"),
         refused("actor", "policy", 'a teacher plays with algo.type = "sft"', unless=("policy",)),
@@ -171,7 +172,7 @@ ENV_ROWS = (
           sets=VERIFIERS),
     moved("env", NO_DEFAULT, "args", "all other settings of a verifiers environment", sets=VERIFIERS),
     moved("serve.pool.num_workers", None, "num_workers"),
-    refused("serve.pool.type", "elastic", WORKERS, unless=("static",)),
+    idle("serve.pool.type", "elastic", ELASTIC),
     refused("serve.address", None, WORKERS, unless=("None",)),
     refused("serve", NO_DEFAULT, WORKERS, unless=({},)),
     *old(
@@ -182,10 +183,10 @@ ENV_ROWS = (
         same("id", note="a bundled environment, or one of your own; a module of verifiers v0 must be ported"),
         same("args", {}),
         moved("pool.num_workers", None, "num_workers"),
-        refused("pool.type", "elastic", WORKERS, unless=("static",)),
+        idle("pool.type", "elastic", ELASTIC),
         refused("address", None, WORKERS, unless=("None",)),
         same("num_workers", None, values={"auto": "None"}),
-        refused("max_retries", 3, "write orchestrator.max_rollout_retries"),
+        moved("max_retries", 3, "max_rollout_retries"),
         refused("extra_env_kwargs", {}, "they are settings of verifiers v0; its environments must be ported",
                 unless=({},)),
     ),
@@ -210,8 +211,7 @@ EVAL_SOURCE = Table("orchestrator.eval.source.0", "EvalEnvSection", (
     moved("select.limit", None, "num_examples"),
     same("group_size", None),
     same("sampling", NO_DEFAULT),
-    *old(moved("rollouts_per_example", 1, "group_size"),
-         refused("timeout", None, "write orchestrator.rollout_timeout_s")),
+    *old(moved("rollouts_per_example", 1, "group_size"), moved("timeout", None, "rollout_timeout_s")),
 ))  # fmt: skip
 EVAL = Table("orchestrator.eval", "EvalSection", (
     moved("source", [], "env", "without any the training environments' held-out tasks are evaluated"),
@@ -223,7 +223,7 @@ EVAL = Table("orchestrator.eval", "EvalSection", (
     moved("select.limit", None, "num_examples"),
     *old(
         moved("rollouts_per_example", 1, "group_size"),
-        refused("max_retries", 3, "write orchestrator.max_rollout_retries"),
+        moved("max_retries", 3, "max_rollout_retries"),
     ),
 ))  # fmt: skip
 EVAL_SAMPLING = Table("orchestrator.eval.sampling", "SamplingOverrides", (
@@ -232,8 +232,8 @@ EVAL_SAMPLING = Table("orchestrator.eval.sampling", "SamplingOverrides", (
     same("top_k", None, values=ALL),
     same("min_p", None),
     same("max_completion_tokens", None),
-    refused("reasoning_effort", None, "whether a model thinks is orchestrator.renderer.enable_thinking",
-            unless=("None",)),
+    refused("reasoning_effort", None, "whether and how long a model thinks is said for training and evals "
+            "alike: orchestrator.renderer.enable_thinking, or renderer.reasoning_effort", unless=("None",)),
 ))  # fmt: skip
 RENDERER = Table("orchestrator.renderer", "RendererSection", (
     same("name", "auto", "`default` and None are refused: they cannot tell sampled tokens from the template's"),

@@ -68,7 +68,7 @@ CKPT_OWN = Table("trainer.ckpt", "CkptSection", (
     *old(
         moved("skip_gather_master_weights", False, "weights", "true is `weights = \"None\"`",
               values={True: "None", False: Nothing}),
-        refused("weights_only", False, "checkpoints have all that a resumed run needs; leave it out", unless=(False,)),
+        moved("weights_only", False, "skip_optimizer", "weights, and what is small; a resumed run has a new optimizer"),
         idle("weights.save_sharded", True, "weights are sharded by size"),
         refused("weights.save_format", "safetensors", "weights are safetensors files; leave it out",
                 unless=("safetensors",)),
@@ -121,7 +121,7 @@ DEPLOYMENT = Table("deployment", "RLConfig", (
 ), below="deployment")  # fmt: skip
 SLURM = Table("slurm", "SlurmSection", (
     same("job_name", "prime-rl"),
-    refused("project_dir", ".", 'write pre_run_command = "cd DIR"', unless=(".",)),
+    same("project_dir", "."),
     same("template_path", None, "a template of ours: a `--dry-run` shows the built-in one"),
     same("partition", "cluster"),
     same("nodelist", None),

@@ -78,13 +78,13 @@ MODEL = Table("trainer.model", "ModelSection", (
     refused("debug.num_layers", None, DEBUG, unless=("None",)),
     refused("debug.random_init", False, DEBUG, unless=(False,)),
     refused("debug.force_balanced_routing", False, DEBUG, unless=(False,)),
-    same("fused_lm_head_token_chunk_size", 8192, values={
-        "auto": 8192, "disabled": Instead("the output head is always computed in chunks; leave it out")}),
+    same("fused_lm_head_token_chunk_size", 8192, '"disabled" is the default: chunks give the same numbers in less room',
+         values={"auto": 8192, "disabled": Nothing}),
     idle("conversion_dir", None, "no converted copy of the weights is written"),
     *old(
         same("fp8", False),
         moved("experimental.lora", None, "lora"),
-        refused("lora.name", None, "engines serve the adapter under the run's name; leave it out", unless=("None",)),
+        idle("lora.name", None, "engines serve the adapter under the run's name"),
     ),
 ))  # fmt: skip
 DATA = Table("trainer.data", "TrainerKeys", (

@@ -152,7 +152,7 @@ def _options(cfg: JobConfig, section: SlurmSection, run: RunDir, gpus: int) -> s
         "job-name": section.job_name or run.path.name,
         "nodes": cfg.num_nodes,
         "ntasks-per-node": 1,
-        "chdir": str(Path.cwd()),
+        "chdir": str(Path.cwd() if section.project_dir is None else section.project_dir.absolute()),
         "output": str(run.slurm / "job.log").replace("%", "%%"),
         "open-mode": "append",
         "gres": section.gres or (f"gpu:{gpus}" if gpus else None),

@@ -165,7 +165,9 @@ class BatchShipper:
     def _build_row(self, slots: Sequence[Slot], discarded: Sequence[Slot]) -> telemetry.StepRow:
         counts, self.buffer.counts = self.buffer.counts, Counts()
         row = telemetry.batch_row(slots, discarded, self.buffer, counts)
-        row.metrics |= telemetry.filter_row(self.cfg.filters, self._pop_filter_flags(), [*slots, *discarded])
+        row.metrics |= telemetry.filter_row(
+            self.cfg.all_filters, self._pop_filter_flags(), [*slots, *discarded]
+        )
         row.metrics |= {} if self.parts.rollout_function is None else self.parts.rollout_function.metrics
         interval = self.cfg.monitors.samples_interval
         step = self.buffer.next_step

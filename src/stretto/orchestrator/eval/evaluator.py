@@ -133,6 +133,8 @@ class Evaluator:
         player = dataclasses.replace(
             self._player,
             sampling=greedy if mode == "greedy" else plan.sampling,
+            timeout_s=plan.timeout_s or self._player.timeout_s,
+            max_retries=self._player.max_retries if plan.max_retries is None else plan.max_retries,
             run_id=f"{self._player.run_id}-v{version}",
         )
         slots, num_played = asyncio.Semaphore(max(self._max_inflight // k, 1)), 0
@@ -196,19 +198,32 @@ class EvalPlan:
     group_size: int
     interval: int | None
     sampling: SamplingSection
+    timeout_s: float | None
+    max_retries: int | None
 
 
 def _eval_plan(env: Environment, section: EvalSection) -> EvalPlan:
     override = next((each for each in section.env if (each.name or each.id) == env.name), None)
     if override is None:
         tasks = _held_out_tasks(env, section.num_examples)
-        return EvalPlan(env, tasks, section.group_size, section.interval, section.sampling)
+        return EvalPlan(
+            env,
+            tasks,
+            section.group_size,
+            section.interval,
+            section.sampling,
+            None,
+            section.max_rollout_retries,
+        )
+    retries = override.max_rollout_retries
     return EvalPlan(
         env,
         _held_out_tasks(env, override.num_examples or section.num_examples),
         override.group_size or section.group_size,
         override.interval or section.interval,
         override.sampling.over(section.sampling),
+        override.rollout_timeout_s,
+        section.max_rollout_retries if retries is None else retries,
     )
 
 

@@ -17,7 +17,13 @@ import msgspec
 import numpy as np
 
 from stretto.base.errors import StrettoError
-from stretto.config.sections.curriculum import Filter, Gate, GibberishFilter, RepetitionFilter
+from stretto.config.sections.curriculum import (
+    Filter,
+    Gate,
+    GibberishFilter,
+    RepetitionFilter,
+    TruncatedFilter,
+)
 from stretto.config.sections.distill import SftAlgo
 from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.orchestrator.batch.user_hooks import BatchHooks
@@ -87,7 +93,7 @@ def assess_group(
         if not any(rollout.is_counted for rollout in group.rollouts):
             return Verdict(group)
         verdict = replace(
-            apply_filters(group, cfg.gates_of(env), cfg.filters, vocab_size), has_signal=has_signal
+            apply_filters(group, cfg.gates_of(env), cfg.all_filters, vocab_size), has_signal=has_signal
         )
         if isinstance(algo, SftAlgo) and not has_signal:
             verdict = replace(verdict, rejected=verdict.rejected or "min_reward")
@@ -157,6 +163,8 @@ def is_flagged(group: Group, member: int, section: Filter, vocab_size: int | Non
             return is_gibberish(rollout, section, vocab_size)
         case RepetitionFilter():
             return is_repetitive(rollout, section)
+        case TruncatedFilter():
+            return rollout.status is RolloutStatus.TRUNCATED
     return group.advantages[member] == 0.0 and not rollout.is_distilled
 
 

@@ -228,11 +228,12 @@ def trained_player(player: Player, cfg: OrchestratorSection, name: str) -> Playe
     section = cfg.env_of(name)
     assert section is not None, f"no environment {name}"
     timeout_s = section.rollout_timeout_s or player.timeout_s
-    replay = cfg.train.replay
+    replay, own_retries = cfg.train.replay, section.max_rollout_retries
     return replace(
         player,
         sampling=cfg.sampling_of(name),
         timeout_s=timeout_s,
+        max_retries=player.max_retries if own_retries is None else own_retries,
         is_learned=cfg.algo_of(name).type not in WITHOUT_BEHAVIOR,
         max_support=None if replay is None else replay.max_tokens,
     )

@@ -242,8 +242,9 @@ class ExampleOrder:
     `num_drawn` is the whole state.
     """
 
-    def __init__(self, num_examples: int, seed: int, num_drawn: int = 0):
-        self.num_examples = num_examples
+    def __init__(self, num_examples: int, seed: int, num_drawn: int = 0, *, is_shuffled: bool = True):
+        """is_shuffled: false for every epoch in the order of the examples."""
+        self.num_examples, self._is_shuffled = num_examples, is_shuffled
         self.seed = seed
         self.num_drawn = num_drawn
         self._shuffled: tuple[int, np.ndarray] | None = None
@@ -258,7 +259,7 @@ class ExampleOrder:
         drawn = []
         for number in range(self.num_drawn, self.num_drawn + count):
             epoch, position = divmod(number, self.num_examples)
-            drawn.append(int(self._permutation(epoch)[position]))
+            drawn.append(int(self._permutation(epoch)[position]) if self._is_shuffled else position)
         self.num_drawn += count
         return drawn
 

@@ -54,6 +54,21 @@ def group(*rewards, advantages=None, **each):
     )
 
 
+def test_rollouts_that_were_cut_are_not_trained_and_their_rewards_stay_in_the_mean(tmp_path):
+    """mask_truncated_completions: the others' advantages are as if they were trained; alone they make no group."""
+    cfg = OrchestratorConfig(env=[{"id": "fakes:EchoEnv", "name": "echo"}], mask_truncated_completions=True)
+    cut = msgspec.structs.replace(rollout(1, 0.0), status=RolloutStatus.TRUNCATED)
+    played = Group(group_id=0, task=TASK, rollouts=(rollout(0, 1.0), cut), advantages=(0.0, 0.0))
+    verdict = assess_group(played, cfg)
+    assert verdict.group.advantages == (0.5, -0.5) and verdict.rejected is None and verdict.has_signal
+    assert [each.is_counted for each in verdict.group.rollouts] == [True, False]
+    assert undo_filters(verdict.group).rollouts == played.rollouts and verdict.flags == {"truncated": 1}
+    whole = assess_group(msgspec.structs.replace(played, rollouts=(cut, cut)), cfg)
+    assert whole.rejected == "filter truncated"
+    off = assess_group(played, OrchestratorConfig(env=cfg.env))
+    assert all(each.is_counted for each in off.group.rollouts) and not off.flags
+
+
 # -- filters against slow references --
 
 
