@@ -80,6 +80,8 @@ class ServiceSection(Section):
     router_url: str | None = None
     """Address of a router before these engines, which spreads the requests for samples; adapters are loaded in each
     engine. `serve` fills in the one that `[inference.router]` starts. None: each goes to the engine with the fewest."""
+    max_audit_bytes: int = Field(256 << 20, gt=0)
+    """Most bytes of the audit log, RUN/service/audit.jsonl and audit.1.jsonl; what is oldest is deleted."""
     gap_timeout_s: float = Field(120.0, gt=0)
     """Longest wait for a request whose number was skipped; then those behind it fail."""
 

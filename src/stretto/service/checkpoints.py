@@ -17,6 +17,12 @@ from stretto.service.jobs import WRITES, Job
 from stretto.service.store import SEGMENTS, Audit, Checkpoint, Run, Sampler, Store
 from stretto.transports.engine.api import Refusal
 
+LINK_S = 3600.0
+"""How long a signed address of a file works."""
+TRACES = "@traces"
+"""Directory of exported traces, one directory per user; no run has this name."""
+MAX_TRACES = 100
+"""Traces that are kept of one user."""
 UNNAMED = "@"
 """Begins the directory of weights without a name, as no name does."""
 
@@ -155,17 +161,26 @@ class Checkpoints:
         ]
         for sampler in self._store.all(Sampler) if sampler_timeout_s is not None else ():
             is_idle = now - max(sampler.used_at, since) > (sampler_timeout_s or 0.0)
-            if is_unnamed(sampler) and is_idle and not is_used(sampler.directory or ""):
+            if sampler.owns_files and is_idle and not is_used(sampler.directory or ""):
                 gone.append(sampler)
         for record in gone:
             self._audit.write(None, "delete", record.id, reason="it has expired")
             await self.delete(record)
+        unneeded = self._store.unneeded(now=now, since=since)
+        self._store.delete(*unneeded)
+        for run in unneeded:
+            if isinstance(run, Run):
+                await asyncio.to_thread(shutil.rmtree, self.directory / run.spec.name, ignore_errors=True)
         return len(gone)
 
-
-def is_unnamed(sampler: Sampler) -> bool:
-    """Whether its weights are nobody's checkpoint."""
-    return sampler.directory is not None and sampler.model_path is None
+    def sweep_traces(self) -> None:
+        """Delete exported traces whose links have expired, and all but a user's newest."""
+        oldest = time.time() - LINK_S
+        for folder in (self.directory / TRACES).glob("*"):
+            files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+            for i, path in enumerate(files):
+                if i >= MAX_TRACES or path.stat().st_mtime < oldest:
+                    path.unlink(missing_ok=True)
 
 
 def is_published(checkpoint: Checkpoint) -> bool:

@@ -1,13 +1,15 @@
 """Results that clients come back for: a request is answered at once with an id, and its result is asked for by it.
 
 A result is JSON, or bytes of a protocol buffer, or a failure with its reason. States: waiting -> done. Only the owner
-gets a result. It is kept for a while after it was first sent, since an answer may be lost on the way.
+gets a result. It is kept for a while after it was first sent, since an answer may be lost on the way, and a user has a
+limited number of them: the newest stay. What is gone is answered with 410.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +20,10 @@ from stretto.transports.engine.api import Refusal
 
 KEEP_SENT_S = 120.0
 KEEP_UNSENT_S = 3600.0
+MAX_KEPT = 20_000
+"""Results that are kept for one user."""
+MAX_KEPT_BYTES = 1 << 30
+"""Bytes of them, but always the newest one."""
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -35,6 +41,10 @@ class Result(msgspec.Struct, frozen=True):
     @classmethod
     def failed(cls, error: str, category: str = "user") -> Result:
         return cls(error=error, category=category)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + len(self.error or "")
 
     def json(self) -> bytes:
         if self.error is None:
@@ -78,7 +88,8 @@ class Futures:
 
     def open(self, name: str, owner: str, *, run: str | None = None) -> Future:
         """A new future, or that of the same request sent again."""
-        self._sweep()
+        if time.monotonic() - self._swept_at > KEEP_SENT_S / 4:
+            self.sweep()
         return self._futures.setdefault(name, Future(name, owner, run=run, on_done=self._number))
 
     def _number(self, future: Future) -> None:
@@ -114,7 +125,11 @@ class Futures:
         """Raises: Refusal 410 if there is none (any more), 403 if it is another user's."""
         future = self._futures.get(name)
         if future is None:
-            raise Refusal(f"{name}: there is no such request, or its result is long gone; send it again", 410)
+            raise Refusal(
+                f"{name}: there is no such request, or its result is gone; results are kept for {KEEP_UNSENT_S:g} s, "
+                f"and for {KEEP_SENT_S:g} s once they were sent",
+                410,
+            )
         if not is_admin and future.owner != user:
             raise Refusal(f"{name}: this is a request of another user", 403)
         return future
@@ -130,12 +145,19 @@ class Futures:
         future.sent_at = time.monotonic()
         return future.result
 
-    def _sweep(self) -> None:
-        now = time.monotonic()
-        if now - self._swept_at < KEEP_SENT_S / 4:
-            return
-        self._swept_at = now
-        for name, future in list(self._futures.items()):
-            is_old = future.sent_at is not None and now - future.sent_at > KEEP_SENT_S
-            if is_old or (future.done_at is not None and now - future.done_at > KEEP_UNSENT_S):
-                del self._futures[name]
+    def sweep(self) -> None:
+        """Forget results that are old, and the oldest of who has too many."""
+        self._swept_at = now = time.monotonic()
+        counts: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        done = [future for future in self._futures.values() if future.done_at is not None]
+        for future in sorted(done, key=lambda future: future.number_done, reverse=True):
+            assert future.done_at is not None and future.result is not None, "it is done"
+            counts[future.owner] += 1
+            sizes[future.owner] += future.result.num_bytes
+            is_old = now - future.done_at > KEEP_UNSENT_S
+            is_old |= future.sent_at is not None and now - future.sent_at > KEEP_SENT_S
+            has_many = counts[future.owner] > MAX_KEPT
+            has_many |= sizes[future.owner] > MAX_KEPT_BYTES and counts[future.owner] > 1
+            if is_old or has_many:
+                del self._futures[future.id]

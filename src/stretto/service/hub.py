@@ -45,6 +45,7 @@ QUIET_ROUTES = frozenset(
         "/api/v1/asample",
         "/api/v1/client/config",
         "/api/v1/client/dynamic_config",
+        "/v1/status",
     }
 )
 """Routes that are not written to the audit log while they succeed: they read, or there are thousands of them."""
@@ -171,7 +172,8 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
             logger.exception("%s %s failed, request %s", http.method, http.path, name)
             refusal = Refusal(f"internal error in request {name}: {type(error).__name__}: {error}", 500)
         finally:
-            if refusal is not None or not is_quiet(http.path):
+            is_noted = refusal is not None or not is_quiet(http.path)
+            if is_noted and http.path not in OPEN_ROUTES:
                 status = 200 if refusal is None else refusal.status
                 details = {} if refusal is None else {"error": str(refusal)[:500]}
                 action = f"{http.method} {http.path[:300]}"

@@ -58,7 +58,11 @@ def build(cfg: ServeConfig) -> tuple[Hub, web.Application]:
     directory = cfg.run_dir.path / "service"
     secret = load_secret(cfg.run_dir)
     vocab_size, max_model_len = model_facts(cfg)
-    store, futures, audit = Store(directory), Futures(), Audit(directory / "audit.jsonl")
+    store, futures, audit = (
+        Store(directory),
+        Futures(),
+        Audit(directory / "audit.jsonl", max_bytes=cfg.service.max_audit_bytes),
+    )
     section = cfg.service
     training = Training(cfg, secret, store, futures, audit, Limits(cfg.seq_len, vocab_size))
     urls = cfg.service.engine_urls
@@ -156,7 +160,7 @@ def watched(hub: Hub) -> list[RunsDirectory]:
 
 
 async def _sweep(hub: Hub) -> None:
-    """Delete what has expired, and write down what was computed."""
+    """Delete what has expired or nobody needs, and write down what was computed."""
     while True:
         num_deleted = await hub.checkpoints.sweep(
             hub.engines.is_used,
@@ -165,6 +169,8 @@ async def _sweep(hub: Hub) -> None:
         )
         if num_deleted:
             logger.info("%d checkpoints and samplers have expired and are deleted", num_deleted)
+        hub.checkpoints.sweep_traces()
+        hub.futures.sweep()
         hub.training.meter.write()
         await asyncio.sleep(SWEEP_S)
 

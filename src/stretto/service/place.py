@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from stretto.config.service import ServiceSection, UserSection
 from stretto.service.jobs import Job
@@ -31,6 +32,13 @@ def check_place(section: ServiceSection, owners: Sequence[str], owner: str) -> N
             "wait until a run ends, or is idle for long enough",
             403,
         )
+
+
+def creation_answer(run: Run) -> dict[str, Any]:
+    """What the client of a run gets once it is there."""
+    if run.start is not None:
+        return {"model_id": run.id, "path": run.start, "type": "load_weights"}
+    return {"model_id": run.id, "type": "create_model"}
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ import json
 import os
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -26,6 +27,11 @@ SEGMENTS: dict[str, str] = {
     "external": "external_weights",
 }
 """Second part of the path of a checkpoint, tinker://<run>/<segment>/<name>, by kind."""
+KEEP_S = 30 * 86400.0
+"""Sessions, and samplers and ended runs without files, are forgotten when they were not used for so long."""
+KEEP_USAGE_S = 400 * 86400.0
+MAX_RECORDS = 10_000
+"""Records of one kind that one user may have of what is not in use; the newest stay."""
 AUDIT_BYTES = 4 << 20
 """How much of the end of the audit log is read: all of it would hold up everybody's requests."""
 
@@ -123,6 +129,11 @@ class Sampler(msgspec.Struct, kw_only=True):
     used_at: float = 0.0
     """When it was last asked for a sample, as far as that was written."""
 
+    @property
+    def owns_files(self) -> bool:
+        """Whether its weights are nobody's checkpoint."""
+        return self.directory is not None and self.model_path is None
+
 
 class Usage(msgspec.Struct, kw_only=True):
     """What a user had computed in one hour (since 1970, UTC). counts: by kind, as usage.py names them."""
@@ -172,33 +183,86 @@ class Store:
         self._db.commit()
         self._records[kind][name] = record
 
-    def delete(self, record: Record) -> None:
-        self._db.execute("delete from records where kind = ? and id = ?", (type(record).__name__, record.id))
+    def delete(self, *records: Record) -> None:
+        names = [(type(record).__name__, record.id) for record in records]
+        self._db.executemany("delete from records where kind = ? and id = ?", names)
         self._db.commit()
-        self._records[type(record)].pop(record.id, None)
+        for record in records:
+            self._records[type(record)].pop(record.id, None)
+
+    def unneeded(self, *, now: float, since: float) -> list[Record]:
+        """Records that nobody needs any more: too old, or too many of one user's kind. since: uses are known from then.
+
+        Kept are runs that go on or may come back, those with checkpoints, samplers or a directory that registers them,
+        and the sessions of these runs.
+        """
+        samplers = list(self.all(Sampler))
+        needed = {each.run for each in self.all(Checkpoint)}
+        needed |= {each.run for each in samplers if each.directory is not None}
+        is_over = lambda run: (
+            run.state in ("ended", "failed") and run.id not in needed and run.directory is None
+        )
+        runs = list(self.all(Run))
+        sessions = {run.session for run in runs if not is_over(run)}
+        idle: list[tuple[float, float, Record]] = []
+        """Time of the last use, seconds for which it is kept after that, record."""
+        idle += [
+            (max(run.last_request_at, run.created_at), KEEP_S, run)
+            for run in runs
+            if is_over(run) and not run.is_held
+        ]
+        idle += [(max(each.used_at, since), KEEP_S, each) for each in samplers if not each.owns_files]
+        idle += [
+            (max(each.last_seen_at, since), KEEP_S, each)
+            for each in self.all(Session)
+            if each.id not in sessions
+        ]
+        idle += [(each.hour * 3600.0, KEEP_USAGE_S, each) for each in self.all(Usage)]
+        counts: Counter[tuple[type[Any], str]] = Counter()
+        found = []
+        for last, keep_s, record in sorted(idle, key=lambda each: each[0], reverse=True):
+            counts[type(record), record.owner] += 1
+            is_usage = isinstance(record, Usage)
+            if now - last > keep_s or (counts[type(record), record.owner] > MAX_RECORDS and not is_usage):
+                found.append(record)
+        return found
 
     def close(self) -> None:
         self._db.close()
 
 
 class Audit:
-    """Who did what, a JSON object per line: time, user, action, what it was done to, and the HTTP status."""
+    """Who did what, a JSON object per line: time, user, action, what it was done to, and the HTTP status.
 
-    def __init__(self, path: Path) -> None:
+    Once the file has half of max_bytes it becomes `audit.1.jsonl`, in place of the one that was that before.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self.path, self._max_bytes = path, max_bytes
+        self._older = path.with_suffix(f".1{path.suffix}")
+        self._open()
+
+    def _open(self) -> None:
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        self._size = self.path.stat().st_size
 
     def write(self, user: str | None, action: str, target: str = "", **details: Any) -> None:
         entry = {"time": round(time.time(), 3), "user": user, "action": action, "target": target}
-        self._file.write(json.dumps(entry | details, default=str) + "\n")
+        line = json.dumps(entry | details, default=str) + "\n"  # ASCII
+        self._file.write(line)
+        self._size += len(line)
+        if self._size > self._max_bytes // 2:
+            self._file.close()
+            self.path.replace(self._older)
+            self._open()
 
     def read(self, user: str | None = None, *, most: int = 1000) -> list[dict[str, Any]]:
         """The newest entries, of one user or of all, oldest first; none that lies before the last `AUDIT_BYTES`."""
-        with self.path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - AUDIT_BYTES))
-            lines = file.read().splitlines()
+        end = _end(self.path, AUDIT_BYTES)
+        if len(end) < AUDIT_BYTES and self._older.exists():
+            end = _end(self._older, AUDIT_BYTES - len(end)) + end
+        lines = end.splitlines()
         found: list[dict[str, Any]] = []
         for line in reversed(lines):
             if len(found) == most:
@@ -212,3 +276,11 @@ class Audit:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _end(path: Path, num_bytes: int) -> bytes:
+    """The last bytes of a file."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - num_bytes))
+        return file.read()

@@ -24,7 +24,7 @@ from stretto.service.checkpoints import Checkpoints
 from stretto.service.futures import Future, Futures, Result
 from stretto.service.jobs import WRITES, Job, Limits, assign, operation, passes_of, read_job
 from stretto.service.journal import REFUSED, Journal
-from stretto.service.place import Tenant, check_place
+from stretto.service.place import Tenant, check_place, creation_answer
 from stretto.service.ranks import connected_ranks
 from stretto.service.scheduler import Request, Share, TrainQueue
 from stretto.service.store import Audit, Run, Store
@@ -77,6 +77,14 @@ class Training:
         run.state, run.reason = "creating", ""
         self._store.put(run)
         return self._futures.open(f"{run.id}/0", run.owner, run=run.id)
+
+    def created(self, run: Run) -> Future:
+        """The future of a run's creation; one that is long done, or was forgotten by a restart, is answered anew."""
+        future = self._futures.open(f"{run.id}/0", run.owner, run=run.id)
+        if future.result is None and run.state != "creating":
+            failed = Result.failed(f"{run.id}: {run.reason}")
+            future.set(failed if run.state == "failed" else Result.of(creation_answer(run)))
+        return future
 
     def check_place(self, owner: str) -> None:
         """Raises: Refusal 403 if this user, or anybody, may have no more runs now."""
@@ -363,11 +371,9 @@ class Training:
                     run.state = "active"
                 run.step = int(result.metrics.get("step", run.step))
                 self._store.put(run)
-                answer = {"model_id": run.id, "type": "create_model"}
+                answer = creation_answer(run)
                 if run.start is not None and run.saved is None:
                     self._save_soon(tenant)  # whoever owns the checkpoint that it began with may delete it
-                if run.start is not None:
-                    answer = {"model_id": run.id, "path": run.start, "type": "load_weights"}
             case "pass":
                 self._answer(job, Result(job.outputs(), is_protobuf=True))
                 return

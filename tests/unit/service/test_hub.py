@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from stretto.config.root import ServeConfig
 from stretto.records.tenants import TenantSpec
+from stretto.service.checkpoints import LINK_S
 from stretto.service.hub import Hub
 from stretto.service.main import build
 from stretto.service.store import Run, Sampler
@@ -246,3 +249,70 @@ async def test_the_engine_of_a_new_run_has_nothing_of_one_that_had_its_name(clie
     await post(client, "/v1/runs", creation(client))
     async with client.get(paused, headers=headers) as response:
         assert await response.json() == {"is_paused": False}
+
+
+async def test_who_asks_late_for_his_run_is_answered(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.service.tinker.routes.POLL_S", 0.1)
+    hub: Hub = client.hub  # type: ignore[attr-defined]
+    _, session = await post(client, "/api/v1/create_session", {})
+    body = {"model_seq_id": 1, "base_model": hub.model_name, "lora_config": {"rank": 4}} | session
+    body = {key: body[key] for key in ("session_id", "model_seq_id", "base_model", "lora_config")}
+    _, made = await post(client, "/api/v1/create_model", body)
+    [run] = hub.store.all(Run)
+    run.state = "evicted"  # created, saved, and away
+    hub.futures.forget(run.id)
+    asked = {"request_id": made["request_id"]}
+    status, answer = await post(client, "/api/v1/retrieve_future", asked)
+    assert status == 410 and "its result is gone" in answer["detail"]
+    assert (await post(client, "/api/v1/create_model", body))[1] == made
+    status, answer = await post(client, "/api/v1/retrieve_future", asked)
+    assert (status, answer) == (200, {"model_id": run.id, "type": "create_model"})
+    run.state, run.reason = "failed", "no room"
+    hub.futures.forget(run.id)
+    await post(client, "/api/v1/create_model", body)
+    _, answer = await post(client, "/api/v1/retrieve_future", asked)
+    assert answer == {"error": f"{run.id}: no room", "category": "user"}
+
+
+async def test_what_asks_all_the_time_is_not_in_the_audit_log(client: TestClient) -> None:
+    hub: Hub = client.hub  # type: ignore[attr-defined]
+    for path in ("/health", "/api/v1/healthz"):
+        async with client.get(path) as response:
+            assert response.status == 503
+    async with client.get("/v1/status", headers={"X-API-Key": token(client, "admin")}) as response:
+        assert response.status == 200
+    async with client.get("/v1/status") as response:
+        assert response.status == 401
+    assert [(entry["action"], entry["status"]) for entry in hub.audit.read()] == [("GET /v1/status", 401)]
+
+
+async def test_exported_traces_go_with_their_links(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.service.checkpoints.MAX_TRACES", 3)
+    hub: Hub = client.hub  # type: ignore[attr-defined]
+    links = []
+    for i in range(5):
+        _, session = await post(client, "/api/v1/create_session", {})
+        path = f"/api/v1/sessions/{session['session_id']}/trace_export"
+        async with client.get(path, headers={"X-API-Key": token(client, "alice")}) as response:
+            links.append((await response.json())["url"].partition("/download")[2])
+        newest = max(hub.checkpoints.directory.glob("*/*/*.json"), key=lambda each: each.stat().st_mtime_ns)
+        os.utime(newest, (time.time() - 100 + i,) * 2)
+
+    async def answers() -> list[int]:
+        found = []
+        for link in links:
+            async with client.get(f"/download{link}") as response:
+                found.append(response.status)
+        return found
+
+    assert await answers() == [404, 404, 200, 200, 200]
+    for i, file in enumerate(
+        sorted(hub.checkpoints.directory.glob("*/*/*.json"), key=lambda each: each.stat().st_mtime)
+    ):
+        os.utime(file, (time.time() - (LINK_S + 1 if i else 0),) * 2)
+    hub.checkpoints.sweep_traces()
+    assert await answers() == [404, 404, 200, 404, 404]

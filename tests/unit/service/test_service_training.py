@@ -93,7 +93,7 @@ def open_training(tmp_path: Path) -> Iterator[Open]:
 
         def open_one(**section: object) -> tuple[Training, Ranks]:
             cfg = base.model_copy(update={"service": base.service.model_copy(update=section)})
-            store, audit, ranks = Store(service), Audit(service / "audit.jsonl"), Ranks()
+            store, audit, ranks = Store(service), Audit(service / "audit.jsonl", max_bytes=1 << 20), Ranks()
             stack.callback(store.close)
             stack.callback(audit.close)
             training = Training(cfg, load_secret(cfg.run_dir), store, Futures(), audit, Limits(64, 100))

@@ -13,9 +13,20 @@ from stretto.base.secret import ADMIN, prepare_tokens
 from stretto.config.service import UserSection
 from stretto.records.tenants import TenantSpec
 from stretto.service.access import Access
-from stretto.service.futures import Futures, Result
+from stretto.service.futures import KEEP_SENT_S, KEEP_UNSENT_S, Futures, Result
 from stretto.service.journal import REFUSED, Journal
-from stretto.service.store import Run, Store
+from stretto.service.store import (
+    KEEP_S,
+    KEEP_USAGE_S,
+    Audit,
+    Checkpoint,
+    Record,
+    Run,
+    Sampler,
+    Session,
+    Store,
+    Usage,
+)
 from stretto.service.usage import HOUR_S, Meter
 from stretto.transports.engine.api import Refusal
 
@@ -136,3 +147,100 @@ def test_usage_is_counted_by_hour_user_and_session(tmp_path: Path, monkeypatch: 
     assert [
         each.counts.get("training") for each in again.between(0, 102 * HOUR_S) if each.owner == "alice"
     ] == [8, 9]
+
+
+async def test_results_that_nobody_fetches_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("stretto.service.futures.time.monotonic", lambda: now)
+    futures = Futures()
+    sent, unsent, waiting = (futures.open(name, "alice") for name in ("sent", "unsent", "waiting"))
+    for future in (sent, unsent):
+        future.set(Result())
+    await futures.wait(sent, 0.0)
+    for at, left in ((KEEP_SENT_S, 3), (KEEP_SENT_S + 1, 2), (KEEP_UNSENT_S, 2), (KEEP_UNSENT_S + 1, 1)):
+        now = at
+        futures.sweep()
+        assert sum(futures.find(name) is not None for name in ("sent", "unsent", "waiting")) == left, at
+    assert futures.find("waiting") is waiting  # its work is not done
+    with pytest.raises(
+        Refusal, match="its result is gone; results are kept for 3600 s, and for 120 s"
+    ) as gone:
+        futures.of("unsent", "alice")
+    assert gone.value.status == 410
+
+
+async def test_a_user_with_many_results_keeps_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.service.futures.MAX_KEPT", 3)
+    monkeypatch.setattr("stretto.service.futures.MAX_KEPT_BYTES", 100)
+    futures = Futures()
+
+    def kept(user: str, sizes: list[int]) -> list[int]:
+        for i, size in enumerate(sizes):
+            futures.open(f"{user}/{i}", user).set(Result(bytes(size)))
+        futures.sweep()
+        return [i for i in range(len(sizes)) if futures.find(f"{user}/{i}") is not None]
+
+    assert kept("alice", [1] * 5) == [2, 3, 4]
+    assert kept("bob", [60, 60, 40]) == [1, 2]
+    assert kept("carol", [10, 1000]) == [1]  # the newest, however large it is
+    assert futures.find("alice/2") is not None
+
+
+def test_records_of_what_is_not_used_any_more_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now = Store(tmp_path), 2 * KEEP_USAGE_S
+    old, new = now - KEEP_S - 1, now - 1
+
+    def put(record: Record) -> None:
+        store.put(record)
+
+    def run(name: str, state: str, at: float, **more: object) -> None:
+        spec = TenantSpec(name=name)
+        put(Run(id=name, owner="alice", spec=spec, base_model="m", created_at=at, state=state, **more))  # type: ignore[arg-type]
+
+    for name, at in (("old", old), ("new", new), ("of-evicted", old), ("of-ended", old)):
+        put(Session(id=name, owner="alice", created_at=at, last_seen_at=at))
+        put(Sampler(id=name, owner="alice", base_model="m", used_at=at))
+    run("evicted", "evicted", old, session="of-evicted")
+    run("ended", "ended", old, session="of-ended")
+    run("saved", "ended", old)
+    run("watched", "ended", old, directory="runs/run_a")
+    path = "tinker://saved/weights/a"
+    put(
+        Checkpoint(
+            path=path, run="saved", owner="alice", kind="training", name="a", directory="", created_at=old
+        )
+    )
+    for hour in (0, int(now // HOUR_S)):
+        put(Usage(id=str(hour), owner="alice", session=None, hour=hour))
+    assert (
+        store.unneeded(now=now, since=new)[0].id == "ended"
+    )  # of others it is not known when they were used
+    gone = store.unneeded(now=now, since=0.0)
+    store.delete(*gone)
+    store.close()
+    again = Store(tmp_path)
+    names = {kind: {each.id for each in again.all(kind)} for kind in (Session, Sampler, Run)}
+    assert names == {Session: {"new", "of-evicted"}, Sampler: {"new"}, Run: {"evicted", "saved", "watched"}}
+    assert [each.hour for each in again.all(Usage)] == [now // HOUR_S]
+    monkeypatch.setattr("stretto.service.store.MAX_RECORDS", 3)
+    for i in range(5):
+        for user in ("alice", "bob"):
+            again.put(Session(id=f"{user}{i}", owner=user, created_at=new + i, last_seen_at=new + i))
+    gone = again.unneeded(now=now, since=0.0)
+    assert {each.id for each in gone} == {"new", "alice0", "alice1", "bob0", "bob1"}
+
+
+def test_the_audit_log_keeps_its_newest_part(tmp_path: Path) -> None:
+    audit = Audit(tmp_path / "audit.jsonl", max_bytes=4000)
+    for i in range(500):
+        audit.write("alice", f"action {i}")
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 4200
+    found = [entry["action"] for entry in audit.read()]
+    assert found == [f"action {i}" for i in range(500 - len(found), 500)] and len(found) > 15
+    audit.close()
+    again = Audit(tmp_path / "audit.jsonl", max_bytes=4000)
+    again.write("alice", "last")
+    assert [entry["action"] for entry in again.read()][-2:] == ["action 499", "last"]
+    again.close()

@@ -40,7 +40,7 @@ class NativeRoutes:
         """A run with a name of its own; the same request again, with the key that it had, is answered with it."""
         body, user, hub = await read(http, CreateRun), http[USER], self.hub
         run = register(hub, user, body)
-        return answer({"id": run.id, "request_id": f"{run.id}/0"}, 201)
+        return answer({"id": run.id, "request_id": hub.training.created(run).id}, 201)
 
     async def runs(self, http: web.Request) -> web.Response:
         found = [run for run in self.hub.store.all(Run) if http[USER].may_reach(run.owner)]

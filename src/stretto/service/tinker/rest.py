@@ -17,13 +17,12 @@ from uuid import uuid4
 import msgspec
 from aiohttp import web
 
+from stretto.service.checkpoints import LINK_S, TRACES
 from stretto.service.hub import USER, Hub, answer, page, read, texts, when
 from stretto.service.store import SEGMENTS, Checkpoint, Run, Sampler, Session
 from stretto.service.tinker import bodies
 from stretto.transports.engine.api import Refusal
 
-LINK_S = 3600.0
-"""How long a signed address of a file works."""
 _CHECKPOINT = "/api/v1/training_runs/{run}/checkpoints/{checkpoint:[^/]+/[^/]+}"
 
 
@@ -250,10 +249,11 @@ class RestRoutes:
                 entry for entry in hub.audit.read(session.owner) if entry["time"] >= session.created_at
             ],
         }
-        name, expires = f"traces/{session.id}.json", int(time.time() + LINK_S)
+        name, expires = f"{TRACES}/{session.owner}/{session.id}.json", int(time.time() + LINK_S)
         path = hub.checkpoints.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.encode(trace))
+        hub.checkpoints.sweep_traces()
         url = f"{http.scheme}://{http.host}/download/{self._sign(name, expires)}/{name}"
         return answer({"status": "ready", "url": url})
 

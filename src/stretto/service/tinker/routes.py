@@ -165,7 +165,8 @@ class TinkerRoutes:
         session = self.hub.session(user, session_id)
         touch(self.hub, session)
         name = f"{session.id}:train:{model_seq_id}"
-        if self.hub.store.get(Run, name) is None:
+        run = self.hub.store.get(Run, name)
+        if run is None:
             run = Run(
                 id=name,
                 owner=user.name,
@@ -182,7 +183,7 @@ class TinkerRoutes:
                 start_optimizer=with_optimizer,
             )
             self.hub.training.create(run)
-        return self._promised(self.hub.futures.open(f"{name}/0", user.name, run=name), name)
+        return self._promised(self.hub.training.created(run), name)
 
     async def get_info(self, http: web.Request) -> web.Response:
         run = self.hub.run(http[USER], (await read(http, bodies.ModelBody)).model_id)
