@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,35 @@ def test_two_trainer_ranks_train_like_one(tmp_path: Path, alone, name: str) -> N
     ours, theirs = (hub.load_model(e.run.weights_step(3), dtype=torch.float32) for e in (two, one))
     for (key, tensor), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         torch.testing.assert_close(tensor, other, rtol=0, atol=1e-4, msg=key)
+
+
+PROVIDER = """
+def frozen(args, build):
+    model = build()
+    model.model.embed_tokens.requires_grad_(False)
+    return model
+
+def stock(args, build):
+    return build()
+"""
+
+
+@pytest.mark.parametrize("name", ["frozen", pytest.param("stock", marks=pytest.mark.slow)])
+def test_the_model_of_a_users_function_is_trained_by_two_ranks(
+    tmp_path: Path, alone, monkeypatch, name
+) -> None:
+    settings, one = alone
+    (tmp_path / "providers.py").write_text(PROVIDER)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    more = {"trainer": {"hooks": {"model": f"providers:{name}"}}}
+    two = rl(tmp_path, merged(merged(settings, TWO_RANKS["fsdp"]), more))
+    check_canaries(two, 3)
+    ours = dict(hub.load_model(two.run.weights_step(3), dtype=torch.float32).named_parameters())
+    start = dict(hub.load_model(settings["model"]["name"], dtype=torch.float32).named_parameters())
+    same = {key for key, tensor in ours.items() if torch.equal(tensor, start[key])}
+    assert same == ({"model.embed_tokens.weight"} if name == "frozen" else set())
+    if name == "stock":
+        assert two.column("loss/mean") == pytest.approx(one.column("loss/mean"), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["experts", "an adapter"])

@@ -20,21 +20,24 @@ from stretto.models.decoder import Decoder
 from stretto.models.fp8.checkpoint import BlockLayout
 from stretto.trainer.batch.token_export import TokenExport
 from stretto.trainer.critic import Critic, load_critic, with_value_head
+from stretto.trainer.hooks import TrainerHooks
 from stretto.trainer.learner import Learner, find_tokenizer, load_policy
 from stretto.trainer.parallel.mesh import Mesh, build_mesh, run_on_lead, training_device
 
 logger = logging.getLogger(__name__)
 
 
-def build_learner(cfg: TrainerConfig, tokenizer_dir: Path) -> Learner:
+def build_learner(cfg: TrainerConfig, tokenizer_dir: Path, hooks: TrainerHooks) -> Learner:
     """The policy and its learner, as configured."""
     tokens = find_tokens(tokenizer_dir)
-    policy, reference = load_policy(cfg.model, may_be_meta=True, **tokens), None
+    policy = hooks.provide(lambda: load_policy(cfg.model, may_be_meta=True, **tokens))
+    reference = None
     if (named := find_reference_model(cfg)) is not None:
         path, name = named
         other = {} if name is None else {"name": name, "scratch": None}
         section = cfg.model.model_copy(update=other)
-        reference = load_policy(section, may_be_meta=True, **tokens).requires_grad_(False)
+        reference = hooks.provide(lambda: load_policy(section, may_be_meta=True, **tokens))
+        reference.requires_grad_(False)
         if reference.output_weight.shape[0] != policy.output_weight.shape[0]:
             raise ConfigError(
                 f"{path} knows {reference.output_weight.shape[0]} tokens and the "
@@ -42,6 +45,11 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path) -> Learner:
             )
     logger.info("%d parameters on %s", sum(p.numel() for p in policy.parameters()), training_device())
     mesh = build_mesh(cfg.model, policy.config)
+    if cfg.hooks.model is not None and mesh.degrees.ep > 1:
+        raise ConfigError(
+            f"trainer.hooks.model changes whole layers, and {mesh.degrees.ep} ranks would share the experts of this "
+            "mixture; give model.ep = 1"
+        )
     critic = None
     if cfg.critic is not None and cfg.critic.placement is None:
         critic = build_critic(cfg, cfg.critic, policy, tokens, mesh)

@@ -1,5 +1,6 @@
 """[trainer.hooks]: a user's functions in a training step, about its data, its loss and its weights, in vime's terms.
 
+    model(args, build)                                      when a model is built: the policy, its reference
     init(args)                                              once, when model and optimizer are built
     before_log_prob(args, model, store_prefix)              before a pass that only computes log-probabilities
     advantages(args, rollout_data)                          instead of what the config computes
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.algorithms.losses import TokenStreams, UserFunctions
 from stretto.base.errors import ConfigError, EnvError
@@ -82,7 +83,47 @@ class TrainerHooks:
         return "advantages" in self._hooks
 
     def __bool__(self) -> bool:
-        return bool(self._hooks)
+        """Is a function called in a step?"""
+        return bool(self._hooks.keys() - {"model"})
+
+    def provide(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """The user's model, which the function makes of what `build` gives; without a function that itself.
+
+        On several ranks the model may be on the meta device: its weights are loaded later, by their names.
+
+        Raises: ConfigError for whatever the function raises, and for a model whose weights engines would not load.
+        """
+        if (hook := self._hooks.get("model")) is None:
+            return build()
+        built: list[tuple[type, dict[str, str]]] = []
+
+        def build_once() -> nn.Module:
+            if built:
+                raise ConfigError("build() was called twice; change the model that the first call gives")
+            model = build()
+            built.append((type(model), _weights(model)))
+            return model
+
+        try:
+            model = hook.call_sync(self.args, build_once)
+        except EnvError as error:
+            raise ConfigError(str(error)) from error
+        if not built:
+            raise ConfigError(
+                f"{hook.where} never called build(), which gives the model; change what it gives"
+            )
+        kind, weights = built[0]
+        if not isinstance(model, kind):
+            got = type(model).__name__
+            raise ConfigError(f"{hook.where} returned {got}; return the model of build(), a {kind.__name__}")
+        if faults := _differences(weights, _weights(model)):
+            raise ConfigError(
+                f"{hook.where}: engines load weights of the checkpoint's names and shapes, and this model differs: "
+                f"{faults}; keep what you add out of the state_dict (buffers with persistent=False)"
+            )
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError(f"{hook.where} froze every weight; leave some to train")
+        return model
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function with `args` and these arguments, if it is named.
@@ -224,6 +265,24 @@ class TrainerHooks:
         self.call("data_postprocess", rollout_id, data)
         where = " and ".join(self._hooks[name].where for name in ABOUT_DATA if name in self._hooks)
         return batch_of_lists(micro_batches, data, where)
+
+
+def _weights(model: nn.Module) -> dict[str, str]:
+    """`float32 [64, 32] on cpu` of each tensor of the state_dict, by name."""
+    return {
+        name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} on {t.device}"
+        for name, t in model.state_dict().items()
+    }
+
+
+def _differences(known: dict[str, str], found: dict[str, str]) -> str:
+    """What is missing, new, or other than it was, the first three of it."""
+    faults = [f"{name} is missing" for name in known if name not in found]
+    faults += [f"{name} is new" for name in found if name not in known]
+    faults += [
+        f"{n} is {found[n]} instead of {known[n]}" for n in known if found.get(n, known[n]) != known[n]
+    ]
+    return ", ".join(faults[:3]) + (f" and {len(faults) - 3} more" if len(faults) > 3 else "")
 
 
 def _check_sum(value: Any, where: str) -> None:

@@ -91,13 +91,13 @@ class Trainer:
         self.tokenizer_dir = Path(
             run_on_lead(lambda: str(find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)), str)
         )
-        self.learner = build_learner(cfg, self.tokenizer_dir)
+        self.hooks = TrainerHooks(cfg.hooks, self.run_dir)
+        self.learner = build_learner(cfg, self.tokenizer_dir, self.hooks)
         self.mesh = mesh = self.learner.mesh
         self.remote_critic: RemoteCritic | None = None
         if cfg.critic is not None and cfg.critic.placement is not None:
             wire = open_wire(cfg, mesh, is_critic=False, timeout_s=find_group_timeout_s(cfg))
             self.remote_critic = RemoteCritic(wire, mesh, cfg.critic)
-        self.hooks = TrainerHooks(cfg.hooks, self.run_dir)
         self.updates = Updates(self.learner, cfg, self.remote_critic, hooks=self.hooks)
         self.hooks.call("init")
         self.is_colocated = cfg.colocate is not None

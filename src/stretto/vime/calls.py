@@ -15,11 +15,13 @@ from stretto.base.foreign import error_location, error_text, guarded, load_objec
 
 ARGUMENTS = {
     "reward": "; write `def reward(args, sample)` and return a number: sample.response is the reply",
+    "model": "; write `def provider(args, build)` and return what build() gives, with parts changed",
     "generate": "; write `async def generate(args, sample, sampling_params)` and return the sample",
 }
 """How a function is to be written, by the last word of its setting."""
 
 TRAINER_HOOKS = {
+    "model": 2,
     "init": 1,
     "before_log_prob": 3,
     "before_train_step": 6,
@@ -74,6 +76,8 @@ class Hook:
                 f"{where}: {cause}; it is defined as {shape} and called with {num_arguments}"
                 f"{ARGUMENTS.get(name, '')}"
             ) from None
+        if name == "model" and "pre_process" in inspect.signature(function).parameters:
+            raise ConfigError(f"{where} builds a module of Megatron-LM's, which is not used{ARGUMENTS[name]}")
         return cls(function, where)
 
     def takes(self, name: str) -> bool:

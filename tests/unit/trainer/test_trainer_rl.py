@@ -161,6 +161,114 @@ async def test_a_function_sees_every_version_written_before_engines_hear_of_it(t
     assert __import__(name).seen == [(version, 7, []) for version in range(3)]
 
 
+PROVIDERS = """
+import torch
+from torch import nn
+
+
+class PulledTo0(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        ctx.save_for_backward(values)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + 0.1 * ctx.saved_tensors[0]
+
+
+def stock(args, build):
+    return build()
+
+def frozen(args, build):
+    model = build()
+    model.model.embed_tokens.requires_grad_(False)
+    return model
+
+def regularised(args, build):
+    model = build()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, given, out: PulledTo0.apply(out))
+    return model
+
+def added(args, build):
+    model = build()
+    model.extra = nn.Linear(3, 2)
+    return model
+
+def smaller(args, build):
+    model = build()
+    model.model.norm.weight = nn.Parameter(torch.ones(3))
+    return model
+
+def never(args, build):
+    return nn.Linear(2, 2)
+
+def another(args, build):
+    return build().model
+
+def still(args, build):
+    return build().requires_grad_(False)
+
+def fails(args, build):
+    raise ValueError("no such layer")
+
+def megatron(pre_process, post_process, vp_stage=None):
+    ...
+"""
+
+
+@pytest.fixture
+def providers(tmp_path, monkeypatch):
+    name = f"providers_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(PROVIDERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+async def test_a_provider_of_the_stock_model_trains_the_same_bits(straight, tmp_path, providers):
+    seen = await orchestrate(build_config(tmp_path, hooks={"model": f"{providers}:stock"}))
+    assert seen.error is None and seen.versions == straight[1].versions
+    same = ("loss/mean", "optim/grad_norm", "mismatch_kl/mean")
+    assert all(seen.metrics[step][key] == straight[1].metrics[step][key] for step in (1, 4) for key in same)
+
+
+async def test_a_part_that_a_provider_freezes_stays_and_the_rest_learns(straight, tmp_path, providers):
+    cfg = build_config(tmp_path, hooks={"model": f"{providers}:frozen"}, max_steps=2)
+    seen = await orchestrate(cfg)
+    first, last = seen.versions[0], seen.versions[2]
+    assert seen.error is None and first == straight[1].versions[0]
+    same = {name for name in first if first[name] == last[name]}
+    assert same == {"model.embed_tokens.weight"}
+
+
+async def test_a_provider_changes_what_is_learned_and_not_what_is_computed(straight, tmp_path, providers):
+    cfg = build_config(tmp_path, hooks={"model": f"{providers}:regularised"}, max_steps=2)
+    seen = await orchestrate(cfg)
+    plain = straight[1]
+    assert seen.error is None and seen.versions[0] == plain.versions[0]
+    assert seen.metrics[1]["loss/mean"] == plain.metrics[1]["loss/mean"]
+    assert seen.metrics[1]["optim/grad_norm"] != plain.metrics[1]["optim/grad_norm"]
+    assert seen.versions[1] != plain.versions[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("added", r"extra\.weight is new, extra\.bias is new; keep what you add out of the state_dict"),
+        ("smaller", r"model\.norm\.weight is float32 \[3\] on cpu instead of float32 \[16\]"),
+        ("never", r"never called build\(\)"),
+        ("another", r"returned Stack; return the model of build\(\), a Decoder"),
+        ("still", "froze every weight"),
+        ("fails", r"providers_.*\.py:\d+: ValueError: no such layer"),
+        ("megatron", r"builds a module of Megatron-LM's, .*write `def provider\(args, build\)`"),
+    ],
+)
+def test_a_provider_of_weights_that_engines_would_not_load_is_refused(tmp_path, providers, name, message):
+    cfg = build_config(tmp_path, hooks={"model": f"{providers}:{name}"})
+    with pytest.raises(ConfigError, match=message), ExitStack() as stack:
+        Trainer(cfg, StopFlag(), stack)
+
+
 def test_every_step_is_reported_under_the_known_names(straight):
     cfg, seen = straight
     names = {

@@ -222,6 +222,7 @@ def test_a_problem_between_keys_names_the_flags(files):
         ("--custom-reward-post-process-path own.words", "is a list, not a function"),
         ("--custom-convert-samples-to-train-data-path broken.f", "broken"),
         ("--custom-megatron-init-path own.none", "has no 'none'"),
+        ("--custom-model-provider-path own.none", "has no 'none'"),
         ("--custom-megatron-before-log-prob-hook-path own.two", "called with 3"),
         ("--custom-megatron-before-train-step-hook-path own.two", "called with 6"),
         ("--custom-advantage-function-path own.two", "called with 2"),

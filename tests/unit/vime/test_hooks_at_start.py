@@ -15,6 +15,7 @@ import os
 
 def init(args): ...
 def before(args, model): ...
+def megatron(pre_process, post_process, vp_stage=None): ...
 def needs_variable(args): ...
 
 if "HOOK_NAME" not in os.environ:
@@ -37,6 +38,14 @@ def with_hooks(**trainer) -> RLConfig:
         (
             {"init": "my_hooks:initt"},
             r"trainer\.hooks\.init = .*my_hooks\.py has no 'initt'; did you mean 'init'\?",
+        ),
+        (
+            {"model": "my_hooks:megatron"},
+            r"trainer\.hooks\.model = 'my_hooks:megatron' builds a module of Megatron-LM's",
+        ),
+        (
+            {"model": "my_hooks:init"},
+            r"defined as init\(args\) and called with 2; write `def provider\(args, build\)`",
         ),
         ({"init": "no_such_module:f"}, r"trainer\.hooks\.init = 'no_such_module:f'"),
         ({"init": "dies:f"}, r"importing dies:f ended its process: .*"),

@@ -262,6 +262,13 @@ RULES: Rules = {
         Rule("hooks.post_write weight_broadcast.type",
              lambda s: s.hooks.post_write is not None and s.weight_broadcast.type != "filesystem",
              '{0} is called when the files of a version are written, and {1} writes none; use type = "filesystem"'),
+        *(
+            Rule(f"hooks.model model.{axis}", lambda s, axis=axis: s.hooks.model and getattr(s.model, axis) not in (1, "auto"),
+                 "{0} changes whole layers, and {1} cuts them; use ranks of their own instead, num_train_workers")
+            for axis in ("tp", "cp", "ep")
+        ),
+        Rule("hooks.model critic", lambda s: s.hooks.model is not None and s.critic is not None,
+             "{0} changes the policy, and [{1.path}] would be another model; leave one of them out"),
         Rule("critic model.impl", lambda s: s.critic is not None and s.model.impl == "hf",
              '{0.path} needs a network of our own: {1} has no value output; use impl = "custom"'),
         Rule("critic.num_critic_only_steps max_steps",

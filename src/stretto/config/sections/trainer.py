@@ -205,6 +205,9 @@ class TrainerHooksSection(Section):
     """A user's functions in the trainer by import path, `module:function`, in vime's terms; docs/data.md has what they
     are given. Each rank calls them."""
 
+    model: str | None = None
+    """`provider(args, build)`: the model that is trained, and its reference: what `build()` gives with parts changed,
+    and weights of the same names and shapes, which engines load."""
     init: str | None = None
     """`init(args)`: called once, when model and optimizer are built."""
     before_log_prob: str | None = None

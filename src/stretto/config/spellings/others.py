@@ -17,6 +17,7 @@ HOOKS = Table("orchestrator.hooks", "HooksSection", tuple(moved(theirs, NO_DEFAU
     "custom_eval_rollout_log_function_path": "eval_log",
 }.items()), is_listed=False)  # fmt: skip
 TRAINER_HOOKS = Table("trainer.hooks", "TrainerHooksSection", tuple(moved(old, NO_DEFAULT, ours) for old, ours in {
+    "custom_model_provider_path": "model",
     "custom_megatron_init_path": "init",
     "custom_megatron_before_log_prob_hook_path": "before_log_prob",
     "custom_megatron_before_train_step_hook_path": "before_train_step",
