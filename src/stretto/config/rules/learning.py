@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 from stretto.config.root import OrchestratorConfig, RLConfig
 from stretto.config.rules.rule import Each, Idle, Rule, Rules, matching
@@ -23,6 +24,11 @@ WITHOUT_RATIO = {"reinforce", "custom"}
 """Losses that importance weights may multiply."""
 RATIO_BOUNDS = ("clip_low", "clip_high", "clip_dual", "dppo_mask_low", "dppo_mask_high", "ipo_threshold")
 """Settings of losses that bound how far the policy may move from the denominator of the ratio."""
+
+
+def cuts_provided(axis: str, section: TrainerSection) -> bool:
+    """Would ranks have pieces of the layers that a user's function makes?"""
+    return section.hooks.model is not None and getattr(section.model, axis) not in (1, "auto")
 
 
 def algos_of(section: OrchestratorKeys) -> dict[str, Algo]:
@@ -263,7 +269,7 @@ RULES: Rules = {
              lambda s: s.hooks.post_write is not None and s.weight_broadcast.type != "filesystem",
              '{0} is called when the files of a version are written, and {1} writes none; use type = "filesystem"'),
         *(
-            Rule(f"hooks.model model.{axis}", lambda s, axis=axis: s.hooks.model and getattr(s.model, axis) not in (1, "auto"),
+            Rule(f"hooks.model model.{axis}", partial(cuts_provided, axis),
                  "{0} changes whole layers, and {1} cuts them; use ranks of their own instead, num_train_workers")
             for axis in ("tp", "cp", "ep")
         ),
