@@ -69,8 +69,8 @@ class ServiceSection(Section):
     kept_versions: int = Field(4, gt=0)
     """Published versions of a run's adapter that stay on disk; requests may still use the older ones of them."""
     sampler_timeout_s: float | None = Field(3600.0, gt=0)
-    """Weights for sampling that were saved without a name are deleted when nobody has sampled from them for so long;
-    None: never."""
+    """Weights that are only a sampler's, saved without a name or saved over since, are deleted when nobody has sampled
+    from them for so long; None: never."""
     idle_timeout_s: float | None = Field(1800.0, gt=0)
     """A run whose client is silent for so long is saved and gives its place back; None: never."""
     max_failures: int = Field(3, gt=0)

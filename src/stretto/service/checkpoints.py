@@ -1,7 +1,8 @@
 """Checkpoints and samplers of runs: their names, records and files, who may read them, and when they are deleted.
 
-A run writes `RUN/service/runs/<run>/{weights,sampler_weights,external_weights}/<name>`. Files are written beside the
-place and put into it when they are complete, so that what is saved over stays whole until then.
+A run writes `RUN/service/runs/<run>/{weights,sampler_weights,external_weights}/<name>`, or `<name>@<time>` while there
+are older files of that name: what is saved over stays whole until the record of the new files takes its place, and for
+as long as a sampler that was made of it. A checkpoint that is deleted meanwhile takes only its own files along.
 """
 
 from __future__ import annotations
@@ -33,6 +34,17 @@ class Checkpoints:
     def __init__(self, store: Store, audit: Audit, directory: Path, *, kept_versions: int) -> None:
         self.directory = directory
         self._store, self._audit, self._kept_versions = store, audit, kept_versions
+        self._replaced = self._leftovers()
+        """Directories that are no checkpoint's any more: deleted once nobody samples from them."""
+
+    def _leftovers(self) -> set[str]:
+        """What an earlier hub, or a save that it had not recorded, has left."""
+        found = {str(path) for segment in SEGMENTS.values() for path in self.directory.glob(f"*/{segment}/*")}
+        return found - self._recorded() - {each.directory for each in self._store.all(Sampler)}
+
+    def _recorded(self) -> set[str]:
+        """Directories of checkpoints."""
+        return {each.directory for each in self._store.all(Checkpoint)}
 
     def path_of(self, run: Run, kind: str, name: str) -> str:
         """What users call a checkpoint."""
@@ -78,20 +90,26 @@ class Checkpoints:
         if job.kind in ("load_weights", "load"):
             return Path(self.find(self._loaded_path(job), job.run.owner, "training").directory)
         if job.kind in WRITES:
-            kind, name = _named(job)
-            return self._place(job.run, kind, name)
+            return self._free_place(job)
         if job.kind == "save_state":
             return self.directory / job.run.spec.name / "state" / str(time.time_ns())
         return None
 
-    def _place(self, run: Run, kind: str, name: str) -> Path:
-        return self.directory / run.spec.name / SEGMENTS[kind] / name
+    def _free_place(self, job: Job) -> Path:
+        kind, name = _named(job)
+        place = self.directory / job.run.spec.name / SEGMENTS[kind] / name
+        if not place.exists():
+            self._replaced.discard(str(place))
+            return place
+        if str(place) not in self._recorded():  # a save that was not recorded, as the trainer has died since
+            self._replaced.add(str(place))
+        return place.with_name(f"{name}@{time.time_ns()}")
 
     def record(self, job: Job) -> dict[str, Any]:
         """Enter what a job has written; its answer."""
         kind, name = _named(job)
-        run, path = job.run, self.path_of(job.run, kind, name)
-        directory = self._place(run, kind, name)
+        run, path, directory = job.run, self.path_of(job.run, kind, name), job.directory
+        assert directory is not None, f"{job.kind} writes"
         ttl, now = getattr(job.body, "ttl_seconds", None), time.time()
         if not name.startswith(UNNAMED):
             before = self._store.get(Checkpoint, path)
@@ -109,8 +127,8 @@ class Checkpoints:
                     user_metadata=getattr(job.body, "user_metadata", None),
                 )
             )
-            if before is not None and before.directory != str(directory):  # of an ended run of this name
-                shutil.rmtree(before.directory, ignore_errors=True)
+            if before is not None:
+                self._replaced.add(before.directory)
             self._audit.write(run.owner, "save", path)
             if job.kind == "publish":
                 return self._publish(run, job, path)
@@ -136,7 +154,7 @@ class Checkpoints:
         for old in own[: -self._kept_versions]:
             if old.path != path:
                 self._store.delete(old)
-                shutil.rmtree(old.directory, ignore_errors=True)
+                self._replaced.add(old.directory)
         return {"version": job.body.version, "path": path}
 
     # -- the end --
@@ -144,12 +162,17 @@ class Checkpoints:
     async def delete(self, found: Checkpoint | Sampler) -> None:
         """Delete weights: their record first, so that nobody gets half of them."""
         self._store.delete(found)
-        await asyncio.to_thread(shutil.rmtree, found.directory or "", ignore_errors=True)
+        directory = found.directory or ""
+        if isinstance(found, Sampler) and directory in {each.directory for each in self._store.all(Sampler)}:
+            return  # another one has it too
+        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
     async def sweep(
         self, is_used: Callable[[str], bool], *, since: float, sampler_timeout_s: float | None
     ) -> int:
-        """Delete expired checkpoints, and unnamed samplers that were not used for long; how many.
+        """Delete what has expired, samplers with files of their own that were not used for long, and what was replaced.
+
+        Returns how many checkpoints and samplers.
 
         is_used: whether engines sample from a directory now; since: when this hub began, from when it knows of uses.
         """
@@ -159,19 +182,29 @@ class Checkpoints:
             for each in self._store.all(Checkpoint)
             if each.expires_at is not None and each.expires_at < now and not is_used(each.directory)
         ]
+        recorded = self._recorded()
         for sampler in self._store.all(Sampler) if sampler_timeout_s is not None else ():
             is_idle = now - max(sampler.used_at, since) > (sampler_timeout_s or 0.0)
-            if sampler.owns_files and is_idle and not is_used(sampler.directory or ""):
+            owns_files = sampler.directory is not None and sampler.directory not in recorded
+            if owns_files and is_idle and not is_used(sampler.directory or ""):
                 gone.append(sampler)
         for record in gone:
             self._audit.write(None, "delete", record.id, reason="it has expired")
             await self.delete(record)
+        await self._sweep_replaced(is_used)
         unneeded = self._store.unneeded(now=now, since=since)
         self._store.delete(*unneeded)
         for run in unneeded:
             if isinstance(run, Run):
                 await asyncio.to_thread(shutil.rmtree, self.directory / run.spec.name, ignore_errors=True)
         return len(gone)
+
+    async def _sweep_replaced(self, is_used: Callable[[str], bool]) -> None:
+        sampled = {each.directory for each in self._store.all(Sampler)}
+        free = {path for path in self._replaced if not is_used(path)} - sampled - self._recorded()
+        self._replaced -= free
+        for path in free:
+            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
 
     def sweep_traces(self) -> None:
         """Delete exported traces whose links have expired, and all but a user's newest."""

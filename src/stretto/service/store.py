@@ -129,11 +129,6 @@ class Sampler(msgspec.Struct, kw_only=True):
     used_at: float = 0.0
     """When it was last asked for a sample, as far as that was written."""
 
-    @property
-    def owns_files(self) -> bool:
-        """Whether its weights are nobody's checkpoint."""
-        return self.directory is not None and self.model_path is None
-
 
 class Usage(msgspec.Struct, kw_only=True):
     """What a user had computed in one hour (since 1970, UTC). counts: by kind, as usage.py names them."""
@@ -197,7 +192,8 @@ class Store:
         and the sessions of these runs.
         """
         samplers = list(self.all(Sampler))
-        needed = {each.run for each in self.all(Checkpoint)}
+        checkpoints = {each.directory: each.run for each in self.all(Checkpoint)}
+        needed = set(checkpoints.values())
         needed |= {each.run for each in samplers if each.directory is not None}
         is_over = lambda run: (
             run.state in ("ended", "failed") and run.id not in needed and run.directory is None
@@ -211,7 +207,11 @@ class Store:
             for run in runs
             if is_over(run) and not run.is_held
         ]
-        idle += [(max(each.used_at, since), KEEP_S, each) for each in samplers if not each.owns_files]
+        idle += [
+            (max(each.used_at, since), KEEP_S, each)
+            for each in samplers
+            if each.directory is None or each.directory in checkpoints
+        ]
         idle += [
             (max(each.last_seen_at, since), KEEP_S, each)
             for each in self.all(Session)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ from stretto.records.tenants import TenantSpec
 from stretto.service.checkpoints import LINK_S
 from stretto.service.hub import Hub
 from stretto.service.main import build
-from stretto.service.store import Run, Sampler
+from stretto.service.store import Checkpoint, Run, Sampler
 from stretto.transports.service import CreateRun, ServiceRun
 
 
@@ -316,3 +317,41 @@ async def test_exported_traces_go_with_their_links(
         os.utime(file, (time.time() - (LINK_S + 1 if i else 0),) * 2)
     hub.checkpoints.sweep_traces()
     assert await answers() == [404, 404, 200, 404, 404]
+
+
+async def test_weights_that_are_deleted_before_they_are_copied_are_not_found(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub: Hub = client.hub  # type: ignore[attr-defined]
+    await post(client, "/v1/runs", creation(client))
+    path = "tinker://alice:letters/weights/a"
+    directory = hub.checkpoints.directory / "letters" / "weights" / "a"
+
+    def save() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "state").write_text("whole")
+        saved = Checkpoint(
+            path=path, run="alice:letters", owner="alice", kind="training", name="a",
+            directory=str(directory), created_at=1,
+        )  # fmt: skip
+        hub.store.put(saved)
+
+    save()
+    assert (await post(client, "/api/v1/copy_weights", {"source_path": path}))[0] == 200
+    copytree = shutil.copytree
+
+    def deleted(*args: object, **more: object) -> object:
+        del hub.store._records[Checkpoint][path]  # and its files, after some of them were copied
+        return copytree(*args, **more)  # type: ignore[arg-type]
+
+    def gone(*args: object, **more: object) -> object:
+        shutil.rmtree(directory)
+        return copytree(*args, **more)  # type: ignore[arg-type]
+
+    for change in (deleted, gone):
+        save()
+        monkeypatch.setattr("stretto.service.tinker.rest.shutil.copytree", change)
+        status, answer = await post(client, "/api/v1/copy_weights", {"source_path": path})
+        assert status == 404 and f"{path}: these weights were deleted" in answer["detail"]
+        monkeypatch.setattr("stretto.service.tinker.rest.shutil.copytree", copytree)
+    assert len(list(hub.checkpoints.directory.glob("*/weights/a/state"))) == 1  # the first copy

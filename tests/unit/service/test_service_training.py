@@ -21,12 +21,14 @@ from stretto.records.sample import MicroBatch
 from stretto.records.tenants import (
     AdamSettings,
     Done,
+    ExportAdapter,
     Pass,
     SaveTenant,
     TenantResult,
     TenantSpec,
     TenantWork,
 )
+from stretto.service.engines import adapter_name
 from stretto.service.futures import Futures
 from stretto.service.jobs import Limits, read_job
 from stretto.service.journal import REFUSED, Journal
@@ -62,6 +64,9 @@ class Ranks:
         if name == "SaveTenant":
             assert isinstance(operation, SaveTenant)
             Path(operation.path).mkdir(parents=True, exist_ok=True)
+        if name == "ExportAdapter":
+            assert isinstance(operation, ExportAdapter)
+            Path(operation.directory).mkdir(parents=True, exist_ok=True)
         self.before_answer()
         future.set_result([Done(number=1, results=dict.fromkeys(tenants, results))])
         return future
@@ -381,6 +386,75 @@ async def test_saving_over_a_checkpoint_keeps_the_old_one_until_the_new_one_is_t
     assert (Path(found.directory) / "old").exists()
 
 
+async def test_a_checkpoint_deleted_while_one_of_its_name_is_saved_takes_only_its_own_files(
+    open_training: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, ranks = open_training()
+    run, body = make_run(training), msgspec.json.encode(SaveBody(name="best"))
+    training.submit(run, "save", 1, body)
+    await serve(training)
+    old = training.checkpoints.find("tinker://r/weights/best", "alice")
+    submit = ranks.submit
+
+    async def deleted_meanwhile(operation: object) -> asyncio.Future:
+        answer = await submit(operation)
+        await training.checkpoints.delete(old)
+        return answer
+
+    monkeypatch.setattr(ranks, "submit", deleted_meanwhile)
+    training.submit(run, "save", 2, body)
+    await serve(training)
+    new = training.checkpoints.find("tinker://r/weights/best", "alice")
+    assert Path(new.directory).is_dir() and not Path(old.directory).exists()
+
+
+async def test_a_sampler_keeps_the_weights_that_it_was_made_of(open_training: Open) -> None:
+    training, _ = open_training()
+    run, store, checkpoints = make_run(training), training._store, training.checkpoints
+    sweep = partial(checkpoints.sweep, lambda _: False, since=0.0, sampler_timeout_s=60.0)
+
+    async def save(seq: int) -> Path:
+        body = {"model_id": "r", "seq_id": seq, "path": "mine", "overwrite": True}
+        training.submit(run, "save_weights_for_sampler", seq, msgspec.json.encode(body))
+        await serve(training)
+        return Path(checkpoints.find("tinker://r/sampler_weights/mine", "alice").directory)
+
+    first = await save(1)
+    sampler = Sampler(
+        id="s", owner="alice", base_model="m", model_path="tinker://r/sampler_weights/mine", run="r",
+        directory=str(first), used_at=time.time(),
+    )  # fmt: skip
+    store.put(sampler)
+    (first / "first").touch()
+    name = adapter_name(sampler)
+    second = await save(2)
+    assert second != first and not (second / "first").exists()
+    third = await save(3)
+    assert await sweep() == 0
+    assert (first / "first").exists() and adapter_name(sampler) == name
+    assert third.is_dir() and not second.exists()  # nobody has made a sampler of the second
+    again, _ = open_training()
+    await again.checkpoints.sweep(lambda _: False, since=0.0, sampler_timeout_s=60.0)
+    assert first.is_dir() and third.is_dir()
+    sampler.used_at = 0.0
+    assert await sweep() == 1
+    assert not first.exists() and third.is_dir()
+
+
+async def test_what_a_save_left_that_was_not_recorded_is_deleted(open_training: Open) -> None:
+    training, _ = open_training()
+    left = training.directory / "r" / "weights" / "best"
+    for path in (left, left.with_name("other.part")):
+        path.mkdir(parents=True)
+    again, _ = open_training()
+    run = make_run(again)
+    again.submit(run, "save", 1, msgspec.json.encode(SaveBody(name="best")))
+    await serve(again)
+    await again.checkpoints.sweep(lambda _: False, since=0.0, sampler_timeout_s=None)
+    found = again.checkpoints.find("tinker://r/weights/best", "alice")
+    assert [str(path) for path in left.parent.iterdir()] == [found.directory]
+
+
 async def test_the_state_that_a_run_continues_from_is_the_one_just_saved(open_training: Open) -> None:
     training, ranks = open_training(save_steps=1)
     run = make_run(training)
@@ -418,7 +492,7 @@ async def test_what_has_expired_is_deleted_unless_it_is_used(open_training: Open
     store, checkpoints = training._store, training.checkpoints
     idle, busy = store.all(Sampler)
     for record in (*store.all(Checkpoint), idle, busy):
-        Path(record.directory).mkdir(parents=True)
+        assert Path(record.directory).is_dir()
     short = checkpoints.find("tinker://r/sampler_weights/short", "alice")
     short.expires_at = time.time() - 1
     idle.used_at = busy.used_at = time.time() - 100

@@ -33,7 +33,8 @@ class _State:
 
     version: int | None = None
     """The version that new requests get; None: the orchestrator has loaded none yet."""
-    directory: str = ""
+    path: str = ""
+    """Of the checkpoint that has it; the same version published again is another directory."""
     awake: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while paused."""
     requests: dict[str, asyncio.Event] = field(default_factory=dict)
@@ -111,12 +112,11 @@ class EngineRoutes:
         if state.version is None and run.published is not None:
             found = self.hub.store.get(Checkpoint, run.published)
             if found is not None:
-                state.version, state.directory = _number(found), found.directory
+                state.version, state.path = _number(found), found.path
         if state.version is None:
             raise Refusal(f"{run.id} has published no version yet", 503)
-        return Sampler(
-            id=run.id, owner=run.owner, base_model=run.base_model, run=run.id, directory=state.directory
-        )
+        directory = self.hub.checkpoints.find(state.path, run.owner).directory
+        return Sampler(id=run.id, owner=run.owner, base_model=run.base_model, run=run.id, directory=directory)
 
     async def _until(
         self, stop: asyncio.Event, user: object, sampler: Sampler, request: GenerateRequest, state: _State
@@ -172,7 +172,7 @@ class EngineRoutes:
         found = next((each for each in own if _number(each) == version), None)
         if found is None:
             raise Refusal(f"version {version} of {run.id} is not published here")
-        state.version, state.directory = version, found.directory
+        state.version, state.path = version, found.path
         return answer({"message": "Weights updated", "version": version})
 
     async def finish_update(self, http: web.Request) -> web.Response:

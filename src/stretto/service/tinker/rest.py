@@ -173,7 +173,18 @@ class RestRoutes:
             return answer({"tinker_path": self.hub.checkpoint(user, path).path})
         spec = msgspec.structs.replace(origin.spec, name=name.replace(":", "."))
         directory = self.hub.checkpoints.directory / spec.name / SEGMENTS[found.kind] / found.name
-        await asyncio.to_thread(shutil.copytree, found.directory, directory, dirs_exist_ok=True)
+        try:
+            await asyncio.to_thread(shutil.copytree, found.directory, directory, dirs_exist_ok=True)
+            is_whole = self.hub.store.get(Checkpoint, found.path) is found
+        except (OSError, shutil.Error):
+            if Path(found.directory).is_dir():
+                raise
+            is_whole = False
+        if not is_whole:
+            await asyncio.to_thread(shutil.rmtree, directory.parent.parent, ignore_errors=True)
+            raise Refusal(
+                f"{found.path}: these weights were deleted, or saved over, before they were copied", 404
+            )
         now = time.time()
         run = Run(
             id=name, owner=user.name, spec=spec, base_model=origin.base_model, created_at=now, state="ended"
