@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,28 @@ def test_what_is_not_a_plain_matrix_is_sent_by_two_ranks(tmp_path: Path, name: s
     ended = rl(tmp_path, merged(SETTINGS, more, {"model": model, "weight_broadcast": wire}))
     assert len(ended.column("loss/mean")) == 3
     check_canaries(ended, 3)
+
+
+NOTED = """
+import json, os, pathlib
+
+def note(args, version_dir, rollout_engines):
+    manifest = json.loads((pathlib.Path(version_dir) / "manifest.json").read_text())
+    files = sorted(path.name for path in pathlib.Path(version_dir).glob("*.safetensors"))
+    line = [os.environ["RANK"], manifest["version"], len(manifest["tensors"]), files == sorted(manifest["shards"])]
+    with open(args.log, "a") as log:
+        log.write(json.dumps([*line, len({name.split("_")[1] for name in files})]) + "\\n")
+"""
+
+
+def test_a_function_hears_once_of_every_version_when_both_ranks_have_written(tmp_path: Path, alone) -> None:
+    settings, _one = alone
+    (tmp_path / "noted_versions.py").write_text(NOTED)
+    log = tmp_path / "versions.jsonl"
+    hooks = {"post_write": "noted_versions:note", "args": {"log": str(log)}}
+    more = {"orchestrator": {"num_train_workers": 2}, "weight_broadcast": {"type": "filesystem"}}
+    two = rl(tmp_path, merged(settings, more, {"trainer": {"hooks": hooks}}))
+    num_tensors = len(list(hub.export_tensors(hub.load_model(two.run.weights_step(3), dtype=torch.float32))))
+    seen = [json.loads(line) for line in log.read_text().splitlines()]
+    assert seen == [["0", version, num_tensors, True, 2] for version in range(4)]
+    check_canaries(two, 3)

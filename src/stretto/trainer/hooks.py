@@ -13,6 +13,10 @@
 
 `rollout_data` has a list with one entry per sample of this rank for each name in `batch_as_lists`. What a function
 writes into advantages, returns, loss_masks, log_probs and rollout_log_probs is trained.
+
+On several ranks each one calls them with its own samples; a rank that has none in a step gets empty lists. Ranks of cp
+and tp have the same samples, with whole rows and all logits, and must all make the same of them. `post_write` is called
+by the first rank alone, when the files of all are in place.
 """
 
 from __future__ import annotations
@@ -257,6 +261,8 @@ class TrainerHooks:
         if not self._hooks.keys() & set(ABOUT_DATA):
             return list(micro_batches)
         data = batch_as_lists(micro_batches)
+        if not data["tokens"]:  # the function of other ranks finds these too
+            data |= {name: [] for name in ("advantages", "log_probs", "rollout_log_probs")}
         if self.makes_advantages:
             data.pop("advantages", None)
             self.call("advantages", data)

@@ -443,13 +443,16 @@ class Learner:
         logits: gets those of the trained tokens, float32 [trained, vocab], if a user's loss needs them.
         """
         is_measured = is_measured and torch.is_grad_enabled()
+        if self.user.loss is None:
+            logits = None
         routing = None
         if policy is None and self._routers is not None:
             routing = self._routers.routing(inputs, is_measured=is_measured)
         policy = policy or self.policy
         if self.network.is_cut_by_tokens:
+            how = self._cp_style, routing, self._chunk
             scores = context.compute_logprobs(
-                policy, inputs, self.mesh, self._cp_style, routing, self._chunk, entropy_grad=entropy_grad
+                policy, inputs, self.mesh, *how, entropy_grad=entropy_grad, logits=logits
             )
         else:
             more = {} if routing is None else {"routing": routing}
@@ -465,7 +468,7 @@ class Learner:
                 entropy_grad=entropy_grad,
                 support=inputs.support,
             )
-            if logits is not None and self.user.loss is not None:
+            if logits is not None:
                 logits.append(head_logits(picked, weight))
         if routing is not None and is_measured:
             self._routers.add(routing)

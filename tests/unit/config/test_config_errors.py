@@ -791,11 +791,6 @@ WRONG_RL = {
         "",
         ["trainer.loss.entropy_coef = 0.1 does nothing with trainer.hooks.loss", "it is the whole loss"],
     ),
-    "logits of rows that are cut": (
-        '[trainer]\nhooks.loss = "my:loss"\nmodel.cp = 2\n' + ENV,
-        "",
-        ['trainer.hooks.loss = "my:loss" is given the logits of whole rows, and model.cp = 2 cuts them'],
-    ),
     "files of nobody": (
         '[trainer]\nhooks.post_write = "my:note"\n' + ENV,
         "",

@@ -263,8 +263,6 @@ RULES: Rules = {
              "{0.path} and {1.path} both hold the policy to a reference, in the reward and in the loss; drop one"),
     ),
     TrainerSection: (
-        Rule("hooks.loss model.cp", lambda s: s.hooks.loss is not None and s.model.cp > 1,
-             "{0} is given the logits of whole rows, and {1} cuts them; use model.tp instead"),
         Rule("hooks.post_write weight_broadcast.type",
              lambda s: s.hooks.post_write is not None and s.weight_broadcast.type != "filesystem",
              '{0} is called when the files of a version are written, and {1} writes none; use type = "filesystem"'),

@@ -84,11 +84,11 @@ class _AllGatherAt(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, places: list[Tensor], rank: int, group: Any) -> Tensor:
         ctx.place = places[rank]
         longest = max(len(place) for place in places)
-        padded = x.new_zeros(longest)
+        padded = x.new_zeros(longest, *x.shape[1:])
         padded[: len(x)] = x
         parts = [torch.empty_like(padded) for _ in places]
         dist.all_gather(parts, padded, group=group)
-        out = x.new_empty(sum(len(place) for place in places))
+        out = x.new_empty(sum(len(place) for place in places), *x.shape[1:])
         for part, place in zip(parts, places):
             out[place] = part[: len(place)]
         return out
@@ -99,9 +99,9 @@ class _AllGatherAt(torch.autograd.Function):
 
 
 def all_gather_at(
-    x: Float[Tensor, " own"], places: list[Int[Tensor, " _"]], rank: int, group: Any
-) -> Float[Tensor, " all"]:
-    """All-gather x into one vector that holds rank r's values at indices places[r].
+    x: Float[Tensor, "own ..."], places: list[Int[Tensor, " _"]], rank: int, group: Any
+) -> Float[Tensor, "all ..."]:
+    """All-gather x into one tensor that holds rank r's values at indices places[r] of its first dim.
 
     The backward pass keeps only this rank's slice of the gradient, since all ranks compute the same loss.
     """

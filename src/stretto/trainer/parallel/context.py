@@ -70,10 +70,12 @@ def compute_logprobs(
     chunk: int,
     *,
     entropy_grad: bool,
+    logits: list[Tensor] | None = None,
 ) -> tuple[Float[Tensor, " trained"], Float[Tensor, " trained"]]:
     """Log-probability and entropy of every trained token, on every rank of cp.
 
-    `routing` is for the whole row; the expert loads of this rank's tokens are added to it.
+    `routing` is for the whole row; the expert loads of this rank's tokens are added to it. logits: present, it gets
+    those of every trained token, float32 [trained, vocab].
     """
     hidden, places = _hidden_states(policy, inputs, mesh, style, routing)
     rank, group = mesh.cp_rank, mesh.cp_group
@@ -87,6 +89,8 @@ def compute_logprobs(
         entropy_grad=entropy_grad,
         support=None if inputs.support is None else inputs.support.at(trained.cpu().numpy()),
     )
+    if logits is not None:
+        logits.append(all_gather_at(head_logits(hidden, policy.output_weight), places, rank, group))
     return all_gather_at(logprobs, places, rank, group), all_gather_at(entropy, places, rank, group)
 
 
