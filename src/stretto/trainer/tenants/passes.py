@@ -246,7 +246,7 @@ class Passes:
         entropy_grad = has_gradient and any(loss and loss.entropy_coef is not None for loss in losses)
         with ExitStack() as stack:
             if len(group) == 1:
-                stack.enter_context(tenants[0].random_numbers())
+                stack.enter_context(tenants[0].random_numbers(has_gradient=has_gradient))
             logprobs, entropy = self._forward(inputs, entropy_grad=entropy_grad)
             total, start = None, 0
             for piece in group:

@@ -161,6 +161,7 @@ class Tenant:
         self.weights.zero_grad()
         self.weights.copy_to_model()
         self.step, self.num_passes = self.step + 1, 0
+        self._random.keep()
         self.sums.add({"max/updates": 1.0})
         metrics = self.sums.pop_means(lambda sums: sums)  # they are over all ranks already
         return metrics | {"optim/lr": lr, "optim/grad_norm": norm, "step": float(self.step)}
@@ -199,17 +200,18 @@ class Tenant:
             offset += size
 
     def drop_gradients(self) -> None:
-        """Forget the gradients since the last step."""
+        """Forget the gradients since the last step, and that their passes have drawn random numbers."""
         self.weights.zero_grad()
         self.num_passes, self.sums = 0, StepSums()
+        self._random.rewind()
 
     @contextmanager
-    def random_numbers(self) -> Iterator[None]:
-        """Dropout within draws from this tenant's own random numbers."""
+    def random_numbers(self, *, has_gradient: bool) -> Iterator[None]:
+        """Dropout within draws from this tenant's own random numbers; without a gradient they stay as they are."""
         if not self.lora.dropout:
             yield
             return
-        with self._random.used():
+        with self._random.used(is_kept=has_gradient):
             yield
 
     @torch.no_grad()
@@ -227,7 +229,11 @@ class Tenant:
         return Adapter(pairs, self.lora.rank, self.lora.alpha / self.lora.rank)
 
     def state(self, progress: dict[str, Any], *, with_optimizer: bool) -> LearnerState:
-        """What the next step depends on, named as in a run's checkpoint; and the caller's progress."""
+        """What the next step depends on, named as in a run's checkpoint; and the caller's progress.
+
+        Gradients are not part of it: random numbers are those before the passes since the last step, which draw them
+        again when they are computed anew.
+        """
         slices = self._weight_slices()
         if with_optimizer:
             slices |= add_prefix("optim", optimizer_slices(self.optimizer, self.weights))
@@ -378,27 +384,41 @@ class _RandomState:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._device = device
+        self._before: tuple[Tensor, Tensor | None] | None = None
+        """The state before the first pass with a gradient since the last step; None: there was none."""
         self._cpu = torch.Generator().manual_seed(seed).get_state()
-        self._cuda = None
+        self._cuda: Tensor | None = None
         if device.type == "cuda":
             self._cuda = torch.Generator(device).manual_seed(seed).get_state()
 
     @contextmanager
-    def used(self) -> Iterator[None]:
-        """torch draws from these numbers within, and from its own afterwards."""
+    def used(self, *, is_kept: bool) -> Iterator[None]:
+        """torch draws from these numbers within, and from its own afterwards; is_kept: they go on there next time."""
+        if is_kept and self._before is None:
+            self._before = (self._cpu, self._cuda)
         devices = [self._device] if self._cuda is not None else []
         with torch.random.fork_rng(devices):
             torch.set_rng_state(self._cpu)
             if self._cuda is not None:
                 torch.cuda.set_rng_state(self._cuda, self._device)
             yield
-            self._cpu = torch.get_rng_state()
-            if self._cuda is not None:
-                self._cuda = torch.cuda.get_rng_state(self._device)
+            if is_kept:
+                self._cpu = torch.get_rng_state()
+                self._cuda = None if self._cuda is None else torch.cuda.get_rng_state(self._device)
+
+    def keep(self) -> None:
+        """The passes so far have become a step."""
+        self._before = None
+
+    def rewind(self) -> None:
+        """The passes since the last step have never been."""
+        self._cpu, self._cuda = self._before or (self._cpu, self._cuda)
+        self._before = None
 
     def slices(self) -> dict[str, TensorSlice]:
-        """The state, by the names of a learner's."""
-        found = {"rng.cpu": TensorSlice.whole(self._cpu)}
-        if self._cuda is not None:
-            found["rng.cuda"] = TensorSlice.whole(self._cuda)
+        """The state before the passes since the last step, by the names of a learner's."""
+        cpu, cuda = self._before or (self._cpu, self._cuda)
+        found = {"rng.cpu": TensorSlice.whole(cpu)}
+        if cuda is not None:
+            found["rng.cuda"] = TensorSlice.whole(cuda)
         return found

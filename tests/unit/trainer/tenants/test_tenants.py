@@ -181,6 +181,39 @@ def test_a_saved_tenant_continues_bit_for_bit_in_another_service(kind, tmp_path)
         assert_equal(weights_of(other, case.spec.name), weights_of(tenants, case.spec.name))
 
 
+def test_a_state_saved_between_a_pass_and_its_step_continues_with_the_same_dropout(tmp_path):
+    [case] = cases(1)
+    case = type(case)(replace(case.spec, dropout=0.3), case.loss)
+    tenants, resumed = build_tenants("dense"), build_tenants("dense")
+    create(tenants, [case])
+    train(tenants, [case], range(1))
+    work = TenantWork(tenant="run-0", micro_batches=tuple(batch_of(case, 1)[0]), loss=case.loss)
+    tenants.execute(Pass(number=1, works=(work,)))
+    path = str(tmp_path / "saved")
+    tenants.execute(SaveTenant(number=2, tenant="run-0", path=path))
+    tenants.execute(OptimStep(number=3, tenant="run-0"))
+    train(tenants, [case], range(2, 3))
+    create(resumed, [case], path=path)
+    train(resumed, [case], range(1, 3))  # the pass is computed again
+    assert_equal(weights_of(resumed, "run-0"), weights_of(tenants, "run-0"))
+
+
+def test_passes_that_are_dropped_or_have_no_gradient_change_no_dropout():
+    [case] = cases(1)
+    case = type(case)(replace(case.spec, dropout=0.3), case.loss)
+    tenants, clean = build_tenants("dense"), build_tenants("dense")
+    create(tenants, [case])
+    create(clean, [case])
+    work = TenantWork(tenant="run-0", micro_batches=tuple(batch_of(case, 5)[0]), loss=case.loss)
+    for step in range(2):
+        tenants.execute(Pass(number=1, works=(work,)))
+        tenants.execute(DropGradients(number=2, tenant="run-0"))
+        tenants.execute(Pass(number=3, works=(replace(work, is_forward_only=True),)))
+        train(tenants, [case], [step])
+        train(clean, [case], [step])
+    assert_equal(weights_of(tenants, "run-0"), weights_of(clean, "run-0"))
+
+
 def test_a_tenant_becomes_an_ordinary_run_and_comes_back(tmp_path):
     case = cases(1)[0]
     tenants = build_tenants("moe")
