@@ -293,12 +293,15 @@ def run_vime(words: list[str]) -> int:
         return 0
     from stretto.vime.flags.command import read_command
 
-    cfg, notes = read_command(words)
+    cfg, notes, names = read_command(words)
     if cfg.print_config:
         return _print_config(cfg)
     for note in notes:
         sys.stderr.write(f"note: {note}\n")
-    return _dry_run("rl", cfg) if cfg.dry_run else _rl(cfg, words)
+    try:
+        return _dry_run("rl", cfg) if cfg.dry_run else _rl(cfg, words)
+    except ConfigError as error:
+        raise ConfigError(names.reword(str(error))) from error
 
 
 def _print_config(cfg: RunRoot) -> int:

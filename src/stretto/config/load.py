@@ -91,10 +91,12 @@ def build(
     *,
     sources: Mapping[Path, str] | None = None,
     verb: str | None = None,
+    reword: Callable[[str], str] = str,
 ) -> Root:
     """The root that raw data describes, without files. Logs a warning about what is probably not meant.
 
-    sources: what a message says about the origin of the value at a path. verb: whose configuration it is.
+    sources: what a message says about the origin of the value at a path. verb: whose configuration it is. reword: puts
+    messages into the words of whoever gave the data.
 
     Raises: ConfigError listing what is wrong.
     """
@@ -102,9 +104,10 @@ def build(
     draft.put([Given(path, value, dotted(path), places.get(path, "")) for path, value in leaves(data)])
     root = draft.build_root()
     if not isinstance(root, cls):
-        raise ConfigError(draft.report(verb or cls.__name__))
+        raise ConfigError(reword(draft.report(verb or cls.__name__)))
     for doubt in () if verb is None else rules.doubts(root):
-        logger.warning("warning: %s", draft.placed(doubt.message, *map(dotted_to_path, doubt.paths)))
+        said = draft.placed(doubt.message, *map(dotted_to_path, doubt.paths))
+        logger.warning("warning: %s", reword(said))
     return root
 
 

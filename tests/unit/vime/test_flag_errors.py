@@ -200,8 +200,59 @@ def test_a_refused_flag_takes_the_value_that_asks_for_nothing(files):
     assert read_command([*words_of(files, SPLIT, MODEL_ARGS), *words])[1] == []
 
 
+NAMED = {
+    "a copied value": ("--vllm-max-model-len 10",
+        "  --vllm-max-model-len 10 is shorter than --rollout-max-context-len 1024; raise it or lower"
+        " --rollout-max-context-len"),
+    "an option that is passed on": ("--vllm-max-num-seqs 2",
+        "  --n-samples-per-prompt 4: an engine samples a group in one request, and takes --vllm-max-num-seqs 2; raise"),
+    "an option that was not typed": ("--vllm-max-num-batched-tokens 2",
+        "  --vllm-max-num-batched-tokens 2 cannot hold one token of each of --vllm-max-num-seqs = 1024 sequences;"),
+    "a limit": ("--vllm-gpu-memory-utilization 1.5", "  --vllm-gpu-memory-utilization 1.5: must be less than or equal"),
+    "two flags": ("--custom-model-provider-path a.b --tensor-model-parallel-size 2",
+        "  --custom-model-provider-path a.b changes whole layers, and --tensor-model-parallel-size 2 cuts them"),
+}  # fmt: skip
+"""By name: flags, and a line of what is said."""
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_rule_between_keys_speaks_of_the_flags_that_were_typed(name, files):
+    flags, line = NAMED[name]
+    with pytest.raises(ConfigError) as caught:
+        read_command(words_of(files, SPLIT, flags))
+    assert any(said.startswith(line) for said in str(caught.value).splitlines()), caught.value
+
+
+def test_a_plan_that_does_not_fit_the_machine_speaks_of_flags(files, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    flags = [
+        "--actor-num-gpus-per-node",
+        "2",
+        "--rollout-num-gpus",
+        "4",
+        "--rollout-num-gpus-per-engine",
+        "4",
+    ]
+    assert run_verb("vime", words_of(files, *flags)) != 0
+    said = capsys.readouterr().err
+    assert "inference takes 4 GPUs" in said and "inference.parallel (--rollout-num-gpus-per-engine 4)" in said
+
+
+def test_words_of_a_message_that_are_no_keys_stay(files):
+    names = read_command(words_of(files, SPLIT)).names
+    text = "model /tmp/model.safetensors of the trainer and inference; run `rl`, see docs/inference.md, trainer.log"
+    assert names.reword(text) == text
+    way = "deployment.gpus_per_node is too small, give another port with --control.port"
+    said = names.reword(way)
+    assert said.endswith("with control.port of the TOML of --print-config")
+    assert said.startswith("deployment.gpus_per_node (--actor-num-gpus-per-node) is too small")
+
+
 def test_a_problem_between_keys_names_the_flags(files):
-    with pytest.raises(ConfigError, match=r"--rollout-top-k 2000: .*top_k = 2000"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--rollout-top-k 2000 is more than orchestrator.train.replay.max_tokens = 1024; lower it",
+    ):
         read_command(words_of(files, SPLIT, "--rollout-top-k 2000"))
 
 

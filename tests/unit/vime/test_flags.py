@@ -43,7 +43,7 @@ def files(tmp_path, monkeypatch):
 def test_every_flag_of_the_guide_has_a_row_or_passes_through(files):
     through = [name for name in GUIDE if name not in BY_NAME]
     assert through == ["--router-balance-abs-threshold"]
-    cfg, _ = read_command(words_of(files, SPLIT, through[0], "0"))
+    cfg, *_ = read_command(words_of(files, SPLIT, through[0], "0"))
     assert cfg.inference.router.extra == {"balance_abs_threshold": 0}
     assert cfg.inference.router.policy == "cache_aware"
 
@@ -72,7 +72,7 @@ def test_the_page_is_up_to_date_and_lists_every_flag():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_of_the_guide_is_the_plan_that_is_written_down(name, files):
-    cfg, notes = read_command(words_of(files, MODEL_ARGS, COMMANDS[name], "--dry-run"))
+    cfg, notes, _ = read_command(words_of(files, MODEL_ARGS, COMMANDS[name], "--dry-run"))
     plan, _ = plan_only(cfg.model_copy(update={"ray": None}) if cfg.ray else cfg)
     rows = [f"node {each.node} {each.name}: {','.join(each.devices) or 'CPU'}" for each in plan.processes]
     text = (
@@ -96,7 +96,7 @@ def test_a_command_of_the_guide_is_the_plan_that_is_written_down(name, files):
 
 
 def test_defaults_are_those_of_vime(files):
-    cfg, notes = read_command(["train.py", *words_of(files, SPLIT)][1:])
+    cfg, notes, _ = read_command(["train.py", *words_of(files, SPLIT)][1:])
     loss, algo, env = cfg.trainer.loss, cfg.orchestrator.algo, cfg.orchestrator.env[0]
     assert (loss.type, loss.reduction, loss.use_rollout_logprobs, loss.clip_low) == (
         "ppo",
@@ -110,19 +110,19 @@ def test_defaults_are_those_of_vime(files):
     assert env.args["shuffle"] is False and cfg.ckpt is None and notes == []
     plain = [word for word in words_of(files, SPLIT) if word != "--apply-chat-template"]
     at = plain.index("--input-key")
-    cfg, _ = read_command(plain[:at] + plain[at + 2 :])
+    cfg, *_ = read_command(plain[:at] + plain[at + 2 :])
     assert cfg.orchestrator.env[0].args["input_key"] == "input"
     assert cfg.orchestrator.env[0].args["apply_chat_template"] is False
 
 
 def test_limits_and_router_are_those_of_vime(files):
-    cfg, _ = read_command(words_of(files, SPLIT))
+    cfg, *_ = read_command(words_of(files, SPLIT))
     assert (cfg.orchestrator.client.timeout_s, cfg.orchestrator.rollout_timeout_s) == (14400, 14400)
     assert (cfg.weight_broadcast.timeout_s, cfg.inference.router.policy) == (900, "cache_aware")
     assert cfg.orchestrator.max_inflight_rollouts is None
-    cfg, _ = read_command(words_of(files, SPLIT, "--vllm-server-concurrency 8"))
+    cfg, *_ = read_command(words_of(files, SPLIT, "--vllm-server-concurrency 8"))
     assert cfg.orchestrator.max_inflight_rollouts == 16
-    cfg, _ = read_command(words_of(files, SPLIT, "--vllm-router-ip 10.0.0.1 --vllm-router-port 9"))
+    cfg, *_ = read_command(words_of(files, SPLIT, "--vllm-router-ip 10.0.0.1 --vllm-router-port 9"))
     assert cfg.inference.router.address == "http://10.0.0.1:9"
 
 
@@ -140,14 +140,14 @@ def test_functions_about_loss_and_weights_are_the_trainers(files):
 
 def test_a_schedule_in_updates_is_one_in_rollouts(files):
     flags = "--advantage-estimator ppo --lr-warmup-iters 3 --critic-lr-warmup-iters 5 --lr-decay-iters 6"
-    cfg, _ = read_command(words_of(files, SPLIT, flags, "--global-batch-size 8"))
+    cfg, *_ = read_command(words_of(files, SPLIT, flags, "--global-batch-size 8"))
     assert cfg.trainer.updates_per_step == 2
     assert (cfg.trainer.scheduler.warmup_steps, cfg.trainer.scheduler.decay_steps) == (2, 1)
     assert cfg.trainer.critic.lr_warmup_steps == 3
 
 
 def test_without_an_interval_there_are_no_evals(files):
-    cfg, notes = read_command(words_of(files, SPLIT, "--eval-prompt-data rows.jsonl"))
+    cfg, notes, _ = read_command(words_of(files, SPLIT, "--eval-prompt-data rows.jsonl"))
     assert cfg.orchestrator.eval is None
     assert notes == ["--eval-prompt-data rows.jsonl is not used without --eval-interval: there are no evals"]
 
@@ -191,7 +191,7 @@ def test_the_printed_toml_is_the_same_run_byte_for_byte(seed, files):
     for _ in range(6):
         extra = [rng.choice(options) for options in CHOICES]
         try:
-            cfg, _ = read_command(words_of(files, SPLIT, *extra))
+            cfg, *_ = read_command(words_of(files, SPLIT, *extra))
         except ConfigError:  # drawn flags may contradict each other
             continue
         num_tried += 1
@@ -203,7 +203,7 @@ def test_the_printed_toml_is_the_same_run_byte_for_byte(seed, files):
 
 
 def test_the_printed_toml_chooses_no_port_and_runs_where_the_usual_ones_are_taken(files):
-    cfg, _ = read_command(words_of(files, SPLIT))
+    cfg, *_ = read_command(words_of(files, SPLIT))
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with contextlib.suppress(OSError):  # another program's: as good
@@ -222,7 +222,7 @@ def test_the_printed_toml_chooses_no_port_and_runs_where_the_usual_ones_are_take
 def test_a_missing_checkpoint_is_the_reference_and_a_note_says_so(files):
     (files / "ref").mkdir()
     (files / "ref" / "config.json").write_text(json.dumps(CONFIG))
-    cfg, notes = read_command(words_of(files, SPLIT, "--load runs/a --save runs/a --ref-load ref"))
+    cfg, notes, _ = read_command(words_of(files, SPLIT, "--load runs/a --save runs/a --ref-load ref"))
     assert cfg.model.name == "ref" and cfg.tokenizer.name == str(files / "Qwen3-4B")
     assert cfg.resume is None and (cfg.output_dir, cfg.run.name) == (Path("runs"), "a")
     assert notes == ["--load runs/a: nothing is there yet; training starts from --ref-load ref"]
@@ -232,14 +232,14 @@ def test_a_run_is_continued_where_it_is_saved_and_begun_anew_elsewhere(files):
     done = files / "runs" / "a" / "checkpoints" / "step_2"
     done.mkdir(parents=True)
     (done / "COMPLETE").write_text("")
-    cfg, _ = read_command(words_of(files, SPLIT, "--load runs/a --save runs/a"))
+    cfg, *_ = read_command(words_of(files, SPLIT, "--load runs/a --save runs/a"))
     assert cfg.resume is not None and cfg.resume.dir is None
-    cfg, _ = read_command(words_of(files, SPLIT, "--load runs/a --save runs/b --ckpt-step 2"))
+    cfg, *_ = read_command(words_of(files, SPLIT, "--load runs/a --save runs/b --ckpt-step 2"))
     assert cfg.resume.dir == Path("runs/a") and cfg.resume.step == 2
 
 
 def test_passes_over_the_data_are_counted(files):
     words = words_of(files, SPLIT)
     at = words.index("--num-rollout")
-    cfg, _ = read_command([*words[:at], *words[at + 2 :], "--num-epoch", "3"])
+    cfg, *_ = read_command([*words[:at], *words[at + 2 :], "--num-epoch", "3"])
     assert cfg.max_steps == 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.config.draft import dotted_to_path
@@ -18,6 +18,7 @@ from stretto.vime.flags.clashes import clashes, notes
 from stretto.vime.flags.flag import Setting, Values, listed
 from stretto.vime.flags.groups import BY_NAME, PARTS
 from stretto.vime.flags.groups.rollout import argument_tables
+from stretto.vime.flags.names import FlagNames
 from stretto.vime.flags.shape import mismatches
 from stretto.vime.flags.words import read
 from stretto.vime.resolved import resolved
@@ -30,8 +31,18 @@ HIDDEN = {
 """Flags that say where and not what, or that the plan resolves: functions find the resolved value."""
 
 
-def read_command(words: Sequence[str]) -> tuple[RLConfig, list[str]]:
-    """The config that the flags mean, and notes on flags that do nothing here.
+class Command(NamedTuple):
+    """What a command line means."""
+
+    config: RLConfig
+    notes: list[str]
+    """Flags that do nothing here, each with the reason."""
+    names: FlagNames
+    """How messages about the config name the flags."""
+
+
+def read_command(words: Sequence[str]) -> Command:
+    """What a command line means.
 
     Raises: ConfigError listing every mistake.
     """
@@ -57,7 +68,7 @@ def read_command(words: Sequence[str]) -> tuple[RLConfig, list[str]]:
         settings = [*kept, *(Setting(path, own | known.get(path, {}), tuple(flags.given)) for path in places)]
         cfg = _build(flags, settings)
     _check_new(flags, cfg)
-    return cfg, [*_starts(flags), *notes(flags)]
+    return Command(cfg, [*_starts(flags), *notes(flags)], FlagNames(flags, settings))
 
 
 def _check_new(flags: Values, cfg: RLConfig) -> None:
@@ -152,7 +163,8 @@ def _build(flags: Values, settings: Sequence[Setting]) -> RLConfig:
     for name in ("dry_run", "print_config"):
         if getattr(flags, name):
             values[(name,)] = True
-    return build(RLConfig, nest(_from_above(values)), sources=sources, verb="vime")
+    names = FlagNames(flags, settings)
+    return build(RLConfig, nest(_from_above(values)), sources=sources, verb="vime", reword=names.reword)
 
 
 def _is_typed(flags: Values, name: str) -> bool:
