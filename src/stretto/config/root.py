@@ -195,13 +195,19 @@ class RLConfig(RunKeys, RunRoot):
             return 1
         engines = 0 if self.inference is None else self.inference.deployment.num_nodes
         last = self.first_infer_node + self.deployment.num_infer_replicas * engines
-        models = [node + 1 for node, _ in self.model_places.values()]
-        return max(self.deployment.num_learning_nodes, last) + max(models, default=0)
+        return max(self.deployment.num_learning_nodes, last) + self.num_model_nodes
+
+    @property
+    def num_model_nodes(self) -> int:
+        """Machines of frozen models, the last ones."""
+        places = self.model_places.items()
+        return max((node + self.models[name].deployment.num_nodes for name, (node, _) in places), default=0)
 
     @property
     def model_places(self) -> dict[str, tuple[int, int]]:
         """Over several nodes, where a frozen model that the run starts is: a node, counted from the first one that
-        policy and trainer do not need, and its first GPU there. Each is put where it fits first."""
+        policy and trainer do not need, and its first GPU there. Each is put where it fits first; one that is larger
+        than a node has new ones."""
         shape = self.deployment
         if shape.type != "multi_node":
             return {}
@@ -210,7 +216,11 @@ class RLConfig(RunKeys, RunRoot):
         for name, section in self.models.items():
             if section.base_url is not None:
                 continue
-            wanted = section.num_gpus if section.device != "cpu" and shape.gpus_per_node else 0
+            if (own := section.deployment.num_nodes) > 1:
+                places[name] = (len(used), 0)
+                used += [shape.gpus_of_models] * own
+                continue
+            wanted = section.gpus_with_idle if section.device != "cpu" and shape.gpus_per_node else 0
             fits = (node for node, num in enumerate(used) if num + wanted <= shape.gpus_of_models)
             if (node := next(fits, len(used))) == len(used):
                 used.append(0)

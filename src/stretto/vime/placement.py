@@ -173,24 +173,43 @@ def over_nodes(flags: Values, found: list[Engines]) -> Iterator[Setting]:
 
 def _groups_over_nodes(flags: Values, model: ServedModel) -> Iterator[Setting]:
     """Engines of several shapes, and GPUs that are left idle, on nodes of their own."""
+    node = flags.actor_num_gpus_per_node if flags.colocate else flags.num_gpus_per_node
+    node = min(node, sum(group.num_gpus for group in model.groups))
+    yield Setting("deployment.num_infer_replicas", 1, FILE)
+    if node > flags.actor_num_gpus_per_node:
+        yield Setting("deployment.infer_gpus_per_node", node, FILE)
+    yield from nodes_of_groups(flags, model, "inference", node, _shards(flags))
+
+
+def is_over_nodes(flags: Values, model: ServedModel) -> bool:
+    """Whether a frozen model of a run over several nodes is larger than a node, or leaves GPUs of it idle."""
+    total = sum(group.num_gpus for group in model.groups)
+    return total > flags.num_gpus_per_node or len(model.engines) < len(model.groups)
+
+
+def nodes_of_groups(
+    flags: Values, model: ServedModel, at: str, node: int, shards: int = 1
+) -> Iterator[Setting]:
+    """The groups of a model, in the order of the file, on nodes of so many GPUs.
+
+    Raises: ConfigError for engines of two kinds, and for GPUs that are left over.
+    """
     where, total = flags.given[FILE[0]], sum(group.num_gpus for group in model.groups)
     if model.count("prefill"):
         raise ConfigError(
-            f"{where}: over several nodes prefill and decode engines have whole nodes; leave the placeholders out"
+            f"{where}: model {model.name}: over several nodes prefill and decode engines have whole nodes, and those "
+            "of a frozen model fit one; leave placeholders out, or use regular engines"
         )
-    node = flags.actor_num_gpus_per_node if flags.colocate else min(flags.num_gpus_per_node, total)
+    node = min(node, total)
     if rest := total % node:
         raise ConfigError(
             f"{where}, {typed(flags, '--num-gpus-per-node')}: the groups of {model.name} take {total} GPUs, which "
             f"leave {node - rest} of a node of {node}; change num_gpus of a group, or add a placeholder of "
             f"{node - rest}"
         )
-    yield Setting("deployment.num_infer_replicas", 1, FILE)
-    if node > flags.actor_num_gpus_per_node:
-        yield Setting("deployment.infer_gpus_per_node", node, FILE)
-    yield from group_settings(model, "inference", _shards(flags), is_wide=True)
-    yield Setting("inference.deployment.num_nodes", total // node, FILE)
-    yield Setting("inference.deployment.gpus_per_node", node, ("--num-gpus-per-node", *FILE))
+    yield from group_settings(model, at, shards, is_wide=True)
+    yield Setting(f"{at}.deployment.num_nodes", total // node, FILE)
+    yield Setting(f"{at}.deployment.gpus_per_node", node, ("--num-gpus-per-node", *FILE))
 
 
 def _engine_over_nodes(flags: Values, engines: Engines, node: int) -> Iterator[Setting]:

@@ -14,6 +14,7 @@ from stretto.config.load import load
 from stretto.config.root import OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.nodes import find_node_rank, plan_nodes
+from stretto.launch.run.serve import plan_serving
 
 # The last example of disaggregation in the documents: 3 x (2 x 2 + 1 x 2) inference nodes, 4 trainer nodes.
 TOML = """
@@ -215,6 +216,36 @@ def test_frozen_models_come_after_the_nodes_of_inference_and_share_one_where_the
     key = found["orchestrator"].env[plan.config.orchestrator.client.api_key_var]
     assert key and {found[name].env["VLLM_API_KEY"] for name in places} == {key}
     assert asked["ref"].api_key_var == plan.config.orchestrator.client.api_key_var != asked["far"].api_key_var
+
+
+OVER_NODES = """
+parallel.tp = 16
+[models.big.deployment]
+type = "multi_node"
+nodes_per_engine = 2
+"""
+
+
+def test_a_frozen_model_larger_than_a_node_has_nodes_of_its_own(tmp_path):
+    cfg = config(tmp_path, "--dry-run", text=FROZEN.replace('"b"\nparallel.tp = 8', f'"b"{OVER_NODES}'))
+    plan = plan_nodes(cfg, cfg.run_dir)
+    assert cfg.num_nodes == len(plan.hosts) == 5
+    found = [spec for spec in plan.processes if spec.role == "model_big"]
+    assert [(spec.name, spec.node, spec.devices) for spec in found] == [
+        ("model_big_0", 2, tuple("01234567")),
+        ("model_big_1", 3, tuple("01234567")),
+    ]
+    assert [spec.argv[-2:] for spec in found] == [("--node-rank", "0"), ("--node-rank", "1")]
+    places = {spec.name: spec.node for spec in plan.processes if spec.role in ("model_ref", "model_judge")}
+    assert places == {"model_ref": 4, "model_judge": 4}
+    served = plan.configs()["model_big"]
+    assert served.hosts == ["node-2", "node-3"] and served.server.host == "node-2"
+    assert plan.config.orchestrator.frozen_models["big"].base_url == f"http://node-2:{served.server.port}/v1"
+    engines = plan_serving(served, cfg.run_dir).engines
+    assert [(e.node, e.section.vllm_extra["node_rank"], e.is_served) for e in engines.engines] == [
+        (0, 0, True),
+        (1, 1, False),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from stretto.base.errors import ConfigError
 from stretto.launch.plan.engines import plan_engines
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.plan import plan
+from stretto.launch.plan.table import engine_sum
+from stretto.launch.run.serve import plan_serving
 from stretto.vime.flags.command import read_command
 
 TWO = """
@@ -85,6 +87,7 @@ def test_regular_groups_of_a_model_differ_in_size_and_options(read):
     assert [(c.parallel.tp, c.max_num_seqs) for c in configs] == [(1, 96), (1, 96), (2, 1024)]
     assert [c.vllm_extra for c in configs] == [{}, {}, {"quantization": "fp8"}]
     assert len(made.config.orchestrator.client.admin_base_url) == 3 and found["router"] == ()
+    assert engine_sum(made) == "2 x 1 + 1 x 2 = 4 GPUs"
 
 
 def test_groups_of_several_nodes_leave_the_gpus_of_placeholders(read):
@@ -101,6 +104,34 @@ def test_groups_of_several_nodes_leave_the_gpus_of_placeholders(read):
     found = [(spec.node, spec.devices) for spec in made.processes if spec.role == "inference"]
     eight = tuple(map(str, range(8)))
     assert cfg.num_nodes == 4 and found == [(1, eight), (2, eight), (3, ("4", "5")), (3, ("6", "7"))]
+
+
+def test_frozen_models_over_nodes_may_be_larger_than_one_or_leave_gpus_idle(read):
+    cfg = read("--vllm-config", """
+        vllm:
+          - name: actor
+            server_groups: [{num_gpus: 8, num_gpus_per_engine: 8}]
+          - name: large
+            model_path: /models/large
+            update_weights: false
+            server_groups: [{num_gpus: 16, num_gpus_per_engine: 16}]
+          - name: small
+            model_path: /models/small
+            update_weights: false
+            server_groups:
+              - {num_gpus: 2}
+              - {worker_type: placeholder, num_gpus: 2}
+              - {num_gpus: 4, num_gpus_per_engine: 4}
+    """, gpus=32)  # fmt: skip
+    cfg = cfg.model_copy(update={"dry_run": True})
+    made = plan_nodes(cfg, cfg.run_dir)
+    found = {spec.name: spec.node for spec in made.processes if spec.role.startswith("model_")}
+    assert cfg.num_nodes == 5 and found == {"model_large_0": 2, "model_large_1": 3, "model_small": 4}
+    large, small = (
+        plan_serving(made.configs()[f"model_{name}"], cfg.run_dir).engines for name in ("large", "small")
+    )
+    assert [(e.node, e.section.parallel.tp) for e in large.engines] == [(0, 16), (1, 16)]
+    assert [(e.first_gpu, e.num_gpus) for e in small.engines] == [(0, 1), (1, 1), (4, 4)]
 
 
 def test_data_sets_have_what_differs_for_them(read):

@@ -89,16 +89,21 @@ def model_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
                     f"{path}.gpu_ids",
                     "{0}: over several nodes it gets the first that are free; leave it out",
                 )
-            if shape.gpus_per_node and section.device != "cpu" and section.num_gpus > shape.gpus_of_models:
-                rule = f"{section.num_gpus} GPUs, and a node of models has {shape.gpus_of_models}"
+            own = section.deployment
+            gpus = section.gpus_with_idle if own.num_nodes == 1 else getattr(own, "gpus_per_node", 0)
+            if shape.gpus_per_node and section.device != "cpu" and gpus > shape.gpus_of_models:
+                each = " of each node" * (own.num_nodes > 1)
+                rule = f"{gpus} GPUs{each}, and a node of models has {shape.gpus_of_models}"
                 ways = (
-                    "lower its engines or degrees, raise deployment.model_gpus_per_node, or start it by hand"
+                    "lower its engines or degrees, raise deployment.model_gpus_per_node, spread it over nodes with "
+                    f"{path}.deployment.type, or start it by hand"
                 )
                 yield path, f"{{0.path}} takes {rule}; {ways} and give base_url"
-        if section.deployment.num_nodes > 1 and section.base_url is None:
+        if section.deployment.num_nodes > 1 and section.base_url is None and shape.type != "multi_node":
             yield (
                 f"{path}.deployment",
-                "{0.path}: its engines are on this machine; start others by hand, give base_url",
+                '{0.path} takes several nodes, and this run has one; use deployment.type = "multi_node", or give '
+                "base_url",
             )
         if section.api_key is not None:
             yield f"{path}.api_key", "{0.path}: functions send it no key; leave it out"

@@ -188,6 +188,12 @@ class InferenceSection(Section):
             counts = [(side.num_engines, side.tp or parallel.tp) for side in shape.sides.values()]
         return sum(engines * tp for engines, tp in counts) * parallel.pp * parallel.dp
 
+    @property
+    def gpus_with_idle(self) -> int:
+        """Devices of all engines, and those that groups leave idle."""
+        is_grouped = isinstance(self.deployment, EngineGroups)
+        return self.placed()[-1].first_gpu if is_grouped else self.num_gpus
+
     def of_group(self, group: EngineGroup) -> InferenceSection:
         """The section of the engines of one group, as if there were no others. Values that no engine can have, which
         the rules refuse, are left out."""

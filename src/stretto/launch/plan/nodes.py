@@ -84,7 +84,7 @@ def plan_nodes(
     has_gpus, samples = bool(shape.gpus_per_node), cfg.inference is not None and cfg.inference.device != "cpu"
     cfg = with_canary_tolerance(cfg, trains_on_gpus=has_gpus, samples_on_gpus=has_gpus and samples)
     cfg = _with_engine_addresses(cfg, engines)
-    first_model = cfg.num_nodes - max((1 + node for node, _ in cfg.model_places.values()), default=0)
+    first_model = cfg.num_nodes - cfg.num_model_nodes
     cfg = with_model_hosts(cfg, hosts[first_model:])
     if cfg.resume is not None:
         resume = cfg.resume.model_copy(update={"step": resume_step})
@@ -310,17 +310,23 @@ def _critics(cfg: RLConfig, run: RunDir, hosts: Sequence[str]) -> list[ProcessSp
 
 
 def _models(cfg: RLConfig, run: RunDir, first_node: int, keyed: InferenceSection | None) -> list[ProcessSpec]:
-    """The engines of frozen models, which ask for the key of the policy's."""
+    """The engines of frozen models, which ask for the key of the policy's; a process on each node of one."""
     key_var = cfg.orchestrator.client.api_key_var
     key = {} if keyed is None else engine_key_env(keyed, key_var)
     specs = []
     for name, section in started_models(cfg):
         node, first = cfg.model_places[name]
-        count = section.num_gpus if section.device != "cpu" and cfg.deployment.gpus_per_node else 0
+        nodes = section.deployment.num_nodes
+        count = section.gpus_with_idle if nodes == 1 else getattr(section.deployment, "gpus_per_node", 0)
+        count *= section.device != "cpu" and cfg.deployment.gpus_per_node > 0
         gpus = [str(gpu) for gpu in range(first, first + count)]
         threads = model_threads(section, {"inference": MOST_THREADS}, gpus)
         spec = model_process(run, name, section, threads, gpus)
-        specs.append(dataclasses.replace(spec, env=spec.env | key, node=first_node + node))
+        for rank in range(nodes):
+            own = {"env": spec.env | key, "node": first_node + node + rank}
+            if nodes > 1:
+                own |= {"rank": rank, "num_ranks": nodes, "argv": (*spec.argv, "--node-rank", str(rank))}
+            specs.append(dataclasses.replace(spec, **own))
     return specs
 
 

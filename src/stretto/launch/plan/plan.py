@@ -165,7 +165,12 @@ class LaunchPlan:
         found: dict[str, Section] = {"run": self.config, "eval": eval_config(self.config, self.run)}
         if self.config.teacher_inference is not None:
             found["teacher"] = self.config.teacher_config()
-        found |= {role_of(name): self.config.model_config_of(name) for name, _ in started_models(self.config)}
+        for name, section in started_models(self.config):
+            found[role_of(name)] = own = self.config.model_config_of(name)
+            if (num_nodes := section.deployment.num_nodes) > 1:
+                first = len(self.hosts) - self.config.num_model_nodes + self.config.model_places[name][0]
+                hosts = list(self.hosts[first : first + num_nodes])
+                found[role_of(name)] = own.model_copy(update={"hosts": hosts})
         if self.engines is not None:
             section = self.config.inference_config()
             found |= {engine.name: section_of(section, engine) for engine in self.engines.engines}

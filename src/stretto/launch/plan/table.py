@@ -9,7 +9,6 @@ from stretto.base import process
 from stretto.config.sections.deployment import ResumeSection
 from stretto.launch.plan.models import role_of, started_models
 from stretto.launch.plan.plan import LaunchPlan, ProcessSpec
-from stretto.launch.plan.specs import EngineSpec
 
 T = TypeVar("T")
 
@@ -125,19 +124,16 @@ def engine_sum(plan: LaunchPlan) -> str | None:
     """`2 prefill x 4 + 1 decode x 16 (over 2 nodes) = 24 GPUs`; None if all are alike, each on one node."""
     if plan.engines is None or not any(spec.devices for spec in plan.processes if spec.role == "inference"):
         return None
-    by_kind: dict[str, list[EngineSpec]] = {}
+    kinds: dict[tuple[str, int, int], int] = {}  # role, GPUs and nodes of an engine: its processes
     for spec in plan.engines.engines:
-        by_kind.setdefault(spec.role, []).append(spec)
-    firsts = [specs[0] for specs in by_kind.values()]
-    if len(firsts) == 1 and firsts[0].num_nodes == 1:
+        kind = (spec.role, spec.num_gpus * spec.num_nodes, spec.num_nodes)
+        kinds[kind] = kinds.get(kind, 0) + 1
+    if len(kinds) == 1 and all(nodes == 1 for _, _, nodes in kinds):
         return None
     parts = []
-    for role, specs in by_kind.items():
-        nodes = specs[0].num_nodes
-        name = f"{len(specs) // nodes} {role}" if len(by_kind) > 1 else str(len(specs) // nodes)
-        parts.append(
-            f"{name} x {specs[0].num_gpus * nodes}" + (f" (over {nodes} nodes)" if nodes > 1 else "")
-        )
+    for (role, gpus, nodes), count in kinds.items():
+        name = str(count // nodes) if role == "engine" else f"{count // nodes} {role}"
+        parts.append(f"{name} x {gpus}" + (f" (over {nodes} nodes)" if nodes > 1 else ""))
     return f"{' + '.join(parts)} = {sum(spec.num_gpus for spec in plan.engines.engines)} GPUs"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from stretto.base.errors import ConfigError
 from stretto.vime.flags.flag import Flag, Setting, Values, acts, equal, part, refused
 from stretto.vime.flags.groups.cluster import is_on_one_node
-from stretto.vime.placement import count_engines, group_settings
+from stretto.vime.placement import count_engines, group_settings, is_over_nodes, nodes_of_groups
 
 MOVED = {
     "tensor-parallel-size": "it is --rollout-num-gpus-per-engine",
@@ -148,6 +148,9 @@ def _models(flags: Values) -> Iterator[Setting]:
             yield Setting("orchestrator.client.name", model.name, source)
             continue
         yield Setting(f"{at}.model", model.path, source)
+        if not is_on_one_node(flags) and is_over_nodes(flags, model):
+            yield from nodes_of_groups(flags, model, at, flags.num_gpus_per_node)
+            continue
         yield Setting(f"{at}.parallel.tp", model.engines[0].num_gpus_per_engine, source)
         if prefill := model.count("prefill"):
             yield Setting(f"{at}.deployment.type", "disaggregated", source)
