@@ -34,7 +34,7 @@ class _State:
     version: int | None = None
     """The version that new requests get; None: the orchestrator has loaded none yet."""
     path: str = ""
-    """Of the checkpoint that has it; the same version published again is another directory."""
+    """That of the checkpoint that has it; the same version published again is another directory."""
     awake: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while paused."""
     requests: dict[str, asyncio.Event] = field(default_factory=dict)
