@@ -160,7 +160,7 @@ class InferenceSection(Section):
     enforce_eager: bool | None = None
     """No compilation and no CUDA graphs; None: on a CPU. vLLM only."""
     vllm_extra: dict[str, Any] = Field({})
-    """Any other option of vLLM's, `headless = true`. One that has a key here is that key."""
+    """Any other option of vLLM's, `long_prefill_token_threshold = 4096`. One that has a key here is that key."""
     max_restarts: int | None = Field(None, ge=0)
     """Restarts of each engine that ends, and one more per hour that it ran since; None: 0 for a single engine,
     else 3."""
