@@ -107,9 +107,13 @@ class AdapterSlots:
 
     async def _load(self, name: str, directory: str, entry: _Loaded) -> None:
         try:
-            await self._client.load_adapter(name, directory)
+            await self._load_everywhere(name, directory)
             entry.ready.set_result(None)
         except BaseException as error:
+            with suppress(
+                Exception
+            ):  # those that have it while another failed; who waits must hear of the first error
+                await self._client.unload_adapter(name)
             if self._loaded.get(name) is entry:
                 del self._loaded[name]
             entry.ready.set_exception(error if isinstance(error, EngineError) else EngineError(str(error)))
@@ -118,6 +122,13 @@ class AdapterSlots:
                 raise
         finally:
             self._freed.set()
+
+    async def _load_everywhere(self, name: str, directory: str) -> None:
+        """Return when all engines have it that are up then; one that comes back meanwhile gets it too."""
+        generation = None
+        while generation != self._client.generation:
+            generation = self._client.generation
+            await self._client.load_adapter(name, directory)
 
     def _find(self, name: str) -> _Loaded | None:
         """The adapter, if new users may have it."""
@@ -167,7 +178,12 @@ class AdapterSlots:
         self._generation = self._client.generation
         self._loaded.clear()
         self._freed.set()
-        for name in await self._client.adapters():
+        try:
+            found = await self._client.adapters()
+        except EngineError:
+            self._generation = -1  # what is there is unknown still
+            raise
+        for name in found:
             if name not in self._loaded:
                 await self._unload(name)
 

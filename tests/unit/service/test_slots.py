@@ -42,6 +42,79 @@ class FakeEngines:
         return set(self.loaded)
 
 
+class TwoEngines:
+    """Two engines, of which one may be away; `before_answer` is called when adapters were sent to those that are up."""
+
+    def __init__(self) -> None:
+        self.generation, self.num_failures = 0, 0
+        self.engines: dict[str, set[str]] = {"a": set(), "b": set()}
+        self.up = {"a", "b"}
+        self.broken: set[str] = set()
+        self.before_answer = lambda: None
+
+    def change(self, *up: str) -> None:
+        self.generation, self.up = self.generation + 1, set(up)
+
+    async def load_adapter(self, name: str, directory: str) -> None:
+        up = sorted(self.up)
+        for engine in up:
+            if engine not in self.broken:
+                self.engines[engine].add(name)
+        self.before_answer()
+        await asyncio.sleep(0)
+        if self.broken & set(up):
+            raise EngineError("one of them failed")
+
+    async def unload_adapter(self, name: str) -> None:
+        for engine in self.up:
+            self.engines[engine].discard(name)
+
+    async def adapters(self) -> set[str]:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise EngineError("one of them does not answer")
+        return set().union(*(self.engines[engine] for engine in self.up))
+
+
+async def test_an_engine_that_comes_back_while_a_version_is_loaded_gets_it_too() -> None:
+    client = TwoEngines()
+    client.change("a")
+
+    def come_back() -> None:
+        client.before_answer = lambda: None
+        client.change("a", "b")
+
+    client.before_answer = come_back
+    slots = AdapterSlots(client, 2)
+    async with slots.use("x", "x"):
+        assert client.engines == {"a": {"x"}, "b": {"x"}}
+
+
+async def test_a_version_that_one_of_several_engines_has_not_loaded_is_in_none() -> None:
+    client = TwoEngines()
+    client.broken = {"b"}
+    slots = AdapterSlots(client, 2)
+    with pytest.raises(EngineError, match="one of them failed"):
+        async with slots.use("x", "x"):
+            pass
+    assert client.engines == {"a": set(), "b": set()}
+    client.broken = set()
+    async with slots.use("x", "x"):
+        assert client.engines == {"a": {"x"}, "b": {"x"}}
+
+
+async def test_what_engines_have_is_asked_again_if_one_did_not_answer() -> None:
+    client = TwoEngines()
+    client.engines = {"a": {"old"}, "b": {"old"}}
+    client.num_failures = 1
+    slots = AdapterSlots(client, 2)
+    with pytest.raises(EngineError, match="does not answer"):
+        async with slots.use("x", "x"):
+            pass
+    async with slots.use("x", "x"):
+        assert client.engines == {"a": {"x"}, "b": {"x"}}
+
+
 async def test_the_version_that_was_not_used_for_longest_makes_room() -> None:
     engines = FakeEngines(2)
     slots = AdapterSlots(engines, 2)

@@ -54,6 +54,26 @@ class World:
             await watching
 
 
+def test_the_generation_grows_when_an_engine_that_was_restored_is_up():
+    async def scenario():
+        world, seen = World("a", "b"), []
+
+        async def restore(url: str) -> None:
+            seen.append((world.fleet.generation, world.fleet.ready()))
+
+        world.fleet._restore = restore
+        world.dead.add("b")
+        async with world.watched():
+            await asyncio.sleep(1.5)
+            world.dead.clear()
+            await asyncio.sleep(2.0)
+        [(generation, ready)] = seen
+        assert ready == ["a"] and world.fleet.ready() == ["a", "b"]
+        assert world.fleet.generation > generation  # what was loaded while it was restored it has not got
+
+    run_virtual(scenario())
+
+
 def test_an_engine_that_does_not_answer_is_down_and_comes_back_with_weights():
     async def scenario():
         world = World("a", "b")

@@ -138,6 +138,7 @@ class Fleet:
                 node.reason = str(error)
                 logger.warning("engine %s answers again, but loads no weights: %s", node.url, error)
                 return
+            self.generation += 1  # what was done for the engines that were up is not done for this one
             for each in together:
                 down_s = time.monotonic() - each.since
                 each.state, each.reason, each.since = EngineState.READY, "", time.monotonic()
