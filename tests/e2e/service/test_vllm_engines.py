@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import untrained_model
+from ports import free_ports
+from runs import start_rl, untrained_model, wait
 from services import learn, sentence, serving
+
+from stretto.base.paths import RunDir
+from stretto.monitors.file import read_metrics
 
 pytest.importorskip("tinker", reason="the client of the extra `tinker`")
 
@@ -43,3 +48,34 @@ def test_runs_sample_from_their_own_adapters(tmp_path: Path) -> None:
         loads = service.call("GET", "/v1/status")[1]["engines"]["adapter_loads"]
         assert loads > 3, "adapters took turns"
         service.close_clients()
+
+
+def test_a_run_of_rl_samples_from_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = untrained_model(tmp_path, head_dim=32, max_position_embeddings=512)
+    control, rollouts = free_ports(2)
+    with serving(tmp_path / "own", model, root={"inference": {"engine": "vllm"}}, max_adapters=2) as service:
+        monkeypatch.setenv("STRETTO_SERVICE_TOKEN", service.token("alice"))
+        settings = {
+            "max_steps": 3,
+            "seq_len": 128,
+            "view": False,
+            "model": {"name": service.model, "lora": {"rank": 8}},
+            "service": {"url": service.url},
+            "control": {"port": control},
+            "rollout_transport": {"port": rollouts},
+            "trainer": {"optim": {"lr": 1e-3}},
+            "orchestrator": {
+                "batch_size": 16,
+                "group_size": 4,
+                "filter_zero_advantages": False,
+                "train": {"sampling": {"max_completion_tokens": 6}},
+                "env": [{"id": "sort-letters", "args": {"num_letters": 4}}],
+            },
+        }
+        (tmp_path / "rl").mkdir()
+        code, output = wait(start_rl(tmp_path / "rl", settings, is_forked=False))
+        assert code == 0, output
+        run = RunDir(tmp_path / "rl" / "run")
+        rows = [row for row in read_metrics(run.metrics("trainer")) if "loss/mean" in row]
+        assert [row["step"] for row in rows] == [1, 2, 3]
+        assert all(math.isfinite(row["loss/mean"]) and row["mismatch_kl/mean"] < 1e-2 for row in rows), rows
