@@ -41,7 +41,7 @@ from stretto.records.tenants import (
     TenantSpec,
     TenantWork,
 )
-from stretto.service.scheduler import Request, Share, TrainQueue
+from stretto.service.training.scheduler import Request, Share, TrainQueue
 from stretto.trainer.tenants.tenants import Tenants, service_model
 
 VOCAB = 112

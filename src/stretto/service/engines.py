@@ -28,8 +28,8 @@ from stretto.base.errors import DataError, EngineError
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.weights import load_manifest
 from stretto.service.access import User
-from stretto.service.scheduler import SlotQueue
 from stretto.service.store import Sampler
+from stretto.service.training.scheduler import SlotQueue
 from stretto.service.usage import Meter
 from stretto.transports.engine.api import Refusal
 from stretto.transports.engine.client import EngineClient

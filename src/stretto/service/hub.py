@@ -24,11 +24,11 @@ from stretto.base.errors import ConfigError, DataError, StrettoError
 from stretto.config.root import ServeConfig
 from stretto.data.hub_model import find_config, find_local
 from stretto.service.access import Access, Reading, User
-from stretto.service.checkpoints import Checkpoints
 from stretto.service.engines import Engines
 from stretto.service.futures import Futures
 from stretto.service.store import Audit, Checkpoint, Run, Sampler, Session, Store
-from stretto.service.training import Training
+from stretto.service.training.checkpoints import Checkpoints
+from stretto.service.training.training import Training
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
 

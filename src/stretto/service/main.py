@@ -24,7 +24,6 @@ from stretto.service.access import Access, Reading, User
 from stretto.service.engines import Engines, WeightSlot
 from stretto.service.futures import Futures
 from stretto.service.hub import MAX_BODY_BYTES, Hub, boundary, model_facts
-from stretto.service.jobs import Limits
 from stretto.service.runs.admin import AdminRoutes
 from stretto.service.runs.directory import RunsDirectory
 from stretto.service.runs.engine import EngineRoutes
@@ -35,7 +34,8 @@ from stretto.service.tinker.account import AccountRoutes
 from stretto.service.tinker.rest import RestRoutes, routes_of
 from stretto.service.tinker.routes import TinkerRoutes
 from stretto.service.tinker.samples import SampleRoutes
-from stretto.service.training import Training
+from stretto.service.training.jobs import Limits
+from stretto.service.training.training import Training
 from stretto.transports.engine.client import EngineClient
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@
     control/status.json                  written here: id, state, reason and step
 
 The name of the directory is the name of the run. Its orchestrator is started by who wrote the file, and finds the run
-there. Everything goes through the functions that the routes call (register.py, training.py).
+there. Everything goes through the functions that the routes call (register.py, training/training.py).
 """
 
 from __future__ import annotations

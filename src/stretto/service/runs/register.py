@@ -10,10 +10,10 @@ import msgspec
 
 from stretto.records.tenants import TenantSpec
 from stretto.service.access import User
-from stretto.service.checkpoints import check_name
 from stretto.service.hub import Hub
 from stretto.service.runs.client import CheckRun, tokenizer_digest
 from stretto.service.store import Run
+from stretto.service.training.checkpoints import check_name
 from stretto.transports.engine.api import Refusal
 from stretto.transports.service import CreateRun
 

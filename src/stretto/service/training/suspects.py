@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stretto.service.jobs import Job
-from stretto.service.scheduler import Share
+from stretto.service.training.jobs import Job
+from stretto.service.training.scheduler import Share
 
 KILLS = 2
 Key = tuple[str, str, int | None]

@@ -28,9 +28,9 @@ from stretto.records.tenants import (
     TenantWork,
 )
 from stretto.service.futures import Future
-from stretto.service.scheduler import Share
 from stretto.service.store import Run
 from stretto.service.tinker import bodies, data, protobuf
+from stretto.service.training.scheduler import Share
 from stretto.transports import service
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal

@@ -30,10 +30,10 @@ from stretto.records.tenants import (
 )
 from stretto.service.engines import adapter_name
 from stretto.service.futures import Futures
-from stretto.service.jobs import Limits, read_job
-from stretto.service.journal import REFUSED, Journal
 from stretto.service.store import Audit, Checkpoint, Run, Sampler, Store
-from stretto.service.training import Training
+from stretto.service.training.jobs import Limits, read_job
+from stretto.service.training.journal import REFUSED, Journal
+from stretto.service.training.training import Training
 from stretto.transports.engine.api import Refusal
 from stretto.transports.service import PublishBody, SaveBody, StepBody, encode_work
 

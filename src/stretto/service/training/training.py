@@ -20,15 +20,15 @@ from stretto.base.secret import Secret
 from stretto.config.root import ServeConfig
 from stretto.records.tenants import CreateTenant, Done, DropGradients, RemoveTenant, TenantResult
 from stretto.service.access import check_bytes
-from stretto.service.checkpoints import Checkpoints
 from stretto.service.futures import Future, Futures, Result
-from stretto.service.jobs import WRITES, Job, Limits, assign, operation, passes_of, read_job
-from stretto.service.journal import REFUSED, Journal
-from stretto.service.place import Tenant, check_place, creation_answer
-from stretto.service.ranks import connected_ranks
-from stretto.service.scheduler import Request, Share, TrainQueue
 from stretto.service.store import Audit, Run, Store
-from stretto.service.suspects import KILLS, Suspects
+from stretto.service.training.checkpoints import Checkpoints
+from stretto.service.training.jobs import WRITES, Job, Limits, assign, operation, passes_of, read_job
+from stretto.service.training.journal import REFUSED, Journal
+from stretto.service.training.place import Tenant, check_place, creation_answer
+from stretto.service.training.ranks import connected_ranks
+from stretto.service.training.scheduler import Request, Share, TrainQueue
+from stretto.service.training.suspects import KILLS, Suspects
 from stretto.service.usage import Meter
 from stretto.transports.engine.api import Refusal
 from stretto.transports.tenants import TenantServer

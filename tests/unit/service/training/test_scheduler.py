@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.service.scheduler import CONTROL_TOKENS, Request, SlotQueue, TrainQueue
+from stretto.service.training.scheduler import CONTROL_TOKENS, Request, SlotQueue, TrainQueue
 
 
 def served(queue: TrainQueue, turns: int, *, now: float = 0.0) -> Counter[str]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.config.service import ServiceSection, UserSection
-from stretto.service.jobs import Job
-from stretto.service.journal import REFUSED, Journal
 from stretto.service.store import Run
+from stretto.service.training.jobs import Job
+from stretto.service.training.journal import REFUSED, Journal
 from stretto.transports.engine.api import Refusal
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stretto.service.jobs import WRITES, Job
 from stretto.service.store import SEGMENTS, Audit, Checkpoint, Run, Sampler, Store
+from stretto.service.training.jobs import WRITES, Job
 from stretto.transports.engine.api import Refusal
 
 LINK_S = 3600.0
