@@ -221,8 +221,8 @@ def _run_plain_verb(verb: str, words: list[str]) -> int:
 
 
 def _completion(words: list[str]) -> int:
-    from stretto.config.completion import SHELLS, completion_script
     from stretto.config.describe import ROOTS
+    from stretto.config.shells.completion import SHELLS, completion_script
 
     if words[:1] not in [[shell] for shell in SHELLS]:
         print(f"usage: stretto completion {'|'.join(SHELLS)}", file=sys.stderr)

@@ -9,8 +9,8 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from stretto.config.load import dump, masked
+from stretto.config.reading.toml import is_secret
 from stretto.config.section import Path, Section, dotted, show
-from stretto.config.toml import is_secret
 
 NOT_COMPARED = frozenset({"resume", "run", "output_dir"})
 """Where the run lives and how it starts."""

@@ -2,7 +2,7 @@
 
 In: a root class and the words after the verb. `@ file.toml` composes left to right, `--section @ file.toml`
 puts a file under a section, `--section.key value` overrides all files. Words become assignments in
-words.py; values are judged by pydantic, rules between keys by rules/. Defaults are no source: a problem between
+reading/words.py; values are judged by pydantic, rules between keys by rules/. Defaults are no source: a problem between
 two keys names the places where somebody wrote something.
 """
 
@@ -17,8 +17,10 @@ from typing import Any, TypeVar
 from stretto.base.errors import ConfigError
 from stretto.base.files import write_atomic
 from stretto.base.status import is_supervised
-from stretto.config.draft import RUN_TABLES, Draft, Given, dotted_to_path
-from stretto.config.lines import read_file
+from stretto.config.reading.draft import RUN_TABLES, Draft, Given, dotted_to_path
+from stretto.config.reading.lines import read_file
+from stretto.config.reading.toml import chosen_at_start, is_secret, toml_text
+from stretto.config.reading.words import ArgumentProblem, FileArgument, parse_arguments
 from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.config.rules import all as rules
 from stretto.config.section import (
@@ -27,8 +29,6 @@ from stretto.config.section import (
     dotted,
     leaves,
 )
-from stretto.config.toml import chosen_at_start, is_secret, toml_text
-from stretto.config.words import ArgumentProblem, FileArgument, parse_arguments
 
 logger = logging.getLogger(__name__)
 

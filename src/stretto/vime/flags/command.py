@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stretto.base.errors import ConfigError, StrettoError
-from stretto.config.draft import dotted_to_path
 from stretto.config.load import build, dump
+from stretto.config.reading.draft import dotted_to_path
 from stretto.config.root import RLConfig
 from stretto.config.section import Path as KeyPath
 from stretto.config.section import nest

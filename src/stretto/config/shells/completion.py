@@ -1,7 +1,7 @@
 """`stretto completion SHELL`: a script that completes verbs, keys, values and files, for bash, zsh and fish.
 
-The script (shells/) holds a table of all keys, made from the config classes when it is printed; pressing Tab starts no
-Python. A key is completed part by part, `--trainer.` before `--trainer.optim.`, as directories are.
+The script holds a table of all keys, made from the config classes when it is printed; pressing Tab starts no Python. A
+key is completed part by part, `--trainer.` before `--trainer.optim.`, as directories are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def completion_script(shell: str, roots: Mapping[str, type[Section]], verbs: Seq
 
     roots: the root of every verb that has a configuration; verbs: all of them.
     """
-    text = Path(__file__).with_name("shells").joinpath(f"completion.{shell}").read_text(encoding="utf-8")
+    text = Path(__file__).with_name(f"completion.{shell}").read_text(encoding="utf-8")
     tables = "\n".join(_table(shell, verb, _flags(cls)) for verb, cls in roots.items())
     return text.replace("@TABLES@", tables).replace("@VERBS@", " ".join(verbs))
 

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.config.lines import json_lines, toml_lines
+from stretto.config.reading.lines import json_lines, toml_lines
 
 TRICKY = '''# a comment with [brackets] and = signs
 a = "text with # and ] and \\" quote"   # 2

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from stretto import cli
-from stretto.config.completion import SHELLS
 from stretto.config.describe import ROOTS
 from stretto.config.section import all_paths
+from stretto.config.shells.completion import SHELLS
 
 pytestmark = pytest.mark.heavy
 

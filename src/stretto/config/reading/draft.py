@@ -17,7 +17,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from stretto.config.lines import read_file
+from stretto.config.reading.lines import read_file
+from stretto.config.reading.words import Assignment, FileArgument
 from stretto.config.root import RLConfig
 from stretto.config.rules import all as rules
 from stretto.config.rules.rule import Problem
@@ -38,7 +39,6 @@ from stretto.config.section import (
 )
 from stretto.config.spellings.inference import nodes_of_one
 from stretto.config.spellings.orchestrator import joined_filters, pools_of_buffer
-from stretto.config.words import Assignment, FileArgument
 
 RUN_TABLES = ("trainer", "orchestrator", "inference")
 """By them the file of a whole run is told from that of one process."""
