@@ -15,7 +15,7 @@ from hypothesis import given
 from peers import peer
 from ports import free_port
 
-from stretto.base import locked
+from stretto.base import files
 from stretto.base.errors import EngineError, WireError
 from stretto.base.paths import RunDir
 from stretto.config.sections.transport import (
@@ -114,7 +114,7 @@ def group(manifest: WeightManifest, request: str, rank: int = 0, world_size: int
 
 
 def copies(tmp_path: Path) -> list[Path]:
-    return [path for path in memory(tmp_path).glob(locked.COPY + "*") if not path.suffix]
+    return [path for path in memory(tmp_path).glob(files.COPY + "*") if not path.suffix]
 
 
 OVER = pytest.mark.parametrize("cfg", configs(), ids=lambda cfg: cfg.type)
@@ -336,10 +336,10 @@ def test_copies_of_dead_processes_are_removed(tmp_path):
         with peer(FOLLOW) as engine:
             engine.write_line(encoded(manifest))
             engine.line()
-            assert locked.remove_unowned(memory(tmp_path)) == 0
+            assert files.remove_unowned(memory(tmp_path)) == 0
             engine.kill()
         assert len(copies(tmp_path)) == 1
-        assert locked.remove_unowned(memory(tmp_path)) == 1
+        assert files.remove_unowned(memory(tmp_path)) == 1
     assert not copies(tmp_path)
 
 

@@ -13,7 +13,7 @@ from peers import peer
 from safetensors.torch import load_file
 
 from stretto.base.errors import DataError, EngineError, WireError
-from stretto.base.locked import remove_unowned
+from stretto.base.files import remove_unowned
 from stretto.base.paths import RunDir
 from stretto.config.sections.transport import FilesystemWeights, ShmWeights, WeightBroadcast
 from stretto.records.weights import WeightManifest, load_manifest

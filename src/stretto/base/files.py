@@ -1,15 +1,26 @@
-"""Atomic writes: a file or directory is complete or absent, and, if durable, survives a power cut.
+"""Files that are complete or absent, and files that a living process holds.
 
-A file is durable once its bytes are on disk (fsync of the file) and its name is (fsync of its directory).
+Atomic writes: a file is durable once its bytes are on disk (fsync of the file) and its name is (fsync of its
+directory). Locks (flock): the kernel releases a lock when its holder dies, however, and in any PID namespace. So an
+unlocked file means that its owner is dead. A lock belongs to an open file description, which child processes and
+mappings share.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+
+PUBLISHED, COPY = "stretto-weights-", "stretto-copy-"
+"""Prefixes of the names of weights in shared memory (transports/weights/shm.py, host_copy.py)."""
+
+_POLL_S = 0.005
 
 
 def flush(path: Path) -> None:
@@ -69,3 +80,96 @@ def write_atomic(path: Path, content: bytes, *, is_durable: bool = False, mode: 
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with open(fd, "wb") as file:
             file.write(content)
+
+
+# -- locks --
+
+
+def open_locked(path: Path, *, is_shared: bool = False, is_new: bool = False) -> int:
+    """Open and lock a file, creating it if needed; returns the descriptor.
+
+    is_new: fail if the file exists. If a cleaner removes the file between open and lock, it is created again.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_EXCL if is_new else 0)
+    while True:
+        fd = os.open(path, flags, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)
+
+
+def try_lock(fd: int, *, is_shared: bool = False) -> bool:
+    """Lock an open file; False if another process holds the lock or locks are not supported."""
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def lock_within(fd: int, timeout_s: float, *, is_shared: bool = False) -> bool:
+    """Try to lock an open file for up to timeout_s; returns whether it is locked."""
+    deadline = time.monotonic() + timeout_s
+    while not try_lock(fd, is_shared=is_shared):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def unlock(fd: int) -> None:
+    """Release the lock and close the file.
+
+    Closing alone is not enough: a mapping of the file would keep the lock.
+    """
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def holder(path: Path) -> str | None:
+    """What the process that holds the lock wrote into the file, its number; None if nobody holds it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if try_lock(fd, is_shared=True):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            return None
+        return os.pread(fd, 32, 0).decode(errors="replace").strip() or None
+    finally:
+        os.close(fd)
+
+
+def remove_unowned(directory: Path) -> int:
+    """Remove weights that dead processes left in `directory`; returns how many.
+
+    A publisher locks its file NAME; the users of a shared copy NAME lock NAME.users, and NAME.lock while they write.
+    """
+
+    def remove_copy(users: Path) -> None:
+        for path in (users.with_suffix(""), users.with_suffix(".lock"), users):
+            path.unlink(missing_ok=True)
+
+    published = remove_abandoned(directory.glob(PUBLISHED + "*"), partial(Path.unlink, missing_ok=True))
+    return published + remove_abandoned(directory.glob(f"{COPY}*.users"), remove_copy)
+
+
+def remove_abandoned(paths: Iterable[Path], remove: Callable[[Path], object]) -> int:
+    """Remove those of `paths` that are this user's and locked by nobody; returns how many."""
+    removed = 0
+    for path in paths:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # removed meanwhile, or another user's
+            continue
+        try:
+            if os.fstat(fd).st_uid == os.getuid() and try_lock(fd):
+                remove(path)
+                removed += 1
+        except OSError:  # it stays
+            continue
+        finally:
+            os.close(fd)
+    return removed

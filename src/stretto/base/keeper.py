@@ -14,7 +14,7 @@ scheduler gives a node up, the next one on the machine removes the directory, an
 
     STARTED (sleeps on the parent's pidfd) -> SWEEPING -> ended
 
-Run as a script it can import only the standard library and locked.py. Linux only.
+Run as a script it can import only the standard library and files.py. Linux only.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parent))
-    from locked import lock_within, remove_abandoned, remove_unowned  # type: ignore[import-not-found]
+    from files import lock_within, remove_abandoned, remove_unowned  # type: ignore[import-not-found]
 else:
-    from stretto.base.locked import lock_within, remove_abandoned, remove_unowned
+    from stretto.base.files import lock_within, remove_abandoned, remove_unowned
 
 VARIABLE = "STRETTO_KEPT"
 PREFIX = "stretto-"
 SHARED = Path("/dev/shm")
-# Names of shared memory of multiprocessing, torch and vLLM. Our own files are locked by their owners (locked.py).
+# Names of shared memory of multiprocessing, torch and vLLM. Our own files are locked by their owners (files.py).
 _LIBRARY_NAMES = re.compile(r"psm_|sem\.mp-|torch_|vllm")
 _DIRECTORY = re.compile(PREFIX + r"[0-9a-f]{8}$")
 _NAMES = "shared_memory"  # in the directory: what was reported

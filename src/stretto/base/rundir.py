@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
-from stretto.base.files import write_atomic
-from stretto.base.locked import try_lock
+from stretto.base.files import try_lock, write_atomic
 from stretto.base.paths import RunDir
 
 # These are left by a dry run, by another node that started earlier, or by a run that was stopped before its first

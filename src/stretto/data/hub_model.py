@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.base.locked import lock_within, unlock
+from stretto.base.files import lock_within, unlock
 from stretto.base.status import bytes_below, growing
 
 logger = logging.getLogger(__name__)

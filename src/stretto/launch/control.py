@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.base.files import write_atomic
-from stretto.base.locked import holder
+from stretto.base.files import holder, write_atomic
 from stretto.base.paths import RunDir
 from stretto.base.status import duration
 from stretto.launch.slurm import commands as slurm

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
-from stretto.base.files import write_atomic
-from stretto.base.locked import holder, lock_within
+from stretto.base.files import holder, lock_within, write_atomic
 from stretto.base.paths import RunDir
 
 SCRIPTS = ("rl", "vime", "sft", "trainer", "orchestrator", "inference", "eval")

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from stretto.base.errors import ConfigError, EngineError
-from stretto.base.files import flush, flush_parents
-from stretto.base.locked import try_lock
+from stretto.base.files import flush, flush_parents, try_lock
 from stretto.base.paths import RunDir
 from stretto.ledger import images, resume, schema
 from stretto.ledger.token_file import Place, SegmentWriter

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError, StrettoError
-from stretto.base.locked import holder
+from stretto.base.files import holder
 from stretto.base.paths import RunDir
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import newest_row

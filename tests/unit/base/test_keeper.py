@@ -165,7 +165,7 @@ WEIGHTS = """
 import os, subprocess, sys, time
 from pathlib import Path
 from stretto.base import process
-from stretto.base.locked import open_locked
+from stretto.base.files import open_locked
 if sys.argv[1] == "parent":
     process.start("child", [sys.executable, "-c", sys.argv[2], "child"], env={}, log=Path(sys.argv[3]))
 else:

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import ClientSession, CookieJar
 from aiohttp.test_utils import TestClient, TestServer
 
-from stretto.base.locked import open_locked, unlock
+from stretto.base.files import open_locked, unlock
 from stretto.base.paths import RunDir
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import MetricsFile

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.base.locked import try_lock
+from stretto.base.files import try_lock
 from stretto.base.paths import RunDir
 from stretto.launch.job import VERBS, JobConfig
 

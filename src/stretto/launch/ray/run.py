@@ -28,8 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError, EngineError, StrettoError
-from stretto.base.files import write_atomic
-from stretto.base.locked import try_lock
+from stretto.base.files import try_lock, write_atomic
 from stretto.base.paths import RunDir
 from stretto.base.process import EXIT_LOST, Restarts
 from stretto.base.rundir import COMMAND_VAR

@@ -26,7 +26,7 @@ from types import TracebackType
 import numpy as np
 
 from stretto.base.errors import EngineError, WireError
-from stretto.base.locked import COPY, lock_within, open_locked, remove_unowned, unlock
+from stretto.base.files import COPY, lock_within, open_locked, remove_unowned, unlock
 from stretto.transports.weights.layout import HEAD_BYTES, HEAD_MAGIC, shard_head
 
 READERS_S = 10.0

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import EngineError
-from stretto.base.locked import PUBLISHED, open_locked, remove_unowned
+from stretto.base.files import PUBLISHED, open_locked, remove_unowned
 from stretto.records.weights import TensorEntry, WeightManifest
 from stretto.transports.weights.checksum import KIND, Checksum
 from stretto.transports.weights.layout import (

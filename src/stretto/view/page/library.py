@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.base.locked import holder
+from stretto.base.files import holder
 from stretto.base.paths import RunDir
 from stretto.monitors.file import MetricsTail
 from stretto.view import state

@@ -528,8 +528,8 @@ async def test_a_request_that_ends_the_trainer_twice_is_given_up_and_others_go_o
 
     monkeypatch.setattr(ranks, "submit", dies)
     monkeypatch.setattr(ranks, "check", lambda: None, raising=False)
-    monkeypatch.setattr("stretto.service.training.connected_ranks", ranks_until_poison)
-    monkeypatch.setattr("stretto.service.training._PAUSE_S", 0.0)
+    monkeypatch.setattr("stretto.service.training.training.connected_ranks", ranks_until_poison)
+    monkeypatch.setattr("stretto.service.training.training._PAUSE_S", 0.0)
     training.submit(bad, "step", 1, STEP)
     poison = training.submit(bad, "batch", 2, batch(2))
     behind = training.submit(bad, "step", 3, STEP)
