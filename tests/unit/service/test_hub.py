@@ -16,10 +16,10 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from stretto.config.root import ServeConfig
 from stretto.records.tenants import TenantSpec
-from stretto.service.checkpoints import LINK_S
 from stretto.service.hub import Hub
 from stretto.service.main import build
 from stretto.service.store import Checkpoint, Run, Sampler
+from stretto.service.training.checkpoints import LINK_S
 from stretto.transports.service import CreateRun, ServiceRun
 
 
@@ -292,7 +292,7 @@ async def test_what_asks_all_the_time_is_not_in_the_audit_log(client: TestClient
 async def test_exported_traces_go_with_their_links(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stretto.service.checkpoints.MAX_TRACES", 3)
+    monkeypatch.setattr("stretto.service.training.checkpoints.MAX_TRACES", 3)
     hub: Hub = client.hub  # type: ignore[attr-defined]
     links = []
     for i in range(5):

@@ -14,7 +14,6 @@ from stretto.config.service import UserSection
 from stretto.records.tenants import TenantSpec
 from stretto.service.access import Access
 from stretto.service.futures import KEEP_SENT_S, KEEP_UNSENT_S, Futures, Result
-from stretto.service.training.journal import REFUSED, Journal
 from stretto.service.store import (
     KEEP_S,
     KEEP_USAGE_S,
@@ -27,6 +26,7 @@ from stretto.service.store import (
     Store,
     Usage,
 )
+from stretto.service.training.journal import REFUSED, Journal
 from stretto.service.usage import HOUR_S, Meter
 from stretto.transports.engine.api import Refusal
 

@@ -17,10 +17,10 @@ from uuid import uuid4
 import msgspec
 from aiohttp import web
 
-from stretto.service.checkpoints import LINK_S, TRACES
 from stretto.service.hub import USER, Hub, answer, page, read, texts, when
 from stretto.service.store import SEGMENTS, Checkpoint, Run, Sampler, Session
 from stretto.service.tinker import bodies
+from stretto.service.training.checkpoints import LINK_S, TRACES
 from stretto.transports.engine.api import Refusal
 
 _CHECKPOINT = "/api/v1/training_runs/{run}/checkpoints/{checkpoint:[^/]+/[^/]+}"
