@@ -13,6 +13,7 @@ state keep is in states.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -87,14 +88,15 @@ class PassLayout:
 
 
 def key_widths(block_size: int, max_len: int) -> Int64[np.ndarray, " widths"]:
-    """Multiples of block_size that grow by a half at most, after the second: 16, 32, 48, 64, 96, ..."""
-    widths, width = [], -(-16 // block_size) * block_size
+    """Multiples of block_size and 16 that grow by a half at most, after the second: 16, 32, 48, 64, 96, ..."""
+    unit = math.lcm(block_size, 16)  # BLAS and softmax may give other widths other bits: smaller blocks have the same
+    widths, width = [], unit
     while True:
         widths.append(width)
         if width >= max_len:
             return np.array(widths, np.int64)
         step = 1 << (width.bit_length() - 2)
-        width = -(-((width // step + 1) * step) // block_size) * block_size
+        width = -(-((width // step + 1) * step) // unit) * unit
 
 
 class KVCache:
