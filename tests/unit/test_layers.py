@@ -125,6 +125,10 @@ OWNED = {"shards": "trainer"}
 
 MAX_FILES = 15
 """Python files per folder, __init__.py among them."""
+MAX_LINES = 600
+"""Lines per file."""
+MAX_FUNCTION_LINES = 60
+"""Lines per function, its docstring aside."""
 
 
 @cache
@@ -242,6 +246,25 @@ def test_no_folder_is_several_rooms() -> None:
             if num_files > MAX_FILES:
                 wrong.append(f"{folder}: {num_files} files, more than {MAX_FILES}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_and_no_function_is_too_long() -> None:
+    wrong = []
+    for file, _ in files():
+        if (num_lines := len(file.read_text().splitlines())) > MAX_LINES:
+            wrong.append(f"{file}: {num_lines} lines, more than {MAX_LINES}")
+        for node in tree_of(file):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            doc = node.body[0] if ast.get_docstring(node) is not None else None
+            num_lines = _height(node) - (0 if doc is None else _height(doc))
+            if num_lines > MAX_FUNCTION_LINES:
+                wrong.append(f"{file}:{node.lineno}: {node.name} has {num_lines} lines")
+    assert not wrong, "\n".join(wrong)
+
+
+def _height(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def test_heavy_libraries_are_imported_only_at_home() -> None:

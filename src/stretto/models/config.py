@@ -12,6 +12,7 @@ from stretto.base.errors import DataError
 from stretto.config.model_file import family_of
 from stretto.models.families import FAMILIES
 from stretto.models.families.rope_keys import parse_rope, rope_to_hf
+from stretto.models.family import Family
 from stretto.models.shape import ModelConfig, MoEShape, Rope
 
 if TYPE_CHECKING:
@@ -40,24 +41,7 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
             f'{where}: model_type = {hf.get("model_type")!r} is not supported by impl = "custom" (known: {known}); '
             'use impl = "hf"'
         )
-    raw, hf = hf, family.normalise(dict(family.defaults) | hf)
-    hf = {name: hf[key] for key, name in family.key_aliases.items() if key in hf} | hf
-    missing = [key for key in _REQUIRED + family.required if hf.get(key) is None]
-    if missing:
-        raise DataError(
-            f"{where}: no value for {', '.join(missing)}; a {family.name} config.json must give every one"
-        )
-    for key, allowed in (_FIXED_VALUES | dict(family.fixed_values)).items():
-        if hf.get(key, allowed) != allowed:
-            raise DataError(
-                f'{where}: {key} = {hf[key]!r} is not supported (only {allowed!r}); use impl = "hf"'
-            )
-    allowed = ("full_attention", "sliding_attention") if family.has_windows else family.layer_types
-    if others := sorted(set(hf.get("layer_types") or ()) - set(allowed)):
-        raise DataError(
-            f"{where}: layer_types {', '.join(others)} is not supported (only {', '.join(allowed)}); "
-            'use impl = "hf"'
-        )
+    raw, hf = hf, _supported(hf, family, where)
     num_heads, num_kv_heads = (
         hf["num_attention_heads"],
         hf.get("num_key_value_heads") or hf["num_attention_heads"],
@@ -99,6 +83,32 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
     if cfg.vision is not None:
         _check_vision(cfg, hf["vision_config"], where)
     return cfg
+
+
+def _supported(hf: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """The keys of a config.json under the names that `parse_config` reads, with the family's defaults.
+
+    Raises: DataError for a value that is missing or that the decoder does not support.
+    """
+    hf = family.normalise(dict(family.defaults) | hf)
+    hf = {name: hf[key] for key, name in family.key_aliases.items() if key in hf} | hf
+    missing = [key for key in _REQUIRED + family.required if hf.get(key) is None]
+    if missing:
+        raise DataError(
+            f"{where}: no value for {', '.join(missing)}; a {family.name} config.json must give every one"
+        )
+    for key, allowed in (_FIXED_VALUES | dict(family.fixed_values)).items():
+        if hf.get(key, allowed) != allowed:
+            raise DataError(
+                f'{where}: {key} = {hf[key]!r} is not supported (only {allowed!r}); use impl = "hf"'
+            )
+    allowed = ("full_attention", "sliding_attention") if family.has_windows else family.layer_types
+    if others := sorted(set(hf.get("layer_types") or ()) - set(allowed)):
+        raise DataError(
+            f"{where}: layer_types {', '.join(others)} is not supported (only {', '.join(allowed)}); "
+            'use impl = "hf"'
+        )
+    return hf
 
 
 def scratch_config(

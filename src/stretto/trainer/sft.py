@@ -35,7 +35,7 @@ from stretto.base.runtime import freeze_objects
 from stretto.base.status import SUPERVISED_VAR, stop_signals, was_asked_to_finish
 from stretto.chat.images import load_image_processor
 from stretto.chat.placeholders import PLACEHOLDER
-from stretto.chat.render import build_renderer
+from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
 from stretto.config.changes import changes
 from stretto.config.load import dump, write_json
@@ -129,35 +129,13 @@ def _prepare_run_dir(cfg: SFTConfig, stack: ExitStack) -> tuple[tuple[str, int] 
 def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     """Build model, data and learner, and load the checkpoint of `start` if there is one."""
     run = cfg.run_dir
-    tokenizer_dir = Path(run_on_lead(lambda: str(find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)), str))
-    tokenizer = load_tokenizer(tokenizer_dir)
-    policy = load_policy(
-        cfg.model,
-        may_be_meta=True,
-        vocab_size=tokenizer.vocab_size,
-        eos_token_id=list(tokenizer.eos_ids),
-        pad_token_id=tokenizer.token_id(END_OF_TEXT),
-        image_token_id=tokenizer.token_id(PLACEHOLDER),
-    )
-    num_parameters = sum(p.numel() for p in policy.parameters())
-    torch.set_num_threads(choose_threads(cfg.num_threads, num_parameters))
-    model_type = policy.config.hf["model_type"]
-    model_dir = Path(cfg.model.name) if Path(cfg.model.name).is_dir() else tokenizer_dir
-    images = load_image_processor(tokenizer_dir if cfg.model.scratch is not None else model_dir)
-    renderer = build_renderer(tokenizer, cfg.renderer, model_type, images)
+    policy, renderer, tokenizer_dir = _load_model(cfg)
     longest = min(cfg.seq_len, policy.config.hf.get("max_position_embeddings") or cfg.seq_len)
     examples = load_examples(cfg.data, renderer, cfg.loss_mask, longest, cfg.seed)
     order = ExampleOrder(
         len(examples), cfg.seed, is_shuffled=not isinstance(cfg.data, FileData) or cfg.data.shuffle
     )
-    step = 0
-    if start is not None:
-        cursor = read_position(start)
-        if not begins_anew(cfg):
-            rundir.check_max_steps(cfg.max_steps, start[1])
-            step = start[1]
-        if not begins_anew(cfg) and (cfg.ckpt is None or not cfg.ckpt.skip_dataloader):
-            order.num_drawn = find_data_position(start, cursor, examples, is_own=start[0] == run)
+    step = 0 if start is None else _find_position(cfg, start, examples, order)
     max_steps = find_last_step(cfg, len(examples), step, order.num_drawn)
     say_epochs(cfg, len(examples), max_steps, order.num_drawn + (max_steps - step) * cfg.batch_size)
     validation: list[MicroBatch] = []
@@ -186,12 +164,42 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
         "%d examples, %d tokens; %d parameters on %s; steps %d to %d",
         len(examples),
         examples.num_tokens,
-        num_parameters,
+        sum(p.numel() for p in policy.parameters()),
         training_device(),
         learner.step + 1,
         max_steps,
     )
     return session
+
+
+def _load_model(cfg: SFTConfig) -> tuple[torch.nn.Module, Renderer, Path]:
+    """The policy, what renders its rows, and the directory of its tokenizer."""
+    tokenizer_dir = Path(run_on_lead(lambda: str(find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)), str))
+    tokenizer = load_tokenizer(tokenizer_dir)
+    policy = load_policy(
+        cfg.model,
+        may_be_meta=True,
+        vocab_size=tokenizer.vocab_size,
+        eos_token_id=list(tokenizer.eos_ids),
+        pad_token_id=tokenizer.token_id(END_OF_TEXT),
+        image_token_id=tokenizer.token_id(PLACEHOLDER),
+    )
+    torch.set_num_threads(choose_threads(cfg.num_threads, sum(p.numel() for p in policy.parameters())))
+    model_type = policy.config.hf["model_type"]
+    model_dir = Path(cfg.model.name) if Path(cfg.model.name).is_dir() else tokenizer_dir
+    images = load_image_processor(tokenizer_dir if cfg.model.scratch is not None else model_dir)
+    return policy, build_renderer(tokenizer, cfg.renderer, model_type, images), tokenizer_dir
+
+
+def _find_position(cfg: SFTConfig, start: ResumePoint, examples: Examples, order: ExampleOrder) -> int:
+    """The step that is done, 0 if the run begins anew; sets how many examples have been drawn."""
+    cursor = read_position(start)
+    if begins_anew(cfg):
+        return 0
+    rundir.check_max_steps(cfg.max_steps, start[1])
+    if cfg.ckpt is None or not cfg.ckpt.skip_dataloader:
+        order.num_drawn = find_data_position(start, cursor, examples, is_own=start[0] == cfg.run_dir)
+    return start[1]
 
 
 def find_last_step(cfg: SFTConfig, num_examples: int, step: int = 0, num_drawn: int = 0) -> int:

@@ -61,13 +61,31 @@ def build_command(section: InferenceSection, directory: Path, *, is_cpu: bool) -
     Raises: ConfigError for an option that vLLM does not have or that the user may not set, and for a setting that
     vLLM does not support on a CPU.
     """
+    options = _options(section, directory, is_cpu=is_cpu)
+    extra = section.vllm_extra
+    if BACKEND_OPTION in extra and not _spreads_experts(section, directory):
+        extra = {name: value for name, value in extra.items() if name != BACKEND_OPTION}
+    for name in section.vllm_extra:
+        VLLM.refuse_reserved(name, f"inference.vllm_extra.{name}")
+    overridden = {option_of(name) for name in extra}
+    line: list[str] = []
+    for name, value in options.items():
+        if option_of(name) not in overridden:
+            line += VLLM.arguments(name, value, "inference")
+    for name, value in extra.items():
+        line += VLLM.arguments(name, value, f"inference.vllm_extra.{name}")
+    env = _environment(section, is_cpu=is_cpu)
+    return Command(tuple(line), env)
+
+
+def _options(section: InferenceSection, directory: Path, *, is_cpu: bool) -> dict[str, object]:
+    """What `section` means in vLLM's words, by the names of its settings; None: vLLM's own default."""
     has_vision = False
     if (directory / "config.json").is_file():  # of a GPU's engine it may be elsewhere
         model = ServedModel.of(directory)
         model.check()
         has_vision = model.has_vision
-    options = _on_cpu(section, directory) if is_cpu else _on_gpu(section)
-    options = {
+    return {
         "model": str(directory),
         "served_model_name": section.served_model_name or section.model,
         "host": section.server.host,
@@ -104,22 +122,8 @@ def build_command(section: InferenceSection, directory: Path, *, is_cpu: bool) -
         "disable_uvicorn_access_log": True,
         "log_error_stack": False,  # for refused requests; the development routes turn it on
         **_adapter_options(section, is_cpu=is_cpu),
-        **options,
+        **(_on_cpu(section, directory) if is_cpu else _on_gpu(section)),
     }
-    extra = section.vllm_extra
-    if BACKEND_OPTION in extra and not _spreads_experts(section, directory):
-        extra = {name: value for name, value in extra.items() if name != BACKEND_OPTION}
-    for name in section.vllm_extra:
-        VLLM.refuse_reserved(name, f"inference.vllm_extra.{name}")
-    overridden = {option_of(name) for name in extra}
-    line: list[str] = []
-    for name, value in options.items():
-        if option_of(name) not in overridden:
-            line += VLLM.arguments(name, value, "inference")
-    for name, value in extra.items():
-        line += VLLM.arguments(name, value, f"inference.vllm_extra.{name}")
-    env = _environment(section, is_cpu=is_cpu)
-    return Command(tuple(line), env)
 
 
 def _spreads_experts(section: InferenceSection, directory: Path) -> bool:

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -268,26 +269,7 @@ def _processes(
 ) -> list[ProcessSpec]:
     """gpus_of: by role. rendezvous: ports of the trainer's and the critic's ranks. keyed: [inference] with its key."""
 
-    def spec(
-        role: str,
-        rank: int,
-        num_ranks: int,
-        gpus: list[str],
-        ports: dict[str, int],
-        env: dict[str, str],
-        config: str = "run",
-    ):
-        argv = (sys.executable, "-m", "stretto", role, "@", str(run.config(config)))
-        env = {**process.thread_env(threads[role]), **process.device_env(gpus), **env}
-        restarts = restarts_of(role, num_ranks)
-        return ProcessSpec(role, rank, num_ranks, argv, env, tuple(gpus), threads[role], ports, restarts)
-
-    def restarts_of(role: str, num_ranks: int) -> int:
-        if role != "inference" or cfg.inference is None:
-            return 0
-        default = 0 if num_ranks == 1 else ENGINE_RESTARTS
-        return default if cfg.inference.max_restarts is None else cfg.inference.max_restarts
-
+    spec = partial(_spec, cfg, run, threads)
     processes = []
     key_env = {}
     if cfg.inference is not None and keyed is not None and engines is not None:
@@ -324,6 +306,28 @@ def _processes(
             rank_spec = spec(role, rank, ranks, own, ports, env)
             processes.append(dataclasses.replace(rank_spec, waits_for_devices=waits))
     return processes
+
+
+def _spec(
+    cfg: RLConfig,
+    run: RunDir,
+    threads: Mapping[str, int],
+    role: str,
+    rank: int,
+    num_ranks: int,
+    gpus: Sequence[str],
+    ports: dict[str, int],
+    env: Mapping[str, str],
+    config: str = "run",
+) -> ProcessSpec:
+    """One process of `num_ranks` of its role, which loads this config of the run; threads: by role."""
+    argv = (sys.executable, "-m", "stretto", role, "@", str(run.config(config)))
+    env = {**process.thread_env(threads[role]), **process.device_env(gpus), **env}
+    restarts = 0
+    if role == "inference" and cfg.inference is not None:
+        default = 0 if num_ranks == 1 else ENGINE_RESTARTS
+        restarts = default if cfg.inference.max_restarts is None else cfg.inference.max_restarts
+    return ProcessSpec(role, rank, num_ranks, argv, env, tuple(gpus), threads[role], ports, restarts)
 
 
 def helper_processes(
