@@ -60,6 +60,7 @@ async def play_engine(port: int, delay: Callable[[random.Random], float] | None 
     from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
     from stretto.records.generate import Completion, VersionSpan
     from stretto.transports.engine import api, updates
+    from stretto.transports.engine.completions import encode_completions
 
     with tempfile.TemporaryDirectory() as directory:
         tokenizer = load_tokenizer(build_letters_tokenizer(directory))
@@ -82,7 +83,7 @@ async def play_engine(port: int, delay: Callable[[random.Random], float] | None 
             completions.append(
                 Completion(token_ids=ids, logprobs=logprobs, finish_reason="stop", versions=span)
             )
-        return web.Response(body=api.encode_completions(wanted, completions, [end] * wanted.n))
+        return web.Response(body=encode_completions(wanted, completions, [end] * wanted.n))
 
     async def update(request: web.Request) -> web.Response:
         nonlocal version

@@ -41,7 +41,7 @@ from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
 from stretto.records.sample import MicroBatch, TrainBatch
 from stretto.transports.control import ControlClient, ControlServer
-from stretto.transports.engine import api
+from stretto.transports.engine.completions import decode_completions, encode_completions
 from stretto.transports.rollouts import build_receiver, build_sender
 
 
@@ -211,7 +211,7 @@ def experts_MBps(rounds: int) -> float:
     times = []
     for _ in range(rounds):
         started = time.perf_counter()
-        [got] = api.decode_completions(request, api.encode_completions(request, [completion], [None]))
+        [got] = decode_completions(request, encode_completions(request, [completion], [None]))
         times.append(time.perf_counter() - started)
     assert (got.routed_experts == choices).all()
     return round(choices.nbytes / statistics.median(times) / 1e6)

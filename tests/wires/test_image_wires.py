@@ -80,13 +80,14 @@ from aiohttp import web
 from stretto.records.generate import Completion
 from stretto.records.images import image_hash
 from stretto.transports.engine import api
+from stretto.transports.engine.completions import encode_completions
 async def generate(http):
     request, model = api.decode_generate(await http.read())
     names = [image_hash(i.patches, i.grid) for i in request.images]
     assert names == [i.hash for i in request.images], names
     ids = np.array([request.image_token_id, *(int(name[:6], 16) for name in names)], np.int32)
     completion = Completion(token_ids=ids, logprobs=np.zeros(len(ids), np.float32), finish_reason="stop")
-    return web.Response(body=api.encode_completions(request, [completion], [None]), content_type="application/json")
+    return web.Response(body=encode_completions(request, [completion], [None]), content_type="application/json")
 app = web.Application(client_max_size=1 << 30)
 app.router.add_post(api.GENERATE, generate)
 web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=lambda *_: print("ready", flush=True))

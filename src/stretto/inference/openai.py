@@ -52,6 +52,7 @@ from stretto.records.generate import GenerateRequest
 from stretto.records.images import Image
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
+from stretto.transports.engine.completions import encode_prompt_logprobs, usage
 from stretto.transports.engine.images import VisionSizes
 
 T = TypeVar("T")
@@ -330,7 +331,7 @@ class OpenAIRoutes:
             "logprobs": None if body.logprobs is None else self._completion_logprobs(ids, logprobs),
         }
         if body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = api.encode_prompt_logprobs(done.spec, completion)
+            choice["prompt_logprobs"] = encode_prompt_logprobs(done.spec, completion)
         if body.return_token_ids:
             choice["token_ids"] = completion.token_ids.tolist()
             choice["prompt_token_ids"] = done.spec.prompt_ids.tolist()
@@ -490,7 +491,7 @@ def _num_tokens(done: list[EngineRequest]) -> int:
 
 
 def _usage(done: list[EngineRequest]) -> dict[str, Any]:
-    return api.usage(
+    return usage(
         sum(len(r.spec.prompt_ids) for r in done),
         sum(len(c.token_ids) for r in done for c in r.completions),
         sum(r.cached_tokens for r in done),

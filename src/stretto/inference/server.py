@@ -43,6 +43,7 @@ from stretto.models.tracing.tracer import Tracer
 from stretto.records.generate import GenerateRequest
 from stretto.transports.engine import api, updates
 from stretto.transports.engine.api import Refusal
+from stretto.transports.engine.completions import encode_completions
 from stretto.transports.engine.images import VisionSizes
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class Server:
     async def generate(self, http: web.Request) -> web.Response:
         request = await self._read_generate(http)
         done = await self.ready_engine().generate(request)
-        return _json(api.encode_completions(request, done.completions, done.stop_reasons))
+        return _json(encode_completions(request, done.completions, done.stop_reasons))
 
     async def _read_generate(self, http: web.Request) -> GenerateRequest:
         """The request in a body; a waiting request keeps its pixels once, and those of an equal image not again."""

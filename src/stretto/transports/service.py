@@ -32,6 +32,7 @@ from stretto.records.codec import BytesLike, decode, encode
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.tenants import AdamSettings, TenantSpec, TenantWork
 from stretto.transports.engine import api
+from stretto.transports.engine.completions import decode_completions
 
 RUNS = "/v1/runs"
 FUTURES = "/v1/futures"
@@ -148,7 +149,7 @@ class ServiceRun:
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         path = f"{RUNS}/{self.id}{api.GENERATE}"
         data = await self._bytes("POST", path, api.encode_generate(request))
-        return api.decode_completions(request, data)
+        return decode_completions(request, data)
 
     async def end(self) -> None:
         await self._call("POST", f"{RUNS}/{self.id}/end")

@@ -370,11 +370,14 @@ async def test_an_unexpected_error_is_a_500_with_an_id(site, caplog):
 async def test_sessions_stay_on_one_engine_and_others_spread():
     client = EngineClient(["http://a/v1", "http://b", "http://c/"])
     assert client.urls == ["http://a", "http://b", "http://c"]
-    chosen = {client._choose(f"session {i}", 0) for i in range(50)}
+    chosen = {client._dispatch.choose(f"session {i}", 0) for i in range(50)}
     assert chosen == set(client.urls)
-    assert all(client._choose(f"session {i}", 0) == client._choose(f"session {i}", 0) for i in range(50))
-    client._num_running = dict(zip(client.urls, [4, 1, 2]))
-    assert client._choose(None, 0) == "http://b"
+    assert all(
+        client._dispatch.choose(f"session {i}", 0) == client._dispatch.choose(f"session {i}", 0)
+        for i in range(50)
+    )
+    client._dispatch.num_running = dict(zip(client.urls, [4, 1, 2]))
+    assert client._dispatch.choose(None, 0) == "http://b"
 
 
 async def test_an_engine_that_is_not_there_is_an_engine_error():

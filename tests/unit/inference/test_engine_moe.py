@@ -13,6 +13,12 @@ from stretto.inference.embedded.runner import _TILE_ROWS, Runner
 from stretto.models.attention import PackedLayout
 from stretto.models.parts.router import Routing, is_missing
 from stretto.transports.engine import api
+from stretto.transports.engine.completions import (
+    decode_completions,
+    decode_routed_experts,
+    encode_array,
+    encode_completions,
+)
 
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("both_engines")]
 
@@ -100,15 +106,15 @@ def test_an_aborted_request_has_choices_for_what_was_computed():
 def test_choices_survive_the_wire_and_vllms_form_is_filled_up():
     spec = ask("a", PROMPTS[0], n=2)
     completions = run(core(), spec)[0]
-    data = api.encode_completions(spec, completions, [None, None])
-    for got, sent in zip(api.decode_completions(spec, data), completions, strict=True):
+    data = encode_completions(spec, completions, [None, None])
+    for got, sent in zip(decode_completions(spec, data), completions, strict=True):
         assert np.array_equal(got.routed_experts, sent.routed_experts)
         assert got.routed_experts.dtype == np.uint8
-    short = api.encode_array(completions[0].routed_experts[:-1])
-    assert np.array_equal(api.decode_routed_experts(short, 15), completions[0].routed_experts)
+    short = encode_array(completions[0].routed_experts[:-1])
+    assert np.array_equal(decode_routed_experts(short, 15), completions[0].routed_experts)
     for bad, words in ((short, "uint8.* was expected"), ("AAAA", "not an .npy file")):
         with pytest.raises(WireError, match=words):
-            api.decode_routed_experts(bad, 20)
+            decode_routed_experts(bad, 20)
 
 
 def test_a_dense_model_returns_none_and_refuses_to_return_any():
@@ -131,8 +137,8 @@ def test_choices_that_are_known_are_not_sent_again():
     assert sent.routed_experts_start == 37
     completions = run(core(), sent)[0]
     assert np.array_equal(completions[0].routed_experts, whole.routed_experts[37:])
-    data = api.encode_completions(sent, completions, [None])
-    assert np.array_equal(api.decode_completions(spec, data)[0].routed_experts, whole.routed_experts[37:])
+    data = encode_completions(sent, completions, [None])
+    assert np.array_equal(decode_completions(spec, data)[0].routed_experts, whole.routed_experts[37:])
     with pytest.raises(
         api.Refusal, match="routed_experts_prompt_start: 41 is not in the prompt of 40 tokens"
     ):

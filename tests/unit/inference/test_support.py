@@ -34,7 +34,7 @@ from stretto.records.rollout import Rollout, RolloutStatus, Task
 from stretto.records.sample import MicroBatch
 from stretto.records.support import Support, concat_supports
 from stretto.trainer.updates import _merge_documents, split_samples
-from stretto.transports.engine import api
+from stretto.transports.engine.completions import decode_completions
 
 CUTS = {
     "top_p": {"top_p": 0.9},
@@ -93,7 +93,7 @@ def answer(mask, **sampling):
     )
     choice = {"index": 0, "token_ids": [4, 5], "finish_reason": "length", "sampling_mask": mask}
     choice["logprobs"] = {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}
-    return api.decode_completions(spec, msgspec.json.encode({"choices": [choice]}))[0].support
+    return decode_completions(spec, msgspec.json.encode({"choices": [choice]}))[0].support
 
 
 def test_an_engines_answer_is_read_where_something_was_cut():

@@ -17,7 +17,8 @@ from ports import free_port
 from stretto.base.errors import EngineError
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine import api
-from stretto.transports.engine.client import EngineClient, _paused
+from stretto.transports.engine.client import EngineClient
+from stretto.transports.engine.dispatch import _paused
 from stretto.transports.engine.gate import RequestGate
 from stretto.vime.engine import give_key, post, requests_to_engines
 
@@ -249,7 +250,7 @@ async def test_a_full_engine_makes_the_client_wait_and_costs_no_attempt(site, no
     async with EngineClient([site.url], api_key="secret", max_retries=0) as client:
         await client._all("POST", f"{api.PAUSE}?mode=keep")
         tasks = [asyncio.create_task(client.generate(small(i))) for i in range(400)]
-        while site.engine.num_waiting < 8 or client._gates[site.url].limit == float("inf"):
+        while site.engine.num_waiting < 8 or client._dispatch._gates[site.url].limit == float("inf"):
             await asyncio.sleep(0.001)
         await client._all("POST", api.RESUME)
         assert all(len(one[0].token_ids) == 2 for one in await asyncio.gather(*tasks))

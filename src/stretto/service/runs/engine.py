@@ -23,6 +23,7 @@ from stretto.service.runs.routes import find_run
 from stretto.service.store import Checkpoint, Run, Sampler
 from stretto.transports.engine import api, updates
 from stretto.transports.engine.api import Refusal
+from stretto.transports.engine.completions import encode_completions
 
 PREFIX = "/runs/{run}/engine"
 
@@ -105,7 +106,7 @@ class EngineRoutes:
             state.running.discard(own)
         found = [_stamped(completion, version) for completion in completions]
         state.num_tokens += sum(len(completion.token_ids) for completion in found)
-        return answer(api.encode_completions(request, found, [None] * len(found)))
+        return answer(encode_completions(request, found, [None] * len(found)))
 
     def _sampler(self, run: Run, state: _State) -> Sampler:
         """The adapter that a new request gets; after a restart of the service the newest published one."""

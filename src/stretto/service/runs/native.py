@@ -14,6 +14,7 @@ from stretto.service.store import Run, Sampler
 from stretto.transports import service
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
+from stretto.transports.engine.completions import encode_completions
 from stretto.transports.service import CreateRun
 
 KINDS = ("batch", "step", "publish", "save", "load")
@@ -95,4 +96,4 @@ class NativeRoutes:
             cache_salt=f"{salt} {request.cache_salt or ''}",
         )
         completions = list(await hub.engines.generate(user, sampler, request))
-        return answer(api.encode_completions(request, completions, [None] * len(completions)))
+        return answer(encode_completions(request, completions, [None] * len(completions)))

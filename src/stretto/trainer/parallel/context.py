@@ -70,7 +70,7 @@ def compute_logprobs(
     chunk: int,
     *,
     entropy_grad: bool,
-    logits: list[Tensor] | None = None,
+    logits: list[Float[Tensor, "trained vocab"]] | None = None,
 ) -> tuple[Float[Tensor, " trained"], Float[Tensor, " trained"]]:
     """Log-probability and entropy of every trained token, on every rank of cp.
 

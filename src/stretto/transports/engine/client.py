@@ -1,23 +1,15 @@
 """Client of the engine's HTTP API, in the orchestrator: generate on one engine, admin calls to all engines.
 
-The turns of a rollout have a session id and go to the engine to which it hashes, where their prefix is cached; other
-requests go to the engine with the fewest running requests. Failures:
-
-    connection refused or cut, 5xx, 409    infrastructure: retried within the deadline, on another engine if possible
-    429 (the engine is full)               waits, without counting attempts or time; fails only if the engine has
-                                           rejected all and run none of our requests for recovery_timeout_s
-    any other 4xx                          our own mistake: raised at once, with the server's message
+dispatch.py chooses the engine of a request and tries again; fleet.py knows which engines are up.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
-import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -29,21 +21,18 @@ from stretto.base.errors import EngineError
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.records.weights import CanaryImage, WeightGroup, WeightManifest
 from stretto.transports.engine import api, http, updates
+from stretto.transports.engine.completions import decode_completions
+from stretto.transports.engine.dispatch import FULL_S, Dispatch
 from stretto.transports.engine.fleet import EngineState, Fleet
-from stretto.transports.engine.gate import RequestGate
 
 if TYPE_CHECKING:
     from jaxtyping import Float32, Int32
 
 logger = logging.getLogger(__name__)
 
-_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 5.0
 _MAX_ABORTS = 10  # of one request before it is an error
 _POLL_S = 0.05
 _ROUTER_TIMEOUT_S = 120.0
-_UNAVAILABLE_S = 0.5
-_FULL_S = 0.2
 _HEADERS = {"Content-Type": "application/json"}
 
 
@@ -60,14 +49,10 @@ class EngineClient:
     ) -> None:  # fmt: skip
         self.urls = [_root(url) for url in urls]
         self.admin_urls = [_root(url) for url in admin_urls] if admin_urls is not None else self.urls
-        self.timeout_s, self.max_retries, self.model = timeout_s, max_retries, model
+        self.timeout_s, self.model = timeout_s, model
         self._session_headers = session_headers
         self._splits_samples = splits_samples  # each sample is an HTTP request of its own
         self._is_routed = self.urls != self.admin_urls
-        self._num_running = dict.fromkeys(
-            self.urls, 0
-        )  # requests by url, including those waiting at the gate
-        self._gates = {url: RequestGate() for url in self.urls}
         fixed = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = http.Connections(fixed | dict(headers or {}), has_router=self._is_routed)
         self._manifest: WeightManifest | None = None
@@ -86,6 +71,15 @@ class EngineClient:
             recovery_timeout_s=recovery_timeout_s,
             on_down=on_down,
         )
+        self._dispatch = Dispatch(
+            self.urls,
+            self._http,
+            self.fleet,
+            timeout_s=timeout_s,
+            max_retries=max_retries,
+            recovery_timeout_s=recovery_timeout_s,
+            is_routed=self._is_routed,
+        )
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """The request's n samples; cancelling this call aborts the request on the engine.
@@ -103,20 +97,11 @@ class EngineClient:
     async def _generate_samples(self, request: GenerateRequest) -> list[Completion]:
         """The samples of one HTTP request."""
         body = api.encode_generate(request, request.adapter or self.model)
-        headers = (
-            _HEADERS
-            if request.session_id is None
-            else {**_HEADERS, **dict.fromkeys(self._session_headers, request.session_id)}
-        )
-        what = f"generate {request.request_id}"
-        try:
-            async with asyncio.timeout(self.timeout_s) as deadline:
-                data = await self._generate(what, body, headers, request.session_id, deadline)
-        except TimeoutError:
-            raise EngineError(
-                f"{what}: no answer from {', '.join(self.urls)} in {self.timeout_s:g} s"
-            ) from None
-        return api.decode_completions(request, data)
+        headers = _HEADERS
+        if request.session_id is not None:
+            headers = {**_HEADERS, **dict.fromkeys(self._session_headers, request.session_id)}
+        data = await self._dispatch.send(f"generate {request.request_id}", body, headers, request.session_id)
+        return decode_completions(request, data)
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Wait until every engine is healthy.
@@ -347,7 +332,7 @@ class EngineClient:
         async def score(url: str) -> np.ndarray:
             for _ in range(_MAX_ABORTS):  # a rollout function may abort all requests
                 answer = await self._admin(url, api.GENERATE, body)
-                completion = api.decode_completions(request, answer)[0]
+                completion = decode_completions(request, answer)[0]
                 if completion.finish_reason != "abort":
                     break
             scores = completion.prompt_logprobs
@@ -405,97 +390,6 @@ class EngineClient:
     async def close(self) -> None:
         await self._http.close()
 
-    async def _generate(
-        self,
-        what: str,
-        body: bytes,
-        headers: dict[str, str],
-        session_id: str | None,
-        deadline: asyncio.Timeout,
-    ) -> bytes:
-        attempt = 0
-        while True:
-            url = self._choose(session_id, attempt)
-            try:
-                return await self._attempt_at_gate(url, body, headers, deadline)
-            except http.Full as error:
-                if (waited_s := self._gates[url].rejects_for_s) > self.recovery_timeout_s:
-                    reason = f"it has none of our requests and has accepted none for {waited_s:.0f} s"
-                    raise EngineError(f"{what}: {error}; {reason} (client.recovery_timeout_s)") from error
-                logger.debug("%s: %s; waiting", what, error)
-                continue
-            except http.Unavailable as error:
-                logger.info("%s: %s; waiting", what, error)
-                await asyncio.sleep(_UNAVAILABLE_S)
-                await self.fleet.wait_for_any()
-                continue
-            except http.Transient as error:
-                if attempt >= self.max_retries:
-                    raise EngineError(f"{what}: {error} (after {attempt + 1} attempts)") from error
-                logger.warning("%s: %s; trying again", what, error)
-            await asyncio.sleep(min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S))
-            attempt += 1
-            await self.fleet.wait_for_any()
-
-    async def _attempt_at_gate(
-        self, url: str, body: bytes, headers: dict[str, str], deadline: asyncio.Timeout
-    ) -> bytes:
-        """One attempt as soon as the engine has room; until then the deadline does not run."""
-        gate = self._gates[url]
-        self._num_running[url] += 1
-        was_full = was_served = False
-        try:
-            async with _paused(deadline):
-                await gate.enter()
-            try:
-                data = await self._attempt(url, body, headers)
-                was_served = True
-                return data
-            except http.Full:
-                was_full = True
-                raise
-            finally:
-                gate.leave(was_full=was_full, was_served=was_served)
-        except http.Full:
-            async with _paused(deadline):
-                await asyncio.sleep(_FULL_S)
-            raise
-        finally:
-            self._num_running[url] -= 1
-
-    async def _attempt(self, url: str, body: bytes, headers: dict[str, str]) -> bytes:
-        """One attempt on one engine; ends with an error if that engine goes down."""
-        return await self._while_up(url, self._http.request("POST", url + api.GENERATE, body, headers))
-
-    async def _while_up(self, url: str, call: Coroutine[Any, Any, bytes]) -> bytes:
-        """Make a call to one engine; a host that is cut off is silent, and the call ends when its engine goes down.
-
-        Raises: http.Transient then, and whatever the call raises.
-        """
-        node = self.fleet.nodes.get(url)
-        if node is None or len(self.admin_urls) == 1:
-            return await call
-        task = asyncio.ensure_future(call)
-        node.requests.add(task)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if node.state is EngineState.DOWN and not _is_cancelled():
-                raise http.Transient(f"{url} went down: {node.reason}") from None
-            task.cancel()
-            raise
-        finally:
-            node.requests.discard(task)
-
-    def _choose(self, session_id: str | None, attempt: int) -> str:
-        """The router, or an engine that is up: the session's, or the one with the fewest requests."""
-        if len(self.urls) == 1:
-            return self.urls[0]
-        ready = self.urls if self._is_routed else (self.fleet.ready() or self.urls)
-        if session_id is None:
-            return min(ready, key=self._num_running.__getitem__)
-        return ready[(zlib.crc32(session_id.encode()) + attempt) % len(ready)]
-
     async def sleep(self, level: int) -> None:
         """Have every engine free its memory: level 1 keeps the weights in that of the host, level 2 drops them.
 
@@ -533,11 +427,11 @@ class EngineClient:
             async with asyncio.timeout(self.timeout_s):
                 while True:
                     try:
-                        return await self._while_up(
+                        return await self.fleet.while_up(
                             url, self._http.request(method, url + path, body, _HEADERS)
                         )
                     except http.Full:
-                        await asyncio.sleep(_FULL_S)
+                        await asyncio.sleep(FULL_S)
         except TimeoutError:
             raise EngineError(f"{url}{path}: no answer in {self.timeout_s:g} s") from None
         except http.Transient as error:
@@ -578,22 +472,6 @@ async def _gather_loads(loads: list[asyncio.Task[None]], grace_s: float | None) 
 
 def _sleep_route(level: int) -> str:
     return f"{api.SLEEP}?level={level}&mode=abort"
-
-
-def _is_cancelled() -> bool:
-    """Whether this task itself was cancelled, rather than what it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-@contextlib.asynccontextmanager
-async def _paused(deadline: asyncio.Timeout) -> AsyncIterator[None]:
-    """Pause a deadline: it moves by the time spent inside."""
-    when, started = deadline.when(), asyncio.get_running_loop().time()
-    deadline.reschedule(None)
-    yield
-    if when is not None:
-        deadline.reschedule(when + asyncio.get_running_loop().time() - started)
 
 
 def _root(url: str) -> str:

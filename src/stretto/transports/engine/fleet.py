@@ -5,7 +5,7 @@ its running requests are then cancelled, so that they are retried on other engin
 (the launcher has restarted it) and has loaded the newest version. If none is READY, loading a version waits for one
 to come back, and logs that.
 
-The fleet only keeps the states; client.py calls and updates the engines.
+The fleet only keeps the states; client.py updates the engines, dispatch.py sends them requests.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from stretto.base.errors import EngineError
+from stretto.transports.engine import http
 
 logger = logging.getLogger(__name__)
 
@@ -163,3 +165,29 @@ class Fleet:
                 f"no engine came back in {self._recovery_timeout_s:g} s (client.recovery_timeout_s): {why}"
             ) from None
         return self.ready()
+
+    async def while_up(self, url: str, call: Coroutine[Any, Any, bytes]) -> bytes:
+        """Make a call to one engine; a host that is cut off is silent, and the call ends when its engine goes down.
+
+        Raises: http.Transient then, and whatever the call raises.
+        """
+        node = self.nodes.get(url)
+        if node is None or len(self.nodes) == 1:
+            return await call
+        task = asyncio.ensure_future(call)
+        node.requests.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if node.state is EngineState.DOWN and not _is_cancelled():
+                raise http.Transient(f"{url} went down: {node.reason}") from None
+            task.cancel()
+            raise
+        finally:
+            node.requests.discard(task)
+
+
+def _is_cancelled() -> bool:
+    """Whether this task itself was cancelled, rather than what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

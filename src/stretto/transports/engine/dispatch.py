@@ -1,0 +1,142 @@
+"""Which engine gets a request for tokens, when it is sent again, and how long it waits for room.
+
+The turns of a rollout have a session id and go to the engine to which it hashes, where their prefix is cached; other
+requests go to the engine with the fewest running requests. Failures:
+
+    connection refused or cut, 5xx, 409    infrastructure: retried within the deadline, on another engine if possible
+    429 (the engine is full)               waits, without counting attempts or time; fails only if the engine has
+                                           rejected all and run none of our requests for recovery_timeout_s
+    any other 4xx                          our own mistake: raised at once, with the server's message
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import zlib
+from collections.abc import AsyncIterator, Sequence
+
+from stretto.base.errors import EngineError
+from stretto.transports.engine import api, http
+from stretto.transports.engine.fleet import Fleet
+from stretto.transports.engine.gate import RequestGate
+
+logger = logging.getLogger(__name__)
+
+FULL_S = 0.2
+"""Pause before a request that found its engine full is sent again."""
+_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 5.0
+_UNAVAILABLE_S = 0.5
+
+
+class Dispatch:
+    """Sends requests for tokens to a router, or to the engines of a fleet."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        connections: http.Connections,
+        fleet: Fleet,
+        *,
+        timeout_s: float,
+        max_retries: int,
+        recovery_timeout_s: float,
+        is_routed: bool,
+    ) -> None:
+        self._urls, self._http, self._fleet = urls, connections, fleet
+        self._timeout_s, self._max_retries = timeout_s, max_retries
+        self._recovery_timeout_s, self._is_routed = recovery_timeout_s, is_routed
+        self.num_running = dict.fromkeys(urls, 0)
+        """Requests by address, including those that wait at the gate."""
+        self._gates = {url: RequestGate() for url in urls}
+
+    async def send(self, what: str, body: bytes, headers: dict[str, str], session_id: str | None) -> bytes:
+        """The answer to one request; what: its name in messages. Raises: EngineError."""
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                return await self._until_answered(what, body, headers, session_id, deadline)
+        except TimeoutError:
+            raise EngineError(
+                f"{what}: no answer from {', '.join(self._urls)} in {self._timeout_s:g} s"
+            ) from None
+
+    async def _until_answered(
+        self,
+        what: str,
+        body: bytes,
+        headers: dict[str, str],
+        session_id: str | None,
+        deadline: asyncio.Timeout,
+    ) -> bytes:
+        attempt = 0
+        while True:
+            url = self.choose(session_id, attempt)
+            try:
+                return await self._attempt_at_gate(url, body, headers, deadline)
+            except http.Full as error:
+                if (waited_s := self._gates[url].rejects_for_s) > self._recovery_timeout_s:
+                    reason = f"it has none of our requests and has accepted none for {waited_s:.0f} s"
+                    raise EngineError(f"{what}: {error}; {reason} (client.recovery_timeout_s)") from error
+                logger.debug("%s: %s; waiting", what, error)
+                continue
+            except http.Unavailable as error:
+                logger.info("%s: %s; waiting", what, error)
+                await asyncio.sleep(_UNAVAILABLE_S)
+                await self._fleet.wait_for_any()
+                continue
+            except http.Transient as error:
+                if attempt >= self._max_retries:
+                    raise EngineError(f"{what}: {error} (after {attempt + 1} attempts)") from error
+                logger.warning("%s: %s; trying again", what, error)
+            await asyncio.sleep(min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S))
+            attempt += 1
+            await self._fleet.wait_for_any()
+
+    async def _attempt_at_gate(
+        self, url: str, body: bytes, headers: dict[str, str], deadline: asyncio.Timeout
+    ) -> bytes:
+        """One attempt as soon as the engine has room; until then the deadline does not run."""
+        gate = self._gates[url]
+        self.num_running[url] += 1
+        was_full = was_served = False
+        try:
+            async with _paused(deadline):
+                await gate.enter()
+            try:
+                data = await self._fleet.while_up(
+                    url, self._http.request("POST", url + api.GENERATE, body, headers)
+                )
+                was_served = True
+                return data
+            except http.Full:
+                was_full = True
+                raise
+            finally:
+                gate.leave(was_full=was_full, was_served=was_served)
+        except http.Full:
+            async with _paused(deadline):
+                await asyncio.sleep(FULL_S)
+            raise
+        finally:
+            self.num_running[url] -= 1
+
+    def choose(self, session_id: str | None, attempt: int) -> str:
+        """The router, or an engine that is up: the session's, or the one with the fewest requests."""
+        if len(self._urls) == 1:
+            return self._urls[0]
+        ready = self._urls if self._is_routed else (self._fleet.ready() or self._urls)
+        if session_id is None:
+            return min(ready, key=self.num_running.__getitem__)
+        return ready[(zlib.crc32(session_id.encode()) + attempt) % len(ready)]
+
+
+@contextlib.asynccontextmanager
+async def _paused(deadline: asyncio.Timeout) -> AsyncIterator[None]:
+    """Pause a deadline: it moves by the time spent inside."""
+    when, started = deadline.when(), asyncio.get_running_loop().time()
+    deadline.reschedule(None)
+    yield
+    if when is not None:
+        deadline.reschedule(when + asyncio.get_running_loop().time() - started)
