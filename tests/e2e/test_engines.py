@@ -78,6 +78,7 @@ def test_a_run_on_vllm_learns_with_weights_from_files(warm: Path, tmp_path: Path
 
 
 @needs_vllm
+@pytest.mark.slow
 def test_a_run_on_vllm_learns_with_weights_that_are_broadcast_in_flight(warm: Path, tmp_path: Path) -> None:
     more = {
         "model": {"name": str(warm)},

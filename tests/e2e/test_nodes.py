@@ -6,6 +6,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 from runs import over_addresses, start_rl, wait
 
 from stretto.base.paths import RunDir
@@ -35,6 +36,7 @@ def test_nodes_train_together_and_each_starts_what_is_its_own(sorter: Path, tmp_
         assert RunDir(tmp_path / f"run-node-{rank}").log(name).exists()
 
 
+@pytest.mark.slow
 def test_trainer_and_engines_of_several_machines_take_turns(sorter: Path, tmp_path: Path) -> None:
     """Two machines, each with a rank and an engine, learn what four do on which nobody sleeps."""
     weights = {}
