@@ -7,6 +7,7 @@ that needs them. A setting that this engine does not support is refused, never i
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -54,6 +55,8 @@ from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
 from stretto.transports.engine.completions import encode_prompt_logprobs, usage
 from stretto.transports.engine.images import VisionSizes
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -288,6 +291,7 @@ class OpenAIRoutes:
         except StrettoError as error:
             raise Refusal(str(error)) from error
         except Exception as error:  # templates are third-party code and may raise anything
+            logger.info("messages are refused", exc_info=True)
             raise Refusal(
                 f"messages: the template of family {renderer.family} refuses them: {error!r}"
             ) from error

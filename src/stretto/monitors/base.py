@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, StrettoError
 from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import MonitorsSection
 from stretto.monitors import heartbeat, prometheus, tensorboard, trackio, wandb
@@ -98,7 +98,9 @@ class Monitors:
         self._monitors.clear()
 
     def _drop(self, name: str, error: Exception) -> None:
-        logger.error("monitor %s failed and is off from now on: %s: %s", name, type(error).__name__, error)
+        what = "monitor %s failed and is off from now on: %s: %s"
+        trace = None if isinstance(error, StrettoError | OSError) else error
+        logger.error(what, name, type(error).__name__, error, exc_info=trace)
         self._monitors.pop(name, None)
 
 

@@ -110,14 +110,18 @@ class AdapterSlots:
             await self._load_everywhere(name, directory)
             entry.ready.set_result(None)
         except BaseException as error:
-            with suppress(
-                Exception
-            ):  # those that have it while another failed; who waits must hear of the first error
-                await self._client.unload_adapter(name)
-            if self._loaded.get(name) is entry:
-                del self._loaded[name]
-            entry.ready.set_exception(error if isinstance(error, EngineError) else EngineError(str(error)))
-            entry.ready.exception()  # seen, whoever waits
+            try:
+                with suppress(EngineError):  # who waits must hear of the first error
+                    await self._client.unload_adapter(name)  # from those that have it while another failed
+            finally:
+                if self._loaded.get(name) is entry:
+                    del self._loaded[name]
+                if isinstance(error, Exception) and not isinstance(error, EngineError):
+                    logger.error("%s is not loaded", name, exc_info=error)
+                entry.ready.set_exception(
+                    error if isinstance(error, EngineError) else EngineError(str(error))
+                )
+                entry.ready.exception()  # seen, whoever waits
             if not isinstance(error, Exception):
                 raise
         finally:

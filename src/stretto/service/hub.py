@@ -96,6 +96,13 @@ class Hub:
         if name is not None and name not in names:
             raise Refusal(f"base_model: {name!r} is not served here; this service has {self.model_name!r}")
 
+    async def close(self) -> None:
+        """Write what is counted and close all files and connections."""
+        await self.engines.client.close()
+        self.training.meter.write()
+        self.store.close()
+        self.audit.close()
+
     def session(self, user: User, name: str | None) -> Session:
         return _owned(self.store.get(Session, name or ""), user, f"session {name!r}")
 

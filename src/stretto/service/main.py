@@ -144,10 +144,7 @@ async def serve(cfg: ServeConfig) -> int:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await runner.cleanup()
-        await hub.engines.client.close()
-        hub.training.meter.write()
-        hub.store.close()
-        hub.audit.close()
+        await hub.close()
 
 
 def watched(hub: Hub) -> list[RunsDirectory]:

@@ -430,6 +430,7 @@ class LinkClient(Generic[T]):
             self._fail(error)
         except Exception as error:
             what = f"{self._wire.title} of rank {info.rank}"
+            logger.exception("%s failed", what)
             self._fail(EngineError(f"{what}: {type(error).__name__}: {error}"))
         finally:
             rejections.close()

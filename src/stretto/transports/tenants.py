@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from stretto.records.tenants import Answer, Done, Operation, RankFailed, Shutdow
 from stretto.transports.control import RankServer
 from stretto.transports.link import LinkClient, Peer
 from stretto.transports.stream import Wire
+
+logger = logging.getLogger(__name__)
 
 WIRE = "tenants"
 MAX_BYTES = 1 << 30
@@ -127,6 +130,7 @@ class TenantServer(RankServer[RankAnswer]):
         except EngineError as error:
             self._end_all(error)
         except Exception as error:
+            logger.exception("%s failed", self._wire.title)
             self._end_all(EngineError(f"{self._wire.title}: {error}"))
 
     def _end_all(self, error: EngineError) -> None:

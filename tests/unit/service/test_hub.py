@@ -41,9 +41,7 @@ async def client(tmp_path: Path) -> AsyncIterator[TestClient]:
     async with TestClient(TestServer(app)) as running:
         running.hub = hub  # type: ignore[attr-defined]
         yield running
-    await hub.engines.client.close()
-    hub.store.close()
-    hub.audit.close()
+    await hub.close()
 
 
 @asynccontextmanager
@@ -53,9 +51,7 @@ async def next_hub(hub: Hub) -> AsyncIterator[Hub]:
     try:
         yield after
     finally:
-        await after.engines.client.close()
-        after.store.close()
-        after.audit.close()
+        await after.close()
 
 
 def token(client: TestClient, user: str) -> str:

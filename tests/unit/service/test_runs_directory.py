@@ -40,9 +40,7 @@ class Watched:
         try:
             yield hub
         finally:
-            await hub.engines.client.close()
-            hub.store.close()
-            hub.audit.close()
+            await hub.close()
 
     @property
     def look(self):

@@ -181,8 +181,9 @@ def work() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         pair = json.loads(line)
+        texts = [f"\\boxed{{{pair[key]}}}" for key in ("gold", "answer")]
         try:
-            gold, answer = (parse(f"\\boxed{{{pair[key]}}}") for key in ("gold", "answer"))
+            gold, answer = map(parse, texts)
             is_right = bool(gold) and verify(gold, answer)
         except Exception:  # the boundary of a foreign parser: an answer it cannot read is wrong
             is_right = False

@@ -9,7 +9,6 @@ process. workers/pool.py starts the process, which ends when its socket is close
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import itertools
@@ -154,11 +153,13 @@ class Worker:
         for call in self._calls.values():
             call.cancel()
         close = getattr(self._env, "close", None)
-        with contextlib.suppress(Exception):  # nobody is left to report an error to
+        try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await asyncio.gather(*self._calls.values(), return_exceptions=True)
                 if inspect.iscoroutinefunction(close):
                     await close()
+        except Exception:  # the boundary of a foreign method; nobody is left to tell but the log
+            logger.exception("close() of the environment failed")
 
     def send(self, message: Any) -> None:
         self._writer.write(packed(message))

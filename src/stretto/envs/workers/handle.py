@@ -156,6 +156,7 @@ async def take_turn(worker: WorkerHandle, ctx: RolloutContext, request: TurnRequ
     except StrettoError as error:
         answer = TurnFailed(ask=request.ask, kind=error_kind(error), text=str(error))
     except Exception as cause:  # the boundary of a rollout
+        logger.exception("a turn that a worker asked for failed")
         answer = TurnFailed(ask=request.ask, kind="EngineError", text=f"{type(cause).__name__}: {cause}")
     if worker.state is not WorkerState.ENDED:
         worker.send(answer)

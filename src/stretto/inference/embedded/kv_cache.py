@@ -89,7 +89,9 @@ class PassLayout:
 
 def key_widths(block_size: int, max_len: int) -> Int64[np.ndarray, " widths"]:
     """Multiples of block_size and 16 that grow by a half at most, after the second: 16, 32, 48, 64, 96, ..."""
-    unit = math.lcm(block_size, 16)  # BLAS and softmax may give other widths other bits: smaller blocks have the same
+    unit = math.lcm(
+        block_size, 16
+    )  # BLAS and softmax may give other widths other bits: smaller blocks have the same
     widths, width = [], unit
     while True:
         widths.append(width)

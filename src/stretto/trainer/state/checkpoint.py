@@ -146,10 +146,6 @@ class Saver:
         if error is not None:
             raise error
 
-    @property
-    def is_writing(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
     def _copy_to_host(self, name: str, part: TensorSlice) -> TensorSlice:
         source, buffer = part.tensor, self._buffers.get(name)
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:

@@ -202,7 +202,7 @@ class CollectivePublisher:
                 forged = name
                 self._is_closed.wait(FORGED_PAUSE_S)
                 continue
-            except Exception as error:  # the store is gone, and with it the first rank
+            except RuntimeError as error:  # the store is gone, and with it the first rank
                 if not self._is_closed.is_set():
                     logger.info("the weight store is gone: %s", str(error).splitlines()[0])
                 return
@@ -212,9 +212,11 @@ class CollectivePublisher:
             request = msgspec.json.decode(message, type=SendRequest)
             try:
                 self._send(request)
-            except Exception as error:
-                # The engines see the same failure, and the orchestrator decides which of them try again.
+            # The engines see the same failure, and the orchestrator decides which of them try again.
+            except (WireError, RuntimeError) as error:
                 logger.warning("version %d did not reach its receivers: %s", request.version, error)
+            except Exception:
+                logger.exception("version %d did not reach its receivers", request.version)
 
     def _send(self, request: SendRequest) -> None:
         held, self._group = self._group, None
