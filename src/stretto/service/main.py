@@ -85,7 +85,7 @@ def build(cfg: ServeConfig) -> tuple[Hub, web.Application]:
     )
     given = {name: user.token for name, user in section.users.items()}
     access = Access(section.users, prepare_tokens(cfg.run_dir.path / "tokens.json", given))
-    reading = Reading(section.max_waiting_bytes, training.waiting_bytes)
+    reading = Reading(section.max_waiting_bytes, training.places.waiting_bytes)
     facts = (vocab_size, max_model_len, time.time())
     hub = Hub(cfg, store, futures, audit, access, training, engines, reading, *facts)
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[boundary(hub)])
@@ -178,7 +178,7 @@ async def _evict_idle(hub: Hub) -> None:
     while True:
         await asyncio.sleep(min(_IDLE_POLL_S, limit / 2))
         now = time.time()
-        for tenant in list(hub.training.tenants.values()):
+        for tenant in list(hub.training.places.tenants.values()):
             run = tenant.run
             session = hub.store.get(Session, run.session or "")
             last = max(

@@ -79,7 +79,7 @@ async def test_a_run_whose_answer_was_lost_is_made_once(client: TestClient) -> N
     status, answer = await post(client, "/v1/runs", creation(client, key="k2"))
     assert status == 400 and "already" in answer["detail"]
     hub: Hub = client.hub  # type: ignore[attr-defined]
-    assert [run.id for run in hub.store.all(Run)] == ["alice:letters"] == list(hub.training.tenants)
+    assert [run.id for run in hub.store.all(Run)] == ["alice:letters"] == list(hub.training.places.tenants)
 
 
 async def test_the_client_repeats_its_request_with_one_key(
@@ -156,7 +156,7 @@ async def test_a_name_too_long_for_a_file_is_refused_and_the_next_hub_starts(cli
         assert status == 400 and "model_seq_id" in answer["detail"], answer
     assert not list(hub.store.all(Run))
     async with next_hub(hub) as after:
-        assert after.training.tenants == {}
+        assert after.training.places.tenants == {}
 
 
 async def test_a_run_whose_files_cannot_be_read_fails_alone(client: TestClient) -> None:
@@ -170,7 +170,7 @@ async def test_a_run_whose_files_cannot_be_read_fails_alone(client: TestClient) 
     async with next_hub(hub) as after:
         found = after.store.get(Run, run.id)
         assert found is not None and found.state == "failed" and "cannot be read" in found.reason
-        assert list(after.training.tenants) == ["bob:letters"]
+        assert list(after.training.places.tenants) == ["bob:letters"]
 
 
 async def test_what_is_kept_for_too_long_is_refused_at_once(client: TestClient) -> None:

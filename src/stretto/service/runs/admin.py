@@ -36,7 +36,7 @@ class AdminRoutes:
                 "reason": run.reason,
                 "step": run.step,
                 "rank": run.spec.rank,
-                "waiting": hub.training.queue.waiting(run.id) if run.id in hub.training.tenants else 0,
+                "waiting": hub.training.queue.waiting(run.id) if run.id in hub.training.places.tenants else 0,
                 "last_request_at": when(run.last_request_at or None),
             }
             for run in self.hub.records_of(Run, user)
@@ -47,7 +47,7 @@ class AdminRoutes:
             "tokens": hub.training.num_tokens,
             "recoveries": hub.training.num_recoveries,
             "places": hub.cfg.service.num_places,
-            "places_taken": len(hub.training.tenants),
+            "places_taken": len(hub.training.places.tenants),
         }
         engines = {
             "ready": hub.engines.client.num_ready,

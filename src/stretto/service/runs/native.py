@@ -51,7 +51,7 @@ class NativeRoutes:
         return answer(self._state(self.hub.run(http[USER], http.match_info["run"])))
 
     def _state(self, run: Run) -> dict:
-        tenant = self.hub.training.tenants.get(run.id)
+        tenant = self.hub.training.places.tenants.get(run.id)
         return {
             "id": run.id,
             "owner": run.owner,

@@ -24,10 +24,10 @@ from stretto.service.futures import Future, Futures, Result
 from stretto.service.store import Audit, Run, Store
 from stretto.service.training.checkpoints import Checkpoints
 from stretto.service.training.jobs import WRITES, Job, Limits, assign, operation, passes_of, read_job
-from stretto.service.training.journal import REFUSED, Journal
 from stretto.service.training.place import Tenant, check_place, creation_answer
+from stretto.service.training.places import Places
 from stretto.service.training.ranks import connected_ranks
-from stretto.service.training.scheduler import Request, Share, TrainQueue
+from stretto.service.training.scheduler import Share, TrainQueue
 from stretto.service.training.suspects import KILLS, Suspects
 from stretto.service.usage import Meter
 from stretto.transports.engine.api import Refusal
@@ -56,24 +56,20 @@ class Training:
         self.directory = cfg.run_dir.path / "service" / "runs"
         self.checkpoints = Checkpoints(store, audit, self.directory, kept_versions=cfg.service.kept_versions)
         self.meter = Meter(store)
-        self.tenants: dict[str, Tenant] = {}
         self.queue = TrainQueue(quantum=cfg.seq_len, max_tokens=cfg.service.max_tokens_per_turn)
         self.is_ready = False
         self.num_turns = self.num_tokens = self.num_recoveries = 0
         self._suspects = Suspects()
-        self._changed = asyncio.Event()
         self._server: TenantServer | None = None
         self._removals: set[asyncio.Task[None]] = set()
-        for run in store.all(Run):
-            if run.is_placed:
-                self._admit_again(run)
+        self.places = Places(self.directory, self.queue, store, futures, limits)
 
     # -- what handlers call --
 
     def create(self, run: Run) -> Future:
         """Give a new run, or one that comes back, a place in the trainer. Raises: Refusal 403 if there is none."""
         self.check_place(run.owner)
-        self._admit(run)
+        self.places.admit(run)
         run.state, run.reason = "creating", ""
         self._store.put(run)
         return self._futures.open(f"{run.id}/0", run.owner, run=run.id)
@@ -88,15 +84,7 @@ class Training:
 
     def check_place(self, owner: str) -> None:
         """Raises: Refusal 403 if this user, or anybody, may have no more runs now."""
-        check_place(self._cfg.service, [tenant.run.owner for tenant in self.tenants.values()], owner)
-
-    def waiting_bytes(self, owner: str, *, with_early: bool = False) -> int:
-        """Size of the bodies of a user's requests that are in the queue, and of those that came too early."""
-        own = [tenant for tenant in self.tenants.values() if tenant.run.owner == owner]
-        jobs = [request.payload for tenant in own for request in self.queue.requests(tenant.run.id)]
-        if with_early:
-            jobs += [job for tenant in own for job in tenant.early.values() if job is not None]
-        return sum(job.num_bytes for job in jobs)
+        check_place(self._cfg.service, [tenant.run.owner for tenant in self.places.tenants.values()], owner)
 
     def submit(self, run: Run, kind: str, seq: int, body: bytes) -> Future:
         """Take a request; the same one sent again gets the same future.
@@ -119,33 +107,33 @@ class Training:
                 429,
             )
         if waiting or seq > tenant.next_seq:  # there is always room for the next
-            held = self.waiting_bytes(run.owner, with_early=True)
+            held = self.places.waiting_bytes(run.owner, with_early=True)
             check_bytes(held, len(body), self._cfg.service.max_waiting_bytes)
         if run.state == "frozen":
-            self._push_all(tenant.take(seq, None))
+            self.places.push_all(tenant.take(seq, None))
             raise Refusal(f"{run.id} is frozen: {run.reason}; resume it, or end it", FROZEN)
         try:
             job = read_job(run, kind, body, self.limits, seq=seq)
             self.checkpoints.check(job)
             tenant.check_gradients(job, STEP_BODIES * self._cfg.service.max_waiting_bytes)
         except StrettoError as error:
-            self._push_all(tenant.take(seq, None))
+            self.places.push_all(tenant.take(seq, None))
             raise error if isinstance(error, Refusal) else Refusal(str(error), 400) from error
         tenant.journal.write(seq, kind, body)
         job.future, job.num_bytes = self._futures.open(name, run.owner, run=run.id), len(body)
-        self._push_all(tenant.take(seq, job))
+        self.places.push_all(tenant.take(seq, job))
         return job.future
 
     def end(self, run: Run) -> Future:
         """Give the run's place back; what it saved stays."""
         future = self._futures.open(f"{run.id}/end", run.owner)
         answer = Result.of({"model_id": run.id, "type": "unload_model"})
-        if run.id not in self.tenants:
+        if run.id not in self.places.tenants:
             run.state = "ended"
             self._store.put(run)
             future.set(answer)
             return future
-        self._drop(run.id, "ended", "it was ended")
+        self._drop(run, "ended", "it was ended")
         self._spawn_removal(run)
         future.set(answer)
         return future
@@ -167,22 +155,8 @@ class Training:
         self._store.put(run)
         self._audit.write(None, "freeze", run.id, reason=reason)
         logger.warning("%s is frozen: %s", run.id, reason)
-        if (tenant := self.tenants.get(run.id)) is not None:
-            self._refuse_waiting(tenant, since or 0)
-
-    def _refuse_waiting(self, tenant: Tenant, since: int) -> None:
-        """Fail requests without an answer from this number on; they are not computed after a restart either."""
-        run = tenant.run
-
-        def is_refused(request: Request) -> bool:
-            job: Job = request.payload
-            is_answered = job.future is None or job.future.result is not None
-            return job.seq is not None and job.seq >= since and not is_answered
-
-        dropped = [request.payload for request in self.queue.drop(run.id, is_refused)]
-        for job in [*dropped, *tenant.refuse_early()]:
-            tenant.journal.refuse(job.seq)
-            self._answer(job, Result.failed(f"{run.id} is frozen: {run.reason}"))
+        if (tenant := self.places.tenants.get(run.id)) is not None:
+            self.places.refuse_waiting(tenant, since or 0)
 
     def resume(self, run: Run, *, by_admin: bool = False) -> None:
         """Let a frozen run go on. Raises: Refusal 403 if the admin has frozen it and does not ask, 400 if it is not."""
@@ -194,26 +168,28 @@ class Training:
         if run.state == "frozen":
             tenant = self._tenant(run)
             run.state, tenant.failures = "active", 0
-            self._push(Job(run, "drop", None))
+            self.places.push(Job(run, "drop", None))
         self._store.put(run)
 
     def evict(self, run: Run, reason: str) -> None:
         """Save a run and give its place to others; it comes back with its next request."""
-        if run.id not in self.tenants:
+        if run.id not in self.places.tenants:
             raise Refusal(f"{run.id} is {run.state}: it has no place to give back", 400)
         jobs = [request.payload for request in self.queue.requests(run.id)]
         if any(job.kind == "save_state" and job.on_done is not None for job in jobs):
             return  # it is being evicted
-        self._push(Job(run, "save_state", None, on_done=lambda result: self._evicted(run, reason, result)))
+        self.places.push(
+            Job(run, "save_state", None, on_done=lambda result: self._evicted(run, reason, result))
+        )
 
     def save_all(self) -> asyncio.Future[list[Any]]:
         """Save every run, as before the service ends; the future ends when all are saved."""
         waits = []
-        for tenant in self.tenants.values():
+        for tenant in self.places.tenants.values():
             if tenant.unsaved_steps and tenant.run.state == "active":
                 done = asyncio.get_running_loop().create_future()
                 job = Job(tenant.run, "save_state", None, on_done=done.set_result)
-                self._push(job)
+                self.places.push(job)
                 waits.append(done)
         return asyncio.gather(*waits)
 
@@ -235,7 +211,7 @@ class Training:
                     self.num_recoveries += 1
                     for job in self._suspects.died():
                         self._give_up(job, str(error))
-                    self._rebuild()
+                    self.places.rebuild()
                     await asyncio.sleep(_PAUSE_S)
                 finally:
                     self.is_ready, self._server = False, None
@@ -244,7 +220,7 @@ class Training:
 
     async def _serve(self) -> None:
         while True:
-            self._changed.clear()
+            self.places.changed.clear()
             now = time.monotonic()
             if shares := self.queue.next(now):
                 for group in self._suspects.groups(shares):
@@ -255,7 +231,7 @@ class Training:
             wake = self.queue.next_at(now)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_S if wake is None else max(0.0, wake - now)):
-                    await self._changed.wait()
+                    await self.places.changed.wait()
             assert self._server is not None
             self._server.check()
 
@@ -297,7 +273,7 @@ class Training:
                 return DropGradients(number=0, tenant=run.spec.name)
             case "remove":
                 return RemoveTenant(number=0, tenant=run.spec.name)
-        tenant = self.tenants.get(run.id)
+        tenant = self.places.tenants.get(run.id)
         if job.kind in ("optim_step", "step") and tenant is not None and tenant.spoiled is not None:
             job.error = f"a pass since the last step failed, and the gradients are dropped: {tenant.spoiled}"
             return None
@@ -325,7 +301,7 @@ class Training:
     def _settle(self, share: Share, result: TenantResult | None) -> None:
         """A share is done; if its request is, answer it."""
         job: Job = share.request.payload
-        tenant = self.tenants.get(job.run.id)
+        tenant = self.places.tenants.get(job.run.id)
         # A run that was ended, and another of its name made, while this was computed: it is not the other's.
         if not self.queue.finish(share) or tenant is None or tenant.run is not job.run:
             return
@@ -345,19 +321,19 @@ class Training:
     def _save_soon(self, tenant: Tenant) -> None:
         """Save a run before its next request."""
         tenant.unsaved_requests = 0
-        self._push(Job(tenant.run, "save_state", None), is_first=True)
+        self.places.push(Job(tenant.run, "save_state", None), is_first=True)
 
     def _failed(self, tenant: Tenant, job: Job) -> None:
         run = job.run
-        self._answer(job, Result.failed(job.error or ""))
+        self.places.answer(job, Result.failed(job.error or ""))
         logger.info("%s: %s %s failed: %s", run.id, job.kind, job.seq, job.error)
         if job.kind == "create":
-            self._drop(run.id, "failed", job.error or "")
+            self._drop(run, "failed", job.error or "")
             return
         if job.adds_gradients:
             tenant.spoiled = job.error
         if job.kind in ("optim_step", "step") or job.adds_gradients:
-            self._push(Job(run, "drop", None), is_first=True)
+            self.places.push(Job(run, "drop", None), is_first=True)
         if job.kind in ("optim_step", "step", "pass", "batch"):
             tenant.failures += 1
             if tenant.failures >= self._cfg.service.max_failures:
@@ -375,7 +351,7 @@ class Training:
                 if run.start is not None and run.saved is None:
                     self._save_soon(tenant)  # whoever owns the checkpoint that it began with may delete it
             case "pass":
-                self._answer(job, Result(job.outputs(), is_protobuf=True))
+                self.places.answer(job, Result(job.outputs(), is_protobuf=True))
                 return
             case "batch":
                 answer = {"metrics": job.sums}
@@ -394,7 +370,7 @@ class Training:
                 try:
                     answer = self.checkpoints.record(job)
                 except OSError as error:  # what it has written was deleted meanwhile
-                    self._answer(job, Result.failed(f"{job.kind}: {error.strerror or error}"))
+                    self.places.answer(job, Result.failed(f"{job.kind}: {error.strerror or error}"))
                     return
                 self.meter.add(run.owner, run.session, checkpoints=1)
             case "load":
@@ -406,74 +382,24 @@ class Training:
                 answer = {"path": job.body.path, "model_id": run.id, "type": "load_weights"}
             case _:
                 answer = {}
-        self._answer(job, Result.of(answer))
+        self.places.answer(job, Result.of(answer))
 
-    def _answer(self, job: Job, result: Result) -> None:
-        if job.future is None:
-            return
-        if job.seq is not None and (tenant := self.tenants.get(job.run.id)) is not None:
-            tenant.journal.write_result(job.seq, result)
-        job.future.set(result)
-
-    # -- places and recovery --
+    # -- places --
 
     def _tenant(self, run: Run) -> Tenant:
         """The place of a run; an evicted one gets one again. Raises: Refusal if it has ended or there is none."""
-        if (tenant := self.tenants.get(run.id)) is not None:
+        if (tenant := self.places.tenants.get(run.id)) is not None:
             return tenant
         if run.state == "evicted" and run.is_held:
             raise Refusal(f"{run.id} is frozen: {run.reason}; only the admin resumes it", FROZEN)
         if run.state == "evicted":
             self.create(run)
-            return self.tenants[run.id]
+            return self.places.tenants[run.id]
         raise Refusal(f"{run.id} has {run.state}{f': {run.reason}' if run.reason else ''}", 410)
-
-    def _admit(self, run: Run) -> None:
-        """Put a run into the queue: its creation first, then what came since it was saved."""
-        journal = Journal(self.directory / run.spec.name / "journal")
-        tenant = Tenant(run, journal, run.saved_seq + 1, clean_seq=run.saved_seq)
-        self.tenants[run.id] = tenant
-        self.queue.add(
-            run.id,
-            weight=run.weight,
-            priority=run.priority,
-            tokens_per_minute=run.tokens_per_minute,
-            now=time.monotonic(),
-        )
-        future = self._futures.open(f"{run.id}/0", run.owner, run=run.id)
-        self._push(Job(run, "create", None, future=future))
-        for seq, result in tenant.journal.results().items():
-            self._futures.open(f"{run.id}/{seq}", run.owner, run=run.id).set(result)
-        for seq, kind, body in tenant.journal.requests(run.saved_seq):
-            job = None if kind == REFUSED else self._read_again(run, kind, body, seq)
-            self._push_all(tenant.take(seq, job, is_known=True))
-
-    def _admit_again(self, run: Run) -> None:
-        """Admit a run that an earlier hub had; one whose files cannot be read fails, and the others go on."""
-        try:
-            self._admit(run)
-        except (OSError, ValueError) as error:
-            logger.exception("%s cannot go on", run.id)
-            if self.tenants.pop(run.id, None) is not None:
-                self.queue.remove(run.id)
-            run.state, run.reason = "failed", f"its files cannot be read: {error}"
-            self._store.put(run)
-
-    def _read_again(self, run: Run, kind: str, body: bytes, seq: int) -> Job | None:
-        """The job of a request in the journal; None if there is nothing left to do."""
-        future = self._futures.open(f"{run.id}/{seq}", run.owner, run=run.id)
-        try:
-            job = read_job(run, kind, body, self.limits, seq=seq)
-        except StrettoError as error:
-            future.set(Result.failed(str(error)))
-            return None
-        job.future, job.num_bytes = future, len(body)
-        is_written = kind in WRITES and future.result is not None
-        return None if is_written else job
 
     def _give_up(self, job: Job, error: str) -> None:
         """Freeze the run of a request that ends the trainer; it and those behind it fail, those before are kept."""
-        tenant, run = self.tenants.get(job.run.id), job.run
+        tenant, run = self.places.tenants.get(job.run.id), job.run
         if tenant is None or tenant.run is not run:
             return
         what = job.kind if job.seq is None else f"request {job.seq} ({job.kind})"
@@ -482,61 +408,20 @@ class Training:
         if job.kind == "create":
             run.is_held = run.saved is not None
             run.reason = reason
-            self._answer(job, Result.failed(f"{run.id}: {reason}"))
-            self._drop(run.id, "evicted" if run.is_held else "failed", reason)
+            self.places.answer(job, Result.failed(f"{run.id}: {reason}"))
+            self._drop(run, "evicted" if run.is_held else "failed", reason)
             return
         if job.on_done is not None:
             job.on_done(TenantResult(error=reason))
             job.on_done = None
         if job.seq is not None:
             tenant.journal.refuse(job.seq)
-            self._answer(job, Result.failed(reason))
+            self.places.answer(job, Result.failed(reason))
         self.freeze(run, reason, since=job.seq)
 
-    def _rebuild(self) -> None:
-        """Put all runs into the queue anew: the ranks have forgotten them."""
-        for run_id in list(self.tenants):
-            tenant = self.tenants.pop(run_id)
-            early, internal = tenant.early, []
-            for request in self.queue.remove(run_id):
-                if request.payload.kind == "save_state" and request.payload.on_done is not None:
-                    internal.append(request.payload)
-            self._admit(tenant.run)
-            self.tenants[run_id].early |= {
-                seq: job for seq, job in early.items() if seq >= self.tenants[run_id].next_seq
-            }
-            for job in internal:
-                self._push(job)
-
-    def _push_all(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            self._push(job)
-
-    def _push(self, job: Job, *, is_first: bool = False) -> None:
-        if job.run.id in self.tenants:
-            self.queue.push(Request(job.run.id, job.units, job), is_first=is_first)
-            self._changed.set()
-
-    def _drop(self, run_id: str, state: Any, reason: str) -> None:
-        """Take a run out of the queue; requests that wait fail."""
-        tenant = self.tenants.get(run_id)
-        if tenant is None:
-            return
-        run = tenant.run
-        run.state = state
-        if not run.is_held:  # else it says why it is
-            run.reason = reason
-        self._store.put(run)
-        jobs = [request.payload for request in self.queue.remove(run_id)]
-        jobs += [job for job in tenant.early.values() if job is not None]
-        for job in jobs:
-            if job.future is not None and job.future.result is None:
-                self._answer(job, Result.failed(f"{run.id}: {reason}"))
-        del self.tenants[run_id]
-        self._suspects.forget(run_id)
-        if state in ("ended", "failed"):
-            tenant.journal.delete()
-            shutil.rmtree(self.directory / run.spec.name / "state", ignore_errors=True)
+    def _drop(self, run: Run, state: Any, reason: str) -> None:
+        self.places.drop(run.id, state, reason)
+        self._suspects.forget(run.id)
 
     def _spawn_removal(self, run: Run) -> None:
         """Let the ranks forget a run, outside of the queue, which no longer knows it."""
@@ -558,10 +443,10 @@ class Training:
             )
 
         def drop() -> None:
-            tenant = self.tenants.get(run.id)
+            tenant = self.places.tenants.get(run.id)
             if tenant is None or self.queue.waiting(run.id) or tenant.early:
                 return  # its client is back
-            self._drop(run.id, "evicted", reason)
+            self._drop(run, "evicted", reason)
             self._audit.write(None, "evict", run.id, reason=reason)
             self._spawn_removal(run)
 
@@ -589,11 +474,6 @@ class Training:
         while True:
             await asyncio.sleep(_TICK_S)
             now, section = time.monotonic(), self._cfg.service
-            for tenant in list(self.tenants.values()):
+            for tenant in list(self.places.tenants.values()):
                 if tenant.gap_since is not None and now - tenant.gap_since > section.gap_timeout_s:
-                    self._close_gap(tenant)
-
-    def _close_gap(self, tenant: Tenant) -> None:
-        error = f"the request with seq_id = {tenant.next_seq} never came, so those behind it are not computed"
-        for job in tenant.close_gap():
-            self._answer(job, Result.failed(error))
+                    self.places.close_gap(tenant)

@@ -146,7 +146,7 @@ async def test_a_number_far_ahead_is_not_taken(open_training: Open) -> None:
         with pytest.raises(Refusal) as refused:
             training.submit(run, "step", seq, STEP)
         assert refused.value.status == 429
-    assert not training.tenants["r"].early
+    assert not training.places.tenants["r"].early
     training.submit(run, "step", 8, STEP)
     training.submit(run, "step", 1, STEP)  # there is always room for the next
     training.freeze(run, "because")
@@ -182,8 +182,8 @@ async def test_passes_without_a_step_do_not_fill_the_disk(open_training: Open) -
     training.submit(run, "step", 15, STEP)
     await serve(training)
     training.submit(run, "batch", 16, batch())
-    assert training.tenants["r"].gradient_bytes == 0
-    training.tenants.clear()
+    assert training.places.tenants["r"].gradient_bytes == 0
+    training.places.tenants.clear()
     after, _ = open_training(max_waiting_bytes=most)
     assert [r.payload.seq for r in after.queue.requests("r")] == [None, *range(1, 14), 15, 16]
 
@@ -201,13 +201,13 @@ async def test_requests_that_freezing_refused_are_not_computed_after_a_restart(o
     again, ranks = open_training()
     await serve(again)
     assert ranks.names == ["CreateTenant", "Pass", "OptimStep"]
-    run = again.tenants["r"].run
-    assert run.state == "frozen" and again.tenants["r"].next_seq == 4
+    run = again.places.tenants["r"].run
+    assert run.state == "frozen" and again.places.tenants["r"].next_seq == 4
     again.resume(run)
     again.submit(run, "step", 4, STEP)
     await serve(again)
     assert ranks.names[3:] == ["DropGradients", "OptimStep"]
-    assert again.tenants["r"].next_seq == 6
+    assert again.places.tenants["r"].next_seq == 6
 
 
 async def test_a_gap_that_was_closed_stays_closed_after_a_restart(open_training: Open) -> None:
@@ -215,11 +215,11 @@ async def test_a_gap_that_was_closed_stays_closed_after_a_restart(open_training:
     run = make_run(training)
     await serve(training)
     late = training.submit(run, "step", 3, STEP)
-    training._close_gap(training.tenants["r"])
+    training.places.close_gap(training.places.tenants["r"])
     assert "seq_id = 1 never came" in (late.result.error or "")
     again, ranks = open_training()
     await serve(again)
-    tenant = again.tenants["r"]
+    tenant = again.places.tenants["r"]
     assert (tenant.next_seq, tenant.early, tenant.gap_since) == (4, {}, None)
     assert ranks.names == ["CreateTenant"]
 
@@ -256,7 +256,7 @@ async def test_what_an_ended_run_computed_is_not_its_successors(open_training: O
     ranks.before_answer = replace
     [share] = training.queue.next(0.0)
     await training._turn([share])
-    tenant = training.tenants["r"]
+    tenant = training.places.tenants["r"]
     assert (tenant.clean_seq, tenant.next_seq, tenant.unsaved_steps) == (0, 1, 0)
     assert tenant.journal.results() == {}
 
@@ -270,7 +270,7 @@ async def test_a_run_whose_weights_cannot_be_saved_still_gives_its_place_back(op
     ranks.errors = {"SaveTenant": "weights of step 1 are not finite"}
     training.evict(run, "idle")
     await serve(training)
-    assert run.state == "evicted" and not training.tenants
+    assert run.state == "evicted" and not training.places.tenants
     ranks.operations, ranks.errors = [], {}
     training.submit(run, "step", 2, STEP)
     await serve(training)
@@ -297,7 +297,7 @@ async def test_waiting_requests_are_bounded_in_bytes_per_user(open_training: Ope
     await serve(training)
     training.submit(run, "batch", 1, batch())
     training.submit(run, "batch", 3, batch())
-    assert training.waiting_bytes("alice") == size
+    assert training.places.waiting_bytes("alice") == size
     for refused_run, seq in ((run, 4), (run, 2)):
         with pytest.raises(Refusal, match="max_waiting_bytes") as refused:
             training.submit(refused_run, "batch", seq, batch())
@@ -306,7 +306,7 @@ async def test_waiting_requests_are_bounded_in_bytes_per_user(open_training: Ope
     await serve(training)
     training.submit(run, "batch", 2, batch())
     await serve(training)
-    assert training.waiting_bytes("alice", with_early=True) == 0
+    assert training.places.waiting_bytes("alice", with_early=True) == 0
 
 
 async def test_what_the_admin_froze_no_user_resumes(open_training: Open) -> None:
@@ -323,7 +323,7 @@ async def test_what_the_admin_froze_no_user_resumes(open_training: Open) -> None
     assert run.state == "evicted" and run.reason == "by the admin"
     with pytest.raises(Refusal, match="only the admin") as refused:
         training.submit(run, "step", 1, STEP)
-    assert refused.value.status == 423 and not training.tenants
+    assert refused.value.status == 423 and not training.places.tenants
     training.resume(run, by_admin=True)
     training.submit(run, "step", 1, STEP)
     await serve(training)
@@ -547,4 +547,4 @@ async def test_a_request_that_ends_the_trainer_twice_is_given_up_and_others_go_o
     assert (bad.state, good.state) == ("frozen", "active")
     again, _ = open_training()
     await serve(again)  # what the journal still has does no harm
-    assert again.tenants["bad"].next_seq == 4 and again.tenants["bad"].run.state == "frozen"
+    assert again.places.tenants["bad"].next_seq == 4 and again.places.tenants["bad"].run.state == "frozen"

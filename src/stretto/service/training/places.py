@@ -1,0 +1,165 @@
+"""The places of runs in the trainer: what waits in its queue, what was answered, and how a run gets its place again.
+
+After a crash every run is created from its saved state, and the journal has the requests since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import StrettoError
+from stretto.service.futures import Futures, Result
+from stretto.service.store import Run, Store
+from stretto.service.training.jobs import WRITES, Job, Limits, read_job
+from stretto.service.training.journal import REFUSED, Journal
+from stretto.service.training.place import Tenant
+from stretto.service.training.scheduler import Request, TrainQueue
+
+logger = logging.getLogger(__name__)
+
+
+class Places:
+    """All runs that have a place. directory: of all runs."""
+
+    def __init__(
+        self, directory: Path, queue: TrainQueue, store: Store, futures: Futures, limits: Limits
+    ) -> None:
+        self.directory, self.queue = directory, queue
+        self._store, self._futures, self._limits = store, futures, limits
+        self.tenants: dict[str, Tenant] = {}
+        self.changed = asyncio.Event()
+        """Set whenever a request is added."""
+        for run in store.all(Run):
+            if run.is_placed:
+                self.admit_again(run)
+
+    def waiting_bytes(self, owner: str, *, with_early: bool = False) -> int:
+        """Size of the bodies of a user's requests that are in the queue, and of those that came too early."""
+        own = [tenant for tenant in self.tenants.values() if tenant.run.owner == owner]
+        jobs = [request.payload for tenant in own for request in self.queue.requests(tenant.run.id)]
+        if with_early:
+            jobs += [job for tenant in own for job in tenant.early.values() if job is not None]
+        return sum(job.num_bytes for job in jobs)
+
+    def admit(self, run: Run) -> None:
+        """Put a run into the queue: its creation first, then what came since it was saved."""
+        journal = Journal(self.directory / run.spec.name / "journal")
+        tenant = Tenant(run, journal, run.saved_seq + 1, clean_seq=run.saved_seq)
+        self.tenants[run.id] = tenant
+        self.queue.add(
+            run.id,
+            weight=run.weight,
+            priority=run.priority,
+            tokens_per_minute=run.tokens_per_minute,
+            now=time.monotonic(),
+        )
+        future = self._futures.open(f"{run.id}/0", run.owner, run=run.id)
+        self.push(Job(run, "create", None, future=future))
+        for seq, result in tenant.journal.results().items():
+            self._futures.open(f"{run.id}/{seq}", run.owner, run=run.id).set(result)
+        for seq, kind, body in tenant.journal.requests(run.saved_seq):
+            job = None if kind == REFUSED else self._read_again(run, kind, body, seq)
+            self.push_all(tenant.take(seq, job, is_known=True))
+
+    def admit_again(self, run: Run) -> None:
+        """Admit a run that an earlier hub had; one whose files cannot be read fails, and the others go on."""
+        try:
+            self.admit(run)
+        except (OSError, ValueError) as error:
+            logger.exception("%s cannot go on", run.id)
+            if self.tenants.pop(run.id, None) is not None:
+                self.queue.remove(run.id)
+            run.state, run.reason = "failed", f"its files cannot be read: {error}"
+            self._store.put(run)
+
+    def _read_again(self, run: Run, kind: str, body: bytes, seq: int) -> Job | None:
+        """The job of a request in the journal; None if there is nothing left to do."""
+        future = self._futures.open(f"{run.id}/{seq}", run.owner, run=run.id)
+        try:
+            job = read_job(run, kind, body, self._limits, seq=seq)
+        except StrettoError as error:
+            future.set(Result.failed(str(error)))
+            return None
+        job.future, job.num_bytes = future, len(body)
+        is_written = kind in WRITES and future.result is not None
+        return None if is_written else job
+
+    def rebuild(self) -> None:
+        """Put all runs into the queue anew: the ranks have forgotten them."""
+        for run_id in list(self.tenants):
+            tenant = self.tenants.pop(run_id)
+            early, internal = tenant.early, []
+            for request in self.queue.remove(run_id):
+                if request.payload.kind == "save_state" and request.payload.on_done is not None:
+                    internal.append(request.payload)
+            self.admit(tenant.run)
+            self.tenants[run_id].early |= {
+                seq: job for seq, job in early.items() if seq >= self.tenants[run_id].next_seq
+            }
+            for job in internal:
+                self.push(job)
+
+    def push_all(self, jobs: Sequence[Job]) -> None:
+        """Let these requests wait for the trainer, in order."""
+        for job in jobs:
+            self.push(job)
+
+    def push(self, job: Job, *, is_first: bool = False) -> None:
+        """Let a request wait for the trainer, unless its run has lost its place; is_first: before those that wait."""
+        if job.run.id in self.tenants:
+            self.queue.push(Request(job.run.id, job.units, job), is_first=is_first)
+            self.changed.set()
+
+    def answer(self, job: Job, result: Result) -> None:
+        """Tell the client, and the journal, what a request came to."""
+        if job.future is None:
+            return
+        if job.seq is not None and (tenant := self.tenants.get(job.run.id)) is not None:
+            tenant.journal.write_result(job.seq, result)
+        job.future.set(result)
+
+    def refuse_waiting(self, tenant: Tenant, since: int) -> None:
+        """Fail requests without an answer from this number on; they are not computed after a restart either."""
+        run = tenant.run
+
+        def is_refused(request: Request) -> bool:
+            job: Job = request.payload
+            is_answered = job.future is None or job.future.result is not None
+            return job.seq is not None and job.seq >= since and not is_answered
+
+        dropped = [request.payload for request in self.queue.drop(run.id, is_refused)]
+        for job in [*dropped, *tenant.refuse_early()]:
+            tenant.journal.refuse(job.seq)
+            self.answer(job, Result.failed(f"{run.id} is frozen: {run.reason}"))
+
+    def close_gap(self, tenant: Tenant) -> None:
+        """Give up the numbers that never came, and fail the requests that wait behind them."""
+        error = f"the request with seq_id = {tenant.next_seq} never came, so those behind it are not computed"
+        for job in tenant.close_gap():
+            self.answer(job, Result.failed(error))
+
+    def drop(self, run_id: str, state: Any, reason: str) -> None:
+        """Take a run out of the queue; requests that wait fail."""
+        tenant = self.tenants.get(run_id)
+        if tenant is None:
+            return
+        run = tenant.run
+        run.state = state
+        if not run.is_held:  # else it says why it is
+            run.reason = reason
+        self._store.put(run)
+        jobs = [request.payload for request in self.queue.remove(run_id)]
+        jobs += [job for job in tenant.early.values() if job is not None]
+        for job in jobs:
+            if job.future is not None and job.future.result is None:
+                self.answer(job, Result.failed(f"{run.id}: {reason}"))
+        del self.tenants[run_id]
+        if state in ("ended", "failed"):
+            tenant.journal.delete()
+            shutil.rmtree(self.directory / run.spec.name / "state", ignore_errors=True)
