@@ -93,6 +93,15 @@ class RunRoot(Section):
         return f"rl-{short_name(getattr(model, 'name', model) or ModelSection().name)}"
 
 
+class ClusterRoot(RunRoot):
+    """A run that a cluster's machines may take."""
+
+    slurm: SlurmSection | None = None
+    """Present: submit a job that runs this on a cluster's nodes, and return; None: run it here."""
+    ray: RaySection | None = None
+    """Present: run this on the machines of a Ray cluster; None: run it here."""
+
+
 class TrainerConfig(TrainerSection, RunRoot):
     """`trainer`: the learner alone; orchestrator and engines are started elsewhere with the same run name."""
 
@@ -101,7 +110,7 @@ class OrchestratorConfig(OrchestratorSection, RunRoot):
     """`orchestrator`: environments, batches and the ledger alone."""
 
 
-class InferenceConfig(InferenceSection, RunRoot):
+class InferenceConfig(InferenceSection, ClusterRoot):
     """`inference`: an engine and its server alone, or several as [deployment] says."""
 
     model: str | None = ModelSection().name
@@ -110,10 +119,6 @@ class InferenceConfig(InferenceSection, RunRoot):
     """Addresses of the nodes of a deployment over several, as they reach each other; None: one machine."""
     node_rank: int | None = Field(None, ge=0)
     """Which of the hosts this machine is, from 0; None: the one whose address is this machine's."""
-    slurm: SlurmSection | None = None
-    """Present: submit a job that runs this on a cluster's nodes, and return; None: run it here."""
-    ray: RaySection | None = None
-    """Present: run this on the machines of a Ray cluster; None: run it here."""
 
     @property
     def num_nodes(self) -> int:
@@ -134,7 +139,7 @@ class FrozenModelSection(InferenceSection):
     """GPUs of its engines; None: the first that neither policy, trainer nor teacher has."""
 
 
-class RLConfig(RunKeys, RunRoot):
+class RLConfig(RunKeys, ClusterRoot):
     """`rl`: inference, orchestrator and trainer together.
 
     A key that several processes need stands once, at the root. The tables of the processes may have it too, as their
@@ -154,10 +159,6 @@ class RLConfig(RunKeys, RunRoot):
     """By name: frozen models that a user's functions ask, each with engines and a router of its own. The policy is
     `actor`, a teacher `teacher`."""
     deployment: Deployment = SingleNodeDeployment()
-    slurm: SlurmSection | None = None
-    """Present: submit a job that runs this on a cluster's nodes, and return; None: run it here."""
-    ray: RaySection | None = None
-    """Present: run this on the machines of a Ray cluster; None: run it here."""
     trainer_gpu_ids: GpuIds = None
     """GPUs of the trainer, one rank each; None: the first after inference's."""
     inference_gpu_ids: GpuIds = None
@@ -289,7 +290,7 @@ class RLConfig(RunKeys, RunRoot):
         return f"{_file_name(envs)}-{short_name(self.model.name)}"
 
 
-class SFTConfig(RunRoot):
+class SFTConfig(ClusterRoot):
     """`sft`: supervised fine-tuning."""
 
     model: ModelSection = ModelSection()
@@ -321,10 +322,6 @@ class SFTConfig(RunRoot):
     num_threads: int | None = Field(None, gt=0)
     """CPU threads of a rank; None: OMP_NUM_THREADS, else the cores divided by the ranks, fewer for a small model."""
     deployment: SFTDeployment = RanksDeployment()
-    slurm: SlurmSection | None = None
-    """Present: submit a job that runs this on a cluster's nodes, and return; None: run it here."""
-    ray: RaySection | None = None
-    """Present: run this on the machines of a Ray cluster; None: run it here."""
     trainer_gpu_ids: GpuIds = Field(None, min_length=1)
     """GPUs, one rank each; None: the first ones, as many as deployment.num_train_gpus says."""
     monitors: MonitorsSection = MonitorsSection()

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from stretto.config.section import Section
 from stretto.config.sections.algorithm import DefaultLoss, Loss
-from stretto.config.sections.trainer import MatmulPrecision
+from stretto.config.sections.trainer import RankKeys
 
 
 class UserSection(Section):
@@ -91,21 +91,15 @@ class ServiceSection(Section):
         return 1 if self.full_finetuning else self.max_concurrent_runs
 
 
-class ServeTrainerSection(Section):
+class ServeTrainerSection(RankKeys):
     """The trainer of a service: one frozen model, and an adapter per run."""
 
     num_ranks: int = Field(1, gt=0)
     """Processes; each computes a part of every batch."""
     loss: Loss = DefaultLoss()
     """The loss of runs that send none."""
-    num_threads: int | None = Field(None, gt=0)
-    """CPU threads of one rank; None: given out by the launcher."""
-    matmul_precision: MatmulPrecision = "highest"
-    """Precision of products of float32 matrices: `high` is TF32 on a GPU; on a CPU it changes nothing or little."""
     max_resident: int | None = Field(None, gt=0)
     """Runs whose adapters and optimizer states are in the memory of the device; those of others wait in the host's and
     are brought back when their turn comes. None: all."""
-    env_vars: dict[str, str] = Field({})
-    """Environment variables of the trainer alone."""
     max_restarts: int = Field(10, ge=0)
     """Restarts of each rank that ends, and one more per hour that it ran since; runs go on where they were."""

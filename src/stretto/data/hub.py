@@ -104,9 +104,8 @@ def _open(source: HubSource, setting: str, is_streamed: bool) -> Iterable[dict[s
         ) from None
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    datasets.config.TORCH_AVAILABLE = (
-        False  # else a stream imports torch, to be a subclass of its IterableDataset
-    )
+    # Else a stream imports torch, to be a subclass of its IterableDataset.
+    datasets.config.TORCH_AVAILABLE = False
     try:
         return _load(datasets, source, where, is_streamed)
     except (ConnectionError, ValueError) as cause:

@@ -65,9 +65,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: np.ndarray  # int32 [completion]
     finish_reason: str  # "stop" | "length"
     num_prompt_tokens: int = 0
-    logprobs: np.ndarray | None = (
-        None  # float32 [completion], nats under the policy that sampled; None if not recorded
-    )
+    logprobs: np.ndarray | None = None
+    """float32 [completion], nats under the policy that sampled; None if not recorded."""
     versions: tuple[VersionSpan, ...] = ()  # of the policy that sampled its tokens
     support: Support | None = None  # tokens that each of its tokens was drawn from; None: all, or not known
 

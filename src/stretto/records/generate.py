@@ -60,9 +60,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None = None
     adapter: str | None = None  # name of the LoRA adapter to use; None = the engine's own model
     prompt_logprobs: bool = False
-    top_prompt_logprobs: int = (
-        0  # with prompt_logprobs: how many of the likeliest tokens of each prompt position too
-    )
+    top_prompt_logprobs: int = 0  # with prompt_logprobs: so many of the likeliest tokens per prompt position
     # With prompt_logprobs: further tokens to score at each prompt position but the first; -1 is none.
     prompt_targets: np.ndarray | None = None  # int32 [prompt - 1, targets]
     images: tuple[Image, ...] = ()
@@ -96,9 +94,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     # The likeliest tokens of each prompt position and their logprobs; row 0 is zeros.
     top_prompt_ids: np.ndarray | None = None  # int32 [prompt, top]
     top_prompt_logprobs: np.ndarray | None = None  # float32 [prompt, top]
-    target_prompt_logprobs: np.ndarray | None = (
-        None  # float32 [prompt - 1, targets], NaN where there is no target
-    )
+    target_prompt_logprobs: np.ndarray | None = None  # float32 [prompt - 1, targets], NaN without a target
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [prompt + completion, layers, top_k]
     # Tokens that each completion token was drawn from, if top_p, top_k or min_p applied and the engine reports it.
     support: Support | None = None

@@ -120,33 +120,25 @@ class ServedModel:
 
     def check_on_cpu(self) -> None:
         """Raises: ConfigError for what vLLM's CPU build cannot run."""
-        if self.family in SPARSE_FAMILIES:
-            raise ConfigError(
-                f"{self.directory}: on a CPU vLLM does not let {self.family} choose the keys that it attends to; "
-                f"{EMBEDDED}"
-            )
-        if self.family in BFLOAT16_FAMILIES:
-            raise ConfigError(
-                f"{self.directory}: on a CPU vLLM computes the recurrent layers of {self.family} in bfloat16 only, and "
-                f"heads of some sizes only; {EMBEDDED}"
-            )
-        if self.family == "nemotron_h" and self.config.get("n_routed_experts"):
-            raise ConfigError(
-                f"{self.directory}: on a CPU vLLM has no experts without gates, as those of nemotron_h are; "
-                f"{EMBEDDED}"
-            )
-        if self.family == "gpt_oss":
-            raise ConfigError(
-                f"{self.directory}: on a CPU vLLM computes other log-probabilities than the model, by 0.003 nats, with "
-                f"the experts of gpt_oss; {EMBEDDED}"
-            )
-        if self.is_latent:
-            raise ConfigError(
-                f"{self.directory}: on a CPU vLLM computes other log-probabilities than the model, by a tenth of a "
-                f"nat, with latent attention; {EMBEDDED}"
-            )
-        if self.head_dim not in CPU_HEAD_DIMS:
-            raise ConfigError(
-                f"{self.directory}: its attention heads have {self.head_dim} dimensions; on a CPU vLLM supports "
-                f"{', '.join(map(str, CPU_HEAD_DIMS))} only. {EMBEDDED.capitalize()}"
-            )
+        family, moved = self.family, "computes other log-probabilities than the model, by"
+        faults = (
+            (family in SPARSE_FAMILIES, f"does not let {family} choose the keys that it attends to"),
+            (
+                family in BFLOAT16_FAMILIES,
+                f"computes the recurrent layers of {family} in bfloat16 only, and heads of some sizes only",
+            ),
+            (
+                family == "nemotron_h" and self.config.get("n_routed_experts"),
+                "has no experts without gates, as those of nemotron_h are",
+            ),
+            (family == "gpt_oss", f"{moved} 0.003 nats, with the experts of gpt_oss"),
+            (self.is_latent, f"{moved} a tenth of a nat, with latent attention"),
+            (
+                self.head_dim not in CPU_HEAD_DIMS,
+                f"supports heads of {', '.join(map(str, CPU_HEAD_DIMS))} dimensions only, and this model's attention "
+                f"heads have {self.head_dim} dimensions",
+            ),
+        )
+        for is_found, what in faults:
+            if is_found:
+                raise ConfigError(f"{self.directory}: on a CPU vLLM {what}; {EMBEDDED}")

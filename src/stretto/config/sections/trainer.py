@@ -240,7 +240,18 @@ class TrainerHooksSection(Section):
 MatmulPrecision = Literal["highest", "high", "medium"]
 
 
-class TrainerKeys(Section):
+class RankKeys(Section):
+    """How the ranks of a trainer run."""
+
+    num_threads: int | None = Field(None, gt=0)
+    """CPU threads of one rank; None: given out by the launcher."""
+    matmul_precision: MatmulPrecision = "highest"
+    """Precision of products of float32 matrices: `high` is TF32 on a GPU; on a CPU it changes nothing or little."""
+    env_vars: dict[str, str] = Field({})
+    """Environment variables of the trainer alone."""
+
+
+class TrainerKeys(RankKeys):
     """What only the trainer process has."""
 
     optim: Optim = AdamWOptim()
@@ -258,15 +269,9 @@ class TrainerKeys(Section):
     """Passes over the batch in a step, in another order each time."""
     batch_timeout_s: float = Field(3600.0, gt=0)
     """Longest wait for a batch before the trainer stops."""
-    num_threads: int | None = Field(None, gt=0)
-    """CPU threads of one rank; None: given out by the launcher."""
-    matmul_precision: MatmulPrecision = "highest"
-    """Precision of products of float32 matrices: `high` is TF32 on a GPU; on a CPU it changes nothing or little."""
     memory_profiler_path: Path | None = None
     """Directory for snapshots of the GPU's memory, a file per step and rank, which https://pytorch.org/memory_viz
     draws; steps become slower, and files have up to 40 MB. None: nothing is recorded."""
-    env_vars: dict[str, str] = Field({})
-    """Environment variables of the trainer alone."""
     enable_router_replay: bool = False
     """Use the experts that the engine chose for each token, not those this process would choose; with `rl` this
     also sets inference.enable_return_routed_experts. Tokens without choices are routed here."""

@@ -31,9 +31,8 @@ from typing import NoReturn
 
 POLL_S = 0.05
 BLOCK_BYTES = 4096
-OVERHEAD_PROCESSES = (
-    3  # descendants that are not started by the program: bwrap twice or `enter` twice, and itself
-)
+OVERHEAD_PROCESSES = 3
+"""Descendants that the program has not started: bwrap twice or `enter` twice, and itself."""
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
 CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
     0x04000000,

@@ -46,9 +46,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.25
 SAY_EVERY_S = 30.0
 SAY_AFTER_S = 2.0  # machines that are free are there by then
-LOST_WITHIN_S = (
-    20.0  # Ray needs so long to notice a lost machine, whose loss others may notice first, and fail
-)
+LOST_WITHIN_S = 20.0
+"""Ray needs this long to notice a lost machine; others may notice it before, and fail."""
 FAIL_S = 10.0  # for the first node to end by itself, and to say why, when another has failed
 END_S = 30.0
 LOCK_S = 120.0
