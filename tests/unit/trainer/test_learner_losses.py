@@ -132,7 +132,9 @@ def test_configured_reference_is_the_frozen_start_of_training(tmp_path):
     flags = f"--output-dir {tmp_path} --run.name r --model.scratch --seq-len 64"
     flags += " --loss.type reinforce --loss.reference-kl"
     cfg = load(TrainerConfig, flags.split(), verb="trainer")
-    learner = build_configured(cfg, find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir), TrainerHooks(cfg.hooks))
+    learner = build_configured(
+        cfg, find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir), TrainerHooks(cfg.hooks)
+    )
     pairs = list(zip(learner.policy.parameters(), learner._reference.parameters(), strict=True))
     assert all((ours == theirs).all() and not theirs.requires_grad for ours, theirs in pairs)
     for _ in range(2):
