@@ -103,7 +103,9 @@ class TrainerHooks:
 
         def build_once() -> nn.Module:
             if built:
-                raise ConfigError("build() was called twice; change the model that the first call gives")
+                raise ConfigError(
+                    f"{hook.where} called build() twice; change the model that the first call gives"
+                )
             model = build()
             built.append((type(model), _weights(model)))
             return model

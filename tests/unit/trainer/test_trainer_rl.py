@@ -203,6 +203,10 @@ def smaller(args, build):
 def never(args, build):
     return nn.Linear(2, 2)
 
+def again(args, build):
+    build()
+    return build()
+
 def another(args, build):
     return build().model
 
@@ -257,6 +261,7 @@ async def test_a_provider_changes_what_is_learned_and_not_what_is_computed(strai
         ("added", r"extra\.weight is new, extra\.bias is new; keep what you add out of the state_dict"),
         ("smaller", r"model\.norm\.weight is float32 \[3\] on cpu instead of float32 \[16\]"),
         ("never", r"never called build\(\)"),
+        ("again", r"trainer\.hooks\.model = .*again' called build\(\) twice"),
         ("another", r"returned Stack; return the model of build\(\), a Decoder"),
         ("still", "froze every weight"),
         ("fails", r"providers_.*\.py:\d+: ValueError: no such layer"),
