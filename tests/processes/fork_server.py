@@ -32,8 +32,12 @@ PRELOADED = (
     "stretto.orchestrator.main",
     "stretto.trainer.rl",
     "stretto.trainer.sft",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "renderers",
+    "torch._dynamo",
 )
-"""Modules that start no threads when they are imported."""
+"""Modules that start no threads when they are imported, and what these import when they need it first."""
 PRELOADED_VLLM = (
     "stretto.inference.vllm.launch",
     "stretto.inference.vllm.plugin",
@@ -56,6 +60,9 @@ def serve(control: socket.socket, modules: Sequence[str]) -> dict[str, Any]:
     """Fork a process for every request until the tests end; in that process, its request is returned."""
     for module in modules:
         importlib.import_module(module)
+    # torch._dynamo does it at exit, after which Python has forgotten that Ctrl-C ended the program.
+    with suppress(ImportError):
+        importlib.import_module("tabulate")
     assert len(os.listdir("/proc/self/task")) == 1, "a module has started threads when it was imported"
     gc.collect()
     gc.freeze()

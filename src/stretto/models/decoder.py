@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from stretto.models.attention import Attend, Limits, PackedLayout
 from stretto.models.families import FAMILIES
 from stretto.models.moe import MoE, Routing
+from stretto.models.parts.initial import build_embedding
 from stretto.models.parts.mixers.carried import CarriedDocuments
 from stretto.models.parts.mixers.documents import Documents
 from stretto.models.parts.mixers.gated_delta import GatedDelta
@@ -238,7 +239,7 @@ class Stack(nn.Module):
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
+        self.embed_tokens = build_embedding(cfg.vocab_size, cfg.hidden_size)
         self.layers = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.num_layers))
         self.norm = build_norm(cfg, cfg.hidden_size)
         if cfg.vision is not None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,21 @@ def test_a_signal_reaches_it(tmp_path: Path) -> None:
     printed, _ = popen.communicate(timeout=60)
     assert popen.returncode == -signal.SIGINT and "KeyboardInterrupt" in printed
     assert not os.path.exists(f"/proc/{popen.pid}")
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_a_run_is_forked_from_the_process_that_has_what_it_needs(engine: str, tmp_path: Path) -> None:
+    if engine == "vllm" and find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: `make vllm`")
+    (tmp_path / "rl.toml").write_text(
+        f'inference = {{engine = "{engine}"}}\nrun = {{name = "run"}}\noutput_dir = "{tmp_path}"\n'
+        'orchestrator = {env = [{id = "sort-letters"}]}\n'
+    )
+    verb = [sys.executable, "-m", "stretto"]
+    popen = forked.Popen([*verb, "rl", "@", str(tmp_path / "rl.toml"), "--dry-run"])
+    assert popen.wait(timeout=60) == 0
+    files = [tmp_path / "rl.toml", *(tmp_path / "run" / "configs").glob("*.json")]
+    assert len(files) > 1
+    for file in files:
+        has_vllm = engine == "vllm" and not forked.visible_gpus()
+        assert forked.uses_vllm([*verb, "trainer", "@", str(file)]) == has_vllm, file

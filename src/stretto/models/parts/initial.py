@@ -1,4 +1,4 @@
-"""The weights with which a network from scratch begins."""
+"""The weights with which a network from scratch begins, and tables that begin without any."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ from stretto.models.parts.norm import CentredRMSNorm
 
 _SHORTEST_STEP, _LONGEST_STEP = 0.001, 0.1
 _FASTEST_RATE = 16.0
+
+
+def build_embedding(num_rows: int, dim: int) -> nn.Embedding:
+    """A table with uninitialised weights.
+
+    torch.nn.Embedding draws random numbers, which on the meta device imports torch._dynamo: a second of the start.
+    """
+    return nn.Embedding.from_pretrained(torch.empty(num_rows, dim), freeze=False)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.models.parts.initial import build_embedding
 from stretto.models.parts.rope import Angles, rotate
 from stretto.models.shape import VisionShape
 
@@ -150,7 +151,7 @@ class VisionTower(nn.Module):
         super().__init__()
         self.shape = shape
         self.patch_embed = PatchEmbedding(shape)
-        self.pos_embed = nn.Embedding(shape.grid_side**2, shape.hidden_size)
+        self.pos_embed = build_embedding(shape.grid_side**2, shape.hidden_size)
         self.blocks = nn.ModuleList(VisionBlock(shape) for _ in range(shape.depth))
         self.merger = Merger(shape, norms_merged=False)
         if shape.deepstack_blocks:
