@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,6 +154,11 @@ def why_not_run(page: str, text: str) -> str | None:
 
 def blocks(kind: str | None = None) -> list[Block]:
     """All blocks of all pages that have a language, or those of one kind."""
+    return [block for block in _all_blocks() if kind is None or block.kind == kind]
+
+
+@cache
+def _all_blocks() -> tuple[Block, ...]:
     found = []
     for page in PAGES:
         text = page.read_text()
@@ -163,7 +169,7 @@ def blocks(kind: str | None = None) -> list[Block]:
                 f"{name}:{line}: {match[2]} is a language that no test runs; see {__file__}"
             )
             found.append(Block(name, line, KINDS[match[2]], body))
-    return [block for block in found if kind is None or block.kind == kind]
+    return tuple(found)
 
 
 def commands(block: Block) -> list[Command]:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import tomllib
+from functools import cache
 from pathlib import Path
 
 from pages.blocks import ROOT, Block, blocks
@@ -86,6 +87,7 @@ def link_models(outputs: Path, other: Path) -> Path:
     return other
 
 
+@cache
 def reader_files() -> dict[str, str]:
     """By name the files that the pages speak of. Python whose first line is a comment is the file named there."""
     files: dict[str, str] = {}
