@@ -1,34 +1,25 @@
 """Starts a script of this folder on several ranks.
 
-Ranks are forked from one process that has imported torch and the trainer: importing takes longer than most scripts.
+Ranks are forked (processes/forked.py): importing takes longer than most scripts.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-from ports import free_port
 import os
 import pickle
 import runpy
+import subprocess
 import sys
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-T = TypeVar("T")
+from ports import free_port
+from processes import forked
 
-# Modules that start no threads when they are imported.
-PRELOADED = (
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "stretto.trainer.critic",
-    "stretto.trainer.updates",
-    "stretto.trainer.state.checkpoint",
-    "stretto.trainer.state.export",
-)
-FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(list(PRELOADED))
+T = TypeVar("T")
 
 
 def run_ranks(script: str, *args: str | Path, world_size: int, log: Path, deadline_s: float = 200.0) -> None:
@@ -37,26 +28,29 @@ def run_ranks(script: str, *args: str | Path, world_size: int, log: Path, deadli
     Fails with the end of the log unless all of them end well and in time.
     """
     log.write_text("")
-    words = [str(Path(__file__).parent / script), *map(str, args)]
+    words = [sys.executable, __file__, str(Path(__file__).parent / script), *map(str, args)]
     group = {
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]]),
     }
-    envs = [dict(os.environ) | group | {"RANK": str(rank)} for rank in range(world_size)]
-    ranks = [FORKED.Process(target=_run, args=(words, env, log)) for env in envs]
+    envs = [os.environ | group | {"RANK": str(rank)} for rank in range(world_size)]
+    ranks: list[subprocess.Popen] = []
     try:
-        for rank in ranks:
-            rank.start()
+        with log.open("a") as out:
+            for env in envs:
+                ranks.append(forked.Popen(words, env=env, stdout=out, stderr=out))
         deadline = time.monotonic() + deadline_s
-        for rank in ranks:
-            rank.join(deadline - time.monotonic())
+        with suppress(subprocess.TimeoutExpired):
+            for rank in ranks:
+                rank.wait(max(0.0, deadline - time.monotonic()))
     finally:
         for rank in ranks:
             rank.kill()
-            rank.join()
-    assert [rank.exitcode for rank in ranks] == [0] * world_size, log.read_text()[-6000:]
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0] * world_size, log.read_text()[-6000:]
 
 
 def gather_anything(value: T) -> list[T]:
@@ -82,14 +76,9 @@ def _refuse_pickles() -> None:
         setattr(distributed_c10d, name, refuse)
 
 
-def _run(words: list[str], env: dict[str, str], log: Path) -> None:
-    """In a rank: what `python -W error WORDS` does."""
-    out = os.open(log, os.O_WRONLY | os.O_APPEND)
-    for number in (1, 2):
-        os.dup2(out, number)
-    os.environ.clear()
-    os.environ.update(env)
-    sys.argv[:] = words
+if __name__ == "__main__":  # in a rank: what `python -W error SCRIPT ...` does
+    del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
     warnings.simplefilter("error")
     _refuse_pickles()
-    runpy.run_path(words[0], run_name="__main__")
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -21,7 +21,10 @@ TWO_AGAIN = pytest.param("two_again", marks=pytest.mark.slow)
 @pytest.fixture(scope="module")
 def played(request, tmp_path_factory):
     """Run the stages that this session asks for, in order; their results and folder."""
-    asked = {getattr(item, "callspec", None) and item.callspec.params.get("stage") for item in request.session.items}
+    asked = {
+        getattr(item, "callspec", None) and item.callspec.params.get("stage")
+        for item in request.session.items
+    }
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("hf")
     (folder / "results").mkdir()

@@ -1,4 +1,4 @@
-"""Every mesh trains like one rank: loss, gradient norm, weights and optimizer state after three steps."""
+"""Every mesh trains like one rank: loss, gradient norm, weights and optimizer state after two steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,12 @@ def on_meshes(request, tmp_path_factory):
             log = folder / "log"
             mine = sorted(name for name in names if name.startswith(f"{case.world_size}-"))
             run_ranks(
-                "mesh_runs.py", folder, *mine, world_size=case.world_size, log=log, deadline_s=100.0 + SECONDS_PER_CASE * len(mine)
+                "mesh_runs.py",
+                folder,
+                *mine,
+                world_size=case.world_size,
+                log=log,
+                deadline_s=100.0 + SECONDS_PER_CASE * len(mine),
             )
         path = folders[case.world_size] / f"{case}.pt"
         assert path.exists(), (folders[case.world_size] / "log").read_text()[-6000:]

@@ -1,6 +1,6 @@
 """Three steps with a user's functions on several meshes; run by every rank, with one process group for all.
 
-`python hook_runs.py FOLDER` writes what rank 0 has gathered to FOLDER/<mesh>-<kind>.pt.
+`python hook_runs.py FOLDER MESH-KIND...` writes what rank 0 has gathered to FOLDER/<mesh>-<kind>.pt.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ HOOKS = {
     "losses": ("tis", "pg_loss_reducer"),
 }
 """Functions that are named together, by kind."""
+QUICK = {
+    *((mesh, "loss") for mesh in MESHES),
+    ("fsdp", "data"),
+    ("fsdp", "losses"),
+    ("ulysses", "data"),
+    ("ring", "losses"),
+}
+"""What `make test` runs: every mesh, and every kind on a mesh that cuts the rows and on one that does not."""
 seen: list[Any] = []
 
 
@@ -63,8 +71,12 @@ def data_postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -
             mask[-1] = 0
 
 
-def tis(args: Any, *, pg_loss: Any, train_log_probs: Any, rollout_log_probs: Any, loss_masks: Any, **_: Any) -> Any:
-    ratios = [(ours - theirs).exp().clamp(max=1.5) for ours, theirs in zip(train_log_probs, rollout_log_probs)]
+def tis(
+    args: Any, *, pg_loss: Any, train_log_probs: Any, rollout_log_probs: Any, loss_masks: Any, **_: Any
+) -> Any:
+    ratios = [
+        (ours - theirs).exp().clamp(max=1.5) for ours, theirs in zip(train_log_probs, rollout_log_probs)
+    ]
     flat = torch.cat(ratios)
     return pg_loss * flat, loss_masks, {"tis": flat}
 
@@ -80,7 +92,14 @@ def pg_loss_reducer(total_lengths: Any, response_lengths: list[int], loss_masks:
 def loss(args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Any) -> Any:
     """A clipped loss with a bonus for the entropy of whole distributions, from the logits."""
     found, entropies, start = [], [], 0
-    columns = ("sample_ids", "unconcat_tokens", "total_lengths", "response_lengths", "temperatures", "advantages")
+    columns = (
+        "sample_ids",
+        "unconcat_tokens",
+        "total_lengths",
+        "response_lengths",
+        "temperatures",
+        "advantages",
+    )
     for name, tokens, length, size, temperatures, own in zip(*map(batch.get, columns)):
         end = start + length
         places = slice(end - size - 1, end - 1)
@@ -107,7 +126,10 @@ def play(kind: str, model: dict[str, Any]) -> dict[str, Any]:
     own.seen.clear()
     mesh = None
     if num_ranks() > 1:
-        mesh = Mesh(find_degrees(section_of("dense", **model), num_ranks(), policy_of("dense").config), training_device())
+        mesh = Mesh(
+            find_degrees(section_of("dense", **model), num_ranks(), policy_of("dense").config),
+            training_device(),
+        )
     learner = build("dense", model, mesh)
     learner._loss = PpoLoss(use_rollout_logprobs=False, reduction="sample")
     names = {name: f"hook_runs:{name}" for name in HOOKS[kind]}
@@ -118,15 +140,17 @@ def play(kind: str, model: dict[str, Any]) -> dict[str, Any]:
     return {"metrics": metrics, "seen": gather_anything(list(own.seen)), "tensors": whole_tensors(learner)}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     with process_group(timeout_s=60.0):
         for name, model in MESHES.items():
             for kind in HOOKS:
+                if f"{name}-{kind}" not in names:
+                    continue
                 played = play(kind, model)
                 if torch.distributed.get_rank() == 0:
                     torch.save(played, folder / f"{name}-{kind}.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytest
 import torch
-from hook_runs import HOOKS, MESHES, play
+from hook_runs import HOOKS, MESHES, QUICK, play
 from ranks import run_ranks
 
 
@@ -22,9 +22,13 @@ def alone(kind: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of what this session asks for."""
     folder = tmp_path_factory.mktemp("hooks")
-    run_ranks("hooks/hook_runs.py", folder, world_size=2, log=folder / "log")
+    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    names = {f"{each['mesh']}-{each['kind']}" for each in asked if each.keys() == {"mesh", "kind"}}
+    names |= {f"{mesh}-{kind}" for mesh, kind in QUICK}
+    run_ranks("hooks/hook_runs.py", folder, *sorted(names), world_size=2, log=folder / "log")
     return folder
 
 
@@ -32,8 +36,14 @@ def result(folder: Path, mesh: str, kind: str) -> dict[str, Any]:
     return torch.load(folder / f"{mesh}-{kind}.pt", weights_only=False)
 
 
-@pytest.mark.parametrize("kind", HOOKS)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "kind"),
+    [
+        pytest.param(mesh, kind, marks=[pytest.mark.slow] * ((mesh, kind) not in QUICK))
+        for mesh in MESHES
+        for kind in HOOKS
+    ],
+)
 def test_two_ranks_train_like_one(folder, mesh, kind):
     got, want = result(folder, mesh, kind), alone(kind)
     for ours, theirs in zip(got["metrics"], want["metrics"], strict=True):
@@ -50,7 +60,9 @@ def test_two_ranks_train_like_one(folder, mesh, kind):
 def test_a_loss_sees_of_its_rows_what_one_rank_sees_of_them(folder, mesh):
     by_rank, (theirs,) = result(folder, mesh, "loss")["seen"], alone("loss")["seen"]
     if "cp" in MESHES[mesh] or "tp" in MESHES[mesh]:
-        assert [each[0] for each in by_rank[0]] == [each[0] for each in by_rank[1]], "both have the same samples"
+        assert [each[0] for each in by_rank[0]] == [each[0] for each in by_rank[1]], (
+            "both have the same samples"
+        )
         by_rank = by_rank[:1]
     ours, wanted = by_sample(*by_rank), by_sample(theirs)
     assert ours.keys() == wanted.keys()
