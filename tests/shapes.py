@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import cache_from_source
-from inspect import Signature, iscoroutinefunction, signature
+from inspect import Parameter, Signature, iscoroutinefunction, signature
 from pathlib import Path
-from types import CodeType
-from typing import Any, get_type_hints
+from types import CodeType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from beartype import beartype
 from jaxtyping import jaxtyped
@@ -43,28 +43,55 @@ IMPORT = ast.parse("from shapes import checked as checked_shapes").body
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which raises for arrays of other shapes or dtypes; where torch.compile traces it, itself."""
+    """The function, which raises for arrays of other shapes or dtypes; where torch.compile traces it, itself.
+
+    What has passed is not checked again, because a check takes longer than most functions; it looks at nothing but
+    `form_of`. Of a list it looks at one array, another one at each call, and so lists are checked always.
+    """
     hints = get_type_hints(function, include_extras=True)  # raises for a name that is not imported
     parameters = signature(function).parameters.values()
     function.__signature__ = Signature(
         [p.replace(annotation=hints.get(p.name, p.empty)) for p in parameters],
         return_annotation=hints.get("return", Signature.empty),
     )
+    form, passed = forms_of(function.__signature__), set()
+    looks_always = any(holds_many(hint) for name, hint in hints.items() if name != "return")
+    has_result, result_looks_always = "return" in hints, holds_many(hints.get("return"))
+    before, after = _checks_around(function)
     if iscoroutinefunction(function):
-        return _checked_async(function)
-    checks = jaxtyped(function, typechecker=beartype)
+
+        @functools.wraps(function)
+        async def call_async(*args: Any, **named: Any) -> Any:
+            if (given := form(args, named)) not in passed or looks_always:
+                before(*args, **named)
+                passed.add(given)
+            result = await function(*args, **named)
+            if has_result and ((both := (given, form_of(result))) not in passed or result_looks_always):
+                after(result, args, named)
+                passed.add(both)
+            return result
+
+        return call_async
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         torch = sys.modules.get("torch")
-        is_traced = torch is not None and torch.compiler.is_compiling()
-        return (function if is_traced else checks)(*args, **named)
+        if torch is not None and torch.compiler.is_compiling():
+            return function(*args, **named)
+        if (given := form(args, named)) not in passed or looks_always:
+            before(*args, **named)
+            passed.add(given)
+        result = function(*args, **named)
+        if has_result and ((both := (given, form_of(result))) not in passed or result_looks_always):
+            after(result, args, named)
+            passed.add(both)
+        return result
 
     return call
 
 
-def _checked_async(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Arguments are checked before the call, the result after it: other tasks run in between."""
+def _checks_around(function: Callable[..., Any]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Checks of the arguments before a call, and of its result with them after it."""
     results: list[Any] = []
 
     @functools.wraps(function)
@@ -76,15 +103,45 @@ def _checked_async(function: Callable[..., Any]) -> Callable[..., Any]:
     def check_result(*_: Any, **__: Any) -> Any:
         return results.pop()
 
-    before, after = (jaxtyped(f, typechecker=beartype) for f in (check_arguments, check_result))
+    before, with_result = (jaxtyped(f, typechecker=beartype) for f in (check_arguments, check_result))
 
-    @functools.wraps(function)
-    async def call(*args: Any, **named: Any) -> Any:
-        before(*args, **named)
-        results.append(await function(*args, **named))
-        return after(*args, **named)
+    def after(result: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        results.append(result)
+        with_result(*args, **named)
 
-    return call
+    return before, after
+
+
+def forms_of(given: Signature) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """What checks look at in the arguments of a call; two calls of which it is equal pass or fail together."""
+    parameters = list(given.parameters.values())
+    shaped = [number for number, p in enumerate(parameters) if p.annotation is not p.empty]
+    if any(parameters[number].kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for number in shaped):
+        return lambda args, named: (form_of(args), *((name, form_of(named[name])) for name in named))
+    names = [parameters[number].name for number in shaped]
+
+    def form(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        count = len(args)
+        found = [form_of(args[number]) for number in shaped if number < count]
+        return count, *found, *[(name, form_of(named[name])) for name in names if name in named]
+
+    return form
+
+
+def form_of(value: Any) -> Any:
+    """The type, shape and dtype of an array, or those of all that a tuple holds; else the type."""
+    kind = type(value)
+    if isinstance(shape := getattr(value, "shape", None), tuple):
+        return kind, shape, value.dtype
+    return (kind, *map(form_of, value)) if isinstance(value, tuple) else kind
+
+
+def holds_many(hint: Any) -> bool:
+    """Whether a hint has a part of any length, such as a list, of which a check looks at one item."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin not in (None, Annotated, Literal, Union, UnionType, tuple):
+        return True
+    return Ellipsis in parts or any(map(holds_many, parts))
 
 
 class _Checked(ast.NodeTransformer):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import forked
 
 from stretto.orchestrator.batch.packing import Cost
 from stretto.trainer.optim.muon import orthogonalise
@@ -52,15 +53,50 @@ def test_what_a_coroutine_function_takes_and_returns_is_checked():
         asyncio.run(checks(torch.ones(3), 2))
 
 
+def test_what_has_passed_is_not_checked_again_and_all_else_is():
+    from jaxtyping import Float
+
+    def cut(x, row, *, count=1):
+        return x[:count], row
+
+    vector = Float[torch.Tensor, " m"]
+    cut.__annotations__ = {"x": Float[torch.Tensor, " n"], "row": vector, "return": tuple[vector, vector]}
+    checks, x = checked(cut), torch.ones(3)
+    for _ in range(2):
+        assert len(checks(x, torch.ones(1))) == 2
+        assert len(checks(x=x, row=torch.ones(2), count=2)) == 2
+        for row in (torch.ones(1, 1), torch.ones(1, dtype=torch.int64), None):
+            with pytest.raises(TypeError, match=r"parameter 'row'"):
+                checks(x, row)
+        with pytest.raises(TypeError, match=r"return value"):
+            checks(x, torch.ones(2))
+        with pytest.raises(TypeError, match=r"return value"):
+            checks(x, torch.ones(1), count=2)
+
+
+def test_of_a_list_one_array_is_checked_at_every_call():
+    from jaxtyping import Float
+
+    def count(rows):
+        return len(rows)
+
+    count.__annotations__ = {"rows": list[Float[torch.Tensor, " n"]]}
+    checks = checked(count)
+    with pytest.raises(TypeError, match=r"parameter 'rows'"):
+        for _ in range(200):
+            checks([torch.ones(2), torch.ones(2, 2)])
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_public_functions_say_the_shapes_of_the_arrays_that_they_take_and_return(room):
     bare = [
         f"{path.relative_to(SOURCE)}:{function.lineno} {function.name}: {ast.unparse(annotation)}"
         for path in sorted((SOURCE / room).rglob("*.py"))
         for tree in [ast.parse(path.read_text())]
+        for words in [words_of(tree)]
         for function in _public_functions(tree)
         for annotation in (*(each.annotation for each in arguments_of(function)), function.returns)
-        if annotation is not None and _has_bare_array(annotation, words_of(tree))
+        if annotation is not None and _has_bare_array(annotation, words)
     ]
     assert not bare, "write the shape with a word of jaxtyping:\n" + "\n".join(bare)
 
@@ -96,5 +132,5 @@ def test_no_process_of_a_run_imports_what_checks_shapes():
     program = (
         f"import sys, {modules}; print(sorted({{'jaxtyping', 'beartype', 'shapes'}} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.stdout == "[]\n", done.stderr
+    popen = forked.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert popen.communicate(timeout=300)[0] == "[]\n"

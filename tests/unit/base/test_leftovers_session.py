@@ -24,7 +24,7 @@ def test_memory():
     fd = os.open("/dev/shm/{name}", os.O_CREAT | os.O_RDWR, 0o600)
     os.ftruncate(fd, 4096)
     mapped = mmap.mmap(fd, 4096)
-    time.sleep(2.5)
+    time.sleep(1.2)
     mapped.close()
 """
 DIRECTORY = """
@@ -33,8 +33,11 @@ def test_directory(): tempfile.mkdtemp(prefix="forgotten-")
 """
 
 
+IMPATIENT = "from processes import leftovers\nleftovers.ENDING_S = leftovers.LOOK_EVERY_S = 0.3\n"
+
+
 def session(directory: Path, text: str) -> subprocess.CompletedProcess[str]:
-    (directory / "test_planted.py").write_text(text)
+    (directory / "test_planted.py").write_text(IMPATIENT + text)
     (directory / "pytest.ini").write_text("[pytest]")
     path = os.pathsep.join([str(TESTS), os.environ["PYTHONPATH"]])
     return subprocess.run(

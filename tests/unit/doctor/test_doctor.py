@@ -11,16 +11,18 @@ import subprocess
 import sys
 import threading
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import forked
 
 from stretto import cli
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.config.root import RLConfig
 from stretto.config.sections.model import ScratchSection
-from stretto.doctor import configs, machine, memory, software
+from stretto.doctor import configs, machine, memory, network, software
 from stretto.doctor.edits import smallest_edits
 from stretto.doctor.finding import Finding, State, as_text, finding_of, run_checks
 from stretto.doctor.model_files import check_files
@@ -53,6 +55,20 @@ def words(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rl.toml").write_text(ENV)
     return ["@", str(tmp_path / "rl.toml"), "--model.name", str(model), *FEW]
+
+
+_probe_torch = software.probe_torch
+
+
+@cache
+def found_by(probe: str) -> dict | str:
+    return _probe_torch()
+
+
+@pytest.fixture(autouse=True)
+def torch_is_imported_in_another_process_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That process takes two seconds, and says the same every time."""
+    monkeypatch.setattr(software, "probe_torch", lambda: found_by(software._PROBE))
 
 
 def of(findings: list[Finding], name: str) -> Finding:
@@ -310,7 +326,7 @@ def test_hosts_of_a_deployment_report_to_the_first(words: list[str], tmp_path: P
     argv = [sys.executable, "-m", "stretto", "doctor", *words, "--deployment.node-rank"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [
-        subprocess.Popen([*argv, str(node)], stdout=subprocess.PIPE, text=True, env=env, cwd=tmp_path)
+        forked.Popen([*argv, str(node)], stdout=subprocess.PIPE, text=True, env=env, cwd=tmp_path)
         for node in (0, 1)
     ]
     first, second = (json.loads(process.communicate(timeout=90)[0])["findings"] for process in started)
@@ -322,9 +338,10 @@ def test_hosts_of_a_deployment_report_to_the_first(words: list[str], tmp_path: P
     assert not list(tmp_path.glob("outputs/.stretto-doctor-*"))
 
 
-def test_a_host_that_reports_twice_is_one_host(words: list[str]) -> None:
+def test_a_host_that_reports_twice_is_one_host(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from stretto.doctor.hosts import HostReports
 
+    monkeypatch.setattr(network, "MEASURE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     hosts = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
@@ -356,7 +373,7 @@ def test_ctrl_c_leaves_no_file_behind(words: list[str], tmp_path: Path) -> None:
     words += ["--deployment.hosts", '["127.0.0.1", "127.0.0.2"]', "--control.port", str(port)]
     words += ["--inference.device", "cpu", "--deployment.node-rank", "0", "--output-dir", str(tmp_path / "o")]
     argv = [sys.executable, "-m", "stretto", "doctor", *words]
-    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=tmp_path) as process:
+    with forked.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=tmp_path) as process:
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob("o/.stretto-doctor-*")) and time.monotonic() < deadline:
             time.sleep(0.05)  # until it waits for the other host

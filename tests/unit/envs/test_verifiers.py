@@ -19,7 +19,6 @@ from stretto.base.errors import ConfigError
 from stretto.config.sections.orchestrator import EnvSection, SamplingSection
 from stretto.envs import find
 from stretto.envs.base import load_environment
-from stretto.envs.workers.pool import open_workers
 from stretto.orchestrator.build import build_env
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
@@ -68,8 +67,9 @@ def play(
     player = Player(engine or Seen(parrot(1.0)), renderer or CharRenderer(), SamplingSection(), **settings)
 
     async def run() -> list[Group]:
-        env = open_workers(env_id, args, "test", num_workers=1) if in_worker else built(env_id, args)
+        env = build_env(EnvSection(id=env_id, args=args)) if in_worker else built(env_id, args)
         try:
+            assert not in_worker or (env.name == env_id and len(env.pool.workers) == 1)  # one by default
             source = env.tasks("train")
             draws = [Draw(i, source.task(i), num_members, version=0) for i in indices]
             return await asyncio.gather(*(player.play(env, draw) for draw in draws))
@@ -118,23 +118,23 @@ def test_the_taskset_that_the_documentation_shows_plays(tmp_path, monkeypatch):
 
 
 @needs_extra
-def test_tools_are_called_and_the_tokens_of_all_turns_are_one_branch():
-    def says(prompt, rng, version):
-        if "T" not in prompt.partition("A")[2]:
-            return '!sums_add{"a": 3, "b": 3}'
-        return prompt.rpartition("T")[2].removesuffix(".A")
+def test_tools_are_called_wrong_calls_are_answered_and_the_tokens_of_all_turns_are_one_branch():
+    calls = ["!nothing{}", '!sums_add{"a": "x", "b": 3}', '!sums_add{"a": 3, "b": 3}']
 
-    engine = Seen(says)
-    (group,) = play("adding-v1", {}, [0], engine, renderer=CallRenderer())
-    for rollout in group.rollouts:
-        assert (rollout.status, rollout.reward, rollout.num_turns) == (RolloutStatus.FINISHED, 1.0, 2), (
-            rollout.error
-        )
-        assert rollout.metrics == {"is_right": 1.0, "calls": 1.0}
-        (branch,) = rollout.branches
-        assert text_of(branch, False) == "U3+3.AT6.A"
-        assert text_of(branch, True) == '!sums_add{"a": 3, "b": 3}.6.'
-        assert branch.token_ids.tolist() in engine.sequences
+    turns = iter(calls)
+    engine = Seen(lambda prompt, *_: next(turns, None) or prompt.rpartition("T")[2].removesuffix(".A"))
+    (group,) = play("adding-v1", {}, [0], engine, renderer=CallRenderer(), num_members=1)
+    (rollout,) = group.rollouts
+    assert (rollout.status, rollout.reward, rollout.num_turns) == (RolloutStatus.FINISHED, 1.0, 4), (
+        rollout.error
+    )
+    assert rollout.metrics == {"is_right": 1.0, "calls": 3.0}
+    (branch,) = rollout.branches
+    given = text_of(branch, False)
+    assert given.startswith("U3+3.ATerror: unknown tool 'nothing'") and given.endswith("AT6.A")
+    assert "validation error" in given
+    assert text_of(branch, True) == "".join(f"{call}." for call in (*calls, "6"))
+    assert branch.token_ids.tolist() in engine.sequences
 
 
 @needs_extra
@@ -152,19 +152,6 @@ async def test_the_file_with_the_port_of_a_tool_server_is_removed(tmp_path):
 
     assert await launch._read_back_port(SimpleNamespace(type="subprocess", read=read), str(path)) == 123
     assert not path.exists()
-
-
-@needs_extra
-def test_wrong_tool_calls_are_answered_to_the_policy():
-    def says(prompt, rng, version):
-        turn = prompt.count("A") - 1
-        return ["!nothing{}", '!sums_add{"a": "x", "b": 3}', "6"][min(turn, 2)]
-
-    (group,) = play("adding-v1", {}, [0], Seen(says), renderer=CallRenderer(), num_members=1)
-    (rollout,) = group.rollouts
-    assert (rollout.reward, rollout.num_turns) == (1.0, 3), rollout.error
-    given = text_of(rollout.branches[0], False)
-    assert "Terror: unknown tool 'nothing'" in given and "validation error" in given
 
 
 @needs_extra
@@ -299,12 +286,7 @@ def test_wrong_settings_give_one_message(env_id, args, message):
 
 
 @needs_extra
-def test_a_taskset_runs_in_one_worker_by_default_and_never_without():
-    env = build_env(EnvSection(id="echo-v1"))
-    try:
-        assert env.name == "echo-v1" and len(env.pool.workers) == 1
-    finally:
-        asyncio.run(env.close())
+def test_a_taskset_runs_never_without_a_worker():
     with pytest.raises(ConfigError, match="is played by verifiers in worker processes"):
         load_environment("echo-v1")
 

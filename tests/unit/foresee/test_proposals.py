@@ -13,7 +13,7 @@ from stretto.config.sections.model import ScratchSection
 from stretto.foresee.costs import Costs, Measured
 from stretto.foresee.hardware import GPUS
 from stretto.foresee.memory import trainer_memory
-from stretto.foresee.proposals import fits, proposal_steps, propose, propose_sft
+from stretto.foresee.proposals import FEWEST_STEPS, fits, proposal_steps, propose, propose_sft
 from stretto.foresee.setup import build_setup
 from stretto.foresee.simulation.run import sft_times, simulate
 from stretto.foresee.workload import Numbers, Workload
@@ -47,14 +47,14 @@ def rl_config(**values) -> dict:
     return {"seq_len": 8192, "orchestrator": orchestrator, **values}
 
 
-def check_promises(words, costs, workload, *, hardware=None):
+def check_promises(words, costs, workload, *, hardware=None, steps=STEPS):
     """Propose, apply each proposal as typed, and simulate that; the proposals."""
-    now = simulate(costs, workload, steps=STEPS)
+    now = simulate(costs, workload, steps=steps)
     reload = lambda added: load(RLConfig, [*words, *added], verb="rl")
-    found = propose(costs, workload, now, reload, steps=STEPS)
+    found = propose(costs, workload, now, reload, steps=steps)
     for proposal in found:
         setup = build_setup(reload(proposal.words), gpu="H100", hardware=hardware)
-        times = simulate(replace(costs, setup=setup), workload, steps=STEPS)
+        times = simulate(replace(costs, setup=setup), workload, steps=steps)
         assert times.step_s == pytest.approx(proposal.step_s, rel=1e-6), proposal.text
         assert 1 - times.step_s / now.step_s == pytest.approx(proposal.gain, abs=1e-6), proposal.text
         assert times.staleness_p95 == proposal.staleness_p95
@@ -67,10 +67,11 @@ def test_slow_rewards_are_hidden_by_more_asynchrony(tmp_path) -> None:
     words = words_of(tmp_path, rl_config(orchestrator={"max_async_level": 0}))
     costs = Costs(build_setup(load(RLConfig, words, verb="rl"), gpu="H100"), measured=FREE)
     workload = Workload(Numbers(200), Numbers(500), score_s=Numbers(3.0, 0.5))
-    found = check_promises(words, costs, workload)
+    found = check_promises(words, costs, workload, steps=FEWEST_STEPS)
     assert found[0].words[0] == "--orchestrator.max-async-level" and found[0].gain > 0.5
 
 
+@pytest.mark.heavy
 def test_nodes_go_where_the_time_is_spent(tmp_path) -> None:
     nodes = {
         "deployment": {"type": "multi_node", "num_train_nodes": 1, "gpus_per_node": 8},
@@ -84,7 +85,8 @@ def test_nodes_go_where_the_time_is_spent(tmp_path) -> None:
     setup = build_setup(load(RLConfig, words, verb="rl"), gpu="H100")
     # Only the trainer's time counts: six rollouts are a row of a second, and engines write at once.
     slow = replace(FREE, train=((1.0, 1.0), (2.0, 1.0)), decode=((1.0, 1e-5), (2.0, 1e-5)), load_s=0.0)
-    found = check_promises(words, Costs(setup, measured=slow), Workload(Numbers(200), Numbers(1000)))
+    costs, workload = Costs(setup, measured=slow), Workload(Numbers(200), Numbers(1000))
+    found = check_promises(words, costs, workload, steps=FEWEST_STEPS)
     best = found[0].words
     assert best[:2] == ("--deployment.num-train-nodes", "3") and best[-1] == "1" and found[0].gain > 0.5
 

@@ -41,9 +41,9 @@ READ = """
 import json, sys
 from stretto.base.errors import StrettoError
 from stretto.data.records import read_records
-for source in sys.argv[2:]:
+for how, source in zip(sys.argv[1].split(), sys.argv[2:]):
     try:
-        rows = list(read_records(source, "path", is_streamed=sys.argv[1] == "streamed"))
+        rows = list(read_records(source, "path", is_streamed=how == "streamed"))
         print(json.dumps([len(rows), *rows[0]]))
     except StrettoError as error:
         print(json.dumps(f"{type(error).__name__}: {error}"))
@@ -81,9 +81,13 @@ def environment(hub, home: Path, *, is_offline: bool = False) -> dict[str, str]:
 
 
 def read(hub, home: Path, *sources: str, how: str = "cached", is_offline: bool = False) -> list:
-    """What another process reads of each source: number of records, place and content of the first; or the error."""
+    """What another process reads of each source: number of records, place and content of the first; or the error.
+
+    how: `cached` or `streamed`; or one of the two for each source.
+    """
+    hows = how if " " in how else " ".join([how] * len(sources))
     done = subprocess.run(
-        [sys.executable, "-c", READ, how, *sources],
+        [sys.executable, "-c", READ, hows, *sources],
         env=environment(hub, home, is_offline=is_offline), cwd=home.parent, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -102,8 +106,8 @@ def test_a_split_is_fetched_once_and_then_read_from_the_cache_without_a_network(
     expected = [[20, f"{MAIN}, row 1", row(0)], [3, f"{PART}, row 1", row(5)]]
     assert read(hub, home, MAIN, PART) == expected
     hub.requests.clear()
-    assert read(hub, home, MAIN, PART, is_offline=True) == expected
-    [missing] = read(hub, home, OTHER, is_offline=True)
+    *found, missing = read(hub, home, MAIN, PART, OTHER, is_offline=True)
+    assert found == expected
     assert missing.startswith("DataError: path = 'openai/gsm8k:socratic[train]'") and ADVICE in missing
     assert not hub.requests
 
@@ -149,8 +153,9 @@ def test_what_is_fetched_by_hand_is_read_offline_in_both_ways(hub, tmp_path):
         "dataset",
     ]
     subprocess.run(command, env=environment(hub, home), check=True, capture_output=True, timeout=300)
-    for how in ("cached", "streamed"):
-        found = read(hub, home, MAIN, PART, OTHER, how=how, is_offline=True)
+    how = "cached cached cached streamed streamed streamed"
+    both = read(hub, home, *[MAIN, PART, OTHER] * 2, how=how, is_offline=True)
+    for found in (both[:3], both[3:]):
         assert [each[0] for each in found] == [20, 3, 3] and found[0][2] == row(0)
 
 
@@ -160,8 +165,10 @@ def test_mistakes_are_named_with_what_there_is_instead(hub, tmp_path):
         "openai/gsm8k:main[valid]",
         "openai/gsm8k[train]",
         "openai/none[train]",
+        "openai/gsm8k:main[train[:50%]]",
     ]
-    config, split, unnamed, repo = read(hub, tmp_path / "home", *sources)
+    how = "cached cached cached cached streamed"
+    config, split, unnamed, repo, percent = read(hub, tmp_path / "home", *sources, how=how)
     assert (
         config.startswith("ConfigError: path = 'openai/gsm8k:mian[train]'")
         and "['main', 'socratic']" in config
@@ -169,7 +176,6 @@ def test_mistakes_are_named_with_what_there_is_instead(hub, tmp_path):
     assert split.startswith("ConfigError") and "['train', 'test']" in split
     assert unnamed.startswith("ConfigError") and "'socratic'" in unnamed
     assert repo.startswith("DataError") and "doesn't exist" in repo and "hf auth login" in repo
-    [percent] = read(hub, tmp_path / "home", "openai/gsm8k:main[train[:50%]]", how="streamed")
     assert percent.startswith("ConfigError") and "or remove streaming" in percent
 
 

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from processes import forked
 from sft_runs import SCRATCH, config, same_weights, undisturbed_threads_and_logging, weights  # noqa: F401
 
 from stretto.base.errors import ConfigError, DataError
@@ -101,7 +102,7 @@ def test_first_interrupt_finishes_the_step_and_saves_and_resume_goes_on(tmp_path
     cfg = config(tmp_path, max_steps=100_000)
     path = tmp_path / "sft.json"
     write_json(path, dump(cfg))
-    with subprocess.Popen(
+    with forked.Popen(
         [sys.executable, "-m", "stretto", "sft", "@", str(path)],
         stderr=subprocess.PIPE,
         text=True,

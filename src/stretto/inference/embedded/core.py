@@ -436,7 +436,7 @@ class EngineCore:
         slots, pool, scheduler = self.slots, self.pool, self.scheduler
         owners = np.zeros(pool.num_blocks, np.int64)
         found = []
-        for slot in range(slots.capacity):
+        for slot in np.flatnonzero((slots.num_blocks > 0) | (slots.state == SequenceState.RUNNING)).tolist():
             blocks = slots.blocks[slot, : slots.num_blocks[slot]]
             np.add.at(owners, blocks, 1)
             if slots.state[slot] != SequenceState.RUNNING and len(blocks):

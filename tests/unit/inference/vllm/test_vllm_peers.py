@@ -12,6 +12,7 @@ import sys
 import pytest
 from aiohttp import web
 from ports import free_port
+from processes import forked
 from waiting import until
 
 from stretto.inference.vllm import peers
@@ -108,7 +109,7 @@ def start_headless(port: int, *others: str) -> subprocess.Popen[bytes]:
     code = (
         f"import time; from stretto.inference.vllm.peers import HeadlessNode, Peers; {node}; time.sleep(600)"
     )
-    return subprocess.Popen([sys.executable, "-c", code])
+    return forked.Popen([sys.executable, "-c", code])
 
 
 async def test_a_headless_node_that_is_started_anew_is_missed_although_it_answers_at_once(
@@ -141,7 +142,7 @@ async def test_a_headless_node_ends_when_the_server_of_its_engine_is_gone() -> N
     node = start_headless(port, await head.start())
     try:
         await until(lambda: can_connect(port))
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.5)
         assert node.poll() is None
         await head.runner.cleanup()
         assert await asyncio.to_thread(node.wait, 60) == -signal.SIGTERM
