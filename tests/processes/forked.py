@@ -71,6 +71,17 @@ class Popen(subprocess.Popen):
         return self.returncode is not None
 
 
+def run(args: Sequence[str], *, timeout: float, **how: Any) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` with its output captured as text."""
+    with Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how) as popen:
+        try:
+            output, errors = popen.communicate(timeout=timeout)
+        except BaseException:
+            popen.kill()
+            raise
+    return subprocess.CompletedProcess(args, popen.returncode, output, errors)
+
+
 _parents: dict[tuple[int, bool], socket.socket] = {}
 
 

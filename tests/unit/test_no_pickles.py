@@ -30,11 +30,13 @@ def uses(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PICKLING:
             yield f"from {node.module}"
-        if isinstance(node, ast.Name | ast.Attribute):
-            name = ast.unparse(node)
-            head, _, last = name.rpartition(".")
-            if last in OBJECTS or head in PICKLING or name == "torch.load" or name == "dcp.save":
-                yield name
+        if isinstance(node, ast.Name) and node.id in OBJECTS:
+            yield node.id
+        if isinstance(node, ast.Attribute):
+            head = node.value.id if isinstance(node.value, ast.Name) else ""
+            is_file = (head, node.attr) in (("torch", "load"), ("dcp", "save"))
+            if node.attr in OBJECTS or head in PICKLING or is_file:
+                yield ast.unparse(node)
         if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only"):
             is_safe = isinstance(node.value, ast.Constant) and node.value.value is (
                 node.arg == "weights_only"

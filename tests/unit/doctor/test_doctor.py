@@ -366,6 +366,7 @@ def test_a_host_that_reports_twice_is_one_host(words: list[str], monkeypatch: py
     assert reports == [1, 1, 2] and not [each for each in found if each.state is State.BAD]
 
 
+@pytest.mark.heavy
 def test_ctrl_c_leaves_no_file_behind(words: list[str], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

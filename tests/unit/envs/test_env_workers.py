@@ -203,7 +203,7 @@ def test_killing_a_worker_fails_no_rollout_of_another(tmp_path):
 def test_a_blocked_worker_is_killed_and_the_error_names_rollout_and_place():
     args = {"actions": {"1": "block"}}
     groups, num_lost = play(
-        "worker_envs:Unruly", args, range(4), player_of(), num_members=1, num_workers=1, hang_timeout_s=3.0
+        "worker_envs:Unruly", args, range(4), player_of(), num_members=1, num_workers=1, hang_timeout_s=2.0
     )
     causes = failures(groups)
     assert "EnvError" in causes[1] and "worker_envs.py" in causes[1] and "in rollout" in causes[1], causes
@@ -214,7 +214,7 @@ def test_a_blocked_worker_is_killed_and_the_error_names_rollout_and_place():
 def test_a_rollout_that_blocks_for_ever_fails_no_rollout_of_other_workers(tmp_path):
     args = {"actions": {"1": "block"}, "once": str(tmp_path)}
     player = player_of(max_retries=2)
-    groups, num_lost = play("worker_envs:Unruly", args, range(12), player, num_members=1, hang_timeout_s=3.0)
+    groups, num_lost = play("worker_envs:Unruly", args, range(12), player, num_members=1, hang_timeout_s=2.0)
     assert not failures(groups)
     assert num_lost == 1
 
@@ -252,7 +252,7 @@ def test_a_worker_that_does_not_end_a_cancelled_rollout_is_replaced(monkeypatch)
 
 def refused(env_id: str, args: dict | None = None) -> str:
     with pytest.raises((ConfigError, EnvError)) as error:
-        open_workers(env_id, args or {}, "test", num_workers=2)
+        open_workers(env_id, args or {}, "test", num_workers=1)
     return f"{type(error.value).__name__}: {error.value}"
 
 
@@ -342,14 +342,16 @@ def test_an_environment_is_closed_in_its_worker(tmp_path):
     assert (tmp_path / "mark").read_text() == "closed"
 
 
-def test_close_ends_running_rollouts_and_hung_workers():
+def test_close_ends_running_rollouts_and_hung_workers(monkeypatch):
+    monkeypatch.setattr(workers, "_STOP_GRACE_S", 0.5)
+
     async def run() -> str:
         env = open_workers("worker_envs:Unruly", {"actions": {"0": "block"}}, "test", num_workers=1)
         pid = env.pool.workers[0].child.pid
         playing = asyncio.create_task(
             player_of().play(env, Draw(0, env.tasks("train").task(0), 1, version=0))
         )
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.5)
         await env.close()
         assert not is_alive(pid)
         return failures([await playing])[0]

@@ -65,6 +65,7 @@ def measured_peak(shape: ScratchSection, settings, vocab: int) -> float:
     return peak
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "shape, settings, vocab",
     [

@@ -17,6 +17,7 @@ from stretto.foresee.shapes import KNOWN
 GLM_5 = "examples/glm5_llmd/rl.toml"
 
 
+@pytest.mark.heavy
 def test_a_large_run_is_planned_without_torch_and_without_a_gpu() -> None:
     code = (
         "import sys; from stretto.cli import main; "
@@ -82,6 +83,7 @@ def test_a_plan_leaves_the_handlers_of_signals_as_they_were(capsys) -> None:
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+@pytest.mark.heavy
 def test_a_plan_that_is_ended_leaves_no_directory(tmp_path) -> None:
     words = ["plan", "examples/qwen3_0.6b/rl.toml", "--simulated-steps", "4000"]
     env = dict(os.environ, TMPDIR=str(tmp_path))

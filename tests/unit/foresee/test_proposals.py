@@ -63,6 +63,7 @@ def check_promises(words, costs, workload, *, hardware=None, steps=STEPS):
     return found
 
 
+@pytest.mark.heavy
 def test_slow_rewards_are_hidden_by_more_asynchrony(tmp_path) -> None:
     words = words_of(tmp_path, rl_config(orchestrator={"max_async_level": 0}))
     costs = Costs(build_setup(load(RLConfig, words, verb="rl"), gpu="H100"), measured=FREE)

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import forked
 
 from stretto import cli
 from stretto.chat.tokenizer import build_letters_tokenizer
@@ -406,12 +407,10 @@ PROMPT = mine("pass", "TaskSource(lambda i: Task(env='mine', task_id=str(i), dat
 )
 def test_a_fault_of_the_users_code_is_found_before_engine_and_trainer_are_started(place, files, parts):
     prepare(place, environment("my_env:Mine").replace("[[env]]", "[[orchestrator.env]]"), files)
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "stretto", "rl", "@", "c.toml", "--run.name", "x"],
         cwd=place,
         env=os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])},
-        capture_output=True,
-        text=True,
         timeout=120,
     )
     assert done.returncode not in (0, None)

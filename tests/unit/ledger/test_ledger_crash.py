@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import forked
 
 from stretto.base.paths import RunDir
 from stretto.ledger import Ledger, LedgerReader, audit
@@ -65,9 +66,7 @@ def test_twenty_kills_leave_a_clean_ledger_with_readable_payloads(tmp_path: Path
     run_dir = RunDir(tmp_path / "run")
     rng = random.Random(0)
     for _ in range(20):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(run_dir)], stdout=subprocess.PIPE, text=True
-        )
+        writer = forked.Popen([sys.executable, "-c", WRITER, str(run_dir)], stdout=subprocess.PIPE, text=True)
         assert writer.stdout.readline().strip() == "open"
         time.sleep(rng.uniform(0.0, 0.1))
         writer.kill()

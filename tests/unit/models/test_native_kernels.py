@@ -128,6 +128,7 @@ def empty_cache(tmp_path, monkeypatch):
     return tmp_path / "stretto"
 
 
+@pytest.mark.heavy
 def test_the_library_is_compiled_once(kernels, empty_cache, monkeypatch):
     assert library.find_library.__wrapped__() is not None
     [made] = empty_cache.iterdir()

@@ -274,6 +274,7 @@ def test_tensorboard_files_hold_what_was_logged(run_dir: RunDir) -> None:
     assert found == {1: 0.5, 2: 1.0, 3: 1.5, 4: 12.0, 5: 12.5, 6: 13.0}
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(is_missing("wandb"), reason="extra `wandb` is not installed")
 @pytest.mark.filterwarnings("default")
 def test_wandb_offline_writes_a_run_without_a_network(

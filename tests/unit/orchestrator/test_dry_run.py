@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from processes import forked
 
 from stretto.base.errors import ConfigError, EnvError
 from stretto.chat.tokenizer import build_letters_tokenizer
@@ -34,10 +35,8 @@ DENSE = {key: value for key, value in MOE.items() if key != "num_experts"} | {"m
 
 
 def dry_run(verb: str, directory: Path, *words: str) -> tuple[int, str]:
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "stretto", verb, *words, "--output-dir", str(directory), "--dry-run"],
-        capture_output=True,
-        text=True,
         timeout=120,
         cwd=directory,
     )
@@ -260,9 +259,7 @@ def test_an_import_that_hangs_is_named_and_ctrl_c_ends_it(tmp_path):
     words = ["--output-dir", str(tmp_path), "--orchestrator.env", json.dumps([{"id": "sort-letters"}])]
     words += ["--orchestrator.hooks.sample-filter", "hanging_hooks:mark", "--dry-run"]
     command = [sys.executable, "-m", "stretto", "rl", *words]
-    with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as rl:
+    with forked.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as rl:
         too_late = threading.Timer(60, rl.kill)
         too_late.start()
         message = rl.stderr.readline()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import forked
 from tiny import build_learner, build_policy, documents, pack, save_checkpoint
 
 from stretto.base import files, status
@@ -225,7 +225,7 @@ def test_an_export_that_does_not_fit_names_its_directory(tmp_path):
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
     tests = Path(__file__).parents[2]
     words = [tests, tests.parent / "src", tmp_path / "run", tmp_path / "tokenizer"]
-    done = subprocess.run([sys.executable, "-c", FULL, *map(str, words)], capture_output=True, text=True)
+    done = forked.run([sys.executable, "-c", FULL, *map(str, words)], timeout=120)
     last = done.stderr.strip().splitlines()[-1]
     assert "EngineError" in last and f"{tmp_path}/run/weights/step_1.part: cannot be written: " in last
     assert not (tmp_path / "run" / "weights" / "step_1").exists()

@@ -59,6 +59,7 @@ def logprobs_and_choices(model: Decoder, tokens: np.ndarray) -> tuple[np.ndarray
     return chosen, np.stack([routing.choices[layer].numpy() for layer in sorted(routing.choices)], axis=1)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", NEW)
 def test_engine_and_trainer_agree_alone_and_in_any_batch(family):
     model = build(family)

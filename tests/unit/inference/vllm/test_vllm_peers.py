@@ -112,6 +112,7 @@ def start_headless(port: int, *others: str) -> subprocess.Popen[bytes]:
     return forked.Popen([sys.executable, "-c", code])
 
 
+@pytest.mark.heavy
 async def test_a_headless_node_that_is_started_anew_is_missed_although_it_answers_at_once(
     ended: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +138,7 @@ async def test_a_headless_node_that_is_started_anew_is_missed_although_it_answer
     assert watched.failure is not None and "it was started anew" in watched.failure
 
 
+@pytest.mark.heavy
 async def test_a_headless_node_ends_when_the_server_of_its_engine_is_gone() -> None:
     port, head = free_port(), Server()
     node = start_headless(port, await head.start())

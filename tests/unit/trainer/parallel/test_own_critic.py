@@ -75,6 +75,7 @@ def rotated(docs, by):
     return [pack(docs[by:]), pack(docs[:by])]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("changes", [{}, {"updates_per_step": 2, "epochs_per_step": 2}])
 def test_its_weights_and_the_policys_are_those_of_a_critic_on_shared_ranks(changes, tmp_path):
     cfg, docs = config(tmp_path, **changes), scored()
