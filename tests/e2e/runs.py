@@ -55,16 +55,20 @@ class Ended:
         return LedgerReader(self.run)
 
 
-def start(verb: str, words: list[str], cwd: Path, *, is_forked: bool = True) -> subprocess.Popen[str]:
+def start(
+    verb: str, words: list[str], cwd: Path, *, is_forked: bool = True, num_forked: int | None = None
+) -> subprocess.Popen[str]:
     """A verb as a user types it, in a directory from which `envs:<class>` is found.
 
     is_forked: its processes need not import everything anew (forked.py).
+    num_forked: so many processes that it starts are forked, those after them start as ever.
     """
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    spares = {} if num_forked is None else {forked.NUM_SPARES_VAR: str(num_forked)}
     return (forked.Popen if is_forked else subprocess.Popen)(
         [sys.executable, "-m", "stretto", verb, *words],
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": path} | spares,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -92,13 +96,11 @@ def wait(popen: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> tuple[
     )
 
 
-def start_rl(
-    directory: Path, settings: Mapping[str, Any], *words: str, is_forked: bool = True
-) -> subprocess.Popen[str]:
+def start_rl(directory: Path, settings: Mapping[str, Any], *words: str, **how: Any) -> subprocess.Popen[str]:
     """`rl @ <settings as TOML>` with its run directory in `directory`/run."""
     path = directory / "rl.toml"
     path.write_text(toml({"output_dir": str(directory), "run": {"name": "run"}} | dict(settings)))
-    return start("rl", ["@", str(path), *words], directory, is_forked=is_forked)
+    return start("rl", ["@", str(path), *words], directory, **how)
 
 
 def over_addresses(model: Path, num_hosts: int, max_steps: int) -> dict[str, Any]:
@@ -129,11 +131,9 @@ def over_addresses(model: Path, num_hosts: int, max_steps: int) -> dict[str, Any
     }
 
 
-def rl(
-    directory: Path, settings: Mapping[str, Any], *words: str, is_ok: bool = True, is_forked: bool = True
-) -> Ended:
+def rl(directory: Path, settings: Mapping[str, Any], *words: str, is_ok: bool = True, **how: Any) -> Ended:
     """Run `rl` to its end; with is_ok, anything but exit 0 is a failure that shows its output."""
-    code, output = wait(start_rl(directory, settings, *words, is_forked=is_forked))
+    code, output = wait(start_rl(directory, settings, *words, **how))
     assert not is_ok or code == 0, output
     ended = Ended(code, output, RunDir(directory / "run"))
     for role in ("orchestrator", "trainer"):

@@ -195,8 +195,8 @@ def test_two_embedded_engines_are_sent_changes_one_killed_and_back(warm: Path, t
         "weight_broadcast": {"type": "collective", "join_timeout_s": 5.0, "delta": {}},
         "orchestrator": {"eval": None, "client": {"liveness_interval_s": 0.5}},
     }
-    # A forked engine would be back before it is missed.
-    popen = start_rl(tmp_path, merged(RUN, more), is_forked=False)
+    # An engine that is forked when it comes back would be back before it is missed.
+    popen = start_rl(tmp_path, merged(RUN, more), num_forked=4)
     run = RunDir(tmp_path / "run")
     try:
         until(lambda: num_steps(run) >= 2, popen, "two steps")

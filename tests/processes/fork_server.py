@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from forked import described, move, receive, send, uses_vllm
+from forked import NUM_SPARES_VAR, described, move, receive, send, uses_vllm
 
 PRELOADED = (
     "stretto.launch.run.rl",
@@ -51,7 +51,9 @@ PRELOADED_VLLM = (
     "vllm.v1.worker.cpu_worker",
 )
 """What programs with vLLM import besides."""
-NUM_SPARES = 6  # processes that a program can start by fork; more are started as ever
+NUM_SPARES = (
+    6  # processes that a verb can start by fork, if its environment says nothing else; more start as ever
+)
 NUM_ENGINE_PROCESSES = 2  # of an engine that a program has started
 PR_SET_PDEATHSIG = 1
 
@@ -250,8 +252,8 @@ def main() -> None:
     request = serve(socket.socket(fileno=int(sys.argv[1])), PRELOADED + PRELOADED_VLLM * has_vllm)
     from stretto.base import process
 
-    if request["words"][1:3] == ["-m", "stretto"]:
-        spares = Spares(NUM_SPARES)
+    if request["words"][1:3] == ["-m", "stretto"] or NUM_SPARES_VAR in os.environ:
+        spares = Spares(int(os.environ.pop(NUM_SPARES_VAR, NUM_SPARES)))
         if spares.request is None:
             process.subprocess = _like(subprocess, Popen=spares.popen())  # type: ignore[assignment]
             multiprocessing.util.spawnv_passfds = spares.spawn

@@ -5,7 +5,8 @@ forked from another process, which has imported vLLM too: each of an engine's pr
 
 `forked.Popen` is `subprocess.Popen` for `python -m MODULE`, `python FILE` and `python -c CODE`. The program has the
 arguments, environment, directory and files that it would have, is seen with them in /proc, and ends as Python ends. The
-processes that it starts by base/process.py, and those of vLLM, are its children as ever, and forked too.
+processes that a verb starts by base/process.py, and those of vLLM, are its children as ever, and forked too: the first
+six, or as many as `NUM_SPARES_VAR` says.
 
 What differs: modules are imported, all have the same hash seed, and the launcher's words for Python
 (`-I -S -c ... PID`) are not run. So tests of starting use `subprocess`: unit/launch, e2e/endings/test_kill.py,
@@ -34,6 +35,8 @@ from stretto.base.process import visible_gpus
 SERVER = Path(__file__).with_name("fork_server.py")
 ROOM = 32_768  # bytes of a program's arguments and environment in /proc
 IS_VLLM = re.compile(r'\bengine"? ?[:=] ?"vllm"')  # in JSON and TOML; there is a router of that name too
+NUM_SPARES_VAR = "NUM_FORKED_CHILDREN"
+"""Environment variable of a program that is no verb, or of which not all processes are forked: how many of them are."""
 VLLM_ENV = {"VLLM_PLUGINS": "stretto", "TORCH_COMPILE_DISABLE": "1"}
 """What vLLM reads while it is imported, of the variables with which an engine on a CPU is started."""
 

@@ -49,8 +49,8 @@ class Command:
             toml({"output_dir": directory, "run": {"name": self.run.path.name}} | settings)
         )
 
-    def start(self, *words: str) -> Popen[str]:
-        return start(self.verb, ["@", "c.toml", *words], self._directory, is_forked=False)
+    def start(self, *words: str, is_forked: bool = False) -> Popen[str]:
+        return start(self.verb, ["@", "c.toml", *words], self._directory, is_forked=is_forked)
 
     def words(self) -> list[str]:
         """What a person adds after a stop: nothing before the first step."""
@@ -148,7 +148,7 @@ def test_rl_that_is_stopped_while_it_starts_can_be_started_again(rl: Command) ->
 
     rl.gate.touch()  # the others are started after the tasks are there
     stop_at_each(rl, [("all children", lambda popen: len(children(popen.pid)) == 3, [signal.SIGTERM], {0})])
-    popen = rl.start()
+    popen = rl.start(is_forked=True)
     trainer = wait_for_child(popen, "trainer")
     os.kill(trainer, signal.SIGSTOP)  # nothing is played before it has published the first weights
     until(rl.run.ledger.exists, popen, "ledger")
@@ -158,7 +158,7 @@ def test_rl_that_is_stopped_while_it_starts_can_be_started_again(rl: Command) ->
     assert check_end(rl, popen, "ledger") == 0
     assert not rl.run.ledger.exists()
 
-    code, output = wait(rl.start("--max-steps", "2"))
+    code, output = wait(rl.start("--max-steps", "2", is_forked=True))
     assert code == 0 and rl.run.complete_checkpoints() == [2], output
     assert audit(rl.run) == []
 
@@ -171,7 +171,7 @@ def test_sft_that_is_stopped_while_it_starts_can_be_started_again(sft: Command) 
     ]
     stop_at_each(sft, moments)
     sft.gate.touch()
-    code, output = wait(sft.start("--max-steps", "2"))
+    code, output = wait(sft.start("--max-steps", "2", is_forked=True))
     assert code == 0 and sft.run.complete_checkpoints() == [2], output
 
 

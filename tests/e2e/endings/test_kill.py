@@ -55,16 +55,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Job:
     """One run directory and the commands on it; nothing of it outlives the test."""
 
-    def __init__(self, directory: Path, model: Path, max_steps: int, is_forked: bool) -> None:
-        self._kind = forked.Popen if is_forked else subprocess.Popen
+    def __init__(self, directory: Path, model: Path, max_steps: int) -> None:
         self.run = RunDir(directory / "killed")
         self._popen: subprocess.Popen[str] | None = None
         self._toml = directory / "rl.toml"
         self._toml.write_text(TOML.format(directory=directory, model=model, max_steps=max_steps))
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str, is_forked: bool = True) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "stretto", "rl", "@", str(self._toml), *words]
-        self._popen = self._kind(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        kind = forked.Popen if is_forked else subprocess.Popen
+        self._popen = kind(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         return self._popen
 
     def close(self) -> None:
@@ -124,8 +124,8 @@ def is_running(pid: int) -> bool:
 def start_job(tmp_path: Path, model: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
-    def build(max_steps: int, is_forked: bool = True) -> Job:
-        jobs.append(Job(tmp_path, model, max_steps, is_forked))
+    def build(max_steps: int) -> Job:
+        jobs.append(Job(tmp_path, model, max_steps))
         return jobs[-1]
 
     yield build
@@ -136,16 +136,17 @@ def start_job(tmp_path: Path, model: Path) -> Iterator[Callable[..., Job]]:
 def test_a_run_killed_at_random_moments_goes_on_and_trains_no_rollout_twice(
     start_job: Callable[..., Job],
 ) -> None:
-    job = start_job(100_000, is_forked=False)  # it is killed while it imports, too
+    job = start_job(100_000)
     moments = random.Random(7)
     words: list[str] = []
     reached = []
     for number in range(NUM_KILLS):
         role = ROLES[number % 3]
-        popen = job.start(*words)
+        is_in_training = number % 2 == 0
+        popen = job.start(*words, is_forked=is_in_training)  # it is killed while it imports, too
         victim = wait_for_child(popen, role)
         everyone = [wait_for_child(popen, other) for other in ROLES]
-        if number % 2 == 0:  # somewhere in training
+        if is_in_training:
             wait_for_step(job, popen, (reached[-1] if reached else 0) + moments.randint(1, 8))
             time.sleep(moments.uniform(0.0, 0.3))
         else:  # somewhere in start-up, or shortly after it

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from ports import free_port
+from processes import forked
 from runs import merged, toml
 
 READY_S = 240.0
@@ -57,7 +58,7 @@ class Service:
     def start(self) -> None:
         argv = [sys.executable, "-m", "stretto", "serve", "@", str(self._config)]
         with self.output.open("ab") as log:
-            self._process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT)
+            self._process = forked.Popen(argv, stdout=log, stderr=subprocess.STDOUT)
         self.wait_ready()
 
     def wait_ready(self) -> None:

@@ -58,7 +58,7 @@ def settings(service: Service, monkeypatch: pytest.MonkeyPatch) -> Settings:
 
 def started(directory: Path, settings: dict[str, Any], *words: str) -> subprocess.Popen[str]:
     directory.mkdir(exist_ok=True)
-    return start_rl(directory, settings, *words, is_forked=False)
+    return start_rl(directory, settings, *words)
 
 
 def ended(popen: subprocess.Popen[str], directory: Path) -> Ended:
