@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from pages.blocks import CONFIG_VERBS, VIEW_VERBS, Block, Command, blocks, commands
 from pages.workplace import DEMO_STEPS, link_models, whole_config
+from processes import forked
 from runs import DEADLINE_S, start, wait
 
 from stretto.base.paths import RunDir
@@ -100,6 +101,7 @@ def test_the_commands_of_a_block_end_well(block: Block, workplace: Path) -> None
 )
 def test_a_script_runs(block: Block, workplace: Path) -> None:
     (workplace / "look.py").write_text(block.text)
-    words = [sys.executable, "look.py"]
-    done = subprocess.run(words, cwd=workplace, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stdout + done.stderr
+    words, pipe = [sys.executable, "look.py"], subprocess.PIPE
+    popen = forked.Popen(words, cwd=workplace, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    code, output = wait(popen)
+    assert code == 0, output

@@ -51,17 +51,22 @@ ON_CPU = [
     "--inference.max-model-len", "512", "--seq-len", "512", "--orchestrator.env.0.args.instruction", "",
     "--orchestrator.train.sampling.max-completion-tokens", "24", "--orchestrator.batch-size", "64",
 ]  # fmt: skip
+SHORT_WARM_UP = ["--batch-size", "16", "--max-steps", "100", "--val", "None"]
+FEW = ["--orchestrator.batch-size", "64", "--no-orchestrator.filter-zero-advantages"]
+"""Few rollouts, for what they show and not for what is learned."""
 
 
 @pytest.mark.parametrize(
-    ("file", "name", "words"),
+    ("file", "name", "warm_up", "words"),
     [
-        ("rl.toml", "multi-turn-tools", []),
-        pytest.param("qwen3.toml", "multi-turn-tools-qwen3", ON_CPU, marks=pytest.mark.slow),
+        ("rl.toml", "multi-turn-tools", SHORT_WARM_UP, FEW),
+        pytest.param("rl.toml", "multi-turn-tools", [], [], marks=pytest.mark.slow, id="whole warm-up"),
+        pytest.param("qwen3.toml", "multi-turn-tools-qwen3", [], ON_CPU, marks=pytest.mark.slow),
     ],
 )
-def test_a_policy_uses_two_tools_over_several_turns(file, name, words, tmp_path):
-    run("sft", f"{TOOLS}/sft.toml", tmp_path, "multi-turn-tools-sft")
+def test_a_policy_uses_two_tools_over_several_turns(file, name, warm_up, words, tmp_path):
+    """With the short warm-up, on seeds 0 to 3: up to 6 turns, 2 or 3 searches and as many calculations."""
+    run("sft", f"{TOOLS}/sft.toml", tmp_path, "multi-turn-tools-sft", *warm_up)
     weights = str(tmp_path / "multi-turn-tools-sft" / "weights" / "latest")
     shorter = ["--model.name", weights, "--max-steps", "3", "--orchestrator.eval.num-examples", "16"]
     ended = run("rl", f"{TOOLS}/{file}", tmp_path, name, *shorter, *words)
