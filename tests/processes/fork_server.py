@@ -51,9 +51,7 @@ PRELOADED_VLLM = (
     "vllm.v1.worker.cpu_worker",
 )
 """What programs with vLLM import besides."""
-NUM_SPARES = (
-    6  # processes that a verb can start by fork, if its environment says nothing else; more start as ever
-)
+NUM_SPARES = 6  # forked children of a verb whose environment does not say how many; others start as ever
 NUM_ENGINE_PROCESSES = 2  # of an engine that a program has started
 PR_SET_PDEATHSIG = 1
 
