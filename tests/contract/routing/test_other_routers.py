@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 from ports import free_port, free_ports_in_a_row
+from processes import forked
 from servers import logprobs_of, save, scratch, serve, stop
 from waiting import until
 
@@ -127,7 +128,9 @@ def test_engines_enter_a_router_leave_it_when_killed_and_come_back(tmp_path):
     log = tmp_path / "router.log"
     with contextlib.ExitStack() as processes:
         with router_elsewhere(log, port, "k") as router:
-            serving = serve("embedded", model, tmp_path / "log", *words, env={"VLLM_API_KEY": "k"})
+            # An engine that is forked when it comes back would be back before the router's list is looked at.
+            env = {"VLLM_API_KEY": "k", forked.NUM_SPARES_VAR: "2"}
+            serving = serve("embedded", model, tmp_path / "log", *words, env=env)
             _, launcher = processes.enter_context(serving)
             asyncio.run(run(router, launcher))
         with router_elsewhere(log, port, "k") as router:  # it has lost its list
