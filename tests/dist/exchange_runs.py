@@ -39,7 +39,7 @@ def refuse_other_things(rank: int) -> None:
     if rank == 0:
         exchange._message, real = (lambda *_: sent), exchange._message
     try:
-        with pytest.raises(DataError, match="the message of trainer rank 0: .*cut off"):
+        with pytest.raises(DataError, match=r"the message of trainer rank 0: .*cut off"):
             exchange.gather(1, int)
     finally:
         if rank == 0:

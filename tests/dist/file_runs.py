@@ -15,10 +15,10 @@ from mesh_runs import batches, optim_of, section_of
 from stretto.base.paths import RunDir
 from stretto.config.sections.trainer import ConstantScheduler
 from stretto.models import hub
-from stretto.trainer.state import checkpoint
-from stretto.trainer.state.export import export_weights
 from stretto.trainer.learner import Learner
 from stretto.trainer.parallel.mesh import Mesh, find_degrees, process_group, training_device
+from stretto.trainer.state import checkpoint
+from stretto.trainer.state.export import export_weights
 
 STEP = 2  # checkpoints are of it
 KINDS = ("dense", "untied", "moe", "lora", "muon")

@@ -18,10 +18,10 @@ from tiny import save_checkpoint
 from stretto.base.paths import RunDir
 from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.config.sections.trainer import ConstantScheduler
-from stretto.trainer.state import checkpoint
-from stretto.trainer.state.export import export_weights
 from stretto.trainer.learner import Learner, load_policy
 from stretto.trainer.parallel.mesh import build_mesh, process_group
+from stretto.trainer.state import checkpoint
+from stretto.trainer.state.export import export_weights
 
 STEP = 2  # checkpoints are of it
 SHAPE = {

@@ -41,10 +41,10 @@ def test_the_interface_is_that_of_the_route() -> None:
 
 def test_a_foreign_address_or_no_route_is_a_message() -> None:
     with pytest.raises(
-        WireError, match="the trainer's ranks: cannot listen at 203.0.113.9:29500: .* address of"
+        WireError, match=r"the trainer's ranks: cannot listen at 203\.0\.113\.9:29500: .* address of"
     ):
         create_store("203.0.113.9", 29500, 5.0, "the trainer's ranks")
-    with pytest.raises(WireError, match="no route to no-such-host.invalid"):
+    with pytest.raises(WireError, match=r"no route to no-such-host\.invalid"):
         find_address("no-such-host.invalid")
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
 import torch
 from hf_runs import FAMILIES, STAGES, STEP, make_models, play, run_of
-from safetensors.torch import load_file
 from ranks import run_ranks
+from safetensors.torch import load_file
 
 from stretto.models import hub
 from stretto.models.lora import load_adapter

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from ports import free_port
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from ports import free_port
 
 import stretto
 from stretto.base.paths import RunDir

@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from mesh_runs import batches, build, gather_anything, section_of, policy_of, whole_tensors
+from mesh_runs import batches, build, gather_anything, policy_of, section_of, whole_tensors
 from tiny import documents, pack
 
 from stretto.config.sections.algorithm import PpoLoss
