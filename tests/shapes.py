@@ -19,7 +19,7 @@ from importlib.util import cache_from_source
 from inspect import Parameter, Signature, iscoroutinefunction, signature
 from pathlib import Path
 from types import CodeType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from beartype import beartype
 from jaxtyping import jaxtyped
@@ -45,8 +45,8 @@ IMPORT = ast.parse("from shapes import checked as checked_shapes").body
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which raises for arrays of other shapes or dtypes; where torch.compile traces it, itself.
 
-    What has passed is not checked again, because a check takes longer than most functions; it looks at nothing but
-    `form_of`. Of a list it looks at one array, another one at each call, and so lists are checked always.
+    What has passed is not checked again, because a check takes longer than most functions. It looks at the form of
+    what it is given (`form_of`) and, by some hints, at more: their arguments are checked at every call.
     """
     hints = get_type_hints(function, include_extras=True)  # raises for a name that is not imported
     parameters = signature(function).parameters.values()
@@ -55,8 +55,8 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         return_annotation=hints.get("return", Signature.empty),
     )
     form, passed = forms_of(function.__signature__), set()
-    looks_always = any(holds_many(hint) for name, hint in hints.items() if name != "return")
-    has_result, result_looks_always = "return" in hints, holds_many(hints.get("return"))
+    looks_always = any(looks_deeper(hint) for name, hint in hints.items() if name != "return")
+    has_result, result_looks_always = "return" in hints, looks_deeper(hints.get("return"))
     before, after = _checks_around(function)
     if iscoroutinefunction(function):
 
@@ -136,12 +136,12 @@ def form_of(value: Any) -> Any:
     return (kind, *map(form_of, value)) if isinstance(value, tuple) else kind
 
 
-def holds_many(hint: Any) -> bool:
-    """Whether a hint has a part of any length, such as a list, of which a check looks at one item."""
+def looks_deeper(hint: Any) -> bool:
+    """Whether a check looks at more than the form: at one item of a list, or at a value, as for Literal."""
     origin, parts = get_origin(hint), get_args(hint)
-    if origin not in (None, Annotated, Literal, Union, UnionType, tuple):
+    if origin not in (None, Annotated, Union, UnionType, tuple):
         return True
-    return Ellipsis in parts or any(map(holds_many, parts))
+    return Ellipsis in parts or any(map(looks_deeper, parts))
 
 
 class _Checked(ast.NodeTransformer):

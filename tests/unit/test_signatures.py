@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -85,6 +86,17 @@ def test_of_a_list_one_array_is_checked_at_every_call():
     with pytest.raises(TypeError, match="checking the parameters"):
         for _ in range(200):
             checks([torch.ones(2), torch.ones(2, 2)])
+
+
+def test_the_value_of_a_literal_is_checked_at_every_call():
+    def name(mode):
+        return mode
+
+    name.__annotations__ = {"mode": Literal["truncate", "mask"]}
+    checks = checked(name)
+    assert checks("mask") == "mask"
+    with pytest.raises(TypeError, match="parameter 'mode'"):
+        checks("cut")
 
 
 @pytest.mark.parametrize("room", ROOMS)
