@@ -21,7 +21,7 @@ KINDS = ("language_model", "reward_model")
 
 
 def play(directory: Path) -> dict:
-    """PPO with a critic from a directory."""
+    """Three steps of PPO with a critic from a directory."""
     torch.manual_seed(0)
     section, optim, policy = section_of("ppo"), optim_of("ppo"), policy_of("ppo")
     mesh = None

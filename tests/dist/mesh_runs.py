@@ -1,4 +1,4 @@
-"""Two steps of a tiny policy on some mesh; run by every rank, with one process group for all cases.
+"""Three steps of a tiny policy on some mesh; run by every rank, with one process group for all cases.
 
 `python mesh_runs.py OUT CASE...` writes OUT/<case>.pt from rank 0.
 """
@@ -41,8 +41,7 @@ from stretto.trainer.learner import Learner
 from stretto.trainer.parallel.mesh import Mesh, find_degrees, process_group, training_device
 from stretto.trainer.updates import Updates
 
-NUM_STEPS = 2  # the second one has weights and moments of the first
-NUM_BATCHES = 3  # for other scripts, of which some train on
+NUM_STEPS = 3
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 MOE = SHAPE | {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 VISION = {
@@ -278,7 +277,7 @@ QUICK = frozenset(
     4-ep_ring_ac-glm_moe_dsa-shared-choices-biases
     4-hsdp_tp-ppo 4-hsdp_ulysses-dense 4-tp_ulysses-untied 4-hsdp_ep-moe 4-ep4_ring-replay 4-ep_tp-lora_moe
     4-fsdp-muon_odd
-    """.split()
+    """.split()  # noqa: SIM905
 )
 """The cases of `make test`: every axis, every pair of axes and every kind; `make test-all` has all products."""
 CASES = _cases()
@@ -288,14 +287,14 @@ assert {str(case) for case in CASES} >= QUICK
 def batches(kind: str) -> list[list]:
     """Micro batches of every step: few and of different sizes, so that ranks get unequal shares."""
     if kind in VISION:
-        steps = image_batches(NUM_BATCHES)
+        steps = image_batches(NUM_STEPS)
         return (
             [[_replayed(kind, n, mb) for mb in row] for n, row in enumerate(steps)]
             if is_replayed(kind)
             else steps
         )
     steps = []
-    for step in range(NUM_BATCHES):
+    for step in range(NUM_STEPS):
         docs = documents(seed=step, num_groups=2, group_size=3)
         micro_batches = [pack(docs[:1]), pack(docs[1:4]), pack(docs[4:])]
         if is_replayed(kind):
@@ -376,8 +375,8 @@ def _mixer_policy(kind: str) -> Decoder:
     from transformers import AutoConfig
 
     keys = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 8,
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 8,
     }  # fmt: skip
     family, settings = MIXER_CASES[kind]
     groups = {} if kind.startswith("qwen3_5") else {"n_group": 2, "topk_group": 1}
@@ -439,7 +438,7 @@ def train(learner: Learner, kind: str) -> dict:
         section = TrainerSection(advantages=advantages, critic=learner.critic.section)
     updates = Updates(learner, section)
     out["metrics"] = [
-        updates.train(learner.mesh.local_items(micro_batches)) for micro_batches in batches(kind)[:NUM_STEPS]
+        updates.train(learner.mesh.local_items(micro_batches)) for micro_batches in batches(kind)
     ]
     out["after"] = learner.logprobs(scored)[0]
     out["state"], out["tensors"] = learner.state(), whole_tensors(learner)

@@ -1,4 +1,4 @@
-"""Every mesh trains like one rank: loss, gradient norm, weights and optimizer state after two steps."""
+"""Every mesh trains like one rank: loss, gradient norm, weights and optimizer state after three steps."""
 
 from __future__ import annotations
 

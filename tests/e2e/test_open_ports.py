@@ -18,8 +18,8 @@ from stretto.ledger.audit import audit
 from stretto.monitors.file import read_metrics
 
 NUM_HELD = 500  # by each of two strangers
-NUM_STEPS = 36
-ATTACKED = range(10, 28)
+NUM_STEPS = 60
+ATTACKED = range(15, 45)
 """Steps in which strangers are there."""
 MAX_GROWTH_BYTES = 96 << 20
 """Most that one process grows during the attack; the same run alone grows by less than half of that."""

@@ -252,7 +252,7 @@ def test_a_worker_that_does_not_end_a_cancelled_rollout_is_replaced(monkeypatch)
 
 def refused(env_id: str, args: dict | None = None) -> str:
     with pytest.raises((ConfigError, EnvError)) as error:
-        open_workers(env_id, args or {}, "test", num_workers=1)
+        open_workers(env_id, args or {}, "test", num_workers=2)
     return f"{type(error.value).__name__}: {error.value}"
 
 

@@ -121,20 +121,24 @@ def test_the_taskset_that_the_documentation_shows_plays(tmp_path, monkeypatch):
 def test_tools_are_called_wrong_calls_are_answered_and_the_tokens_of_all_turns_are_one_branch():
     calls = ["!nothing{}", '!sums_add{"a": "x", "b": 3}', '!sums_add{"a": 3, "b": 3}']
 
-    turns = iter(calls)
-    engine = Seen(lambda prompt, *_: next(turns, None) or prompt.rpartition("T")[2].removesuffix(".A"))
-    (group,) = play("adding-v1", {}, [0], engine, renderer=CallRenderer(), num_members=1)
-    (rollout,) = group.rollouts
-    assert (rollout.status, rollout.reward, rollout.num_turns) == (RolloutStatus.FINISHED, 1.0, 4), (
-        rollout.error
-    )
-    assert rollout.metrics == {"is_right": 1.0, "calls": 3.0}
-    (branch,) = rollout.branches
-    given = text_of(branch, False)
-    assert given.startswith("U3+3.ATerror: unknown tool 'nothing'") and given.endswith("AT6.A")
-    assert "validation error" in given
-    assert text_of(branch, True) == "".join(f"{call}." for call in (*calls, "6"))
-    assert branch.token_ids.tolist() in engine.sequences
+    def says(prompt, rng, version):
+        turn = prompt.count("A") - 1
+        return calls[turn] if turn < len(calls) else prompt.rpartition("T")[2].removesuffix(".A")
+
+    engine = Seen(says)
+    (group,) = play("adding-v1", {}, [0], engine, renderer=CallRenderer())
+    assert len(group.rollouts) == 2  # each with a tool server of its own
+    for rollout in group.rollouts:
+        assert (rollout.status, rollout.reward, rollout.num_turns) == (RolloutStatus.FINISHED, 1.0, 4), (
+            rollout.error
+        )
+        assert rollout.metrics == {"is_right": 1.0, "calls": 3.0}
+        (branch,) = rollout.branches
+        given = text_of(branch, False)
+        assert given.startswith("U3+3.ATerror: unknown tool 'nothing'") and given.endswith("AT6.A")
+        assert "validation error" in given
+        assert text_of(branch, True) == "".join(f"{call}." for call in (*calls, "6"))
+        assert branch.token_ids.tolist() in engine.sequences
 
 
 @needs_extra
