@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -180,3 +182,15 @@ def test_a_console_sees_how_far_loading_is_if_it_takes_long(saved, monkeypatch):
     hub.load_model(saved, dtype=torch.float32)
     total = told[0][1]
     assert told == [*((done, total) for done in range(total)), (total, total)] and total > 1
+
+
+@pytest.mark.heavy
+def test_an_engine_has_its_model_without_importing_what_compiles(saved):
+    """torch._dynamo takes a second to import."""
+    code = """
+import sys, torch, stretto.inference.server
+from stretto.models import hub
+hub.load_model(sys.argv[1], dtype=torch.float32)
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code, str(saved)], timeout=120).returncode == 0
