@@ -1,7 +1,8 @@
 """Python programs of tests, forked from a process that has imported torch and stretto (fork_server.py).
 
-The four processes of a run of six steps take 9.6 s of CPU time, and 2.4 s when they are forked. Programs with vLLM are
-forked from another process, which has imported vLLM too: each of an engine's processes takes 7 s of CPU time for that.
+The four processes of a run of six steps take 9.6 s of CPU time (by `os.wait4` of the launcher), and 2.4 s when they are
+forked. Programs with vLLM are forked from another process, which has imported vLLM too: that takes each of an engine's
+processes 7 s of CPU time.
 
 `forked.Popen` is `subprocess.Popen` for `python -m MODULE`, `python FILE` and `python -c CODE`. The program has the
 arguments, environment, directory and files that it would have, is seen with them in /proc, and ends as Python ends. The
@@ -9,8 +10,8 @@ processes that a verb starts by base/process.py, and those of vLLM, are its chil
 six, or as many as `NUM_SPARES_VAR` says.
 
 What differs: modules are imported, all have the same hash seed, and the launcher's words for Python
-(`-I -S -c ... PID`) are not run. So tests of starting use `subprocess`: unit/launch, e2e/endings/test_kill.py,
-e2e/endings/test_interrupts.py, the verbs by hand in e2e/test_loop.py, and for vLLM contract/test_leftovers.py.
+(`-I -S -c ... PID`) are not run. So tests of starting use `subprocess`: most of unit/launch, the kills and
+interrupts at the start in e2e/endings, the verbs by hand in e2e/test_loop.py, and for vLLM contract/test_leftovers.py.
 """
 
 from __future__ import annotations

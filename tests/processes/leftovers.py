@@ -1,8 +1,8 @@
 """What a session of tests leaves behind: processes, shared memory, temporary files; and nothing of others.
 
 Processes carry a mark in their environment (base/keeper.py). Temporary files are in a directory of the session. Which
-shared memory the session's processes have open is looked at while some is new, and every ten seconds besides: to read
-what all processes have mapped takes 7 % of a core if it is done every second.
+shared memory the session's processes have open is looked at while some is new, and every ten seconds besides: reading
+what all processes have mapped takes long.
 
 A plugin of pytest: the process that begins the session looks after what it leaves behind, xdist's workers included.
 """
