@@ -122,8 +122,8 @@ def test_tools_are_called_wrong_calls_are_answered_and_the_tokens_of_all_turns_a
     calls = ["!nothing{}", '!sums_add{"a": "x", "b": 3}', '!sums_add{"a": 3, "b": 3}']
 
     def says(prompt, rng, version):
-        turn = prompt.count("A") - 1
-        return calls[turn] if turn < len(calls) else prompt.rpartition("T")[2].removesuffix(".A")
+        num_calls = prompt.count("!")
+        return calls[num_calls] if num_calls < len(calls) else prompt.rpartition("T")[2].removesuffix(".A")
 
     engine = Seen(says)
     (group,) = play("adding-v1", {}, [0], engine, renderer=CallRenderer())
