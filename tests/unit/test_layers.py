@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import syntax
+
 SOURCE = Path(__file__).parents[2] / "src" / "stretto"
 
 BELOW = {
@@ -134,7 +136,7 @@ MAX_FUNCTION_LINES = 60
 @cache
 def tree_of(file: Path) -> list[ast.AST]:
     """All nodes of a file."""
-    return list(ast.walk(ast.parse(file.read_text())))
+    return list(ast.walk(syntax.tree_of(file)))
 
 
 @cache
@@ -284,7 +286,7 @@ def test_heavy_libraries_are_imported_only_at_home() -> None:
 
 def test_the_command_line_imports_a_verb_only_in_its_branch() -> None:
     for name in ("cli.py", "verbs.py"):
-        tree = ast.parse((SOURCE / name).read_text())
+        tree = syntax.tree_of(SOURCE / name)
         at_top = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
         modules = {node.module for node in at_top if (node.module or "").startswith("stretto")}
         assert modules == {"stretto.base.errors", "stretto.signals"}

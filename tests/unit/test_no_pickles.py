@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from syntax import tree_of
+
 import stretto
 
 SOURCE = Path(stretto.__file__).parent
@@ -50,7 +52,7 @@ def test_no_module_opens_or_sends_pickles() -> None:
         name = str(path.relative_to(SOURCE))
         if name.startswith("examples/"):
             continue
-        found = set(uses(ast.parse(path.read_text()))) - EXCEPTIONS.get(name, set())
+        found = set(uses(tree_of(path))) - EXCEPTIONS.get(name, set())
         assert not found, f"{name}: {', '.join(sorted(found))}"
 
 

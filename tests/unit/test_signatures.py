@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from processes import forked
+from syntax import tree_of
 
 from stretto.orchestrator.batch.packing import Cost
 from stretto.trainer.optim.muon import orthogonalise
@@ -104,7 +105,7 @@ def test_public_functions_say_the_shapes_of_the_arrays_that_they_take_and_return
     bare = [
         f"{path.relative_to(SOURCE)}:{function.lineno} {function.name}: {ast.unparse(annotation)}"
         for path in sorted((SOURCE / room).rglob("*.py"))
-        for tree in [ast.parse(path.read_text())]
+        for tree in [tree_of(path)]
         for words in [words_of(tree)]
         for function in _public_functions(tree)
         for annotation in (*(each.annotation for each in arguments_of(function)), function.returns)

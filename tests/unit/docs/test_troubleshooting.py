@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from syntax import tree_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -19,7 +20,7 @@ def printed() -> tuple[str, ...]:
     """Every text in the source but docstrings; what an f-string or the logger fills in is `...`."""
     found = set()
     for file in sorted((ROOT / "src" / "stretto").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.JoinedStr):
                 parts = (each.value if isinstance(each, ast.Constant) else "..." for each in node.values)
                 found.add("".join(map(str, parts)))

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from syntax import tree_of
 
 from stretto.monitors.catalog import ENGINE, PARTS, markdown, unlisted
 
@@ -18,7 +19,7 @@ def texts(rooms: tuple[str, ...]) -> str:
     """Every string in the code of these rooms, a line each; what f-strings fill in is `<>`."""
     found = []
     for file in (file for room in rooms for file in sorted((ROOT / "src" / "stretto" / room).rglob("*.py"))):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
             if isinstance(node, ast.JoinedStr):
