@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
-from stretto.envs.base import EpisodeLimits, Message, RolloutResult, Split, TaskSource
+from stretto.envs.base import EpisodeLimits, Message, RolloutResult
 from stretto.envs.bundled.calculator import calculate
-from stretto.envs.bundled.held_out import draw_held_out
+from stretto.envs.bundled.held_out import GeneratedTasks, assistant, user
 from stretto.envs.multi_turn import Episode, ToolEnv
 from stretto.envs.rewards.math_reward import boxed, number
 from stretto.records.rollout import Task
@@ -45,12 +46,13 @@ def search(query: str) -> str:
     return " ".join(found) or "Nothing found."
 
 
-class Shop(ToolEnv):
+class Shop(GeneratedTasks, ToolEnv):
     """Sums of two prices, each times a number from 2 to 9.
 
     instruction: text before the question; a network that is trained from scratch on solutions needs none.
     """
 
+    stream = "shop"
     limits = EpisodeLimits(max_turns=6)
 
     def __init__(self, seed: int = 0, instruction: str = "") -> None:
@@ -58,15 +60,19 @@ class Shop(ToolEnv):
         self.seed, self.instruction = seed, instruction
         self.tools = (search, calculate)
 
-    def tasks(self, split: Split) -> TaskSource:
-        def make(index: int) -> Task:
-            order = self._draw(f"{split}/{self.seed}", index, is_eval=split == "eval")
-            return Task(env=self.name, task_id=f"{split}-{index}", data={"order": order})
+    def make_text(self, entropy: int) -> str:
+        things = sorted(PRICES)
+        entropy, first = divmod(entropy, len(things))
+        entropy, gap = divmod(entropy, len(things) - 1)
+        entropy, count = divmod(entropy, 8)
+        second = things[(first + 1 + gap) % len(things)]
+        return f"{count + 2} {things[first]}s and {entropy % 8 + 2} {second}s"
 
-        return TaskSource(make)
+    def task_data(self, text: str) -> dict[str, str]:
+        return {"order": text}
 
     def prompt(self, task: Task) -> list[Message]:
-        return [{"role": "user", "content": self._question(task.data["order"])}]
+        return [user(f"{self.instruction}What do {task.data['order']} cost?")]
 
     def score(self, episode: Episode) -> RolloutResult:
         answer = number(boxed(episode.last_text) or "")
@@ -82,46 +88,21 @@ class Shop(ToolEnv):
             },
         )
 
-    def sft_rows(self, num_rows: int, seed: int) -> list[dict]:
-        """Orders of the training split, solved with two searches and one calculation."""
-        return [
-            self._solved(self._draw(f"sft/{self.seed}/{seed}", i, is_eval=False)) for i in range(num_rows)
-        ]
-
-    def _solved(self, order: str) -> dict:
-        sums = "+".join(f"{count}*{PRICES[thing]}" for count, thing in parse(order))
-        calls = [("search", {"query": thing}) for _, thing in parse(order)] + [
-            ("calculate", {"expression": sums})
-        ]
-        messages: list[Message] = [{"role": "user", "content": self._question(order)}]
+    def solve(self, task: Task) -> dict[str, Any]:
+        """A row for `sft`: an order, solved with two searches and one calculation."""
+        order = parse(task.data["order"])
+        sums = "+".join(f"{count}*{PRICES[thing]}" for count, thing in order)
+        calls = [*(("search", {"query": thing}) for _, thing in order), ("calculate", {"expression": sums})]
+        messages = self.prompt(task)
         for name, arguments in calls:
             function = {"name": name, "arguments": arguments}
             result = search(**arguments) if name == "search" else calculate(**arguments)
             messages += [
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [{"type": "function", "function": function}],
-                },
+                assistant("") | {"tool_calls": [{"type": "function", "function": function}]},
                 {"role": "tool", "name": name, "content": result},
             ]
-        messages.append({"role": "assistant", "content": f"\\boxed{{{total(order)}}}"})
+        messages.append(assistant(f"\\boxed{{{total(task.data['order'])}}}"))
         return {"messages": messages, "tools": self.tool_schemas()}
-
-    def _question(self, order: str) -> str:
-        return f"{self.instruction}What do {order} cost?"
-
-    def _draw(self, stream: str, index: int, *, is_eval: bool) -> str:
-        things = sorted(PRICES)
-
-        def make(entropy: int) -> str:
-            entropy, first = divmod(entropy, len(things))
-            entropy, gap = divmod(entropy, len(things) - 1)
-            entropy, count = divmod(entropy, 8)
-            second = things[(first + 1 + gap) % len(things)]
-            return f"{count + 2} {things[first]}s and {entropy % 8 + 2} {second}s"
-
-        return draw_held_out(f"shop/{stream}", index, is_eval=is_eval, make=make)
 
 
 def parse(order: str) -> list[tuple[int, str]]:

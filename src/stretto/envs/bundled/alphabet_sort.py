@@ -8,16 +8,16 @@ could change the reward. The metric `turns_right` counts the right turns.
 from __future__ import annotations
 
 from stretto.base.errors import ConfigError
-from stretto.envs.base import Message, Reply, RolloutResult, Split, TaskSource
-from stretto.envs.bundled.held_out import draw_held_out, letters_of
+from stretto.envs.base import Message, Reply, RolloutResult
+from stretto.envs.bundled.held_out import GeneratedTasks, alphabet_of, assistant, letters_of, user
 from stretto.envs.multi_turn import Episode, MultiTurnEnv
 from stretto.records.rollout import Task
 
-ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
-
-class AlphabetSort(MultiTurnEnv):
+class AlphabetSort(GeneratedTasks, MultiTurnEnv):
     """num_turns messages of letters_per_turn letters out of the first num_symbols of the alphabet."""
+
+    stream = "alphabet-sort"
 
     def __init__(
         self,
@@ -31,20 +31,17 @@ class AlphabetSort(MultiTurnEnv):
             raise ConfigError(
                 f"alphabet-sort: num_turns = {num_turns} and letters_per_turn = {letters_per_turn} must lie in 1..16."
             )
-        if not 2 <= num_symbols <= 26:
-            raise ConfigError(f"alphabet-sort: num_symbols = {num_symbols} must lie in 2..26.")
         self.name = "alphabet-sort"
         self.num_turns, self.letters_per_turn = num_turns, letters_per_turn
-        self.alphabet = ALPHABET[:num_symbols]
+        self.alphabet = alphabet_of(num_symbols, "alphabet-sort")
         self.seed = seed
         self.instruction = instruction
 
-    def tasks(self, split: Split) -> TaskSource:
-        def make(index: int) -> Task:
-            letters = self._draw(f"{split}/{self.seed}", index, is_eval=split == "eval")
-            return Task(env=self.name, task_id=f"{split}-{index}", data={"letters": letters})
+    def make_text(self, entropy: int) -> str:
+        return letters_of(entropy, self.alphabet, self.num_turns * self.letters_per_turn)
 
-        return TaskSource(make)
+    def task_data(self, text: str) -> dict[str, str]:
+        return {"letters": text}
 
     def prompt(self, task: Task) -> list[Message]:
         return [self._user_message(task.data["letters"], 0)]
@@ -60,28 +57,16 @@ class AlphabetSort(MultiTurnEnv):
         right = episode.state.get("turns_right", 0)
         return RolloutResult(reward=float(right == self.num_turns), metrics={"turns_right": float(right)})
 
-    def sft_rows(self, num_rows: int, seed: int) -> list[dict]:
-        """Solved episodes of the training split."""
-        rows = []
-        for index in range(num_rows):
-            letters = self._draw(f"sft/{self.seed}/{seed}", index, is_eval=False)
-            messages = []
-            for turn in range(self.num_turns):
-                answer = {"role": "assistant", "content": self._answer(letters, turn)}
-                messages += [self._user_message(letters, turn), answer]
-            rows.append({"messages": messages})
-        return rows
+    def solve(self, task: Task) -> dict[str, list[Message]]:
+        letters, messages = task.data["letters"], []
+        for turn in range(self.num_turns):
+            messages += [self._user_message(letters, turn), assistant(self._answer(letters, turn))]
+        return {"messages": messages}
 
     def _user_message(self, letters: str, turn: int) -> Message:
         start = turn * self.letters_per_turn
-        prefix = f"{'' if turn else self.instruction}{'+' if turn else ''}"
-        return {"role": "user", "content": prefix + letters[start : start + self.letters_per_turn]}
+        prefix = "+" if turn else self.instruction
+        return user(prefix + letters[start : start + self.letters_per_turn])
 
     def _answer(self, letters: str, turn: int) -> str:
         return "".join(sorted(letters[: (turn + 1) * self.letters_per_turn]))
-
-    def _draw(self, stream: str, index: int, *, is_eval: bool) -> str:
-        def make(entropy: int) -> str:
-            return letters_of(entropy, self.alphabet, self.num_turns * self.letters_per_turn)
-
-        return draw_held_out(f"alphabet-sort/{stream}", index, is_eval=is_eval, make=make)

@@ -7,14 +7,16 @@ envs/rewards/math_reward.py, like answers to questions of any dataset.
 from __future__ import annotations
 
 from stretto.base.errors import ConfigError
-from stretto.envs.base import Message, SingleTurnEnv, Split, TaskSource
-from stretto.envs.bundled.held_out import draw_held_out
+from stretto.envs.base import Message, SingleTurnEnv
+from stretto.envs.bundled.held_out import GeneratedTasks, user
 from stretto.envs.rewards.math_reward import MathVerifier
 from stretto.records.rollout import Task
 
 
-class Arithmetic(SingleTurnEnv):
+class Arithmetic(GeneratedTasks, SingleTurnEnv):
     """num_terms numbers of 0..max_number, each added or subtracted (`operators`); results may be negative."""
+
+    stream = "arithmetic"
 
     def __init__(
         self,
@@ -44,42 +46,25 @@ class Arithmetic(SingleTurnEnv):
         self.instruction = instruction
         self.verifier = MathVerifier(timeout_s=timeout_s)
 
-    def tasks(self, split: Split) -> TaskSource:
-        def make(index: int) -> Task:
-            terms = self._draw(f"{split}/{self.seed}", index, is_eval=split == "eval")
-            return Task(env=self.name, task_id=f"{split}-{index}", data=question(terms))
+    def make_text(self, entropy: int) -> str:
+        entropy, first = divmod(entropy, self.max_number + 1)
+        terms = str(first)
+        for _ in range(self.num_terms - 1):
+            entropy, number = divmod(entropy, self.max_number + 1)
+            entropy, operator = divmod(entropy, len(self.operators))
+            terms += f"{self.operators[operator]}{number}"
+        return terms
 
-        return TaskSource(make)
+    def task_data(self, text: str) -> dict[str, str]:
+        # The text has digits and operators only, so eval is safe.
+        return {"question": f"{text}=", "answer": str(eval(text, {"__builtins__": {}}))}
 
     def prompt(self, task: Task) -> list[Message]:
-        return [{"role": "user", "content": self.instruction + task.data["question"]}]
+        return [user(self.instruction + task.data["question"])]
 
     async def score(self, task: Task, text: str) -> float:
         return float(await self.verifier.verify(text, task.data["answer"]))
 
-    def sft_rows(self, num_rows: int, seed: int) -> list[dict]:
-        """Solved tasks of the training split."""
-        rows = []
-        for index in range(num_rows):
-            data = question(self._draw(f"sft/{self.seed}/{seed}", index, is_eval=False))
-            answer = {"role": "assistant", "content": f"\\boxed{{{data['answer']}}}"}
-            user = {"role": "user", "content": self.instruction + data["question"]}
-            rows.append({"messages": [user, answer]})
-        return rows
-
-    def _draw(self, stream: str, index: int, *, is_eval: bool) -> str:
-        def make(entropy: int) -> str:
-            entropy, first = divmod(entropy, self.max_number + 1)
-            terms = str(first)
-            for _ in range(self.num_terms - 1):
-                entropy, number = divmod(entropy, self.max_number + 1)
-                entropy, operator = divmod(entropy, len(self.operators))
-                terms += f"{self.operators[operator]}{number}"
-            return terms
-
-        return draw_held_out(f"arithmetic/{stream}", index, is_eval=is_eval, make=make)
-
-
-def question(terms: str) -> dict[str, str]:
-    """The task data for terms such as `7+5*2`. They consist of digits and operators only, so eval is safe."""
-    return {"question": f"{terms}=", "answer": str(eval(terms, {"__builtins__": {}}))}
+    def demonstration(self, task: Task) -> str:
+        """The answer, which `opsd` shows to the teacher."""
+        return f"\\boxed{{{task.data['answer']}}}"

@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable
+from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.envs.base import Message, RolloutResult, Split, TaskSource
-from stretto.envs.bundled.held_out import draw_held_out
+from stretto.envs.base import Message, RolloutResult
+from stretto.envs.bundled.held_out import GeneratedTasks, assistant, user
 from stretto.envs.multi_turn import Episode, ToolEnv
 from stretto.records.rollout import Task
 
@@ -41,8 +42,10 @@ def value_of(node: ast.expr) -> int:
     raise ValueError("only whole numbers, + - * and brackets")
 
 
-class Calculator(ToolEnv):
+class Calculator(GeneratedTasks, ToolEnv):
     """Products of two numbers of min_number..max_number."""
+
+    stream = "calculator"
 
     def __init__(
         self, min_number: int = 10, max_number: int = 99, seed: int = 0, instruction: str = ""
@@ -58,15 +61,16 @@ class Calculator(ToolEnv):
         self.instruction = instruction
         self.tools = (calculate,)
 
-    def tasks(self, split: Split) -> TaskSource:
-        def make(index: int) -> Task:
-            product = self._draw(f"{split}/{self.seed}", index, is_eval=split == "eval")
-            return Task(env=self.name, task_id=f"{split}-{index}", data={"product": product})
+    def make_text(self, entropy: int) -> str:
+        span = self.max_number - self.min_number + 1
+        entropy, first = divmod(entropy, span)
+        return f"{self.min_number + first}*{self.min_number + entropy % span}"
 
-        return TaskSource(make)
+    def task_data(self, text: str) -> dict[str, str]:
+        return {"product": text}
 
     def prompt(self, task: Task) -> list[Message]:
-        return [{"role": "user", "content": f"{self.instruction}{task.data['product']}="}]
+        return [user(f"{self.instruction}{task.data['product']}=")]
 
     def score(self, episode: Episode) -> RolloutResult:
         last = episode.messages[-1]
@@ -80,30 +84,15 @@ class Calculator(ToolEnv):
             reward=float(is_right), metrics={"calls": float(len(results)), "errors": float(errors)}
         )
 
-    def sft_rows(self, num_rows: int, seed: int) -> list[dict]:
-        """Tasks of the training split, solved with one call."""
-        rows = []
-        for index in range(num_rows):
-            product = self._draw(f"sft/{self.seed}/{seed}", index, is_eval=False)
-            function = {"name": "calculate", "arguments": {"expression": product}}
-            result = calculate(product)
-            messages = [
-                {"role": "user", "content": f"{self.instruction}{product}="},
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [{"type": "function", "function": function}],
-                },
-                {"role": "tool", "name": "calculate", "content": result},
-                {"role": "assistant", "content": result},
-            ]
-            rows.append({"messages": messages, "tools": self.tool_schemas()})
-        return rows
-
-    def _draw(self, stream: str, index: int, *, is_eval: bool) -> str:
-        def make(entropy: int) -> str:
-            span = self.max_number - self.min_number + 1
-            entropy, first = divmod(entropy, span)
-            return f"{self.min_number + first}*{self.min_number + entropy % span}"
-
-        return draw_held_out(f"calculator/{stream}", index, is_eval=is_eval, make=make)
+    def solve(self, task: Task) -> dict[str, Any]:
+        """A row for `sft`, solved with one call."""
+        product = task.data["product"]
+        function = {"name": "calculate", "arguments": {"expression": product}}
+        result = calculate(product)
+        messages = [
+            *self.prompt(task),
+            assistant("") | {"tool_calls": [{"type": "function", "function": function}]},
+            {"role": "tool", "name": "calculate", "content": result},
+            assistant(result),
+        ]
+        return {"messages": messages, "tools": self.tool_schemas()}

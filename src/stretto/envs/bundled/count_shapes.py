@@ -13,16 +13,18 @@ import numpy as np
 
 from stretto.base.errors import ConfigError
 from stretto.data.pictures import data_url
-from stretto.envs.base import Message, SingleTurnEnv, Split, TaskSource
-from stretto.envs.bundled.held_out import draw_held_out
+from stretto.envs.base import Message, SingleTurnEnv
+from stretto.envs.bundled.held_out import GeneratedTasks
 from stretto.records.rollout import Task
 
 KINDS = ("circle", "square", "triangle")
 COLORS = ("red", "green", "blue", "orange", "purple", "black")
 
 
-class CountShapes(SingleTurnEnv):
+class CountShapes(GeneratedTasks, SingleTurnEnv):
     """1 to max_shapes shapes on a white picture of size x size pixels."""
+
+    stream = "count-shapes"
 
     def __init__(
         self, max_shapes: int = 4, size: int = 32, question: str = "how many?", seed: int = 0
@@ -37,12 +39,13 @@ class CountShapes(SingleTurnEnv):
         self.name = "count-shapes"
         self.max_shapes, self.size, self.question, self.seed = max_shapes, size, question, seed
 
-    def tasks(self, split: Split) -> TaskSource:
-        def make(index: int) -> Task:
-            data = self._draw(f"{split}/{self.seed}", index, is_eval=split == "eval")
-            return Task(env=self.name, task_id=f"{split}-{index}", data=data)
+    def make_text(self, entropy: int) -> str:
+        places, num = divmod(entropy, self.max_shapes)
+        return f"{num + 1} {places % 2**31}"
 
-        return TaskSource(make)
+    def task_data(self, text: str) -> dict[str, int]:
+        num_shapes, places = map(int, text.split())
+        return {"num_shapes": num_shapes, "places": places}
 
     def prompt(self, task: Task) -> list[Message]:
         encoded = draw_shapes(task.data["num_shapes"], task.data["places"], self.max_shapes, self.size)
@@ -50,25 +53,11 @@ class CountShapes(SingleTurnEnv):
         return [{"role": "user", "content": [shown, {"type": "text", "text": self.question}]}]
 
     def score(self, task: Task, text: str) -> float:
-        return float(text.strip() == str(task.data["num_shapes"]))
+        return float(text.strip() == self.demonstration(task))
 
-    def sft_rows(self, num_rows: int, seed: int) -> list[dict]:
-        """Solved tasks of the training split."""
-        rows = []
-        for index in range(num_rows):
-            data = self._draw(f"sft/{self.seed}/{seed}", index, is_eval=False)
-            task = Task(env=self.name, task_id=f"sft-{index}", data=data)
-            answer = {"role": "assistant", "content": str(data["num_shapes"])}
-            rows.append({"messages": [*self.prompt(task), answer]})
-        return rows
-
-    def _draw(self, stream: str, index: int, *, is_eval: bool) -> dict[str, int]:
-        def make(entropy: int) -> str:
-            places, num = divmod(entropy, self.max_shapes)
-            return f"{num + 1} {places % 2**31}"
-
-        num, places = draw_held_out(f"count-shapes/{stream}", index, is_eval=is_eval, make=make).split()
-        return {"num_shapes": int(num), "places": int(places)}
+    def demonstration(self, task: Task) -> str:
+        """The answer, which `opsd` shows to the teacher."""
+        return str(task.data["num_shapes"])
 
 
 def draw_shapes(num_shapes: int, places: int, max_shapes: int, size: int) -> bytes:

@@ -1,32 +1,95 @@
-"""Random strings by index, split into training and held-out strings that never overlap.
+"""Tasks made from random numbers, split into training and held-out tasks that never overlap.
 
-The hash of a string decides whether it is held out (1 in 16 of all strings), not when it was drawn. So no held-out
-string is ever trained on, however many tasks are drawn, in any process and run.
+A task is a text, and its hash decides whether it is held out (1 in 16 of all texts), not when it was drawn. So no
+held-out task is ever trained on, however many tasks are drawn, in any process and run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import string
+from abc import ABC, abstractmethod
 from hashlib import blake2b
+from typing import Any
+
+from stretto.base.errors import ConfigError
+from stretto.envs.base import Message, Split, TaskSource
+from stretto.records.rollout import Task
 
 EVAL_SHARE = 16
-"""One string in this many is held out."""
+"""One text in this many is held out."""
 
 
-def draw_held_out(stream: str, index: int, *, is_eval: bool, make: Callable[[int], str]) -> str:
-    """String number `index` of `stream`, held out or not; `make` turns a random integer into a string."""
-    attempt = 0
-    while True:
-        entropy = _digest(f"{stream}/{index}/{attempt}")
-        text = make(entropy)
-        if is_held_out(text) == is_eval:
-            return text
-        attempt += 1
+class GeneratedTasks(ABC):
+    """The tasks of an environment, and solved ones for `sft`."""
+
+    name: str
+    seed: int
+    stream: str
+    """Name of the environment's random numbers."""
+
+    @abstractmethod
+    def make_text(self, entropy: int) -> str:
+        """The text of a task, made from a random integer."""
+
+    @abstractmethod
+    def task_data(self, text: str) -> dict[str, Any]:
+        """The data of the task with this text."""
+
+    def tasks(self, split: Split) -> TaskSource:
+        """The tasks of one split: to train on, or held out."""
+
+        def make(index: int) -> Task:
+            text = self.draw(f"{split}/{self.seed}", index, is_eval=split == "eval")
+            return Task(env=self.name, task_id=f"{split}-{index}", data=self.task_data(text))
+
+        return TaskSource(make)
+
+    def sft_rows(self, num_rows: int, seed: int) -> list[dict[str, Any]]:
+        """Solved tasks of the training split."""
+        return [self.solve(self.draw_for_sft(seed, index)) for index in range(num_rows)]
+
+    def solve(self, task: Task) -> dict[str, Any]:
+        """A row for `sft`: the prompt of a single-turn task, and the right reply."""
+        return {"messages": [*self.prompt(task), assistant(self.demonstration(task))]}
+
+    def draw_for_sft(self, seed: int, index: int) -> Task:
+        """Task number `index` of the training split, drawn for `sft`."""
+        text = self.draw(f"sft/{self.seed}/{seed}", index, is_eval=False)
+        return Task(env=self.name, task_id=f"sft-{index}", data=self.task_data(text))
+
+    def draw(self, stream: str, index: int, *, is_eval: bool) -> str:
+        """Text number `index` of a stream: the first that is held out, or is not."""
+        attempt = 0
+        while True:
+            text = self.make_text(_digest(f"{self.stream}/{stream}/{index}/{attempt}"))
+            if is_held_out(text) == is_eval:
+                return text
+            attempt += 1
 
 
 def is_held_out(text: str) -> bool:
-    """Is this string held out?"""
+    """Is the task with this text held out?"""
     return _digest("side/" + text) % EVAL_SHARE == 0
+
+
+def user(text: str) -> Message:
+    """A message of the user."""
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> Message:
+    """A message of the policy."""
+    return {"role": "assistant", "content": text}
+
+
+def alphabet_of(num_symbols: int, env: str) -> str:
+    """The first num_symbols letters of the alphabet; `env` is for messages.
+
+    Raises: ConfigError if there are not that many, or fewer than two.
+    """
+    if not 2 <= num_symbols <= 26:
+        raise ConfigError(f"{env}: num_symbols = {num_symbols} must lie in 2..26.")
+    return string.ascii_lowercase[:num_symbols]
 
 
 def letters_of(entropy: int, alphabet: str, length: int) -> str:

@@ -14,8 +14,8 @@ import random
 from collections.abc import Iterable
 
 from stretto.base.errors import ConfigError
-from stretto.envs.base import Message, RolloutResult, SingleTurnEnv, Split, TaskSource
-from stretto.envs.bundled.held_out import draw_held_out
+from stretto.envs.base import Message, RolloutResult, SingleTurnEnv
+from stretto.envs.bundled.held_out import GeneratedTasks, user
 from stretto.envs.rewards.sandbox import Sandbox, SandboxLimits, SandboxResult
 from stretto.records.rollout import Task
 
@@ -32,11 +32,13 @@ MAX_REPLY_CHARS = 2000  # a longer reply is cut before it is run
 CACHE_SIZE = 10_000  # replies whose results are cached: a reply computes the same values for every task
 
 
-class PythonCode(SingleTurnEnv):
+class PythonCode(GeneratedTasks, SingleTurnEnv):
     """Functions `x+c`, `x-c`, `x*c` with c in 1..max_constant, with num_examples inputs in 0..max_input shown.
 
     They are tested with the num_tests integers above max_input, which are never shown.
     """
+
+    stream = "code"
 
     def __init__(
         self,
@@ -74,15 +76,19 @@ class PythonCode(SingleTurnEnv):
         self.sandbox = Sandbox(SandboxLimits(wall_s=timeout_s), backend=backend)
         self._runs: dict[str, asyncio.Future[SandboxResult]] = {}
 
-    def tasks(self, split: Split) -> TaskSource:
-        def make(index: int) -> Task:
-            data = self._draw(f"{split}/{self.seed}", index, is_eval=split == "eval")
-            return Task(env=self.name, task_id=f"{split}-{index}", data=data)
+    def make_text(self, entropy: int) -> str:
+        rng = random.Random(entropy)
+        function = f"x{rng.choice(self.operators)}{rng.randint(1, self.max_constant)}"
+        shown = rng.sample(range(self.max_input + 1), self.num_examples)
+        pairs = zip(shown, values(function, shown))
+        return function + " " + " ".join(f"f({x})={y}" for x, y in pairs)
 
-        return TaskSource(make)
+    def task_data(self, text: str) -> dict[str, str]:
+        function, _, examples = text.partition(" ")
+        return {"function": function, "examples": examples}
 
     def prompt(self, task: Task) -> list[Message]:
-        return [{"role": "user", "content": self.instruction + task.data["examples"]}]
+        return [user(self.instruction + task.data["examples"])]
 
     async def score(self, task: Task, text: str) -> RolloutResult:
         expected = values(task.data["function"], self.test_inputs)
@@ -116,26 +122,9 @@ class PythonCode(SingleTurnEnv):
             if run.done() and (run.cancelled() or run.exception()):
                 self._runs.pop(expression, None)
 
-    def sft_rows(self, num_rows: int, seed: int) -> list[dict]:
-        """Solved tasks of the training split."""
-        rows = []
-        for index in range(num_rows):
-            data = self._draw(f"sft/{self.seed}/{seed}", index, is_eval=False)
-            user = {"role": "user", "content": self.instruction + data["examples"]}
-            rows.append({"messages": [user, {"role": "assistant", "content": data["function"]}]})
-        return rows
-
-    def _draw(self, stream: str, index: int, *, is_eval: bool) -> dict[str, str]:
-        def make(entropy: int) -> str:
-            rng = random.Random(entropy)
-            function = f"x{rng.choice(self.operators)}{rng.randint(1, self.max_constant)}"
-            shown = rng.sample(range(self.max_input + 1), self.num_examples)
-            pairs = zip(shown, values(function, shown))
-            return function + " " + " ".join(f"f({x})={y}" for x, y in pairs)
-
-        text = draw_held_out(f"code/{stream}", index, is_eval=is_eval, make=make)
-        function, _, examples = text.partition(" ")
-        return {"function": function, "examples": examples}
+    def demonstration(self, task: Task) -> str:
+        """The function, which `opsd` shows to the teacher."""
+        return task.data["function"]
 
 
 def values(function: str, inputs: Iterable[int]) -> list[int]:

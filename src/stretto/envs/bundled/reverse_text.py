@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from stretto.base.errors import ConfigError
-from stretto.envs.base import Message, SingleTurnEnv, Split, TaskSource
-from stretto.envs.bundled.held_out import draw_held_out, letters_of
+from stretto.envs.base import Message, SingleTurnEnv
+from stretto.envs.bundled.held_out import GeneratedTasks, alphabet_of, letters_of, user
 from stretto.records.rollout import Task
 
-ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
-
-class ReverseText(SingleTurnEnv):
+class ReverseText(GeneratedTasks, SingleTurnEnv):
     """Strings of min_length..max_length letters, each length equally likely; `instruction` precedes them."""
+
+    stream = "reverse"
 
     def __init__(
         self,
@@ -25,46 +25,26 @@ class ReverseText(SingleTurnEnv):
             raise ConfigError(
                 f"reverse-text: min_length = {min_length}, max_length = {max_length} must lie in 1..64, in this order."
             )
-        if not 2 <= num_symbols <= 26:
-            raise ConfigError(f"reverse-text: num_symbols = {num_symbols} must lie in 2..26.")
         self.name = "reverse-text"
         self.min_length = min_length
         self.max_length = max_length
-        self.alphabet = ALPHABET[:num_symbols]
+        self.alphabet = alphabet_of(num_symbols, "reverse-text")
         self.seed = seed
         self.instruction = instruction
 
-    def tasks(self, split: Split) -> TaskSource:
-        def make(index: int) -> Task:
-            text = self._draw(f"{split}/{self.seed}", index, is_eval=split == "eval")
-            return Task(env=self.name, task_id=f"{split}-{index}", data={"text": text})
+    def make_text(self, entropy: int) -> str:
+        entropy, extra = divmod(entropy, self.max_length - self.min_length + 1)
+        return letters_of(entropy, self.alphabet, self.min_length + extra)
 
-        return TaskSource(make)
+    def task_data(self, text: str) -> dict[str, str]:
+        return {"text": text}
 
     def prompt(self, task: Task) -> list[Message]:
-        return [{"role": "user", "content": self.instruction + task.data["text"]}]
+        return [user(self.instruction + task.data["text"])]
 
     def score(self, task: Task, text: str) -> float:
-        return float(text.strip() == task.data["text"][::-1])
+        return float(text.strip() == self.demonstration(task))
 
     def demonstration(self, task: Task) -> str:
-        """The answer, for `opsd`."""
+        """The answer, which `opsd` shows to the teacher."""
         return task.data["text"][::-1]
-
-    def sft_rows(self, num_rows: int, seed: int) -> list[dict]:
-        """Solved tasks of the training split."""
-        rows = []
-        for index in range(num_rows):
-            text = self._draw(f"sft/{self.seed}/{seed}", index, is_eval=False)
-            answer = {"role": "assistant", "content": text[::-1]}
-            rows.append({"messages": [{"role": "user", "content": self.instruction + text}, answer]})
-        return rows
-
-    def _draw(self, stream: str, index: int, *, is_eval: bool) -> str:
-        num_lengths = self.max_length - self.min_length + 1
-
-        def make(entropy: int) -> str:
-            entropy, extra = divmod(entropy, num_lengths)
-            return letters_of(entropy, self.alphabet, self.min_length + extra)
-
-        return draw_held_out(f"reverse/{stream}", index, is_eval=is_eval, make=make)

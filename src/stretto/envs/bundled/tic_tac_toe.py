@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import random
 
+from msgspec.structs import replace
+
 from stretto.base.errors import ConfigError
 from stretto.envs.base import Message, RolloutContext, RolloutResult, Split, TaskSource
-from stretto.envs.bundled.held_out import draw_held_out
+from stretto.envs.bundled.held_out import GeneratedTasks, assistant, user
 from stretto.records.rollout import Task
 
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 
 
-class TicTacToe:
+class TicTacToe(GeneratedTasks):
     """Games that start after num_opening_moves random moves, against the policy (`self`) or `random` moves.
 
     Against `random` the policy moves first in even tasks, second in odd ones.
     """
+
+    stream = "tic-tac-toe"
 
     def __init__(
         self, num_opening_moves: int = 3, opponent: str = "self", seed: int = 0, instruction: str = ""
@@ -37,11 +41,21 @@ class TicTacToe:
         self.seed = seed
         self.instruction = instruction
 
+    def make_text(self, entropy: int) -> str:
+        moves = random.Random(entropy).sample("123456789", self.num_opening_moves)
+        # A canonical order of moves per board, so that each board belongs to one split only.
+        moves[::2], moves[1::2] = sorted(moves[::2]), sorted(moves[1::2])
+        return "".join(moves)
+
+    def task_data(self, text: str) -> dict[str, str]:
+        return {"opening": text}
+
     def tasks(self, split: Split) -> TaskSource:
+        source = super().tasks(split)
+
         def make(index: int) -> Task:
-            opening = self._draw(f"{split}/{self.seed}", index, is_eval=split == "eval")
-            data = {"opening": opening, "is_first": index % 2 == 0}
-            return Task(env=self.name, task_id=f"{split}-{index}", data=data)
+            task = source.make(index)
+            return replace(task, data=task.data | {"is_first": index % 2 == 0})
 
         return TaskSource(make)
 
@@ -79,15 +93,12 @@ class TicTacToe:
         rows: list[dict] = []
         index = 0
         while len(rows) < num_rows:
-            board, mover = after(self._draw(f"sft/{self.seed}/{seed}", index, is_eval=False))
+            board, mover = after(self.draw_for_sft(seed, index).data["opening"])
             rng = random.Random(f"{self.seed}/{seed}/{index}")
             histories: dict[str, list[Message]] = {"x": [], "o": []}
             while (won := winner(board)) is None and "." in board:
                 move = rng.choice(free_fields(board))
-                histories[mover] += [
-                    self._user_message(board, mover),
-                    {"role": "assistant", "content": str(move)},
-                ]
+                histories[mover] += [self._user_message(board, mover), assistant(str(move))]
                 board, mover = put(board, move, mover), other(mover)
             if won:
                 rows.append({"messages": histories[won]})
@@ -96,16 +107,7 @@ class TicTacToe:
 
     def _user_message(self, board: str, mover: str) -> Message:
         seen = board if mover == "x" else board.translate(str.maketrans("xo", "ox"))
-        return {"role": "user", "content": self.instruction + seen}
-
-    def _draw(self, stream: str, index: int, *, is_eval: bool) -> str:
-        def make(entropy: int) -> str:
-            moves = random.Random(entropy).sample("123456789", self.num_opening_moves)
-            # A canonical order of moves per board, so that each board belongs to one split only.
-            moves[::2], moves[1::2] = sorted(moves[::2]), sorted(moves[1::2])
-            return "".join(moves)
-
-        return draw_held_out(f"tic-tac-toe/{stream}", index, is_eval=is_eval, make=make)
+        return user(self.instruction + seen)
 
 
 def after(moves: str) -> tuple[str, str]:

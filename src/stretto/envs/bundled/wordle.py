@@ -13,17 +13,18 @@ import random
 from collections import Counter
 
 from stretto.base.errors import ConfigError
-from stretto.envs.base import Message, Reply, RolloutResult, Split, TaskSource
-from stretto.envs.bundled.held_out import draw_held_out, letters_of
+from stretto.envs.base import Message, Reply, RolloutResult
+from stretto.envs.bundled.held_out import GeneratedTasks, alphabet_of, assistant, letters_of, user
 from stretto.envs.multi_turn import Episode, MultiTurnEnv
 from stretto.records.rollout import Task
 
-ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 MAX_WORDS = 100_000  # `sft_rows` goes through all of them
 
 
-class Wordle(MultiTurnEnv):
+class Wordle(GeneratedTasks, MultiTurnEnv):
     """Words of word_length letters, to be found with max_turns guesses."""
+
+    stream = "wordle"
 
     def __init__(
         self,
@@ -42,19 +43,18 @@ class Wordle(MultiTurnEnv):
             raise ConfigError(f"wordle: max_turns = {max_turns} must be at least 1.")
         self.name = "wordle"
         self.word_length, self.max_turns = word_length, max_turns
-        self.alphabet = ALPHABET[:num_symbols]
+        self.alphabet = alphabet_of(num_symbols, "wordle")
         self.seed = seed
         self.instruction = instruction
 
-    def tasks(self, split: Split) -> TaskSource:
-        def make(index: int) -> Task:
-            word = self._draw(f"{split}/{self.seed}", index, is_eval=split == "eval")
-            return Task(env=self.name, task_id=f"{split}-{index}", data={"word": word})
+    def make_text(self, entropy: int) -> str:
+        return letters_of(entropy, self.alphabet, self.word_length)
 
-        return TaskSource(make)
+    def task_data(self, text: str) -> dict[str, str]:
+        return {"word": text}
 
     def prompt(self, task: Task) -> list[Message]:
-        return [{"role": "user", "content": self.instruction}]
+        return [user(self.instruction)]
 
     def respond(self, episode: Episode, reply: Reply) -> list[Message] | None:
         guess, word = reply.text.strip(), episode.task.data["word"]
@@ -65,7 +65,7 @@ class Wordle(MultiTurnEnv):
         if not is_word or episode.num_turns >= self.max_turns:
             episode.state["is_malformed"] = not is_word
             return None
-        return [{"role": "user", "content": compare(guess, word)}]
+        return [user(compare(guess, word))]
 
     def score(self, episode: Episode) -> RolloutResult:
         is_malformed = episode.state.get("is_malformed", False)
@@ -76,32 +76,26 @@ class Wordle(MultiTurnEnv):
         """Won games of the training split, guessed at random among the words that are still possible."""
         words = ["".join(letters) for letters in itertools.product(self.alphabet, repeat=self.word_length)]
         rows: list[dict] = []
-        for index in itertools.count():
-            if len(rows) == num_rows:
-                return rows
-            word = self._draw(f"sft/{self.seed}/{seed}", index, is_eval=False)
+        index = 0
+        while len(rows) < num_rows:
+            word = self.draw_for_sft(seed, index).data["word"]
             if messages := self._play(word, words, random.Random(f"{self.seed}/{seed}/{index}")):
                 rows.append({"messages": messages})
-        raise AssertionError("unreachable")
+            index += 1
+        return rows
 
     def _play(self, word: str, words: list[str], rng: random.Random) -> list[Message] | None:
-        messages: list[Message] = [{"role": "user", "content": self.instruction}]
+        messages: list[Message] = [user(self.instruction)]
         possible = words
         for _ in range(self.max_turns):
             guess = rng.choice(possible)
-            messages.append({"role": "assistant", "content": guess})
+            messages.append(assistant(guess))
             if guess == word:
                 return messages
             signs = compare(guess, word)
-            messages.append({"role": "user", "content": signs})
+            messages.append(user(signs))
             possible = [other for other in possible if compare(guess, other) == signs]
         return None
-
-    def _draw(self, stream: str, index: int, *, is_eval: bool) -> str:
-        def make(entropy: int) -> str:
-            return letters_of(entropy, self.alphabet, self.word_length)
-
-        return draw_held_out(f"wordle/{stream}", index, is_eval=is_eval, make=make)
 
 
 def compare(guess: str, word: str) -> str:
