@@ -12,6 +12,7 @@ run's seed. A run that is resumed continues at the record where it stopped and c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,76 +37,37 @@ from stretto.envs.dataset_records import (
     has_entries,
     is_built_in,
 )
-from stretto.envs.rewards.hub import RM_TYPES, async_rm, is_rm_type
+from stretto.envs.rewards.hub import async_rm
 from stretto.envs.rewards.math_reward import MathVerifier
 from stretto.records.rollout import Group, Task
 from stretto.vime.arguments import Arguments, addresses_of
 from stretto.vime.calls import Hook
 from stretto.vime.convert import prompt_of, sample_number, sample_of, trained_tokens
 from stretto.vime.engine import requests_as_turns
+from stretto.vime.reward_types import RM_TYPES, is_rm_type
 from stretto.vime.sample import Sample, Status
 
 STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
 
 
-def dataset(
-    path: str | list[str] | None = None,
-    eval_path: str | list[str] | None = None,
-    data_source: str | None = None,
-    streaming: bool = False,
-    convert: str | None = None,
-    input_key: str = "prompt",
-    label_key: str | None = "label",
-    metadata_key: list[str] | str | None = "metadata",
-    tool_key: str | None = "tools",
-    prompt_template: str | None = None,
-    label_pattern: str | None = None,
-    apply_chat_template: bool = True,
-    max_prompt_tokens: int | None = None,
-    shuffle: bool = True,
-    reward: str = "exact",
-    group_reward: bool = False,
-    reward_key: str | None = None,
-    generate: str | None = None,
-    sample_hooks: list[str] | None = None,
-    metadata_overrides: dict[str, Any] | None = None,
-    hook_args: dict[str, Any] | None = None,
-    run: RunInfo | None = None,
-) -> Dataset:
-    """Build the environment for these files; `load_environment` fills in `run`.
+def dataset(path: str | list[str] | None = None, *, run: RunInfo | None = None, **args: Any) -> Dataset:
+    """Build the environment for these files. Further arguments are the fields of `DatasetSettings`.
 
     Raises: ConfigError for arguments that do not fit; DataError for records that do not fit, with file and line.
     """
-    settings = DatasetSettings(
-        path,
-        eval_path,
-        data_source,
-        streaming,
-        convert,
-        input_key,
-        label_key,
-        metadata_key,
-        tool_key,
-        prompt_template,
-        label_pattern,
-        apply_chat_template,
-        max_prompt_tokens,
-        shuffle,
-        reward,
-        group_reward,
-        reward_key,
-        generate,
-        [] if sample_hooks is None else sample_hooks,
-        {} if metadata_overrides is None else metadata_overrides,
-        {} if hook_args is None else hook_args,
-    )
+    settings, run = DatasetSettings(path, **args), run or RunInfo()
     settings.check()
-    is_plain = apply_chat_template and generate is None and is_built_in(reward) and not sample_hooks
-    run = run or RunInfo()
     source = Records(settings, run, build_arguments(settings, run))
-    if is_plain and not source.has_tools:
+    is_plain = settings.apply_chat_template and settings.generate is None and not settings.sample_hooks
+    if is_plain and is_built_in(settings.reward) and not source.has_tools:
         return SingleTurnDataset(settings, source)
     return Dataset(settings, source)
+
+
+# `load_environment` reads the signature: it refuses arguments that are not there, and fills in `run`.
+dataset.__signature__ = inspect.Signature(
+    [*inspect.signature(DatasetSettings).parameters.values(), inspect.signature(dataset).parameters["run"]]
+)
 
 
 class Dataset:
@@ -129,7 +91,9 @@ class Dataset:
         elif settings.group_reward or (settings.reward_key is not None and not has_entries(settings.reward)):
             key = "group_reward" if settings.group_reward else "reward_key"
             raise ConfigError(f'dataset: {key} does nothing with reward = "{settings.reward}"; remove it')
-        self._sample_hooks = [Hook.load(path, "dataset: sample_hooks", 2) for path in settings.sample_hooks]
+        self._sample_hooks = [
+            Hook.load(path, "dataset: sample_hooks", 2) for path in settings.sample_hooks or ()
+        ]
         if settings.generate is not None:
             self._generate = Hook.load(settings.generate, "dataset: generate", 3)
 
@@ -306,7 +270,7 @@ def build_arguments(settings: DatasetSettings, run: RunInfo) -> Arguments:
         "seed": run.seed,
     }
     addresses = addresses_of(run.engine_urls, run.model_urls, run.policy_name)
-    return Arguments(**dict(run.table) | known | addresses | settings.hook_args)
+    return Arguments(**dict(run.table) | known | addresses | (settings.hook_args or {}))
 
 
 def sampling_params(ctx: RolloutContext) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
@@ -21,9 +21,9 @@ from stretto.data.messages import parse_messages, parse_tools, short_repr
 from stretto.data.records import read_records
 from stretto.envs.base import Message, RunInfo, Split
 from stretto.envs.pictures import Pictures
-from stretto.envs.rewards.hub import BOXED, LABELLED, RM_TYPES, is_rm_type
 from stretto.vime.arguments import Arguments
 from stretto.vime.calls import Hook
+from stretto.vime.reward_types import BOXED, LABELLED, RM_TYPES, WITH_ENTRIES, is_rm_type
 from stretto.vime.sample import Sample
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ TYPE_NAMES = {
     "str | None": "text",
     "bool": "true or false",
     "int | None": "a whole number > 0",
-    "dict[str, Any]": "a table",
-    "list[str]": "a list of texts",
+    "dict[str, Any] | None": "a table",
+    "list[str] | None": "a list of texts",
 }
 """What an error message calls the types of arguments."""
 
@@ -53,7 +53,7 @@ TYPE_NAMES = {
 class DatasetSettings:
     """The arguments of the environment `dataset`."""
 
-    path: str | list[str] | None
+    path: str | list[str] | None = None
     """File, `file@[a:b]`, directory, data set of the Hub `ORG/NAME:CONFIG[SPLIT]`, or a list of these; None if the
     environment is for evals only."""
     eval_path: str | list[str] | None = None
@@ -90,12 +90,12 @@ class DatasetSettings:
     """Entry to use if the reward is a dictionary."""
     generate: str | None = None
     """`module:function`: `generate(args, sample, sampling_params)` generates the reply."""
-    sample_hooks: list[str] = field(default_factory=list)
+    sample_hooks: list[str] | None = None
     """`module:function` each: `hook(args, sample, *, rollout_id, evaluation)` sees every finished sample, and may
     return another."""
-    metadata_overrides: dict[str, Any] = field(default_factory=dict)
+    metadata_overrides: dict[str, Any] | None = None
     """Laid over the metadata of every record."""
-    hook_args: dict[str, Any] = field(default_factory=dict)
+    hook_args: dict[str, Any] | None = None
     """Additional attributes of `args`."""
 
     def check(self) -> None:
@@ -290,7 +290,7 @@ class Records:
         label = None if settings.label_key is None else record.get(settings.label_key)
         if settings.label_pattern is not None and label is not None:
             label = self._label_within(label, where)
-        metadata = self._metadata(record, where) | self.settings.metadata_overrides
+        metadata = self._metadata(record, where) | (settings.metadata_overrides or {})
         reward = self._reward_name(metadata, where)
         if reward.removeprefix(BOXED) in ("exact", *LABELLED):
             rule = f'reward = "{reward}" compares replies with it'
@@ -382,7 +382,7 @@ def is_built_in(reward: str) -> bool:
 
 def has_entries(reward: str) -> bool:
     """May a built-in reward be a dictionary?"""
-    return reward == BY_RECORD or reward.removeprefix(BOXED) in ("dapo", "remote_rm")
+    return reward == BY_RECORD or reward.removeprefix(BOXED) in WITH_ENTRIES
 
 
 def _keys_of(record: Mapping[str, Any], wanted: str) -> str:

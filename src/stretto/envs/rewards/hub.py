@@ -27,18 +27,11 @@ from stretto.envs.rewards.instructions import follows_all
 from stretto.envs.rewards.math_reward import MathVerifier, boxed, number
 from stretto.vime.calls import Hook
 from stretto.vime.engine import post
+from stretto.vime.reward_types import BOXED, RM_TYPES, is_rm_type
 from stretto.vime.sample import Sample
 
-BOXED = "boxed_"
-RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm", "random")
-COMPARED = ("math", "deepscaler")
-LABELLED = ("math", "dapo", "deepscaler", "f1")
-"""Types that compare a reply with its record's label."""
-
-
-def is_rm_type(name: str) -> bool:
-    """Is there a reward of this name?"""
-    return name.removeprefix(BOXED) in RM_TYPES
+READ_BOX = ("math", "deepscaler")
+"""Rewards that read the last box of a reply themselves."""
 
 
 async def async_rm(
@@ -55,7 +48,7 @@ async def async_rm(
         known = ", ".join(RM_TYPES)
         raise EnvError(f"rm_type = {name!r}: there is no such reward; use {known}, or boxed_ and one of them")
     kind, reply = name.removeprefix(BOXED), sample.response
-    if name.startswith(BOXED) and kind not in COMPARED:  # these compare the content of the box anyway
+    if name.startswith(BOXED) and kind not in READ_BOX:
         reply = boxed(reply) or ""
     if kind == "remote_rm":
         return await _ask_server(args, sample)
