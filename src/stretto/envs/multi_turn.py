@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from stretto.envs.base import (
     EpisodeLimits,
     LimitReached,
@@ -98,14 +100,7 @@ class MultiTurnEnv(ABC):
                 break
             episode.messages += answer
         result = await checked_score(self.score(episode), f"environment {self.name}: score")
-        if not episode.is_truncated:
-            return result
-        return RolloutResult(
-            reward=result.reward,
-            agent_rewards=result.agent_rewards,
-            metrics=result.metrics,
-            is_truncated=True,
-        )
+        return replace(result, is_truncated=True) if episode.is_truncated else result
 
 
 class ToolEnv(MultiTurnEnv):

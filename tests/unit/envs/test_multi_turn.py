@@ -66,7 +66,10 @@ class Endless(OneTask, MultiTurnEnv):
     def score(self, episode):
         assert episode.last_text == "hm"
         return RolloutResult(
-            reward=float(episode.num_turns), agent_rewards={"a": 1.0}, metrics={"cut": episode.is_truncated}
+            reward=float(episode.num_turns),
+            agent_rewards={"a": 1.0},
+            metrics={"cut": episode.is_truncated},
+            note=episode.num_turns,
         )
 
 
@@ -94,6 +97,17 @@ def test_a_limit_ends_an_episode_as_truncated_with_its_reward(limits, turns):
     )
     assert rollout.agent_rewards == {"a": 1.0} and rollout.metrics == {"cut": True}
     assert rollout.num_sampled_tokens == 3 * turns
+
+
+async def test_a_truncated_episode_keeps_the_note_for_the_score_of_its_group():
+    class Cut:
+        async def chat(self, messages, tools=None, **sampling):
+            message = {"role": "assistant", "content": "hm"}
+            return Reply(message=message, text="hm", token_ids=np.zeros(1, np.int32), finish_reason="length")
+
+    env = Endless()
+    result = await env.rollout(env.tasks("train").task(0), Cut())
+    assert result.is_truncated and result.note == 1
 
 
 def test_the_last_reply_may_use_the_remaining_tokens_and_is_cut_there():
