@@ -13,7 +13,7 @@ from typing import Literal
 
 from stretto.base.errors import ConfigError
 from stretto.vime.files.models import ServedModel
-from stretto.vime.flags.flag import Setting, Values, typed
+from stretto.vime.flags.flag import Setting, Values
 
 ENGINES = ("--rollout-num-gpus", "--rollout-num-gpus-per-engine")
 PREFILL = "--prefill-num-servers"
@@ -51,7 +51,7 @@ def count_engines(flags: Values) -> list[Engines]:
     total, each = flags.rollout_num_gpus, flags.rollout_num_gpus_per_engine
     if total == 0 and flags.actor_num_gpus_per_node:
         raise ConfigError(
-            f"{typed(flags, '--rollout-num-gpus')}: without engines nothing is sampled; use a number of GPUs, or "
+            f"{flags.typed('--rollout-num-gpus')}: without engines nothing is sampled; use a number of GPUs, or "
             f"engines "
             'that run already: inference = "None" in the TOML of --print-config'
         )
@@ -75,7 +75,7 @@ def count_engines(flags: Values) -> list[Engines]:
     for engines in found:
         if engines.gpus > node and engines.gpus % node:
             raise ConfigError(
-                f"{typed(flags, ENGINES[1], key)}: an engine of {engines.gpus} GPUs is larger than a "
+                f"{flags.typed(ENGINES[1], key)}: an engine of {engines.gpus} GPUs is larger than a "
                 f"node and has whole nodes; use a multiple of {node}"
             )
     return found
@@ -85,7 +85,7 @@ def _of_one_size(flags: Values, total: int, each: int) -> list[Engines]:
     if total % each:
         fewer, more = total - total % each, total - total % each + each
         raise ConfigError(
-            f"{typed(flags, *ENGINES)}: {total} GPUs are no whole number of engines of {each}; use {fewer or each} or "
+            f"{flags.typed(*ENGINES)}: {total} GPUs are no whole number of engines of {each}; use {fewer or each} or "
             f"{more} GPUs"
         )
     number, prefill = total // each, flags.prefill_num_servers
@@ -93,7 +93,7 @@ def _of_one_size(flags: Values, total: int, each: int) -> list[Engines]:
         return [Engines("regular", number, each)]
     if not 0 < prefill < number:
         raise ConfigError(
-            f"{typed(flags, PREFILL, *ENGINES)}: of {number} engines at least one must read prompts and one write "
+            f"{flags.typed(PREFILL, *ENGINES)}: of {number} engines at least one must read prompts and one write "
             "replies"
         )
     return [Engines("prefill", prefill, each), Engines("decode", number - prefill, each)]
@@ -108,7 +108,7 @@ def degrees(flags: Values, found: list[Engines]) -> Iterator[Setting]:
     for engines in found:
         if engines.gpus % shards:
             raise ConfigError(
-                f"{typed(flags, ENGINES[1])}: its pipeline and data parallel sizes, {shards} together, must divide it, "
+                f"{flags.typed(ENGINES[1])}: its pipeline and data parallel sizes, {shards} together, must divide it, "
                 f"{engines.gpus}"
             )
     yield Setting("inference.parallel.tp", found[0].gpus // shards, ENGINES[1:])
@@ -163,7 +163,7 @@ def over_nodes(flags: Values, found: list[Engines]) -> Iterator[Setting]:
         return
     if engines.number % engines.per_node(node) or node % engines.gpus:
         raise ConfigError(
-            f"{typed(flags, *ENGINES, '--num-gpus-per-node')}: engines of {engines.gpus} GPUs must fill whole nodes of "
+            f"{flags.typed(*ENGINES, '--num-gpus-per-node')}: engines of {engines.gpus} GPUs must fill whole nodes of "
             f"{node}; change one of them"
         )
     if node > flags.actor_num_gpus_per_node:
@@ -203,7 +203,7 @@ def nodes_of_groups(
     node = min(node, total)
     if rest := total % node:
         raise ConfigError(
-            f"{where}, {typed(flags, '--num-gpus-per-node')}: the groups of {model.name} take {total} GPUs, which "
+            f"{where}, {flags.typed('--num-gpus-per-node')}: the groups of {model.name} take {total} GPUs, which "
             f"leave {node - rest} of a node of {node}; change num_gpus of a group, or add a placeholder of "
             f"{node - rest}"
         )
@@ -222,7 +222,7 @@ def _engine_over_nodes(flags: Values, engines: Engines, node: int) -> Iterator[S
         yield Setting("inference.deployment.nodes_per_engine", nodes, ENGINES)
     elif not flags.vllm_enable_expert_parallel or dp % nodes:
         raise ConfigError(
-            f"{typed(flags, ENGINES[1], '--num-gpus-per-node', '--vllm-data-parallel-size')}: the {nodes} nodes of an "
+            f"{flags.typed(ENGINES[1], '--num-gpus-per-node', '--vllm-data-parallel-size')}: the {nodes} nodes of an "
             f"engine divide its data-parallel ranks only with --vllm-enable-expert-parallel and a multiple of {nodes} "
             "of them; else leave --vllm-data-parallel-size out, and the nodes share its tensor parallel ranks"
         )
@@ -241,7 +241,7 @@ def _sides_over_nodes(flags: Values, found: list[Engines], node: int) -> Iterato
         number, gpus, kind = engines.number, engines.gpus, engines.kind
         if number * gpus % node or (gpus < node and node % gpus):
             raise ConfigError(
-                f"{typed(flags, PREFILL, *ENGINES, '--num-gpus-per-node')}: {number} {kind} engines x {gpus} GPUs = "
+                f"{flags.typed(PREFILL, *ENGINES, '--num-gpus-per-node')}: {number} {kind} engines x {gpus} GPUs = "
                 f"{number * gpus} do not fill whole nodes of {node}, and either kind has nodes of its own; change one "
                 "of them"
             )

@@ -1,4 +1,4 @@
-"""The other way round: a run's resolved config -> the value of every flag, which user functions read as `args`."""
+"""The value of every flag in a run's resolved config; user functions read them as `args`."""
 
 from __future__ import annotations
 
@@ -9,84 +9,27 @@ from stretto.vime.flags.groups import BY_NAME
 
 Config = Mapping[str, Any]
 ENV = "orchestrator.env.0.args"
-PATHS: dict[str, str] = {
-    "hf_checkpoint": "model.name",
-    "prompt_data": f"{ENV}.path",
-    "data_source_path": f"{ENV}.data_source",
-    "input_key": f"{ENV}.input_key",
-    "label_key": f"{ENV}.label_key",
-    "metadata_key": f"{ENV}.metadata_key",
-    "tool_key": f"{ENV}.tool_key",
-    "apply_chat_template": f"{ENV}.apply_chat_template",
-    "rollout_shuffle": f"{ENV}.shuffle",
-    "rollout_max_prompt_len": f"{ENV}.max_prompt_tokens",
-    "custom_generate_function_path": f"{ENV}.generate",
-    "group_rm": f"{ENV}.group_reward",
-    "reward_key": f"{ENV}.reward_key",
-    "num_rollout": "max_steps",
-    "n_samples_per_prompt": "orchestrator.group_size",
-    "num_steps_per_rollout": "trainer.updates_per_step",
-    "rollout_max_context_len": "seq_len",
-    "rollout_max_response_len": "orchestrator.train.sampling.max_completion_tokens",
-    "rollout_top_p": "orchestrator.train.sampling.top_p",
-    "rollout_function_path": "orchestrator.hooks.rollout_function",
-    "eval_function_path": "orchestrator.hooks.eval_function",
-    "dynamic_sampling_filter_path": "orchestrator.hooks.dynamic_sampling_filter",
-    "mask_offpolicy_in_partial_rollout": "orchestrator.mask_offpolicy_in_partial_rollout",
-    "eval_interval": "orchestrator.eval.interval",
-    "n_samples_per_eval_prompt": "orchestrator.eval.group_size",
-    "skip_eval_before_train": "orchestrator.eval.skip_first_step",
-    "eval_temperature": "orchestrator.eval.sampling.temperature",
-    "eval_top_p": "orchestrator.eval.sampling.top_p",
-    "eval_top_k": "orchestrator.eval.sampling.top_k",
-    "eval_max_response_len": "orchestrator.eval.sampling.max_completion_tokens",
-    "eps_clip": "trainer.loss.clip_low",
-    "eps_clip_high": "trainer.loss.clip_high",
-    "eps_clip_c": "trainer.loss.clip_dual",
-    "entropy_coef": "trainer.loss.entropy_coef",
-    "kl_loss_coef": "trainer.loss.reference_kl.coef",
-    "use_rollout_logprobs": "trainer.loss.use_rollout_logprobs",
-    "tis_clip": "trainer.loss.correction.weights.high",
-    "tis_clip_low": "trainer.loss.correction.weights.low",
-    "normalize_advantages": "orchestrator.algo.whiten",
-    "gamma": "trainer.advantages.gamma",
-    "lambd": "trainer.advantages.lambd",
-    "kl_coef": "trainer.advantages.kl_coef",
-    "value_clip": "trainer.critic.value_clip",
-    "critic_load": "trainer.critic.load",
-    "critic_save": "trainer.critic.save",
-    "critic_lr": "trainer.critic.lr",
-    "critic_lr_warmup_iters": "trainer.critic.lr_warmup_steps",
-    "num_critic_only_steps": "trainer.critic.num_critic_only_steps",
-    "context_parallel_size": "model.cp",
-    "expert_model_parallel_size": "model.ep",
-    "recompute_granularity": "model.ac.mode",
-    "actor_num_gpus_per_node": "deployment.num_train_gpus",
+OTHER_KEYS = {
     "actor_num_nodes": "deployment.num_train_nodes",
     "num_gpus_per_node": "deployment.gpus_per_node",
-    "rollout_num_gpus": "deployment.num_infer_gpus",
-    "lr": "trainer.optim.lr",
     "seed": "seed",
     "save_interval": "trainer.ckpt.interval",
-    "use_wandb": "monitors.wandb",
-    "use_tensorboard": "monitors.tensorboard",
 }
-"""Flags that stand for one key, though they are not copied to it as they are."""
+"""Flags whose value is that of a key of a resolved config, though it is not the first that they set."""
 
 
 def resolved(config: Config) -> dict[str, Any]:
     """The value of every flag by attribute: what the config says, and vime's default where it says nothing."""
     values = {flag.attribute: flag.default for flag in BY_NAME.values()}
     values |= {"seed": 1234, "start_rollout_id": 0}
+    known: dict[str, Any] = {}
     for flag in BY_NAME.values():
-        if flag.is_copied and flag.keys:
-            _take(values, flag.attribute, find(config, flag.keys[0]))
-    for name, path in PATHS.items():
-        found = find(config, path)
-        _take(values, name, bool(found) if name in ("use_wandb", "use_tensorboard") else found)
-    for name, value in _computed(config).items():
-        _take(values, name, value)
-    return values
+        if flag.is_value_of_key:
+            found = find(config, flag.keys[0])
+            is_section = flag.kind == "switch" and isinstance(found, Mapping)  # on if it is there, even empty
+            known[flag.attribute] = True if is_section else found
+    known |= {name: find(config, key) for name, key in OTHER_KEYS.items()} | _computed(config)
+    return values | {name: value for name, value in known.items() if value is not None}
 
 
 def find(config: Config, path: str) -> Any:
@@ -100,11 +43,6 @@ def find(config: Config, path: str) -> Any:
         else:
             return None
     return None if at == "None" else at
-
-
-def _take(values: dict[str, Any], name: str, value: Any) -> None:
-    if value is not None:
-        values[name] = value
 
 
 def _engine_gpus(get: Callable[[str], Any]) -> tuple[int, int]:

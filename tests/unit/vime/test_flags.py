@@ -14,7 +14,7 @@ from cases.vime import COMMANDS, CONFIG, GUIDE, MODEL_ARGS, SPLIT, put_files, wo
 
 from stretto.base import ports
 from stretto.base.errors import ConfigError
-from stretto.config.load import load, shown_text
+from stretto.config.load import dump, load, shown_text
 from stretto.config.root import RLConfig
 from stretto.config.section import find
 from stretto.launch.plan.table import engine_sum, gpu_sum
@@ -22,6 +22,7 @@ from stretto.launch.run.rl import plan_only
 from stretto.vime.flags.command import read_command
 from stretto.vime.flags.groups import BY_NAME, GROUPS
 from stretto.vime.flags.pages import counts, help_text, markdown
+from stretto.vime.resolved import resolved
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "cases" / "vime_plans"
@@ -150,6 +151,13 @@ def test_without_an_interval_there_are_no_evals(files):
     cfg, notes, _ = read_command(words_of(files, SPLIT, "--eval-prompt-data rows.jsonl"))
     assert cfg.orchestrator.eval is None
     assert notes == ["--eval-prompt-data rows.jsonl is not used without --eval-interval: there are no evals"]
+
+
+def test_functions_see_a_switch_that_is_on_whatever_it_sets(files):
+    for name in ("use_tensorboard", "use_wandb", "use_rollout_routing_replay", "use_tis", "rollout_shuffle"):
+        for switch, is_on in (("", False), (f"--{name.replace('_', '-')}", True)):
+            cfg, *_ = read_command(words_of(files, SPLIT, switch))
+            assert resolved(dump(cfg))[name] is is_on, name
 
 
 def test_training_is_asynchronous_under_the_name_that_says_so(files):

@@ -168,6 +168,11 @@ def test_values_of_a_file_are_flags_or_reach_functions(read):
     assert (cfg.trainer.optim.lr, cfg.trainer.optim.weight_decay, cfg.trainer.critic.lr) == (1e-6, 0.2, 1e-5)
 
 
+def test_a_switch_that_a_file_sets_to_false_was_not_given(read):
+    cfg = read("--custom-config-path", "offload: false\nasync_save: false\nnormalize_advantages: false\n")
+    assert cfg.colocate is None and cfg.ckpt is None
+
+
 def test_engines_that_read_prompts_have_options_of_their_own(read):
     cfg = read("--vllm-config", """
         vllm:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -31,38 +33,31 @@ class Flag:
     name: str
     kind: Kind
     default: Any
-    """vime's; None: not set. A switch is False."""
+    """vime's default; None for none. False for a switch."""
     help: str
     """What it means in vime."""
     state: State
     keys: tuple[str, ...] = ()
     """Keys of our config that it sets, or has a part in."""
     note: str = ""
-    """equal: what does the same here. refused: why, and what to use; a value in `allowed` is taken all the same."""
+    """equal: what does the same here. refused: why, and what to use instead."""
     is_copied: bool = False
-    """Its value goes to each of `keys` as it is."""
+    """Its value always goes to each of `keys` as it is."""
+    is_value_of_key: bool = False
+    """The first of `keys` holds its value, if it is set."""
     choices: tuple[Any, ...] = ()
     allowed: tuple[Any, ...] = ()
-    """Values that a refused flag takes, because they ask for nothing."""
+    """Values of a refused flag that are accepted, because they request nothing."""
 
     @property
     def attribute(self) -> str:
         """`actor_num_nodes` of `--actor-num-nodes`."""
-        return self.name.removeprefix("--").replace("-", "_")
+        return attribute_of(self.name)
 
 
-def acts(
-    name: str,
-    kind: Kind,
-    default: Any,
-    keys: str,
-    help: str,
-    *,
-    choices: tuple[Any, ...] = (),
-    note: str = "",
-) -> Flag:
-    """A flag whose value goes to our keys as it is."""
-    return Flag(name, kind, default, help, "acts", tuple(keys.split()), note, True, choices)
+def attribute_of(name: str) -> str:
+    """`actor_num_nodes` of `--actor-num-nodes`."""
+    return name.removeprefix("--").replace("-", "_")
 
 
 def part(
@@ -72,39 +67,35 @@ def part(
     keys: str,
     help: str,
     *,
-    choices: tuple[Any, ...] = (),
     note: str = "",
+    choices: tuple[Any, ...] = (),
+    is_copied: bool = False,
+    is_value_of_key: bool = False,
 ) -> Flag:
     """A flag that has a part in our keys; `settings` of its module says how."""
-    return Flag(name, kind, default, help, "acts", tuple(keys.split()), note, False, choices)
+    names = tuple(keys.split())
+    return Flag(name, kind, default, help, "acts", names, note, is_copied, is_value_of_key, choices)
+
+
+sets = partial(part, is_value_of_key=True)
+"""A flag whose value is that of its first key; `settings` of its module says when it is set."""
+copies = partial(sets, is_copied=True)
+"""A flag whose value always goes to its keys as it is."""
 
 
 def equal(
     name: str, kind: Kind, default: Any, note: str, help: str, *, choices: tuple[Any, ...] = ()
 ) -> Flag:
-    """A flag that is taken and sets nothing, because what it asks for happens anyway."""
-    return Flag(name, kind, default, help, "equal", (), note, False, choices)
+    """A flag that is accepted and sets nothing, because what it requests happens anyway."""
+    return Flag(name, kind, default, help, "equal", note=note, choices=choices)
 
 
 def refused(
     name: str, kind: Kind, default: Any, note: str, help: str, *, allowed: tuple[Any, ...] = ()
 ) -> Flag:
-    """A flag that cannot be honoured; its default asks for nothing, so it is taken."""
-    own = () if default is None or kind == "switch" else (default,)
-    return Flag(name, kind, default, help, "refused", (), note, False, (), (*own, *allowed))
-
-
-class Values(SimpleNamespace):
-    """The value of every flag, given or vime's default, as attributes."""
-
-    def __init__(self, values: Mapping[str, Any], given: Mapping[str, str]) -> None:
-        super().__init__(**values)
-        self.given = given
-        """By name of the flag: the flag as it was typed, with its value."""
-
-    def has(self, *names: str) -> bool:
-        """Was one of these flags given?"""
-        return any(name in self.given for name in names)
+    """A flag that cannot be honoured; its default requests nothing, so it is accepted."""
+    neutral = () if default is None or kind == "switch" else (default,)
+    return Flag(name, kind, default, help, "refused", note=note, allowed=(*neutral, *allowed))
 
 
 @dataclass(frozen=True)
@@ -114,7 +105,38 @@ class Setting:
     path: str
     value: Any
     flags: tuple[str, ...] = ()
-    """The flags that it follows from: what a message about it names."""
+    """The flags that it follows from; a message about it names them."""
+
+
+class Values(SimpleNamespace):
+    """The value of every flag, given or vime's default, as attributes."""
+
+    def __init__(
+        self, values: Mapping[str, Any], given: Mapping[str, str], flags: Mapping[str, Flag]
+    ) -> None:
+        super().__init__(**values)
+        self.given = given
+        """By name of a given flag: the flag as it was typed, with its value."""
+        self._flags = flags
+
+    def has(self, *names: str) -> bool:
+        """Was one of these flags given? A switch that a file sets to false was not."""
+        return any(name in self.given and self.value(name) is not False for name in names)
+
+    def value(self, name: str) -> Any:
+        """The value of the flag of this name."""
+        return getattr(self, attribute_of(name))
+
+    def settings(self, *names: str) -> Iterator[Setting]:
+        """The values of these flags for their first keys; none for a flag without a value."""
+        for name in names:
+            if (value := self.value(name)) is not None:
+                yield Setting(self._flags[name].keys[0], value, (name,))
+
+    def typed(self, *names: str) -> str:
+        """These flags as they were typed; those that were not, with vime's default."""
+        defaults = (f"{name} {self.value(name)} (the default)" for name in names)
+        return ", ".join(self.given.get(name) or default for name, default in zip(names, defaults))
 
 
 def listed(problems: Sequence[str]) -> str:
@@ -152,18 +174,7 @@ def _single(flag: Flag, word: str) -> Any:
     except ValueError:
         raise ConfigError(f"{flag.name} {word}: {KIND_WORDS[flag.kind]} is needed") from None
     if flag.choices and value not in flag.choices:
-        import difflib
-
         near = difflib.get_close_matches(word, [str(each) for each in flag.choices], n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"{flag.name} {word}: must be {' or '.join(map(str, flag.choices))}{hint}")
     return value
-
-
-def typed(flags: Values, *names: str) -> str:
-    """The flags as they were typed, those that were not with vime's default."""
-    return ", ".join(
-        flags.given.get(name)
-        or f"{name} {getattr(flags, name.removeprefix('--').replace('-', '_'))} (the default)"
-        for name in names
-    )

@@ -12,7 +12,7 @@ from typing import Any
 
 from stretto.config.root import RLConfig
 from stretto.config.spellings.inference import VLLM_KEYS
-from stretto.vime.flags.flag import Setting, Values, typed
+from stretto.vime.flags.flag import Setting, Values
 from stretto.vime.flags.groups import BY_NAME
 
 _ROOTS = "|".join(sorted(RLConfig.model_fields, key=len, reverse=True))
@@ -49,7 +49,7 @@ class FlagNames:
         if (passed := self._passed(key)) is not None:
             return f"{passed}{value}" if value and " " not in passed else passed
         if (copied := self._copied(key)) is not None:
-            return typed(self._flags, copied) if value else copied
+            return self._flags.typed(copied) if value else copied
         names = [name for name in self._names(key) if name not in line[: found.start()]]
         shown = f"[{key}]{value}" if mark == "[" else f"{key}{value}"
         if names:

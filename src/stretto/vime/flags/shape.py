@@ -94,7 +94,7 @@ def mismatches(flags: Values) -> Iterator[str]:
         return
     wrong = []
     for name, field in FIELDS.items():
-        value, known = getattr(flags, name.removeprefix("--").replace("-", "_")), field(config)
+        value, known = flags.value(name), field(config)
         if flags.has(name) and known is not None and value != known:
             wrong.append(
                 f"{flags.given[name]} (there {str(known).lower() if isinstance(known, bool) else known})"

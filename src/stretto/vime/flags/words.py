@@ -55,7 +55,7 @@ def read(words: Sequence[str]) -> tuple[Values, list[Setting]]:
     if problems:
         raise ConfigError(listed(problems))
     every = {flag.attribute: values.get(flag.attribute, flag.default) for flag in BY_NAME.values()}
-    flags = Values(every, given)
+    flags = Values(every, given, BY_NAME)
     flags.is_async, flags.extra = is_async, extra
     return flags, passed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stretto.base.errors import ConfigError
-from stretto.vime.flags.flag import Flag, Setting, Values, equal, part, refused, typed
+from stretto.vime.flags.flag import Flag, Setting, Values, equal, part, refused, sets
 from stretto.vime.placement import ENGINES, count_engines, degrees, on_one_node, over_nodes
 
 TURNS = "colocate.offload_train colocate.offload_rollout"
@@ -17,9 +17,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "Cluster resource allocation": (
         part("--actor-num-nodes", "integer", 1, DEPLOYMENT, "Nodes of the actor's training.",
              note="Several nodes are those of a Ray cluster."),
-        part("--actor-num-gpus-per-node", "integer", 8, "deployment.num_train_gpus deployment.gpus_per_node",
+        sets("--actor-num-gpus-per-node", "integer", 8, "deployment.num_train_gpus deployment.gpus_per_node",
              "GPUs per node of the actor's training.", note="0 on one node: the CPU."),
-        part("--rollout-num-gpus", "integer", None,
+        sets("--rollout-num-gpus", "integer", None,
              f"deployment.num_infer_gpus inference.deployment.num_replicas {DEPLOYMENT}",
              "GPUs of all engines.", note="0 beside 0 GPUs of the actor: one engine on the CPU."),
         part("--rollout-num-gpus-per-engine", "integer", 1,
@@ -89,9 +89,8 @@ def settings(flags: Values) -> Iterator[Setting]:
         return
     if not train_gpus or not infer_gpus:
         raise ConfigError(
-            f"{typed(flags, '--actor-num-nodes', '--actor-num-gpus-per-node', *ENGINES)}: over several nodes both "
-            f"need "
-            "GPUs"
+            f"{flags.typed('--actor-num-nodes', '--actor-num-gpus-per-node', *ENGINES)}: over several nodes both "
+            "need GPUs"
         )
     yield Setting("deployment.type", "multi_node", ("--actor-num-nodes", *ENGINES[:1]))
     yield Setting("deployment.num_train_nodes", flags.actor_num_nodes, ("--actor-num-nodes",))
@@ -128,13 +127,13 @@ def _turns(flags: Values) -> Iterator[Setting]:
     """
     if given := list(filter(flags.has, CRITIC)):
         raise ConfigError(
-            f"{typed(flags, '--colocate', *given)}: the critic takes its turn with the actor; leave it out"
+            f"{flags.typed('--colocate', *given)}: the critic takes its turn with the actor; leave it out"
         )
     for part_name in ("train", "rollout"):
         names = (f"--no-offload-{part_name}", "--no-offload")
         keeps = [name for name in names if flags.has(name)]
         if keeps and flags.has(f"--offload-{part_name}"):
-            raise ConfigError(f"{typed(flags, f'--offload-{part_name}', keeps[0])}: leave one of them out")
+            raise ConfigError(f"{flags.typed(f'--offload-{part_name}', keeps[0])}: leave one of them out")
         yield Setting(f"colocate.offload_{part_name}", not keeps, ("--colocate", *keeps))
 
 
@@ -150,10 +149,10 @@ def count_critic(flags: Values) -> tuple[int, int]:
     gpus = flags.actor_num_gpus_per_node if gpus is None else gpus
     if bool(gpus) != bool(flags.actor_num_gpus_per_node):
         names = ("--actor-num-gpus-per-node", *filter(flags.has, CRITIC[1:]))
-        raise ConfigError(f"{typed(flags, *names)}: both are on GPUs, or both on the CPU; change one of them")
+        raise ConfigError(f"{flags.typed(*names)}: both are on GPUs, or both on the CPU; change one of them")
     if gpus > flags.num_gpus_per_node:
         raise ConfigError(
-            f"{typed(flags, '--critic-num-gpus-per-node', '--num-gpus-per-node')}: a node has not that many; lower "
+            f"{flags.typed('--critic-num-gpus-per-node', '--num-gpus-per-node')}: a node has not that many; lower "
             "it, and raise --critic-num-nodes"
         )
     total, policy = nodes * gpus, flags.actor_num_nodes * flags.actor_num_gpus_per_node
@@ -161,7 +160,7 @@ def count_critic(flags: Values) -> tuple[int, int]:
         given = filter(flags.has, CRITIC)
         names = (*given, "--actor-num-nodes", "--actor-num-gpus-per-node")
         raise ConfigError(
-            f"{typed(flags, *names)}: the critic's {total} GPUs must divide the actor's {policy}; leave its own "
+            f"{flags.typed(*names)}: the critic's {total} GPUs must divide the actor's {policy}; leave its own "
             "out for as many"
         )
     return nodes, gpus

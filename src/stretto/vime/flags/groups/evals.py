@@ -7,7 +7,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.vime.files.evals import read_evals
-from stretto.vime.flags.flag import Flag, Setting, Values, part, refused
+from stretto.vime.flags.flag import Flag, Setting, Values, part, refused, sets
 from stretto.vime.flags.groups.rollout import arguments
 
 EVAL = "orchestrator.eval"
@@ -18,29 +18,29 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "Evaluation": (
         part("--eval-reward-key", "text", None, f"{EVAL}.env.0.args.reward_key",
              "Entry of a reward that is a dictionary; else --reward-key."),
-        part("--eval-interval", "integer", None, f"{EVAL}.interval",
+        sets("--eval-interval", "integer", None, f"{EVAL}.interval",
              "Rollouts between evals; without it there are none."),
         part("--eval-prompt-data", "list", None, f"{EVAL}.env",
              "NAME FILE [NAME FILE ...]; a file alone is called aime."),
-        part("--n-samples-per-eval-prompt", "integer", 1, f"{EVAL}.group_size", "Replies to a prompt."),
+        sets("--n-samples-per-eval-prompt", "integer", 1, f"{EVAL}.group_size", "Replies to a prompt."),
         part("--eval-input-key", "text", None, f"{EVAL}.env.0.args.input_key",
              "Key of the prompt; else the training's."),
         part("--eval-label-key", "text", None, f"{EVAL}.env.0.args.label_key",
              "Key of the label; else the training's."),
         part("--eval-tool-key", "text", None, f"{EVAL}.env.0.args.tool_key",
              "Key of the tools; else the training's."),
-        part("--eval-temperature", "number", None, f"{EVAL}.sampling.temperature",
+        sets("--eval-temperature", "number", None, f"{EVAL}.sampling.temperature",
              "Temperature; else the training's."),
-        part("--eval-top-p", "number", None, f"{EVAL}.sampling.top_p", "Nucleus; else the training's."),
-        part("--eval-top-k", "integer", None, f"{EVAL}.sampling.top_k", "Likeliest tokens; else the training's."),
-        part("--eval-max-response-len", "integer", None, f"{EVAL}.sampling.max_completion_tokens",
+        sets("--eval-top-p", "number", None, f"{EVAL}.sampling.top_p", "Nucleus; else the training's."),
+        sets("--eval-top-k", "integer", None, f"{EVAL}.sampling.top_k", "Likeliest tokens; else the training's."),
+        sets("--eval-max-response-len", "integer", None, f"{EVAL}.sampling.max_completion_tokens",
              "Tokens of a reply; else the training's."),
         part("--eval-max-prompt-len", "integer", None, f"{EVAL}.env.0.args.max_prompt_tokens",
              "Longer prompts are skipped; else as in training."),
         refused("--eval-max-context-len", "integer", None, ONE_FOR_ALL, "Tokens of prompt and reply."),
         refused("--eval-min-new-tokens", "integer", None, "replies end where the model ends them; leave it out",
              "Fewest tokens of a reply."),
-        part("--skip-eval-before-train", "switch", False, f"{EVAL}.skip_first_step",
+        sets("--skip-eval-before-train", "switch", False, f"{EVAL}.skip_first_step",
              "No eval of the starting weights."),
         part("--eval-config", "text", None, f"{EVAL}.env", "YAML of data sets, each with what differs for it."),
     ),
@@ -56,11 +56,9 @@ def settings(flags: Values) -> Iterator[Setting]:
     sets = _data_sets(flags)
     if not sets or flags.eval_interval is None:
         return
-    yield Setting(f"{EVAL}.interval", flags.eval_interval, ("--eval-interval",))
+    yield from flags.settings("--eval-interval", "--n-samples-per-eval-prompt", "--skip-eval-before-train")
     yield Setting(f"{EVAL}.greedy", False, ("--eval-temperature",))
     yield Setting(f"{EVAL}.num_examples", "None", ("--eval-prompt-data",))
-    yield Setting(f"{EVAL}.group_size", flags.n_samples_per_eval_prompt, ("--n-samples-per-eval-prompt",))
-    yield Setting(f"{EVAL}.skip_first_step", flags.skip_eval_before_train, ("--skip-eval-before-train",))
     for key, own, other in (
         ("temperature", "--eval-temperature", flags.rollout_temperature),
         ("top_p", "--eval-top-p", flags.rollout_top_p),
@@ -106,5 +104,5 @@ def _data_sets(flags: Values) -> list[dict[str, Any]]:
 
 
 def _or(flags: Values, name: str, other: Any) -> Any:
-    value = getattr(flags, name.removeprefix("--").replace("-", "_"))
+    value = flags.value(name)
     return other if value is None else value

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stretto.base.errors import ConfigError
-from stretto.vime.flags.flag import Flag, Kind, Setting, Values, acts, equal, part, refused
+from stretto.vime.flags.flag import Flag, Kind, Setting, Values, copies, equal, part, refused, sets
 
 NO_MEGATRON = "stretto does not use Megatron-LM"
 NOT_SPLIT = (
     "layers are not spread over ranks in training; use --tensor-model-parallel-size, or more ranks: weights are "
-    "sharded "
-    "over all of them"
+    "sharded over all of them"
 )
 NO_MTP = "layers that predict several tokens are not trained; leave it out"
 NO_LENGTH = "Rows are packed; --rollout-max-context-len bounds them."
@@ -30,7 +29,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         refused("--train-backend", "text", "megatron",
                 f"{NO_MEGATRON}: the trainer is its own; leave it out",
                      "Training backend; Megatron-LM is the only one."),
-        acts("--custom-model-provider-path", "text", None, "trainer.hooks.model", "Function that builds the model.",
+        copies("--custom-model-provider-path", "text", None, "trainer.hooks.model", "Function that builds the model.",
              note="It is called as `provider(args, build)` and changes the model that `build()` gives: docs/data.md."),
         refused("--megatron-to-hf-mode", "text", "raw",
                 "weights have Hugging Face's names from the start; leave it out", "How weights are renamed.",
@@ -82,7 +81,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         equal("--hidden-dropout", "number", 0.1, "There is no dropout.", "Dropout of hidden states."),
     ),
     "Parallelism and recomputation": (
-        acts("--tensor-model-parallel-size", "integer", 1, "model.tp",
+        copies("--tensor-model-parallel-size", "integer", 1, "model.tp",
              "TP: ranks that share the features of a token."),
         equal("--sequence-parallel", "switch", False,
              "Norms are computed whole on every rank of model.tp; results are the same.",
@@ -90,14 +89,14 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         refused("--pipeline-model-parallel-size", "integer", 1, NOT_SPLIT, "PP: ranks that share the layers."),
         refused("--decoder-last-pipeline-num-layers", "integer", None, NOT_SPLIT, "Layers of the last stage of PP."),
         refused("--virtual-pipeline-model-parallel-size", "integer", None, NOT_SPLIT, "Interleaved PP."),
-        part("--context-parallel-size", "integer", 1, "model.cp model.cp_style",
+        sets("--context-parallel-size", "integer", 1, "model.cp model.cp_style",
              "CP: ranks that share the tokens of a row, as a ring."),
-        part("--expert-model-parallel-size", "integer", 1, "model.ep", "EP: ranks that share the experts."),
+        sets("--expert-model-parallel-size", "integer", 1, "model.ep", "EP: ranks that share the experts."),
         part("--expert-tensor-parallel-size", "integer", None, "", "ETP: TP of the experts.",
              note="Experts are never split: 1, or leave it out."),
         refused("--allgather-cp", "switch", False, "model.cp_style chooses between ulysses and ring; leave it out",
              "CP by gathering keys."),
-        part("--recompute-granularity", "text", None, "model.ac model.ac.mode",
+        sets("--recompute-granularity", "text", None, "model.ac.mode",
              "Recompute activations: full, or a selection.",
              choices=("full", "selective")),
         part("--recompute-method", "text", None, "", "uniform: groups of layers; block: the first ones.",
@@ -113,7 +112,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         equal("--use-precision-aware-optimizer", "switch", False,
              "`model.optimization_dtype` is the type of its weights.",
               "Optimizer state in other types."),
-        acts("--optimizer-cpu-offload", "switch", False, "model.optim_cpu_offload", "Optimizer state in CPU memory."),
+        copies("--optimizer-cpu-offload", "switch", False, "model.optim_cpu_offload", "Optimizer state in CPU memory."),
         equal("--overlap-cpu-optimizer-d2h-h2d", "switch", False, "Copies run beside computation.",
              "Overlap its copies."),
         equal("--moe-token-dispatcher-type", "text", "allgather", "Tokens travel by all-to-all.",
@@ -146,33 +145,29 @@ def settings(flags: Values) -> Iterator[Setting]:
     Raises: ConfigError for what only Megatron does.
     """
     if flags.context_parallel_size > 1:
-        yield Setting("model.cp", flags.context_parallel_size, ("--context-parallel-size",))
+        yield from flags.settings("--context-parallel-size")
         yield Setting("model.cp_style", "ring", ("--context-parallel-size",))
     if flags.expert_model_parallel_size > 1:
-        yield Setting("model.ep", flags.expert_model_parallel_size, ("--expert-model-parallel-size",))
+        yield from flags.settings("--expert-model-parallel-size")
     if flags.expert_tensor_parallel_size not in (None, 1):
         raise ConfigError(
             f"{flags.given['--expert-tensor-parallel-size']}: an expert is whole on its rank; leave it out, and "
-            f"spread the "
-            "experts with --expert-model-parallel-size"
+            "spread the experts with --expert-model-parallel-size"
         )
     if flags.moe_enable_deepep:
         yield Setting("model.ep_comm_backend", "deepep", ("--moe-enable-deepep",))
     if flags.recompute_granularity is None:
         return
-    mode = ("--recompute-granularity",)
-    yield Setting("model.ac.mode", flags.recompute_granularity, mode)
+    yield from flags.settings("--recompute-granularity")
     if flags.recompute_granularity == "selective":
-        yield Setting("model.ac.targets", ["norm", "attn_proj"], mode)
+        yield Setting("model.ac.targets", ["norm", "attn_proj"], ("--recompute-granularity",))
     elif flags.recompute_method == "block":
         raise ConfigError(
             f"{flags.given['--recompute-method']}: which blocks recompute is model.ac.freq; use uniform, and set "
-            f"that in the "
-            "TOML of --print-config"
+            "that in the TOML of --print-config"
         )
     elif flags.recompute_num_layers not in (None, 1):
         raise ConfigError(
             f"{flags.given['--recompute-num-layers']}: every block keeps its own input; use 1, or model.ac.freq in "
-            f"the TOML "
-            "of --print-config for blocks that keep everything"
+            "the TOML of --print-config for blocks that keep everything"
         )

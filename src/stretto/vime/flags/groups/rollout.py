@@ -7,14 +7,14 @@ from typing import Any
 
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.data.records import read_records
-from stretto.vime.flags.flag import Flag, Setting, Values, acts, equal, part, refused
+from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, part, refused, sets
 from stretto.vime.flags.shape import read_shape
+from stretto.vime.reward_types import RM_TYPES, is_rm_type
 
 ENV, HOOKS = "orchestrator.env.0", "orchestrator.hooks"
 DEFAULT_ROLLOUT = "vime.rollout.vllm_rollout.generate_rollout"
 ASYNC_ROLLOUT = "vime.rollout.fully_async_rollout.generate_rollout_fully_async"
 SFT_ROLLOUT = "vime.rollout.sft_rollout.generate_rollout"
-RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm", "random")
 NONZERO_STD = "check_reward_nonzero_std"
 """End of the path of vime's own filter of groups."""
 NO_STOPS = (
@@ -40,22 +40,22 @@ TRAINER_HOOKS = (
 # fmt: off
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "Data": (
-        part("--prompt-data", "text", None, f"{ENV}.args.path",
+        sets("--prompt-data", "text", None, f"{ENV}.args.path",
              "File of prompts, .jsonl or .parquet; FILE@[a:b] is a part of it."),
-        part("--input-key", "text", "input", f"{ENV}.args.input_key", "Key of the prompt: text or messages."),
-        part("--label-key", "text", None, f"{ENV}.args.label_key", "Key of the label."),
-        part("--metadata-key", "text", "metadata", f"{ENV}.args.metadata_key",
+        sets("--input-key", "text", "input", f"{ENV}.args.input_key", "Key of the prompt: text or messages."),
+        sets("--label-key", "text", None, f"{ENV}.args.label_key", "Key of the label."),
+        sets("--metadata-key", "text", "metadata", f"{ENV}.args.metadata_key",
              "Key of an object for your functions."),
-        part("--tool-key", "text", "tools", f"{ENV}.args.tool_key", "Key of the tools that the template shows."),
-        part("--apply-chat-template", "switch", False, f"{ENV}.args.apply_chat_template",
+        sets("--tool-key", "text", "tools", f"{ENV}.args.tool_key", "Key of the tools that the template shows."),
+        sets("--apply-chat-template", "switch", False, f"{ENV}.args.apply_chat_template",
              "Render messages with the chat template."),
         part("--apply-chat-template-kwargs", "object", {}, "orchestrator.renderer.enable_thinking",
              "Arguments of the template.",
              note="enable_thinking only; true is the template's own default."),
-        part("--rollout-shuffle", "switch", False, f"{ENV}.args.shuffle", "A new order in every epoch."),
+        sets("--rollout-shuffle", "switch", False, f"{ENV}.args.shuffle", "A new order in every epoch."),
         refused("--multimodal-keys", "object", None, "records have text only under these flags",
              "Keys of images, videos and sounds."),
-        part("--data-source-path", "text", OWN_SOURCE, f"{ENV}.args.data_source", "Class of a data source.",
+        sets("--data-source-path", "text", OWN_SOURCE, f"{ENV}.args.data_source", "Class of a data source.",
              note="Its get_samples(len(source)) is read once, at the start, in the place of --prompt-data; the run "
                   "keeps its own place in it, and groups that are put back."),
         refused("--disable-rollout-global-dataset", "switch", False,
@@ -71,15 +71,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         refused("--rollout-task-type", "text", "math", NO_BUFFER, "Kind of its tasks."),
     ),
     "Rollout": (
-        part("--num-rollout", "integer", None, "max_steps", "Rollouts (batches of prompts) to train on."),
+        sets("--num-rollout", "integer", None, "max_steps", "Rollouts (batches of prompts) to train on."),
         part("--num-epoch", "integer", None, "max_steps",
              "The same as passes over the prompts; --num-rollout counts if both are given."),
         part("--rollout-batch-size", "integer", None, "orchestrator.batch_size", "Prompts of a rollout."),
-        part("--n-samples-per-prompt", "integer", 1, "orchestrator.group_size orchestrator.batch_size",
+        sets("--n-samples-per-prompt", "integer", 1, "orchestrator.group_size orchestrator.batch_size",
              "Replies to a prompt."),
         part("--global-batch-size", "integer", None, "trainer.updates_per_step",
              "Samples of one update of the weights."),
-        part("--num-steps-per-rollout", "integer", None, "trainer.updates_per_step", "Updates per rollout."),
+        sets("--num-steps-per-rollout", "integer", None, "trainer.updates_per_step", "Updates per rollout."),
         equal("--micro-batch-size", "integer", 1, "Rows are packed by tokens.", "Samples of a pass."),
         equal("--use-dynamic-batch-size", "switch", False, "Rows are always packed by tokens.",
              "Pack passes by tokens."),
@@ -91,18 +91,18 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         equal("--balance-data", "switch", False, "Rows are balanced over ranks by their cost.", "Balance ranks."),
         equal("--balance-by-flops", "switch", False, "Rows are balanced over ranks by their cost.",
              "Balance ranks by FLOPs."),
-        acts("--rollout-temperature", "number", 1.0, "orchestrator.train.sampling.temperature",
+        copies("--rollout-temperature", "number", 1.0, "orchestrator.train.sampling.temperature",
              "Temperature of sampling and of log-probabilities."),
-        part("--rollout-top-p", "number", 1.0, "orchestrator.train.sampling.top_p orchestrator.train.replay",
+        sets("--rollout-top-p", "number", 1.0, "orchestrator.train.sampling.top_p orchestrator.train.replay",
              "Nucleus."),
         part("--rollout-top-k", "integer", -1, "orchestrator.train.sampling.top_k orchestrator.train.replay",
              "Likeliest tokens; -1: all."),
-        part("--rollout-max-context-len", "integer", None, "seq_len", "Tokens of prompt and reply."),
-        part("--rollout-max-prompt-len", "integer", None, f"{ENV}.args.max_prompt_tokens seq_len",
+        sets("--rollout-max-context-len", "integer", None, "seq_len", "Tokens of prompt and reply."),
+        sets("--rollout-max-prompt-len", "integer", None, f"{ENV}.args.max_prompt_tokens seq_len",
              "Longer prompts are skipped."),
-        part("--rollout-max-response-len", "integer", None,
+        sets("--rollout-max-response-len", "integer", None,
              "orchestrator.train.sampling.max_completion_tokens seq_len", "Tokens of a reply."),
-        acts("--rollout-seed", "integer", 42, "seed", "Seed of the order of prompts and of sampling."),
+        copies("--rollout-seed", "integer", 42, "seed", "Seed of the order of prompts and of sampling."),
         refused("--rollout-stop", "list", None, NO_STOPS, "Texts that end a reply."),
         refused("--rollout-stop-token-ids", "integers", None, NO_STOPS, "Tokens that end a reply."),
         equal("--rollout-skip-special-tokens", "switch", False,
@@ -115,7 +115,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         part("--partial-rollout", "switch", False, "orchestrator.max_async_level",
              "Replies that are not finished when a batch is full go on later.",
              note="They go on under the new weights, each token with its own version."),
-        part("--mask-offpolicy-in-partial-rollout", "switch", False, "orchestrator.mask_offpolicy_in_partial_rollout",
+        copies("--mask-offpolicy-in-partial-rollout", "switch", False, "orchestrator.mask_offpolicy_in_partial_rollout",
              "Tokens of older weights are not trained."),
         part("--update-weights-interval", "integer", 1, "", "Rollouts between updates of the engines.",
              note="1 only."),
@@ -144,32 +144,33 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         refused("--http-proxy", "text", None, "engines are reached directly; leave it out", "Proxy of requests."),
     ),
     "Custom functions": (
-        part("--rollout-function-path", "text", DEFAULT_ROLLOUT,
+        sets("--rollout-function-path", "text", DEFAULT_ROLLOUT,
              f"{HOOKS}.rollout_function orchestrator.max_async_level",
              "Function that makes whole rollouts.", note="vime's fully_async_rollout is max_async_level = 1."),
-        part("--eval-function-path", "text", None, f"{HOOKS}.eval_function", "Function that makes whole evals."),
-        part("--custom-generate-function-path", "text", None, f"{ENV}.args.generate",
+        sets("--eval-function-path", "text", None, f"{HOOKS}.eval_function", "Function that makes whole evals."),
+        sets("--custom-generate-function-path", "text", None, f"{ENV}.args.generate",
              "Function that makes one sample."),
         part("--custom-rm-path", "text", None, f"{ENV}.args.reward", "Function that rewards one sample."),
-        part("--dynamic-sampling-filter-path", "text", None,
+        sets("--dynamic-sampling-filter-path", "text", None,
              f"{HOOKS}.dynamic_sampling_filter orchestrator.filter_zero_advantages",
              "Function that keeps or refuses a group."),
-        acts("--buffer-filter-path", "text", None, f"{HOOKS}.buffer_filter",
+        copies("--buffer-filter-path", "text", None, f"{HOOKS}.buffer_filter",
              "Function that chooses groups of the buffer."),
-        acts("--rollout-sample-filter-path", "text", None, f"{HOOKS}.sample_filter",
+        copies("--rollout-sample-filter-path", "text", None, f"{HOOKS}.sample_filter",
              "Function that marks samples not to train."),
-        acts("--custom-reward-post-process-path", "text", None, f"{HOOKS}.reward_post_process",
+        copies("--custom-reward-post-process-path", "text", None, f"{HOOKS}.reward_post_process",
              "Function that makes advantages of rewards."),
-        acts("--custom-convert-samples-to-train-data-path", "text", None, f"{HOOKS}.convert_samples_to_train_data",
+        copies("--custom-convert-samples-to-train-data-path", "text", None, f"{HOOKS}.convert_samples_to_train_data",
              "Function that makes the batch."),
-        acts("--rollout-all-samples-process-path", "text", None, f"{HOOKS}.all_samples_process",
+        copies("--rollout-all-samples-process-path", "text", None, f"{HOOKS}.all_samples_process",
              "Function that sees all groups.", note="Its data_source is None."),
         part("--rollout-sample-hook-path", "list", None, f"{ENV}.args.sample_hooks", "Functions that see each sample."),
-        acts("--rollout-data-postprocess-path", "text", None, "trainer.hooks.data_postprocess",
+        copies("--rollout-data-postprocess-path", "text", None, "trainer.hooks.data_postprocess",
              "Function that sees the batch in the trainer."),
-        acts("--custom-rollout-log-function-path", "text", None, f"{HOOKS}.rollout_log",
+        copies("--custom-rollout-log-function-path", "text", None, f"{HOOKS}.rollout_log",
              "Function that logs rollouts."),
-        acts("--custom-eval-rollout-log-function-path", "text", None, f"{HOOKS}.eval_log", "Function that logs evals."),
+        copies("--custom-eval-rollout-log-function-path", "text", None, f"{HOOKS}.eval_log",
+             "Function that logs evals."),
         refused("--buffer-sort-by-staleness", "switch", False, "batches take the earliest drawn groups; leave it out",
              "Oldest samples first."),
         part("--custom-config-path", "text", None, f"{HOOKS}.args {ENV}.args.hook_args trainer.hooks.args",
@@ -180,8 +181,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         part("--rm-type", "text", None, f"{ENV}.args.reward", "Reward by name.",
              note="math, dapo, deepscaler, f1, gpqa, ifbench, remote_rm or random; boxed_ before it: the last box is "
                   "the reply. Without it each record's metadata names its own as rm_type."),
-        part("--group-rm", "switch", False, f"{ENV}.args.group_reward", "The function gets all samples of a group."),
-        part("--reward-key", "text", None, f"{ENV}.args.reward_key", "Entry of a reward that is a dictionary."),
+        sets("--group-rm", "switch", False, f"{ENV}.args.group_reward", "The function gets all samples of a group."),
+        sets("--reward-key", "text", None, f"{ENV}.args.reward_key", "Entry of a reward that is a dictionary."),
         part("--rm-url", "text", None, f"{ENV}.args.hook_args", "Address of a reward model, of remote_rm."),
     ),
 }
@@ -205,16 +206,15 @@ def _batches(flags: Values) -> Iterator[Setting]:
     both = ("--rollout-batch-size", "--n-samples-per-prompt")
     yield Setting("max_steps", flags.num_rollout, ("--num-rollout", "--num-epoch"))
     yield Setting("orchestrator.batch_size", samples, both)
-    yield Setting("orchestrator.group_size", flags.n_samples_per_prompt, both[1:])
+    yield from flags.settings("--n-samples-per-prompt")
     updates = flags.num_steps_per_rollout
     if updates is None:
         size = samples if flags.global_batch_size is None else flags.global_batch_size
         if samples % size:
             raise ConfigError(
                 f"{flags.given['--global-batch-size']}: must divide the {samples} samples of a rollout "
-                f"({flags.given['--rollout-batch-size']}, --n-samples-per-prompt {flags.n_samples_per_prompt}); the "
-                f"rest would "
-                "not be trained"
+                f"({flags.given['--rollout-batch-size']}, --n-samples-per-prompt {flags.n_samples_per_prompt}); "
+                "the rest would not be trained"
             )
         updates = samples // size
     yield Setting("trainer.updates_per_step", updates, ("--global-batch-size", "--num-steps-per-rollout"))
@@ -254,14 +254,9 @@ def row_of_tokens(flags: Values) -> int | None:
 
 
 def _sampling(flags: Values) -> Iterator[Setting]:
-    at = "orchestrator.train.sampling"
-    yield Setting(f"{at}.top_p", flags.rollout_top_p, ("--rollout-top-p",))
+    yield from flags.settings("--rollout-top-p", "--rollout-max-response-len")
     if flags.rollout_top_k != -1:
-        yield Setting(f"{at}.top_k", flags.rollout_top_k, ("--rollout-top-k",))
-    if flags.rollout_max_response_len is not None:
-        yield Setting(
-            f"{at}.max_completion_tokens", flags.rollout_max_response_len, ("--rollout-max-response-len",)
-        )
+        yield from flags.settings("--rollout-top-k")
     if flags.rollout_top_p < 1 or flags.rollout_top_k != -1:
         yield Setting("orchestrator.train.replay", {}, ("--rollout-top-p", "--rollout-top-k"))
 
@@ -278,18 +273,11 @@ def _freshness(flags: Values) -> Iterator[Setting]:
     started, wanted = flags.over_sampling_batch_size, flags.rollout_batch_size
     if flags.partial_rollout and started is not None and started > 2 * wanted:
         yield Setting("orchestrator.oversampling_factor", started / wanted, ("--over-sampling-batch-size",))
-    if flags.mask_offpolicy_in_partial_rollout:
-        yield Setting(
-            "orchestrator.mask_offpolicy_in_partial_rollout", True, ("--mask-offpolicy-in-partial-rollout",)
-        )
 
 
 def _environment(flags: Values) -> Iterator[Setting]:
     yield Setting(f"{ENV}.id", "dataset", ("--prompt-data",))
-    if has_own_source(flags):
-        yield Setting(f"{ENV}.args.data_source", flags.data_source_path, ("--data-source-path",))
-    else:
-        yield Setting(f"{ENV}.args.path", flags.prompt_data, ("--prompt-data",))
+    yield from flags.settings("--data-source-path" if has_own_source(flags) else "--prompt-data")
     for key, value, name in arguments(flags):
         yield Setting(f"{ENV}.args.{key}", value, (name,))
     thinking = dict(flags.apply_chat_template_kwargs)
@@ -311,22 +299,14 @@ def has_own_source(flags: Values) -> bool:
 
 def arguments(flags: Values) -> Iterator[tuple[str, Any, str]]:
     """Arguments of the environment `dataset`: key, value, flag."""
-    for name in ("--input-key", "--label-key", "--metadata-key", "--tool-key", "--apply-chat-template"):
-        key = name.removeprefix("--").replace("-", "_")
-        if (value := getattr(flags, key)) is not None:
-            yield key, value, name
-    if flags.rollout_max_prompt_len is not None:
-        yield "max_prompt_tokens", flags.rollout_max_prompt_len, "--rollout-max-prompt-len"
-    yield "shuffle", flags.rollout_shuffle, "--rollout-shuffle"
-    if flags.custom_generate_function_path is not None:
-        yield "generate", flags.custom_generate_function_path, "--custom-generate-function-path"
+    copied = (
+        "--input-key", "--label-key", "--metadata-key", "--tool-key", "--apply-chat-template", "--reward-key",
+        "--rollout-max-prompt-len", "--rollout-shuffle", "--custom-generate-function-path",
+        "--rollout-sample-hook-path", *(["--group-rm"] if flags.group_rm else []),
+    )  # fmt: skip
+    for each in flags.settings(*copied):
+        yield each.path.removeprefix(f"{ENV}.args."), each.value, *each.flags
     yield "reward", _reward(flags), "--rm-type" if flags.custom_rm_path is None else "--custom-rm-path"
-    if flags.group_rm:
-        yield "group_reward", True, "--group-rm"
-    if flags.reward_key is not None:
-        yield "reward_key", flags.reward_key, "--reward-key"
-    if flags.rollout_sample_hook_path is not None:
-        yield "sample_hooks", flags.rollout_sample_hook_path, "--rollout-sample-hook-path"
     own = flags.extra | ({} if flags.rm_url is None else {"rm_url": flags.rm_url})
     if own:
         yield "hook_args", own, "--rm-url" if flags.custom_config_path is None else "--custom-config-path"
@@ -335,7 +315,7 @@ def arguments(flags: Values) -> Iterator[tuple[str, Any, str]]:
 def _reward(flags: Values) -> str:
     if flags.custom_rm_path is not None:
         return flags.custom_rm_path
-    if flags.rm_type is not None and flags.rm_type.removeprefix("boxed_") in RM_TYPES:
+    if flags.rm_type is not None and is_rm_type(flags.rm_type):
         return flags.rm_type
     if flags.rm_type is not None:
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stretto.base.errors import ConfigError
-from stretto.vime.flags.flag import Flag, Setting, Values, acts, equal, part, refused
+from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, part, refused
 from stretto.vime.flags.groups.cluster import is_on_one_node
 from stretto.vime.placement import count_engines, group_settings, is_over_nodes, nodes_of_groups
 
@@ -31,25 +31,25 @@ MOVED = {
 # fmt: off
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "vLLM and router": (
-        acts("--vllm-gpu-memory-utilization", "number", None, "inference.gpu_memory_utilization",
+        copies("--vllm-gpu-memory-utilization", "number", None, "inference.gpu_memory_utilization",
              "Share of the GPU's memory for weights and cache."),
-        acts("--vllm-max-model-len", "integer", None, "inference.max_model_len",
+        copies("--vllm-max-model-len", "integer", None, "inference.max_model_len",
              "Longest prompt and reply that an engine takes."),
-        acts("--vllm-enable-expert-parallel", "switch", False, "inference.enable_expert_parallel",
+        copies("--vllm-enable-expert-parallel", "switch", False, "inference.enable_expert_parallel",
              "Spread experts over the engine's GPUs."),
-        acts("--vllm-data-parallel-size", "integer", 1, "inference.parallel.dp",
+        copies("--vllm-data-parallel-size", "integer", 1, "inference.parallel.dp",
              "Data-parallel ranks of an engine, of its GPUs."),
-        acts("--vllm-pipeline-parallel-size", "integer", 1, "inference.parallel.pp",
+        copies("--vllm-pipeline-parallel-size", "integer", 1, "inference.parallel.pp",
              "Ranks of an engine that share its layers, of its GPUs."),
         part("--vllm-server-concurrency", "integer", 512, "orchestrator.max_inflight_rollouts",
              "Requests that an engine is given at a time.",
              note="Times the number of engines; without this flag, the samples of the batches that are generated."),
         part("--vllm-router-ip", "text", None, "inference.router.address", "Address of a router that runs already."),
         part("--vllm-router-port", "integer", None, "inference.router.address", "Its port."),
-        acts("--vllm-router-request-timeout-secs", "number", 14400,
+        copies("--vllm-router-request-timeout-secs", "number", 14400,
              "orchestrator.client.timeout_s orchestrator.rollout_timeout_s", "Deadline of a request.",
              note="And of a whole sample, which has none in vime."),
-        acts("--vllm-weight-transfer-timeout-sec", "number", 900, "weight_broadcast.timeout_s",
+        copies("--vllm-weight-transfer-timeout-sec", "number", 900, "weight_broadcast.timeout_s",
              "Longest wait for new weights."),
         equal("--vllm-weight-sync-packed", "switch", False, "Weights travel in buckets.", "Send weights in buckets."),
         equal("--no-vllm-weight-sync-packed", "switch", False, "Weights travel in buckets.",
@@ -81,7 +81,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
               choices=("xxh3-128", "blake3", "adler32")),
         part("--update-weight-local-checkpoint-dir", "text", None, "weight_broadcast.delta.directory",
              "Where an engine's host keeps its copy."),
-        acts("--custom-update-weight-post-write-path", "text", None, "trainer.hooks.post_write",
+        copies("--custom-update-weight-post-write-path", "text", None, "trainer.hooks.post_write",
              "Function called after a version is written.",
              note="With --update-weight-transport disk. Its rollout_engines is empty: engines load by themselves."),
         equal("--check-weight-update-equal", "switch", False,
@@ -101,27 +101,20 @@ def settings(flags: Values) -> Iterator[Setting]:
     yield from _models(flags)
     engines = sum(each.number for each in count_engines(flags))
     if flags.has("--vllm-server-concurrency"):
-        yield Setting(
-            "orchestrator.max_inflight_rollouts",
-            flags.vllm_server_concurrency * engines,
-            ("--vllm-server-concurrency",),
-        )
+        requests = flags.vllm_server_concurrency * engines
+        yield Setting("orchestrator.max_inflight_rollouts", requests, ("--vllm-server-concurrency",))
     if flags.vllm_router_ip is not None:
         host = f"[{flags.vllm_router_ip}]" if ":" in flags.vllm_router_ip else flags.vllm_router_ip
         address = f"http://{host}:{flags.vllm_router_port}"
         yield Setting("inference.router.address", address, ("--vllm-router-ip", "--vllm-router-port"))
     if flags.has("--router-policy") or (engines > 1 and flags.vllm_router_ip is None):
-        yield Setting("inference.router.policy", flags.router_policy, ("--router-policy",))
+        yield from flags.settings("--router-policy")
     if flags.has("--update-weight-transport"):
         kind = {"nccl": "collective", "disk": "filesystem"}[flags.update_weight_transport]
         yield Setting("weight_broadcast.type", kind, ("--update-weight-transport",))
     if flags.update_weight_mode == "delta":
         yield Setting("weight_broadcast.delta", {}, ("--update-weight-mode",))
-        if flags.update_weight_local_checkpoint_dir is not None:
-            directory = flags.update_weight_local_checkpoint_dir
-            yield Setting(
-                "weight_broadcast.delta.directory", directory, ("--update-weight-local-checkpoint-dir",)
-            )
+        yield from flags.settings("--update-weight-local-checkpoint-dir")
 
 
 def _models(flags: Values) -> Iterator[Setting]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.vime.flags.flag import Flag, Setting, Values, acts, equal, part, refused
+from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, part, refused, sets
 
 POINTER = "latest_checkpointed_iteration.txt"
 """A directory with this file is a checkpoint of Megatron's."""
@@ -18,7 +18,7 @@ EXACTLY = "a run continues exactly; start from its weights instead: --load RUN/w
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "Optimizer": (
         part("--optimizer", "text", "adam", "trainer.optim.type", "Optimizer.", choices=("adam", "sgd", "muon")),
-        acts("--lr", "number", 1e-6, "trainer.optim.lr", "Peak learning rate."),
+        copies("--lr", "number", 1e-6, "trainer.optim.lr", "Peak learning rate."),
         part("--lr-decay-style", "text", "linear", "trainer.scheduler.type", "Schedule after the warm-up.",
              choices=("constant", "linear", "cosine")),
         part("--min-lr", "number", 0.0, "trainer.scheduler.min_lr", "Learning rate at the end."),
@@ -28,7 +28,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "The same as a share of the run."),
         part("--lr-decay-iters", "integer", None, "", "Updates after which the rate is least.",
              note="Those of the whole run only."),
-        acts("--weight-decay", "number", 0.01, "trainer.optim.weight_decay", "Decoupled weight decay."),
+        copies("--weight-decay", "number", 0.01, "trainer.optim.weight_decay", "Decoupled weight decay."),
         part("--adam-beta1", "number", 0.9, "trainer.optim.betas1", "Decay of the first moment."),
         part("--adam-beta2", "number", 0.999, "trainer.optim.betas2", "Decay of the second moment."),
         part("--adam-eps", "number", 1e-8, "trainer.optim.eps", "Added to the root of the second moment."),
@@ -60,7 +60,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "How engines get it."),
     ),
     "Checkpoints": (
-        part("--hf-checkpoint", "text", None, "model.name tokenizer.name",
+        sets("--hf-checkpoint", "text", None, "model.name tokenizer.name",
              "Hugging Face directory: engines, tokenizer, config."),
         part("--load", "text", None, "resume resume.dir model.name",
              "Checkpoint of the actor; where there is none, --ref-load.",
@@ -103,11 +103,9 @@ def settings(flags: Values) -> Iterator[Setting]:
     yield from _optimizer(flags)
     yield from _schedule(flags)
     if flags.lora_rank:
-        yield Setting("model.lora.rank", flags.lora_rank, ("--lora-rank",))
-        yield Setting("model.lora.alpha", float(flags.lora_alpha), ("--lora-alpha",))
-        yield Setting("model.lora.dropout", flags.lora_dropout, ("--lora-dropout",))
+        yield from flags.settings("--lora-rank", "--lora-alpha", "--lora-dropout")
         if flags.target_modules != ["all-linear"]:
-            yield Setting("model.lora.target_modules", flags.target_modules, ("--target-modules",))
+            yield from flags.settings("--target-modules")
     yield from _start(flags)
     yield from _saves(flags)
 
@@ -116,20 +114,17 @@ def _optimizer(flags: Values) -> Iterator[Setting]:
     kind = {"adam": "adamw"}.get(flags.optimizer, flags.optimizer)
     yield Setting("trainer.optim.type", kind, ("--optimizer",))
     yield Setting("trainer.optim.max_norm", flags.clip_grad or "None", ("--clip-grad",))
-    betas = {"betas1": "--adam-beta1", "betas2": "--adam-beta2", "eps": "--adam-eps"}
-    for key, name in betas.items():
-        value = getattr(flags, name.removeprefix("--").replace("-", "_"))
-        if kind != "sgd":
-            yield Setting(f"trainer.optim.{key}", value, (name,))
-        elif flags.has(name):
-            raise ConfigError(
-                f"{flags.given[name]}: {flags.given['--optimizer']} has none; leave one of them out"
-            )
+    moments = ("--adam-beta1", "--adam-beta2", "--adam-eps")
+    if kind != "sgd":
+        yield from flags.settings(*moments)
+    elif unused := list(filter(flags.has, moments)):
+        what = f"{flags.given[unused[0]]}: {flags.given['--optimizer']} has none"
+        raise ConfigError(f"{what}; leave one of them out")
 
 
 def _schedule(flags: Values) -> Iterator[Setting]:
     style, at = flags.lr_decay_style, "trainer.scheduler"
-    yield Setting(f"{at}.type", style, ("--lr-decay-style",))
+    yield from flags.settings("--lr-decay-style")
     trained = flags.num_rollout - flags.num_critic_only_steps
     warmup = _warmup(flags, trained)
     yield Setting(f"{at}.warmup_steps", warmup, ("--lr-warmup-iters", "--lr-warmup-fraction"))
@@ -144,7 +139,7 @@ def _schedule(flags: Values) -> Iterator[Setting]:
                 f"{flags.given['--min-lr']}: a constant rate does not fall; leave it out, or change --lr-decay-style"
             )
         return
-    yield Setting(f"{at}.min_lr", flags.min_lr, ("--min-lr",))
+    yield from flags.settings("--min-lr")
     if style == "linear":
         yield Setting(f"{at}.decay_steps", max(0, trained - warmup), ("--lr-decay-style", "--num-rollout"))
 
@@ -190,9 +185,8 @@ def _start(flags: Values) -> Iterator[Setting]:
     elif load is not None and load.is_dir() and any(load.iterdir()) and load != _save_dir(flags):
         start, source = _weights(flags, "--load"), "--load"
     elif flags.ckpt_step is not None:
-        raise ConfigError(
-            f"{flags.given['--ckpt-step']}: {_typed_load(flags)} has no checkpoints; leave it out"
-        )
+        source = flags.given.get("--load", "without --load the run")
+        raise ConfigError(f"{flags.given['--ckpt-step']}: {source} has no checkpoints; leave it out")
     yield Setting("model.name", start, (source,))
     if start != flags.hf_checkpoint:
         yield Setting("tokenizer.name", flags.hf_checkpoint, ("--hf-checkpoint",))
@@ -201,20 +195,12 @@ def _start(flags: Values) -> Iterator[Setting]:
 def _continued(flags: Values, load: Path) -> Iterator[Setting]:
     save = _save_dir(flags)
     if save is None:
-        raise ConfigError(
-            f"{flags.given['--load']} is a run, and a run that continues it needs a directory: give --save, the "
-            f"same for the "
-            "same run"
-        )
+        what = f"{flags.given['--load']} is a run, and a run that continues it needs a directory"
+        raise ConfigError(f"{what}: give --save, the same for the same run")
     yield Setting("resume", {}, ("--load",))
     if load.absolute() != save.absolute():
         yield Setting("resume.dir", str(load), ("--load", "--save"))
-    if flags.ckpt_step is not None:
-        yield Setting("resume.step", flags.ckpt_step, ("--ckpt-step",))
-
-
-def _typed_load(flags: Values) -> str:
-    return flags.given.get("--load", "without --load the run")
+    yield from flags.settings("--ckpt-step")
 
 
 def _is_run(path: Path) -> bool:
@@ -227,7 +213,7 @@ def _weights(flags: Values, name: str) -> str:
 
     Raises: ConfigError if there is none.
     """
-    text = getattr(flags, name.removeprefix("--").replace("-", "_"))
+    text = flags.value(name)
     path, typed = Path(text).expanduser(), flags.given[name]
     if (path / POINTER).exists() or any(path.glob("iter_*")):
         raise ConfigError(
@@ -252,11 +238,10 @@ def _saves(flags: Values) -> Iterator[Setting]:
         return
     yield Setting("output_dir", str(save.parent), ("--save",))
     yield Setting("run.name", save.name, ("--save",))
-    yield Setting(
-        "ckpt.interval", "None" if flags.save_interval is None else flags.save_interval, ("--save-interval",)
-    )
+    interval = "None" if flags.save_interval is None else flags.save_interval
+    yield Setting("ckpt.interval", interval, ("--save-interval",))
     yield Setting("ckpt.minutes", "None", ("--save-interval",))
-    yield Setting("ckpt.is_async", flags.async_save, ("--async-save",))
+    yield from flags.settings("--async-save")
     if flags.save_hf is None:
         yield Setting("ckpt.weights", "None", ("--save-hf",))
 

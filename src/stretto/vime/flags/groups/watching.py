@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.vime.flags.flag import Flag, Setting, Values, acts, equal, part, refused
+from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, part, refused, sets
 from stretto.vime.saved import FUNCTION
 
 NOT_LOADED = "saved batches are not trained again; fine-tuning on saved conversations is `sft`"
@@ -16,7 +16,7 @@ BY_LOGIN = "wandb reads it from its own environment variables"
 # fmt: off
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "Logging": (
-        part("--use-wandb", "switch", False, "monitors.wandb", "Log to Weights & Biases."),
+        sets("--use-wandb", "switch", False, "monitors.wandb", "Log to Weights & Biases."),
         part("--wandb-project", "text", None, "monitors.wandb.project", "Project."),
         part("--wandb-group", "text", None, "monitors.wandb.name", "Group of the run, which names it."),
         part("--wandb-team", "text", None, "monitors.wandb.entity", "Team."),
@@ -31,7 +31,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         equal("--disable-wandb-random-suffix", "switch", False, "The name has no suffix.", "Name without a suffix."),
         equal("--wandb-always-use-train-step", "switch", False, "All metrics are by step.",
              "Metrics by the trainer's step."),
-        part("--use-tensorboard", "switch", False, "monitors.tensorboard",
+        sets("--use-tensorboard", "switch", False, "monitors.tensorboard",
              "Write TensorBoard files, in RUN/tensorboard."),
         equal("--tb-project-name", "text", None, "Files are in RUN/tensorboard.", "Name of the project."),
         equal("--tb-experiment-name", "text", None, "Files are in RUN/tensorboard.", "Name of the experiment."),
@@ -48,7 +48,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              note="Engines keep the weights they start with."),
         part("--debug-train-only", "switch", False, "orchestrator.debug inference", "Training without rollouts.",
              note="On what --load-debug-rollout-data names."),
-        acts("--save-debug-rollout-data", "text", None, "orchestrator.hooks.save_samples",
+        copies("--save-debug-rollout-data", "text", None, "orchestrator.hooks.save_samples",
              "Write rollouts to files, one per rollout: {rollout_id} is its number.",
              note="As JSON, whatever the ending."),
         part("--load-debug-rollout-data", "text", None,
@@ -88,13 +88,7 @@ def settings(flags: Values) -> Iterator[Setting]:
     yield from _alone(flags)
     if flags.use_wandb and flags.wandb_mode != "disabled":
         yield Setting("monitors.wandb", {}, ("--use-wandb",))
-        for key, name in (
-            ("project", "--wandb-project"),
-            ("name", "--wandb-group"),
-            ("entity", "--wandb-team"),
-        ):
-            if (value := getattr(flags, name.removeprefix("--").replace("-", "_"))) is not None:
-                yield Setting(f"monitors.wandb.{key}", value, (name,))
+        yield from flags.settings("--wandb-project", "--wandb-group", "--wandb-team")
         if flags.wandb_mode == "offline":
             yield Setting("monitors.wandb.offline", True, ("--wandb-mode",))
     if flags.use_tensorboard:
