@@ -226,9 +226,9 @@ VERBS: dict[str, Callable[[Any, list[str]], int]] = {
 def run_config_verb(verb: str, words: list[str], command: str) -> int:
     """Load the config of a verb, and run it, print it or look at what it would do."""
     if verb in ("rl", "sft"):
-        from stretto.config.traced import VARIABLE, take_flag
+        from stretto.config.traced import VARIABLE, split_profile_flag
 
-        words, steps = take_flag(words)
+        words, steps = split_profile_flag(words)
         os.environ |= {VARIABLE: steps} if steps else {}
     bench = None
     if any(word == "--bench" or word.startswith("--bench.") for word in words):
@@ -267,17 +267,19 @@ def run_config_verb(verb: str, words: list[str], command: str) -> int:
 
 def _own_flags(verb: str, words: list[str]) -> list[str]:
     """The words with vLLM's and its router's flags as keys of ours."""
-    from stretto.config.flags.router import take_router_flags
+    from stretto.config.flags.router import rewrite_router_flags
 
     if verb == "rl":
-        return take_router_flags(words, "inference.")
+        return rewrite_router_flags(words, "inference.")
     if verb != "inference":
         return words
-    from stretto.config.flags.vllm import take_flags
+    from stretto.config.flags.vllm import split_vllm_flags
     from stretto.config.root import InferenceConfig
     from stretto.config.section import has_key
 
-    words, extra = take_flags(take_router_flags(words, ""), lambda option: has_key(InferenceConfig, option))
+    words, extra = split_vllm_flags(
+        rewrite_router_flags(words, ""), lambda option: has_key(InferenceConfig, option)
+    )
     if extra:
         import json
 

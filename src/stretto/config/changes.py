@@ -1,4 +1,4 @@
-"""Which keys of a run's saved config a resumed run has otherwise."""
+"""Keys whose values differ between a run's saved config and the config it is resumed with."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from stretto.config.section import Path, Section, dotted, show
 
 NOT_COMPARED = frozenset({"resume", "run", "output_dir"})
 """Where the run lives and how it starts."""
-FOUND_ANEW = frozenset({"port", "router_port", "backend_port", "base_url", "admin_base_url"})
-"""Addresses: a start may find others by itself."""
-_MOST_CHARACTERS = 60
+CHOSEN_BY_START = frozenset({"port", "router_port", "backend_port", "base_url", "admin_base_url"})
+"""Addresses, which a start may choose anew."""
+_MAX_CHARACTERS = 60
 
 
 def changes(saved: FilePath, given: Section, resolved: Section | None = None) -> list[str]:
-    """Lines `key: old -> new` for every key whose value differs from the saved config; [] if there is none to read.
+    """Lines `key: old -> new` for keys that differ from the saved config; [] if it is unreadable.
 
-    given: the config of this start; resolved: what the launcher made of it. A value that the launcher chose
-    (threads, addresses) is no change.
+    given: the config of this start; resolved: the same with the launcher's choices (threads, addresses), which do not
+    count as changes.
     """
     try:
         old = json.loads(saved.read_text())
@@ -33,18 +33,18 @@ def changes(saved: FilePath, given: Section, resolved: Section | None = None) ->
     found = [
         (path, before, after, _at(chosen, path))
         for path, before, after in _differences(old, new)
-        if path[0] not in NOT_COMPARED and path[-1] not in FOUND_ANEW
+        if path[0] not in NOT_COMPARED and path[-1] not in CHOSEN_BY_START
     ]
     return [
-        f"{dotted(path)}: {_shown(path, before)} -> {_shown(path, wanted)}"
-        for path, before, after, wanted in found
-        if wanted == after
-        or isinstance(wanted, dict)  # of a new section the launcher may have filled in a part
+        f"{dotted(path)}: {_shown(path, before)} -> {_shown(path, requested)}"
+        for path, before, after, requested in found
+        if requested == after
+        or isinstance(requested, dict)  # a new section: the launcher may have filled in a part
     ]
 
 
 def _differences(old: Any, new: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
-    """Paths with their two values; a table that one side does not have is one difference."""
+    """Paths with their two values; a table that only one side has is one difference."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(name for name in new if name not in old)]:
             yield from _differences(old.get(name), new.get(name), (*path, name))
@@ -73,4 +73,4 @@ def _at(data: Any, path: Path) -> Any:
 def _shown(path: Path, value: Any) -> str:
     if is_secret(str(path[-1])) and value is not None:
         return "(not shown)"
-    return textwrap.shorten(show(masked(value)), _MOST_CHARACTERS, placeholder=" ...")
+    return textwrap.shorten(show(masked(value)), _MAX_CHARACTERS, placeholder=" ...")

@@ -1,7 +1,7 @@
-"""Values of keys that nobody gave, as they follow from those that were given: a root's `_derived`.
+"""Values of keys that are not given, derived from those that are: a root's `_derived`.
 
-Each function takes the given values by dotted path, under the keys' own names, and returns further ones. A given value
-is never replaced.
+Each function receives the given values by dotted path in our spelling and returns further ones. A given value is never
+replaced.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from stretto.config.sections.model import ModelSection
 from stretto.config.sections.run import ServiceRunSection
 
 Values = Mapping[str, Any]
-"""Given values by dotted path, under the keys' own names."""
+"""Given values by dotted path in our spelling."""
 
 
 def comma_list(value: Any) -> Any:
-    """A list as it is; also one from `0,1,2` or a single id."""
+    """A list of ids, given as a list, as `0,1,2` or as a single id."""
     if isinstance(value, str) and re.fullmatch(r"\d+(,\d+)*", value := value.replace(" ", "")):
         return [int(item) for item in value.split(",")]
     return [value] if isinstance(value, int) else value
 
 
 def _has(values: Values, table: str) -> bool:
-    """Is the table, or a key in it, given?"""
+    """Whether the table, or a key in it, is given."""
     return values.get(table) is not None or any(path.startswith(f"{table}.") for path in values)
 
 
@@ -36,7 +36,7 @@ def _starts_engine(values: Values) -> bool:
 
 
 def _derive_engine(values: Values) -> dict[str, Any]:
-    """The engine serves the model that is trained, and follows the run's dtype, seed and log unless it has its own."""
+    """The engine has the model, dtype, seed and log of the run, unless it has its own."""
     if not _starts_engine(values):
         return {}
     same = {path: path for path in values if path.startswith("log.")} | {
@@ -48,7 +48,7 @@ def _derive_engine(values: Values) -> dict[str, Any]:
 
 
 def _derive_model(values: Values) -> dict[str, Any]:
-    """The model that is trained is the engine's if only that is named; if both are, weights are sent in its layout."""
+    """The model is the engine's if only that is named; if both are, weights get the engine's layout."""
     trained, served = values.get("model.name"), values.get("inference.model")
     if served is None or served == trained:
         return {}
@@ -58,7 +58,7 @@ def _derive_model(values: Values) -> dict[str, Any]:
 
 
 def _derive_wire(values: Values) -> dict[str, Any]:
-    """Over several machines weights are broadcast by default, for shared memory ends at one machine."""
+    """Over several machines weights are broadcast, because shared memory ends at one machine."""
     is_wide = values.get("deployment.type") == "multi_node"
     # NCCL connects no two processes of one GPU.
     kind = "filesystem" if _has(values, "colocate") else "collective"
@@ -73,7 +73,7 @@ def derive_copies(values: Values) -> dict[str, Any]:
 
 
 def _derive_infer_nodes(values: Values) -> dict[str, Any]:
-    """Nodes of inference without a shape of it: one engine on each, with as many ranks as it has GPUs for."""
+    """Without [inference.deployment], each node has one engine with ranks for all its GPUs."""
     nodes = values.get("deployment.num_infer_nodes")
     if values.get("deployment.type") != "multi_node" or not isinstance(nodes, int):
         return {}
@@ -87,7 +87,7 @@ def _derive_infer_nodes(values: Values) -> dict[str, Any]:
 
 
 def _derive_infer_gpus(values: Values) -> dict[str, Any]:
-    """GPUs of inference on one machine without a number of engines: ranks of one engine, or engines if embedded."""
+    """Without a number of engines, GPUs of one machine are ranks of one engine, or embedded engines."""
     gpus = _num_gpus(values, "inference_gpu_ids", "deployment.num_infer_gpus")
     if (
         values.get("deployment.type") == "multi_node"
@@ -111,7 +111,7 @@ def _derive_infer_gpus(values: Values) -> dict[str, Any]:
 
 
 def _derive_client_url(values: Values) -> dict[str, Any]:
-    """The engine this run starts is the one its orchestrator talks to, unless another address is given."""
+    """The orchestrator uses the engine that this run starts, unless another address is given."""
     host, port = values.get("inference.server.host"), values.get("inference.server.port")
     if not _starts_engine(values) or (host is None and port is None):
         return {}
@@ -120,7 +120,7 @@ def _derive_client_url(values: Values) -> dict[str, Any]:
 
 
 def _derive_service(values: Values) -> dict[str, Any]:
-    """A run on a training service starts no engine, shows its token as an engine's key, and exports no weights."""
+    """A run on a service starts no engine, sends its token as engine key, and exports no weights."""
     if not _has(values, "service"):
         return {}
     found: dict[str, Any] = {} if _has(values, "inference") else {"inference": None}
@@ -132,7 +132,7 @@ def _derive_service(values: Values) -> dict[str, Any]:
 
 
 def _derive_turns(values: Values) -> dict[str, Any]:
-    """Trainer and engines that take turns do so in synchronous steps, and engines can sleep."""
+    """Trainer and engines that take turns run synchronous steps, and the engines can sleep."""
     if not _has(values, "colocate"):
         return {}
     return {"orchestrator.max_async_level": 0} | (
@@ -141,7 +141,7 @@ def _derive_turns(values: Values) -> dict[str, Any]:
 
 
 def _derive_replay(values: Values) -> dict[str, Any]:
-    """An engine returns its choices of experts and its sampling masks if the trainer replays them."""
+    """An engine returns its choices of experts and sampling masks if the trainer replays them."""
     is_replayed = {
         "inference.enable_return_routed_experts": values.get("trainer.enable_router_replay")
         in (True, "true"),
@@ -158,13 +158,13 @@ def _derive_whiten(values: Values) -> dict[str, Any]:
 
 
 def _derive_teacher(values: Values) -> dict[str, Any]:
-    """A teacher with a model and no address is served by this run, under the name that requests give."""
+    """A teacher with a model and no address is served by this run, under that name."""
     name, has_engine = values.get("orchestrator.teacher.model"), _has(values, "teacher_inference")
     served = [values.get(f"teacher_inference.{key}") for key in ("served_model_name", "model")]
     if not _has(values, "orchestrator.teacher"):
         return {"orchestrator.teacher.model": served[0] or served[1]} if has_engine else {}
-    is_wanted = name is not None and (has_engine or values.get("orchestrator.teacher.base_url") is None)
-    return {"teacher_inference.model": name} if is_wanted else {}
+    is_served = name is not None and (has_engine or values.get("orchestrator.teacher.base_url") is None)
+    return {"teacher_inference.model": name} if is_served else {}
 
 
 def _derive_num_train_workers(values: Values) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _derive_num_train_workers(values: Values) -> dict[str, Any]:
 
 
 def _derive_critic_workers(values: Values) -> dict[str, Any]:
-    """One rank per GPU of the critic's, if they are given; that many GPUs mean ranks of its own."""
+    """One rank per GPU of the critic, if these are given; such a critic has ranks of its own."""
     ranks = _num_gpus(values, "critic_gpu_ids", "deployment.num_critic_gpus")
     nodes, each = (values.get(f"deployment.{key}") for key in ("num_critic_nodes", "critic_gpus_per_node"))
     if values.get("deployment.type") == "multi_node" and (nodes is not None or each is not None):
@@ -198,7 +198,7 @@ def _num_ranks(nodes: Any, gpus: Any) -> int | None:
 
 
 def _workers(values: Values, key: str, ranks: Any) -> dict[str, Any]:
-    """Ranks that get batches of their own: those of the axes cp and tp share theirs."""
+    """Ranks that receive different batches: those of the axes cp and tp share one."""
     degrees = (values.get(f"model.{axis}") for axis in ("cp", "tp"))
     sharing = math.prod(degree if isinstance(degree, int) and degree > 0 else 1 for degree in degrees)
     return {key: max(1, ranks // sharing)} if isinstance(ranks, int) and ranks > 0 else {}

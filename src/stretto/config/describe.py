@@ -1,7 +1,7 @@
-"""Help texts and docs/config.md, both written from the config classes.
+"""Help texts and docs/config.md, both generated from the config classes.
 
-`python -m stretto.config.describe > docs/config.md` writes the page out of page.md; `help_text` is what `<verb> --help`
-prints. Every key stands there with its type, range, default and meaning.
+`python -m stretto.config.describe > docs/config.md` writes the page, with page.md as its frame; `help_text` is what
+`<verb> --help` prints. Both list every key with its type, range, default and meaning.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROOTS: dict[str, type[RunRoot]] = {
 
 
 def tables(cls: type[Section], path: str = "", note: str = "") -> Iterator[tuple[str, str, type[Section]]]:
-    """Every table of a root: its header, a note on when it applies, its class; the root itself first."""
+    """Header, note and class of every table of a root, the root first; the note says when it applies."""
     yield path, note, cls
     for name, key in keys(cls).items():
         inner = f"{path}.{name}" if path else name
@@ -72,7 +72,7 @@ COMMAND_FLAGS: dict[type[Section], dict[str, str]] = {
         "--bench": "instead of serving: an engine, rounds of equal requests, tokens per second"
     },
 }
-"""Flags of a verb that are no keys of its config (docs/debugging.md)."""
+"""Flags of a verb that are not keys of its config (docs/debugging.md)."""
 
 COMMON_KEYS: dict[type[Section], str] = {
     RLConfig: """
@@ -118,32 +118,32 @@ COMMON_KEYS: dict[type[Section], str] = {
         weight_broadcast.type control.host control.port ckpt.interval num_threads
     """,
 }
-"""What people set most often, by root: `--help` alone shows these."""
+"""The keys of each root that are set most often: `--help` alone shows these."""
 
 
-def help_text(verb: str, cls: type[Section], wanted: str = "", width: int | None = None) -> str:
-    """What `<verb> --help [word]` prints: common keys, keys whose flag contains the word, or all keys for `all`."""
+def help_text(verb: str, cls: type[Section], word: str = "", width: int | None = None) -> str:
+    """What `<verb> --help [word]` prints: common keys, keys that match the word, or all for `all`."""
     width = width or max(60, min(shutil.get_terminal_size().columns, 120))
-    if not wanted:
+    if not word:
         return _common_help(verb, cls, width)
-    if wanted == "all":
-        wanted = ""
-    wanted_flag = wanted.replace("_", "-")
-    paths = [re.sub(r"\.args\..*", ".args", path) for path in keys_meant(wanted)] if wanted else []
+    if word == "all":
+        word = ""
+    flag_part = word.replace("_", "-")
+    paths = [re.sub(r"\.args\..*", ".args", path) for path in keys_meant(word)] if word else []
     meant = {"--" + path.replace("_", "-") for path in paths}
-    found = _help(verb, cls, width, lambda flag, key: wanted_flag in flag or flag in meant, wanted_flag)
-    lines = [line for line in _command_flags(cls, width) if wanted and wanted_flag in line]
+    found = _help(verb, cls, width, lambda flag, key: flag_part in flag or flag in meant, flag_part)
+    lines = [line for line in _command_flags(cls, width) if word and flag_part in line]
     found = (["\n".join(lines)] if lines else []) + found
     if not found:  # the word may stand in a description
-        found = _help(verb, cls, width, lambda flag, key: wanted.lower() in key.doc.lower(), wanted_flag)
+        found = _help(verb, cls, width, lambda flag, key: word.lower() in key.doc.lower(), flag_part)
     if not found:
-        return f"no key of `{verb}` contains `{wanted}`; `{verb} --help all` lists all\n"
-    usage = [_USAGE.format(verb=verb, about=_about(cls))] if not wanted else []
+        return f"no key of `{verb}` contains `{word}`; `{verb} --help all` lists all\n"
+    usage = [_USAGE.format(verb=verb, about=_about(cls))] if not word else []
     return "\n\n".join(usage + found) + "\n"
 
 
 def _command_flags(cls: type[Section], width: int) -> list[str]:
-    """A text per flag that is no key."""
+    """One text per flag that is not a key."""
     return [
         textwrap.fill(f"  {flag:<50}{about}", width, subsequent_indent=" " * 54)
         for flag, about in COMMAND_FLAGS.get(cls, {}).items()
@@ -165,9 +165,9 @@ def _common_help(verb: str, cls: type[Section], width: int) -> str:
 
 
 def _help(
-    verb: str, cls: type[Section], width: int, is_wanted: Callable[[str, Key], bool], wanted_flag: str
+    verb: str, cls: type[Section], width: int, is_shown: Callable[[str, Key], bool], flag_part: str
 ) -> list[str]:
-    """The tables that have wanted keys, with these."""
+    """One text per table with its keys that match."""
     parts = []
     for path, note, section in tables(cls):
         prefix = f"--{path.replace('[]', '.0')}." if path else "--"
@@ -175,7 +175,7 @@ def _help(
         rows = [
             (flag, key)
             for flag, key in flags
-            if is_wanted(flag, key) and not key.item_sections and (len(key.sections) != 1 or key.is_nullable)
+            if is_shown(flag, key) and not key.item_sections and (len(key.sections) != 1 or key.is_nullable)
         ]
         if rows:
             about = " ".join((section.__doc__ or "").split("\n\n")[0].split()) if path else ""
@@ -188,7 +188,7 @@ def _help(
                 lines.append(f"  {flag}" + ("" if key.sections else f" <{key.type_text()}>"))
                 lines += _wrapped(f"{key.doc} ({default})".strip(), 8, width)
             aliases = [f"  {prefix}{old} is {prefix}{new}" for old, new in all_aliases(section).items()]
-            lines += [line for line in (each.replace("_", "-") for each in aliases) if wanted_flag in line]
+            lines += [line for line in (each.replace("_", "-") for each in aliases) if flag_part in line]
             parts.append("\n".join(lines))
     return parts
 
@@ -221,7 +221,7 @@ def markdown() -> str:
 
 
 def _part(title: str, about: str, section: type[Section]) -> str:
-    """A heading, what the section is, and its keys and other spellings."""
+    """A heading, the section's docstring, its keys, and their other spellings."""
     items = []
     for name, key in keys(section).items():
         if name != "type" or len(key.choices) != 1:
@@ -240,7 +240,7 @@ def _part(title: str, about: str, section: type[Section]) -> str:
 def _flowed(text: str) -> str:
     """Markdown in lines of up to 110 characters, none of which begins like an item of a list.
 
-    <name> becomes code, for outside of code it would be taken for HTML.
+    <name> becomes code, because Markdown would read it as HTML.
     """
     pieces = text.split("`")
     pieces[::2] = [_PLACEHOLDER.sub(r"`\1`", piece) for piece in pieces[::2]]
@@ -264,7 +264,7 @@ usage: {verb} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--KEY VALUE ...] [-
 
 Files compose left to right, flags override files. Also: --no-KEY (false, or None for a section),
 --SECTION (turns an optional section on), --KEY=VALUE, lists as `a b` or `[1, 2]`, tables as JSON,
-None. `{verb} --help WORD` shows the keys whose name contains WORD, or that others call so."""
+None. `{verb} --help WORD` shows the keys whose name contains WORD, here or in other frameworks."""
 
 
 if __name__ == "__main__":

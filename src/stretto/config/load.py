@@ -1,9 +1,9 @@
-"""Files and flags -> a checked root, or one error listing everything wrong with file and line (or the flag).
+"""Makes a checked root of files and flags, or one error that lists every mistake with its place.
 
 In: a root class and the words after the verb. `@ file.toml` composes left to right, `--section @ file.toml`
 puts a file under a section, `--section.key value` overrides all files. Words become assignments in
-reading/words.py; values are judged by pydantic, rules between keys by rules/. Defaults are no source: a problem between
-two keys names the places where somebody wrote something.
+reading/words.py; pydantic checks single values, rules/ the rules between keys. A problem between two keys names only
+places where a value is written, never a default.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ from stretto.config.reading.toml import chosen_at_start, is_secret, toml_text
 from stretto.config.reading.words import ArgumentProblem, FileArgument, parse_arguments
 from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.config.rules import all as rules
-from stretto.config.section import (
-    Path,
-    Section,
-    dotted,
-    leaves,
-)
+from stretto.config.section import Path, Section, dotted, leaves
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +36,10 @@ PARTS: dict[type[Section], Callable[[RLConfig], Any]] = {
 
 
 def load(cls: type[Root], arguments: list[str], *, verb: str = "stretto") -> Root:
-    """The root that the words after a verb describe. Logs a warning about what runs and is probably not meant.
+    """The root that the words after a verb describe; logs warnings about dubious settings.
 
-    A process of `rl` also takes the file of a whole run, such as RUN/configs/run.json: its root is its part of that,
-    and flags are those of `rl`. One that a launcher has started does not check the rules between keys again.
+    A process of `rl` also accepts the file of a whole run, such as RUN/configs/run.json: its root is its part of that
+    file, and flags are those of `rl`. A process that a launcher has started does not check rules between keys again.
 
     Raises: ConfigError listing every problem, each with its file and line or its flag.
     """
@@ -79,7 +74,7 @@ def _load(draft: Draft, arguments: list[str], verb: str) -> Any:
 
 
 def names_whole_run(arguments: Sequence[str]) -> bool:
-    """Whether a file among the words after a verb is that of a whole run."""
+    """Whether one of the files named after a verb is that of a whole run."""
     files = [each for each in parse_arguments(RLConfig, list(arguments)) if isinstance(each, FileArgument)]
     found = [read_file(file.path) for file in files if not file.prefix]
     return any(table in each[0] for each in found if not isinstance(each, str) for table in RUN_TABLES)
@@ -93,10 +88,10 @@ def build(
     verb: str | None = None,
     reword: Callable[[str], str] = str,
 ) -> Root:
-    """The root that raw data describes, without files. Logs a warning about what is probably not meant.
+    """The root that raw data describes; logs warnings about dubious settings.
 
-    sources: what a message says about the origin of the value at a path. verb: whose configuration it is. reword: puts
-    messages into the words of whoever gave the data.
+    sources: per path, where its value is from, for messages. verb: whose configuration it is; None: log no warnings.
+    reword: changes messages into the terms of the data's author.
 
     Raises: ConfigError listing what is wrong.
     """
@@ -106,29 +101,28 @@ def build(
     if not isinstance(root, cls):
         raise ConfigError(reword(draft.report(verb or cls.__name__)))
     for doubt in () if verb is None else rules.doubts(root):
-        said = draft.placed(doubt.message, *map(dotted_to_path, doubt.paths))
-        logger.warning("warning: %s", reword(said))
+        logger.warning("warning: %s", reword(draft.placed(doubt.message, *map(dotted_to_path, doubt.paths))))
     return root
 
 
 def dump(root: Section) -> dict[str, Any]:
-    """A root as JSON data that loads again to an equal root, less what only steers a start (dry_run, ...)."""
+    """A root as JSON data that loads to an equal root, without keys of the start (dry_run, ...)."""
     return root.model_dump(mode="json", exclude={"dry_run", "print_config", "clean"})
 
 
 def write_json(path: FilePath, data: dict[str, Any]) -> None:
-    """Write data to a file atomically; only its owner can ever read one with a key in it."""
+    """Write data to a file atomically; with a secret in it, only its owner can read it."""
     mode = 0o644 if masked(data) == data else 0o600
     write_atomic(path, (json.dumps(data, indent=2) + "\n").encode(), mode=mode)
 
 
 def shown_text(root: Section) -> str:
-    """A root as `--print-config` prints it: TOML that loads again, without secrets."""
+    """A root as `--print-config` prints it: TOML that can be loaded, without secrets."""
     return toml_text(type(root), dump(root), set(chosen_at_start(root)))
 
 
 def masked(data: Any) -> Any:
-    """The data of a config with *** in place of keys."""
+    """The data of a config with *** in place of secrets."""
     if isinstance(data, list):
         return [masked(item) for item in data]
     if not isinstance(data, dict):

@@ -1,4 +1,4 @@
-"""A model's config.json, as every check before a start reads it."""
+"""Reads a model's config.json for the checks before a start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from stretto.base.errors import ConfigError
 
 _SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
-"""`model_type` of published models that are another family's network, and that family."""
+"""Per `model_type` that is the network of another family: that family."""
 
 
 def family_of(found: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
-"""The roots, what each verb loads: sections, and where the run lives.
+"""The roots, one per verb: the sections that it loads, and the run's directory.
 
-`RLConfig` is the whole: every key of it stands once, and `trainer_config()`, `orchestrator_config()` and
-`inference_config()` are what the three processes take from it. Roots know no rules: load.py reads files and flags,
-validates, and runs rules/ over the root.
+`RLConfig` holds every key of a run once; `trainer_config()`, `orchestrator_config()` and `inference_config()` are the
+parts of the three processes. Roots know no rules: load.py reads files and flags, validates, and checks the root against
+rules/.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from stretto.config.service import ServeTrainerSection, ServiceSection
 
 
 class RunRoot(Section):
-    """Where a run lives, and how it starts; at the root of every verb."""
+    """Where a run is stored, and how it starts; at the root of every verb."""
 
     output_dir: Path = Path("outputs")
     """Directory of all runs; a run's own is <output_dir>/<run.name>. A text that begins with `{output_dir}/` names
@@ -68,13 +68,13 @@ class RunRoot(Section):
     dry_run: bool = False
     """Check configuration, code and data, show the first task and the processes on one screen; start nothing."""
     env_vars: dict[str, str] = Field({})
-    """Environment variables of this process and of all that it starts; those of a section of a process go before."""
+    """Environment variables of this process and of all that it starts; those in a process's section take precedence."""
     print_config: bool = False
     """Print the resolved config, every default included, as TOML that `@` reads again; start nothing."""
 
     @property
     def run_name(self) -> str:
-        """The run's name, given or made from what is trained."""
+        """The run's name: the given one, or one of the model and what it is trained on."""
         return self.run.name or self._default_name()
 
     @property
@@ -87,14 +87,21 @@ class RunRoot(Section):
         """Every file name of the run."""
         return RunDir(self.run_path)
 
+    def _process_data(self, section: Section, *shared: str) -> dict[str, Any]:
+        """The data of a process's root: its section, the shared keys, and those of every root."""
+        own = {key: getattr(section, key) for key in type(section).model_fields}
+        env_vars = {"env_vars": self.env_vars | own["env_vars"]}
+        own |= {key: getattr(self, key) for key in (*shared, *RunRoot.model_fields)}
+        return own | {"run": RunSection(name=self.run_name)} | env_vars
+
     def _default_name(self) -> str:
-        """That of a process alone: the same for the three processes of a run, which know the model."""
+        """The name for a process alone; made of the model, which all processes of a run know."""
         model = getattr(self, "model", None)
         return f"rl-{short_name(getattr(model, 'name', model) or ModelSection().name)}"
 
 
 class ClusterRoot(RunRoot):
-    """A run that a cluster's machines may take."""
+    """A run that may be started on the machines of a cluster."""
 
     slurm: SlurmSection | None = None
     """Present: submit a job that runs this on a cluster's nodes, and return; None: run it here."""
@@ -130,20 +137,20 @@ GpuIds = Annotated[list[int] | None, BeforeValidator(comma_list)]
 
 
 class FrozenModelSection(InferenceSection):
-    """[models.NAME]: a model whose weights never change, beside the policy: for functions, which find its address as
+    """[models.NAME]: a model beside the policy whose weights never change. Functions get its address from
     `get_model_url(args, NAME)`. It has the keys of [inference], for engines of its own."""
 
     base_url: str | None = None
     """Address of engines that serve it already; None: the run starts them."""
     gpu_ids: GpuIds = None
-    """GPUs of its engines; None: the first that neither policy, trainer nor teacher has."""
+    """GPUs of its engines; None: the first that policy, trainer and teacher do not use."""
 
 
 class RLConfig(RunKeys, ClusterRoot):
     """`rl`: inference, orchestrator and trainer together.
 
-    A key that several processes need stands once, at the root. The tables of the processes may have it too, as their
-    own files do; two values that differ are an error that names both.
+    A key that several processes need is given once, at the root. The tables of the processes may have it too, as in
+    their own files; two values that differ are an error that names both.
     """
 
     view: bool = True
@@ -154,9 +161,9 @@ class RLConfig(RunKeys, ClusterRoot):
     """None (`--no-inference`): start no engine, use those at orchestrator.client.base_url."""
     teacher_inference: InferenceSection | None = None
     """The engine of a frozen teacher, started and ended with the run; orchestrator.teacher.model without a base_url
-    is enough. None: the teacher, if there is one, runs at orchestrator.teacher.base_url."""
+    is enough. None: a teacher, if any, runs at orchestrator.teacher.base_url."""
     models: dict[str, FrozenModelSection] = Field({})
-    """By name: frozen models that a user's functions ask, each with engines and a router of its own. The policy is
+    """By name: frozen models for a user's functions, each with engines and a router of its own. The policy is called
     `actor`, a teacher `teacher`."""
     deployment: Deployment = SingleNodeDeployment()
     trainer_gpu_ids: GpuIds = None
@@ -180,7 +187,7 @@ class RLConfig(RunKeys, ClusterRoot):
 
     @property
     def critic_placement(self) -> CriticPlacement | None:
-        """Where a critic on ranks of its own runs; None if the trainer's ranks have it, or there is none."""
+        """Placement of a critic on ranks of its own; None without such a critic."""
         return None if self.trainer.critic is None else self.trainer.critic.placement
 
     @property
@@ -206,9 +213,11 @@ class RLConfig(RunKeys, ClusterRoot):
 
     @property
     def model_places(self) -> dict[str, tuple[int, int]]:
-        """Over several nodes, where a frozen model that the run starts is: a node, counted from the first one that
-        policy and trainer do not need, and its first GPU there. Each is put where it fits first; one that is larger
-        than a node has new ones."""
+        """Over several nodes: the node and the first GPU of every frozen model that the run starts.
+
+        Nodes are counted from the first that policy and trainer do not use. Each model is on the first node where it
+        fits; one that is larger than a node has nodes of its own.
+        """
         shape = self.deployment
         if shape.type != "multi_node":
             return {}
@@ -221,12 +230,12 @@ class RLConfig(RunKeys, ClusterRoot):
                 places[name] = (len(used), 0)
                 used += [shape.gpus_of_models] * own
                 continue
-            wanted = section.gpus_with_idle if section.device != "cpu" and shape.gpus_per_node else 0
-            fits = (node for node, num in enumerate(used) if num + wanted <= shape.gpus_of_models)
+            gpus = section.gpus_with_idle if section.device != "cpu" and shape.gpus_per_node else 0
+            fits = (node for node, num in enumerate(used) if num + gpus <= shape.gpus_of_models)
             if (node := next(fits, len(used))) == len(used):
                 used.append(0)
             places[name] = (node, used[node])
-            used[node] += wanted
+            used[node] += gpus
         return places
 
     @property
@@ -237,7 +246,7 @@ class RLConfig(RunKeys, ClusterRoot):
 
     @property
     def first_infer_node(self) -> int:
-        """The number of the first node of inference: after the trainer's nodes; with [colocate] it has the same."""
+        """The first node of inference: after the trainer's nodes, or node 0 with [colocate]."""
         shape = self.deployment
         return shape.num_learning_nodes if shape.type == "multi_node" and self.colocate is None else 0
 
@@ -247,15 +256,15 @@ class RLConfig(RunKeys, ClusterRoot):
         return self.orchestrator.row_tokens or self.seq_len
 
     def trainer_config(self) -> TrainerConfig:
-        """What the trainer process takes."""
+        """The root of the trainer process."""
         return TrainerConfig.model_validate(self._process_data(self.trainer, *RunKeys.model_fields, "ckpt"))
 
     def orchestrator_config(self) -> OrchestratorConfig:
-        """What the orchestrator process takes."""
+        """The root of the orchestrator process."""
         return OrchestratorConfig.model_validate(self._process_data(self.orchestrator, *RunKeys.model_fields))
 
     def inference_config(self) -> InferenceConfig:
-        """What the inference process takes.
+        """The root of the inference process.
 
         Raises: ConfigError if the run has none.
         """
@@ -266,24 +275,17 @@ class RLConfig(RunKeys, ClusterRoot):
         return InferenceConfig.model_validate(self._process_data(self.inference))
 
     def teacher_config(self) -> InferenceConfig:
-        """What the teacher's engine takes; the root must have one."""
+        """The root of the teacher's engine, which must exist."""
         assert self.teacher_inference is not None, "no [teacher_inference] section: nothing to start"
         # Without the run's name it writes no log file of its own, which would be inference's.
         return InferenceConfig.model_validate(self._process_data(self.teacher_inference) | {"run": {}})
 
     def model_config_of(self, name: str) -> InferenceConfig:
-        """What the engines of a frozen model take."""
+        """The root of the engines of a frozen model."""
         data = self._process_data(self.models[name]) | {"run": {}}
         return InferenceConfig.model_validate(
             {k: v for k, v in data.items() if k not in ("base_url", "gpu_ids")}
         )
-
-    def _process_data(self, section: Section, *shared: str) -> dict[str, Any]:
-        """The keys of a section, those of the root that are named, and where the run lives."""
-        own = {key: getattr(section, key) for key in type(section).model_fields}
-        env_vars = {"env_vars": self.env_vars | own["env_vars"]}
-        own |= {key: getattr(self, key) for key in (*shared, *RunRoot.model_fields)}
-        return own | {"run": RunSection(name=self.run_name)} | env_vars
 
     def _default_name(self) -> str:
         envs = "+".join(env.name or re.split("[:/]", env.id)[-1] for env in self.orchestrator.env)
@@ -338,7 +340,7 @@ class SFTConfig(ClusterRoot):
 
     @property
     def num_ranks(self) -> int:
-        """Processes that the command starts on all nodes; 1 says nothing about torchrun's."""
+        """Processes that the command starts on all nodes; 1 also if torchrun starts more."""
         if self.deployment.type == "multi_node":
             return self.deployment.num_ranks
         ids = self.trainer_gpu_ids
@@ -371,11 +373,9 @@ class ServeConfig(RunRoot):
         return f"service-{short_name(self.model.name)}"
 
     def inference_config(self) -> InferenceConfig:
-        """What the engines take."""
-        own = {key: getattr(self.inference, key) for key in type(self.inference).model_fields}
-        own |= {key: getattr(self, key) for key in RunRoot.model_fields}
-        own |= {"model": own["model"] or self.model.name, "run": {"name": self.run_name}}
-        return InferenceConfig.model_validate(own | {"env_vars": self.env_vars | self.inference.env_vars})
+        """The root of the engines."""
+        model = {"model": self.inference.model or self.model.name}
+        return InferenceConfig.model_validate(self._process_data(self.inference) | model)
 
 
 class EvalConfig(RunRoot):
@@ -410,11 +410,11 @@ class EvalsConfig(EvalConfig):
     watch: Path
     """Directory of the published versions."""
     max_steps: int | None = Field(None, gt=0)
-    """The version that is evaluated whatever its interval."""
+    """The last version, which is evaluated whatever the interval."""
 
 
 def short_name(model: str) -> str:
-    """The short name of a model: `outputs/sort-sft/weights/step_40` is sort-sft, `Qwen/Qwen3` is Qwen3."""
+    """The short name of a model: sort-sft for `outputs/sort-sft/weights/step_40`."""
     parts = [part for part in re.split(r"[/\\]", model) if part not in ("", ".", "..", "~")]
     while len(parts) > 1 and re.fullmatch(r"latest|weights|checkpoints|trainer|hf|step_\d+", parts[-1]):
         parts.pop()
@@ -422,5 +422,5 @@ def short_name(model: str) -> str:
 
 
 def _file_name(text: str) -> str:
-    """The text with - in place of what a run's name may not have."""
+    """The text with - in place of characters that a run's name may not have."""
     return re.sub(r"[^A-Za-z0-9._+=@-]+", "-", text).strip("-.") or "run"

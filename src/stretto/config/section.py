@@ -1,6 +1,6 @@
-"""The strict base of every config section, and what the classes say about themselves: keys, types, spellings.
+"""The strict base class of config sections, and their keys, types and docs as data.
 
-Torch-free: a dry run on a laptop needs only pydantic. A section accepts what a TOML file can say: `"None"` for None
+Imports no torch: a dry run on a laptop needs only pydantic. A section accepts what TOML can express: `"None"` for None
 where None is allowed, a union without its `type` (the default's variant), and the spellings of spellings/.
 """
 
@@ -26,7 +26,7 @@ from stretto.config.spellings.row import Given, Instead, Nothing, Row
 from stretto.config.spellings.synonyms import keys_meant
 
 Path = tuple[str | int, ...]
-"""Where a value stands in a config: keys, and indices of lists."""
+"""Place of a value in a config: keys, and indices of lists."""
 
 
 class Section(BaseModel):
@@ -76,7 +76,7 @@ class Section(BaseModel):
 
     @classmethod
     def _derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values that follow from the given ones, both by dotted path; a given value is never replaced."""
+        """Values that follow from the given ones, by dotted path; a given value is never replaced."""
         return {}
 
 
@@ -84,7 +84,7 @@ class Section(BaseModel):
 
 
 def leaves(data: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The values of nested tables by path; also empty tables, and `[]` before the items of a list of tables."""
+    """Values of nested tables by path; also empty tables, and `[]` before a list's tables."""
     if isinstance(data, dict) and data:
         for key, value in data.items():
             yield from leaves(value, (*at, key))
@@ -144,20 +144,20 @@ class Key:
 
     @cached_property
     def inner_sections(self) -> tuple[type[Section], ...]:
-        """The sections of a list of tables, or of a table with names of the user's own."""
+        """The sections of a list of tables, or of a table in which users choose the keys."""
         items = (args[-1] for member in self.members if (args := get_args(member)))
         return tuple(section for item in items for section in members(item) if _is_section(section))
 
     @property
     def accepts_bool(self) -> bool:
-        """Whether true and false are values of it, or a table is needed anyway."""
+        """Whether it can be true or false, or is a table, for which another message is better."""
         return bool(self.sections or self.item_sections) or any(
             member in (bool, Any) for member in self.members
         )
 
     @property
     def is_bool(self) -> bool:
-        """Whether a bare flag sets it."""
+        """Whether a flag without a value sets it."""
         return self.members == (bool,)
 
     @property
@@ -167,7 +167,7 @@ class Key:
 
     @property
     def is_free_table(self) -> bool:
-        """Whether it is a table with keys of the user's own."""
+        """Whether it is a table in which users choose the keys."""
         return any(get_origin(member) is dict for member in self.members)
 
     @cached_property
@@ -177,14 +177,14 @@ class Key:
 
     @cached_property
     def default_tag(self) -> str | None:
-        """The `type` of a union of sections that is given without: its default's; the first's if it is required."""
+        """The `type` of a union that is given without one: the default's, else the first."""
         if not self.field.is_required():
             return getattr(self.field.default, "type", None)
         return tag_of(self.sections[0]) if len(self.sections) > 1 else None
 
     @property
     def doc(self) -> str:
-        """Its docstring, or that of the key it replaces; a section's own where the key has none."""
+        """Its docstring, or that of the key it overrides, or that of its section."""
         above = [section for section in self.owner.__mro__ if issubclass(section, Section)]
         found = (_field_docs(section.__module__).get((section.__name__, self.name)) for section in above)
         own = self.sections[0].__doc__ if len(self.sections) == 1 else None
@@ -194,7 +194,7 @@ class Key:
         return " ".join((text or ("Which form of the section." if self.name == "type" else "")).split())
 
     def type_text(self) -> str:
-        """Its type in words a user knows, with the range."""
+        """Its type and range in words that users know."""
         text = " or ".join(dict.fromkeys(map(_type_words, self.members))) + _range(self.field)
         return text + (" or None" if self.is_nullable else "")
 
@@ -220,7 +220,7 @@ def keys(cls: type[Section]) -> dict[str, Key]:
 
 @cache
 def _field_docs(module: str) -> dict[tuple[str, str], str]:
-    """The docstrings below fields, by names of class and field. Read when somebody asks: imports need none of them."""
+    """Docstrings below fields by class and field; parsed on first use, so that imports stay fast."""
     return {
         (section.name, ast.unparse(field.target)): ast.literal_eval(text.value)
         for section in ast.parse(inspect.getsource(sys.modules[module])).body
@@ -232,7 +232,7 @@ def _field_docs(module: str) -> dict[tuple[str, str], str]:
 
 @cache
 def _names(cls: type[Section]) -> tuple[str, ...]:
-    """Names of the section and of those that it extends, which come first."""
+    """Names of the sections that a section extends, then its own."""
     return tuple(parent.__name__ for parent in reversed(cls.__mro__) if issubclass(parent, Section))
 
 
@@ -243,36 +243,36 @@ def _names_of(level: tuple[type[Section], ...]) -> tuple[str, ...]:
 
 @cache
 def all_aliases(cls: type[Section]) -> dict[str, str]:
-    """Other names of the keys of a section and of those that it extends."""
+    """Other names of a section's keys, inherited ones included."""
     return table.aliases_of(_names(cls))
 
 
 @dataclass(frozen=True)
 class Found:
-    """Where a path in any spelling leads."""
+    """The key that a path in any spelling leads to."""
 
     path: Path
-    """In the keys' own spelling, as far as they go."""
+    """The part of the path that leads to known keys, in our spelling."""
     key: Any
     """The last key on the way: a Key, or None at an item of a list."""
     rest: Path
-    """What is left of the path: in a table with keys of the user's own, or unknown."""
+    """The rest of the path: keys that users choose, or unknown ones."""
     row: Row | None = None
-    """What the table of spellings says of the path, or of what it begins with."""
+    """The row of the table of spellings for the path, or for a beginning of it."""
     row_at: Path = ()
-    """The section that the row is of."""
+    """Path of the section that the row belongs to."""
     is_row_whole: bool = False
-    """Whether the row is of the whole path."""
+    """Whether the row covers the whole path."""
 
     @property
     def other_values(self) -> list[str]:
-        """Names that others have for values of the key."""
+        """Names that other frameworks have for values of the key."""
         values = self.row.values if self.row is not None and self.is_row_whole else {}
         return [name for name, ours in values.items() if isinstance(name, str) and isinstance(ours, str)]
 
     @property
     def is_known(self) -> bool:
-        """Is the path that of a key?"""
+        """Whether the whole path leads to a key."""
         return self.key is not None and not self.rest
 
 
@@ -291,8 +291,8 @@ def find(cls: type[Section], path: Sequence[str | int]) -> Found:
             covered, here = matched
             if here.is_refused or here.ours == "":
                 return Found(done, None, rest, here, done, covered == len(rest))
-            is_settled = row[0] is not None and row[0].sets and row[2]  # its words and what it sets hold
-            if here.sets or (covered == len(rest) and not is_settled):
+            has_setter = row[0] is not None and row[0].sets and row[2]  # an earlier row for the whole path
+            if here.sets or (covered == len(rest) and not has_setter):
                 row = (here, done, covered == len(rest))
             if here.ours is not None:
                 renamed = (*table.renamed(here, rest), *rest[covered:])
@@ -314,15 +314,15 @@ class Meaning:
     """What a value at a path in any spelling sets."""
 
     values: dict[Path, Any]
-    """By the keys' own paths; none for a key that decides nothing here."""
+    """By path in our spelling; empty for a key that decides nothing here."""
     further: dict[Path, Any] = field(default_factory=dict)
-    """What it sets besides, where nobody gives it."""
+    """Further values that it sets, unless they are given too."""
     instead: str = ""
-    """Present: it is refused, and this says what to write."""
+    """If not empty, it is refused: what to write."""
     idle: str = ""
-    """Present: it decides nothing here, and this says why."""
+    """If not empty, it decides nothing here: why."""
     beware: str = ""
-    """Present: it counts something else than where it comes from."""
+    """If not empty, it counts something else here than there: what."""
 
 
 def meant(cls: type[Section], path: Path, value: Any) -> Meaning:
@@ -332,8 +332,8 @@ def meant(cls: type[Section], path: Path, value: Any) -> Meaning:
     if row is None:
         return Meaning({own: value})
     if row.is_refused:
-        is_so = ("None" if value is None else value) in row.unless
-        return Meaning({}) if is_so else Meaning({}, instead=row.instead)
+        is_accepted = ("None" if value is None else value) in row.unless
+        return Meaning({}) if is_accepted else Meaning({}, instead=row.instead)
     if row.ours == "":
         return Meaning({}, idle=row.note)
     is_word = found.is_row_whole and isinstance(value, str | int | NoneType)
@@ -354,7 +354,7 @@ def tag_of(section: type[Section]) -> str | None:
 
 
 def all_paths(cls: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section], Key]]:
-    """Every dotted path below a section with the section it stands in; list items have `0` in theirs."""
+    """Dotted path (`0` for list items), section and key of everything below a section."""
     for name, key in keys(cls).items():
         path = f"{prefix}.{name}" if prefix else name
         yield path, cls, key
@@ -370,7 +370,7 @@ def spellings(cls: type[Section]) -> list[str]:
 
 
 def suggest(cls: type[Section], path: Path, here: type[Section] | None = None) -> list[Path]:
-    """The keys that an unknown path may have meant: a neighbour, or up to two of the same name elsewhere.
+    """Keys that an unknown path may mean: a similar one, or up to two of that name elsewhere.
 
     here: the section that the path ends in; None: any variant of it.
     """
@@ -398,9 +398,9 @@ def suggest(cls: type[Section], path: Path, here: type[Section] | None = None) -
 
 
 def has_key(cls: type[Section], option: str) -> bool:
-    """Is `--tensor-parallel-size` or `--no-inference` a key or an alias at the root of this class?
+    """Whether an option such as `--no-inference` is a key or an alias at the root of this class.
 
-    An alias of an entry in a table of free keys, such as one of vLLM's options, is none.
+    An alias of an entry in a table in which users choose the keys, such as an option of vLLM's, does not count.
     """
     name = option.removeprefix("--").replace("-", "_")
     names = {name, name.removeprefix("no_")} & set(spellings(cls))

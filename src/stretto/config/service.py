@@ -1,4 +1,4 @@
-"""[service]: the hub of a training service, its users, and how they share the trainer and the engines."""
+"""[service]: the hub of a training service, its users, and their shares."""
 
 from __future__ import annotations
 

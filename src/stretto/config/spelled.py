@@ -1,6 +1,6 @@
-"""docs/from-prime-rl.md, written from the table of spellings: every key of prime-rl and what it is here.
+"""docs/from-prime-rl.md, generated from the table of spellings.
 
-`python -m stretto.config.spelled > docs/from-prime-rl.md` writes the page out of spellings/page.md.
+`python -m stretto.config.spelled > docs/from-prime-rl.md` generates the page from spellings/page.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TITLES = ("The run", "The trainer", "The orchestrator", "Inference", "`sft`, `ev
 
 
 class State(Enum):
-    """What a key of theirs is here."""
+    """What a key of prime-rl is here."""
 
     SAME = "same"
     MOVED = "another name or place"
@@ -31,15 +31,15 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Entry:
-    """A key of theirs on the page."""
+    """A key of prime-rl on the page."""
 
     table: Table
     row: Row
     state: State
     ours: str
-    """Where it leads, in our spelling; empty where it leads nowhere."""
+    """Our key; empty if there is none."""
     default: str | None
-    """Our default, as text; None where there is none to compare."""
+    """Our default as text; None if there is none to compare."""
 
     @property
     def theirs(self) -> str:
@@ -53,13 +53,13 @@ class Entry:
 
     @property
     def differs(self) -> bool:
-        """Do the defaults differ?"""
+        """Whether the defaults differ."""
         is_value = self.their_default is not None and self.default not in (None, "required")
         return is_value and _plain(self.their_default or "") != _plain(self.default or "")
 
 
 def _plain(text: str) -> str:
-    """A default without what says nothing: quotes, the host's other name, "None" for no table."""
+    """A default in a form that can be compared, such as without quotes."""
     text = text.replace("localhost", "127.0.0.1").replace("type = ", "").replace("[]", "None")
     return re.sub(r"(?<=\d)_(?=\d)|\.0$|\"|'", "", text)
 
@@ -86,7 +86,7 @@ def _entry(table: Table, row: Row) -> Entry:
 
 
 def follow(root: type[Section], written: str) -> Found:
-    """Where a path as it is written leads."""
+    """The key that a path as written leads to."""
     return find(root, tuple(int(part) if part.isdigit() else part for part in written.split(".") if part))
 
 
@@ -112,27 +112,27 @@ def markdown() -> str:
 
 def _defaults(found: list[Entry]) -> Iterator[str]:
     yield from ("| key | theirs | here |", "|---|---|---|")
-    seen = set()
+    lines = set()
     for entry in found:
         line = f"| `{_shown(entry)}` | {_code(entry.their_default)} | {_code(entry.default)} |"
-        if entry.differs and not entry.row.is_old and line not in seen:
-            seen.add(line)
+        if entry.differs and not entry.row.is_old and line not in lines:
+            lines.add(line)
             yield line
 
 
 def _refused(found: list[Entry]) -> Iterator[str]:
     yield from ("| key | why, and what to write |", "|---|---|")
-    seen: dict[str, list[str]] = {}
+    keys_by_text: dict[str, list[str]] = {}
     for entry in found:
         if entry.state is State.REFUSED:
             text = entry.row.instead
             if entry.row.unless:
                 text += f" ({', '.join(f'`{show(value)}`' for value in entry.row.unless)} is accepted)"
-            seen.setdefault(text, []).append(f"`{_shown(entry)}`")
+            keys_by_text.setdefault(text, []).append(f"`{_shown(entry)}`")
         for value, instead in entry.row.values.items():
             if isinstance(instead, Instead):
-                seen.setdefault(instead.text, []).append(f"`{_shown(entry)} = {show(value)}`")
-    for text, keys in seen.items():
+                keys_by_text.setdefault(instead.text, []).append(f"`{_shown(entry)} = {show(value)}`")
+    for text, keys in keys_by_text.items():
         yield f"| {', '.join(dict.fromkeys(keys))} | {text} |"
 
 

@@ -1,4 +1,4 @@
-"""Which steps all processes of a run trace (`--profile N`): an environment variable, read by models/trace.py."""
+"""Steps to trace (`--profile N`), in an environment variable that models/trace.py reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from stretto.base.errors import ConfigError
 
 VARIABLE = "STRETTO_PROFILE"
 FLAG = "--profile"
-MOST_STEPS = 20
+MAX_STEPS = 20
 
 
 def parse_steps(text: str) -> frozenset[int]:
@@ -19,15 +19,15 @@ def parse_steps(text: str) -> frozenset[int]:
     steps: set[int] = set()
     for part in text.split(","):
         found = re.fullmatch(r"\s*([1-9]\d{0,8})(?:-([1-9]\d{0,8}))?\s*", part)
-        if found is None or int(found[2] or found[1]) - int(found[1]) not in range(MOST_STEPS):
-            raise ConfigError(f"--profile {text}: give steps such as 3, 3,7 or 3-5, at most {MOST_STEPS}")
+        if found is None or int(found[2] or found[1]) - int(found[1]) not in range(MAX_STEPS):
+            raise ConfigError(f"--profile {text}: give steps such as 3, 3,7 or 3-5, at most {MAX_STEPS}")
         steps.update(range(int(found[1]), int(found[2] or found[1]) + 1))
-    if len(steps) > MOST_STEPS:
-        raise ConfigError(f"--profile {text}: at most {MOST_STEPS} steps")
+    if len(steps) > MAX_STEPS:
+        raise ConfigError(f"--profile {text}: at most {MAX_STEPS} steps")
     return frozenset(steps)
 
 
-def take_flag(words: list[str]) -> tuple[list[str], str | None]:
+def split_profile_flag(words: list[str]) -> tuple[list[str], str | None]:
     """The words without `--profile N`, and N.
 
     Raises: ConfigError if no steps are given.

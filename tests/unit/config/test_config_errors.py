@@ -632,7 +632,7 @@ WRONG_RL = {
     "tensor parallelism in the embedded engine": (
         f'[inference]\nengine = "embedded"\n[inference.parallel]\ntp = 2\n{ENV}',
         "",
-        ["c.toml:4, c.toml:2: inference.parallel.tp = 2: the embedded engine has no such thing"],
+        ["c.toml:4, c.toml:2: inference.parallel.tp = 2: the embedded engine does not support this"],
     ),
     "an option that vLLM does not have": (
         f"[inference.vllm_extra]\nmax_modle_len = 2\n{ENV}",

@@ -68,8 +68,8 @@ def test_ranks_that_share_batches_are_counted_out_of_the_gpus(tmp_path):
 
 REFUSED = {
     "dp_replicate": ({"workers": 4, "dp_replicate": 3}, "dp_replicate = 3 does not divide .* = 4 .*; valid: 1, 2, 4"),
-    "hf beside tp": ({"tp": 2, "impl": "hf"}, 'model.tp = 2 with model.impl = "hf": tp is of modules'),
-    "hf beside cp": ({"cp": 2, "impl": "hf"}, 'model.cp = 2 with model.impl = "hf": cp is of modules'),
+    "hf beside tp": ({"tp": 2, "impl": "hf"}, 'model.tp = 2 with model.impl = "hf": only our own modules have tp'),
+    "hf beside cp": ({"cp": 2, "impl": "hf"}, 'model.cp = 2 with model.impl = "hf": only our own modules have cp'),
     "hf beside ep": ({"ep": 2, "impl": "hf"}, "are sharded only, so leave ep out"),
 }  # fmt: skip
 

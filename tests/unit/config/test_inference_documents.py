@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.config.flags.router import take_router_flags
-from stretto.config.flags.vllm import take_flags
+from stretto.config.flags.router import rewrite_router_flags
+from stretto.config.flags.vllm import split_vllm_flags
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig, RLConfig
 from stretto.config.section import has_key
@@ -79,8 +79,8 @@ def test_the_words_of_both_nodes_of_an_engine_are_taken_as_they_stand(more):
         "--data-parallel-size 4 --tensor-parallel-size 4 --data-parallel-size-local 2 "
         f"--data-parallel-address 10.0.0.1 --data-parallel-rpc-port 5555{more}"
     )
-    words, extra = take_flags(
-        take_router_flags(line.split(), ""), lambda option: has_key(InferenceConfig, option)
+    words, extra = split_vllm_flags(
+        rewrite_router_flags(line.split(), ""), lambda option: has_key(InferenceConfig, option)
     )
     cfg = load(InferenceConfig, [*words, "--vllm-extra", json.dumps(extra)], verb="inference")
     assert (cfg.parallel.tp, cfg.parallel.dp, cfg.vllm_extra["data_parallel_size_local"]) == (4, 4, 2)

@@ -122,7 +122,7 @@ WRONG = {
     # what the embedded engine has not
     "tensor parallelism embedded": (
         'engine = "embedded"\nparallel.tp = 2',
-        "the embedded engine has no such thing",
+        "the embedded engine does not support this",
     ),
     "data parallelism embedded": (
         'engine = "embedded"\nparallel.dp = 2',

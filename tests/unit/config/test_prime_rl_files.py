@@ -85,7 +85,7 @@ def test_a_file_of_0_6_with_an_endpoint_picker_loads_whole(
     assert (cfg.num_nodes, cfg.inference.deployment.num_nodes) == (32, 16)
     assert cfg.inference.router.type == "llm-d" and cfg.orchestrator.renderer.clear_thinking is False
     for words in (
-        "num_prefill_nodes = 8 is that of all engines together",
+        "num_prefill_nodes = 8 counts the nodes of all engines",
         "vllm-router stands before the engines",
         "decode_scorer_overrides.queue-scorer decides nothing here",
         "for more give oversampling_factor = 8",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stretto.base.errors import ConfigError
-from stretto.config.flags.router import ROUTER, arguments, read_installed, take_router_flags
+from stretto.config.flags.router import ROUTER, arguments, read_installed, rewrite_router_flags
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig, RLConfig
 
@@ -20,7 +20,7 @@ ROOTS = [
 
 @pytest.mark.parametrize(("root", "section", "others"), ROOTS)
 def test_options_of_the_router_are_keys_of_its_section(root, section, others):
-    cfg = load(root, take_router_flags([*others, *TYPED], section))
+    cfg = load(root, rewrite_router_flags([*others, *TYPED], section))
     router = (cfg.inference if section else cfg).router
     assert router.policy == "round_robin"
     assert router.extra == {"cb_failure_threshold": 3, "disable_retries": True}
@@ -28,13 +28,13 @@ def test_options_of_the_router_are_keys_of_its_section(root, section, others):
 
 def test_an_option_that_begins_like_the_prefix_is_found_with_and_without_it():
     for word in ("--router-router-temperature", "--router-temperature"):
-        assert take_router_flags([word, "0.5"], "") == ["--router.extra.router_temperature", "0.5"]
+        assert rewrite_router_flags([word, "0.5"], "") == ["--router.extra.router_temperature", "0.5"]
 
 
 def test_several_values_and_equal_signs():
-    words = take_router_flags(["--router-cors-allowed-origins", "a", "b", "--x", "1"], "")
+    words = rewrite_router_flags(["--router-cors-allowed-origins", "a", "b", "--x", "1"], "")
     assert words == ["--router.extra.cors_allowed_origins", '["a","b"]', "--x", "1"]
-    assert take_router_flags(["--router-log-level=debug"], "") == ["--router.extra.log_level", '"debug"']
+    assert rewrite_router_flags(["--router-log-level=debug"], "") == ["--router.extra.log_level", '"debug"']
     assert arguments("cors_allowed_origins", ["a", "b"], "x") == ["--cors-allowed-origins", "a", "b"]
     assert arguments("disable_retries", False, "x") == []
 
@@ -53,7 +53,7 @@ def test_several_values_and_equal_signs():
 )
 def test_what_the_router_does_not_take_is_refused(words, message):
     with pytest.raises(ConfigError, match=message):
-        take_router_flags(words, "")
+        rewrite_router_flags(words, "")
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ WRONG = {
     "GPUs of nobody's critic": ("--critic-num-gpus-per-node 4",
         ["--critic-num-gpus-per-node 4 does nothing with --advantage-estimator grpo"]),
     "turns of nobody": ("--offload-train", ["--offload-train needs --colocate"]),
-    "turns without memory": ("--colocate --no-offload", ["nobody puts memory away"]),
+    "turns without memory": ("--colocate --no-offload", ["no process would free memory"]),
     "a critic beside turns": ("--colocate --advantage-estimator ppo --critic-num-nodes 1",
         ["the critic takes its turn with the actor; leave it out"]),
     "another shape": ("--num-layers 28 --hidden-size 1024 --untie-embeddings-and-output-weights",

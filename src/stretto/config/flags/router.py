@@ -1,18 +1,19 @@
-"""vllm-router's command line: `--router-...` after `rl` and `inference`, and [inference.router] extra.
+"""Options of vllm-router: `--router-...` after `rl` and `inference`, and [inference.router] extra.
 
-`router.json` lists the long options of the supported router; `python -m stretto.config.flags.router` makes it
-from the one that is installed.
+`router.json` lists the long options of the supported router; `python -m stretto.config.flags.router` writes it
+for the installed one.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from stretto.config.flags.table import Flag, Program, Table, option_of
+from stretto.config.flags.table import Flag, Program, Table, option_of, table_text
 
 PREFIX = "--router-"
 RESERVED = {
@@ -30,16 +31,16 @@ ROUTER = Program("vllm-router", Path(__file__).with_name("router.json"), RESERVE
 
 
 def arguments(name: str, value: Any, where: str) -> list[str]:
-    """The words that set an option of the router's.
+    """The words that set an option of the router.
 
-    Raises: ConfigError for one that is unknown or not the user's to set, and for a value it cannot take.
+    Raises: ConfigError for an option that is unknown or reserved, and for a value that it cannot take.
     """
     ROUTER.refuse_reserved(name, where)
     return ROUTER.arguments(name, value, where)
 
 
-def take_router_flags(words: Sequence[str], section: str) -> list[str]:
-    """`--router-cb-failure-threshold 3` as a word of ours: `--<section>router.extra.cb_failure_threshold 3`.
+def rewrite_router_flags(words: Sequence[str], section: str) -> list[str]:
+    """Rewrite `--router-NAME VALUE` among the words as `--<section>router.extra.NAME VALUE`.
 
     section: "" or "inference.". Raises: ConfigError for an option the router does not have.
     """
@@ -54,11 +55,11 @@ def take_router_flags(words: Sequence[str], section: str) -> list[str]:
         elif name in ("type", "policy", "address", "interpreter", "extra"):
             done += [f"--{section}router.{name}", *([value] if equals else [])]
         else:
-            # `--router-temperature` of the router's own begins so too.
+            # The router has options that begin like the prefix, such as `--router-temperature`.
             is_short = option_of(name) not in ROUTER.by_name and f"--router-{name}" in ROUTER.by_name
             name = f"router-{name}" if is_short else name
             ROUTER.refuse_reserved(name, option)
-            given = ROUTER.take_value(ROUTER.find(name, option), word, queue)
+            given = ROUTER.parse_value(ROUTER.find(name, option), word, queue)
             done += [f"--{section}router.extra.{name.replace('-', '_')}", msgspec.json.encode(given).decode()]
     return done
 
@@ -82,4 +83,4 @@ def read_installed() -> Table:
 
 
 if __name__ == "__main__":
-    print(msgspec.json.format(msgspec.json.encode(read_installed()), indent=1).decode())
+    sys.stdout.write(table_text(read_installed()))

@@ -1,4 +1,4 @@
-"""Another program's command line as data, so that a wrong option is refused without the program installed."""
+"""Command lines of other programs as data, so that options are checked without the program."""
 
 from __future__ import annotations
 
@@ -35,13 +35,19 @@ class Table(msgspec.Struct, frozen=True):
     flags: tuple[Flag, ...]
 
 
+def table_text(table: Table) -> str:
+    """A table as its file holds it: JSON, one option per line."""
+    lines = ",\n".join(msgspec.json.encode(flag).decode() for flag in table.flags)
+    return f'{{"version": "{table.version}", "flags": [\n{lines}\n]}}\n'
+
+
 def option_of(name: str) -> str:
     """`--max-model-len` of `max_model_len`, `--max_model_len` or itself."""
     return "--" + name.removeprefix("--").replace("_", "-")
 
 
 def number(text: str) -> Any:
-    """A typed value: parsed if it is JSON (numbers, true, {...}), else the text."""
+    """A typed value: parsed as JSON (numbers, true, {...}) if possible, else the text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -50,7 +56,7 @@ def number(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Program:
-    """A program whose options pass through a config."""
+    """A program whose options a config passes through."""
 
     name: str
     file: Path
@@ -107,8 +113,8 @@ class Program:
             raise ConfigError(f"{where}: {option} takes {KINDS[flag.kind]}, not {show(value)}")
         return [option, *words]
 
-    def take_value(self, flag: Flag, word: str, rest: list[str]) -> Any:
-        """What a word of a command line sets its option to; values in the words after it are taken out of `rest`.
+    def parse_value(self, flag: Flag, word: str, rest: list[str]) -> Any:
+        """The value that a word gives its option; the words of the value are removed from `rest`.
 
         Raises: ConfigError for a value too many or too few.
         """

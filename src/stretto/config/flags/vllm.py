@@ -1,6 +1,6 @@
 """vLLM's command line: `--headless` after `inference`, and [inference] vllm_extra.
 
-`vllm.json` lists every long option of the supported vLLM; inference/vllm/flags.py makes it.
+`vllm.json` lists every long option of the supported vLLM; inference/vllm/flags.py writes it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ RESERVED = {
 VLLM = Program("vLLM", Path(__file__).with_name("vllm.json"), RESERVED)
 
 
-def take_flags(words: Sequence[str], is_ours: Callable[[str], bool]) -> tuple[list[str], dict[str, Any]]:
-    """Words after `inference`, parted: those of our own keys, and vLLM's options as `vllm_extra` has them.
+def split_vllm_flags(
+    words: Sequence[str], is_ours: Callable[[str], bool]
+) -> tuple[list[str], dict[str, Any]]:
+    """Split the words after `inference` into those of our keys and entries of `vllm_extra`.
 
-    is_ours: says of `--data-parallel-size` whether it is a key of ours, which then counts.
+    is_ours: whether an option, such as `--data-parallel-size`, is a key of ours, which takes precedence.
 
-    Raises: ConfigError for an option of vLLM's with a value too many or too few.
+    Raises: ConfigError for an option of vLLM with a value too many or too few.
     """
     rest: list[str] = []
     extra: dict[str, Any] = {}
@@ -48,7 +50,7 @@ def take_flags(words: Sequence[str], is_ours: Callable[[str], bool]) -> tuple[li
         option = word.partition("=")[0]
         flag = VLLM.by_name.get(option_of(option))
         if not option.startswith("--") or "." in option or is_ours(option) or flag is None:
-            rest.append(word)  # of our own keys; the loader says what is wrong with it
+            rest.append(word)  # of our own keys, which the loader checks
         else:
-            extra[flag.name.removeprefix("--").replace("-", "_")] = VLLM.take_value(flag, word, queue)
+            extra[flag.name.removeprefix("--").replace("-", "_")] = VLLM.parse_value(flag, word, queue)
     return rest, extra

@@ -1,1 +1,1 @@
-"""From files and words of the command line to values with their places; load.py makes a root of them."""
+"""Reads files and command lines into values with their places; load.py makes a root of them."""

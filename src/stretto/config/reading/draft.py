@@ -1,8 +1,8 @@
-"""Values on their way to a root: which file or flag gave each, which wins, and all that is wrong with them.
+"""Collects the values of files and flags, and builds a root or reports every mistake.
 
 In: values of files and flags, in any spelling (`Draft.add_file`, `assign`, `put`). Out: `Draft.build_root`, or
-complaints, one line each with its source. Wrong values are left out and the rest is judged again, so that all mistakes
-are found.
+complaints, one line each with its source. Wrong values are left out and the rest is validated again, so that all
+mistakes are found.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from stretto.config.section import (
     tag_of,
 )
 from stretto.config.spellings.inference import nodes_of_one
-from stretto.config.spellings.orchestrator import joined_filters, pools_of_buffer
+from stretto.config.spellings.orchestrator import merge_filters, pools_of_buffer
 
 RUN_TABLES = ("trainer", "orchestrator", "inference")
-"""By them the file of a whole run is told from that of one process."""
+"""A file with one of these tables is that of a whole run, not of one process."""
 OUTPUT_DIR = "{output_dir}/"
 MODEL_NAME = ("model", "name")
 SECOND: dict[Path, tuple[str, Path]] = {
     MODEL_NAME: ("orchestrator", ("inference", "model")),
     ("seq_len",): ("trainer", ("orchestrator", "row_tokens")),
 }
-"""Where a second value of a key goes, if it is that process's and the first is the other's."""
+"""Keys that trainer and orchestrator may give with different values: the process whose value goes to another key."""
 UNKNOWN, MISSING = "extra_forbidden", ("missing", "union_tag_not_found")
 TABLE_NEEDED = ("model_type", "model_attributes_type", "dict_type")
-"""Errors of pydantic where a value stands in the place of a table."""
+"""Errors of pydantic where a table is expected and another value is given."""
 
 
 def dotted_to_path(text: str) -> Path:
@@ -65,47 +65,47 @@ def _is_below(path: Path, table: Path) -> bool:
 
 @dataclass(frozen=True)
 class Given:
-    """A value that somebody wrote."""
+    """A value of a file or a flag."""
 
     path: Path
     value: Any
     spelled: str
-    """The path as it stands there, or the flag."""
+    """The path as written there, or the flag."""
     source: str
     """File and line, or the flag with its value."""
 
 
 @dataclass
 class Draft:
-    """Values on their way to a root: where each came from, and what is wrong so far."""
+    """The values of a future root, the source of each, and the mistakes found so far."""
 
     cls: type[Section]
     values: dict[Path, Any] = field(default_factory=dict)
-    """By path as section.leaves gives them, under the keys' own names."""
+    """By path in our spelling, as section.leaves yields them."""
     sources: dict[Path, str] = field(default_factory=dict)
     written: dict[Path, tuple[str, str]] = field(default_factory=dict)
-    """Per value the file that holds it ("" for a flag) and its path as written there."""
+    """Per value its file ("" for a flag) and its path as written there."""
     complaints: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
-    """By the path as written: what a key of another framework does not do here, or does otherwise."""
+    """By path as written: what a key of another framework does not do here, or does in another way."""
     suspects: set[Path] = field(default_factory=set)
-    """Paths left out because they are wrong; problems that follow from leaving them out are not reported."""
+    """Paths left out because they are wrong; problems that result from leaving them out are not reported."""
     is_incomplete: bool = False
-    """A file could not be read: what is missing may stand there."""
+    """Whether a file could not be read: what is missing may be in it."""
     is_resolved: bool = False
-    """The rules have been checked, and addresses and ports are filled in."""
+    """Whether the rules have been checked, and addresses and ports are filled in."""
     process: str | None = None
-    """Whose part of a whole run is wanted: rules that are broken in the tables of others alone are theirs to report."""
+    """The process of a whole run that is started: rules broken only in tables of other processes are not reported."""
 
     def complain(self, message: str, *paths: Path, source: str | None = None) -> None:
-        """Note a problem once, with the sources of its paths."""
+        """Add a problem once, with the sources of its paths."""
         line = self.placed(message, *paths, source=source)
         if line not in self.complaints:
             self.complaints.append(line)
         self.suspects.update(paths)
 
     def placed(self, message: str, *paths: Path, source: str | None = None) -> str:
-        """A message after the places where its paths were given."""
+        """A message, preceded by the places where its paths were given."""
         found = [self.sources.get(path) for path in paths] if source is None else [source]
         if paths and not any(found):
             found = [self.source_near(paths[0])]
@@ -113,7 +113,7 @@ class Draft:
         return f"{places}: {message}" if places else message
 
     def source_near(self, path: Path) -> str | None:
-        """Where a key of the table at a path was given, or else the nearest table above it."""
+        """The source of a key in the table at a path, or else of the nearest table above it."""
         if inside := [source for other, source in self.sources.items() if _is_below(other, path)]:
             return inside[0]
         return next(
@@ -140,20 +140,20 @@ class Draft:
         self.sources |= {path: place for path, place in tables.items() if path and path not in self.values}
 
     def own_path(self, path: Path) -> Path:
-        """A path under its keys' own names."""
+        """A path in our spelling."""
         found = find(self.cls, path)
         return (*found.path, *found.rest)
 
     def put(self, given: list[Given], file: str = "") -> None:
-        """Add values to those that are there: tables merge, all else replaces, another `type` replaces its table.
+        """Add values: tables are merged, other values replaced; another `type` clears its table.
 
-        file: the file that holds them; "" for flags.
+        file: the file with the values; "" for flags.
         """
-        paths = joined_filters([each.path for each in given])
+        paths = merge_filters([each.path for each in given])
         found = [(each, meant(self.cls, path, each.value)) for each, path in zip(given, paths)]
         values = [(each, path, value) for each, meaning in found for path, value in meaning.values.items()]
         named = {path for _, path, _ in values} | set(self.values)
-        # Lists, then what is set besides, then `type`s: each of them clears what stands below it.
+        # Lists, then further values, then `type`s: each of them clears the values below it.
         self._put_values([item for item in values if item[2] == []], file)
         for each, meaning in found:
             for path, value in meaning.further.items():
@@ -182,8 +182,11 @@ class Draft:
                 self.written[path] = (file, each.spelled)
 
     def _place_of(self, path: Path, spelled: str) -> Path:
-        """Where a second name of a model goes: the orchestrator's is the engines', where the trainer has its own. And
-        a second length: the trainer's is that of its rows."""
+        """Where a second value of a key of SECOND goes.
+
+        A second name of the model from the orchestrator is the name of the engines' model; a second length from the
+        trainer is the length of its rows.
+        """
         held_in, held = self.written.get(path, ("", ""))
         process, other = SECOND[path]
         processes = [name.lstrip("-").split(".")[0] for name in (held, spelled)]
@@ -199,7 +202,7 @@ class Draft:
         return path
 
     def _set(self, path: Path, value: Any, source: str) -> None:
-        """Set one value under its key's own name."""
+        """Set one value at a path in our spelling."""
         table = find(self.cls, path[:-1]).key if path[-1] == "type" else None
         if table and len(table.sections) > 1 and value != self.values.get(path, table.default_tag):
             self._clear(path[:-1])
@@ -237,7 +240,7 @@ class Draft:
         )
 
     def _disagrees(self, given: Given, path: Path, new: Any, file: str) -> bool:
-        """Note two spellings of one key with two values: in flags, in a file, or in the files of two processes.
+        """Report two values of one key in two spellings: in flags, a file, or files of two processes.
 
         A later file or flag may change a value, but the files of two processes have no order.
         """
@@ -255,39 +258,36 @@ class Draft:
         return True
 
     def _clear(self, table: Path) -> None:
-        """Forget the value at a path, and all in a table."""
+        """Remove the value at a path, and everything below it."""
         held: dict[Path, Any]
         for held in (self.values, self.sources, self.written):
             for path in [path for path in held if _is_below(path, table)]:
                 del held[path]
 
     def _fill_in_output_dir(self) -> None:
-        """Put the directory of all runs where texts begin with `{output_dir}/`, so that they follow --output-dir."""
+        """Replace `{output_dir}/` at the beginning of texts by the directory of all runs."""
         given = self.values.get(("output_dir",), "outputs")
         for path, value in self.values.items() if isinstance(given, str) else ():
             if isinstance(value, str) and value.startswith(OUTPUT_DIR):
                 self.values[path] = str(FilePath(given, value.removeprefix(OUTPUT_DIR)))
 
     def _divide_nodes(self) -> None:
-        """Give each engine its share where a file of prime-rl 0.6 counts the nodes of all engines of a side."""
+        """Divide nodes among engines, if a file of prime-rl 0.6 counts those of all engines."""
         for path, nodes in (nodes_of_one(self.values) if self.cls is RLConfig else {}).items():
             name = dotted(path)
             self.notes[name] = (
-                f"{self.sources[path]}: {name} = {self.values[path]} is that of all engines together, as "
-                f"deployment.num_infer_nodes says; here it is of one: {nodes}"
+                f"{self.sources[path]}: {name} = {self.values[path]} counts the nodes of all engines, as "
+                f"deployment.num_infer_nodes shows; here it is those of one engine: {nodes}"
             )
             self.values[path] = nodes
 
     def _make_pools(self) -> None:
-        """Make pools of tasks of the thresholds of a buffer of prime-rl 0.6."""
+        """Turn the thresholds of a buffer of prime-rl 0.6 into pools of tasks."""
         spelled = {path: f".{name}" for path, (_, name) in self.written.items()}
         self.values |= pools_of_buffer(self.values, spelled)
 
     def build_root(self) -> Section | None:
-        """The root that the values make, or None with complaints noted.
-
-        Wrong values are left out and the rest is validated again, so that all mistakes are found at once.
-        """
+        """The root with the values; None if there are complaints."""
         self._fill_in_output_dir()
         self._divide_nodes()
         self._make_pools()
@@ -301,15 +301,15 @@ class Draft:
             try:
                 root = self.cls.model_validate(nest(self.values))
             except ValidationError as error:
-                if not any([self._leave_out(path) for path in self._judge(error)]):
+                if not any([self._leave_out(path) for path in self._report_errors(error)]):
                     break
         if root is not None and not self.is_incomplete and not self.is_resolved:
             for problem in rules.check(root):
-                self._note(problem)
+                self._report_rule(problem)
         return None if self.complaints else root
 
     def _leave_out(self, path: Path) -> bool:
-        """Take out a value, or the whole list that holds it; whether there was one."""
+        """Remove a value, or the whole list that contains it; returns whether there was one."""
         while path and isinstance(path[-1], int):
             path = path[:-1]
         wrong = [held for held in self.values if path and _is_below(held, path)]
@@ -319,8 +319,8 @@ class Draft:
             self.values[path[:-1]] = {}
         return bool(wrong)
 
-    def _note(self, problem: Problem) -> None:
-        """Complain, unless it only follows from another mistake."""
+    def _report_rule(self, problem: Problem) -> None:
+        """Report a broken rule, unless it only results from another mistake."""
         paths = [dotted_to_path(path) for path in problem.paths]
         others = [path for path in paths if path and path[0] in RUN_TABLES and path[0] != self.process]
         if self.process is not None and paths and others == paths:
@@ -328,14 +328,14 @@ class Draft:
         if not any(_is_below(a, b) or _is_below(b, a) for a in paths for b in self.suspects):
             self.complain(problem.message, *paths)
 
-    def _judge(self, error: ValidationError) -> list[Path]:
-        """Note what pydantic found; the paths to leave out before judging again."""
+    def _report_errors(self, error: ValidationError) -> list[Path]:
+        """Report pydantic's errors; returns the paths to leave out before validating again."""
         found: dict[Path, list[tuple[Any, Key | None, type[Section]]]] = {}
         for item in sorted(error.errors(include_url=False), key=lambda item: item["type"] != UNKNOWN):
             path, key, cls = self._locate(item["loc"])
             path = (*path, item["loc"][-1]) if item["type"] == UNKNOWN else path
             found.setdefault(path, []).append((item, key, cls))
-        # What follows from a wrong value elsewhere is not said beside it.
+        # Errors in values that nobody wrote result from a wrong value elsewhere, which is reported.
         derived = {
             path
             for path, [(item, _, _), *_] in found.items()
@@ -344,10 +344,10 @@ class Draft:
         }
         if self.complaints or len(derived) < len(found):
             found = {path: items for path, items in found.items() if path not in derived}
-        return [self._note_value(path, *items[0], num_items=len(items)) for path, items in found.items()]
+        return [self._report_value(path, *items[0], num_items=len(items)) for path, items in found.items()]
 
     def _locate(self, location: tuple[str | int, ...]) -> tuple[Path, Key | None, type[Section]]:
-        """The path of a pydantic location, which also holds union tags and type names; its key and its section."""
+        """Path, key and section of a location of pydantic, which also has union tags and type names."""
         path: Path = ()
         key: Key | None = None
         cls = self.cls
@@ -364,8 +364,10 @@ class Draft:
                 break
         return path, key, level[0] if len(level) == 1 else cls
 
-    def _note_value(self, path: Path, item: Any, key: Key | None, cls: type[Section], num_items: int) -> Path:
-        """Note what is wrong with one value; the path to leave out."""
+    def _report_value(
+        self, path: Path, item: Any, key: Key | None, cls: type[Section], num_items: int
+    ) -> Path:
+        """Report what is wrong with one value; returns the path to leave out."""
         kind, value, name = item["type"], item["input"], dotted(path)
         place, what = path, f"{name} = {show(value)}: "
         if kind == UNKNOWN:
@@ -400,7 +402,7 @@ class Draft:
         return path[:-1] if kind == "missing" else path
 
     def _guess(self, cls: type[Section], path: Path) -> str:
-        """What an unknown key may have meant: another variant's key, a neighbour, the same key elsewhere."""
+        """What an unknown key may mean: a similar key, or one of another variant or section."""
         here = dotted(tuple("0" if isinstance(part, int) else part for part in path))
         for known, section, _ in all_paths(self.cls):
             if known == here and tag_of(section):
@@ -416,14 +418,14 @@ class Draft:
         return f"unknown key; did you mean {names}?"
 
     def report(self, verb: str) -> str:
-        """Everything wrong, one line each."""
+        """All complaints, one per line."""
         count = len(self.complaints)
         lines = "\n".join(f"  {line}" for line in self.complaints)
         return f"{count} problem{'s' if count > 1 else ''} in the configuration of `{verb}`\n{lines}"
 
 
 def choose(value: Any, choices: Iterable[Any], others: Iterable[str] = ()) -> str:
-    """A rule that lists what is allowed and points at the nearest. others: what else is understood."""
+    """A message with the allowed values and the nearest; others: accepted, but not listed."""
     known = [*map(str, choices), *others]
     near = difflib.get_close_matches(str(value).lower(), known, n=1) or difflib.get_close_matches(
         str(value), known, n=1
@@ -433,7 +435,7 @@ def choose(value: Any, choices: Iterable[Any], others: Iterable[str] = ()) -> st
 
 
 def choose_tag(tag: Any, tags: list[str | None], others: Iterable[str] = ()) -> str:
-    """As `choose`; names the place of a tag that belongs to another union of `rl`."""
+    """As `choose`; for a tag of another union of `rl` it names that union."""
     near = difflib.get_close_matches(str(tag), [str(each) for each in tags], n=1, cutoff=0.8)
     owners = (
         path
@@ -447,7 +449,7 @@ def choose_tag(tag: Any, tags: list[str | None], others: Iterable[str] = ()) -> 
 
 
 def _json_problem(text: str) -> str | None:
-    """Why a text that begins like a list or table of JSON is none; None for other text."""
+    """Why a text that begins like a list or table of JSON is not valid; None for other text."""
     if not text.lstrip().startswith(("[", "{")):
         return None
     try:
@@ -461,14 +463,14 @@ def _json_problem(text: str) -> str | None:
 
 
 def _as_table(path: Path, key: Key) -> str:
-    """How a table is written, for a message."""
+    """How to write a table, for a message."""
     tag = f'type = "{tag_of(key.sections[0])}", ' if len(key.sections) > 1 else ""
     first = next((name for name in keys(key.sections[0]) if name != "type"), "...")
     return f"[{dotted(path)}] {tag}{first} = ..."
 
 
 def _plain(message: str) -> str:
-    """A rule in our words: pydantic's, less what a user of TOML need not know."""
+    """Pydantic's message in words for users of TOML."""
     message = message.removeprefix("Value error, ").removeprefix("Input should be ")
     message = re.sub(r"^a valid dictionary.*", "a table is needed", message)
     message = re.sub(r"^(a valid string|Input is not a valid path.*)", "must be a text in quotes", message)

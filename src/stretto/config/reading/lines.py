@@ -1,7 +1,7 @@
 """TOML and JSON files, with the line of every key for error messages.
 
-The standard parsers say whether a file is valid and what it means, but not where. This scanner runs on text
-that they have already accepted, so that it only has to find keys, not to judge.
+The standard parsers give the data, but no lines. This scanner reads text that they have accepted, so that it only has
+to find the keys.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _TOML_REASONS = {
     "Cannot overwrite a value": "this key stands above already: give it once",
     "Illegal character '\\n'": "a quote is not closed",
 }
-"""What tomllib says, and it in words of the file."""
+"""Beginnings of messages of tomllib, and what a user should read instead."""
 
 
 def read_file(name: str) -> tuple[dict[str, Any], dict[Path, int]] | str:
-    """Data of a TOML or JSON file and the line of each key; or what is wrong with it, as text."""
+    """Data of a TOML or JSON file and the line of each key; or a text that says what is wrong."""
     path = FilePath(name).expanduser()
     if path.suffix not in (".toml", ".json"):
         return f"{name}: not a .toml or .json file"
@@ -58,7 +58,7 @@ def read_file(name: str) -> tuple[dict[str, Any], dict[Path, int]] | str:
 
 
 def _toml_advice(line: list[str]) -> str:
-    """What to write instead of a line that is no TOML."""
+    """What to write instead of a line that is not TOML."""
     written = line[0].strip() if line else ""
     key, equals, value = written.partition("=")
     if equals and re.fullmatch(r"\s*(None|null|nil)\s*(#.*)?", value):
@@ -175,7 +175,7 @@ class _Scanner:
         return self.position
 
     def skip_line(self) -> None:
-        """To the end of a line on which only blanks, a comment or the time of a date follow."""
+        """Skip the rest of a line, which has only blanks, a comment or the time of a date."""
         end = self.text.find("\n", self.position)
         self.position = len(self.text) if end < 0 else end
 

@@ -1,8 +1,8 @@
 """A root as TOML that `@` reads again: what `--print-config` prints.
 
-TOML has no null: None is written as `"None"` where a key accepts it. Keys that are secret, and null in tables with
-names of the user's own, stand as comments; so do keys that a start chooses by itself, if nobody wrote them: written,
-they would be the user's choice, and a port that is taken an error.
+TOML has no null: None is written as `"None"` where a key accepts it. Secret keys, and null in tables in which users
+choose the keys, become comments. So do keys that a start chooses by itself and that are not given: as values they would
+be the user's choice, and a port in use would be an error.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from stretto.config.section import Path, Section, find
 
 SECRETS = frozenset({"api_key", "hf_token"})
-"""Keys, in whatever section, whose values are not for the screen."""
+"""Keys of any section whose values are not shown."""
 CHOSEN_AT_START = frozenset({"port", "host", "base_url", "gpu_memory_utilization", "finish_within_s"})
-"""Keys that a start chooses by itself where nobody wrote them, such as a free port."""
+"""Keys that a start chooses by itself if they are not given, such as a free port."""
 _SECRET_VARIABLE = re.compile(r"([A-Z0-9_]*_)?(KEY|TOKEN|SECRET|PASSWORD)")
-"""Environment variables that hold one, as in `env_vars`."""
+"""Environment variables that contain a secret, as in `env_vars`."""
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def toml_text(cls: type[Section], data: dict[str, Any], unwritten: Collection[Path] = ()) -> str:
-    """JSON data of a root of this class as TOML; keys in `unwritten` stand as comments."""
+    """JSON data of a root of this class as TOML; keys in `unwritten` become comments."""
     return "\n".join(_table(cls, (), data, unwritten)) + "\n"
 
 
 def chosen_at_start(root: Section, at: Path = ()) -> Iterator[Path]:
-    """Paths of keys that nobody wrote, and that a start may choose by itself."""
+    """Paths of keys that are not given and that a start may choose by itself."""
     for name, value in root:
         if name in CHOSEN_AT_START and name not in root.model_fields_set:
             yield (*at, name)
@@ -43,7 +43,7 @@ def chosen_at_start(root: Section, at: Path = ()) -> Iterator[Path]:
 def _table(
     cls: type[Section], path: Path, data: dict[str, Any], unwritten: Collection[Path]
 ) -> Iterator[str]:
-    """Lines of a table: its values, then the tables in it."""
+    """Lines of a table: first its values, then its tables."""
     for name, value in data.items():
         if (*path, name) in unwritten:
             yield f"# {_key(name)} = {_value(value)}  # unless a start chooses another"
@@ -82,7 +82,7 @@ def _key(name: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Is a key of this name not for the screen?"""
+    """Whether the value of a key of this name is not shown."""
     return name.replace("-", "_") in SECRETS or _SECRET_VARIABLE.fullmatch(name) is not None
 
 

@@ -1,9 +1,9 @@
-"""The words after a verb -> files to read and values to set.
+"""From the words after a verb to files to read and values to set.
 
 Grammar: `@ file`, `--section @ file`, `--key value`, `--key=value`, `--flag`, `--no-flag`, `--section` (turns
 an optional section on), `--no-section` (off), `--list a b`, `--list '[1, 2]'`, `--ids 0,1`, `--table '{"a":
-1}'`, `--key None`, `--list.0.key value`. Dashes and underscores in keys are the same. Whether values are
-right is judged later (load.py).
+1}'`, `--key None`, `--list.0.key value`. Dashes and underscores in keys are the same. Values are
+validated later (draft.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FileArgument:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A value given by a flag, at the path as it was typed, and the whole flag."""
+    """A value given by a flag: the path as typed, the value, and the whole flag."""
 
     path: Path
     value: Any
@@ -35,12 +35,12 @@ class Assignment:
 
 @dataclass(frozen=True)
 class ArgumentProblem:
-    """Words that mean nothing."""
+    """Words that cannot be understood."""
 
     message: str
     source: str
     paths: tuple[Path, ...] = ()
-    """What they may have meant."""
+    """Keys that they may mean."""
 
 
 Argument = FileArgument | Assignment | ArgumentProblem
@@ -48,18 +48,18 @@ Argument = FileArgument | Assignment | ArgumentProblem
 
 @dataclass(frozen=True)
 class Target:
-    """What a flag's name points at; `key` is None inside a table with keys of the user's own."""
+    """The key that a flag's name leads to; None in a table in which users choose the keys."""
 
     path: Path
-    """As it is written."""
+    """As written."""
     key: Key | None
     is_negated: bool = False
     is_foreign: bool = False
-    """Another framework's key, which the loader refuses or passes over by its value."""
+    """Whether it is a key of another framework, which the loader refuses or ignores, depending on its value."""
 
 
 def parse_arguments(cls: type[Section], words: list[str]) -> list[Argument]:
-    """What the words say, in their order; nothing is read or checked against types yet."""
+    """The arguments that the words form, in their order; no file is read and no value validated."""
     rest = list(words)
     found = []
     while rest:
@@ -109,7 +109,7 @@ def _next_argument(cls: type[Section], rest: list[str]) -> Argument:
 
 
 def _assignment(target: Target, words: list[str], flag: str) -> Assignment:
-    """The words as the target's value; a text for a section goes to the key that its class names as SHORT."""
+    """The words as the target's value; a text for a section is that of its class's SHORT key."""
     value = read_value(target.key, words)
     sections = target.key.sections if target.key is not None else ()
     short = next((str(section.SHORT) for section in sections if hasattr(section, "SHORT")), None)
@@ -134,7 +134,7 @@ def _up_to_next(rest: list[str]) -> list[str]:
 
 
 def read_value(key: Key | None, words: list[str]) -> Any:
-    """Words as a raw value of the key's type; what does not fit is left as text for the judge."""
+    """Words as a raw value of the key's type; what does not fit stays text, for validation."""
     text = words[0]
     if len(words) == 1 and text == "None" and (key is None or key.is_nullable):
         return None
@@ -167,7 +167,7 @@ def _json_or_text(text: str) -> Any:
 
 
 def _resolve(cls: type[Section], name: str) -> Target | ArgumentProblem:
-    """What a flag's dotted name points at, or what it may have meant."""
+    """The target of a flag's dotted name, or a problem with the names that it may mean."""
     parts = name.split(".")
     plain = [part.replace("-", "_") for part in parts]
     if (target := _target(cls, plain, parts)) is not None:

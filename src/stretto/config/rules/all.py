@@ -1,4 +1,4 @@
-"""Every rule, over a root that knows none of them."""
+"""Checks a root against the rules of all modules here; roots know no rules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
 
 
 def check(root: Section) -> list[Problem]:
-    """What is wrong with a root whose values are right one by one."""
+    """The rules between keys that a root breaks."""
     problems: list[Problem] = []
     for section, path in walk(root):
         if isinstance(section, RLConfig):
@@ -41,7 +41,7 @@ def _broken(cls: type, section: Section, at: At) -> Iterator[Problem]:
 
 
 def doubts(root: Section) -> list[Problem]:
-    """Settings that work and are probably not meant."""
+    """Settings that work and that a user probably does not intend."""
     return [
         doubt
         for section, path in walk(root)

@@ -1,4 +1,4 @@
-"""Rules of [orchestrator]: environments, groups, batches, how they are sampled, and a user's own functions."""
+"""Rules of [orchestrator]: environments, sampling, groups, batches, a user's functions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def is_address(url: str) -> bool:
 
 
 def remote_engine(section: OrchestratorSection) -> str | None:
-    """An engine on another host, which shared memory does not reach; a router before it does not matter."""
+    """The address of an engine on another host, which shared memory does not reach."""
     client = section.client
     engines = urls(client) if client.admin_base_url is None else client.admin_base_url
     away = [url for url in engines if is_address(url) and urlsplit(url).hostname not in LOCAL_HOSTS]
@@ -74,7 +74,7 @@ def remote_engine(section: OrchestratorSection) -> str | None:
 
 
 def sampling_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str]]:
-    """Groups whose members are several and can differ, sampled from the distribution that the trainer trains."""
+    """Groups of one or of equal rollouts, and sampling from a distribution that is not trained."""
     found: dict[str, str] = {}  # the message by the place of the value
     replay = section.train.replay
     for index, env in enumerate(section.env or [None]):  # type: ignore[list-item]

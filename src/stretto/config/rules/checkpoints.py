@@ -1,4 +1,4 @@
-"""What checkpoints of trainer and engine must have in common, by their config.json; a dry run asks here too."""
+"""Checks that the checkpoints of trainer and engines belong together, by their config.json."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_quantize(quantizes: bool | None, engine_model: str | None, *, is_quant
 
 
 def check_same_network(trained: Mapping[str, Any], served: Mapping[str, Any], names: tuple[str, str]) -> None:
-    """Check that two config.json describe one network; names: those of the trained and of the served model.
+    """Check that two config.json describe one network; names: of the trained and served model.
 
     Raises: ConfigError naming the first key that differs.
     """

@@ -1,9 +1,9 @@
-"""Rules of [inference]: what an engine does not do, sizes that do not fit, options of vLLM's and the router's."""
+"""Rules of [inference]: features of engines, sizes, options of vLLM and of the router."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from stretto.base.errors import ConfigError
@@ -12,7 +12,7 @@ from stretto.config.flags.table import option_of
 from stretto.config.flags.vllm import VLLM
 from stretto.config.root import InferenceConfig
 from stretto.config.rules.batches import is_address
-from stretto.config.rules.rule import At, Each, Idle, Problem, Rule, Rules, problem
+from stretto.config.rules.rule import At, Each, Idle, Problem, Rule, Rules, problem, value_of
 from stretto.config.section import show
 from stretto.config.sections.engines import (
     POLICIES,
@@ -24,7 +24,7 @@ from stretto.config.sections.engines import (
     cache_aware_options,
 )
 from stretto.config.sections.inference import (
-    OWN_OF_A_GROUP,
+    GROUP_KEYS,
     InferenceSection,
     ParallelSection,
     misfit,
@@ -32,9 +32,9 @@ from stretto.config.sections.inference import (
 from stretto.config.spellings.inference import VLLM_KEYS
 
 PLANNED = (
-    "data-parallel-size-local", "data-parallel-start-rank", "data-parallel-rank", "data-parallel-address",
-    "data-parallel-rpc-port", "data-parallel-hybrid-lb", "data-parallel-external-lb",
-    "data-parallel-multi-port-external-lb", "headless", "nnodes", "node-rank", "master-addr", "master-port",
+    "data_parallel_size_local", "data_parallel_start_rank", "data_parallel_rank", "data_parallel_address",
+    "data_parallel_rpc_port", "data_parallel_hybrid_lb", "data_parallel_external_lb",
+    "data_parallel_multi_port_external_lb", "headless", "nnodes", "node_rank", "master_addr", "master_port",
 )  # fmt: skip
 """Options of vLLM that say which part of an engine a process is; the plan sets them for several engines."""
 
@@ -65,51 +65,68 @@ def shape_of(section: InferenceSection) -> str:
 
 
 def vllm_only_faults(section: InferenceSection) -> Iterator[tuple[str, str, str]]:
-    """What only vLLM does."""
+    """Keys that only vLLM has."""
     for key, value in section.vllm_only().items() if section.engine == "embedded" else ():
-        rule = "the embedded engine has no such thing and runs on one device; leave it out, or take vLLM"
+        rule = "the embedded engine does not support this; leave it out, or use vLLM"
         yield f"{key} engine", f"{{0.path}} = {{it}}: {rule}", show(value)
 
 
-def check_vllm_options(section: InferenceSection, at: At) -> Iterator[Problem]:
-    """Options of vLLM's that do not exist, are training's, are keys of ours, or are the plan's."""
-    shape = section.deployment
-    for key, value in section.vllm_extra.items():
-        path, name = f"vllm_extra.{key}", option_of(key).removeprefix("--")
-        if option_of(key) in VLLM.reserved:
-            yield from _refused(VLLM.refuse_reserved, key, at(path))
-        elif (own := VLLM_KEYS.get(name.replace("-", "_"))) is not None:
-            yield problem(section, at, f"{path} | {own}", "{0.path}: the key is {1.path}; give it there")
-        elif name in PLANNED and max(shape.num_processes, shape.num_nodes) > 1:
-            rule = "follows from inference.deployment where there are several engines or nodes; leave it out"
-            yield problem(section, at, f"{path} deployment", f"{{0}} {rule}")
-        elif name == "kv-transfer-config" and shape.type == "disaggregated":
-            rule = "caches of a disaggregated deployment travel by NIXL; leave it out"
-            yield problem(section, at, f"{path} deployment.type", f"{{0.path}}: {rule}")
+Refusal = Callable[[str], str | None]
+"""From the name of an option of vLLM's to why it cannot be set; None if it can."""
+
+
+def option_faults(
+    section: InferenceSection,
+    at: At,
+    path: str,
+    options: Mapping[str, Any],
+    keys: Mapping[str, str],
+    refuse: Refusal,
+) -> Iterator[Problem]:
+    """Options of vLLM that are unknown, reserved, keys of ours, or set by the deployment.
+
+    path: of the table of options; keys: our keys by the option's name.
+    """
+    for option, value in options.items():
+        own, name = f"{path}.{option}", option_of(option).removeprefix("--").replace("-", "_")
+        if option_of(option) in VLLM.reserved:
+            yield from _refused(VLLM.refuse_reserved, option, at(own))
+        elif name in keys:
+            yield problem(
+                section, at, f"{own} | {keys[name]}", "{0.path}: the key is {1.path}; give it there"
+            )
+        elif reason := refuse(name):
+            yield problem(section, at, f"{own} deployment.type", f"{{0}} {reason}; leave it out")
         else:
-            yield from _refused(VLLM.arguments, key, value, at(path))
+            yield from _refused(VLLM.arguments, option, value, at(own))
+
+
+def check_vllm_options(section: InferenceSection, at: At) -> Iterator[Problem]:
+    """Options for all engines."""
+    shape = section.deployment
+
+    def refuse(name: str) -> str | None:
+        if name in PLANNED and max(shape.num_processes, shape.num_nodes) > 1:
+            return "follows from inference.deployment where there are several engines or nodes"
+        is_kv = name == "kv_transfer_config" and shape.type == "disaggregated"
+        return "is set by stretto: caches of a disaggregated deployment travel by NIXL" if is_kv else None
+
+    yield from option_faults(section, at, "vllm_extra", section.vllm_extra, VLLM_KEYS, refuse)
 
 
 def check_side_options(section: InferenceSection, at: At) -> Iterator[Problem]:
-    """Options of one side of a disaggregated deployment: vLLM has them, and both sides may differ in them."""
+    """Options of one side of a disaggregated deployment, in which the sides may differ."""
+    is_same = lambda name: "." in VLLM_KEYS.get(name, "") or name in (*PLANNED, "kv_transfer_config")
+    refuse = lambda name: (
+        "is the same on both sides, or follows from the deployment" if is_same(name) else None
+    )
     for side in ("prefill", "decode") if section.deployment.type == "disaggregated" else ():
-        table = f"deployment.{side}_vllm_overrides"
-        for key, value in getattr(section.deployment, f"{side}_vllm_overrides").items():
-            path, name = f"{table}.{key}", option_of(key).removeprefix("--")
-            if option_of(key) in VLLM.reserved:
-                yield from _refused(VLLM.refuse_reserved, key, at(path))
-            elif name == "tensor-parallel-size":
-                own = f"deployment.{side}_tp"
-                yield problem(section, at, f"{path} | {own}", "{0.path}: the key is {1.path}; give it there")
-            elif "." in VLLM_KEYS.get(name.replace("-", "_"), "") or name in (*PLANNED, "kv-transfer-config"):
-                rule = "is the same on both sides, or follows from the deployment; leave it out"
-                yield problem(section, at, f"{path} deployment", f"{{0.path}} {rule}")
-            else:
-                yield from _refused(VLLM.arguments, key, value, at(path))
+        path, keys = f"deployment.{side}_vllm_overrides", {"tensor_parallel_size": f"deployment.{side}_tp"}
+        yield from option_faults(section, at, path, value_of(section, path), keys, refuse)
 
 
 def check_groups(section: InferenceSection, at: At) -> Iterator[Problem]:
-    """Engines of differing shape: options that groups may have, sizes that fit, GPUs of nodes without a rest."""
+    """Groups of engines: there is an engine, and overrides may differ between groups."""
     shape = section.deployment
     if not isinstance(shape, EngineGroups):
         return
@@ -135,24 +152,21 @@ def check_sizes(section: InferenceSection, at: At) -> Iterator[Problem]:
 
 
 def _option_faults(section: InferenceSection, group: EngineGroup, path: str, at: At) -> Iterator[Problem]:
-    for key, value in group.overrides.items():
-        own, name = f"{path}.overrides.{key}", key.replace("-", "_")
-        if option_of(key) in VLLM.reserved:
-            yield from _refused(VLLM.refuse_reserved, key, at(own))
-        elif name == "tensor_parallel_size":
-            yield problem(section, at, f"{own} | {path}.tp", "{0.path}: the key is {1.path}; give it there")
-        elif name in OWN_OF_A_GROUP:
-            if rule := misfit(name, value):
-                yield problem(section, at, own, f"{{0}}: {rule}")
-        elif name in (*VLLM_KEYS, *InferenceSection.model_fields) or option_of(key)[2:] in PLANNED:
-            rule = "is the same for all engines, or follows from the deployment; leave it out"
-            yield problem(section, at, f"{own} deployment.type", f"{{0.path}} {rule}")
-        else:
-            yield from _refused(VLLM.arguments, key, value, at(own))
+    named = {key: key.replace("-", "_") for key in group.overrides}
+    options = {key: value for key, value in group.overrides.items() if named[key] not in GROUP_KEYS}
+    for key in group.overrides.keys() - options.keys():
+        if rule := misfit(named[key], group.overrides[key]):
+            yield problem(section, at, f"{path}.overrides.{key}", f"{{0}}: {rule}")
+    is_same = lambda name: name in (*VLLM_KEYS, *InferenceSection.model_fields, *PLANNED)
+    refuse = lambda name: (
+        "is the same for all engines, or follows from the deployment" if is_same(name) else None
+    )
+    keys = {"tensor_parallel_size": f"{path}.tp"}
+    yield from option_faults(section, at, f"{path}.overrides", options, keys, refuse)
 
 
 def _place_faults(section: InferenceSection, shape: EngineGroups) -> Iterator[tuple[str, str]]:
-    """Engines that go over the end of their node, nodes that are too few or too many, GPUs that are left over."""
+    """Engines of groups fill their nodes: none crosses a node's end, and no GPU is left over."""
     node, groups = shape.gpus_per_node, "deployment.groups"
     *engines, end = section.placed()
     if shape.num_nodes == 1:
@@ -182,7 +196,7 @@ def _place_faults(section: InferenceSection, shape: EngineGroups) -> Iterator[tu
         yield f"deployment.num_nodes {groups}", f"{{0}}: {rule}; give {nodes}"
 
 
-PLANNED_OF_DYNAMO = (
+PLANNED_FOR_DYNAMO = (
     "http-host", "http-port", "router-mode", "router-session-affinity-ttl-secs", "router-kv-events",
     "discovery-backend", "request-plane", "event-plane", "model-name", "model-path", "namespace", "interactive",
     "kserve-grpc-server",
@@ -194,7 +208,7 @@ def check_router_options(router: RouterSection, at: At) -> Iterator[Problem]:
     """Options that the router has, and that its policy uses."""
     if router.type == "dynamo":  # it refuses unknown ones at its start, with its own message
         for key in router.extra:
-            if option_of(key).removeprefix("--").removeprefix("no-") in PLANNED_OF_DYNAMO:
+            if option_of(key).removeprefix("--").removeprefix("no-") in PLANNED_FOR_DYNAMO:
                 rule = "follows from inference.router.policy and from the engines; leave it out"
                 yield problem(router, at, f"extra.{key}", f"{{0.path}} {rule}")
         return

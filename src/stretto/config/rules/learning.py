@@ -1,10 +1,9 @@
-"""Rules of [trainer.loss], [trainer.advantages] and [orchestrator.algo]: what is learned, and from whom."""
+"""Rules of [trainer.loss], [trainer.advantages] and [orchestrator.algo]."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 
 from stretto.config.root import OrchestratorConfig, RLConfig
 from stretto.config.rules.rule import Each, Idle, Rule, Rules, matching
@@ -26,13 +25,8 @@ RATIO_BOUNDS = ("clip_low", "clip_high", "clip_dual", "dppo_mask_low", "dppo_mas
 """Settings of losses that bound how far the policy may move from the denominator of the ratio."""
 
 
-def cuts_provided(axis: str, section: TrainerSection) -> bool:
-    """Would ranks have pieces of the layers that a user's function makes?"""
-    return section.hooks.model is not None and getattr(section.model, axis) not in (1, "auto")
-
-
 def algos_of(section: OrchestratorKeys) -> dict[str, Algo]:
-    """The algos in use, by path: those of environments, and the run's if an environment has none."""
+    """The algos in use by path: those of environments, and the run's if one has none."""
     algos = {f"env.{i}.algo": env.algo for i, env in enumerate(section.env) if env.algo is not None}
     return algos if section.env and len(algos) == len(section.env) else {**algos, "algo": section.algo}
 
@@ -126,7 +120,7 @@ def control_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
 
 
 def loss_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """[trainer.loss] where no environment has an rl component: everything in it would do nothing."""
+    """Settings of [trainer.loss] that do nothing, because no environment trains on rewards."""
     kinds, loss = algo_types(cfg.orchestrator), cfg.trainer.loss
     if not kinds or not kinds <= set(WITHOUT_REWARD):
         return
@@ -140,7 +134,7 @@ def loss_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
 
 
 def algo_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str]]:
-    """Every rule of credit is used, and no filter or gate asks for advantages that are not there yet or never."""
+    """Algos that no environment uses, and filters and gates of advantages that are not known."""
     algos = algos_of(section)
     if "algo" not in algos and section.algo != type(section).model_fields["algo"].default:
         yield (
@@ -220,7 +214,15 @@ HIGH_RATE = Rule(
     "and 1e-3 for a tiny one; lower it",
 )
 
+
 # fmt: off
+def provided_whole(axis: str) -> Rule:
+    """A rule: layers that a user's function makes are not cut along an axis."""
+    return Rule(f"hooks.model model.{axis}",
+                lambda s: s.hooks.model is not None and getattr(s.model, axis) not in (1, "auto"),
+                "{0} changes whole layers, and {1} cuts them; use ranks of their own instead, num_train_workers")
+
+
 RULES: Rules = {
     LossSection: (
         Rule("reduction", lambda s: s.reduction == "constant" and s.reduction_tokens is None,
@@ -266,11 +268,7 @@ RULES: Rules = {
         Rule("hooks.post_write weight_broadcast.type",
              lambda s: s.hooks.post_write is not None and s.weight_broadcast.type != "filesystem",
              '{0} is called when the files of a version are written, and {1} writes none; use type = "filesystem"'),
-        *(
-            Rule(f"hooks.model model.{axis}", partial(cuts_provided, axis),
-                 "{0} changes whole layers, and {1} cuts them; use ranks of their own instead, num_train_workers")
-            for axis in ("tp", "cp", "ep")
-        ),
+        *map(provided_whole, ("tp", "cp", "ep")),
         Rule("hooks.model critic", lambda s: s.hooks.model is not None and s.critic is not None,
              "{0} changes the policy, and [{1.path}] would be another model; leave one of them out"),
         Rule("critic model.impl", lambda s: s.critic is not None and s.model.impl == "hf",

@@ -1,4 +1,4 @@
-"""Rules of `rl` about machines: one engine, one set of ports, one set of GPUs, nodes, and what its engines answer."""
+"""Rules of `rl` about machines: engines, ports, GPUs and nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,13 +13,13 @@ from stretto.config.root import RLConfig
 from stretto.config.rules.batches import LOCAL_HOSTS, is_address, urls
 from stretto.config.rules.engine import shape_of
 from stretto.config.rules.rule import Each, Idle, Rule, Rules, value_of
-from stretto.config.rules.slurm import is_loopback
+from stretto.config.rules.slurm import ON_ONE_MACHINE, is_loopback
 from stretto.config.sections.inference import InferenceSection
 
 LOOPBACK = "127.0.0.1"
 RESERVED = ("actor", "default")
 """Names of the policy in vime's terms."""
-IDS = {  # per part of a run: the ids of its GPUs, and their number
+GPU_KEYS = {  # per part of a run: the ids of its GPUs, and their number
     "trainer": ("trainer_gpu_ids", "num_train_gpus"),
     "inference": ("inference_gpu_ids", "num_infer_gpus"),
     "teacher_inference": ("teacher_gpu_ids", "num_teacher_gpus"),
@@ -71,7 +70,7 @@ def teacher_faults(cfg: RLConfig) -> Iterator[tuple[str, str] | tuple[str, str, 
 
 
 def model_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """[models.NAME]: a name that functions can give, something to serve, and one machine with room for it."""
+    """Frozen models have a name, something to serve, and machines with room for it."""
     shape = cfg.deployment
     for name, section in cfg.models.items():
         path = f"models.{name}"
@@ -128,8 +127,8 @@ def port_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
 
 
 def gpu_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """GPU ids against counts, ids named twice, ranks against GPUs, and a GPU shared by trainer and engine."""
-    for key, count_key in IDS.values():
+    """GPU ids are distinct and agree with counts and ranks, and a shared GPU has room for both."""
+    for key, count_key in GPU_KEYS.values():
         ids, count = getattr(cfg, key), getattr(cfg.deployment, count_key)
         if ids is not None and (not ids or len(set(ids)) < len(ids) or min(ids) < 0):
             yield key, "{0}: give each GPU once, counted from 0, such as 0,1"
@@ -153,8 +152,8 @@ def gpu_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
 
 
 def engine_gpu_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """GPUs that are given to inference, and to the teacher, are those that their engines take: no more, no fewer."""
-    for name, (ids_key, count_key) in list(IDS.items())[1:3]:
+    """Inference and teacher are given as many GPUs as their engines take."""
+    for name, (ids_key, count_key) in list(GPU_KEYS.items())[1:3]:
         section, ids, count = getattr(cfg, name), getattr(cfg, ids_key), getattr(cfg.deployment, count_key)
         given = count if ids is None else len(ids)
         if section is None or not given or section.device == "cpu" or section.deployment.num_nodes > 1:
@@ -179,27 +178,19 @@ def engine_gpu_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
 
 
 def node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """A run over several machines: enough of them, ranks and engines on each, wires that reach one another."""
+    """A run over several machines: hosts, ranks and engines on each, wires that reach the others."""
     shape, section = cfg.deployment, cfg.inference
     if shape.type != "multi_node":
         return
-    for key in (
-        "trainer_gpu_ids",
-        "inference_gpu_ids",
-        "teacher_gpu_ids",
-        "critic_gpu_ids",
-        "teacher_inference",
-    ):
+    for key in (*(ids for ids, _ in GPU_KEYS.values()), "teacher_inference"):
         if getattr(cfg, key) is not None:
-            yield f"{key} deployment.type", "{0.path} names what is on one machine; with {1} leave it out"
+            yield f"{key} deployment.type", ON_ONE_MACHINE
     if cfg.weight_broadcast.type == "shm":
         message = '{0}: shared memory ends at one machine; use "collective" or "filesystem"'
         yield "weight_broadcast.type deployment.type", message
     are_here = shape.hosts is not None and all(map(is_loopback, shape.hosts))
     for wire in ("control", "rollout_transport", "weight_broadcast"):
-        host = getattr(
-            getattr(cfg, wire), "host", LOOPBACK
-        )  # the default, for which the first node's is taken
+        host = value_of(cfg, f"{wire}.host") or LOOPBACK  # the default becomes the first node's address
         if host != LOOPBACK and is_loopback(host) and not are_here:
             rule = "other nodes do not reach that; leave it out, for the address of the first node"
             yield f"{wire}.host deployment.type", f"{{0}} with {{1}}: {rule}"
@@ -214,8 +205,6 @@ def node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
         others = " and of models" if cfg.model_places else ""
         rule = f"{learning} of the {who} and {total - learning} of inference{others}"
         yield "deployment.hosts", f"{{0.path}}: {len(shape.hosts)} are given; it takes {total}, {rule}"
-    if shape.node_rank is not None and shape.node_rank >= total:
-        yield "deployment.node_rank", f"{{0}}: the {total} nodes are counted from 0"
     if cfg.num_train_ranks % shape.num_train_nodes:
         message = "{0} are divided among {1} nodes; give a multiple"
         yield "orchestrator.num_train_workers deployment.num_train_nodes", message
@@ -233,6 +222,11 @@ def node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
             yield f"inference.parallel deployment.{key}", f"{{0.path}}: {rule}{ways}"
 
 
+def valid_divisors(number: int, divisor: int) -> str:
+    """The divisors of a number, if the given one is none; else ""."""
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0) if number % divisor else ""
+
+
 def critic_faults(cfg: RLConfig) -> Iterator[tuple[str, str] | tuple[str, str, Any]]:
     """A critic on ranks of its own: they divide the policy's, and its GPUs are that many."""
     shape, place = cfg.deployment, "trainer.critic.placement"
@@ -247,8 +241,7 @@ def critic_faults(cfg: RLConfig) -> Iterator[tuple[str, str] | tuple[str, str, A
                 yield f"{key} {place}", "{0.path} does nothing without [{1.path}]; add that, or leave it out"
         return
     workers, policy = placement.num_workers, cfg.orchestrator.num_train_workers
-    if policy % workers:
-        valid = ", ".join(str(n) for n in range(1, policy + 1) if policy % n == 0)
+    if valid := valid_divisors(policy, workers):
         rule = "each of its ranks has the batches of as many of the policy's; valid: {it}"
         yield (
             f"{place}.num_workers orchestrator.num_train_workers",
@@ -289,7 +282,10 @@ def colocate_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
         rule = "engines sleep while the trainer trains; use 0, or leave it out"
         yield "orchestrator.max_async_level colocate", f"{{0}} with [{{1.path}}]: {rule}"
     if not section.offload_train and not section.offload_rollout:
-        yield "colocate", "[{0.path}]: nobody puts memory away; make one of its keys true, or leave it out"
+        yield (
+            "colocate",
+            "[{0.path}]: no process would free memory; make one of its keys true, or leave it out",
+        )
     if cfg.deployment.type == "multi_node":
         yield from _colocated_node_faults(cfg)
     if cfg.critic_placement is not None:
@@ -314,7 +310,7 @@ def colocate_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
 
 
 def _colocated_node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """On every node of the trainer there are engines with as many GPUs; versions go over by files."""
+    """With [colocate], each of the trainer's nodes has engines that take the same GPUs."""
     shape, section = cfg.deployment, cfg.inference
     if shape.type != "multi_node" or section is None:
         return
@@ -366,12 +362,6 @@ def ipc_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     for other, why in found.items():
         if why:
             yield f"weight_broadcast.type {other}", f'{{0}} with {{1.path}}: {why}; use "shm" or "collective"'
-
-
-def is_headless(name: str, cfg: RLConfig) -> bool:
-    """Is an engine of this run a process without a server?"""
-    section = getattr(cfg, name)
-    return section is not None and section.vllm_extra.get("headless") is True
 
 
 def idle_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
@@ -430,17 +420,20 @@ def more_than_a_node(cfg: RLConfig) -> int | None:
     return gpus if gpus > shape.gpus_per_node else None
 
 
-def valid_copies(cfg: RLConfig) -> str | None:
+def valid_copies(cfg: RLConfig) -> str:
     """Divisors of the data-parallel ranks, where dp_replicate is none."""
-    workers = cfg.orchestrator.num_train_workers
-    if workers % cfg.model.dp_replicate == 0:
-        return None
-    return ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
+    return valid_divisors(cfg.orchestrator.num_train_workers, cfg.model.dp_replicate)
 
-
-HEADLESS = "is a process without a server, which `inference` starts on the further nodes of an engine"
 
 # fmt: off
+def with_server(name: str) -> Rule:
+    """A rule: engines of a run have a server."""
+    key = f"{name}.vllm_extra.headless"
+    return Rule(key, lambda c: value_of(c, key) is True,
+                "{0} is a process without a server, which `inference` starts on an engine's further nodes, and the "
+                "run would wait for it; leave it out")
+
+
 RULES: Rules = {
     RLConfig: (
         Rule("model.scratch", lambda c: c.inference is not None and c.model.scratch is not None,
@@ -465,11 +458,7 @@ RULES: Rules = {
              "{0} is less than the {it} GPUs of trainer and inference; lower their numbers, or raise it"),
         Rule("model.dp_replicate orchestrator.num_train_workers", valid_copies,
              "{0} does not divide {1} data-parallel ranks; valid: {it}"),
-        *(
-            Rule(f"{name}.vllm_extra.headless", partial(is_headless, name),
-                 f"{{0}} {HEADLESS}, and the run would wait for it; leave it out")
-            for name in ("inference", "teacher_inference")
-        ),
+        *map(with_server, ("inference", "teacher_inference")),
         Idle("teacher_gpu_ids", "teacher_inference",
              lambda c: c.teacher_inference is None and "this run starts no teacher"),
         *map(Each, (teacher_faults, model_faults, group_faults, length_faults, idle_faults, port_faults, gpu_faults,

@@ -1,4 +1,4 @@
-"""Sizes of the axes of the training mesh, from [model], the number of ranks and the shape of the model.
+"""Degrees of the training mesh, from [model], the number of ranks and the model's shape.
 
 trainer/parallel/mesh.py builds the mesh; a dry run asks here too, with what the model's config.json says.
 """
@@ -9,19 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from stretto.base.errors import ConfigError
 from stretto.config.model_file import family_of, read_model_file
-from stretto.config.sections.model import ModelSection
+from stretto.config.sections.model import Family, ModelSection
 
-OWN_FAMILIES = (
-    "llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna",
-    "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "deepseek_v3",
-    "glm_moe_dsa", "deepseek_v32",
-    "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
-)  # fmt: skip
-"""`model_type` of the families that models/families computes."""
+OWN_FAMILIES: tuple[str, ...] = get_args(Family)
 WITHOUT_TP = {
     "minimax_m2": "normalises the queries of all heads together",
     "gpt_oss": "has a sink in every head",
@@ -41,7 +35,7 @@ _UNCUT |= {name: {"tp": "its latent attention"} for name in ("deepseek_v3", *SPA
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model its layers are cut by, as config.json tells; num_experts is 0 for one without.
+    """The numbers of a model that degrees must divide; num_experts is 0 for a dense model.
 
     num_state_heads: what the heads of the gated delta rule, keys' and values', can be divided by; 0 without them.
     """

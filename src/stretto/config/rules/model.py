@@ -1,14 +1,14 @@
-"""Rules of [model], of the optimizer and its schedule, of checkpoints, and of what trades memory for time."""
+"""Rules of [model], of the optimizer and its schedule, and of `sft`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from stretto.config.root import SFTConfig
 from stretto.config.rules.mesh_degrees import VISION_FAMILIES
 from stretto.config.rules.rule import Each, Idle, Rule, Rules, value_of
+from stretto.config.rules.slurm import ON_ONE_MACHINE
 from stretto.config.sections.model import (
     ActivationCheckpointSection,
     ModelSection,
@@ -20,7 +20,7 @@ from stretto.config.sections.trainer import TrainerSection, num_steps
 
 
 def schedule_faults(section: Any) -> Iterator[tuple[str, str]]:
-    """Schedules that fall must know where the end is, and fit before it; they begin behind the frozen steps."""
+    """A falling schedule needs an end and must fit before it, after steps of the critic alone."""
     scheduler, last = section.scheduler, section.max_steps
     shares = [
         key for key in ("warmup_steps", "decay_steps") if isinstance(getattr(scheduler, key, None), float)
@@ -58,40 +58,27 @@ def other_count(cfg: SFTConfig) -> int:
     return len(ids) if cfg.deployment.num_train_gpus not in (None, len(ids)) else 0
 
 
-def node_faults(cfg: SFTConfig) -> Iterator[tuple[str, str]]:
-    """`sft` over several machines: as many hosts as nodes, and GPUs by their number alone."""
-    shape = cfg.deployment
-    if shape.type != "multi_node":
-        return
-    if cfg.trainer_gpu_ids is not None:
-        yield (
-            "trainer_gpu_ids deployment.type",
-            "{0.path} names what is on one machine; with {1} leave it out",
-        )
-    if shape.hosts is not None and len(shape.hosts) != shape.num_train_nodes:
-        rule = f"{{0.path}}: {len(shape.hosts)} are given, and {{1}}; make them agree"
-        yield "deployment.hosts deployment.num_train_nodes", rule
-    if shape.node_rank is not None and shape.node_rank >= shape.num_train_nodes:
-        yield "deployment.node_rank", f"{{0}}: the {shape.num_train_nodes} nodes are counted from 0"
-
-
-MODULES = {
-    key: VisionSection.model_fields[key].default for key in ("vision_encoder_attr", "language_model_attr")
-}
-"""Where our own modules have the parts of a model with images."""
-
-
-def is_elsewhere(key: str, place: str, model: ModelSection) -> bool:
-    """Does a key of [model.vlm] name another module than ours?"""
-    return model.vlm is not None and getattr(model.vlm, key) != place
-
-
-def cuts_foreign(axis: str, model: ModelSection) -> bool:
-    """Is a model of transformers' to be cut along an axis?"""
-    return model.impl == "hf" and getattr(model, axis) not in (1, "auto")
+def other_hosts(cfg: SFTConfig) -> str | None:
+    """The number of hosts, if there are not as many nodes."""
+    hosts = getattr(cfg.deployment, "hosts", None)
+    return str(len(hosts)) if hosts is not None and len(hosts) != cfg.num_nodes else None
 
 
 # fmt: off
+def whole_layers(axis: str) -> Rule:
+    """A rule: models of transformers' are not cut along an axis."""
+    return Rule(f"impl {axis}", lambda m: m.impl == "hf" and getattr(m, axis) not in (1, "auto"),
+                f"{{1}} with {{0}}: only our own modules have {axis}; models of transformers' are sharded only, so "
+                f"leave {axis} out")
+
+
+def fixed_module(key: str) -> Rule:
+    """A rule: a key of [model.vlm] names the module that our own models have."""
+    place = VisionSection.model_fields[key].default
+    return Rule(f"vlm.{key}", lambda m: m.vlm is not None and getattr(m.vlm, key) != place,
+                f'{{0}}: in our own modules it is "{place}"; leave {{0.path}} out')
+
+
 TRAINS = (
     Each(schedule_faults),
     Rule("scheduler.min_lr optim.lr", lambda s: getattr(s.scheduler, "min_lr", 0.0) > s.optim.lr,
@@ -118,7 +105,10 @@ RULES: Rules = {
              "{0.path} = {0.value} are {it}, not {1}"),
         Rule("eval.retrigger_on_resume", lambda s: s.eval is not None and s.eval.retrigger_on_resume,
              "{0} is for `rl`: here a version that was evaluated is not published again; leave it out"),
-        Each(node_faults),
+        Rule("trainer_gpu_ids deployment.type",
+             lambda s: s.deployment.type == "multi_node" and s.trainer_gpu_ids is not None, ON_ONE_MACHINE),
+        Rule("deployment.hosts deployment.num_train_nodes", other_hosts,
+             "{0.path}: {it} are given, and {1}; make them agree"),
     ),
     RunKeys: (
         Rule("seq_len model.scratch.max_position_embeddings",
@@ -153,12 +143,7 @@ RULES: Rules = {
              "{0} moves a weight of the base model, and with {1} only the adapter changes; leave one of them out"),
         Rule("indexer_kl_coeff lora", lambda m: m.lora is not None and m.indexer_kl_coeff is not None,
              "{0} trains weights of the base model, and with {1} only the adapter changes; leave one of them out"),
-        *(
-            Rule(f"impl {axis}", partial(cuts_foreign, axis),
-                 f"{{1}} with {{0}}: {axis} is of modules of our own; models of transformers' are sharded only, so "
-                 f"leave {axis} out")
-            for axis in ("tp", "cp", "ep")
-        ),
+        *map(whole_layers, ("tp", "cp", "ep")),
         Rule("ac.mode impl", lambda m: m.ac is not None and m.ac.mode == "selective" and m.impl == "hf",
              '{0} knows the parts of our own modules only, not {1}; use mode = "full"'),
         Rule("scratch.family vlm",
@@ -169,11 +154,7 @@ RULES: Rules = {
              "[{0.path}] is for models with a vision tower, and {1}; leave it out"),
         Rule("vlm impl", lambda m: m.vlm is not None and m.impl == "hf",
              "{0.path} is for models that our own modules compute; {1} trains models of text only"),
-        *(
-            Rule(f"vlm.{key}", partial(is_elsewhere, key, place),
-                 f'{{0}}: in our own modules it is "{place}"; leave {{0.path}} out')
-            for key, place in MODULES.items()
-        ),
+        *map(fixed_module, ("vision_encoder_attr", "language_model_attr")),
         Rule("vlm.freeze_vision_encoder lora",
              lambda m: m.vlm is not None and m.lora is not None and not m.vlm.freeze_vision_encoder,
              "{0} with {1.path}: an adapter leaves all other weights as they are, so the vision tower would not be "

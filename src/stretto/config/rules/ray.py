@@ -1,4 +1,4 @@
-"""Rules of [ray]: what Ray would refuse later, or what would leave the run without what it needs."""
+"""Rules of [ray]: addresses, resources and variables that would fail only later."""
 
 from __future__ import annotations
 

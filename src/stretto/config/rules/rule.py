@@ -1,7 +1,7 @@
-"""What a rule is, and how it names keys.
+"""Kinds of rules, and how a rule names keys.
 
-A rule stands in a table by the class of the section whose keys it is about (`RULES` of each module here), and is run
-wherever such a section stands in a root. Paths are relative to the section.
+Each module here has a table `RULES` of rules by class of section. A rule is checked for every such section of a root;
+its paths are relative to the section.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from stretto.config.section import Section, show
 from stretto.config.sections.run import RunKeys
 
-OF_THE_RUN = frozenset(RunKeys.model_fields) | {"ckpt"}
+SHARED_KEYS = frozenset(RunKeys.model_fields) | {"ckpt"}
 At = Callable[[str], str]
-"""From a path in a section to the one that a user writes."""
+"""From a path in a section to the path that a user writes."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, at dotted paths; the loader adds file and line."""
+    """A broken rule: its message, and the dotted paths to blame, for which the loader adds lines."""
 
     paths: tuple[str, ...]
     message: str
@@ -28,7 +28,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Place:
-    """A key in a message: `{0}` is `path = value`, `{0.path}` and `{0.value}` are its parts."""
+    """A key in a message: `{0}` is `path = value`; `{0.path}` and `{0.value}` are its parts."""
 
     path: str
     raw: Any
@@ -41,11 +41,13 @@ class Place:
         return self.path if isinstance(self.raw, Section) else f"{self.path} = {self.value}"
 
 
-def problem(section: Any, at: At, paths: str, say: str, it: Any = None) -> Problem:
-    """A message about the keys at some paths, `{0}`, `{1}`, ... in it; those after a `|` are not to blame."""
+def problem(section: Any, at: At, paths: str, message: str, it: Any = None) -> Problem:
+    """A message in which `{0}`, `{1}`, ... are keys; those after a `|` are not to blame."""
     blamed, _, named = paths.partition("|")
     places = [Place(at(path), value_of(section, path)) for path in (blamed + named).split()]
-    return Problem(tuple(place.path for place in places[: len(blamed.split())]), say.format(*places, it=it))
+    return Problem(
+        tuple(place.path for place in places[: len(blamed.split())]), message.format(*places, it=it)
+    )
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,12 @@ class Rule:
 
     paths: str
     when: Callable[[Any], Any]
-    """Takes the section; true if it breaks the rule. The value is `{it}` in the message."""
-    say: str
+    """Takes the section; true if it breaks the rule. What it returns is `{it}` in the message."""
+    message: str
 
     def __call__(self, section: Section, at: At) -> Iterator[Problem]:
         if it := self.when(section):
-            yield problem(section, at, self.paths, self.say, it)
+            yield problem(section, at, self.paths, self.message, it)
 
 
 @dataclass(frozen=True)
@@ -67,22 +69,23 @@ class Each:
     """A rule that can be broken in several ways or places."""
 
     find: Callable[[Any], Iterator[tuple[str, str] | tuple[str, str, Any]]]
-    """Takes the section; yields paths, message and, if the message has one, `{it}` of every breach."""
+    """Takes the section; yields paths and message of every breach, and `{it}` if the message has one."""
 
     def __call__(self, section: Section, at: At) -> Iterator[Problem]:
-        for paths, say, *it in self.find(section):
-            yield problem(section, at, paths, say, *it)
+        for paths, message, *it in self.find(section):
+            yield problem(section, at, paths, message, *it)
 
 
 @dataclass(frozen=True)
 class Idle:
-    """Keys that do nothing while another has its present value: refused where they are given."""
+    """Keys that do nothing because of the value of another key; they are refused."""
 
     keys: str
     """Paths; `*` is every item of a list and every key of a table."""
     owner: str
+    """Path of the other key."""
     is_off: Callable[[Any], Any]
-    """Takes the section; true if the keys do nothing. A text is the reason."""
+    """Takes the section; true, or the reason as text, if the keys do nothing."""
     remedy: str = "change that"
 
     def __call__(self, section: Section, at: At) -> Iterator[Problem]:
@@ -116,7 +119,7 @@ def value_of(section: Any, path: str) -> Any:
 
 
 def matching(section: Any, pattern: str, at: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The keys that a pattern means: path, value, default."""
+    """Path, value and default of the keys that match a pattern."""
     head, _, rest = pattern.partition(".")
     fields = type(section).model_fields if isinstance(section, Section) else {}
     if isinstance(section, list):
@@ -134,7 +137,7 @@ def matching(section: Any, pattern: str, at: str = "") -> Iterator[tuple[str, An
 
 
 def walk(section: Section, at: str = "") -> Iterator[tuple[Section, str]]:
-    """A section and all below it, which come first, each with its path."""
+    """All sections below a section and then itself, each with its path."""
     for name in type(section).model_fields:
         value, path = getattr(section, name), f"{at}.{name}" if at else name
         if isinstance(value, Section):
@@ -147,10 +150,10 @@ def walk(section: Section, at: str = "") -> Iterator[tuple[Section, str]]:
 
 
 def below(path: str) -> At:
-    """Names of the keys of the section at a path."""
+    """How keys of the section at a path are named."""
     return lambda key: f"{path}.{key}" if path else key
 
 
 def of_part(part: str) -> At:
-    """Names of the keys of a process of `rl`, some of which are the run's."""
-    return lambda key: key if key.partition(".")[0] in OF_THE_RUN else f"{part}.{key}"
+    """How keys of a process of `rl` are named: some of them are the run's."""
+    return lambda key: key if key.partition(".")[0] in SHARED_KEYS else f"{part}.{key}"

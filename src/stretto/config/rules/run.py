@@ -9,7 +9,7 @@ from typing import Any
 from stretto.base.rundir import CHECKPOINT
 from stretto.base.status import STATUS_FD_VAR, SUPERVISED_VAR
 from stretto.config.root import EvalConfig, EvalsConfig, RunRoot, SFTConfig
-from stretto.config.rules.rule import Each, Idle, Rule, Rules
+from stretto.config.rules.rule import Each, Idle, Rule, Rules, value_of
 from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
@@ -26,29 +26,17 @@ def other_step(resume: ResumeSection) -> str | None:
     return named[1] if named and resume.step not in (None, int(named[1])) else None
 
 
-def no_room(root: Any) -> bool:
-    """Are replies of evals allowed more tokens than prompt and reply have together?"""
-    return root.eval is not None and (root.eval.sampling.max_completion_tokens or 0) > root.seq_len
-
-
-def _group(root: Any) -> int | None:
-    """Nodes that share one copy of the weights."""
-    return getattr(getattr(root, "deployment", None), "nodes_per_fsdp_group", None)
-
-
-def has_part_of_a_group(root: Any) -> bool:
-    """Does a group of nodes that share the weights not come out even?"""
-    group = _group(root)
-    return group is not None and root.deployment.num_train_nodes % group != 0
-
-
-def has_other_copies(root: Any) -> int | None:
-    """Copies of the weights by groups of nodes, if dp_replicate is another number."""
-    group = _group(root)
-    if group is None or has_part_of_a_group(root):
-        return None
-    copies = root.deployment.num_train_nodes // group
-    return copies if copies != root.model.dp_replicate else None
+def group_faults(root: Any) -> Iterator[tuple[str, str]]:
+    """Groups of nodes that share the weights divide the nodes, and agree with dp_replicate."""
+    key = "deployment.nodes_per_fsdp_group"
+    if (group := value_of(root, key)) is None:
+        return
+    copies, rest = divmod(root.deployment.num_train_nodes, group)
+    if rest:
+        yield f"{key} deployment.num_train_nodes", "{0} must divide {1}"
+    elif copies != root.model.dp_replicate:
+        rule = f"makes {copies} copies of the weights, but {{1}}; leave one of the two out"
+        yield f"{key} model.dp_replicate", f"{{0}} {rule}"
 
 
 PROTECTED = (
@@ -83,7 +71,8 @@ def other_lengths(data: FileData) -> Iterator[tuple[str, str]]:
 
 
 # fmt: off
-ROOM_FOR_EVALS = Rule("eval.sampling.max_completion_tokens seq_len", no_room,
+ROOM_FOR_EVALS = Rule("eval.sampling.max_completion_tokens seq_len",
+     lambda s: (value_of(s, "eval.sampling.max_completion_tokens") or 0) > s.seq_len,
      "{0} is more than {1}; lower it or raise seq_len")
 EVALS_COME = Rule("eval.interval max_steps",
      lambda s: s.eval is not None and None not in (s.eval.interval, s.max_steps) and s.eval.interval > s.max_steps,
@@ -97,10 +86,7 @@ RULES: Rules = {
     InferenceSection: (Each(protected),),
     RunRoot: (
         Each(protected),
-        Rule("deployment.nodes_per_fsdp_group deployment.num_train_nodes", has_part_of_a_group,
-             "{0} must divide {1}"),
-        Rule("deployment.nodes_per_fsdp_group model.dp_replicate", has_other_copies,
-             "{0} makes {it} copies of the weights, but {1}; leave one of the two out"),
+        Each(group_faults),
         Rule("run.name", lambda r: r.run.name is not None and not RUN_NAME.fullmatch(r.run.name),
              "{0}: letters, digits and . _ + = @ - only, for it names a directory"),
         Rule("resume clean", lambda r: r.clean and r.resume is not None and r.resume.dir is None,

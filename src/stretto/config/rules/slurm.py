@@ -1,4 +1,4 @@
-"""Rules of [slurm], what sbatch would refuse later or understand in another way, and of lists of hosts."""
+"""Rules of [slurm], whose values sbatch would refuse later or misread, and of lists of hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
-from stretto.config.rules.rule import Each, Rules
+from stretto.config.rules.rule import Each, Rule, Rules
 from stretto.config.sections.deployment import SlurmSection
 
 Found = Iterator[tuple[str, str] | tuple[str, str, Any]]
@@ -97,7 +97,7 @@ def node_list_faults(section: SlurmSection) -> Found:
 
 
 def host_faults(cfg: Any) -> Found:
-    """Hosts that are no names or addresses of machines, as URLs and lists in one word, or that others cannot reach."""
+    """Hosts that are not names or addresses of machines, or that others cannot reach."""
     at = "" if isinstance(cfg, InferenceConfig) else "deployment."
     hosts = getattr(cfg.deployment if at else cfg, "hosts", None) or ()
     for host in hosts:
@@ -162,9 +162,20 @@ def job_faults(cfg: Any) -> Found:
         )
 
 
+ON_ONE_MACHINE = "{0.path} names what is on one machine; with {1} leave it out"
+NODE_RANK = Rule(
+    "deployment.node_rank",
+    lambda c: (
+        getattr(c.deployment, "node_rank", None) is not None
+        and c.deployment.node_rank >= c.num_nodes
+        and c.num_nodes
+    ),
+    "{0}: the {it} nodes are counted from 0",
+)
+
 RULES: Rules = {
     SlurmSection: (Each(option_faults), Each(node_list_faults)),
-    RLConfig: (Each(job_faults), Each(host_faults)),
-    SFTConfig: (Each(job_faults), Each(host_faults)),
+    RLConfig: (Each(job_faults), Each(host_faults), NODE_RANK),
+    SFTConfig: (Each(job_faults), Each(host_faults), NODE_RANK),
     InferenceConfig: (Each(job_faults), Each(host_faults)),
 }

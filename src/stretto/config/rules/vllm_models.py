@@ -1,4 +1,4 @@
-"""What vLLM 0.32 computes of a model, by its config.json: faults that are known are said before it starts.
+"""Known faults of vLLM 0.32 for a model, by its config.json, so that they are reported early.
 
 Found by running every family of docs/add_a_model.md in the CPU build: tests/contract/families. What is said of CPUs was
 not tried on GPUs.

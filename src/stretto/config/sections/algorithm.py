@@ -13,28 +13,30 @@ Level = Literal["token", "sequence", "geometric"]
 Reduction = Literal["token", "sample", "rollout", "constant"]
 
 
-class WeightsSection(Section):
-    """Importance weights: the ratio of trainer to sampler multiplies the loss."""
+class RatioSection(Section):
+    """Bounds on the ratio of trainer to sampler."""
 
     level: Level = "token"
     """`token`: each token's ratio; `sequence`: the product over a sample; `geometric`: its geometric mean."""
-    mode: Literal["truncate", "mask"] = "truncate"
-    """What a ratio outside the bounds becomes: `truncate`, the bound (TIS); `mask`, 0 (IcePop)."""
     low: float = Field(0.0, ge=0)
     """Least ratio."""
     high: float = Field(2.0, gt=0)
     """Greatest ratio."""
 
 
-class RejectSection(Section):
+class WeightsSection(RatioSection):
+    """Importance weights: the ratio of trainer to sampler multiplies the loss."""
+
+    mode: Literal["truncate", "mask"] = "truncate"
+    """What a ratio outside the bounds becomes: `truncate`, the bound (TIS); `mask`, 0 (IcePop)."""
+
+
+class RejectSection(RatioSection):
     """Tokens (or, by level, whole samples) whose ratio lies outside the bounds are not trained."""
 
     level: Level = "geometric"
-    """`token`: each token's ratio; `sequence`: the product over a sample; `geometric`: its geometric mean."""
     low: float = Field(0.8, ge=0)
-    """Least ratio."""
     high: float = Field(1.25, gt=0)
-    """Greatest ratio."""
 
 
 class CorrectionSection(Section):

@@ -36,24 +36,26 @@ class DifficultySampler(Section):
 Sampler = Annotated[StandardSampler | DifficultySampler, Field(discriminator="type")]
 
 
-class AdvantageGate(Section):
+class RangeGate(Section):
+    """Keys of all gates."""
+
+    type: str
+    reject_min: float = 0.0
+    """Lower end of the range, which belongs to it."""
+    reject_max: float = 0.0
+    """Upper end of the range, which belongs to it."""
+
+
+class AdvantageGate(RangeGate):
     """Rejects a group whose advantages all lie in the range: by default those without signal, as DAPO does."""
 
     type: Literal["advantage_range"] = "advantage_range"
-    reject_min: float = 0.0
-    """Least advantage of the range."""
-    reject_max: float = 0.0
-    """Greatest advantage of the range."""
 
 
-class RewardGate(Section):
+class RewardGate(RangeGate):
     """Rejects a group whose mean reward lies in the range."""
 
     type: Literal["reward_range"] = "reward_range"
-    reject_min: float = 0.0
-    """Least mean reward of the range."""
-    reject_max: float = 0.0
-    """Greatest mean reward of the range."""
 
 
 Gate = Annotated[AdvantageGate | RewardGate, Field(discriminator="type")]
@@ -67,44 +69,46 @@ class CurriculumSection(Section):
     """By name; a group is trained on if every gate admits it. Rejected ones are replaced by other draws."""
 
 
-class GibberishFilter(Section):
+class FilterSection(Section):
+    """Keys of all filters."""
+
+    type: str
+    enforce: bool = False
+    """Leave flagged rollouts out of the batch; false: count them only."""
+
+
+class GibberishFilter(FilterSection):
     """Flags a rollout with a rare token that the policy itself found less likely than chance."""
 
     type: Literal["gibberish"] = "gibberish"
-    enforce: bool = False
-    """Leave flagged rollouts out of the batch; false: count them only."""
     token_id_threshold: int = Field(100_000, ge=0)
     """Tokens with greater ids are rare: byte-pair vocabularies are sorted by frequency."""
     logprob_offset: float = Field(2.0, ge=0)
     """Nats below the log-probability of the uniform distribution, -log(vocabulary)."""
 
 
-class RepetitionFilter(Section):
+class RepetitionFilter(FilterSection):
     """Flags a rollout with a long run of tokens that were all but certain: it goes round in circles."""
 
     type: Literal["repetition"] = "repetition"
-    enforce: bool = False
-    """Leave flagged rollouts out of the batch; false: count them only."""
     window: int = Field(3000, ge=1)
     """Sampled tokens in a row."""
     prob_threshold: float = Field(0.99, gt=0, le=1)
     """Probability above which each of them lies."""
 
 
-class ZeroAdvantageFilter(Section):
+class ZeroAdvantageFilter(FilterSection):
     """Flags a rollout whose advantage is 0: it would only dilute the mean over the batch's tokens."""
 
     type: Literal["zero_advantage"] = "zero_advantage"
     enforce: bool = True
-    """Leave flagged rollouts out of the batch; false: count them only."""
 
 
-class TruncatedFilter(Section):
+class TruncatedFilter(FilterSection):
     """Flags a rollout that was cut: it reached a limit of tokens or turns before it ended."""
 
     type: Literal["truncated"] = "truncated"
     enforce: bool = True
-    """Leave flagged rollouts out of the batch; false: count them only."""
 
 
 Filter = Annotated[

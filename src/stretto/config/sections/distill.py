@@ -37,15 +37,21 @@ class TeacherSection(Section):
     """Retries of a request that failed for reasons of infrastructure."""
 
 
-class OpdAlgo(Section):
+class TaughtAlgo(Section):
+    """Keys of the algos with a teacher."""
+
+    type: str
+    teacher: TeacherSection | None = None
+    """A teacher for these environments only, which runs at its base_url; None: [orchestrator.teacher]."""
+
+
+class OpdAlgo(TaughtAlgo):
     """On-policy distillation: the policy's own rollouts, pulled token by token to a teacher.
 
     The reward is reported and not trained on; [trainer.loss] does not touch these tokens.
     """
 
     type: Literal["opd"] = "opd"
-    teacher: TeacherSection | None = None
-    """A teacher for these environments only, which runs at its base_url; None: [orchestrator.teacher]."""
 
 
 class OpsdAlgo(Section):
@@ -61,14 +67,12 @@ class OpsdAlgo(Section):
     """System message that the teacher sees before everything else; {demonstration} stands in it once."""
 
 
-class SftAlgo(Section):
+class SftAlgo(TaughtAlgo):
     """A teacher plays the rollouts, and the policy learns its tokens by cross-entropy.
 
     The reward is reported; [trainer.loss] does not touch these tokens.
     """
 
     type: Literal["sft"] = "sft"
-    teacher: TeacherSection | None = None
-    """A teacher for these environments only, which runs at its base_url; None: [orchestrator.teacher]."""
     min_reward: float | None = None
     """Rollouts of less reward are not trained on; None: all are."""

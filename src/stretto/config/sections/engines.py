@@ -1,13 +1,13 @@
-"""[inference.deployment], [inference.router], [inference.kv_cache_offload]: engines beyond one process."""
+"""[inference.deployment], [inference.router], [inference.kv_cache_offload]."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from stretto.config.section import Section
 
@@ -21,17 +21,12 @@ HOLD_VAR = "STRETTO_HOLD"
 """Environment variable: set, an engine is not admitted before it was given this run's weights."""
 
 RouterType = Literal["vllm", "dynamo", "llm-d"]
-Policy = Literal[
-    "consistent_hash", "round_robin", "random", "cache_aware", "kv_aware", "power_of_two", "sticky_least_loaded",
-    "kv", "session_affinity", "least_loaded",
+VllmPolicy = Literal[
+    "consistent_hash", "round_robin", "random", "cache_aware", "kv_aware", "power_of_two", "sticky_least_loaded"
 ]  # fmt: skip
-POLICIES: dict[str, tuple[str, ...]] = {
-    "vllm": (
-        "consistent_hash", "round_robin", "random", "cache_aware", "kv_aware", "power_of_two", "sticky_least_loaded"
-    ),
-    "dynamo": ("kv", "session_affinity", "round_robin", "random", "power_of_two", "least_loaded"),
-}  # fmt: skip
-"""Policies by type; the first is the default."""
+DynamoPolicy = Literal["kv", "session_affinity", "round_robin", "random", "power_of_two", "least_loaded"]
+POLICIES: dict[str, tuple[str, ...]] = {"vllm": get_args(VllmPolicy), "dynamo": get_args(DynamoPolicy)}
+"""Policies by type of router; the first is the default."""
 
 CACHE_AWARE_OPTIONS = (
     "balance_abs_threshold", "balance_rel_threshold", "cache_threshold", "eviction_interval_secs", "max_tree_size"
@@ -45,7 +40,7 @@ class RouterSection(Section):
     type: RouterType = "vllm"
     """`vllm`: vllm-router; `dynamo`: NVIDIA Dynamo's frontend, which `make dynamo` installs; `llm-d`: llm-d's endpoint
     picker, which the Helm chart starts."""
-    policy: Policy = "consistent_hash"
+    policy: Literal[VllmPolicy, DynamoPolicy] = "consistent_hash"
     """`consistent_hash`: the turns of a rollout go to the engine that has its cache; `round_robin`: each in turn;
     `cache_aware` is the default where an option is given that only it has, such as `balance_abs_threshold`. Dynamo:
     `kv`, the default, the engine with the longest cached prefix and the least load; `session_affinity`: as
@@ -58,17 +53,12 @@ class RouterSection(Section):
     extra: dict[str, Any] = Field({})
     """Any other option of vllm-router's, `cb_failure_threshold = 3`, or of Dynamo's frontend."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _follow_options(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or "policy" in data:
-            return data
-        extra = data.get("extra")
-        if data.get("type") == "dynamo":
-            return {**data, "policy": POLICIES["dynamo"][0]}
-        if isinstance(extra, dict) and cache_aware_options(extra):
-            return {**data, "policy": "cache_aware"}
-        return data
+    def _derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        if values.get("type") == "dynamo":
+            return {"policy": POLICIES["dynamo"][0]}
+        options = [path.removeprefix("extra.") for path in values if path.startswith("extra.")]
+        return {"policy": "cache_aware"} if cache_aware_options(options) else {}
 
     @property
     def is_needed(self) -> bool:
@@ -76,12 +66,28 @@ class RouterSection(Section):
         return self != RouterSection()
 
 
-def cache_aware_options(extra: Mapping[str, Any]) -> list[str]:
+def cache_aware_options(extra: Iterable[str]) -> list[str]:
     """Those of the router's options that only policy = "cache_aware" has."""
     return [name for name in extra if name.replace("-", "_") in CACHE_AWARE_OPTIONS]
 
 
-class SingleNode(Section):
+class EnginesSection(Section):
+    """What all shapes of a deployment have."""
+
+    type: str
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of all kinds."""
+        raise NotImplementedError
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that serve requests; an engine whose nodes share ranks has one."""
+        return self.num_engines
+
+
+class SingleNode(EnginesSection):
     """Engines on one machine."""
 
     type: Literal["single_node"] = "single_node"
@@ -91,27 +97,16 @@ class SingleNode(Section):
     """Port of the router, which a single engine has too then; None: inference.server.port, with engines above it."""
     backend_port: int | None = Field(None, ge=1, le=65535)
     """Port of the first engine behind a router, which a single engine has too then; None: 100 above the router's."""
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of the whole."""
-        return 1
-
-    @property
-    def num_processes(self) -> int:
-        """Processes that serve requests."""
-        return self.num_replicas
+    num_nodes: ClassVar[int] = 1
 
     @property
     def num_engines(self) -> int:
-        """Engines on this machine."""
         return self.num_replicas
 
 
-class NodesSection(Section):
+class NodesSection(EnginesSection):
     """What engines over several nodes have."""
 
-    type: str
     gpus_per_node: int = Field(8, gt=0)
     """GPUs of a node."""
     router_port: int | None = Field(None, ge=1, le=65535)
@@ -133,13 +128,7 @@ class MultiNode(NodesSection):
     """Port of an engine; None: 100 above the router's."""
 
     @property
-    def num_processes(self) -> int:
-        """Processes that serve requests: of an engine that shares ranks among nodes, that of the first node."""
-        return self.num_engines
-
-    @property
     def num_engines(self) -> int:
-        """Engines where each is for itself."""
         return self.num_nodes // self.nodes_per_engine
 
 
@@ -224,7 +213,6 @@ class Disaggregated(NodesSection):
 
     @property
     def num_engines(self) -> int:
-        """Engines of both kinds."""
         return self.num_prefill_replicas + self.num_decode_replicas
 
 
@@ -266,13 +254,7 @@ class EngineGroups(NodesSection):
 
     @property
     def num_engines(self) -> int:
-        """Engines of all groups."""
         return sum(group.num_engines for group in self.groups)
-
-    @property
-    def num_processes(self) -> int:
-        """Processes that serve requests."""
-        return self.num_engines
 
 
 InferenceDeployment = Annotated[
@@ -294,20 +276,24 @@ class DiskTier(Section):
     """Directory."""
 
 
-class NativeOffload(Section):
+class OffloadSection(Section):
+    """Keys of both ways to offload caches."""
+
+    type: str
+    cpu: CpuTier
+    disk: DiskTier | None = None
+
+
+class NativeOffload(OffloadSection):
     """vLLM's own offloading; no other process."""
 
     type: Literal["native"] = "native"
-    cpu: CpuTier
-    disk: DiskTier | None = None
 
 
-class MooncakeOffload(Section):
+class MooncakeOffload(OffloadSection):
     """A Mooncake store that all nodes share: a prefix that one engine has read serves all."""
 
     type: Literal["mooncake"] = "mooncake"
-    cpu: CpuTier
-    disk: DiskTier | None = None
     protocol: Literal["rdma", "tcp"] = "rdma"
     """`rdma` needs such a fabric; `tcp` works anywhere."""
     device_name: str = ""

@@ -24,7 +24,7 @@ from stretto.config.sections.monitors import LogSection
 SERVED_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-OWN_OF_A_GROUP = (
+GROUP_KEYS = (
     "max_model_len", "gpu_memory_utilization", "kv_cache_tokens", "block_size", "max_num_seqs",
     "max_num_batched_tokens", "enable_prefix_caching", "enable_expert_parallel", "enable_dbo", "enable_eplb",
     "use_deep_gemm", "enforce_eager",
@@ -198,16 +198,14 @@ class InferenceSection(Section):
         """The section of the engines of one group, as if there were no others. Values that no engine can have, which
         the rules refuse, are left out."""
         named = {name.replace("-", "_"): value for name, value in group.overrides.items()}
-        own = {
-            name: value for name, value in named.items() if name in OWN_OF_A_GROUP and not misfit(name, value)
-        }
-        extra = {name: value for name, value in named.items() if name not in OWN_OF_A_GROUP}
+        own = {name: value for name, value in named.items() if name in GROUP_KEYS and not misfit(name, value)}
+        extra = {name: value for name, value in named.items() if name not in GROUP_KEYS}
         parallel = self.parallel.model_copy(update={"tp": group.tp or self.parallel.tp})
         update = {"parallel": parallel, "deployment": SingleNode(), "vllm_extra": self.vllm_extra | extra}
         return self.model_copy(update=own | update)
 
     def placed(self) -> list[Placed]:
-        """The engines of all groups, each on the next GPUs, and at last an engine of no GPUs: where they end."""
+        """The engines of all groups, each on the next GPUs; a last one of 0 GPUs marks the end."""
         found, gpu = [], 0
         assert isinstance(self.deployment, EngineGroups), self.deployment
         for index, group in enumerate(self.deployment.groups):

@@ -9,6 +9,13 @@ from pydantic import Field
 
 from stretto.config.section import Section
 
+Family = Literal[
+    "qwen3", "qwen3_moe", "qwen2", "llama", "glm4", "glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna",
+    "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "deepseek_v3", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+    "qwen3_5_moe", "glm_moe_dsa", "deepseek_v32",
+]  # fmt: skip
+"""`model_type` of the families that models/families computes."""
+
 
 class ScratchVisionSection(Section):
     """The vision tower of a random network, and how pictures become its patches."""
@@ -32,28 +39,7 @@ class ScratchVisionSection(Section):
 class ScratchSection(Section):
     """Start from a random network of this shape instead of loading weights; everything is made locally."""
 
-    family: Literal[
-        "qwen3",
-        "qwen3_moe",
-        "qwen2",
-        "llama",
-        "glm4",
-        "glm4_moe",
-        "gpt_oss",
-        "minimax_m2",
-        "afmoe",
-        "laguna",
-        "qwen3_5_text",
-        "qwen3_5_moe_text",
-        "nemotron_h",
-        "deepseek_v3",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "glm_moe_dsa",
-        "deepseek_v32",
-    ] = "qwen3"
+    family: Family = "qwen3"
     """Architecture family; the keys on experts count for those with experts only. `nemotron_h` has one half of a block
     per layer, in turn: Mamba 2, experts, attention, experts."""
     tokenizer: Literal["letters"] = "letters"
@@ -178,7 +164,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 def dtype_on(dtype: Dtype, *, is_gpu: bool) -> Literal["float32", "bfloat16"]:
-    """What `auto` means on a device. A plan keeps `auto`: it may be made on a machine that has none of the GPUs."""
+    """What `auto` means on a device; a plan keeps `auto`, as its machine may have no GPU."""
     if dtype != "auto":
         return dtype
     return "bfloat16" if is_gpu else "float32"

@@ -9,7 +9,7 @@ from pydantic import Field
 from stretto.config.section import Section
 from stretto.config.sections.algorithm import Algo, GrpoAlgo
 from stretto.config.sections.curriculum import CurriculumSection, Filter, Gate, TruncatedFilter
-from stretto.config.sections.distill import OpdAlgo, SftAlgo, TeacherSection
+from stretto.config.sections.distill import TaughtAlgo, TeacherSection
 from stretto.config.sections.hooks import HooksSection
 from stretto.config.sections.model import RendererSection
 from stretto.config.sections.run import RunKeys
@@ -89,7 +89,7 @@ class SamplingSection(SamplingOverrides):
     ignore_eos: bool = False
 
     def cuts(self) -> dict[str, float]:
-        """The settings in force that leave only a part of the vocabulary to draw from, and their values."""
+        """The settings, with values, that leave only a part of the vocabulary to draw from."""
         found = {
             "top_p": self.top_p if self.top_p < 1 else None,
             "top_k": self.top_k,
@@ -204,7 +204,7 @@ class EvalSection(Section):
     sampling: SamplingSection = SamplingSection()
 
     def is_due(self, version: int, *, end: int | None) -> bool:
-        """Is `version` one that the run evaluates? The first and the last (`end`), and every interval between."""
+        """Whether the run evaluates `version`: the first, the last (`end`), and each interval's."""
         if version == 0 and self.skip_first_step:
             return False
         intervals = [own.interval or self.interval for own in self.env] or [self.interval]
@@ -360,7 +360,7 @@ class OrchestratorKeys(Section):
     def teacher_of(self, env: str) -> TeacherSection | None:
         """The frozen teacher of an environment; None: it has none."""
         algo = self.algo_of(env)
-        return (algo.teacher or self.teacher) if isinstance(algo, OpdAlgo | SftAlgo) else None
+        return (algo.teacher or self.teacher) if isinstance(algo, TaughtAlgo) else None
 
     def sampling_of(self, env: str) -> SamplingSection:
         """How rollouts of an environment are sampled."""

@@ -1,7 +1,7 @@
-"""`stretto completion SHELL`: a script that completes verbs, keys, values and files, for bash, zsh and fish.
+"""`stretto completion SHELL`: a script that completes verbs, keys, values and files.
 
-The script holds a table of all keys, made from the config classes when it is printed; pressing Tab starts no Python. A
-key is completed part by part, `--trainer.` before `--trainer.optim.`, as directories are.
+The script contains a table of all keys, generated from the config classes when it is printed; pressing Tab starts no
+Python. A key is completed part by part, as directories are: `--trainer.` before `--trainer.optim.`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _table(shell: str, verb: str, flags: Sequence[str]) -> str:
 
 
 def _flags(cls: type[Section]) -> list[str]:
-    """`--key value value ...` for every key of a root, with the values it can have where these are few."""
+    """`--key value value ...` for every key of a root; values only if there are few."""
     values: dict[str, dict[str, None]] = {}
     for path, section, key in all_paths(cls):
         flag = path.replace("_", "-")

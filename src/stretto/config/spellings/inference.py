@@ -1,8 +1,9 @@
-"""prime-rl's keys of inference: [inference] of `rl`, and the file of `inference`; vLLM's own names of keys of ours."""
+"""prime-rl's keys of inference, and vLLM's own names of our keys."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from stretto.config.spellings.row import (
@@ -11,6 +12,7 @@ from stretto.config.spellings.row import (
     Path,
     Row,
     Table,
+    all_same,
     idle,
     moved,
     old,
@@ -32,6 +34,15 @@ VLLM_KEYS = {
     **{key: key for key in _SAME_IN_VLLM},
 }
 """Options of vLLM's that are keys of [inference], also where vllm_extra has them: each has one value."""
+
+
+def options(defaults: Mapping[str, Any]) -> tuple[Row, ...]:
+    """Options of vLLM by name, with their defaults in prime-rl."""
+    return tuple(
+        moved(name, value, VLLM_KEYS.get(name, f"vllm_extra.{name}")) for name, value in defaults.items()
+    )
+
+
 PARSERS = {"auto": Nothing, "None": Nothing, None: Nothing}
 TOOLS = (("vllm_extra.enable_auto_tool_choice", True),)
 FP32 = ("vLLM's routers compute in the model's dtype; the canary and mismatch_kl show how far engine and trainer are "
@@ -47,17 +58,14 @@ LORA = (
     moved("lora_target_modules", None, "lora.target_modules"),
 )  # fmt: skip
 MODEL_ROWS = (
-    moved("dtype", "auto", "dtype"),
-    moved("max_model_len", None, "max_model_len"),
-    moved("enforce_eager", False, "enforce_eager"),
+    *options({"dtype": "auto", "max_model_len": None, "enforce_eager": False}),
     moved("trust_remote_code", False, "vllm_extra.trust_remote_code", values={False: Nothing}),
     moved("chat_template", None, "vllm_extra.chat_template", "for the chat routes; rollouts are rendered before",
           values={"None": Nothing, None: Nothing}),
     moved("tool_call_parser", "auto", "vllm_extra.tool_call_parser", "for the chat routes; rollouts are parsed by the "
           "renderer", values=PARSERS, sets=TOOLS),
     moved("reasoning_parser", "auto", "vllm_extra.reasoning_parser", "as tool_call_parser", values=PARSERS),
-    refused("rope_scaling", None, "put it into the model's config.json, which trainer and engines read",
-            unless=("None",)),
+    refused("rope_scaling", None, "put it into the model's config.json, which trainer and engines read"),
 )  # fmt: skip
 VLLM = Table("inference.vllm", "InferenceSection", (
     moved("model", NO_DEFAULT, "model", "without `[model] name` it names the trained model too"),
@@ -65,19 +73,12 @@ VLLM = Table("inference.vllm", "InferenceSection", (
     moved("tensor_parallel_size", 1, "parallel.tp"),
     moved("data_parallel_size", 1, "parallel.dp", "an engine takes as many GPUs as tp x dp; without it "
           "`num_infer_gpus` / tp"),
-    moved("data_parallel_size_local", None, "vllm_extra.data_parallel_size_local"),
-    moved("data_parallel_rpc_port", 13345, "vllm_extra.data_parallel_rpc_port"),
+    *options({"data_parallel_size_local": None, "data_parallel_rpc_port": 13345}),
     idle("api_server_count", 1, "one process serves HTTP"),
-    moved("seed", 0, "seed"),
-    moved("gpu_memory_utilization", 0.9, "gpu_memory_utilization"),
-    moved("enable_prefix_caching", None, "enable_prefix_caching"),
-    moved("quantization", None, "vllm_extra.quantization"),
+    *options({"seed": 0, "gpu_memory_utilization": 0.9, "enable_prefix_caching": None, "quantization": None}),
     *LORA,
-    moved("enable_expert_parallel", False, "enable_expert_parallel"),
-    moved("all2all_backend", "allgather_reducescatter", "vllm_extra.all2all_backend"),
-    moved("enable_eplb", False, "enable_eplb"),
-    moved("enable_dbo", False, "enable_dbo"),
-    moved("enable_return_routed_experts", False, "enable_return_routed_experts"),
+    *options({"enable_expert_parallel": False, "all2all_backend": "allgather_reducescatter", "enable_eplb": False,
+              "enable_dbo": False, "enable_return_routed_experts": False}),
     moved("logprobs_mode", "processed_logprobs", "vllm_extra.logprobs_mode", values={"processed_logprobs": Nothing}),
 ), below="vllm")  # fmt: skip
 VLLM_OTHERS = Table("inference.vllm", "InferenceSection", (
@@ -90,35 +91,27 @@ VLLM_EXTRA = Table("inference.vllm_extra", "InferenceSection", (
 INFERENCE = Table("inference", "InferenceSection", (
     same("server.host", None, "an engine of `rl` over several machines listens where they reach it"),
     same("server.port", 8000),
-    refused("server.liveness_timeout_seconds", 30, "write orchestrator.client.liveness_timeout_s"),
+    refused("server.liveness_timeout_seconds", 30, "write orchestrator.client.liveness_timeout_s", unless=()),
     same("use_deep_gemm", False),
-    refused("enable_fp32_lm_head", True, FP32_HEAD, unless=(True,)),
+    refused("enable_fp32_lm_head", True, FP32_HEAD),
     refused("enable_fp32_router_logits", True, FP32, unless=(False,)),
     moved("backend_port", NO_DEFAULT, "deployment.backend_port"),
     moved("weight_broadcast.type", "filesystem", "/weight_broadcast.type", values=BROADCAST_TYPES),
     moved("output_dir", "outputs", "/output_dir"),
     moved("dry_run", False, "/dry_run"),
     moved("slurm", None, "/slurm"),
-    same("env_vars", {}),
-    same("log", NO_DEFAULT),
+    *all_same({"env_vars": {}, "log": NO_DEFAULT}),
     *old(
         moved("model.name", NO_DEFAULT, "model"),
-        *(Row(**{**vars(row), "theirs": f"model.{row.theirs}"}) for row in MODEL_ROWS),
-        same("parallel.tp", 1),
-        same("parallel.dp", 1),
+        *(replace(row, theirs=f"model.{row.theirs}") for row in MODEL_ROWS),
+        *all_same({"parallel.tp": 1, "parallel.dp": 1}),
         *LORA,
-        moved("all2all_backend", "allgather_reducescatter", "vllm_extra.all2all_backend"),
-        moved("data_parallel_size_local", None, "vllm_extra.data_parallel_size_local"),
-        moved("data_parallel_rpc_port", 13345, "vllm_extra.data_parallel_rpc_port"),
+        *options({"all2all_backend": "allgather_reducescatter", "data_parallel_size_local": None,
+                  "data_parallel_rpc_port": 13345}),
         idle("api_server_count", 1, "one process serves HTTP"),
-        same("gpu_memory_utilization", 0.9),
-        same("enable_expert_parallel", False),
-        same("enable_eplb", False),
-        same("enable_dbo", False),
-        same("enable_return_routed_experts", False),
-        same("enable_prefix_caching", None),
-        same("vllm_extra", {}),
-        same("seed", 0),
+        *all_same({"gpu_memory_utilization": 0.9, "enable_expert_parallel": False, "enable_eplb": False,
+                   "enable_dbo": False, "enable_return_routed_experts": False, "enable_prefix_caching": None,
+                   "vllm_extra": {}, "seed": 0}),
         NO_EXPERIMENTS,
     ),
 ))  # fmt: skip
@@ -141,36 +134,24 @@ ROUTER = Table("inference.router", "RouterSection", (
     idle("decode_sidecar_port", 8300, PICKER),
 ))  # fmt: skip
 OFFLOAD = Table("inference.kv_cache_offload", "InferenceSection", (
-    same("type", "native"),
-    same("cpu.num_bytes"),
-    same("disk.path", None),
-    same("device_name", None),
+    *all_same({"type": "native", "cpu.num_bytes": NO_DEFAULT, "disk.path": None, "device_name": None}),
     *old(moved("cpu_bytes", 1_000_000_000, "kv_cache_offload.cpu.num_bytes")),
 ), below="kv_cache_offload")  # fmt: skip
 DEPLOYMENT = Table("inference.deployment", "InferenceSection", (
-    same("type", "single_node"),
-    same("gpus_per_node", 8),
-    same("num_nodes", 2),
+    *all_same({"type": "single_node", "gpus_per_node": 8, "num_nodes": 2}),
     moved("prefill_nodes_per_replica", 1, "deployment.num_prefill_nodes"),
     moved("decode_nodes_per_replica", 1, "deployment.num_decode_nodes"),
-    same("num_prefill_replicas", 1),
-    same("num_decode_replicas", 1),
-    same("prefill_port", 8100),
-    same("decode_port", 8200),
+    *all_same({"num_prefill_replicas": 1, "num_decode_replicas": 1, "prefill_port": 8100, "decode_port": 8200}),
     moved("prefill_env_vars", {}, "deployment.prefill_env_overrides"),
     moved("decode_env_vars", {}, "deployment.decode_env_overrides"),
-    same("prefill_vllm_overrides", {}),
-    same("decode_vllm_overrides", {}),
+    *all_same({"prefill_vllm_overrides": {}, "decode_vllm_overrides": {}}),
     *old(
         same("num_replicas", 1),
         same("num_prefill_nodes", 1, "of one engine, as their page on inference says"),
-        same("num_decode_nodes", 1),
-        same("router_port", 8000),
-        same("backend_port", 8100),
+        *all_same({"num_decode_nodes": 1, "router_port": 8000, "backend_port": 8100}),
         moved("router", NO_DEFAULT, "router"),
         moved("router_policy", "consistent_hash", "router.policy"),
-        same("prefill_env_overrides", {}),
-        same("decode_env_overrides", {}),
+        *all_same({"prefill_env_overrides": {}, "decode_env_overrides": {}}),
     ),
 ), below="deployment")  # fmt: skip
 SIDES = (("num_prefill_nodes", "num_prefill_replicas"), ("num_decode_nodes", "num_decode_replicas"))

@@ -1,4 +1,4 @@
-"""prime-rl's keys of the orchestrator: [orchestrator] of `rl`, and the file of `orchestrator`."""
+"""prime-rl's keys of [orchestrator], and of the file of `orchestrator`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from stretto.config.spellings.row import (
     Nothing,
     Path,
     Table,
+    all_same,
     idle,
     moved,
     old,
@@ -58,8 +59,7 @@ ORCHESTRATOR = Table("orchestrator", "OrchestratorKeys", (
         moved("student.model.name", NO_DEFAULT, "/model.name"),
         moved("rollouts_per_example", 1, "group_size"),
         moved("async_level", 1, "max_async_level"),
-        same("max_async_level", 1),
-        same("max_inflight_rollouts", None),
+        *all_same({"max_async_level": 1, "max_inflight_rollouts": None}),
         moved("max_inflight_requests", None, "max_inflight_rollouts"),
         moved("max_inflight_episodes", None, "max_inflight_rollouts"),
         same("oversampling_factor", 1.0),
@@ -71,8 +71,8 @@ ORCHESTRATOR = Table("orchestrator", "OrchestratorKeys", (
         moved("teacher_rollout_model.client", NO_DEFAULT, "algo.teacher", sets=DISTILLED),
         moved("teacher_rollout_model.model.name", NO_DEFAULT, "algo.teacher.model", sets=DISTILLED),
         idle("ckpt.skip_buffer", False, "pools are in the checkpoint, and a run that begins at another's draws anew"),
-        refused("bench", False, "give it on the command line: rl @ FILE --bench", unless=(False,)),
-        refused("optim.lr", 1e-4, "the rate is trainer.optim.lr"),
+        refused("bench", False, "give it on the command line: rl @ FILE --bench"),
+        refused("optim.lr", 1e-4, "the rate is trainer.optim.lr", unless=()),
         idle("env_install_prerelease", False, "environments are installed with pip before the run"),
         idle("pool_size", None, "one renderer serves all rollouts"),
         NO_EXPERIMENTS,
@@ -80,9 +80,9 @@ ORCHESTRATOR = Table("orchestrator", "OrchestratorKeys", (
         same("mask_truncated_completions", False, "their rewards stay in the group's mean; a group of such rollouts "
              "alone is replaced"),
         moved("environment", None, "env.0"),
-        refused("algorithms", None, 'credit is `[orchestrator.algo]` with type = "grpo" and so on'),
-        refused("models", {}, "a teacher is `[orchestrator.teacher]`"),
-        refused("actor", "policy", 'a teacher plays with algo.type = "sft"', unless=("policy",)),
+        refused("algorithms", None, 'credit is `[orchestrator.algo]` with type = "grpo" and so on', unless=()),
+        refused("models", {}, "a teacher is `[orchestrator.teacher]`", unless=()),
+        refused("actor", "policy", 'a teacher plays with algo.type = "sft"'),
     ),
 ))  # fmt: skip
 DATASET_SFT = (
@@ -90,20 +90,16 @@ DATASET_SFT = (
 )
 ALGO_ROWS = (
     moved("type", "grpo", "algo.type", values={"dataset_sft": Instead(DATASET_SFT)}),
-    refused("dataset", None, DATASET_SFT),
+    refused("dataset", None, DATASET_SFT, unless=()),
     moved("length_penalty.type", None, "algo.length_penalty", values={"linear": {}}),
     *old(
         moved("length_penalty.num_output_tokens_weight", 0.25, "algo.length_penalty.output_weight"),
         moved("length_penalty.num_input_tokens_weight", 0.1, "algo.length_penalty.input_weight"),
         moved("length_penalty.num_turns_weight", 0.1, "algo.length_penalty.turns_weight"),
     ),
-    same("length_penalty.output_weight", 0.25),
-    same("length_penalty.input_weight", 0.1),
-    same("length_penalty.turns_weight", 0.1),
-    same("decay", 0.95),
-    same("episode_agents"),
-    same("demo_key", "demonstration"),
-    same("template"),
+    *all_same({"length_penalty.output_weight": 0.25, "length_penalty.input_weight": 0.1,
+               "length_penalty.turns_weight": 0.1, "decay": 0.95, "episode_agents": NO_DEFAULT,
+               "demo_key": "demonstration", "template": NO_DEFAULT}),
     moved("teacher.name", NO_DEFAULT, "algo.teacher.model"),
     moved("teacher.client", NO_DEFAULT, "algo.teacher"),
     moved("source.name", NO_DEFAULT, "algo.teacher.model"),
@@ -118,31 +114,25 @@ ENV_ALGO = Table(
     "orchestrator.train.source.0.algo", "TrainEnvSection", ALGO_ROWS, below="algo", is_listed=False
 )
 CLIENT = Table("orchestrator.model.client", "ClientSection", (
-    same("base_url", "http://localhost:8000/v1"),
-    same("admin_base_url", None),
-    same("api_key_var", "VLLM_API_KEY"),
+    *all_same({"base_url": "http://localhost:8000/v1", "admin_base_url": None, "api_key_var": "VLLM_API_KEY"}),
     moved("wait_for_ready_timeout", 1800, "ready_timeout_s"),
-    same("headers", {}),
-    same("headers_from_env", {}),
-    same("extra_headers_from_state", {"X-Session-ID": "trajectory_id"}),
+    *all_same({"headers": {}, "headers_from_env": {}, "extra_headers_from_state": {"X-Session-ID": "trajectory_id"}}),
     idle("skip_model_check", False, "requests name no model"),
     *old(
         moved("timeout", 1200, "timeout_s"),
-        refused("elastic", None, "engines register with the router; leave it out", unless=("None",)),
+        refused("elastic", None, "engines register with the router; leave it out"),
     ),
 ))  # fmt: skip
 SAMPLING_ROWS = (
-    same("temperature", 1.0),
-    same("max_completion_tokens", None),
+    *all_same({"temperature": 1.0, "max_completion_tokens": None}),
     moved("extra_body.top_k", None, "top_k", values=ALL),
     moved("extra_body.min_p", None, "min_p"),
     moved("extra_body.top_p", None, "top_p"),
-    refused("extra_body", {}, "requests have no further fields; top_k, top_p and min_p are keys of their own",
-            unless=({},)),
+    refused("extra_body", {}, "requests have no further fields; top_k, top_p and min_p are keys of their own"),
     *old(
         moved("max_tokens", None, "max_completion_tokens"),
-        refused("min_tokens", 0, "replies may be as short as they are; leave it out", unless=(0,)),
-        refused("seed", None, "the run's seed is `seed`; leave it out", unless=("None",)),
+        refused("min_tokens", 0, "replies may be as short as they are; leave it out"),
+        refused("seed", None, "the run's seed is `seed`; leave it out"),
     ),
 )  # fmt: skip
 TRAIN = Table("orchestrator.train", "OrchestratorKeys", (
@@ -173,7 +163,7 @@ ENV_ROWS = (
     moved("env", NO_DEFAULT, "args", "all other settings of a verifiers environment", sets=VERIFIERS),
     moved("serve.pool.num_workers", None, "num_workers"),
     idle("serve.pool.type", "elastic", ELASTIC),
-    refused("serve.address", None, WORKERS, unless=("None",)),
+    refused("serve.address", None, WORKERS),
     refused("serve", NO_DEFAULT, WORKERS, unless=({},)),
     *old(
         moved("taskset.id", NO_DEFAULT, "args.taskset.id", sets=(*VERIFIERS, ("name", Given))),
@@ -184,24 +174,19 @@ ENV_ROWS = (
         same("args", {}),
         moved("pool.num_workers", None, "num_workers"),
         idle("pool.type", "elastic", ELASTIC),
-        refused("address", None, WORKERS, unless=("None",)),
+        refused("address", None, WORKERS),
         same("num_workers", None, values={"auto": "None"}),
         moved("max_retries", 3, "max_rollout_retries"),
-        refused("extra_env_kwargs", {}, "they are settings of verifiers v0; its environments must be ported",
-                unless=({},)),
+        refused("extra_env_kwargs", {}, "they are settings of verifiers v0; its environments must be ported"),
     ),
 )  # fmt: skip
 SOURCE = Table("orchestrator.train.source.0", "TrainEnvSection", (
     *ENV_ROWS,
-    same("ratio", 1.0),
-    same("sampling", NO_DEFAULT),
-    same("group_size", None),
-    same("algo", None),
-    same("curriculum.sampler.type", "standard"),
+    *all_same({"ratio": 1.0, "sampling": NO_DEFAULT, "group_size": None, "algo": None,
+               "curriculum.sampler.type": "standard"}),
     idle("curriculum.sampler.seed", 42, "the run's seed"),
-    same("curriculum.gates.*.type", "advantage_range"),
-    same("curriculum.gates.*.reject_min", 0.0),
-    same("curriculum.gates.*.reject_max", 0.0),
+    *all_same({"curriculum.gates.*.type": "advantage_range", "curriculum.gates.*.reject_min": 0.0,
+               "curriculum.gates.*.reject_max": 0.0}),
     *old(moved("rollouts_per_example", 1, "group_size"), moved("timeout", None, "rollout_timeout_s")),
 ))  # fmt: skip
 EVAL_SOURCE = Table("orchestrator.eval.source.0", "EvalEnvSection", (
@@ -209,17 +194,14 @@ EVAL_SOURCE = Table("orchestrator.eval.source.0", "EvalEnvSection", (
     same("interval", None),
     same("num_examples", None, values=ALL),
     moved("select.limit", None, "num_examples"),
-    same("group_size", None),
-    same("sampling", NO_DEFAULT),
+    *all_same({"group_size": None, "sampling": NO_DEFAULT}),
     *old(moved("rollouts_per_example", 1, "group_size"), moved("timeout", None, "rollout_timeout_s")),
 ))  # fmt: skip
 EVAL = Table("orchestrator.eval", "EvalSection", (
     moved("source", [], "env", "without any the training environments' held-out tasks are evaluated"),
     same("interval", 100),
     same("num_examples", -1, "-1, all, is \"None\" here", values=ALL),
-    same("group_size", 1),
-    same("skip_first_step", False),
-    same("retrigger_on_resume", False),
+    *all_same({"group_size": 1, "skip_first_step": False, "retrigger_on_resume": False}),
     moved("select.limit", None, "num_examples"),
     *old(
         moved("rollouts_per_example", 1, "group_size"),
@@ -227,13 +209,11 @@ EVAL = Table("orchestrator.eval", "EvalSection", (
     ),
 ))  # fmt: skip
 EVAL_SAMPLING = Table("orchestrator.eval.sampling", "SamplingOverrides", (
-    same("temperature", None),
-    same("top_p", None),
+    *all_same({"temperature": None, "top_p": None}),
     same("top_k", None, values=ALL),
-    same("min_p", None),
-    same("max_completion_tokens", None),
+    *all_same({"min_p": None, "max_completion_tokens": None}),
     refused("reasoning_effort", None, "whether and how long a model thinks is said for training and evals "
-            "alike: orchestrator.renderer.enable_thinking, or renderer.reasoning_effort", unless=("None",)),
+            "alike: orchestrator.renderer.enable_thinking, or renderer.reasoning_effort"),
 ))  # fmt: skip
 RENDERER = Table("orchestrator.renderer", "RendererSection", (
     same("name", "auto", "`default` and None are refused: they cannot tell sampled tokens from the template's"),
@@ -241,8 +221,7 @@ RENDERER = Table("orchestrator.renderer", "RendererSection", (
         idle("tool_parser", None, "the family's renderer reads tool calls"),
         idle("reasoning_parser", None, "the family's renderer reads thinking"),
     ),
-    same("clear_thinking", None),
-    same("enable_thinking", None),
+    *all_same({"clear_thinking": None, "enable_thinking": None}),
     *(moved(name, None, f"settings.{name}") for name in (
         "thinking_retention", "preserve_thinking", "truncate_history_thinking", "reasoning_effort",
     )),
@@ -256,8 +235,8 @@ FILTERS = Table("orchestrator", "OrchestratorKeys", old(
     moved("buffer.hard_threshold", None, "curriculum.sampler.hard_threshold", "tasks up to it are not drawn again",
           sets=POOLS),
     idle("buffer.seed", None, "the run's seed"),
-    refused("buffer.easy_fraction", 0.0, POOL, unless=(0, 0.0)),
-    refused("buffer.hard_fraction", 0.0, POOL, unless=(0, 0.0)),
+    refused("buffer.easy_fraction", 0.0, POOL),
+    refused("buffer.hard_fraction", 0.0, POOL),
     refused("buffer", NO_DEFAULT, POOL, unless=({},)),
 ))  # fmt: skip
 
@@ -267,7 +246,7 @@ _BELOW = 1e-6
 
 
 def pools_of_buffer(values: Mapping[Path, Any], spelled: Mapping[Path, str]) -> dict[Path, Any]:
-    """What the thresholds of a buffer mean for the pools: tasks beyond them are not drawn again, all others alike.
+    """Pools for the thresholds of a buffer: tasks beyond them are not drawn again, others alike.
 
     spelled: how each value was written.
     """
@@ -282,8 +261,8 @@ def pools_of_buffer(values: Mapping[Path, Any], spelled: Mapping[Path, str]) -> 
     return found | ({given["easy"]: easy - _BELOW} if isinstance(easy, int | float) else {})
 
 
-def joined_filters(paths: Sequence[Path]) -> list[Path]:
-    """The paths of a file, with the items of post_batch_filters behind those of pre_batch_filters: one list here."""
+def merge_filters(paths: Sequence[Path]) -> list[Path]:
+    """The paths of a file, with its two lists of filters as one: pre_batch_filters first."""
     pre, post = "pre_batch_filters", "post_batch_filters"
     num_before = len({path[: path.index(pre) + 2] for path in paths if pre in path[:-1]})
     return [
@@ -295,24 +274,15 @@ def joined_filters(paths: Sequence[Path]) -> list[Path]:
     ]
 
 
-ACTION = moved("action", "monitor", "enforce", "`drop` is true", values={"drop": True, "monitor": False})
-FILTER = Table("orchestrator.post_batch_filters.0", "GibberishFilter", old(
-    same("type"),
-    same("enforce", False),
-    ACTION,
-    same("token_id_threshold", 100_000),
-    same("logprob_offset", 2.0),
-    same("window", 3000),
-    same("prob_threshold", 0.99),
+FILTER = Table("orchestrator.post_batch_filters.0", "FilterSection", old(
+    *all_same({"type": NO_DEFAULT, "enforce": False}),
+    moved("action", "monitor", "enforce", "`drop` is true", values={"drop": True, "monitor": False}),
+    *all_same({"token_id_threshold": 100_000, "logprob_offset": 2.0, "window": 3000, "prob_threshold": 0.99}),
 ))  # fmt: skip
-OTHER_FILTERS = tuple(
-    Table("orchestrator.post_batch_filters.0", name, (ACTION,), is_listed=False)
-    for name in ("RepetitionFilter", "ZeroAdvantageFilter")
-)
 ALONE = Table("orchestrator", "OrchestratorConfig", (
     idle("ckpt", None, "checkpoints are the trainer's to order"),
 ), is_listed=False)  # fmt: skip
 TABLES = (
     ORCHESTRATOR, ALONE, ALGO, ENV_ALGO, CLIENT, RENDERER, TRAIN, TRAIN_SAMPLING, SHORTHANDS, SOURCE, EVAL,
-    EVAL_SAMPLING, EVAL_SOURCE, FILTERS, FILTER, *OTHER_FILTERS,
+    EVAL_SAMPLING, EVAL_SOURCE, FILTERS, FILTER,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Names that vime has for keys of ours."""
+"""Vime's names of our keys."""
 
 from __future__ import annotations
 

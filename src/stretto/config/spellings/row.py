@@ -1,60 +1,60 @@
-"""What a row of the table of spellings is: a key as others write it, and what it is here.
+"""Rows of the table of spellings: a key as another framework writes it, and what it is here.
 
-A table belongs to one of our sections, and its paths are relative to that: wherever the section stands, the rows hold.
-In paths `*` is any one part. `ours` is relative to the section too, or with a leading `/` to the root; "" means that
-the key decides nothing here, and None that it has the same name.
+A table belongs to one of our sections, and its paths are relative to that section, wherever it is used. In paths `*` is
+any one part. `ours` is relative to the section too, or with a leading `/` to the root; "" means that the key decides
+nothing here, and None that it has the same name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Path = tuple[str | int, ...]
 
 
 class Given:
-    """In `sets`: the value that was given."""
+    """In `sets`: stands for the value of the row's own key."""
 
 
 @dataclass(frozen=True)
 class Instead:
-    """In `values`: this value is refused, and what to write instead."""
+    """In `values`: refuses a value and says what to write instead."""
 
     text: str
 
 
 class Nothing:
-    """In `values`: this value says what holds here anyway, and sets nothing."""
+    """In `values`: accepts a value that describes the fixed behaviour here; it sets nothing."""
 
 
 NO_DEFAULT = object()
-"""The default of a key whose default is not stated, or that is required."""
+"""For a key that is required, or whose default their documents do not state."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One key, with the meaning it has where it comes from."""
+    """One key of another framework."""
 
     theirs: str
     default: Any = NO_DEFAULT
     """Their default, None included."""
     ours: str | None = None
     values: Mapping[Any, Any] = field(default_factory=dict)
-    """Values that are called otherwise here; those that are not in it stay as they are."""
+    """Our value for each of their values; values that are not in it stay as they are."""
     instead: str = ""
-    """Present: the key is refused, and this says why and what to write."""
+    """If not empty, the key is refused: why, and what to write."""
     unless: tuple[Any, ...] = ()
-    """Values of a refused key that say what holds here anyway: they are accepted."""
+    """Values of a refused key that are accepted, because they describe the fixed behaviour here."""
     sets: tuple[tuple[str, Any], ...] = ()
-    """Further keys that it sets where nobody gives them."""
+    """Further keys that it sets, unless they are given too."""
     note: str = ""
-    """What else a user should know, for the page."""
+    """What else a user should know; for docs/from-prime-rl.md."""
     beware: str = ""
-    """Present: the value counts something else there; a note at the start says this."""
+    """If not empty, the value counts something else there; logged as a note at the start."""
     is_old: bool = False
-    """Only in releases before 0.8, or only in the documents."""
+    """Exists only in releases before 0.8, or only in their documents."""
 
     @property
     def is_refused(self) -> bool:
@@ -66,16 +66,16 @@ class Table:
     """The keys of one of their tables."""
 
     path: str
-    """Where it stands in their file; items of a list of tables are `0`."""
+    """Its path in their file; items of a list of tables are `0`."""
     section: str
-    """The class of ours that the rows are relative to."""
+    """Name of our class that the rows are relative to."""
     rows: tuple[Row, ...]
     verb: str = "rl"
     """The verb whose file it is."""
     below: str = ""
-    """Where the table stands below that section."""
+    """Path of the table below that section."""
     is_listed: bool = True
-    """Whether the page of prime-rl's keys has it."""
+    """Whether docs/from-prime-rl.md lists it."""
 
 
 def same(theirs: str, default: Any = NO_DEFAULT, note: str = "", **more: Any) -> Row:
@@ -83,14 +83,21 @@ def same(theirs: str, default: Any = NO_DEFAULT, note: str = "", **more: Any) ->
     return Row(theirs, default, note=note, **more)
 
 
+def all_same(defaults: Mapping[str, Any]) -> tuple[Row, ...]:
+    """Keys with the same name and meaning, each with its default."""
+    return tuple(Row(theirs, default) for theirs, default in defaults.items())
+
+
 def moved(theirs: str, default: Any, ours: str, note: str = "", **more: Any) -> Row:
     """A key with the same meaning and another name, place, or words for its values."""
     return Row(theirs, default, ours, note=note, **more)
 
 
-def refused(theirs: str, default: Any, instead: str, *, unless: tuple[Any, ...] = (), **more: Any) -> Row:
-    """A key that does not exist here. unless: values that are accepted, for they say what holds anyway."""
-    return Row(theirs, default, instead=instead, unless=unless, **more)
+def refused(theirs: str, default: Any, instead: str, *, unless: tuple[Any, ...] | None = None) -> Row:
+    """A key that does not exist here. unless: values that are accepted; None: their default is."""
+    if unless is None:
+        unless = () if default is NO_DEFAULT else ("None" if default is None else default,)
+    return Row(theirs, default, instead=instead, unless=unless)
 
 
 def idle(theirs: str, default: Any, note: str, **more: Any) -> Row:
@@ -100,4 +107,4 @@ def idle(theirs: str, default: Any, note: str, **more: Any) -> Row:
 
 def old(*rows: Row) -> tuple[Row, ...]:
     """Keys of releases before 0.8."""
-    return tuple(Row(**{**vars(row), "is_old": True}) for row in rows)
+    return tuple(replace(row, is_old=True) for row in rows)

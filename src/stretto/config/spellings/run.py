@@ -7,6 +7,7 @@ from stretto.config.spellings.row import (
     Instead,
     Nothing,
     Table,
+    all_same,
     idle,
     moved,
     old,
@@ -25,21 +26,17 @@ BROADCAST_TYPES = {
 }
 
 NO_PROGRESS = "with resume.dir: a run of its own, which begins at step 0 and the first task"
-NO_EXPERIMENTS = refused("experimental", {}, "there are no experimental keys; leave it out", unless=({},))
+BENCH = "made-up data are what --bench on the command line trains on"
+NO_EXPERIMENTS = refused("experimental", {}, "there are no experimental keys; leave it out")
 
 ROOT = Table("", "RLConfig", (
-    same("trainer"),
-    same("orchestrator"),
+    *all_same({"trainer": NO_DEFAULT, "orchestrator": NO_DEFAULT}),
     same("inference", None, "without the table `rl` starts an engine; `inference = \"None\"` starts none"),
-    same("output_dir", "outputs"),
-    same("clean", False),
-    same("dry_run", False),
-    same("env_vars", {}),
-    same("max_steps", None),
+    *all_same({"output_dir": "outputs", "clean": False, "dry_run": False, "env_vars": {}, "max_steps": None}),
     same("seq_len", None, "the longest sample and the length of a packed row: one number for trainer and orchestrator"),
     *old(
         moved("clean_output_dir", False, "clean"),
-        refused("bench", False, "give it on the command line: rl @ FILE --bench", unless=(False,)),
+        refused("bench", False, "give it on the command line: rl @ FILE --bench"),
         idle("env_server_base_port", 5000, "environments have no ports"),
         NO_EXPERIMENTS,
     ),
@@ -56,8 +53,7 @@ CKPT = Table("ckpt", "CkptSection", (
     same("output_dir", None, "each run has a directory of its name there, to which RUN/checkpoints is a link"),
     *old(
         moved("resume_step", None, "/resume.step", "-1, the latest, is `[resume]`", values={-1: "None"}),
-        same("weights.save_adapter_separately", False),
-        same("weights.interval", None),
+        *all_same({"weights.save_adapter_separately": False, "weights.interval": None}),
     ),
 ))  # fmt: skip
 CKPT_OWN = Table("trainer.ckpt", "CkptSection", (
@@ -70,27 +66,22 @@ CKPT_OWN = Table("trainer.ckpt", "CkptSection", (
               values={True: "None", False: Nothing}),
         moved("weights_only", False, "skip_optimizer", "weights, and what is small; a resumed run has a new optimizer"),
         idle("weights.save_sharded", True, "weights are sharded by size"),
-        refused("weights.save_format", "safetensors", "weights are safetensors files; leave it out",
-                unless=("safetensors",)),
+        refused("weights.save_format", "safetensors", "weights are safetensors files; leave it out"),
     ),
 ))  # fmt: skip
 MODEL = Table("model", "ModelSection", (
-    same("name", "Qwen/Qwen3-0.6B"),
-    same("vlm.vision_encoder_attr"),
-    same("vlm.language_model_attr"),
-    same("vlm.freeze_vision_encoder", True),
+    *all_same({"name": "Qwen/Qwen3-0.6B", "vlm.vision_encoder_attr": NO_DEFAULT,
+               "vlm.language_model_attr": NO_DEFAULT, "vlm.freeze_vision_encoder": True}),
 ))  # fmt: skip
 TOKENIZER = Table("tokenizer", "TokenizerSection", (
     same("name", None),
     idle("trust_remote_code", None, "tokenizer.json is read, and no code of the model's is run for it"),
-    refused("chat_template", None, "templates are code here: name the family as orchestrator.renderer.name",
-            unless=("None",)),
+    refused("chat_template", None, "templates are code here: name the family as orchestrator.renderer.name"),
 ))  # fmt: skip
 WEIGHTS = Table("weight_broadcast", "RunKeys", (
     same("type", "nccl", "`nccl` is the collective transport; the default on one machine is shared memory, and over "
          "several `collective`", values=BROADCAST_TYPES),
-    same("host", "localhost"),
-    same("port", 29501),
+    *all_same({"host": "localhost", "port": 29501}),
     moved("timeout", 1200, "weight_broadcast.timeout_s"),
     same("quantize_in_weight_transfer", False),
     refused("session_id", NO_DEFAULT, "it belongs to NIXL, which is not here; leave it out"),
@@ -98,58 +89,43 @@ WEIGHTS = Table("weight_broadcast", "RunKeys", (
         idle("inference_world_size", 1, "the engines are asked"),
         idle("adapter_only", False, "with [model.lora] the adapter alone is sent"),
         idle("save_sharded", True, "files are sharded by size"),
-        refused("save_format", "safetensors", "weights are safetensors files; leave it out", unless=("safetensors",)),
+        refused("save_format", "safetensors", "weights are safetensors files; leave it out"),
     ),
 ), below="weight_broadcast")  # fmt: skip
 ROLLOUTS = Table("rollout_transport", "RunKeys", (
-    same("type", "zmq"),
-    same("host", "localhost"),
-    same("port", 5555),
+    *all_same({"type": "zmq", "host": "localhost", "port": 5555}),
     idle("hwm", 10, "every batch is acknowledged, and none is dropped"),
 ), below="rollout_transport")  # fmt: skip
 DEPLOYMENT = Table("deployment", "RLConfig", (
-    same("type", "single_node"),
-    same("num_train_gpus", 1),
+    *all_same({"type": "single_node", "num_train_gpus": 1}),
     same("num_infer_gpus", 1, "fills up dp, or the number of engines if they are embedded ones"),
-    same("gpus_per_node", 8),
-    same("num_train_nodes"),
+    *all_same({"gpus_per_node": 8, "num_train_nodes": NO_DEFAULT}),
     same("num_infer_nodes", NO_DEFAULT, "of one replica; without `[inference.deployment]` it shapes inference"),
     same("num_infer_replicas", 1),
     same("nodes_per_fsdp_group", None, "sets `model.dp_replicate`"),
-    refused("orchestrator_on_inference", False, "the orchestrator runs on the trainer's first node; leave it out",
-            unless=(False,)),
+    refused("orchestrator_on_inference", False, "the orchestrator runs on the trainer's first node; leave it out"),
 ), below="deployment")  # fmt: skip
 SLURM = Table("slurm", "SlurmSection", (
-    same("job_name", "prime-rl"),
-    same("project_dir", "."),
+    *all_same({"job_name": "prime-rl", "project_dir": "."}),
     same("template_path", None, "a template of ours: a `--dry-run` shows the built-in one"),
-    same("partition", "cluster"),
-    same("nodelist", None),
-    same("exclude", None),
-    same("account", None),
-    same("time", None),
-    same("pre_run_command", None),
+    *all_same({"partition": "cluster", "nodelist": None, "exclude": None, "account": None, "time": None,
+               "pre_run_command": None}),
     idle("cleanup_grace_period", 3600, "a crash ends the job's processes at once"),
-    refused("shared_fs", True, "the run's directory must be on a file system that all nodes share; leave it out",
-            unless=(True,)),
+    refused("shared_fs", True, "the run's directory must be on a file system that all nodes share; leave it out"),
 ))  # fmt: skip
 LOG = Table("log", "LogSection", (
-    same("level", None),
-    same("json_logging", False),
+    *all_same({"level": None, "json_logging": False}),
     idle("vf_level", "info", "verifiers logs warnings"),
     idle("log_data", False, "`stretto rollouts RUN` prints what a run trains on"),
     idle("interval", 10.0, "the console has one line per step"),
     idle("ranks_filter", [0], "every rank has a file; the console shows the first one's"),
 ))  # fmt: skip
 MONITORS = Table("monitors", "MonitorsSection", (
-    same("wandb.project", "prime-rl"),
-    same("wandb.entity", None),
-    same("wandb.name", None),
-    same("wandb.group", None),
-    same("wandb.tags", None),
+    *all_same({"wandb.project": "prime-rl", "wandb.entity": None, "wandb.name": None, "wandb.group": None,
+               "wandb.tags": None}),
     same("wandb.offline", False, "true works with `rl` too"),
     idle("file", {}, "RUN/metrics is always written"),
-    refused("file.path", None, "metrics are files in RUN/metrics; leave it out", unless=("None",)),
+    refused("file.path", None, "metrics are files in RUN/metrics; leave it out"),
     idle("prime", None, "there is no monitor of that platform; `[monitors.wandb]`, `[monitors.trackio]` and "
          "`[monitors.tensorboard]` are"),
     idle("prime.name", None, "there is no monitor of that platform"),

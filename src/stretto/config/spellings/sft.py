@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from stretto.config.spellings.row import NO_DEFAULT, Instead, Table, idle, moved, old, refused, same
-from stretto.config.spellings.run import NO_EXPERIMENTS
+from stretto.config.spellings.row import NO_DEFAULT, Instead, Table, all_same, idle, moved, old, refused, same
+from stretto.config.spellings.run import BENCH, NO_EXPERIMENTS
 from stretto.config.spellings.trainer import NOT_OPTIM, PROFILE, SNAPSHOTS
 
 EQUAL = (("data.probabilities", "equal"),)
 SFT_DATA = {
     "sft": "file",
-    "fake": Instead("made-up data are what --bench on the command line trains on"),
+    "fake": Instead(BENCH),
 }
 
 SFT = Table("", "SFTConfig", (
-    same("model"),
-    same("tokenizer"),
-    same("optim"),
-    same("scheduler"),
-    same("ckpt", None),
-    same("resume", None),
-    same("log"),
-    same("monitors"),
-    same("max_steps", None),
-    same("output_dir", "outputs"),
-    same("clean", False),
-    same("dry_run", False),
-    same("env_vars", {}),
-    same("slurm", None),
+    *all_same({"model": NO_DEFAULT, "tokenizer": NO_DEFAULT, "optim": NO_DEFAULT, "scheduler": NO_DEFAULT,
+               "ckpt": None, "resume": None, "log": NO_DEFAULT, "monitors": NO_DEFAULT, "max_steps": None,
+               "output_dir": "outputs", "clean": False, "dry_run": False, "env_vars": {}, "slurm": None}),
     idle("gc.interval", 50, "objects are collected when the process has grown, not by steps"),
-    refused("trace_path", None, PROFILE, unless=("None",)),
+    refused("trace_path", None, PROFILE),
     same("memory_profiler_path", None, SNAPSHOTS),
     same("matmul_precision", "high"),
     moved("dist_timeout_seconds", 3600, "", "ranks wait for each other as long as it takes to read the data"),
@@ -39,7 +28,7 @@ SFT = Table("", "SFTConfig", (
         moved("clean_output_dir", False, "clean"),
         moved("ckpt.resume_step", None, "resume.step", values={-1: "None"}),
         NO_EXPERIMENTS,
-        refused("bench", None, "made-up data are what --bench on the command line trains on",
+        refused("bench", None, BENCH,
                 unless=("None", False)),
     ),
 ), verb="sft")  # fmt: skip
@@ -49,8 +38,7 @@ DATA = Table("data", "SFTConfig", (
     same("subsets", None, sets=EQUAL),
     same("splits", None, sets=EQUAL),
     same("probabilities", None, "`equal`, which `subsets` and `splits` set, is their None"),
-    same("stopping_strategy", "all_exhausted"),
-    same("shuffle", True),
+    *all_same({"stopping_strategy": "all_exhausted", "shuffle": True}),
     moved("seed", 0, "seed"),
     moved("batch_size", 128, "batch_size", "examples; theirs are packed rows", beware="examples are counted here, and "
           "packed rows of seq_len tokens there: multiply it by the examples that a row holds"),
@@ -61,8 +49,8 @@ DATA = Table("data", "SFTConfig", (
     moved("loss_mask.user", False, "loss_mask.user"),
     moved("loss_mask.assistant", True, "loss_mask.assistant"),
     moved("loss_mask.tool", False, "loss_mask.tool"),
-    refused("length", "fixed", "fake data is not here", unless=("fixed",)),
-    refused("input_ids", "increasing", "fake data is not here", unless=("increasing",)),
+    refused("length", "fixed", "fake data is not here"),
+    refused("input_ids", "increasing", "fake data is not here"),
     *old(refused("source", NO_DEFAULT, "a source has dataset, subset, split and probability", unless=([], {}))),
 ), verb="sft", below="data")  # fmt: skip
 SOURCE = Table("data.source.0", "SFTConfig", old(
@@ -76,9 +64,7 @@ MODEL = Table("model", "SFTConfig", (
 ), verb="sft", below="model", is_listed=False)  # fmt: skip
 OPTIM = Table("optim", "SFTConfig", NOT_OPTIM, verb="sft", below="optim", is_listed=False)
 VAL = Table("val", "SFTConfig", (
-    same("interval", 50),
-    same("eval_on_start", False),
-    same("data", NO_DEFAULT),
+    *all_same({"interval": 50, "eval_on_start": False, "data": NO_DEFAULT}),
 ), verb="sft", below="val")  # fmt: skip
 EVAL = Table("eval", "OnlineEvalSection", (
     same("env", [], "`source` too, as in `[orchestrator.eval]`"),
@@ -89,15 +75,13 @@ EVAL = Table("eval", "OnlineEvalSection", (
     idle("concurrency.initial_inflight", None, "as many as max_inflight_rollouts run at once"),
 ), verb="sft")  # fmt: skip
 DEPLOYMENT = Table("deployment", "SFTConfig", (
-    same("type", "single_node"),
-    same("num_train_gpus", 1),
+    *all_same({"type": "single_node", "num_train_gpus": 1}),
     idle("num_infer_gpus", 1, "the evals' engine takes the first GPU that is free"),
     idle("num_eval_gpus", 1, "the evals' engine takes the first GPU that is free"),
     same("num_train_nodes", 2),
-    refused("num_infer_nodes", 0, "evals run beside the trainer; leave it out", unless=(0,)),
-    refused("num_eval_nodes", 0, "evals run beside the trainer; leave it out", unless=(0,)),
-    same("nodes_per_fsdp_group", None),
-    same("gpus_per_node", 8),
+    refused("num_infer_nodes", 0, "evals run beside the trainer; leave it out"),
+    refused("num_eval_nodes", 0, "evals run beside the trainer; leave it out"),
+    *all_same({"nodes_per_fsdp_group": None, "gpus_per_node": 8}),
     *old(moved("num_nodes", NO_DEFAULT, "deployment.num_train_nodes")),
 ), verb="sft", below="deployment")  # fmt: skip
 EVALS = Table("", "EvalConfig", (
@@ -114,14 +98,12 @@ EVALS = Table("", "EvalConfig", (
     moved("eval.concurrency.max_inflight", 1024, "max_inflight_rollouts"),
     idle("eval.concurrency.min_inflight", 1, "as many as max_inflight_rollouts run at once"),
     idle("eval.concurrency.initial_inflight", None, "as many as max_inflight_rollouts run at once"),
-    refused("online", None, "`sft` with [eval] and `rl` evaluate their versions themselves", unless=("None",)),
+    refused("online", None, "`sft` with [eval] and `rl` evaluate their versions themselves"),
     refused("online.broadcasts_dir", NO_DEFAULT, "`sft` with [eval] and `rl` evaluate their versions themselves"),
-    refused("online.max_steps", None, "`sft` with [eval] and `rl` evaluate their versions themselves"),
-    refused("online.resume_step", None, "`sft` with [eval] and `rl` evaluate their versions themselves"),
+    refused("online.max_steps", None, "`sft` with [eval] and `rl` evaluate their versions themselves", unless=()),
+    refused("online.resume_step", None, "`sft` with [eval] and `rl` evaluate their versions themselves", unless=()),
     refused("weight_broadcast", NO_DEFAULT, "an eval is of weights that are there; leave it out"),
-    same("output_dir", "outputs"),
-    same("log"),
-    same("monitors"),
+    *all_same({"output_dir": "outputs", "log": NO_DEFAULT, "monitors": NO_DEFAULT}),
     *old(moved("env", [], "eval.env")),
 ), verb="eval")  # fmt: skip
 SERVER = "environments run in worker processes of the run: `num_workers = N` in [[orchestrator.env]]"

@@ -1,6 +1,6 @@
-"""What TRL, verl, OpenRLHF and slime call a setting, and what it is here: for messages and for `--help WORD`.
+"""Names of settings in TRL, verl, OpenRLHF and slime, for messages and `--help WORD`.
 
-The documents' own spellings are accepted as they stand (sections' aliases); these names are only pointed at their key.
+Other than the spellings of prime-rl, these names are not accepted; a message names the key.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ _ROOT_KEYS = {"batch_size", "max_epochs", "max_steps", "model", "seq_len", "resu
     "gpu_memory_utilization"
 }
 SYNONYMS: dict[str, tuple[str, ...]] = dict(_pairs())
-"""By the last part of a name, in lower case with underscores: keys that may be meant, of whichever verb has one."""
+"""By the last part of a name, in lower case with underscores: keys of any verb that it may mean."""
 
 
 def keys_meant(name: str) -> tuple[str, ...]:
-    """Dotted paths of keys that a name of another framework means; () for a name that is none."""
+    """Dotted paths of keys that a name of another framework means; () for an unknown name."""
     return SYNONYMS.get(name.lower().replace("-", "_").rpartition(".")[2], ())

@@ -1,8 +1,9 @@
-"""All rows, and the one that a path begins with."""
+"""All tables of spellings, and the search for the row of a path."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 
 from stretto.config.spellings import inference, orchestrator, others, run, sft, trainer
@@ -15,19 +16,19 @@ TABLES: tuple[Table, ...] = tuple(table for part in (*PARTS, others) for table i
 
 @cache
 def rows_of(section: str) -> tuple[Row, ...]:
-    """Rows of a section of ours that say more than that a key is the same, paths relative to the section."""
+    """Rows of a section, except those of keys that are the same; paths are relative to it."""
     rows = [_anchored(row, table.below) for table in TABLES if table.section == section for row in table.rows]
     return tuple(row for row in rows if row.ours is not None or row.is_refused or row.values or row.sets)
 
 
 def _anchored(row: Row, below: str) -> Row:
     path = ".".join(filter(None, (below, row.theirs)))
-    return row if path == row.theirs else Row(**{**vars(row), "theirs": path})
+    return row if path == row.theirs else replace(row, theirs=path)
 
 
 @cache
 def _by_first(sections: tuple[str, ...]) -> Mapping[str, tuple[tuple[Path, Row], ...]]:
-    """Rows of some sections by the first part of their paths, the longest first; later sections win."""
+    """Rows of sections by the first part of their paths, longest first; later sections win."""
     found: dict[str, dict[Path, Row]] = {}
     for section in sections:
         for row in rows_of(section):
@@ -39,7 +40,7 @@ def _by_first(sections: tuple[str, ...]) -> Mapping[str, tuple[tuple[Path, Row],
 
 
 def match(sections: Iterable[str], path: Path) -> tuple[int, Row] | None:
-    """The row that a path below one of these sections begins with, and how many of its parts it covers."""
+    """The row for the beginning of a path below these sections, and how many parts it covers."""
     for theirs, row in _by_first(tuple(sections)).get(str(path[0]), ()):
         if len(theirs) <= len(path) and all(a in ("*", str(b)) for a, b in zip(theirs, path)):
             return len(theirs), row
@@ -47,13 +48,13 @@ def match(sections: Iterable[str], path: Path) -> tuple[int, Row] | None:
 
 
 def renamed(row: Row, path: Path) -> Path:
-    """Where a row leads, for a path that it covers: its wildcards are filled in from the path."""
+    """Our path for a path that a row covers: wildcards are filled in from the path."""
     assert row.ours
     filled = iter([part for theirs, part in zip(row.theirs.split("."), path) if theirs == "*"])
     return tuple(next(filled) if part == "*" else part for part in row.ours.removeprefix("/").split("."))
 
 
 def aliases_of(sections: Iterable[str]) -> dict[str, str]:
-    """Other names of a section's keys, for help and pages."""
+    """Other names of the keys of sections, for help and documents."""
     rows = [row for section in sections for row in rows_of(section)]
     return {row.theirs: row.ours.removeprefix("/") for row in rows if row.ours and row.ours != row.theirs}

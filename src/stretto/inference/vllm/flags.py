@@ -8,10 +8,9 @@ A test compares the file with the parser of the vLLM that is installed.
 from __future__ import annotations
 
 import argparse
+import sys
 
-import msgspec
-
-from stretto.config.flags.table import Flag, Table
+from stretto.config.flags.table import Flag, Table, table_text
 
 
 def read_installed() -> Table:
@@ -37,4 +36,4 @@ def _flags_of(action: argparse.Action) -> list[Flag]:
 
 
 if __name__ == "__main__":
-    print(msgspec.json.format(msgspec.json.encode(read_installed()), indent=1).decode())
+    sys.stdout.write(table_text(read_installed()))

@@ -162,7 +162,7 @@ def _pass(prefix: str, word: str, queue: list[str]) -> Setting:
             raise ConfigError(f"{option}: unknown flag; did you mean {near[0]}?")
     try:
         program.refuse_reserved(name, option)
-        value = program.take_value(program.find(name, option), word, queue)
+        value = program.parse_value(program.find(name, option), word, queue)
         program.arguments(name, value, option)
     except ConfigError:
         _take_values(queue)

@@ -75,7 +75,7 @@ REFUSED = {
     ),
     "a server without a server": (
         "[inference.vllm_extra]\nheadless = true\n",
-        "a process without a server, which `inference` starts on the further nodes",
+        "a process without a server, which `inference` starts on an engine's further nodes",
     ),
     "balanced experts of one device": (
         "[inference]\nenable_eplb = true\n",

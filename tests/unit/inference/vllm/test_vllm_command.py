@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from stretto.base.errors import ConfigError
-from stretto.config.flags.vllm import VLLM, take_flags
+from stretto.config.flags.vllm import VLLM, split_vllm_flags
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig
 from stretto.config.section import has_key
@@ -40,7 +40,7 @@ def words_of(section: InferenceSection, model: Path, *, is_cpu: bool) -> dict[st
 
 
 def taken(*words: str):
-    return take_flags(words, lambda option: has_key(InferenceConfig, option))
+    return split_vllm_flags(words, lambda option: has_key(InferenceConfig, option))
 
 
 def test_first_class_keys_become_their_options(model):

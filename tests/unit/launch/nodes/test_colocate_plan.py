@@ -67,7 +67,7 @@ def test_who_keeps_its_memory_leaves_the_engine_half_of_it(config):
     [
         ("--orchestrator.max-async-level 1", "engines sleep while the trainer trains; use 0"),
         ("--orchestrator.oversampling-factor 2", "orchestrator.max_async_level = 0 forbids it"),
-        ("--colocate.offload-train false --colocate.offload-rollout false", "nobody puts memory away"),
+        ("--colocate.offload-train false --colocate.offload-rollout false", "no process would free memory"),
         ("--no-inference", "with [colocate] the run starts its engines"),
         (
             "--inference.device cpu --inference.engine vllm",

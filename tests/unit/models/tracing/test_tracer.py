@@ -11,7 +11,7 @@ import torch
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.config.traced import parse_steps, take_flag
+from stretto.config.traced import parse_steps, split_profile_flag
 from stretto.models.tracing import tracer as trace
 from stretto.models.tracing.tracer import Tracer
 
@@ -62,8 +62,8 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog) -> 
 
 def test_steps_are_numbers_and_spans() -> None:
     assert parse_steps("3") == {3} and parse_steps("3,7") == {3, 7} and parse_steps(" 3-5 ") == {3, 4, 5}
-    assert take_flag(["@", "a", "--profile", "2", "--x"]) == (["@", "a", "--x"], "2")
-    assert take_flag(["--profile=4-5"]) == ([], "4-5") and take_flag(["a"]) == (["a"], None)
+    assert split_profile_flag(["@", "a", "--profile", "2", "--x"]) == (["@", "a", "--x"], "2")
+    assert split_profile_flag(["--profile=4-5"]) == ([], "4-5") and split_profile_flag(["a"]) == (["a"], None)
 
 
 @pytest.mark.parametrize("text", ["", "0", "x", "5-3", "1-100", "-1", "1,,2", "1-21"])

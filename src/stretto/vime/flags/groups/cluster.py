@@ -123,7 +123,7 @@ def is_on_one_node(flags: Values) -> bool:
 def _turns(flags: Values) -> Iterator[Setting]:
     """[colocate].
 
-    Raises: ConfigError for a critic's own GPUs, and turns in which nobody puts memory away.
+    Raises: ConfigError for a critic's own GPUs, and turns in which no process would free memory.
     """
     if given := list(filter(flags.has, CRITIC)):
         raise ConfigError(
