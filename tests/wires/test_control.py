@@ -210,7 +210,7 @@ async def test_a_rank_that_does_not_belong_is_refused_with_the_reason(cfg: Contr
         assert "rank 0 is taken by trainer rank 0 (pid" in await refusal(cfg, Register(rank=0, world_size=2))
         for many in (5, 1, 2**62):
             reason = await refusal(cfg, Register(rank=1, world_size=many))
-            assert f"world_size {many}, the orchestrator packs for 2" in reason
+            assert f"world_size {many}, the orchestrator expects 2" in reason
         assert "rank 2 is not below" in await refusal(cfg, Register(rank=2, world_size=2))
 
 

@@ -227,7 +227,7 @@ async def test_a_rank_of_another_run_is_refused_with_both_names(port: ZmqRollout
             await asyncio.to_thread(outsider.receive, 10)
         outsider.close()
         surplus = build_receiver(port, run_dir, 1, SESSIONS[1])
-        with pytest.raises(WireError, match="rank 1: the orchestrator packs for 1 ranks"):
+        with pytest.raises(WireError, match="rank 1: the orchestrator expects 1 ranks"):
             await asyncio.to_thread(surplus.receive, 10)
         surplus.close()
 

@@ -31,6 +31,7 @@ from tenant_runs import build_tenants
 from stretto.base.errors import StrettoError
 from stretto.base.secret import Secret
 from stretto.config.sections.transport import ControlSection
+from stretto.records.control import Register
 from stretto.trainer.process import stop_on_signal
 from stretto.trainer.tenants.main import run
 from stretto.transports.tenants import TenantClient
@@ -39,7 +40,7 @@ import torch
 torch.set_num_threads(1)
 cfg = ControlSection(port=int(sys.argv[1]), heartbeat_s=0.05, dead_after_s=120)
 client = TenantClient(cfg, "service", Secret("s" * 32))
-client.register(0, 1)
+client.register(Register(rank=0, world_size=1))
 print("registered", flush=True)
 try:
     with stop_on_signal() as interrupt:

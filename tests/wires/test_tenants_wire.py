@@ -23,6 +23,7 @@ import numpy as np
 from stretto.base.errors import EngineError
 from stretto.base.secret import Secret
 from stretto.config.sections.transport import ControlSection
+from stretto.records.control import Register
 from stretto.records.tenants import Done, Pass, RankFailed, Shutdown, Status, TenantResult
 from stretto.transports.tenants import TenantClient
 
@@ -30,7 +31,7 @@ port, rank, world_size, dead_after_s = int(sys.argv[1]), int(sys.argv[2]), int(s
 client = TenantClient(
     ControlSection(port=port, heartbeat_s=0.05, dead_after_s=dead_after_s), "service", Secret("s" * 32)
 )
-print(client.register(rank, world_size).run_id, flush=True)
+print(client.register(Register(rank=rank, world_size=world_size)).run_id, flush=True)
 seen = []
 while True:
     try:

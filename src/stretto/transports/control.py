@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -44,15 +44,27 @@ class Event:
     message: Message
 
 
-class RankServer(LinkServer[T]):
-    """The end of a wire to which a fixed number of ranks register.
+def rank_wire(name: str, cfg: ControlSection, **settings: Any) -> Wire:
+    """A wire to all trainer ranks with the settings of `[control]`; settings: further ones of `Wire`."""
+    return Wire(
+        name=name,
+        title=f"{name} wire",
+        section="control",
+        host=cfg.host,
+        port=cfg.port,
+        heartbeat_s=cfg.heartbeat_s,
+        dead_after_s=cfg.dead_after_s,
+        **settings,
+    )
 
-    Every coroutine raises the first error of the wire, so that a dead rank ends all waits.
-    """
+
+class RankServer(LinkServer[T]):
+    """The end of a wire to which a fixed number of ranks register."""
+
+    _build_wire: Callable[[ControlSection], Wire]
 
     def __init__(
         self,
-        wire: Wire,
         cfg: ControlSection,
         run_id: str,
         secret: Secret,
@@ -60,7 +72,7 @@ class RankServer(LinkServer[T]):
         world_size: int = 1,
         resume_step: int | None = None,
     ) -> None:
-        super().__init__(wire, run_id, secret, resume_step)
+        super().__init__(self._build_wire(cfg), run_id, secret, resume_step)
         self._cfg = cfg
         self._world_size = world_size
 
@@ -101,26 +113,49 @@ class RankServer(LinkServer[T]):
         if known:
             return f"rank {info.rank} is taken by {known}; is an older trainer still running?"
         if info.world_size != self._world_size:
-            packs = f"the orchestrator packs for {self._world_size} ranks (num_train_workers)"
-            return f"it says world_size {info.world_size}, {packs}; make them equal."
+            expected = f"the {self._wire.server} expects {self._world_size} ranks (num_train_workers)"
+            return f"it says world_size {info.world_size}, {expected}; make them equal."
         if not 0 <= info.rank < info.world_size:
             return f"its rank {info.rank} is not below its world_size {info.world_size}."
         return None
 
 
+class RankClient(LinkClient[T]):
+    """The end of one of these ranks."""
+
+    _build_wire: Callable[[ControlSection], Wire]
+
+    def __init__(self, cfg: ControlSection, run_id: str, secret: Secret) -> None:
+        super().__init__(self._build_wire(cfg), secret)
+        self._cfg, self._run_id = cfg, run_id
+        self.session = secrets.token_hex(16)
+        """Identifies this process, on other wires too."""
+
+    def register(self, info: Register) -> Registered:
+        """Register this rank and start the heartbeats; waits for the server to appear.
+
+        Raises: WireError if the server refuses, with its reason; EngineError if none answers in time.
+        """
+        self._start(msgspec.structs.replace(info, run_id=self._run_id, session=self.session))
+        registered = self._wait_registered(timeout_s := self._cfg.register_timeout_s)
+        if registered is None:
+            raise EngineError(
+                f"no {self._wire.server} answered at {self._wire.address} within {timeout_s:g} s; see its log."
+            )
+        return registered
+
+
+# -- the control wire --
+
+
+def _wire(cfg: ControlSection) -> Wire:
+    return rank_wire(WIRE, cfg, max_bytes=MAX_BYTES)
+
+
 class ControlServer(RankServer[Event]):
     """The orchestrator's end of the control wire."""
 
-    def __init__(
-        self,
-        cfg: ControlSection,
-        run_id: str,
-        secret: Secret,
-        *,
-        world_size: int = 1,
-        resume_step: int | None = None,
-    ) -> None:
-        super().__init__(_wire(cfg), cfg, run_id, secret, world_size=world_size, resume_step=resume_step)
+    _build_wire = staticmethod(_wire)
 
     async def events(self) -> AsyncIterator[Event]:
         """All messages, until every rank has sent Bye or Failed, which is then the last event."""
@@ -154,32 +189,13 @@ class ControlServer(RankServer[Event]):
         return Event(peer.rank, message)
 
 
-class ControlClient(LinkClient[Message]):
-    """A trainer rank's end of the control wire; any thread may call it.
+class ControlClient(RankClient[Message]):
+    """A trainer rank's end of the control wire.
 
-    Send Bye before `close`, otherwise this rank counts as dead. Once the wire has failed (the orchestrator died, ended
-    or refused this rank), every call raises that error.
+    Send Bye before `close`, otherwise this rank counts as dead.
     """
 
-    def __init__(self, cfg: ControlSection, run_id: str, secret: Secret) -> None:
-        super().__init__(_wire(cfg), secret)
-        self._cfg = cfg
-        self._run_id = run_id
-        self.session = secrets.token_hex(16)
-        """Identifies this process, on other wires too."""
-
-    def register(self, info: Register) -> Registered:
-        """Register this rank and start the heartbeats; waits for the orchestrator to appear.
-
-        Raises: WireError if the orchestrator refuses, with its reason; EngineError if none answers in time.
-        """
-        self._start(msgspec.structs.replace(info, run_id=self._run_id, session=self.session))
-        registered = self._wait_registered(timeout_s := self._cfg.register_timeout_s)
-        if registered is None:
-            raise EngineError(
-                f"no orchestrator answered at {self._wire.address} within {timeout_s:g} s; see its log."
-            )
-        return registered
+    _build_wire = staticmethod(_wire)
 
     def send(self, message: Message, *, timeout_s: float | None = None) -> None:
         """Send a message; returns when the orchestrator has acknowledged it.
@@ -212,16 +228,3 @@ class ControlClient(LinkClient[Message]):
 
     def _decode_message(self, body: Sequence[BytesLike]) -> Message:
         return decode(body, Message)
-
-
-def _wire(cfg: ControlSection) -> Wire:
-    return Wire(
-        name=WIRE,
-        title="control wire",
-        section="control",
-        host=cfg.host,
-        port=cfg.port,
-        heartbeat_s=cfg.heartbeat_s,
-        dead_after_s=cfg.dead_after_s,
-        max_bytes=MAX_BYTES,
-    )

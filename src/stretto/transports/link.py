@@ -1,7 +1,8 @@
-"""A wire between orchestrator and trainer ranks: messages arrive exactly once and in order, in both directions.
+"""A wire between one process and trainer ranks: messages arrive exactly once and in order, in both directions.
 
-The orchestrator binds (`LinkServer`, asyncio); every rank connects (`LinkClient`, whose IO thread keeps the wire alive
-while the rank computes). control.py and rollouts/zmq.py define the messages and decide who may register.
+The orchestrator, or the hub of a training service, binds (`LinkServer`, asyncio); every rank connects (`LinkClient`,
+whose IO thread keeps the wire alive while the rank computes). control.py, tenants.py and rollouts/zmq.py define the
+messages and decide which ranks may register.
 
 Only processes with the run's secret can connect (guard.py). Messages are numbered, acknowledged on receipt, and sent
 again until they are acknowledged (stream.py, which also lists the frames); heartbeats repeat the acknowledgement.
@@ -56,7 +57,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 5.0
-_NOT_REGISTERED = "this rank is not registered here; the orchestrator was restarted."
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class Peer:
 
 
 class LinkServer(Generic[T]):
-    """The orchestrator's end of a wire.
+    """The end of a wire that binds: the orchestrator's or the hub's.
 
     Every coroutine raises the first error of the wire, so that a dead rank ends all waits.
     """
@@ -147,7 +147,7 @@ class LinkServer(Generic[T]):
         return event
 
     async def close(self) -> None:
-        """Tell the ranks that the orchestrator ends, and unbind."""
+        """Tell the ranks that this process ends, and unbind."""
         if not self._tasks:
             return
         for peer in list(self._peers.values()):
@@ -267,7 +267,7 @@ class LinkServer(Generic[T]):
 
     def _refusal_reason(self, info: Register) -> str | None:
         if info.run_id != self._run_id:
-            runs = f"of run {info.run_id!r}, the orchestrator of run {self._run_id!r}"
+            runs = f"of run {info.run_id!r}, the {self._wire.server} of run {self._run_id!r}"
             return f"it is {runs}; see {self._wire.section}.port."
         return self._refusal(info, self._peers.get(info.rank))
 
@@ -288,11 +288,11 @@ class LinkServer(Generic[T]):
 class LinkClient(Generic[T]):
     """A trainer rank's end of a wire; any thread may call it, an IO thread has the socket.
 
-    Once the wire has failed (the orchestrator died, ended or refused this rank), every call raises that error.
+    Once the wire has failed (the server died, ended or refused this rank), every call raises that error.
     """
 
     outlives_server = False
-    """Whether the wire goes on with the next orchestrator when one ends, instead of failing."""
+    """Whether the wire goes on with the next server when one ends, instead of failing."""
     max_unread: int | None = None
     """Messages that are received ahead of the caller; None: any number."""
 
@@ -303,7 +303,7 @@ class LinkClient(Generic[T]):
         self._outbox: deque[Frames] = deque()
         self._inbox: deque[T] = deque()
         self._registered: Registered | None = None
-        self._session = b""  # the orchestrator's
+        self._session = b""  # the server's
         self._is_registered = False
         self._next_heartbeat_at = 0.0
         self._error: StrettoError | None = None
@@ -313,7 +313,7 @@ class LinkClient(Generic[T]):
         os.set_blocking(self._wake_read, False)
 
     def _decode_message(self, body: Sequence[BytesLike]) -> T | None:
-        """Decode the orchestrator's message, None to drop it; called in the IO thread.
+        """Decode the server's message, None to drop it; called in the IO thread.
 
         Raises: StrettoError, which ends the wire.
         """
@@ -333,13 +333,13 @@ class LinkClient(Generic[T]):
 
     @property
     def _peer(self) -> str:
-        """The orchestrator, as error messages name it."""
+        """The server, as error messages name it."""
         if self._registered is None:
-            return f"orchestrator at {self._wire.address}"
-        return f"orchestrator (pid {self._registered.pid} on {self._registered.host})"
+            return f"{self._wire.server} at {self._wire.address}"
+        return f"{self._wire.server} (pid {self._registered.pid} on {self._registered.host})"
 
     def _start(self, info: Register) -> None:
-        """Start the IO thread, which registers this rank, repeatedly until the orchestrator answers."""
+        """Start the IO thread, which registers this rank, repeatedly until the server answers."""
         assert self._thread is None, "register twice"
         info = msgspec.structs.replace(
             info, pid=info.pid or os.getpid(), host=info.host or socket.gethostname()
@@ -354,7 +354,7 @@ class LinkClient(Generic[T]):
             return self._registered
 
     def _post(self, body: Iterable[BytesLike], timeout_s: float) -> bool:
-        """Send a message; returns whether the orchestrator acknowledged it in time."""
+        """Send a message; returns whether the server acknowledged it in time."""
         number = self._enqueue(body)
         with self._state:
             self._state.wait_for(lambda: number not in self._link.unacked or self._error, timeout_s)
@@ -421,7 +421,7 @@ class LinkClient(Generic[T]):
         dealer.set(zmq.LINGER, 1000)
         dealer.set(zmq.SNDHWM, 0)
         dealer.set(zmq.IDENTITY, f"rank-{info.rank}-{secrets.token_hex(16)}".encode())
-        rejections = RejectionMonitor(dealer, f"the orchestrator at {self._wire.address}")
+        rejections = RejectionMonitor(dealer, f"the {self._wire.server} at {self._wire.address}")
         try:
             guard_client(dealer, self._secret, self._wire.name)
             dealer.connect(self._wire.address)
@@ -504,12 +504,15 @@ class LinkClient(Generic[T]):
                 self._outbox.extend(self._link.restart(now))
             self._is_registered = True
         elif kind == REFUSED:
-            self._fail(
-                WireError(f"the orchestrator at {self._wire.address} refused: {bytes(body[0]).decode()}")
-            )
-        elif kind in (UNKNOWN, END) and self.outlives_server:  # register with the next orchestrator
+            self._fail(self._refused(bytes(body[0]).decode()))
+        elif kind in (UNKNOWN, END) and self.outlives_server:  # register with the next server
             self._is_registered, self._next_heartbeat_at = False, 0.0
         elif kind == UNKNOWN:
-            self._fail(WireError(f"the orchestrator at {self._wire.address} refused: {_NOT_REGISTERED}"))
+            self._fail(
+                self._refused(f"this rank is not registered here; the {self._wire.server} was restarted.")
+            )
         elif kind == END:
             self._fail(EngineError(f"{self._peer} {ENDED_FIRST}; see its log."))
+
+    def _refused(self, reason: str) -> WireError:
+        return WireError(f"the {self._wire.server} at {self._wire.address} refused: {reason}")

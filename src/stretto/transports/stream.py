@@ -1,4 +1,4 @@
-"""What both ends of a link hold: its settings, and messages that are numbered, acknowledged and sent again. No IO.
+"""The state of one end of a link: settings, and messages that are numbered, acknowledged and sent again. No IO.
 
 link.py moves the frames. A frame is [kind, number, ...], after the ROUTER's identity:
 
@@ -8,8 +8,8 @@ link.py moves the frames. A frame is [kind, number, ...], after the ROUTER's ide
     M number, message ...      a message
     A number                   all messages up to this number were received
     H number                   heartbeat, acknowledges like A
-    ? -                        server: this rank is not registered, because the orchestrator was restarted
-    E -                        server: the orchestrator ends
+    ? -                        server: this rank is not registered, because the server was restarted
+    E -                        server: the server ends
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Wire:
     name: str
     title: str
     section: str  # config section of these settings, for messages
+    server: str = "orchestrator"  # the process that binds, for messages
     host: str
     port: int
     heartbeat_s: float

@@ -1,9 +1,9 @@
-"""The wire between the hub of a training service and the trainer's ranks: operations there, answers back.
+"""The wire between the hub of a training service and the trainer's ranks: operations, and the ranks' answers.
 
-link.py delivers messages, once and in order, with authentication and heartbeats; records/tenants.py has them. The hub
-may submit any number of operations ahead: ranks execute them in order, and each future ends with the answers of all
-ranks. A rank that dies, fails or hangs ends the wire: every future and every call then raises the error that names it.
-Ranks end when the hub does.
+link.py delivers the messages of records/tenants.py once and in order, with authentication and heartbeats. The hub may
+submit any number of operations ahead. Ranks execute them in order, and the future of an operation gets the answers of
+all ranks. A rank that dies, fails or hangs ends the wire: every future and every call then raises the error that names
+it. Ranks end when the hub ends.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,10 +20,9 @@ from stretto.base.errors import EngineError
 from stretto.base.secret import Secret
 from stretto.config.sections.transport import ControlSection
 from stretto.records.codec import BytesLike, decode, encode
-from stretto.records.control import Register, Registered
 from stretto.records.tenants import Answer, Done, Operation, RankFailed, Shutdown
-from stretto.transports.control import RankServer
-from stretto.transports.link import LinkClient, Peer
+from stretto.transports.control import RankClient, RankServer, rank_wire
+from stretto.transports.link import Peer
 from stretto.transports.stream import Wire
 
 logger = logging.getLogger(__name__)
@@ -48,11 +46,18 @@ class _Pending:
     answers: dict[int, Done] = field(default_factory=dict)
 
 
+def _wire(cfg: ControlSection) -> Wire:
+    # Messages are sent again late, because a pass may have many micro batches.
+    return rank_wire(WIRE, cfg, server="hub", resend_after_s=5.0, resend_factor=2.0, max_bytes=MAX_BYTES)
+
+
 class TenantServer(RankServer[RankAnswer]):
-    """The hub's end. `open`, `wait_registered`, then `submit`; `close` tells the ranks that the hub ends."""
+    """The hub's end: `open`, `wait_registered`, then `submit`; `close` tells the ranks that the hub ends."""
+
+    _build_wire = staticmethod(_wire)
 
     def __init__(self, cfg: ControlSection, run_id: str, secret: Secret, *, world_size: int = 1) -> None:
-        super().__init__(_wire(cfg), cfg, run_id, secret, world_size=world_size)
+        super().__init__(cfg, run_id, secret, world_size=world_size)
         self._number = 0
         self._pending: dict[int, _Pending] = {}
         self._shutdown: int | None = None
@@ -68,7 +73,7 @@ class TenantServer(RankServer[RankAnswer]):
         self._collector = asyncio.create_task(self._collect())
 
     async def close(self) -> None:
-        """End the wire; futures that wait get an error, ranks end."""
+        """End the wire: waiting futures get an error, and the ranks end."""
         await super().close()
         if self._collector is not None:
             self._collector.cancel()
@@ -80,32 +85,28 @@ class TenantServer(RankServer[RankAnswer]):
         self._check()
 
     def fail(self, reason: str) -> None:
-        """End the wire, and all waits on it, for what the hub has found out about a rank."""
+        """End the wire and all waits on it with this reason."""
         self._fail(EngineError(reason))
 
     async def submit(self, operation: Operation | Sequence[Operation]) -> asyncio.Future[list[Done]]:
-        """Give every rank the next operation, or each its own; the future has their answers, in rank order.
+        """Send every rank the same operation, or each its own; the future gets their answers, in rank order.
 
         Raises: EngineError once the wire has failed; the future raises it too.
         """
-        ranks = range(self._world_size)
-        of_rank = list(operation) if isinstance(operation, Sequence) else [operation] * len(ranks)
-        assert len(of_rank) == len(ranks), f"{len(of_rank)} operations for {len(ranks)} ranks"
-        async with self._order:  # all ranks get operations of several tasks in one order
-            return await self._submit(of_rank)
-
-    async def _submit(self, of_rank: Sequence[Operation]) -> asyncio.Future[list[Done]]:
-        self._check()
-        self._number += 1
-        number, numbered = self._number, [msgspec.structs.replace(op, number=self._number) for op in of_rank]
-        if isinstance(numbered[0], Shutdown):
-            self._shutdown = number
-        future: asyncio.Future[list[Done]] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(_mark_seen)
-        self._pending[number] = _Pending(future)
-        for rank, each in enumerate(numbered):
-            await self._post(self._peer(rank), encode(each))
-        return future
+        by_rank = operation if isinstance(operation, Sequence) else [operation] * self._world_size
+        assert len(by_rank) == self._world_size, f"{len(by_rank)} operations for {self._world_size} ranks"
+        async with self._order:  # all ranks get the operations of several tasks in the same order
+            self._check()
+            self._number += 1
+            number = self._number
+            if isinstance(by_rank[0], Shutdown):
+                self._shutdown = number
+            future: asyncio.Future[list[Done]] = asyncio.get_running_loop().create_future()
+            future.add_done_callback(_retrieve_error)
+            self._pending[number] = _Pending(future)
+            for rank, each in enumerate(by_rank):
+                await self._post(self._peer(rank), encode(msgspec.structs.replace(each, number=number)))
+            return future
 
     async def execute(self, operation: Operation | Sequence[Operation]) -> list[Done]:
         """Submit an operation and wait for the answers of all ranks."""
@@ -146,70 +147,28 @@ class TenantServer(RankServer[RankAnswer]):
         return RankAnswer(peer.rank, answer)
 
 
-def _mark_seen(future: asyncio.Future[list[Done]]) -> None:
-    """A caller that gave up must not leave a warning about an error that nobody read."""
+def _retrieve_error(future: asyncio.Future[list[Done]]) -> None:
+    """Keep asyncio from warning about an error that nobody read, because its caller was cancelled."""
     if not future.cancelled():
         future.exception()
 
 
-class TenantClient(LinkClient[Operation]):
-    """A rank's end. Once the hub is gone, every call raises."""
+class TenantClient(RankClient[Operation]):
+    """A rank's end. Every call raises once the hub has ended or died."""
 
-    def __init__(self, cfg: ControlSection, run_id: str, secret: Secret) -> None:
-        super().__init__(_wire(cfg), secret)
-        self._cfg, self._run_id = cfg, run_id
-
-    def register(self, rank: int, world_size: int) -> Registered:
-        """Register this rank and start the heartbeats; waits for the hub to appear.
-
-        Raises: WireError if the hub refuses, with its reason; EngineError if none answers in time.
-        """
-        info = Register(rank=rank, world_size=world_size, run_id=self._run_id, session=secrets.token_hex(16))
-        self._start(info)
-        registered = self._wait_registered(timeout_s := self._cfg.register_timeout_s)
-        if registered is None:
-            raise EngineError(f"no hub answered at {self._wire.address} within {timeout_s:g} s; see its log.")
-        return registered
+    _build_wire = staticmethod(_wire)
 
     def receive(self, timeout_s: float) -> Operation | None:
-        """The next operation; None if none came in time.
-
-        Raises: EngineError once the hub has ended or died.
-        """
+        """The next operation; None if none came in time."""
         return next(iter(self._pop_messages(timeout_s, at_most=1)), None)
 
     def answer(self, done: Done) -> None:
-        """Answer an operation; returns at once, order is kept.
-
-        Raises: EngineError once the hub has ended or died.
-        """
+        """Answer an operation; returns at once, and the order of answers is kept."""
         self._enqueue(encode(done))
 
     def flush(self, answer: Answer, timeout_s: float = 5.0) -> bool:
         """Send this rank's last answer; returns whether the hub has received it."""
         return self._post(encode(answer), timeout_s)
 
-    @property
-    def _peer(self) -> str:
-        """The hub, as error messages name it."""
-        if self._registered is None:
-            return f"hub at {self._wire.address}"
-        return f"hub (pid {self._registered.pid} on {self._registered.host})"
-
     def _decode_message(self, body: Sequence[BytesLike]) -> Operation:
         return decode(body, Operation)
-
-
-def _wire(cfg: ControlSection) -> Wire:
-    return Wire(
-        name=WIRE,
-        title="tenants wire",
-        section="control",
-        host=cfg.host,
-        port=cfg.port,
-        heartbeat_s=cfg.heartbeat_s,
-        dead_after_s=cfg.dead_after_s,
-        resend_after_s=5.0,
-        resend_factor=2.0,  # a pass may have many micro batches
-        max_bytes=MAX_BYTES,
-    )

@@ -1,4 +1,4 @@
-"""The hub's connection to the ranks of the trainer, from their registration until one of them is gone."""
+"""The hub's connection to the ranks of the trainer, from their registration until one of them has ended."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _POLL_S = 1.0
 
 @asynccontextmanager
 async def connected_ranks(cfg: ServeConfig, secret: Secret) -> AsyncIterator[TenantServer]:
-    """The wire to all ranks; at the end they are told that the hub ends.
+    """The wire to all ranks; ranks end when the context ends.
 
-    Raises: EngineError or WireError if the wire fails or a rank does not come.
+    Raises: EngineError or WireError if the wire fails or a rank does not register.
     """
     server = TenantServer(cfg.control, cfg.run_name, secret, world_size=cfg.trainer.num_ranks)
     watcher = None
     try:
         await server.open()
-        await server.wait_registered(cfg.control.register_timeout_s)
+        await server.wait_registered()
         watcher = asyncio.create_task(_watch_ranks(server))
-        logger.info("%d trainer ranks are here", cfg.trainer.num_ranks)
+        logger.info("%d trainer ranks are connected", cfg.trainer.num_ranks)
         yield server
     finally:
         if watcher is not None:
@@ -42,7 +42,7 @@ async def connected_ranks(cfg: ServeConfig, secret: Secret) -> AsyncIterator[Ten
 
 
 async def _watch_ranks(server: TenantServer) -> None:
-    """End the wire as soon as a rank of this machine is dead, long before its heartbeats are missed."""
+    """End the wire as soon as a rank of this machine is dead, long before its missing heartbeats are noticed."""
     while True:
         await asyncio.sleep(_POLL_S)
         for rank, info in server.ranks.items():

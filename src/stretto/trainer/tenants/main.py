@@ -20,6 +20,7 @@ from stretto.base.errors import EngineError, WireError
 from stretto.base.runtime import freeze_objects
 from stretto.base.secret import load_secret
 from stretto.base.status import is_supervised, report
+from stretto.records.control import Register
 from stretto.records.tenants import BASE_WEIGHTS, RankFailed, Shutdown
 from stretto.trainer.build import find_tokens
 from stretto.trainer.learner import find_tokenizer, load_policy
@@ -56,7 +57,7 @@ def main(cfg: ServeConfig) -> int:
         tenants = build_tenants(cfg)
         client = TenantClient(cfg.control, cfg.run_name, load_secret(cfg.run_dir))
         stack.callback(client.close)
-        client.register(int(os.environ.get("RANK", "0")), num_ranks())
+        client.register(Register(rank=int(os.environ.get("RANK", "0")), world_size=num_ranks()))
         report("ready", is_early=True)
         freeze_objects()
         if is_supervised():

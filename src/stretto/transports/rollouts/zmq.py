@@ -49,7 +49,7 @@ class ZmqSender(LinkServer[None]):
 
     def _refusal(self, info: Register, known: Peer | None) -> str | None:
         if not 0 <= info.rank < self._world_size:
-            return f"the orchestrator packs for {self._world_size} ranks."
+            return f"the orchestrator expects {self._world_size} ranks."
         session = self._sessions_on_control.get(info.rank)
         if session is None:
             return "it has not registered on the control wire."
