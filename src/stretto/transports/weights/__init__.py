@@ -1,8 +1,8 @@
 """Weights from trainer to engines: published by version, described by a manifest, received as (name, tensor).
 
 The manifest travels by the control wire and by HTTP. The bytes travel by one of the transports here, one file each
-with both ends: files and shared memory (both are received by mapping them), broadcast, or the memory of a common GPU.
-delta.py sends only changes, through one of the first three. Trainer ranks publish together, each its own tensors.
+with both ends: files, shared memory, broadcast, or the memory of a common GPU. delta.py sends only changes, through
+one of the first three. Trainer ranks publish together, each its own tensors.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from stretto.config.sections.transport import (
 from stretto.records.weights import WeightGroup, WeightManifest
 from stretto.transports.weights.collective import CollectivePublisher, CollectiveReceiver
 from stretto.transports.weights.delta import DeltaPublisher, DeltaReceiver
-from stretto.transports.weights.filesystem import FilesystemPublisher
+from stretto.transports.weights.filesystem import FilesystemPublisher, MappedReceiver
 from stretto.transports.weights.ipc import IpcPublisher, IpcReceiver
-from stretto.transports.weights.layout import ONE_RANK, MappedReceiver, Publisher, Ranks
-from stretto.transports.weights.shm import ShmPublisher
+from stretto.transports.weights.layout import ONE_RANK, Publisher, Ranks, Receiver
+from stretto.transports.weights.shm import ShmPublisher, ShmReceiver
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ONE_RANK", "MappedReceiver", "Publisher", "Ranks", "build_publisher", "meeting_host", "receive"]
+__all__ = ["ONE_RANK", "Publisher", "Ranks", "build_publisher", "meeting_host", "receive"]
 
 
 def build_publisher(cfg: WeightBroadcast, run_dir: RunDir, run_id: str, ranks: Ranks = ONE_RANK) -> Publisher:
@@ -39,7 +39,7 @@ def build_publisher(cfg: WeightBroadcast, run_dir: RunDir, run_id: str, ranks: R
 
 
 def meeting_host(cfg: WeightBroadcast) -> str | None:
-    """The address on the network where trainer ranks and engines meet; None if they do not, or on one machine.
+    """The address where trainer ranks and engines of several machines meet; None for other transports.
 
     A process has one interface for gloo and NCCL, so the ranks' own group has to use this network too: engines of
     another machine could not connect to ranks that listen at 127.0.0.1 because all ranks are on one machine.
@@ -69,11 +69,11 @@ def receive(
     group: WeightGroup | None = None,
     worker: int = 0,
     device: torch.device | None = None,
-) -> MappedReceiver | CollectiveReceiver | DeltaReceiver | IpcReceiver:
+) -> Receiver:
     """Receive a version: `with receive(manifest) as tensors: load_tensors(model, tensors)`.
 
-    group: the update's, if manifest.needs_group. worker: index of this process among the engine's. device: where
-    its weights are.
+    group: that of the update, if manifest.needs_group. worker: index of this process in its engine. device: where its
+    weights are.
 
     Raises: WireError if bytes are missing, cut off, of another version, or damaged.
     """
@@ -90,4 +90,4 @@ def receive(
         return CollectiveReceiver(manifest, group, worker, device)
     if manifest.transport == "ipc":
         return IpcReceiver(manifest)
-    return MappedReceiver(manifest)
+    return ShmReceiver(manifest) if manifest.transport == "shm" else MappedReceiver(manifest)

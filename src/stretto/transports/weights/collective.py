@@ -36,7 +36,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -46,17 +45,18 @@ from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 from stretto.base.errors import WireError
 from stretto.records.weights import TensorEntry, WeightGroup, WeightManifest
 from stretto.transports.weights.board import Board
-from stretto.transports.weights.checksum import KIND, check_kind, checksum_of_bytes
+from stretto.transports.weights.checksum import check_kind, checksum_of_bytes
 from stretto.transports.weights.layout import (
     ONE_RANK,
     Bucket,
     NamedTensor,
     Ranks,
     RankShards,
+    Receiver,
     buckets_of,
+    build_manifest,
     dtype_name,
     group_into_buckets,
-    merge_shards,
     padded,
     tensors_of,
 )
@@ -152,17 +152,12 @@ class CollectivePublisher:
             _fill(buffers[-1], bucket)
         with self._lock:
             self._buckets[version] = buffers
-        merged = merge_shards(
-            self._ranks.gather(RankShards((f"rank {self._rank}",), (), tuple(entries)), RankShards)
-        )
-        return WeightManifest(
+        own = RankShards((f"rank {self._rank}",), (), tuple(entries))
+        return build_manifest(
+            self._ranks.gather(own, RankShards),
             version=version,
             transport="collective",
             location=msgspec.json.encode(self._location).decode(),
-            shards=merged.shards,
-            tensors=merged.tensors,
-            checksum=0,
-            checksum_kind=KIND,
             needs_group=True,
         )
 
@@ -277,10 +272,10 @@ def _checksums(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
 # -- an engine's end --
 
 
-class CollectiveReceiver:
-    """Iterable of the (name, tensor) of one version, in order of arrival; iterate over it once.
+class CollectiveReceiver(Receiver):
+    """Tensors in order of arrival; iterate over it once.
 
-    Tensors are views of a bucket, which lives as long as one of them. Iteration raises WireError if a sender refuses,
+    They are views of a bucket, which lives as long as one of them. Iteration raises WireError if a sender refuses,
     dies, or sends damaged bytes.
     """
 
@@ -373,17 +368,6 @@ class CollectiveReceiver:
             raise
         except (RuntimeError, ValueError) as error:
             raise WireError(f"{what}: {str(error).splitlines()[0]}") from error
-
-    def __enter__(self) -> CollectiveReceiver:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def check_unchanged(self) -> None:
-        """Nothing to check: buckets are copies, and their checksums were compared on arrival."""
 
 
 class _Stream:

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -44,7 +43,9 @@ from stretto.transports.weights.layout import (
     NamedTensor,
     Publisher,
     Ranks,
+    Receiver,
     dtype_name,
+    padded,
     tensor_bytes,
     tensor_over,
 )
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ALIGN = 64
 BLOCK = 1 << 20  # elements compared at a time, which fit into the cache
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 NO_VERSION = -1  # exchanged by receivers that hold no version
@@ -165,7 +165,7 @@ class DeltaPublisher:
         entries: list[TensorEntry] = []
         for name, tensor in tensors:
             shape, dtype = tuple(tensor.shape), dtype_name(name, tensor)
-            words = np.frombuffer(tensor_bytes(tensor), WORDS[tensor.element_size()])
+            words = _words_of(tensor)
             entries.append(TensorEntry(name, dtype, shape, 0, 0, words.nbytes))
             old = before.pop(name, None)
             if old is None or old.dtype != words.dtype or len(old) != len(words):
@@ -253,11 +253,8 @@ def _bytes_tensor(parts: list[Shaped[np.ndarray, " _"]]) -> Shaped[torch.Tensor,
 # -- an engine's end --
 
 
-class DeltaReceiver:
-    """Iterable of the (name, tensor) of one version, which are views of this host's copy.
-
-    The constructor updates the copy to the version. The tensors are valid inside the context: copy what you need
-    longer.
+class DeltaReceiver(Receiver):
+    """Updates this host's copy to a version; its tensors are views of the copy, and writers wait until it is closed.
 
     Raises: WireError if a link cannot be received, or the copy is wrong even after it was written from the snapshot.
     """
@@ -270,7 +267,7 @@ class DeltaReceiver:
         chain = msgspec.json.decode(manifest.location, type=Chain)
         first = msgspec.structs.replace(chain.links[0], tensors=manifest.tensors)
         self._links = (first, *chain.links[1:])
-        sizes = (entry.num_bytes + -entry.num_bytes % ALIGN for entry in manifest.tensors)
+        sizes = (padded(entry.num_bytes) for entry in manifest.tensors)
         *self._offsets, num_bytes = accumulate(sizes, initial=0)
         self._group = group if manifest.needs_group else None
         self._worker, self._receive = worker, receive
@@ -281,16 +278,8 @@ class DeltaReceiver:
         for entry, offset in zip(self.manifest.tensors, self._offsets):
             yield entry.name, tensor_over(self._reader.map, entry, HEAD_BYTES + offset)
 
-    def __enter__(self) -> DeltaReceiver:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._reader.close()
-
-    def check_unchanged(self) -> None:
-        """Nothing to check: writers wait until this is closed."""
 
     def _update_copy(self) -> CopyReader:
         """Apply the missing links to the copy, or, if that fails, all links from the snapshot on."""

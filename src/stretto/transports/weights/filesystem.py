@@ -1,4 +1,4 @@
-"""Weights as safetensors files under RUN/broadcasts/version_N, with manifest.json written last.
+"""Weights as safetensors files under RUN/broadcasts/version_N, both ends; manifest.json is written last.
 
 A version is written into a hidden directory and renamed when it is complete, so that a reader of `version_N` sees all
 of it. Trainer and engines must share the file system. Any safetensors reader can load the shards. With several trainer
@@ -8,6 +8,7 @@ ranks, each writes its own files, and the first rank moves them into one directo
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import re
 import shutil
@@ -23,15 +24,17 @@ from safetensors.torch import save_file
 from stretto.base.errors import EngineError, WireError
 from stretto.base.files import put_in_place
 from stretto.records.weights import MANIFEST, TensorEntry, WeightManifest
-from stretto.transports.weights.checksum import KIND, Checksum
+from stretto.transports.weights.checksum import Checksum, checksum_function
 from stretto.transports.weights.layout import (
     ONE_RANK,
     NamedTensor,
     Ranks,
     RankShards,
+    Receiver,
+    build_manifest,
     combine_checksums,
     dtype_name,
-    merge_shards,
+    tensor_over,
 )
 
 logger = logging.getLogger(__name__)
@@ -73,16 +76,9 @@ class FilesystemPublisher:
         partial = self._directory / f".version_{version}.{ranks.rank}.{os.getpid()}"
         try:
             gathered = ranks.gather((partial.name, self._write(partial, tensors)), tuple[str, RankShards])
-            merged = merge_shards(shards for _, shards in gathered)
-            manifest = WeightManifest(
-                version=version,
-                transport="filesystem",
-                location=str(final.resolve()),
-                shards=merged.shards,
-                tensors=merged.tensors,
-                checksum=combine_checksums(merged.checksums),
-                checksum_kind=KIND,
-            )
+            parts = (shards for _, shards in gathered)
+            location = str(final.resolve())
+            manifest = build_manifest(parts, version=version, transport="filesystem", location=location)
             if ranks.rank == 0:
                 for name, shards in gathered[1:]:
                     self._move_shards(self._directory / name, shards, partial)
@@ -155,6 +151,59 @@ def _split(tensors: Iterable[NamedTensor], shard_bytes: int) -> Iterator[dict[st
         yield shard
 
 
+class MappedReceiver(Receiver):
+    """Maps the files of a version and verifies them; the tensors are views (private copy-on-write mappings)."""
+
+    def __init__(self, manifest: WeightManifest) -> None:
+        self.manifest = manifest
+        self._paths = [Path(manifest.location, shard) for shard in manifest.shards]
+        self._maps: list[mmap.mmap] = []
+        try:
+            for path in self._paths:
+                self._maps.append(self._map(path))
+            checksum = checksum_function(manifest)
+            crc = combine_checksums(checksum(memoryview(mapped)) for mapped in self._maps)
+            if crc != manifest.checksum:
+                raise WireError(
+                    f"weights of version {manifest.version} in {manifest.location} have the checksum {crc:#010x}, but "
+                    f"the manifest says {manifest.checksum:#010x}; they were overwritten or damaged."
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        for entry in self.manifest.tensors:
+            yield entry.name, tensor_over(self._maps[entry.shard], entry, entry.offset)
+
+    def close(self) -> None:
+        """Drop the mappings; each ends with the last tensor that refers to it.
+
+        They are not closed explicitly: torch keeps a mapping object alive but does not lock its buffer, so closing
+        it would leave tensors over unmapped memory.
+        """
+        self._maps = []
+
+    def _map(self, path: Path) -> mmap.mmap:
+        what = f"weights of version {self.manifest.version}: {path}"
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise WireError(
+                f"{what} does not exist; the publisher removed it or runs on another host "
+                '(across hosts use weight_broadcast.type = "filesystem").'
+            ) from None
+        except OSError as cause:
+            raise WireError(f"{what}: {cause.strerror}.") from cause
+        try:
+            if os.fstat(fd).st_size == 0:
+                raise WireError(f"{what} is empty.")
+            # Private: writable, as torch requires, without changing the publisher's bytes.
+            return mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(fd)
+
+
 def describe_files(directory: Path, *, version: int, location: Path) -> WeightManifest:
     """The manifest of the safetensors files of a model directory, which is going to be at `location`.
 
@@ -173,15 +222,9 @@ def describe_files(directory: Path, *, version: int, location: Path) -> WeightMa
             dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
             found.append(TensorEntry(name, dtype, shape, shard, 8 + length + start, end - start))
         entries += sorted(found, key=lambda entry: entry.offset)
-    return WeightManifest(
-        version=version,
-        transport="filesystem",
-        location=str(location.resolve()),
-        shards=tuple(path.name for path in paths),
-        tensors=tuple(entries),
-        checksum=combine_checksums([_checksum_of_file(path) for path in paths]),
-        checksum_kind=KIND,
-    )
+    names, checksums = tuple(path.name for path in paths), tuple(map(_checksum_of_file, paths))
+    part = RankShards(names, checksums, tuple(entries))
+    return build_manifest([part], version=version, transport="filesystem", location=str(location.resolve()))
 
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:

@@ -27,7 +27,7 @@ import numpy as np
 
 from stretto.base.errors import EngineError, WireError
 from stretto.base.files import COPY, lock_within, open_locked, remove_unowned, unlock
-from stretto.transports.weights.layout import HEAD_BYTES, HEAD_MAGIC, shard_head
+from stretto.transports.weights.layout import HEAD_BYTES, shard_head, version_of
 
 READERS_S = 10.0
 """Longest time that a writer waits for those that load the previous version."""
@@ -66,12 +66,8 @@ class HostCopy:
         """
         lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            if not lock_within(
-                lock, _LOCK_TRY_S
-            ):  # not 0: a reader locks it for a moment, to wait for a writer
-                yield None
-                return
-            if unless is not None and self.version == unless:
+            # Not 0 seconds: a reader locks it for a moment, to wait for a writer.
+            if not lock_within(lock, _LOCK_TRY_S) or (unless is not None and self.version == unless):
                 yield None
                 return
             fd = self._open_for_writing()
@@ -162,7 +158,7 @@ class CopyWriter:
 
 
 class CopyReader:
-    """The copy at one version, mapped as private memory; use it in a `with`, or close it."""
+    """The copy at one version, mapped as private memory, until it is closed."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -209,12 +205,6 @@ def close_all() -> None:
         for _, copy in _copies.values():
             copy.close()
         _copies.clear()
-
-
-def version_of(head: bytes) -> int | None:
-    """The version in the head of a file; None if it is incomplete."""
-    is_complete = head[:8] == HEAD_MAGIC
-    return int.from_bytes(head[8:16], "little") if is_complete else None
 
 
 def _await_writer(fd: int, what: str) -> None:

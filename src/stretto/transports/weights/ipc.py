@@ -1,4 +1,4 @@
-"""Weights between two processes on one GPU: the engine maps the trainer's memory, so no bytes travel.
+"""Weights between two processes on one GPU, both ends: the engine maps the trainer's memory, so no bytes travel.
 
 Publishing copies the tensors into buckets on the GPU, so that the trainer can continue; the manifest has CUDA's
 handles of the buckets. An engine opens them, loads from them, and closes them. Both processes must see the same GPU;
@@ -11,14 +11,20 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 
 import msgspec
 import torch
 
 from stretto.base.errors import EngineError, WireError
 from stretto.records.weights import TensorEntry, WeightManifest
-from stretto.transports.weights.layout import NamedTensor, buckets_of, dtype_name, padded, tensors_of
+from stretto.transports.weights.layout import (
+    NamedTensor,
+    Receiver,
+    buckets_of,
+    dtype_name,
+    padded,
+    tensors_of,
+)
 
 
 class Handle(msgspec.Struct, frozen=True):
@@ -87,8 +93,8 @@ class IpcPublisher:
         self._buckets.clear()
 
 
-class IpcReceiver:
-    """Iterable of (name, tensor) over the trainer's buckets; valid inside its context."""
+class IpcReceiver(Receiver):
+    """Reads the trainer's buckets; the trainer frees a version only when it is released, which is later."""
 
     def __init__(self, manifest: WeightManifest) -> None:
         self.manifest = manifest
@@ -101,17 +107,9 @@ class IpcReceiver:
         for bucket, buffer in zip(buckets, self._buffers, strict=True):
             yield from tensors_of(bucket, buffer)
 
-    def __enter__(self) -> IpcReceiver:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         torch.cuda.synchronize(self._device)  # all reads from the buckets have ended
         self._buffers = []
-
-    def check_unchanged(self) -> None:
-        """Nothing to check: the trainer frees a version only when it is released, which is later."""
 
 
 def _handle_of(buffer: torch.Tensor) -> Handle:

@@ -1,9 +1,8 @@
-"""What the weight transports share: tensors as bytes, and a manifest's files mapped back into tensors.
+"""What the weight transports share: tensors as bytes, manifests of several ranks' shards, and buckets of tensors.
 
 A shard is a file of raw little-endian tensors at the offsets that the manifest names. With several trainer ranks, each
-rank publishes some of the tensors as shards of its own (`RankShards`), and `merge_shards` makes one manifest of them.
-The manifest's checksum is the crc32 over the checksums of all shards in order (checksum.py); it is verified before the
-first tensor is handed out.
+rank publishes some of the tensors as shards of its own (`RankShards`), and `build_manifest` makes one manifest of them.
+The manifest's checksum is the crc32 over the checksums of all shards in order (checksum.py).
 """
 
 from __future__ import annotations
@@ -11,20 +10,18 @@ from __future__ import annotations
 import heapq
 import math
 import mmap
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import msgspec
 import torch
 
 from stretto.base.errors import WireError
 from stretto.records.weights import TensorEntry, WeightManifest
-from stretto.transports.weights.checksum import checksum_function
+from stretto.transports.weights.checksum import KIND
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped, UInt8
@@ -53,12 +50,43 @@ class Publisher(Protocol):
         ...
 
     def release(self, version: int) -> None:
-        """Nobody reads `version` or older ones any more: their space may be reused."""
+        """Allow the space of this version and older ones to be reused: nothing reads them any more."""
         ...
 
     def close(self) -> None:
         """Remove what nobody can read after the trainer has ended."""
         ...
+
+
+class Receiver:
+    """An engine's end: an iterable of the (name, tensor) of one version.
+
+    The tensors are valid inside its context: copy what you need longer. At its end the context raises WireError if the
+    tensors have changed meanwhile.
+    """
+
+    manifest: WeightManifest
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.check_unchanged()
+        finally:
+            self.close()
+
+    def check_unchanged(self) -> None:
+        """Raises: WireError if the tensors have changed since they were verified; most transports exclude that."""
+
+    def close(self) -> None:
+        """Give up access to the version's bytes."""
 
 
 # -- several trainer ranks --
@@ -100,6 +128,23 @@ class RankShards(msgspec.Struct, frozen=True):
     tensors: tuple[TensorEntry, ...]  # entry.shard is an index into `shards`
 
 
+def build_manifest(
+    parts: Iterable[RankShards], *, version: int, transport: str, location: str, needs_group: bool = False
+) -> WeightManifest:
+    """The manifest of a version of which each rank wrote a part."""
+    merged = merge_shards(parts)
+    return WeightManifest(
+        version=version,
+        transport=transport,
+        location=location,
+        shards=merged.shards,
+        tensors=merged.tensors,
+        checksum=combine_checksums(merged.checksums),
+        checksum_kind=KIND,
+        needs_group=needs_group,
+    )
+
+
 def merge_shards(parts: Iterable[RankShards]) -> RankShards:
     """Merge the parts of all ranks; tensors are in the order of their offsets."""
     shards: list[str] = []
@@ -114,7 +159,7 @@ def merge_shards(parts: Iterable[RankShards]) -> RankShards:
 
 
 def combine_checksums(shards: Iterable[int]) -> int:
-    """A manifest's checksum, from those of its shards."""
+    """A manifest's checksum, from those of its shards; 0 if they have none."""
     return zlib.crc32(b"".join(shard.to_bytes(4, "little") for shard in shards))
 
 
@@ -135,68 +180,6 @@ def dtype_name(name: str, tensor: Shaped[torch.Tensor, " ..."]) -> str:
     return dtype
 
 
-class MappedReceiver:
-    """Iterable of the (name, tensor) of a version in files or shared memory; maps and verifies.
-
-    The tensors are views of the published bytes (private copy-on-write mappings), valid inside the context: copy what
-    you need longer. At its end the context raises WireError if the publisher has overwritten the bytes meanwhile.
-    """
-
-    def __init__(self, manifest: WeightManifest) -> None:
-        self.manifest = manifest
-        self._maps: list[mmap.mmap] = []
-        self._paths = [Path(manifest.location, shard) for shard in manifest.shards]
-        try:
-            for path in self._paths:
-                self._maps.append(_map(path, manifest))
-        except BaseException:
-            self.close()
-            raise
-        checksum = checksum_function(manifest)
-        crc = combine_checksums(checksum(memoryview(mapped)) for mapped in self._maps)
-        if crc != manifest.checksum:
-            self.close()
-            raise WireError(
-                f"weights of version {manifest.version} in {manifest.location} have the checksum {crc:#010x}, but the "
-                f"manifest says {manifest.checksum:#010x}; they were overwritten or damaged."
-            )
-
-    def __iter__(self) -> Iterator[NamedTensor]:
-        for entry in self.manifest.tensors:
-            yield entry.name, tensor_over(self._maps[entry.shard], entry, entry.offset)
-
-    def __enter__(self) -> MappedReceiver:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self.check_unchanged()
-        finally:
-            self.close()
-
-    def check_unchanged(self) -> None:
-        """Raises: WireError if the publisher has reused the space while it was read."""
-        if self.manifest.transport != "shm":
-            return
-        for path, mapped in zip(self._paths, self._maps):
-            if mapped[:HEAD_USED] != shard_head(self.manifest.version)[:HEAD_USED]:
-                raise WireError(
-                    f"weights of version {self.manifest.version} in {path} were overwritten while they were "
-                    "read; the publisher released them too early."
-                )
-
-    def close(self) -> None:
-        """Drop the mappings; each ends with the last tensor that refers to it.
-
-        They are not closed explicitly: torch keeps a mapping object alive but does not lock its buffer, so closing
-        it would leave tensors over unmapped memory.
-        """
-        self._maps = []
-
-
 def tensor_over(buffer: BytesLike, entry: TensorEntry, offset: int = 0) -> Shaped[torch.Tensor, " ..."]:
     """The tensor at `offset` of a buffer, as a view of it.
 
@@ -214,7 +197,7 @@ def tensor_over(buffer: BytesLike, entry: TensorEntry, offset: int = 0) -> Shape
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(entry.shape)
 
 
-# A shard in shared memory is reused; from the version in its head, a late reader sees that it was.
+# Files in memory are reused; a late reader sees that from the version in their heads.
 HEAD_BYTES = 4096  # a page, so that tensors begin at a page, and at a block of the checksum
 ALIGN = 64
 HEAD_MAGIC = b"strettoW"
@@ -222,33 +205,14 @@ HEAD_USED = 16  # magic and version
 
 
 def shard_head(version: int) -> bytes:
-    """The head of a shard in shared memory, which is cleared first and written last."""
+    """The head of a file in memory, which is cleared first and written last."""
     return (HEAD_MAGIC + version.to_bytes(8, "little")).ljust(HEAD_BYTES, b"\0")
 
 
-def _map(path: Path, manifest: WeightManifest) -> mmap.mmap:
-    what = f"weights of version {manifest.version}: {path}"
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise WireError(
-            f"{what} does not exist; the publisher removed it or runs on another host "
-            '(across hosts use weight_broadcast.type = "filesystem").'
-        ) from None
-    except OSError as cause:
-        raise WireError(f"{what}: {cause.strerror}.") from cause
-    try:
-        if os.fstat(fd).st_size == 0:
-            raise WireError(f"{what} is empty.")
-        # Private: writable, as torch requires, without changing the publisher's bytes.
-        mapped = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(fd)
-    if manifest.transport == "shm" and mapped[:HEAD_USED] != shard_head(manifest.version)[:HEAD_USED]:
-        held = int.from_bytes(mapped[8:16], "little") if mapped[:8] == HEAD_MAGIC else None
-        mapped.close()
-        raise WireError(f"{what} holds " + ("an incomplete version." if held is None else f"version {held}."))
-    return mapped
+def version_of(head: bytes) -> int | None:
+    """The version in the head of a file in memory; None if the file is incomplete."""
+    is_complete = head[:8] == HEAD_MAGIC
+    return int.from_bytes(head[8:HEAD_USED], "little") if is_complete else None
 
 
 # -- buckets: several tensors in one buffer --

@@ -1,4 +1,4 @@
-"""Weights in shared memory: one tmpfs file per version, which is reused after the version is released.
+"""Weights in shared memory, both ends: one tmpfs file per version, which is reused after the version is released.
 
 A version is written into a free file, so that engines can still read the previous one (two files are enough if each
 version is loaded before the second next is published). The head of a file contains its version: it is cleared before
@@ -14,6 +14,7 @@ Several trainer ranks, which are on one host here, have files of their own.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import re
 import secrets
@@ -22,27 +23,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.base.errors import EngineError
+from stretto.base.errors import EngineError, WireError
 from stretto.base.files import PUBLISHED, open_locked, remove_unowned
 from stretto.records.weights import TensorEntry, WeightManifest
-from stretto.transports.weights.checksum import KIND, Checksum
+from stretto.transports.weights.checksum import Checksum
+from stretto.transports.weights.filesystem import MappedReceiver
 from stretto.transports.weights.layout import (
     HEAD_BYTES,
+    HEAD_USED,
     ONE_RANK,
     NamedTensor,
     Ranks,
     RankShards,
-    combine_checksums,
+    build_manifest,
     dtype_name,
-    merge_shards,
+    padded,
     shard_head,
     tensor_bytes,
+    version_of,
 )
 
 logger = logging.getLogger(__name__)
 
 SHM_DIR = Path("/dev/shm")
-ALIGN = 64
 
 
 @dataclass
@@ -78,16 +81,8 @@ class ShmPublisher:
 
     def publish(self, version: int, tensors: Iterable[NamedTensor]) -> WeightManifest:
         assert not self._is_closed, "publish after close"
-        merged = merge_shards(self._ranks.gather(self._write(version, tensors), RankShards))
-        return WeightManifest(
-            version=version,
-            transport="shm",
-            location=str(self._directory),
-            shards=merged.shards,
-            tensors=merged.tensors,
-            checksum=combine_checksums(merged.checksums),
-            checksum_kind=KIND,
-        )
+        parts = self._ranks.gather(self._write(version, tensors), RankShards)
+        return build_manifest(parts, version=version, transport="shm", location=str(self._directory))
 
     def _write(self, version: int, tensors: Iterable[NamedTensor]) -> RankShards:
         started = time.perf_counter()
@@ -102,7 +97,7 @@ class ShmPublisher:
                 data = tensor_bytes(tensor)
                 shape, dtype = tuple(tensor.shape), dtype_name(name, tensor)
                 entries.append(TensorEntry(name, dtype, shape, shard=0, offset=end, num_bytes=len(data)))
-                padding = bytes(-len(data) % ALIGN)
+                padding = bytes(padded(len(data)) - len(data))
                 _write_at(file.fd, end, data)
                 checksum.add(data)
                 if padding:
@@ -156,3 +151,24 @@ def _write_at(fd: int, offset: int, data: bytes | memoryview) -> None:
     while len(view):
         written = os.pwrite(fd, view, offset)
         view, offset = view[written:], offset + written
+
+
+class ShmReceiver(MappedReceiver):
+    """Maps the files of a version, and sees from their heads whether the publisher has reused them."""
+
+    def _map(self, path: Path) -> mmap.mmap:
+        mapped = super()._map(path)
+        held = version_of(mapped[:HEAD_USED])
+        if held != self.manifest.version:
+            mapped.close()
+            what = "an incomplete version" if held is None else f"version {held}"
+            raise WireError(f"weights of version {self.manifest.version}: {path} holds {what}.")
+        return mapped
+
+    def check_unchanged(self) -> None:
+        for path, mapped in zip(self._paths, self._maps):
+            if version_of(mapped[:HEAD_USED]) != self.manifest.version:
+                raise WireError(
+                    f"weights of version {self.manifest.version} in {path} were overwritten while they were "
+                    "read; the publisher released them too early."
+                )
