@@ -8,6 +8,7 @@ A new run may start from a checkpoint of another run (`origin`), which is only r
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -21,6 +22,8 @@ from pathlib import Path
 from stretto.base.errors import ConfigError
 from stretto.base.files import try_lock, write_atomic
 from stretto.base.paths import RunDir
+
+logger = logging.getLogger(__name__)
 
 # These are left by a dry run, by another node that started earlier, or by a run that was stopped before its first
 # step; they are no reason to refuse a new run.
@@ -140,6 +143,22 @@ def drop_unfinished(run: RunDir) -> None:
     _delete(path for path in run.checkpoints.glob("step_*") if path not in complete)
     for exports in (run.weights, run.critic):
         _delete([*exports.glob("*.part"), *exports.glob(".*")])
+
+
+def prune_checkpoints(run: RunDir, keep_last: int | None, keep_interval: int | None = None) -> list[int]:
+    """Delete complete checkpoints, marker first; the steps that were deleted.
+
+    The newest `keep_last` are kept (None: all), and those of every `keep_interval`-th step.
+    """
+    complete = run.complete_checkpoints()
+    deleted = [] if keep_last is None else complete[:-keep_last]
+    deleted = [step for step in deleted if keep_interval is None or step % keep_interval]
+    for step in deleted:
+        run.complete_marker(step).unlink(missing_ok=True)
+        shutil.rmtree(run.checkpoint(step), ignore_errors=True)
+    if deleted:
+        logger.info("deleted checkpoints of steps %s", ", ".join(map(str, deleted)))
+    return deleted
 
 
 def discard(run: RunDir) -> None:

@@ -30,12 +30,12 @@ from stretto.models.fp8.checkpoint import to_8_bits
 from stretto.models.tracing.snapshots import MemorySnapshots
 from stretto.models.tracing.tracer import Tracer
 from stretto.monitors import build_monitors
+from stretto.monitors.steps import StepClock
 from stretto.records.control import (
     Bye,
     CheckpointBegun,
     CheckpointSaved,
     Register,
-    StepDone,
     VersionReady,
 )
 from stretto.records.sample import TrainBatch
@@ -54,7 +54,6 @@ from stretto.trainer.process import StopFlag, find_group_timeout_s, rank_process
 from stretto.trainer.state import checkpoint
 from stretto.trainer.state.canary import is_canary_due, score_canary
 from stretto.trainer.state.export import export_critic, export_weights
-from stretto.trainer.throughput import Throughput
 from stretto.trainer.updates import Updates
 from stretto.transports.orchestrator import Orchestrator
 from stretto.transports.weights import build_publisher, meeting_host
@@ -113,12 +112,10 @@ class Trainer:
             self.orchestrator = Orchestrator(
                 cfg, stack, self.learner.step, on_loaded=self.release, on_complete=self.prune
             )
-        self.throughput = Throughput()
         self.tracer = Tracer(cfg.run_dir, rank_name(ROLE))
         self.num_published = 0
         self.saved_step = self.exported_step = self.learner.step
         self.is_checkpoint_due = checkpoint.Due(cfg.ckpt, mesh)
-        self.num_tokens = 0
 
     def open(self) -> None:
         """Open what writes into the run: weights, metrics, checkpoints; after registration."""
@@ -159,7 +156,7 @@ class Trainer:
                 self.remote_critic.wait_ready(self.learner.step)
             report("ready", is_early=True)
             freeze_objects()
-            self.step_started_at = time.perf_counter()
+            self.clock = StepClock()
             while self.learner.step != self.cfg.max_steps and (batch := self.next_batch()) is not None:
                 self.memory.bring_back()
                 step = self.learner.step + 1
@@ -208,28 +205,20 @@ class Trainer:
         """One optimizer step, reported to the orchestrator; its metrics."""
         start = time.perf_counter()
         metrics = self.updates.train(batch.micro_batches)
-        now = time.perf_counter()
+        train_s = time.perf_counter() - start
         counts = {
             "tokens": sum(mb.num_tokens for mb in batch.micro_batches),
             "micro_batches": len(batch.micro_batches),
         }
         counts = self.mesh.reduce(counts)
-        num_tokens = int(counts["tokens"])
-        self.num_tokens += num_tokens
-        time_s, self.step_started_at = now - self.step_started_at, now
-        metrics |= {
-            "batch/tokens": num_tokens,
-            "batch/micro_batches": counts["micro_batches"],
-            "progress/total_tokens": self.num_tokens,
-            "perf/throughput": self.throughput.add(num_tokens, time_s),
-            "time/step": time_s,
-            "time/wait_for_batch": self.wait_s,
-            "time/train": now - start,
-        }
+        metrics |= self.clock.end_step(
+            num_tokens=int(counts["tokens"]),
+            num_micro_batches=counts["micro_batches"],
+            wait_s=self.wait_s,
+            train_s=train_s,
+        )
         if self.is_lead:
-            step, wait_s = self.learner.step, self.wait_s
-            done = StepDone(step=step, metrics=metrics, num_tokens=num_tokens, time_s=time_s, wait_s=wait_s)
-            self.orchestrator.post(done)
+            self.orchestrator.report_step(self.learner.step, metrics)
         return metrics
 
     def log(self, metrics: dict[str, float]) -> None:
@@ -350,10 +339,8 @@ class Trainer:
 
     def prune(self, complete_step: int) -> None:
         """Delete checkpoints beyond those that [ckpt] keeps, once another one is complete."""
-        ckpt = self.cfg.ckpt
-        deleted = checkpoint.prune(self.run_dir, num_kept(ckpt), ckpt.keep_interval) if ckpt else []
-        if deleted:
-            logger.info("deleted checkpoints of steps %s", ", ".join(map(str, deleted)))
+        if (ckpt := self.cfg.ckpt) is not None:
+            rundir.prune_checkpoints(self.run_dir, num_kept(ckpt), ckpt.keep_interval)
 
     def should_stop(self) -> bool:
         self.handle_messages()

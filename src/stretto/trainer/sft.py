@@ -45,6 +45,7 @@ from stretto.config.sections.trainer import CkptSection, num_kept
 from stretto.models.tracing.snapshots import MemorySnapshots
 from stretto.models.tracing.tracer import Tracer
 from stretto.monitors.base import Monitors, build_monitors
+from stretto.monitors.steps import Throughput
 from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.sft_data import ExampleOrder, Examples, load_examples, pack
 from stretto.trainer.learner import Learner, find_tokenizer, load_policy
@@ -61,7 +62,6 @@ from stretto.trainer.parallel.mesh import (
 from stretto.trainer.process import StopFlag, stop_on_signal
 from stretto.trainer.state import checkpoint
 from stretto.trainer.state.export import export_weights
-from stretto.trainer.throughput import Throughput
 
 logger = logging.getLogger(__name__)
 
@@ -383,7 +383,7 @@ def complete_checkpoint(run: RunDir, ckpt: CkptSection, step: int) -> None:
     """Mark a checkpoint as complete once its files are written, then delete old checkpoints."""
     marker = {"step": step, "time": time.time()}
     write_atomic(run.complete_marker(step), json.dumps(marker).encode(), is_durable=True)
-    checkpoint.prune(run, num_kept(ckpt), ckpt.keep_interval)
+    rundir.prune_checkpoints(run, num_kept(ckpt), ckpt.keep_interval)
 
 
 def begins_anew(cfg: SFTConfig) -> bool:

@@ -1,4 +1,4 @@
-"""The orchestrator as a rank of the trainer sees it, or a process that stands for the trainer.
+"""A trainer rank's connections to the orchestrator; a run on a training service has a process that uses them too.
 
     register -> each step: a batch, with messages between -> wait until the last checkpoint and version are done
 
@@ -20,6 +20,7 @@ from stretto.records.control import (
     Failed,
     Message,
     Register,
+    StepDone,
     Stop,
     VersionLoaded,
 )
@@ -30,12 +31,12 @@ from stretto.transports.rollouts import build_receiver
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""How often messages are read while a batch is waited for."""
+"""Seconds between two looks at the messages while this rank waits for a batch."""
 FAILURE_TIMEOUT_S = 2.0
 
 
 class Orchestrator:
-    """What the orchestrator said last, and what it is asked; `stack` closes the connections.
+    """The connections to the orchestrator, and the state that its last messages tell; `stack` closes the connections.
 
     `on_loaded` is called with a version that all engines have loaded, `on_complete` with the step of a checkpoint that
     is complete. `step` is the number of steps done so far; its checkpoint, if there is one, is complete.
@@ -125,8 +126,19 @@ class Orchestrator:
         what = f"the engines to load the last version, {version}"
         self.wait_until(lambda: self.loaded_version == version, timeout_s, what)
 
+    def report_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Report a trained step; metrics: with those of monitors/steps.py."""
+        done = StepDone(
+            step=step,
+            metrics=metrics,
+            num_tokens=int(metrics["batch/tokens"]),
+            time_s=metrics["time/step"],
+            wait_s=metrics["time/wait_for_batch"],
+        )
+        self.post(done)
+
     def report_failure(self, error: Exception) -> None:
-        """Tell the orchestrator what ends this process, if it can be reached."""
+        """Report the error that ends this process to the orchestrator, if it can be reached."""
         try:
             self.send(Failed(reason=f"{type(error).__name__}: {error}"), timeout_s=FAILURE_TIMEOUT_S)
         except (EngineError, WireError) as also:

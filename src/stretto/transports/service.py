@@ -1,11 +1,12 @@
-"""The wire between a run and a training service: `/v1/runs` of its HTTP API, both ends' bodies, and the client.
+"""The wire between a run and a training service: routes and bodies for both ends, and the client.
 
 A run is made from a `TenantSpec`. Its requests are numbered from 1 and computed in order; each is answered at once with
 an id, and `GET /v1/futures/<id>` waits for the result. Batches are records of the codec (records/codec.py), so that a
-run sends the micro batches that it would send to a trainer of its own. Engines are asked at
-`/v1/runs/<id>/inference/v1/generate`, with the body of an engine; the service chooses the newest published version of
-this run's adapter.
+run sends the micro batches that it would send to a trainer of its own. `/v1/runs/<id>/inference/v1/generate` takes the
+body of an engine's route and samples from the newest published version of the run's adapter.
 
+    POST   /runs/check                       CheckRun              -> {user, model, state}, or why it is refused
+    POST   /runs/<name>/end                                        -> {ended}
     POST   /v1/runs                          CreateRun             -> {id, request_id}
     GET    /v1/runs  /v1/runs/<id>                                 -> state, step, reason
     POST   /v1/runs/<id>/batch?seq=N         TenantWork (codec)    -> {request_id}; result: metrics
@@ -20,6 +21,9 @@ this run's adapter.
 from __future__ import annotations
 
 import asyncio
+import os
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
@@ -27,24 +31,38 @@ from uuid import uuid4
 import aiohttp
 import msgspec
 
-from stretto.base.errors import EngineError
+from stretto.base.errors import ConfigError, EngineError
+from stretto.config.sections.run import ServiceRunSection
 from stretto.records.codec import BytesLike, decode, encode
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.tenants import AdamSettings, TenantSpec, TenantWork
 from stretto.transports.engine import api
 from stretto.transports.engine.completions import decode_completions
 
+CHECK = "/runs/check"
+END_NAMED = "/runs/{run}/end"
 RUNS = "/v1/runs"
 FUTURES = "/v1/futures"
 POLL_S = 20.0
 _RETRY_S = 1.0
 _TRIES = 300
+_CHECK_TIMEOUT_S = 20.0
+
+
+class CheckRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run that may begin. tokenizer: digest of its tokenizer.json; may_exist: it continues or replaces one."""
+
+    spec: TenantSpec
+    base_model: str
+    seq_len: int
+    tokenizer: str | None = None
+    may_exist: bool = False
 
 
 class CreateRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A new run. base_model: what the run believes it trains; checked.
+    """A new run. base_model: the model that the run expects, which the service checks.
 
-    key: chosen by the client; the same request with the same key gets the same run, so that it can be repeated.
+    key: chosen by the client; a repeated request with the same key gets the same run.
     """
 
     spec: TenantSpec
@@ -88,7 +106,7 @@ def decode_work(body: bytes) -> TenantWork:
 
 
 class ServiceRun:
-    """The run's end. Every call is repeated while the service is away: it knows the numbers of requests."""
+    """The run's end. It repeats a call while the service is away, which recognises the numbers of requests."""
 
     def __init__(self, url: str, token: str) -> None:
         self._url, self._headers = url.rstrip("/"), {"X-API-Key": token}
@@ -104,14 +122,14 @@ class ServiceRun:
         return await self.wait(answer["request_id"])
 
     async def attach(self, run_id: str) -> dict[str, Any]:
-        """Go on with a run that is there; its state."""
+        """Continue a run that the service has; returns its state."""
         self.id = run_id
         state = await self._call("GET", f"{RUNS}/{run_id}")
         self._seq = state["next_seq"] - 1
         return state
 
     async def submit(self, kind: str, body: bytes) -> str:
-        """Send the next request; the id of its future."""
+        """Send the next request; returns the id of its future."""
         self._seq += 1
         answer = await self._call("POST", f"{RUNS}/{self.id}/{kind}?seq={self._seq}", body)
         return str(answer["request_id"])
@@ -133,7 +151,7 @@ class ServiceRun:
         return await self.wait(await self.submit("step", msgspec.json.encode(StepBody(adam=adam))))
 
     async def publish(self, version: int) -> dict[str, Any]:
-        """Have engines sample from the weights as they are now, as this version."""
+        """Publish the current weights as this version, from which engines then sample."""
         return await self.wait(
             await self.submit("publish", msgspec.json.encode(PublishBody(version=version)))
         )
@@ -155,8 +173,8 @@ class ServiceRun:
         await self._call("POST", f"{RUNS}/{self.id}/end")
 
     async def end_named(self, name: str) -> None:
-        """End what this user has running under a name, if anything."""
-        await self._call("POST", f"/runs/{name}/end")
+        """End this user's run of this name, if there is one."""
+        await self._call("POST", END_NAMED.format(run=name))
 
     async def forget(self, name: str) -> None:
         """Delete a saved state of this run."""
@@ -189,3 +207,49 @@ class ServiceRun:
                 reason = f"{type(error).__name__}: {error}"
             await asyncio.sleep(_RETRY_S)
         raise EngineError(f"{self._url}{path}: {reason} (after {_TRIES} attempts)")
+
+
+# -- before a run starts: plain requests, without an event loop --
+
+
+def find_token(section: ServiceRunSection) -> str:
+    """This user's token. Raises: ConfigError if the environment variable is not set."""
+    if token := os.environ.get(section.token_var, "").strip():
+        return token
+    raise ConfigError(
+        f"[service]: the environment variable {section.token_var} is not set; put your token of {section.url} into it "
+        "(RUN/tokens.json of the service has it), or name another one as service.token_var"
+    )
+
+
+def check_run(section: ServiceRunSection, body: CheckRun) -> dict[str, Any]:
+    """Ask whether the service takes this run; returns its answer.
+
+    Raises: ConfigError with the service's reason and HTTP status; ConnectionError if no service answers there.
+    """
+    return _post(section, CHECK, msgspec.json.encode(body))
+
+
+def end_run(section: ServiceRunSection, name: str) -> None:
+    """End this user's run of this name, if there is one. Raises: as `check_run`."""
+    _post(section, END_NAMED.format(run=name), b"{}")
+
+
+def _post(section: ServiceRunSection, path: str, body: bytes) -> dict[str, Any]:
+    request = urllib.request.Request(
+        section.url.rstrip("/") + path,
+        data=body,
+        headers={"X-API-Key": find_token(section), "Content-Type": "application/json"},
+        method="POST",
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_CHECK_TIMEOUT_S) as response:
+            return dict(msgspec.json.decode(response.read()))
+    except urllib.error.HTTPError as error:
+        text = api.error_message(error.read())
+        raise ConfigError(
+            f"service {section.url} does not take this run: {text} (HTTP {error.code})"
+        ) from None
+    except (OSError, msgspec.DecodeError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise ConnectionError(f"no training service answers at {section.url}: {reason}") from None

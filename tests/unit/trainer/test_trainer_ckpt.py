@@ -17,6 +17,7 @@ from tiny import build_learner, build_policy, documents, pack, save_checkpoint
 from stretto.base import files, status
 from stretto.base.errors import DataError
 from stretto.base.paths import RunDir
+from stretto.base.rundir import prune_checkpoints
 from stretto.config.sections.trainer import CkptSection, LinearScheduler, SgdOptim, num_kept
 from stretto.models.hub import load_model
 from stretto.models.tensor_map import TensorSlice
@@ -273,8 +274,8 @@ def test_only_the_newest_complete_checkpoints_are_kept(tmp_path):
         save_checkpoint(run, train(learner, 1))
     for step in (1, 2, 3):
         run.complete_marker(step).touch()
-    assert checkpoint.prune(run, None) == []
-    assert checkpoint.prune(run, 2) == [1]
+    assert prune_checkpoints(run, None) == []
+    assert prune_checkpoints(run, 2) == [1]
     assert run.complete_checkpoints() == [2, 3]
     assert run.checkpoint(4).exists(), "what is not complete yet is not ours to delete"
 
@@ -337,7 +338,7 @@ def test_every_so_many_steps_a_checkpoint_stays(tmp_path):
     for step in range(1, 8):
         run.checkpoint(step).mkdir(parents=True)
         run.complete_marker(step).touch()
-    assert checkpoint.prune(run, 2, 3) == [1, 2, 4, 5]
+    assert prune_checkpoints(run, 2, 3) == [1, 2, 4, 5]
     assert run.complete_checkpoints() == [3, 6, 7]
 
 

@@ -195,10 +195,21 @@ class CkptSection(Section):
     """A resumed `sft` run reads its data from the beginning; `rl` has no such position."""
 
 
+def is_by_time(ckpt: CkptSection) -> bool:
+    """Whether checkpoints are due by the clock rather than by steps."""
+    return ckpt.interval is None and ckpt.minutes is not None
+
+
+def is_checkpoint_due(ckpt: CkptSection, step: int, since_last_s: float) -> bool:
+    """Whether a checkpoint is due after this step; since_last_s: seconds since the last one, or since the start."""
+    if ckpt.interval is not None:
+        return step % ckpt.interval == 0
+    return ckpt.minutes is not None and since_last_s >= 60 * ckpt.minutes
+
+
 def num_kept(ckpt: CkptSection) -> int | None:
     """How many of the newest checkpoints are kept; None: all."""
-    is_by_time = ckpt.interval is None and ckpt.minutes is not None
-    return CHECKPOINTS_BY_TIME if ckpt.keep_last is None and is_by_time else ckpt.keep_last
+    return CHECKPOINTS_BY_TIME if ckpt.keep_last is None and is_by_time(ckpt) else ckpt.keep_last
 
 
 class TrainerHooksSection(Section):

@@ -1,6 +1,6 @@
-"""What the service does now, and what its users and the admin do with runs: `/v1/status` and `/v1/runs/<id>/<action>`.
+"""The status of the service, and actions on runs: `/v1/status` and `/v1/runs/<id>/<action>`.
 
-The admin sees everything, and evicts, freezes and resumes any run; a user his own.
+The admin sees, freezes, resumes, evicts and ends all runs, a user only the user's own.
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ import os
 
 from aiohttp import web
 
-from stretto.service.hub import USER, Hub, answer, when
+from stretto.service.hub import USER, Routes, answer, when
 from stretto.service.store import Run
 
 
-class AdminRoutes:
-    """Handlers of one hub."""
-
-    def __init__(self, hub: Hub) -> None:
-        self.hub = hub
+class AdminRoutes(Routes):
+    """`/v1/status` and the actions on runs."""
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -26,7 +23,7 @@ class AdminRoutes:
         ]
 
     async def status(self, http: web.Request) -> web.Response:
-        """The service, and the runs that whoever asks may see."""
+        """The state of trainer and engines, and the runs that the user may access."""
         hub, user = self.hub, http[USER]
         runs = [
             {

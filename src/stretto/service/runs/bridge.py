@@ -1,12 +1,12 @@
-"""The process that stands for the trainer of a run on a training service (`rl --service URL`).
+"""The process that replaces the trainer of a run on a training service (`rl --service URL`).
 
-    make the run at the service -> register with the orchestrator, as rank 0 of 1 -> have the first version published
+    create the run at the service -> register with the orchestrator, as rank 0 of 1 -> publish the first version
     -> each step: receive the batch, send its micro batches, step, report, publish, save when due
     -> at max_steps, Stop or Ctrl-C: save, wait until the last version is loaded, end the run at the service, send Bye
 
-To the orchestrator it is a trainer (trainer/rl.py): the same messages, transports and files. States lie at the service;
-a checkpoint here says where. A run that is resumed is made anew at the service, from the state of that step: names of
-versions in engines, and their caches, are then its own.
+To the orchestrator it is a trainer (trainer/rl.py): the same messages, transports and files. The states are at the
+service, and a checkpoint here names them. A resumed run is created again at the service, from the state of that step,
+so that its versions and their caches in the engines are not mixed with earlier ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -26,36 +25,36 @@ from stretto.base.errors import ConfigError
 from stretto.base.files import write_atomic
 from stretto.base.status import is_supervised, report, stop_signals
 from stretto.config.root import TrainerConfig
-from stretto.config.sections.trainer import CkptSection, num_kept
+from stretto.config.sections.trainer import is_checkpoint_due, num_kept
 from stretto.monitors import build_monitors
+from stretto.monitors.steps import StepClock
 from stretto.records.codec import encode
 from stretto.records.control import (
     Bye,
     CheckpointBegun,
     CheckpointSaved,
     Register,
-    StepDone,
     VersionReady,
 )
 from stretto.records.sample import MicroBatch, TrainBatch
 from stretto.records.tenants import TenantWork
 from stretto.records.token_counts import counts_of_step
 from stretto.records.weights import WeightManifest
-from stretto.service.runs.client import find_token, spec_of
+from stretto.service.runs.client import spec_of
 from stretto.transports.orchestrator import Orchestrator
-from stretto.transports.service import CreateRun, ServiceRun, encode_work
+from stretto.transports.service import CreateRun, ServiceRun, encode_work, find_token
 
 logger = logging.getLogger(__name__)
 
 ROLE = "trainer"
 TRANSPORT = "service"
 STATE = "service.json"
-"""File in the trainer's part of a checkpoint: where its state lies."""
+"""File in the trainer's part of a checkpoint, which names the state at the service."""
 MONITOR_CLOSE_S = 10.0
 
 
 def main(cfg: TrainerConfig) -> int:
-    """Train until max_steps, a Stop from the orchestrator, or the first Ctrl-C; the exit status."""
+    """Train until max_steps, a Stop from the orchestrator, or the first Ctrl-C; returns the exit status."""
     is_new = cfg.resume is None
     claim = rundir.claim_part(cfg.run_dir, ROLE, is_new=is_new, clean=cfg.clean)
     with nullcontext() if is_supervised() else claim, ExitStack() as stack:
@@ -65,7 +64,7 @@ def main(cfg: TrainerConfig) -> int:
 
 
 class Bridge:
-    """One run between its orchestrator and the service; `stack` closes its connections."""
+    """Passes batches and messages between the orchestrator and the service; `stack` closes the connections."""
 
     def __init__(self, cfg: TrainerConfig, stack: ExitStack) -> None:
         assert cfg.service is not None, "a run on a service"
@@ -76,7 +75,7 @@ class Bridge:
         self.runner = stack.enter_context(asyncio.Runner())
         self.remote = ServiceRun(self.section.url, find_token(self.section))
         stack.callback(lambda: self.runner.run(self.remote.close()))
-        self.step, self.num_tokens = 0, 0
+        self.step = 0
         self.resumed_step: int | None = None
         self.saved_at = time.monotonic()
 
@@ -97,7 +96,7 @@ class Bridge:
             self.stack.callback(monitors.close, MONITOR_CLOSE_S)
             self.publish()
             report("ready", is_early=True)
-            self.step_started_at = time.perf_counter()
+            self.clock = StepClock()
             while self.step != self.cfg.max_steps and (batch := self.next_batch()) is not None:
                 metrics = self.train(batch)
                 self.publish()
@@ -119,7 +118,7 @@ class Bridge:
     # -- the service --
 
     def open_run(self) -> None:
-        """Make the run at the service; a resumed one gets the state of its checkpoint.
+        """Create the run at the service; a resumed one gets the state of its checkpoint.
 
         Raises: EngineError or ConfigError with the service's reason.
         """
@@ -136,14 +135,15 @@ class Bridge:
         _, step = rundir.find_checkpoint(self.run_dir, self.cfg.resume.step, None)
         self.resumed_step = self.step = step
         answer = await self.remote.load(state_name(step))
-        if (found := answer.get("progress") or {}).get("step", step) != step:
+        saved_step = (answer.get("progress") or {}).get("step", step)
+        if saved_step != step:
             raise ConfigError(
-                f"the service's state {state_name(step)} of this run is of step {found['step']}; another run has taken "
+                f"the service's state {state_name(step)} of this run is of step {saved_step}; another run has taken "
                 "its name"
             )
 
     def publish(self) -> None:
-        """Have engines offer the weights as they are now, and tell the orchestrator; the version is the step."""
+        """Publish the current weights at the service and report them; the version is the number of steps done."""
         self.orchestrator.poll()
         self.runner.run(self.remote.publish(self.step))
         manifest = WeightManifest(
@@ -175,42 +175,34 @@ class Bridge:
         return batch
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """One optimizer step at the service, reported to the orchestrator; its metrics."""
+        """Make one optimizer step at the service and report it to the orchestrator; returns its metrics."""
         start = time.perf_counter()
         metrics = self.runner.run(self._train(batch.micro_batches))
         metrics.pop("step", None)
         self.step = batch.step
-        now = time.perf_counter()
-        num_tokens = sum(mb.num_tokens for mb in batch.micro_batches)
-        self.num_tokens += num_tokens
-        time_s, self.step_started_at = now - self.step_started_at, now
-        metrics |= {
-            "batch/tokens": num_tokens,
-            "batch/micro_batches": len(batch.micro_batches),
-            "progress/total_tokens": self.num_tokens,
-            "perf/throughput": num_tokens / time_s,
-            "time/step": time_s,
-            "time/wait_for_batch": self.wait_s,
-            "time/train": now - start,
-        }
-        done = StepDone(
-            step=self.step, metrics=metrics, num_tokens=num_tokens, time_s=time_s, wait_s=self.wait_s
+        metrics |= self.clock.end_step(
+            num_tokens=sum(mb.num_tokens for mb in batch.micro_batches),
+            num_micro_batches=len(batch.micro_batches),
+            wait_s=self.wait_s,
+            train_s=time.perf_counter() - start,
         )
-        self.orchestrator.post(done)
+        self.orchestrator.report_step(self.step, metrics)
         logger.info(
             "step %d loss=%.4f grad_norm=%.3f %.3fs (waited %.3fs)",
             self.step,
             metrics.get("loss/mean", 0.0),
             metrics.get("optim/grad_norm", 0.0),
-            time_s,
+            metrics["time/step"],
             self.wait_s,
         )
         return metrics
 
     def save_if_due(self, *, is_last: bool = False) -> None:
-        """Have the service keep the state, if one is due, and enter here where it lies."""
+        """Save a state at the service if one is due, and write a checkpoint that names it."""
         ckpt, step = self.cfg.ckpt, self.step
-        if ckpt is None or step == self.saved_step or not (is_last or self._is_due(ckpt)):
+        if ckpt is None or step == self.saved_step:
+            return
+        if not (is_last or is_checkpoint_due(ckpt, step, time.monotonic() - self.saved_at)):
             return
         self.orchestrator.send(CheckpointBegun(step=step))
         answer = self.runner.run(self.remote.save(state_name(step), {"step": step}))
@@ -221,21 +213,11 @@ class Bridge:
         self.orchestrator.send(CheckpointSaved(step=step))
         self.saved_step, self.saved_at = step, time.monotonic()
 
-    def _is_due(self, ckpt: CkptSection) -> bool:
-        if ckpt.interval is not None or ckpt.minutes is None:
-            return ckpt.interval is not None and self.step % ckpt.interval == 0
-        return time.monotonic() - self.saved_at >= 60 * ckpt.minutes
-
     def prune(self, complete_step: int) -> None:
         """Once a checkpoint is complete, delete checkpoints beyond those that [ckpt] keeps, here and at the service."""
-        ckpt, complete = self.cfg.ckpt, self.run_dir.complete_checkpoints()
-        kept = None if ckpt is None else num_kept(ckpt)
-        for step in [] if kept is None else complete[:-kept]:
-            if ckpt is not None and ckpt.keep_interval and step % ckpt.keep_interval == 0:
-                continue
-            self.run_dir.complete_marker(step).unlink(missing_ok=True)
-            shutil.rmtree(self.run_dir.checkpoint(step), ignore_errors=True)
-            self.runner.run(self.remote.forget(state_name(step)))
+        if (ckpt := self.cfg.ckpt) is not None:
+            for step in rundir.prune_checkpoints(self.run_dir, num_kept(ckpt), ckpt.keep_interval):
+                self.runner.run(self.remote.forget(state_name(step)))
 
     def should_stop(self) -> bool:
         self.orchestrator.poll()
@@ -251,20 +233,20 @@ class Bridge:
 
 
 def state_name(step: int) -> str:
-    """What the service calls the state after a step."""
+    """The name at the service of the state after a step."""
     return f"step_{step}"
 
 
 def parts(micro_batches: Sequence[MicroBatch], max_bytes: int) -> Iterator[tuple[MicroBatch, ...]]:
-    """The micro batches in parts of about so many bytes, each with one at least."""
+    """The micro batches in parts of at most max_bytes, or one micro batch."""
     part: list[MicroBatch] = []
     size = 0
     for micro_batch in micro_batches:
-        own = sum(memoryview(frame).nbytes for frame in encode(micro_batch))
-        if part and size + own > max_bytes:
+        num_bytes = sum(memoryview(frame).nbytes for frame in encode(micro_batch))
+        if part and size + num_bytes > max_bytes:
             yield tuple(part)
             part, size = [], 0
         part.append(micro_batch)
-        size += own
+        size += num_bytes
     if part:
         yield tuple(part)

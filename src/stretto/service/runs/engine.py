@@ -1,8 +1,8 @@
-"""The engine API for one run: `/runs/<run>/engine/...`, where its orchestrator finds what it asks of engines.
+"""The engine API for one run, `/runs/<run>/engine/...`: to its orchestrator the service is an engine.
 
-Samples come from the service's engines, with the version of the run's adapter that its orchestrator has loaded: loading
-a version here checks that the trainer has published it, and makes it the one that new requests get. A request keeps its
-version to its end, and its tokens are marked with it. Pausing, aborting and metrics are of the run's own requests.
+Samples come from the service's engines, with the version of the run's adapter that its orchestrator has loaded. Loading
+a version here checks that the trainer has published it, and gives it to new requests. A request keeps its version to
+its end, and its tokens are marked with it. Pausing, aborting and metrics concern the run's own requests only.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import numpy as np
 from aiohttp import web
 
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
-from stretto.service.engines import adapter_name
-from stretto.service.hub import USER, Hub, answer, read
+from stretto.service.access import User
+from stretto.service.engines import request_of_sampler
+from stretto.service.hub import USER, Hub, Routes, answer, read
 from stretto.service.runs.register import GONE, check_free
 from stretto.service.runs.routes import find_run
 from stretto.service.store import Checkpoint, Run, Sampler
+from stretto.service.training.checkpoints import published_version
 from stretto.transports.engine import api, updates
 from stretto.transports.engine.api import Refusal
 from stretto.transports.engine.completions import encode_completions
@@ -30,28 +32,28 @@ PREFIX = "/runs/{run}/engine"
 
 @dataclass
 class _State:
-    """What the engine of one run is doing."""
+    """The state of one run's engine."""
 
     version: int | None = None
     """The version that new requests get; None: the orchestrator has loaded none yet."""
     path: str = ""
-    """That of the checkpoint that has it; the same version published again is another directory."""
-    awake: asyncio.Event = field(default_factory=asyncio.Event)
+    """Path of this version's checkpoint, whose directory is another one if the version was published again."""
+    resumed: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while paused."""
     requests: dict[str, asyncio.Event] = field(default_factory=dict)
-    """By id: set once the request is to end."""
+    """By id: set when the request is aborted."""
     running: set[str] = field(default_factory=set)
-    """Ids of those that an engine has."""
+    """Ids of requests that an engine has."""
     num_tokens: int = 0
 
 
-class EngineRoutes:
-    """Handlers of one hub."""
+class EngineRoutes(Routes):
+    """The engines of all runs."""
 
     def __init__(self, hub: Hub) -> None:
-        self.hub = hub
+        super().__init__(hub)
         self._states: dict[str, _State] = {}
-        """By the name that only this run has: another with its id begins anew."""
+        """By spec.name, which is unique, whereas a later run may get the same id."""
 
     def routes(self) -> list[web.RouteDef]:
         gets = {
@@ -72,88 +74,90 @@ class EngineRoutes:
             api.UPDATE_WEIGHTS: self.update,
             api.FINISH_UPDATE: self.finish_update,
         }
-        found = [web.get(PREFIX + path, handler) for path, handler in gets.items()]
-        return found + [web.post(PREFIX + path, handler) for path, handler in posts.items()]
+        return [
+            *(web.get(PREFIX + path, handler) for path, handler in gets.items()),
+            *(web.post(PREFIX + path, handler) for path, handler in posts.items()),
+        ]
 
     def _find(self, http: web.Request) -> tuple[Run, _State]:
         run = find_run(self.hub, http[USER], http.match_info["run"])
         if (state := self._states.get(run.spec.name)) is None:
-            known = {each.spec.name for each in self.hub.store.all(Run) if each.state not in GONE}
-            self._states = {name: each for name, each in self._states.items() if name in known}
-            state = self._states[run.spec.name] = _awake()
+            names = {each.spec.name for each in self.hub.store.all(Run) if each.state not in GONE}
+            self._states = {name: each for name, each in self._states.items() if name in names}
+            state = self._states[run.spec.name] = _State()
+            state.resumed.set()
         return run, state
 
     # -- samples --
 
     async def generate(self, http: web.Request) -> web.Response:
-        """Samples of the loaded version, as soon as this user has a slot."""
+        """Samples of the loaded version, when the user gets a slot."""
         user, (run, state) = http[USER], self._find(http)
         check_free(run)
         run.last_request_at = time.time()
         request, _ = api.decode_generate(await http.read())
-        await state.awake.wait()
+        await state.resumed.wait()
         self.hub.engines.check_room(user)
         sampler = self._sampler(run, state)
         version = 0 if state.version is None else state.version
-        own = f"{run.id}/{request.request_id}"
-        if own in state.requests:
+        name = f"{run.id}/{request.request_id}"
+        if name in state.requests:
             raise Refusal(f"request_id: {request.request_id!r} is running already", 409)
-        stop = state.requests[own] = asyncio.Event()
+        state.requests[name] = asyncio.Event()
         try:
-            completions = await self._until(stop, user, sampler, _as_engines(request, own, sampler), state)
+            samples = await self._sample(user, sampler, request_of_sampler(request, sampler, name), state)
         finally:
-            state.requests.pop(own, None)
-            state.running.discard(own)
-        found = [_stamped(completion, version) for completion in completions]
-        state.num_tokens += sum(len(completion.token_ids) for completion in found)
-        return answer(encode_completions(request, found, [None] * len(found)))
+            state.requests.pop(name, None)
+            state.running.discard(name)
+        completions = [_with_version(sample, version) for sample in samples]
+        state.num_tokens += sum(len(completion.token_ids) for completion in completions)
+        return answer(encode_completions(request, completions, [None] * len(completions)))
 
     def _sampler(self, run: Run, state: _State) -> Sampler:
-        """The adapter that a new request gets; after a restart of the service the newest published one."""
+        """The adapter that a new request gets: the loaded one, or, after a restart of the hub, the newest published."""
         if state.version is None and run.published is not None:
-            found = self.hub.store.get(Checkpoint, run.published)
-            if found is not None:
-                state.version, state.path = _number(found), found.path
+            newest = self.hub.store.get(Checkpoint, run.published)
+            if newest is not None:
+                state.version, state.path = published_version(newest), newest.path
         if state.version is None:
             raise Refusal(f"{run.id} has published no version yet", 503)
         directory = self.hub.checkpoints.find(state.path, run.owner).directory
         return Sampler(id=run.id, owner=run.owner, base_model=run.base_model, run=run.id, directory=directory)
 
-    async def _until(
-        self, stop: asyncio.Event, user: object, sampler: Sampler, request: GenerateRequest, state: _State
+    async def _sample(
+        self, user: User, sampler: Sampler, request: GenerateRequest, state: _State
     ) -> list[Completion]:
-        """The samples; of a request that is aborted what an engine has, or nothing if none has begun."""
-
-        def began() -> None:
-            state.running.add(request.request_id)
-
-        task = asyncio.ensure_future(
-            self.hub.engines.generate(user, sampler, request, on_start=began)  # type: ignore[arg-type]
-        )
-        stopped = asyncio.ensure_future(stop.wait())
+        """The samples; for an aborted request what an engine has of them, empty ones if none has begun."""
+        name = request.request_id
+        sampling = self.hub.engines.generate(user, sampler, request, on_start=lambda: state.running.add(name))
+        task = asyncio.ensure_future(sampling)
+        aborted = asyncio.ensure_future(state.requests[name].wait())
         try:
-            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done() or request.request_id in state.running:
+            await asyncio.wait({task, aborted}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() or name in state.running:
                 return list(await task)
             empty = Completion(
                 token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), finish_reason="abort"
             )
             return [empty] * request.n
         finally:
-            stopped.cancel()
+            aborted.cancel()
             task.cancel()
 
     async def abort(self, http: web.Request) -> web.Response:
-        """End requests of this run: those that are named, or all."""
+        """End the named requests of this run, or all."""
         body: api.AbortBody = await read(http, api.AbortBody)
         run, state = self._find(http)
         names = None if body.request_ids is None else {f"{run.id}/{name}" for name in body.request_ids}
-        chosen = [name for name in state.requests if names is None or name in names]
-        for name in chosen:
+        aborted = [name for name in state.requests if names is None or name in names]
+        await self._abort(state, aborted)
+        return answer({"aborted": len(aborted)})
+
+    async def _abort(self, state: _State, names: list[str]) -> None:
+        for name in names:
             state.requests[name].set()
-        if running := [name for name in chosen if name in state.running]:
+        if running := [name for name in names if name in state.running]:
             await self.hub.engines.client.abort(running)
-        return answer({"aborted": len(chosen)})
 
     # -- versions --
 
@@ -164,13 +168,11 @@ class EngineRoutes:
         )
 
     async def update(self, http: web.Request) -> web.Response:
-        """Give new requests this version. Raises: Refusal 400 if the run has not published it."""
+        """Load a version for new requests. Raises: Refusal 400 if the run has not published it."""
         run, state = self._find(http)
         version = updates.decode_update(await http.read()).manifest.version
-        own = [
-            each for each in self.hub.store.all(Checkpoint) if each.run == run.id and each.kind == "sampler"
-        ]
-        found = next((each for each in own if _number(each) == version), None)
+        own = (each for each in self.hub.store.all(Checkpoint) if each.run == run.id)
+        found = next((each for each in own if published_version(each) == version), None)
         if found is None:
             raise Refusal(f"version {version} of {run.id} is not published here")
         state.version, state.path = version, found.path
@@ -181,32 +183,28 @@ class EngineRoutes:
         updates.decode_finish(await http.read())
         return answer({"message": "Weight update finished"})
 
-    # -- what it is doing --
+    # -- pauses and state --
 
     async def pause(self, http: web.Request) -> web.Response:
-        """Hold new requests until `resume`; with mode=abort also end those that run."""
+        """Make new requests wait until `resume`; with mode=abort also end running ones."""
         _, state = self._find(http)
-        mode = http.query.get("mode", "abort")
-        if mode not in api.PAUSE_MODES:
-            raise Refusal(f"mode = {mode!r} must be one of {', '.join(api.PAUSE_MODES)}")
-        state.awake.clear()
-        if mode == "abort" and state.running:
-            for name in state.running:
-                state.requests[name].set()
-            await self.hub.engines.client.abort(list(state.running))
+        mode = api.pause_mode(http.query)
+        state.resumed.clear()
+        if mode == "abort":
+            await self._abort(state, list(state.running))
         return answer({"status": "paused"})
 
     async def resume(self, http: web.Request) -> web.Response:
         _, state = self._find(http)
-        state.awake.set()
+        state.resumed.set()
         return answer({"status": "resumed"})
 
     async def is_paused(self, http: web.Request) -> web.Response:
         _, state = self._find(http)
-        return answer({"is_paused": not state.awake.is_set()})
+        return answer({"is_paused": not state.resumed.is_set()})
 
     async def health(self, http: web.Request) -> web.Response:
-        """200 while an engine is up; whether the run is there too says MODELS."""
+        """200 while an engine is up; MODELS also checks that the run exists."""
         if not self.hub.engines.client.num_ready:
             raise Refusal("no engine of this service is up", 503)
         return answer({"status": "ok"})
@@ -221,7 +219,7 @@ class EngineRoutes:
         return web.Response(body=updates.encode_world_size(1), content_type="application/json")
 
     async def metrics(self, http: web.Request) -> web.Response:
-        """The run's own requests, in the format of Prometheus."""
+        """Metrics of the run's own requests, in the format of Prometheus."""
         _, state = self._find(http)
         values = {
             "vllm:num_requests_running": len(state.running),
@@ -231,26 +229,7 @@ class EngineRoutes:
         return web.Response(text="".join(f"{name} {value}\n" for name, value in values.items()))
 
 
-def _awake() -> _State:
-    state = _State()
-    state.awake.set()
-    return state
-
-
-def _number(version: Checkpoint) -> int | None:
-    """The number of a published version; None for weights that were saved for sampling otherwise."""
-    number = version.name.removeprefix("v")
-    return int(number) if number.isdigit() else None
-
-
-def _as_engines(request: GenerateRequest, name: str, sampler: Sampler) -> GenerateRequest:
-    """The request as the service's engines get it: with the run's adapter, and a salt that nobody else has."""
-    adapter = adapter_name(sampler)
-    salt = f"{adapter} {request.cache_salt or ''}"
-    return msgspec.structs.replace(request, request_id=name, adapter=adapter, cache_salt=salt)
-
-
-def _stamped(completion: Completion, version: int) -> Completion:
-    """The completion, all of whose tokens were sampled from this version."""
+def _with_version(completion: Completion, version: int) -> Completion:
+    """The completion with all of its tokens marked with this version."""
     span = (VersionSpan(version, 0, len(completion.token_ids)),) if len(completion.token_ids) else ()
     return msgspec.structs.replace(completion, versions=span)

@@ -1,14 +1,13 @@
-"""Routes of runs that are no clients of Tinker: `/v1/runs`, as transports/service.py describes them."""
+"""The routes of transports/service.py under `/v1/runs`: runs whose clients do not speak the Tinker API."""
 
 from __future__ import annotations
 
 import time
 
-import msgspec
 from aiohttp import web
 
-from stretto.service.engines import adapter_name
-from stretto.service.hub import USER, Hub, answer, read
+from stretto.service.engines import request_of_sampler
+from stretto.service.hub import USER, Routes, answer, read
 from stretto.service.runs.register import check_free, register
 from stretto.service.store import Run, Sampler
 from stretto.transports import service
@@ -20,11 +19,8 @@ from stretto.transports.service import CreateRun
 KINDS = ("batch", "step", "publish", "save", "load")
 
 
-class NativeRoutes:
-    """Handlers of one hub."""
-
-    def __init__(self, hub: Hub) -> None:
-        self.hub = hub
+class NativeRoutes(Routes):
+    """The routes under `/v1/runs`, and `/v1/futures`."""
 
     def routes(self) -> list[web.RouteDef]:
         run = service.RUNS + "/{run}"
@@ -38,14 +34,13 @@ class NativeRoutes:
         ]
 
     async def create(self, http: web.Request) -> web.Response:
-        """A run with a name of its own; the same request again, with the key that it had, is answered with it."""
-        body, user, hub = await read(http, CreateRun), http[USER], self.hub
-        run = register(hub, user, body)
-        return answer({"id": run.id, "request_id": hub.training.created(run).id}, 201)
+        """Make a run; the same request sent again, with its key, gets the same run."""
+        run = register(self.hub, http[USER], await read(http, CreateRun))
+        return answer({"id": run.id, "request_id": self.hub.training.created(run).id}, 201)
 
     async def runs(self, http: web.Request) -> web.Response:
-        found = [run for run in self.hub.store.all(Run) if http[USER].may_reach(run.owner)]
-        return answer({"runs": [self._state(run) for run in found]})
+        runs = self.hub.records_of(Run, http[USER])[::-1]
+        return answer({"runs": [self._state(run) for run in runs]})
 
     async def run(self, http: web.Request) -> web.Response:
         return answer(self._state(self.hub.run(http[USER], http.match_info["run"])))
@@ -78,7 +73,7 @@ class NativeRoutes:
         return answer({"type": "try_again"} if result is None else result.json())
 
     async def generate(self, http: web.Request) -> web.Response:
-        """Sample from the newest version of the run, or from the model before there is one."""
+        """Sample from the newest published version, or from the base model before there is one."""
         user, hub = http[USER], self.hub
         run = hub.run(user, http.match_info["run"])
         check_free(run)
@@ -88,12 +83,6 @@ class NativeRoutes:
         sampler = Sampler(id=run.id, owner=run.owner, base_model=run.base_model, run=run.id)
         if run.published is not None:
             sampler.directory = hub.checkpoints.find(run.published, run.owner).directory
-        salt = f"user {run.owner}" if sampler.directory is None else adapter_name(sampler)
-        request = msgspec.structs.replace(
-            request,
-            request_id=f"{run.id}/{request.request_id}",
-            adapter=None if sampler.directory is None else salt,
-            cache_salt=f"{salt} {request.cache_salt or ''}",
-        )
+        request = request_of_sampler(request, sampler, f"{run.id}/{request.request_id}")
         completions = list(await hub.engines.generate(user, sampler, request))
         return answer(encode_completions(request, completions, [None] * len(completions)))

@@ -1,4 +1,4 @@
-"""How a run gets its place: what is checked, and its record. Routes and the watched directory call these."""
+"""Checks and registers runs that bring an orchestrator; routes and the watched directory call these functions."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import msgspec
 from stretto.records.tenants import TenantSpec
 from stretto.service.access import User
 from stretto.service.hub import Hub
-from stretto.service.runs.client import CheckRun, tokenizer_digest
+from stretto.service.runs.client import tokenizer_digest
 from stretto.service.store import Run
 from stretto.service.training.checkpoints import check_name
 from stretto.transports.engine.api import Refusal
-from stretto.transports.service import CreateRun
+from stretto.transports.service import CheckRun, CreateRun
 
 GONE = ("ended", "failed")
 
 
 def check_run(hub: Hub, user: User, body: CheckRun) -> Run | None:
-    """The run that this user has under this name. Raises: Refusal with the first reason why it could not begin now."""
+    """The user's run of this name, None if there is none. Raises: Refusal with the first reason against a start now."""
     spec = body.spec
     _check_spec(hub, spec, body.base_model)
     if body.seq_len > hub.cfg.seq_len:
         raise Refusal(f"seq_len = {body.seq_len} must be at most {hub.cfg.seq_len}, that of this service")
-    own = _own_tokenizer(hub.cfg.tokenizer.name or hub.model_name)
-    if None not in (own, body.tokenizer) and own != body.tokenizer:
+    expected = _service_tokenizer(hub.cfg.tokenizer.name or hub.model_name)
+    if None not in (expected, body.tokenizer) and expected != body.tokenizer:
         raise Refusal("tokenizer: this run's tokenizer.json is not that of the service's model")
     known = hub.store.get(Run, f"{user.name}:{spec.name}")
     if known is not None and known.is_prepared:
@@ -44,50 +44,44 @@ def check_run(hub: Hub, user: User, body: CheckRun) -> Run | None:
 
 
 @lru_cache(maxsize=8)
-def _own_tokenizer(name: str) -> str | None:
-    """Read once: files that wait for a place are checked every second."""
+def _service_tokenizer(name: str) -> str | None:
+    """The digest of the service's tokenizer; cached, because a run that waits for a place is checked every second."""
     return tokenizer_digest(name)
 
 
 def check_free(run: Run) -> None:
-    """Raises: Refusal 423 for a run that the admin has frozen, or a file: it gets no samples either."""
+    """Raises: Refusal 423 for a run that the admin or a file has frozen, which gets no samples either."""
     if run.is_held:
         raise Refusal(f"{run.id} is frozen: {run.reason}; only the admin resumes it", 423)
 
 
 def register(hub: Hub, user: User, body: CreateRun, *, directory: str | None = None) -> Run:
-    """Make a run with a name of its own and give it a place; its future is `<id>/0`.
+    """Make a run and give it a place; the future of its creation is `<id>/0`.
 
-    The same request again, with the key that it had, gets the same run, and so does the first request for one that a
-    watched directory has registered. directory: of that one, else None.
+    A repeated request with the same key gets the same run. The first request for a run that a watched directory has
+    registered gets that run. directory: the watched directory that calls this; None: a request.
 
-    Raises: Refusal if it does not fit, its name is taken, or there is no place.
+    Raises: Refusal if the spec does not fit, the name is taken, or there is no place.
     """
     spec = body.spec
     _check_spec(hub, spec, body.base_model)
     name = f"{user.name}:{spec.name}"
     known = hub.store.get(Run, name)
-    if known is not None and body.key is not None and known.key == body.key:  # its answer was lost
+    if known is not None and body.key is not None and known.key == body.key:  # the first answer was lost
         return known
     if known is not None and known.is_held:
         raise Refusal(
             f"{spec.name!r} is frozen: {known.reason}; only the admin resumes it, or choose another name", 423
         )
     if known is not None and known.is_prepared and directory is None:
-        return _taken_over(hub, known, body)
+        return _attach(hub, known, body)
     if known is not None and known.state not in GONE:
         raise Refusal(f"you have a run {spec.name!r} already ({known.state}); end it, or choose another name")
     hub.training.check_place(user.name)
-    run = Run(
-        id=name,
-        owner=user.name,
-        spec=msgspec.structs.replace(spec, name=f"{user.name}.{spec.name}.{uuid4().hex[:8]}"),
-        base_model=hub.model_name,
-        created_at=time.time(),
-        last_request_at=time.time(),
-        weight=user.section.weight,
-        priority=user.section.priority,
-        tokens_per_minute=user.section.tokens_per_minute,
+    run = hub.new_run(
+        user,
+        name,
+        msgspec.structs.replace(spec, name=f"{user.name}.{spec.name}.{uuid4().hex[:8]}"),
         user_metadata=body.metadata,
         key=body.key,
         directory=directory or (None if known is None else known.directory),
@@ -98,8 +92,8 @@ def register(hub: Hub, user: User, body: CreateRun, *, directory: str | None = N
     return run
 
 
-def _taken_over(hub: Hub, run: Run, body: CreateRun) -> Run:
-    """A run that a directory has registered, now that its orchestrator is there."""
+def _attach(hub: Hub, run: Run, body: CreateRun) -> Run:
+    """Attach the orchestrator to the run that a directory has registered for it."""
     _check_same(run, body.spec)
     run.is_prepared, run.key, run.user_metadata = False, body.key, body.metadata
     run.last_request_at = time.time()
@@ -110,17 +104,17 @@ def _taken_over(hub: Hub, run: Run, body: CreateRun) -> Run:
 def _check_same(run: Run, spec: TenantSpec) -> None:
     """Raises: Refusal 409 for another adapter or optimizer than the directory has registered."""
     ours, theirs = (msgspec.to_builtins(each) for each in (run.spec, spec))
-    other = sorted(key for key in ours if key != "name" and ours[key] != theirs[key])
-    if other:
+    changed = sorted(key for key in ours if key != "name" and ours[key] != theirs[key])
+    if changed:
         raise Refusal(
-            f"{spec.name!r} was registered by {run.directory} with another {', '.join(other)}; start it with the "
+            f"{spec.name!r} was registered by {run.directory} with another {', '.join(changed)}; start it with the "
             "control/orch.toml that is there",
             409,
         )
 
 
 def _check_spec(hub: Hub, spec: TenantSpec, base_model: str) -> None:
-    """Raises: Refusal for a model, a name or a rank that this service does not have."""
+    """Raises: Refusal for another model, a name that is no file name, or a rank that is too large."""
     hub.check_model(base_model)
     check_name(spec.name)
     if hub.cfg.service.full_finetuning:

@@ -1,6 +1,6 @@
-"""Whether a service takes a run, and what it knows of one: `/runs/check` and `/runs/<run>`.
+"""Checks, states and ends of runs by name: `/runs/check` and `/runs/<run>`.
 
-A run is called by its own name here; the user comes with the token.
+These routes take the name that a run has for its user, whom the token identifies.
 """
 
 from __future__ import annotations
@@ -8,33 +8,30 @@ from __future__ import annotations
 from aiohttp import web
 
 from stretto.service.access import User
-from stretto.service.hub import USER, Hub, answer, read
-from stretto.service.runs.client import CheckRun
+from stretto.service.hub import USER, Hub, Routes, answer, read
 from stretto.service.runs.register import GONE, check_run
 from stretto.service.store import Run
+from stretto.transports.service import CHECK, END_NAMED, CheckRun
 
 
 def find_run(hub: Hub, user: User, name: str) -> Run:
-    """A user's run by its own name, or any that he may reach by its id. Raises: Refusal 404 or 403."""
+    """A user's run by its name, or any run that the user may access by its id. Raises: Refusal 404 or 403."""
     own = hub.store.get(Run, f"{user.name}:{name}")
     return own if own is not None else hub.run(user, name)
 
 
-class RunRoutes:
-    """Handlers of one hub."""
-
-    def __init__(self, hub: Hub) -> None:
-        self.hub = hub
+class RunRoutes(Routes):
+    """The routes under `/runs` that are not of engines."""
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.post("/runs/check", self.check),
+            web.post(CHECK, self.check),
             web.get("/runs/{run}", self.run),
-            web.post("/runs/{run}/end", self.end),
+            web.post(END_NAMED, self.end),
         ]
 
     async def check(self, http: web.Request) -> web.Response:
-        """Whether this run could begin now. Raises: Refusal with the first reason why it could not."""
+        """Check whether this run could begin now. Raises: Refusal with the first reason against it."""
         body, user = await read(http, CheckRun), http[USER]
         known = check_run(self.hub, user, body)
         state = "new" if known is None else known.state
@@ -45,7 +42,7 @@ class RunRoutes:
         return answer({"id": run.id, "state": run.state, "reason": run.reason, "step": run.step})
 
     async def end(self, http: web.Request) -> web.Response:
-        """End the run of this name, if the user has one that takes a place or could again."""
+        """End the user's run of this name, unless it has ended or there is none."""
         user, name = http[USER], http.match_info["run"]
         run = self.hub.store.get(Run, f"{user.name}:{name}")
         is_there = run is not None and run.state not in GONE

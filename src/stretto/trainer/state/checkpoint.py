@@ -33,7 +33,7 @@ from stretto.base.files import flush_parents, put_in_place
 from stretto.base.paths import RunDir
 from stretto.base.rundir import recovery_advice
 from stretto.base.status import bytes_below, growing
-from stretto.config.sections.trainer import CkptSection
+from stretto.config.sections.trainer import CkptSection, is_by_time, is_checkpoint_due
 from stretto.models.tensor_map import TensorSlice
 from stretto.trainer.parallel.mesh import Mesh, is_lead_process, new_values_group, num_ranks
 from stretto.trainer.state.learner_state import LearnerState, StateSource, TensorInfo
@@ -296,26 +296,12 @@ class Due:
         """Whether one is due after this step; all ranks must ask."""
         if self._ckpt is None:
             return False
-        if self._ckpt.interval is not None or self._ckpt.minutes is None:
-            return is_interval_end(step, self._ckpt.interval)
         now = time.monotonic()
-        is_due = self._mesh.broadcast(now - self._last_s >= 60 * self._ckpt.minutes, bool)
+        is_due = is_checkpoint_due(self._ckpt, step, now - self._last_s)
+        if is_by_time(self._ckpt):
+            is_due = self._mesh.broadcast(is_due, bool)
         self._last_s = now if is_due else self._last_s
         return is_due
-
-
-def prune(run: RunDir, keep_last: int | None, keep_interval: int | None = None) -> list[int]:
-    """Delete complete checkpoints, marker first; the steps that were deleted.
-
-    The newest `keep_last` are kept (None: all), and those of every `keep_interval`-th step.
-    """
-    complete = run.complete_checkpoints()
-    deleted = [] if keep_last is None else complete[:-keep_last]
-    deleted = [step for step in deleted if keep_interval is None or step % keep_interval]
-    for step in deleted:
-        run.complete_marker(step).unlink(missing_ok=True)
-        shutil.rmtree(run.checkpoint(step), ignore_errors=True)
-    return deleted
 
 
 def _directory(run: RunDir, step: int, part: Part) -> Path:
