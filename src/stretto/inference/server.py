@@ -187,9 +187,7 @@ class Server:
         return msgspec.structs.replace(request, adapter=self.openai.adapter_of(model), images=images)
 
     async def pause(self, http: web.Request) -> web.Response:
-        mode = http.query.get("mode", "abort")
-        if mode not in api.PAUSE_MODES:
-            raise Refusal(f"mode: {mode!r} is not one of {', '.join(api.PAUSE_MODES)}")
+        mode = api.pause_mode(http.query)
         clear = http.query.get("clear_cache", "true").lower() not in ("false", "0")
         with self.order.call(api.PAUSE):
             await self.ready_engine().pause(mode, clear_cache=clear)

@@ -1,6 +1,6 @@
-"""Who asks: tokens of users and of the admin, and what each may reach.
+"""Authentication: the tokens of users and of the admin, and whose records each may access.
 
-`Reading` and `check_bytes` bound the memory that a user's requests take.
+`Reading` and `check_bytes` limit the memory that a user's requests take.
 
 Tokens are in RUN/tokens.json (mode 0600), never in configs. A request carries one as `X-API-Key`, as clients of Tinker
 do, or as `Authorization: Bearer`. All tokens are compared in constant time.
@@ -19,23 +19,24 @@ from stretto.config.service import UserSection
 from stretto.transports.engine.api import Refusal
 
 SMALL_BYTES = 64 << 10
-"""Bodies of this size are always read."""
+"""Bodies of at most this size are always read."""
 
 
 @dataclass(frozen=True)
 class User:
-    """Who sends a request."""
+    """The sender of a request."""
 
     name: str
     section: UserSection
     is_admin: bool = False
 
-    def may_reach(self, owner: str) -> bool:
+    def may_access(self, owner: str) -> bool:
+        """Whether this user may see and change the records of an owner."""
         return self.is_admin or self.name == owner
 
 
 class Access:
-    """Tokens of a service."""
+    """The users of a service by their tokens."""
 
     def __init__(self, users: Mapping[str, UserSection], tokens: Mapping[str, str]) -> None:
         sections = {**users, ADMIN: UserSection()}
@@ -45,49 +46,52 @@ class Access:
         }
 
     def user(self, headers: Mapping[str, str]) -> User:
-        """Whose token the headers carry. Raises: Refusal 401 without one, or with an unknown one."""
+        """The user whose token is in the headers. Raises: Refusal 401 for no token, or an unknown one."""
         bearer = headers.get("Authorization", "").removeprefix("Bearer ")
-        given = (headers.get("X-API-Key") or bearer).strip()
-        found, code = None, given.encode(errors="surrogateescape")
-        for token, user in self._users.items():  # all of them, so that time says nothing
+        sent = (headers.get("X-API-Key") or bearer).strip()
+        found, code = None, sent.encode(errors="surrogateescape")
+        for token, user in self._users.items():  # always all of them, so that the time reveals nothing
             if hmac.compare_digest(token, code):
                 found = user
         if found is None:
-            what = "this token is not known here" if given else "there is no token"
+            what = "this token is not known here" if sent else "there is no token"
             raise Refusal(f"{what}; send one of RUN/tokens.json as X-API-Key", 401)
         return found
 
     def section(self, name: str) -> UserSection:
-        """The settings of a user; those of a new one if he is no longer there."""
+        """The settings of a user; the defaults for one who was removed from the config."""
         return next((user.section for user in self._users.values() if user.name == name), UserSection())
 
 
-def check_bytes(held: int, more: int, most: int) -> None:
-    """Raises: Refusal 429 if bodies of this size do not fit; one alone always does."""
-    if held and held + more > most:
+def check_bytes(num_waiting: int, num_more: int, limit: int) -> None:
+    """Raises: Refusal 429 if a body of num_more bytes does not fit beside others; a single one always does."""
+    if num_waiting and num_waiting + num_more > limit:
         raise Refusal(
-            f"{held} bytes of your requests are waiting, and with these {more} there are more than {most} "
+            f"{num_waiting} bytes of your requests are waiting, and with these {num_more} there are more than {limit} "
             "(service.max_waiting_bytes); send this later",
             429,
         )
 
 
 class Reading:
-    """Bodies that are being read, or whose handlers wait, by user. waiting: bytes of those that have been taken."""
+    """Limits the bytes per user of bodies that are being read or handled.
 
-    def __init__(self, most: int, waiting: Callable[[str], int]) -> None:
-        self._most, self._waiting = most, waiting
-        self._held: Counter[str] = Counter()
+    waiting_bytes: a user's bytes that wait in queues already.
+    """
+
+    def __init__(self, limit: int, waiting_bytes: Callable[[str], int]) -> None:
+        self._limit, self._waiting_bytes = limit, waiting_bytes
+        self._reading_bytes: Counter[str] = Counter()
 
     @contextmanager
     def body(self, user: str, size: int) -> Iterator[None]:
-        """Hold room for a body of this size. Raises: Refusal 429 before anything is read."""
+        """Reserve room for a body of this size. Raises: Refusal 429 before anything is read."""
         if size <= SMALL_BYTES:
             yield
             return
-        check_bytes(self._held[user] + self._waiting(user), size, self._most)
-        self._held[user] += size
+        check_bytes(self._reading_bytes[user] + self._waiting_bytes(user), size, self._limit)
+        self._reading_bytes[user] += size
         try:
             yield
         finally:
-            self._held[user] -= size
+            self._reading_bytes[user] -= size

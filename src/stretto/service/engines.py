@@ -1,11 +1,10 @@
 """Samples for users from the engines: each version of an adapter is loaded under a name of its own when it is needed.
 
-Whole weights, of a service that trains all of them, are loaded one version at a time (`WeightSlot`).
-
-An engine has room for some adapters. `AdapterSlots` loads a version that is asked for and unloads the one that was not
-asked for longest, never one in use; if all are, they take turns. Names are those of versions, and requests carry them
-as cache salt too, so that no cached prefix is shared between users or versions. Requests of users take turns at the
-engines (scheduler.SlotQueue).
+An engine has room for some adapters. `AdapterSlots` loads the version that a request needs and unloads the one that was
+unused for longest, never one in use; if all are in use, they take turns. The name of a version is also the cache salt
+of its requests, so that users and versions share no cached prefix. Whole weights, of a service that trains all of
+them, are loaded one version at a time (`WeightSlot`). Requests of users take turns at the engines
+(scheduler.SlotQueue).
 """
 
 from __future__ import annotations
@@ -39,43 +38,43 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 4
 RECOVERY_S = 300.0
-"""Longest wait for an engine that was started anew."""
+"""Longest wait for an engine that was restarted."""
 TURN_S = 1.0
-"""How long an adapter in use may stay while others wait for its room."""
+"""How long an adapter in use may stay while others wait for room."""
 
 
 @dataclass(eq=False)
 class _Loaded:
-    """An adapter in the engines. ready: done once they have it; since: when it was loaded, seconds of a clock."""
+    """An adapter in the engines. ready: done once they have it; since: start of its load, monotonic seconds."""
 
     ready: asyncio.Future[None]
     num_users: int = 0
     since: float = field(default_factory=time.monotonic)
     is_leaving: bool = False
-    """Others need its room: no new user gets it."""
+    """Others need its room, so it gets no new users."""
     is_stale: bool = False
-    """An engine may have lost it: it is unloaded before it is used again."""
+    """An engine may have lost it, so it is unloaded before it is used again."""
 
 
 class AdapterSlots:
     """The adapters that are loaded in all engines.
 
-    Who needs room waits in order of arrival. If all adapters are in use, the one that was loaded first has to leave
-    after `TURN_S`: it gets no new users, and makes room when those that it has are done.
+    Requests that need room wait in order of arrival. If all adapters are in use, the one that was loaded first has to
+    leave after `TURN_S`: it gets no new users, and makes room when its users are done.
     """
 
     def __init__(self, client: EngineClient, max_adapters: int) -> None:
         self._client, self._max = client, max_adapters
-        self._loaded: dict[str, _Loaded] = {}  # the one that was not used for longest first
+        self._loaded: dict[str, _Loaded] = {}  # in order of last use
         self._generation = -1
         self._freed = asyncio.Event()
-        self._turn = asyncio.Lock()  # of who needs room
+        self._turn = asyncio.Lock()  # held by the request that makes room
         self._loads: set[asyncio.Task[None]] = set()
         self.num_loads = self.num_hits = 0
 
     @asynccontextmanager
     async def use(self, name: str, directory: str) -> AsyncIterator[None]:
-        """Have an adapter loaded while inside. If an engine fails in there, the next user gets it loaded anew."""
+        """Keep an adapter loaded inside this context; after an engine's error the next user loads it again."""
         entry = await self._enter(name, directory)
         try:
             yield
@@ -88,7 +87,7 @@ class AdapterSlots:
 
     async def _enter(self, name: str, directory: str) -> _Loaded:
         if self._client.generation != self._generation:
-            await self._begin_anew()
+            await self._reset()
         if (entry := self._find(name)) is not None:
             self.num_hits += 1
             return await self._join(name, entry)
@@ -99,7 +98,7 @@ class AdapterSlots:
                 await self._make_room(name)
                 entry = self._loaded[name] = _Loaded(asyncio.get_running_loop().create_future())
                 self.num_loads += 1
-                # Not of this request alone: if it is cancelled, engines go on to load, and that takes room.
+                # A task of its own: if this request is cancelled, engines continue to load, which takes room.
                 task = asyncio.create_task(self._load(name, directory, entry))
                 self._loads.add(task)
                 task.add_done_callback(self._loads.discard)
@@ -111,8 +110,10 @@ class AdapterSlots:
             entry.ready.set_result(None)
         except BaseException as error:
             try:
-                with suppress(EngineError):  # who waits must hear of the first error
-                    await self._client.unload_adapter(name)  # from those that have it while another failed
+                with suppress(EngineError):  # the first error is reported
+                    await self._client.unload_adapter(
+                        name
+                    )  # from engines that have it although another failed
             finally:
                 if self._loaded.get(name) is entry:
                     del self._loaded[name]
@@ -121,21 +122,21 @@ class AdapterSlots:
                 entry.ready.set_exception(
                     error if isinstance(error, EngineError) else EngineError(str(error))
                 )
-                entry.ready.exception()  # seen, whoever waits
+                entry.ready.exception()  # so that asyncio does not warn if nothing waits for it
             if not isinstance(error, Exception):
                 raise
         finally:
             self._freed.set()
 
     async def _load_everywhere(self, name: str, directory: str) -> None:
-        """Return when all engines have it that are up then; one that comes back meanwhile gets it too."""
+        """Load it on all engines that are up; one that comes back meanwhile gets it too."""
         generation = None
         while generation != self._client.generation:
             generation = self._client.generation
             await self._client.load_adapter(name, directory)
 
     def _find(self, name: str) -> _Loaded | None:
-        """The adapter, if new users may have it."""
+        """The adapter if new users may join it."""
         entry = self._loaded.get(name)
         return None if entry is None or entry.is_leaving or entry.is_stale else entry
 
@@ -151,18 +152,18 @@ class AdapterSlots:
         return entry
 
     async def _make_room(self, name: str) -> None:
-        """Return when one more adapter may be loaded, and none of this name is."""
+        """Wait until one more adapter may be loaded and none of this name is loaded; unloads an idle one."""
         try:
             while len(self._loaded) >= self._max or name in self._loaded:
                 self._freed.clear()
-                own = self._loaded.get(name)
-                idle = name if own is not None else self._oldest_idle()
-                if idle is not None and _is_idle(self._loaded[idle]):
+                candidates = [name] if name in self._loaded else list(self._loaded)
+                idle = next((each for each in candidates if _is_idle(self._loaded[each])), None)
+                if idle is not None:
                     del self._loaded[idle]
                     await self._unload(idle)
                     continue
                 wait_s = None
-                if own is None:
+                if name not in self._loaded:
                     first = min(self._loaded.values(), key=lambda entry: entry.since)
                     wait_s = first.since + TURN_S - time.monotonic()
                     if wait_s <= 0:
@@ -174,20 +175,17 @@ class AdapterSlots:
             for entry in self._loaded.values():
                 entry.is_leaving = False
 
-    def _oldest_idle(self) -> str | None:
-        return next((name for name, entry in self._loaded.items() if _is_idle(entry)), None)
-
-    async def _begin_anew(self) -> None:
-        """An engine or this hub was started anew: nothing is known to be loaded, and what is there is unknown."""
+    async def _reset(self) -> None:
+        """Unload everything, after an engine or this hub was restarted and it is unknown what is loaded."""
         self._generation = self._client.generation
         self._loaded.clear()
         self._freed.set()
         try:
-            found = await self._client.adapters()
+            names = await self._client.adapters()
         except EngineError:
-            self._generation = -1  # what is there is unknown still
+            self._generation = -1  # it is still unknown what is loaded
             raise
-        for name in found:
+        for name in names:
             if name not in self._loaded:
                 await self._unload(name)
 
@@ -199,22 +197,22 @@ class AdapterSlots:
 
 
 def _is_idle(entry: _Loaded) -> bool:
-    """Whether nobody uses it, and engines have it or never will."""
+    """Whether it has no users and is not being loaded."""
     return not entry.num_users and entry.ready.done()
 
 
 class WeightSlot:
     """The whole weights that all engines have: one version at a time, or the model's own.
 
-    Requests for the version that is there run together; one for another waits until they are done, and those that come
-    after it wait behind it.
+    Requests for the loaded version run together. One for another version waits until they are done, and later requests
+    wait behind it.
     """
 
     def __init__(self, client: EngineClient, base: Path, folder: Path) -> None:
-        """base: directory of the model's own weights; folder: for links to the files that engines have."""
+        """base: directory of the model's own weights; folder: holds links to the files that engines have loaded."""
         self.base = base
         self._client, self._folder = client, folder
-        self._name: str | None = None  # None: not known
+        self._name: str | None = None  # of the loaded version; None: unknown
         self._num_users = self._version = 0
         self._idle = asyncio.Event()
         self._turn = asyncio.Lock()
@@ -222,7 +220,7 @@ class WeightSlot:
 
     @asynccontextmanager
     async def use(self, name: str, directory: str) -> AsyncIterator[None]:
-        """Have a version in the engines while inside. If an engine fails in there, it is loaded anew for the next."""
+        """Keep a version loaded inside this context; after an engine's error the next user loads it again."""
         async with self._turn:
             if name == self._name:
                 self.num_hits += 1
@@ -243,9 +241,9 @@ class WeightSlot:
             self._idle.set()
 
     async def _load(self, name: str, directory: Path) -> None:
-        """Raises: EngineError if these weights are gone, or no engine takes them."""
+        """Load a version on all engines. Raises: EngineError if its files are gone, or no engine loads them."""
         self._name, self._version = None, self._version + 1
-        # An engine that is started anew gets these files again, also when their checkpoint was deleted meanwhile.
+        # A restarted engine gets these files again, even if their checkpoint was deleted meanwhile.
         place = self._folder / str(time.time_ns())
         try:
             shutil.copytree(directory, place, copy_function=os.link)
@@ -274,7 +272,7 @@ class Engines:
         max_waiting: int,
         whole: WeightSlot | None = None,
     ) -> None:
-        """whole: of a service that trains all weights; None: runs have adapters."""
+        """whole: for a service that trains all weights; None: runs have adapters."""
         self.client, self._meter = client, meter
         self.slots = whole or AdapterSlots(client, max_adapters)
         self._base = None if whole is None else str(whole.base)
@@ -297,23 +295,23 @@ class Engines:
         *,
         on_start: Callable[[], None] = lambda: None,
     ) -> Sequence[Completion]:
-        """The samples of a request, as soon as this user has a slot; then on_start is called. Raises: EngineError."""
+        """Wait for a slot of this user, call on_start, and return the samples. Raises: EngineError."""
         self._admit(user)
-        request = msgspec.structs.replace(request, cache_salt=plain_salt(request.cache_salt))
-        place = sampler.directory or ""
-        self._uses[place] += 1
+        request = msgspec.structs.replace(request, cache_salt=hash_salt(request.cache_salt))
+        directory = sampler.directory or ""
+        self._uses[directory] += 1
         try:
             completions = await self._in_turn(user, sampler, request, on_start)
             self._count(user, sampler, request, completions)
             return completions
         finally:
-            self._uses[place] -= 1
-            if not self._uses[place]:
-                del self._uses[place]
+            self._uses[directory] -= 1
+            if not self._uses[directory]:
+                del self._uses[directory]
             sampler.used_at = time.time()
 
     def is_used(self, directory: str) -> bool:
-        """Whether a request for samples from these weights waits or runs."""
+        """Whether a request for samples from these weights is waiting or running."""
         return self._uses[directory] > 0
 
     async def _in_turn(
@@ -341,7 +339,7 @@ class Engines:
         if directory is None:
             return await self.client.generate(request)
         name = request.adapter
-        if self._base is not None:  # the engines' own model has the version
+        if self._base is not None:  # the version is the engines' own model
             name, request = name or "base", msgspec.structs.replace(request, adapter=None)
         assert name is not None, f"{request.request_id} names no adapter"
         for attempt in range(1, ATTEMPTS + 1):
@@ -351,7 +349,7 @@ class Engines:
             except RequestRefused as error:
                 raise Refusal(str(error)) from None
             except EngineError as error:
-                # An engine that was started anew has forgotten the adapter; one that is dead comes back.
+                # A restarted engine has lost the adapter; a dead one comes back.
                 if attempt == ATTEMPTS or not Path(directory).is_dir():
                     raise
                 logger.info("%s: %s; trying again", name, error)
@@ -376,21 +374,21 @@ class Engines:
         self._start_next()
 
     def _start_next(self) -> None:
-        while (found := self.queue.pop()) is not None:
-            name, turn, size = found
+        while (item := self.queue.pop()) is not None:
+            name, turn, size = item
             if turn.cancelled():
                 self.queue.release(name, size)
             else:
                 turn.set_result(size)
 
 
-def plain_salt(salt: str | None) -> str | None:
-    """A salt of 64 digits for each other one: vLLM takes none with a slash or an `@`, nor a long one."""
+def hash_salt(salt: str | None) -> str | None:
+    """A salt of 64 hexadecimal digits, because vLLM refuses long ones and those with a slash or an `@`."""
     return None if salt is None else hashlib.sha256(salt.encode()).hexdigest()
 
 
 def adapter_name(sampler: Sampler) -> str:
-    """Under which engines serve this version; one that was saved again in the same place has another name.
+    """The name of this version in engines; a version that was saved again in the same place has another one.
 
     Raises: Refusal 404 if it was deleted.
     """
@@ -401,3 +399,10 @@ def adapter_name(sampler: Sampler) -> str:
     except OSError:
         raise Refusal(f"{run}/{version}: these weights were deleted", 404) from None
     return f"{run}/{version}@{saved_at}"
+
+
+def request_of_sampler(request: GenerateRequest, sampler: Sampler, name: str) -> GenerateRequest:
+    """A run's request as engines get it: its id, the adapter, and a cache salt that no other version or user has."""
+    adapter = None if sampler.directory is None else adapter_name(sampler)
+    salt = f"{adapter or f'user {sampler.owner}'} {request.cache_salt or ''}"
+    return msgspec.structs.replace(request, request_id=name, adapter=adapter, cache_salt=salt)

@@ -1,8 +1,8 @@
-"""Results that clients come back for: a request is answered at once with an id, and its result is asked for by it.
+"""Futures: a request is answered at once with an id, and its client fetches the result by this id.
 
 A result is JSON, or bytes of a protocol buffer, or a failure with its reason. States: waiting -> done. Only the owner
-gets a result. It is kept for a while after it was first sent, since an answer may be lost on the way, and a user has a
-limited number of them: the newest stay. What is gone is answered with 410.
+gets a result. It is kept for a while after it was first sent, because an answer may be lost on the way. A user has a
+limited number of results, of which the newest stay. A request for a deleted result is answered with 410.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from stretto.transports.engine.api import Refusal
 KEEP_SENT_S = 120.0
 KEEP_UNSENT_S = 3600.0
 MAX_KEPT = 20_000
-"""Results that are kept for one user."""
+"""Largest number of results that are kept per user."""
 MAX_KEPT_BYTES = 1 << 30
-"""Bytes of them, but always the newest one."""
+"""Largest size of these results together; the newest one is always kept."""
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What a request came to. error: instead of a body, for the client; category: who must act."""
+    """The result of a request. error: the reason of a failure, instead of a body; category: who must act."""
 
     body: bytes = b"{}"
     is_protobuf: bool = False
@@ -63,22 +63,22 @@ class Future:
     done_at: float | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     cancel: Callable[[], None] | None = None
-    """Stops its work, if that can be stopped."""
+    """Stops the work on it; None if that cannot be stopped."""
     run: str | None = None
-    """Which run must be able to work for it to be done."""
+    """The run whose request it is; None for samples."""
     number_done: int = 0
-    """Its place among all that are done, from 1."""
+    """Its position in the order in which all futures were done, from 1."""
     on_done: Callable[[Future], None] = lambda future: None
 
     def set(self, result: Result) -> None:
-        """Answer the request; a result computed again after a crash replaces one that nobody has got."""
+        """Answer the request; after a crash a result that is computed again replaces the first one."""
         self.result, self.done_at = result, time.monotonic()
         self.on_done(self)
         self.changed.set()
 
 
 class Futures:
-    """All requests that somebody may still ask for."""
+    """The futures of all users, until their results are deleted."""
 
     def __init__(self) -> None:
         self._futures: dict[str, Future] = {}
@@ -99,13 +99,13 @@ class Futures:
         self._any_done = asyncio.Event()
 
     async def wait_any(
-        self, is_wanted: Callable[[Future], bool], after: int, timeout_s: float
+        self, is_included: Callable[[Future], bool], after: int, timeout_s: float
     ) -> list[Future]:
-        """Those wanted that are done, with a number above `after`, in order; [] if none is in time."""
+        """Wait for included futures that are done with a number above `after`, in order; [] if none is in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             event = self._any_done
-            found = [f for f in self._futures.values() if f.number_done > after and is_wanted(f)]
+            found = [f for f in self._futures.values() if f.number_done > after and is_included(f)]
             left = deadline - time.monotonic()
             if found or left <= 0:
                 return sorted(found, key=lambda future: future.number_done)
@@ -114,7 +114,7 @@ class Futures:
                     await event.wait()
 
     def forget(self, prefix: str) -> None:
-        """Forget the futures of a run that another takes the name of."""
+        """Delete the futures whose ids begin with this: those of a run whose name another run takes."""
         for name in [name for name in self._futures if name.startswith(prefix)]:
             del self._futures[name]
 
@@ -122,7 +122,7 @@ class Futures:
         return self._futures.get(name)
 
     def of(self, name: str, user: str, *, is_admin: bool = False) -> Future:
-        """Raises: Refusal 410 if there is none (any more), 403 if it is another user's."""
+        """A user's future. Raises: Refusal 410 if there is none (any more), 403 if it is another user's."""
         future = self._futures.get(name)
         if future is None:
             raise Refusal(
@@ -135,7 +135,7 @@ class Futures:
         return future
 
     async def wait(self, future: Future, timeout_s: float) -> Result | None:
-        """The result, as soon as it is there; None if it is not in time."""
+        """Wait for the result; None if it is not there in time."""
         if future.result is None:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -146,7 +146,7 @@ class Futures:
         return future.result
 
     def sweep(self) -> None:
-        """Forget results that are old, and the oldest of who has too many."""
+        """Delete results that are old, and the oldest of users who have too many."""
         self._swept_at = now = time.monotonic()
         counts: Counter[str] = Counter()
         sizes: Counter[str] = Counter()

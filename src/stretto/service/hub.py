@@ -1,7 +1,7 @@
-"""What all routes share: the service's parts, who asks, and how a request that fails is answered.
+"""What all routes share: the parts of the service, access to records, and answers to requests that fail.
 
-`Hub` finds records for a user and refuses what he may not see. `boundary` is the only place where exceptions become
-answers; every action is written to the audit log with its outcome.
+`Hub` finds records for a user and refuses those of others. `boundary` is the only place where exceptions become
+answers; it writes every action and its outcome to the audit log.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from aiohttp import web
 from stretto.base.errors import ConfigError, DataError, StrettoError
 from stretto.config.root import ServeConfig
 from stretto.data.hub_model import find_config, find_local
+from stretto.records.tenants import TenantSpec
 from stretto.service.access import Access, Reading, User
 from stretto.service.engines import Engines
 from stretto.service.futures import Futures
@@ -48,19 +49,18 @@ QUIET_ROUTES = frozenset(
         "/v1/status",
     }
 )
-"""Routes that are not written to the audit log while they succeed: they read, or there are thousands of them."""
-
-READ_OFTEN = ("/runs/", "/v1/futures/")
-"""What orchestrators ask engines, and results that are waited for."""
+"""Routes whose successes are not written to the audit log: they only read, or are called thousands of times."""
+QUIET_PREFIXES = ("/runs/", "/v1/futures/")
+"""Begin further ones: what orchestrators ask of engines, and waits for results."""
 
 USER = web.RequestKey("user", User)
-"""Who has sent a request."""
+"""The sender of a request."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass
 class Hub:
-    """The parts of one service."""
+    """The parts of a service, and its records as users may see them."""
 
     cfg: ServeConfig
     store: Store
@@ -97,7 +97,7 @@ class Hub:
             raise Refusal(f"base_model: {name!r} is not served here; this service has {self.model_name!r}")
 
     async def close(self) -> None:
-        """Write what is counted and close all files and connections."""
+        """Write the usage and close all files and connections."""
         await self.engines.client.close()
         self.training.meter.write()
         self.store.close()
@@ -113,8 +113,24 @@ class Hub:
         return _owned(self.store.get(Sampler, name or ""), user, f"sampling session {name!r}")
 
     def records_of(self, kind: type[Any], user: User) -> list[Any]:
-        """A user's records of a kind, the newest first; everybody's for the admin."""
-        return [record for record in self.store.all(kind) if user.may_reach(record.owner)][::-1]
+        """The records of a kind that a user may access, the newest first."""
+        return [record for record in self.store.all(kind) if user.may_access(record.owner)][::-1]
+
+    def new_run(self, user: User, name: str, spec: TenantSpec, **settings: Any) -> Run:
+        """A run of this user that begins now, with the user's share of the trainer; settings: further ones of `Run`."""
+        now = time.time()
+        return Run(
+            id=name,
+            owner=user.name,
+            spec=spec,
+            base_model=self.model_name,
+            created_at=now,
+            last_request_at=now,
+            weight=user.section.weight,
+            priority=user.section.priority,
+            tokens_per_minute=user.section.tokens_per_minute,
+            **settings,
+        )
 
     def checkpoint(self, user: User, path: str, kind: str | None = None) -> Checkpoint:
         """A checkpoint that this user may read. Raises: Refusal 404, or 400 for one of another kind."""
@@ -127,9 +143,19 @@ def _owned(record: Any, user: User, what: str) -> Any:
     """Raises: Refusal 404 if there is none, 403 if it is another user's."""
     if record is None:
         raise Refusal(f"there is no {what}", 404)
-    if not user.may_reach(record.owner):
+    if not user.may_access(record.owner):
         raise Refusal(f"{what} belongs to another user", 403)
     return record
+
+
+class Routes:
+    """Handlers of one hub for some of its routes."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+
+    def routes(self) -> list[web.RouteDef]:
+        raise NotImplementedError
 
 
 # -- requests and answers --
@@ -151,14 +177,15 @@ def when(seconds: float | None) -> str | None:
 
 
 def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
-    """Build the middleware that asks for a token and answers every exception."""
+    """Build the middleware that checks the token and turns every exception into an answer."""
 
     @web.middleware
     async def middleware(http: web.Request, handler: Handler) -> web.StreamResponse:
         user: User | None = None
         refusal: Refusal | None = None
         try:
-            if http.path not in OPEN_ROUTES and not is_signed(hub, http):
+            # The address of a file for download is signed, so it needs no token.
+            if http.path not in OPEN_ROUTES and not http.path.startswith("/download/"):
                 user = hub.access.user(http.headers)
                 http[USER] = user
             with hub.reading.body(user.name if user is not None else "", body_size(http)):
@@ -179,8 +206,8 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
             logger.exception("%s %s failed, request %s", http.method, http.path, name)
             refusal = Refusal(f"internal error in request {name}: {type(error).__name__}: {error}", 500)
         finally:
-            is_noted = refusal is not None or not is_quiet(http.path)
-            if is_noted and http.path not in OPEN_ROUTES:
+            is_logged = refusal is not None or not is_quiet(http.path)
+            if is_logged and http.path not in OPEN_ROUTES:
                 status = 200 if refusal is None else refusal.status
                 details = {} if refusal is None else {"error": str(refusal)[:500]}
                 action = f"{http.method} {http.path[:300]}"
@@ -193,24 +220,19 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
 
 
 def body_size(http: web.Request) -> int:
-    """Bytes of the body; as many as there may be if the client does not say, or the body is compressed."""
+    """Bytes of the body; the largest possible size if it is compressed or the client does not say it."""
     if http.content_length is not None and "Content-Encoding" not in http.headers:
         return http.content_length
     return MAX_BODY_BYTES if http.can_read_body else 0
 
 
 def is_quiet(path: str) -> bool:
-    """Whether what succeeds at this path is not written to the audit log."""
-    return path in QUIET_ROUTES or path in OPEN_ROUTES or path.startswith(READ_OFTEN)
-
-
-def is_signed(hub: Hub, http: web.Request) -> bool:
-    """Whether the address itself is the permission: a file that was signed for download."""
-    return http.path.startswith("/download/")
+    """Whether the audit log leaves out successes at this path."""
+    return path in QUIET_ROUTES or path in OPEN_ROUTES or path.startswith(QUIET_PREFIXES)
 
 
 def page(http: web.Request, default: int = 20) -> tuple[int, int]:
-    """offset and limit of a listing. Raises: Refusal if they are no numbers."""
+    """offset and limit of a listing. Raises: Refusal if they are not such numbers."""
     try:
         offset, limit = int(http.query.get("offset", 0)), int(http.query.get("limit", default))
     except ValueError:
@@ -221,7 +243,7 @@ def page(http: web.Request, default: int = 20) -> tuple[int, int]:
 
 
 def model_facts(cfg: ServeConfig) -> tuple[int, int]:
-    """Size of the vocabulary and longest sequence, from the model's config.json.
+    """Size of the vocabulary and length of the longest sequence, from the model's config.json.
 
     Raises: ConfigError if there is none.
     """
@@ -238,8 +260,3 @@ def model_facts(cfg: ServeConfig) -> tuple[int, int]:
 def texts(metadata: dict[str, Any]) -> dict[str, str] | None:
     """Metadata as clients read it."""
     return {key: str(value) for key, value in metadata.items()} or None
-
-
-def touch(hub: Hub, session: Session) -> None:
-    """Its client lives."""
-    session.last_seen_at = time.time()

@@ -1,6 +1,6 @@
-"""The hub process: opens the API at once, waits for trainer and engines, and serves until it is told to end.
+"""The hub process: opens the API at once, waits for trainer and engines, and serves until SIGTERM or SIGINT.
 
-On SIGTERM or SIGINT it saves every run first. What it knows is in RUN/service, so that the next one goes on.
+Before it ends it saves every run. Its state is in RUN/service, from which the next hub continues.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stretto.service.runs.native import NativeRoutes
 from stretto.service.runs.routes import RunRoutes
 from stretto.service.store import Audit, Session, Store
 from stretto.service.tinker.account import AccountRoutes
-from stretto.service.tinker.rest import RestRoutes, routes_of
+from stretto.service.tinker.rest import RestRoutes
 from stretto.service.tinker.routes import TinkerRoutes
 from stretto.service.tinker.samples import SampleRoutes
 from stretto.service.training.jobs import Limits
@@ -41,13 +41,13 @@ from stretto.transports.engine.client import EngineClient
 logger = logging.getLogger(__name__)
 
 SAVE_S = 20.0
-"""Longest wait for the runs to be saved at the end."""
+"""Longest wait at the end until the runs are saved."""
 _IDLE_POLL_S = 5.0
 SWEEP_S = 10.0
 
 
 def main(cfg: ServeConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status."""
+    """Serve until SIGTERM or SIGINT; returns the exit status."""
     log.setup("hub", cfg.run_dir, cfg.log.level, cfg.log.json_logging)
     raise_file_limit()
     return asyncio.run(serve(cfg))
@@ -58,14 +58,11 @@ def build(cfg: ServeConfig) -> tuple[Hub, web.Application]:
     directory = cfg.run_dir.path / "service"
     secret = load_secret(cfg.run_dir)
     vocab_size, max_model_len = model_facts(cfg)
-    store, futures, audit = (
-        Store(directory),
-        Futures(),
-        Audit(directory / "audit.jsonl", max_bytes=cfg.service.max_audit_bytes),
-    )
     section = cfg.service
+    store, futures = Store(directory), Futures()
+    audit = Audit(directory / "audit.jsonl", max_bytes=section.max_audit_bytes)
     training = Training(cfg, secret, store, futures, audit, Limits(cfg.seq_len, vocab_size))
-    urls = cfg.service.engine_urls
+    urls = section.engine_urls
     if not urls:
         raise ConfigError(
             "service.engine_urls: the hub needs the addresses of engines; `serve` fills them in"
@@ -83,26 +80,16 @@ def build(cfg: ServeConfig) -> tuple[Hub, web.Application]:
         max_waiting=section.max_waiting_samples,
         whole=whole,
     )
-    given = {name: user.token for name, user in section.users.items()}
-    access = Access(section.users, prepare_tokens(cfg.run_dir.path / "tokens.json", given))
+    tokens = {name: user.token for name, user in section.users.items()}
+    access = Access(section.users, prepare_tokens(cfg.run_dir.path / "tokens.json", tokens))
     reading = Reading(section.max_waiting_bytes, training.places.waiting_bytes)
-    facts = (vocab_size, max_model_len, time.time())
-    hub = Hub(cfg, store, futures, audit, access, training, engines, reading, *facts)
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[boundary(hub)])
-    app.add_routes(
-        routes_of(
-            (
-                TinkerRoutes(hub),
-                SampleRoutes(hub),
-                NativeRoutes(hub),
-                RunRoutes(hub),
-                EngineRoutes(hub),
-                RestRoutes(hub, secret.key("service.download")),
-                AccountRoutes(hub),
-                AdminRoutes(hub),
-            )
-        )
+    hub = Hub(
+        cfg, store, futures, audit, access, training, engines, reading, vocab_size, max_model_len, time.time()
     )
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[boundary(hub)])
+    kinds = (TinkerRoutes, SampleRoutes, NativeRoutes, RunRoutes, EngineRoutes, AccountRoutes, AdminRoutes)
+    for handlers in (*(kind(hub) for kind in kinds), RestRoutes(hub, secret.key("service.download"))):
+        app.add_routes(handlers.routes())
     return hub, app
 
 
@@ -128,7 +115,7 @@ async def serve(cfg: ServeConfig) -> int:
         asyncio.create_task(hub.engines.client.watch()),
         asyncio.create_task(_evict_idle(hub)),
         asyncio.create_task(_sweep(hub)),
-        *(asyncio.create_task(each.watch()) for each in watched(hub)),
+        *(asyncio.create_task(each.watch()) for each in runs_directories(hub)),
     ]
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -147,8 +134,8 @@ async def serve(cfg: ServeConfig) -> int:
         await hub.close()
 
 
-def watched(hub: Hub) -> list[RunsDirectory]:
-    """The directory that registers runs, if there is one."""
+def runs_directories(hub: Hub) -> list[RunsDirectory]:
+    """The directory whose files register runs, if the config has one."""
     section = hub.cfg.service
     if section.runs_dir is None:
         return []
@@ -157,7 +144,7 @@ def watched(hub: Hub) -> list[RunsDirectory]:
 
 
 async def _sweep(hub: Hub) -> None:
-    """Delete what has expired or nobody needs, and write down what was computed."""
+    """Delete expired and unneeded records and files, and write the usage."""
     while True:
         num_deleted = await hub.checkpoints.sweep(
             hub.engines.is_used,
@@ -173,7 +160,7 @@ async def _sweep(hub: Hub) -> None:
 
 
 async def _evict_idle(hub: Hub) -> None:
-    """Save runs whose clients are silent, and give their places to others."""
+    """Evict runs whose clients are silent for too long, so that others get their places."""
     limit = hub.cfg.service.idle_timeout_s or math.inf
     while True:
         await asyncio.sleep(min(_IDLE_POLL_S, limit / 2))
@@ -181,9 +168,8 @@ async def _evict_idle(hub: Hub) -> None:
         for tenant in list(hub.training.places.tenants.values()):
             run = tenant.run
             session = hub.store.get(Session, run.session or "")
-            last = max(
-                run.last_request_at, session.last_seen_at if session is not None else 0.0, hub.started_at
-            )
-            is_idle = now - last > limit and not hub.training.queue.waiting(run.id)
+            last_seen_at = session.last_seen_at if session is not None else 0.0
+            silence_s = now - max(run.last_request_at, last_seen_at, hub.started_at)
+            is_idle = silence_s > limit and not hub.training.queue.waiting(run.id)
             if is_idle and run.state in ("active", "frozen"):
                 hub.training.evict(run, f"its client was silent for {limit:g} s")

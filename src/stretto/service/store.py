@@ -1,7 +1,7 @@
-"""What the hub knows, in one SQLite database: sessions, runs, checkpoints, samplers; and the audit log beside it.
+"""The hub's records in one SQLite database: sessions, runs, checkpoints, samplers, usage; and the audit log beside it.
 
-A row is one record as JSON under its kind and id. Everything is read at the start and kept in memory; a change is
-written before it is answered, so that a hub that is started again knows what its clients were told.
+A row is one record as JSON under its kind and id. All rows are read at the start and kept in memory. A change is
+written before it is answered, so that a restarted hub knows everything that its clients know.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ SEGMENTS: dict[str, str] = {
     "sampler": "sampler_weights",
     "external": "external_weights",
 }
-"""Second part of the path of a checkpoint, tinker://<run>/<segment>/<name>, by kind."""
+"""By kind, the second part of a checkpoint's path, tinker://<run>/<segment>/<name>."""
 KEEP_S = 30 * 86400.0
-"""Sessions, and samplers and ended runs without files, are forgotten when they were not used for so long."""
+"""Sessions, and samplers and ended runs without files, are deleted when they were unused for so long."""
 KEEP_USAGE_S = 400 * 86400.0
 MAX_RECORDS = 10_000
-"""Records of one kind that one user may have of what is not in use; the newest stay."""
+"""Largest number of a user's unused records of one kind; the newest stay."""
 AUDIT_BYTES = 4 << 20
-"""How much of the end of the audit log is read: all of it would hold up everybody's requests."""
+"""How much of the end of the audit log is read; reading all of it would delay the requests of all users."""
 
 
 class Session(msgspec.Struct, kw_only=True):
-    """What one client object of a user does."""
+    """One client object of a user: its runs and samplers belong to it."""
 
     id: str
     owner: str
@@ -47,15 +47,15 @@ class Session(msgspec.Struct, kw_only=True):
     user_metadata: dict[str, Any] = {}
     display_name: str | None = None
     project: str = ""
-    """What its user files it under; it gives nobody any right."""
+    """A label of its user; it gives no rights."""
     finished: str | None = None
-    """How the client said it ended: success, errored or interrupted."""
+    """How it ended, as its client reported: success, errored or interrupted; None: it has not ended."""
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """A tenant. States: creating -> active <-> frozen; any -> evicted (comes back when asked for) or ended.
+    """A tenant. States: creating -> active <-> frozen; any -> evicted (comes back with its next request) or ended.
 
-    saved: directory of its newest state, with all requests up to saved_seq; None: it was never saved.
+    saved: directory of its newest state, which includes all requests up to saved_seq; None: it was never saved.
     """
 
     id: str
@@ -71,31 +71,31 @@ class Run(msgspec.Struct, kw_only=True):
     tokens_per_minute: float | None = None
     user_metadata: dict[str, Any] = {}
     start: str | None = None
-    """Directory of the state it began with, if not with fresh weights."""
+    """Directory of the state with which it began; None: fresh weights."""
     start_optimizer: bool = False
     saved: str | None = None
     saved_seq: int = 0
     step: int = 0
     last_request_at: float = 0.0
     is_held: bool = False
-    """The admin has frozen it: only the admin resumes it."""
+    """The admin has frozen it; only the admin resumes it."""
     key: str | None = None
-    """What its client chose for the request that made it: the same request again gets the same run."""
+    """Chosen by its client for the request that made it: a repeated request with this key gets this run."""
     directory: str | None = None
-    """The directory that has registered it (runs/directory.py); None: a request has."""
+    """The directory that registered it (runs/directory.py); None: a request did."""
     is_prepared: bool = False
-    """A directory has registered it, and its orchestrator has not come yet."""
+    """A directory registered it, and its orchestrator has not made a request yet."""
     published: str | None = None
-    """Path of the version of its adapter that its engine requests are answered with."""
+    """Path of the version of its adapter from which its engine requests are sampled."""
 
     @property
     def is_placed(self) -> bool:
-        """Whether it takes a place in the trainer."""
+        """Whether it occupies a place in the trainer."""
         return self.state in ("creating", "active", "frozen")
 
 
 class Checkpoint(msgspec.Struct, kw_only=True):
-    """Saved weights. directory: its files; path: what users call it."""
+    """Saved weights. directory: of its files; path: its name for users."""
 
     path: str
     run: str
@@ -123,15 +123,15 @@ class Sampler(msgspec.Struct, kw_only=True):
     session: str | None = None
     model_path: str | None = None
     directory: str | None = None
-    """Where the adapter is; None: the base model."""
+    """Directory of the adapter; None: the base model."""
     run: str | None = None
     num_clients: int = 0
     used_at: float = 0.0
-    """When it was last asked for a sample, as far as that was written."""
+    """Time of its last sample as far as it was written, seconds since 1970."""
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """What a user had computed in one hour (since 1970, UTC). counts: by kind, as usage.py names them."""
+    """Usage of a user in one hour, counted since 1970 in UTC. counts: by the kinds of usage.py."""
 
     id: str
     owner: str
@@ -186,10 +186,10 @@ class Store:
             self._records[type(record)].pop(record.id, None)
 
     def unneeded(self, *, now: float, since: float) -> list[Record]:
-        """Records that nobody needs any more: too old, or too many of one user's kind. since: uses are known from then.
+        """Records that can be deleted: too old, or too many of one user's kind. since: time from which uses are known.
 
-        Kept are runs that go on or may come back, those with checkpoints, samplers or a directory that registers them,
-        and the sessions of these runs.
+        Runs stay if they continue or may come back, or have checkpoints, samplers or a directory that registered them;
+        so do the sessions of these runs.
         """
         samplers = list(self.all(Sampler))
         checkpoints = {each.directory: each.run for each in self.all(Checkpoint)}
@@ -201,7 +201,7 @@ class Store:
         runs = list(self.all(Run))
         sessions = {run.session for run in runs if not is_over(run)}
         idle: list[tuple[float, float, Record]] = []
-        """Time of the last use, seconds for which it is kept after that, record."""
+        """Time of the last use, seconds for which the record is kept after that, and the record."""
         idle += [
             (max(run.last_request_at, run.created_at), KEEP_S, run)
             for run in runs
@@ -232,9 +232,9 @@ class Store:
 
 
 class Audit:
-    """Who did what, a JSON object per line: time, user, action, what it was done to, and the HTTP status.
+    """The audit log, one JSON object per line: time, user, action, target and HTTP status.
 
-    Once the file has half of max_bytes it becomes `audit.1.jsonl`, in place of the one that was that before.
+    Once the file has half of max_bytes, it is renamed to `audit.1.jsonl` and replaces the earlier file of that name.
     """
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
@@ -258,7 +258,7 @@ class Audit:
             self._open()
 
     def read(self, user: str | None = None, *, most: int = 1000) -> list[dict[str, Any]]:
-        """The newest entries, of one user or of all, oldest first; none that lies before the last `AUDIT_BYTES`."""
+        """The newest entries of one user or of all, oldest first, within the last `AUDIT_BYTES`."""
         end = _end(self.path, AUDIT_BYTES)
         if len(end) < AUDIT_BYTES and self._older.exists():
             end = _end(self._older, AUDIT_BYTES - len(end)) + end
@@ -267,7 +267,7 @@ class Audit:
         for line in reversed(lines):
             if len(found) == most:
                 break
-            if not (line.startswith(b"{") and line.endswith(b"}")):  # a part of one
+            if not (line.startswith(b"{") and line.endswith(b"}")):  # a part of an entry
                 continue
             entry = json.loads(line)
             if user is None or entry.get("user") == user:

@@ -1,6 +1,6 @@
-"""What each user has had computed, by hour and session: tokens trained, read and sampled, and checkpoints written.
+"""Usage of each user by hour and session: tokens trained, read and sampled, and checkpoints written.
 
-Counts are kept in memory and written to the database now and then; a crash loses those since.
+Counts are kept in memory and written to the database every few seconds; a crash loses those that were not written.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ HOUR_S = 3600
 
 
 class Meter:
-    """Counts of all users."""
+    """The counts of all users."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._changed: dict[str, Usage] = {}
 
     def add(self, owner: str, session: str | None, **counts: int) -> None:
-        """Count for this hour; names are those of `Kind`."""
+        """Add to the counts of this hour; their names are those of `Kind`."""
         hour = int(time.time()) // HOUR_S
         name = f"{owner}/{session or ''}/{hour}"
         usage = self._changed.get(name) or self._store.get(Usage, name)
@@ -33,7 +33,7 @@ class Meter:
         self._changed[name] = usage
 
     def write(self) -> None:
-        """Write what has changed."""
+        """Write the changed counts to the database."""
         for usage in self._changed.values():
             self._store.put(usage)
         self._changed.clear()
@@ -41,5 +41,5 @@ class Meter:
     def between(self, start: float, stop: float) -> list[Usage]:
         """Counts of the hours that begin in [start, stop), seconds since 1970, in order."""
         self.write()
-        found = [each for each in self._store.all(Usage) if start <= each.hour * HOUR_S < stop]
-        return sorted(found, key=lambda usage: (usage.hour, usage.id))
+        usages = [each for each in self._store.all(Usage) if start <= each.hour * HOUR_S < stop]
+        return sorted(usages, key=lambda usage: (usage.hour, usage.id))

@@ -17,7 +17,7 @@ from stretto.base.errors import ConfigError
 from stretto.config.load import load
 from stretto.config.root import ServeConfig
 from stretto.service.hub import Hub
-from stretto.service.main import build, watched
+from stretto.service.main import build, runs_directories
 from stretto.service.store import Run
 
 
@@ -36,7 +36,7 @@ class Watched:
     @asynccontextmanager
     async def hub(self) -> AsyncIterator[Hub]:
         hub, self.app = build(self.cfg)
-        (self.watcher,) = watched(hub)
+        (self.watcher,) = runs_directories(hub)
         try:
             yield hub
         finally:

@@ -14,7 +14,7 @@ import pytest
 
 from stretto.base.errors import EngineError
 from stretto.records.weights import MANIFEST, WeightManifest
-from stretto.service.engines import AdapterSlots, WeightSlot, adapter_name, plain_salt
+from stretto.service.engines import AdapterSlots, WeightSlot, adapter_name, hash_salt
 from stretto.service.store import Sampler
 from stretto.transports.engine.api import Refusal
 from stretto.transports.engine.http import RequestRefused
@@ -274,9 +274,9 @@ async def test_a_request_that_an_engine_refuses_takes_nobodys_adapter() -> None:
 
 
 def test_salts_are_those_that_every_engine_takes() -> None:
-    salts = [plain_salt(salt) for salt in ("alice.a.1/v1@17", "alice.a.1/v1@18", "user alice", "x" * 999)]
+    salts = [hash_salt(salt) for salt in ("alice.a.1/v1@17", "alice.a.1/v1@18", "user alice", "x" * 999)]
     assert len(set(salts)) == 4 and all(salt.isalnum() and len(salt) == 64 for salt in salts if salt)
-    assert plain_salt("user alice") == salts[2] and plain_salt(None) is None
+    assert hash_salt("user alice") == salts[2] and hash_salt(None) is None
 
 
 async def test_a_request_that_is_cancelled_while_its_version_loads_takes_no_room() -> None:

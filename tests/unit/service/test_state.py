@@ -50,7 +50,7 @@ def test_a_user_is_found_by_either_header_and_nobody_without_one() -> None:
     access = Access({"alice": UserSection()}, {"alice": "tml-a", ADMIN: "tml-z"})
     assert access.user({"X-API-Key": "tml-a"}).name == "alice"
     assert access.user({"Authorization": "Bearer tml-z"}).is_admin
-    assert not access.user({"X-API-Key": "tml-a"}).may_reach("bob")
+    assert not access.user({"X-API-Key": "tml-a"}).may_access("bob")
     for headers in ({}, {"X-API-Key": "tml-"}, {"Authorization": "Bearer "}, {"X-API-Key": "tml-é"}):
         with pytest.raises(Refusal) as refused:
             access.user(headers)

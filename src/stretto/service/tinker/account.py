@@ -1,4 +1,4 @@
-"""What users have had computed and stored, and what was done: usage, storage and audit log of the Tinker API."""
+"""Usage, storage and audit log of the Tinker API."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from typing import Any
 
 from aiohttp import web
 
-from stretto.service.hub import USER, Hub, answer, texts, when
-from stretto.service.store import Checkpoint, Session, Usage
+from stretto.service.hub import USER, Routes, answer, texts, when
+from stretto.service.store import Checkpoint, Session
 from stretto.service.usage import HOUR_S
 from stretto.transports.engine.api import Refusal
 
 
-class AccountRoutes:
-    """Handlers of one hub."""
-
-    def __init__(self, hub: Hub) -> None:
-        self.hub = hub
+class AccountRoutes(Routes):
+    """Usage, storage and audit log."""
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -29,12 +26,12 @@ class AccountRoutes:
         ]
 
     async def usage(self, http: web.Request) -> web.Response:
-        """What was computed per hour, of whoever asks; of all for the admin. Nothing has a price."""
+        """The user's usage by hour; the admin gets that of all users. Nothing has a price."""
         start, stop = (_seconds(http, name) for name in ("starting_on", "ending_before"))
         if not start < stop <= start + 14 * 86400:
             raise Refusal("ending_before must be after starting_on, by at most 14 days")
-        found = [
-            each for each in self.hub.training.meter.between(start, stop) if http[USER].may_reach(each.owner)
+        usages = [
+            each for each in self.hub.training.meter.between(start, stop) if http[USER].may_access(each.owner)
         ]
         projects = {session.id: session.project for session in self.hub.store.all(Session)}
         events = [
@@ -48,17 +45,17 @@ class AccountRoutes:
                 "project_id": projects.get(usage.session or "") or None,
                 "event_info": _USAGE[kind](count),
             }
-            for usage in found
+            for usage in usages
             for kind, count in usage.counts.items()
             if count
         ]
-        return answer({"data": events, "sessions": self._sessions_of(found)})
-
-    def _sessions_of(self, found: list[Usage]) -> dict[str, Any]:
-        """What users wrote beside the sessions of these counts."""
-        names = {usage.session for usage in found}
-        own = [session for session in self.hub.store.all(Session) if session.id in names]
-        return {session.id: {"user_metadata": texts(session.user_metadata)} for session in own}
+        names = {usage.session for usage in usages}
+        sessions = {
+            session.id: {"user_metadata": texts(session.user_metadata)}
+            for session in self.hub.store.all(Session)
+            if session.id in names
+        }
+        return answer({"data": events, "sessions": sessions})
 
     async def storage(self, http: web.Request) -> web.Response:
         """Bytes of checkpoints by user."""
@@ -77,7 +74,7 @@ class AccountRoutes:
         return answer({"data": rows})
 
     async def audit(self, http: web.Request) -> web.Response:
-        """The newest entries, of whoever asks; of all for the admin."""
+        """The user's newest entries; the admin gets those of all users."""
         user, day = http[USER], http.query.get("day")
         entries = [
             {
@@ -93,12 +90,12 @@ class AccountRoutes:
 
 
 def _seconds(http: web.Request, name: str) -> float:
-    """A time of the query, in seconds since 1970. Raises: Refusal if it is none."""
+    """A time in the query, in seconds since 1970. Raises: Refusal if it is not one."""
     try:
         moment = datetime.fromisoformat(http.query.get(name, ""))
     except ValueError:
         raise Refusal(
-            f"{name}: {http.query.get(name)!r} is no time; send one such as 2026-01-31T12:00:00Z"
+            f"{name}: {http.query.get(name)!r} is not a time; send one such as 2026-01-31T12:00:00Z"
         ) from None
     return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
 

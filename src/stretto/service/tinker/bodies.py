@@ -7,13 +7,13 @@ from typing import Annotated, Any
 import msgspec
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-"""Number of a request, or of a model or sampler in its session: part of the names of files."""
+"""Number of a request, or of a model or sampler in its session; it becomes part of file names."""
 Seconds = Annotated[int, msgspec.Meta(gt=0, le=100 * 365 * 86400)]
-"""How long something is kept, at most a hundred years."""
+"""Seconds for which something is kept, at most a hundred years."""
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body; `type` repeats what the route says."""
+    """A body; `type` repeats the name of the route."""
 
     type: str | None = None
 
@@ -97,7 +97,7 @@ class LoadBody(Body):
 
 
 class ChunkBody(msgspec.Struct, frozen=True):
-    """A part of a prompt; only tokens are taken."""
+    """A part of a prompt; only tokens are supported."""
 
     type: str = "encoded_text"
     tokens: list[int] = []

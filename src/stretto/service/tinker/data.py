@@ -1,8 +1,8 @@
-"""Sequences of a training request as micro batches, and what the trainer computed for them back as arrays per sequence.
+"""Packs the sequences of a training request into micro batches, and splits the trainer's results by sequence.
 
-A client says what each position predicts: `target_tokens[i]` comes after `model_input[:i + 1]`. The trainer scores
-token t from those before it. So a sequence of n tokens becomes a document of n + 1, whose last token is the last
-target; where targets are other tokens than the following ones, they go along as targets.
+A client names the target of each position: `target_tokens[i]` follows `model_input[:i + 1]`. The trainer scores token t
+from the tokens before it. So a sequence of n tokens becomes a document of n + 1, whose last token is the last target.
+Targets that differ from the following tokens are sent beside the micro batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOSSES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         ),
     ),
 }
-"""By loss: the arrays that it needs, and those that it takes besides."""
+"""By loss: the arrays that it requires, and optional ones."""
 UNSUPPORTED = {
     "stable_reinforce": "it needs what only the original service records while it samples",
     "custom": "losses run in the client here: forward_backward_custom with a function",
@@ -43,11 +43,10 @@ _MASKS = ("mask", "sequence_ratio_mask")
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of one request. lengths: positions per sequence; targets: per micro batch, None for the next tokens."""
+    """The sequences of one request. targets: per micro batch, None if they are the next tokens."""
 
     micro_batches: tuple[MicroBatch, ...]
     targets: tuple[np.ndarray | None, ...]
-    lengths: tuple[int, ...]
     loss: SumLoss
 
     @property
@@ -58,7 +57,7 @@ class Batch:
     def per_sequence(
         self, logprobs: Sequence[Float32[np.ndarray, " tokens"]]
     ) -> list[Float32[np.ndarray, " positions"]]:
-        """What was computed per token of each micro batch, as an array per sequence."""
+        """Split logprobs of micro batches into an array per sequence."""
         parts = []
         for micro_batch, scores in zip(self.micro_batches, logprobs):
             bounds = micro_batch.cu_seqlens.tolist()
@@ -69,9 +68,9 @@ class Batch:
 def pack(
     data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str], *, seq_len: int, vocab_size: int
 ) -> Batch:
-    """Sequences as micro batches of at most seq_len tokens.
+    """Pack sequences into micro batches of at most seq_len tokens.
 
-    Raises: DataError naming the sequence, its array and what is wrong, for all that the trainer could not compute.
+    Raises: DataError naming the sequence, its array and the fault, for everything that the trainer cannot compute.
     """
     if loss_fn in UNSUPPORTED:
         raise DataError(f"loss_fn = {loss_fn!r} is not supported: {UNSUPPORTED[loss_fn]}")
@@ -93,9 +92,8 @@ def pack(
             room = seq_len
         rows[-1].append(document)
         room -= size
-    packed = [_row(row) for row in rows]
-    lengths = tuple(len(document["token_ids"]) - 1 for document in documents)
-    return Batch(tuple(row for row, _ in packed), tuple(targets for _, targets in packed), lengths, loss)
+    micro_batches, targets = zip(*map(_row, rows))
+    return Batch(micro_batches, targets, loss)
 
 
 def _document(
@@ -103,10 +101,10 @@ def _document(
 ) -> dict[str, np.ndarray]:
     if datum.refused:
         raise DataError(f"{where}.model_input: {datum.refused}")
-    needed, optional = LOSSES[loss_fn]
-    if missing := sorted(needed - datum.inputs.keys()):
+    required, optional = LOSSES[loss_fn]
+    if missing := sorted(required - datum.inputs.keys()):
         raise DataError(f"{where}.loss_fn_inputs: {missing[0]} is missing, which {loss_fn} needs")
-    if unknown := sorted(datum.inputs.keys() - needed - optional):
+    if unknown := sorted(datum.inputs.keys() - required - optional):
         raise DataError(f"{where}.loss_fn_inputs: {unknown[0]} means nothing to {loss_fn}; leave it out")
     size = len(datum.tokens)
     if not size:
@@ -161,7 +159,7 @@ def _flat(array: np.ndarray, name: str, size: int, where: str) -> np.ndarray:
 
 def _loss(loss_fn: str, config: Mapping[str, float | str], data: Sequence[Datum]) -> SumLoss:
     settings: dict[str, Any] = dict(config)
-    for name in THRESHOLDS:  # as an array they are per token; one value for all is what can be computed here
+    for name in THRESHOLDS:  # clients may send one value per token, but the trainer has one for all
         values = {float(x) for datum in data if name in datum.inputs for x in np.unique(datum.inputs[name])}
         if len(values) > 1:
             raise DataError(
@@ -169,7 +167,7 @@ def _loss(loss_fn: str, config: Mapping[str, float | str], data: Sequence[Datum]
             )
         if values:
             settings[name] = values.pop()
-    known = {"clip_low_threshold", "clip_high_threshold", "beta"}
+    known = {*THRESHOLDS, "beta"}
     if unknown := sorted(settings.keys() - known):
         raise DataError(f"loss_fn_config: {unknown[0]} is unknown; there are {', '.join(sorted(known))}")
     if bad := [name for name, value in settings.items() if isinstance(value, str) or not np.isfinite(value)]:

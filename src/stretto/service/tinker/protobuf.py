@@ -1,8 +1,7 @@
-"""The protocol buffers of the Tinker API: the messages that its clients send and read as bytes.
+"""The protocol buffers of the Tinker API: reads the body of forward_backward, writes its results and those of sample.
 
-In: the body of /api/v1/forward_backward. Out: the results of forward_backward and sample. A message is a run of fields,
-each a key (number << 3 | kind) and a value; kinds here are 0 (varint), 1 (8 bytes), 2 (length and bytes), 5 (4 bytes).
-Fields that this service does not know are skipped, as every reader of protocol buffers does.
+A message is a sequence of fields, each a key (number << 3 | kind) and a value; kinds here are 0 (varint), 1 (8 bytes),
+2 (length and bytes) and 5 (4 bytes). Unknown fields are skipped, as the format requires.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 _FLOAT32, _INT64, _INT32, _BFLOAT16 = 1, 2, 3, 4
 _DTYPES = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8"), _INT32: np.dtype("<i4")}
 _MAX_CELLS = 1 << 26
-"""Largest number of entries of one tensor, so that a small message with a large shape takes no memory."""
+"""Largest number of entries of a tensor, so that a small message with a large shape cannot take much memory."""
 
 
 @dataclass
@@ -32,12 +31,12 @@ class Datum:
     tokens: Int32[np.ndarray, " tokens"]
     inputs: dict[str, np.ndarray] = field(default_factory=dict)
     refused: str | None = None
-    """Why this service cannot compute it, if it has parts of another kind."""
+    """Why this service cannot compute it; None if it can."""
 
 
 @dataclass
 class ForwardBackward:
-    """A request for a pass. seq_id: its place among the requests of its model, from 1."""
+    """A request for a pass. seq_id: its number among the requests of its model, from 1."""
 
     model_id: str = ""
     seq_id: int = 0
@@ -72,7 +71,7 @@ class Sampled:
 
 
 def read_forward_backward(data: bytes) -> ForwardBackward:
-    """The request in a body. Raises: DataError if it is not such a message."""
+    """Read the request in a body. Raises: DataError if it is not such a message."""
     request, legacy, current = ForwardBackward(), {}, {}
     for number, value in _fields(data):
         match number:
@@ -102,8 +101,7 @@ def _datum(data: memoryview) -> Datum:
         if number == 1:
             for kind, chunk in _fields(_bytes(value)):
                 if kind == 1:
-                    tokens = [_array(v, _INT32) for n, v in _fields(_bytes(chunk)) if n == 1]
-                    chunks += tokens
+                    chunks += [_array(v, _INT32) for n, v in _fields(_bytes(chunk)) if n == 1]
                 else:
                     datum.refused = "a chunk of an image or of audio: this service trains on tokens"
         elif number == 2:
@@ -143,7 +141,7 @@ def _tensor(data: memoryview) -> np.ndarray:
 
 
 def _dense(data: memoryview, dtype: int, shape: list[int]) -> np.ndarray:
-    """A matrix in compressed rows, with zeros where it has no entry."""
+    """A matrix from compressed rows, with zeros where it has no entry."""
     parts = {number: _bytes(value) for number, value in _fields(data)}
     values = _array(parts.get(1, memoryview(b"")), dtype)
     rows, columns = (_array(parts.get(number, memoryview(b"")), _INT64) for number in (2, 3))
@@ -165,10 +163,9 @@ def _array(data: memoryview | int, dtype: int) -> np.ndarray:
     """Little-endian bytes as a native array: float32, int64 or int32."""
     raw = _bytes(data)
     if dtype == _BFLOAT16:
-        halves = np.frombuffer(raw, "<u2") if len(raw) % 2 == 0 else None
-        if halves is None:
+        if len(raw) % 2:
             raise DataError("a tensor of bfloat16 has an odd number of bytes")
-        return (halves.astype(np.uint32) << 16).view(np.float32)
+        return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
     kind = _DTYPES.get(dtype)
     if kind is None:
         raise DataError(f"a tensor has the dtype {dtype}; 1 (float32) and 2 (int64) are known")
@@ -178,14 +175,14 @@ def _array(data: memoryview | int, dtype: int) -> np.ndarray:
 
 
 def _entry(value: memoryview | int) -> tuple[str, memoryview | int]:
-    """A map's entry."""
-    found = dict(_fields(_bytes(value)))
-    return _text(found.get(1, memoryview(b""))), found.get(2, memoryview(b""))
+    """Key and value of a map's entry."""
+    fields = dict(_fields(_bytes(value)))
+    return _text(fields.get(1, memoryview(b""))), fields.get(2, memoryview(b""))
 
 
 def _loss_value(value: memoryview | int) -> float | str:
-    found = dict(_fields(_bytes(value)))
-    return _text(found[2]) if 2 in found else _double(found.get(1, memoryview(bytes(8))))
+    fields = dict(_fields(_bytes(value)))
+    return _text(fields[2]) if 2 in fields else _double(fields.get(1, memoryview(bytes(8))))
 
 
 def _fields(data: bytes | memoryview) -> Iterator[tuple[int, memoryview | int]]:
@@ -223,11 +220,11 @@ def _varint(view: memoryview, at: int) -> tuple[int, int]:
 
 
 def _varints(value: memoryview) -> list[int]:
-    found, at = [], 0
+    numbers, at = [], 0
     while at < len(value):
         number, at = _varint(value, at)
-        found.append(number)
-    return found
+        numbers.append(number)
+    return numbers
 
 
 def _bytes(value: memoryview | int) -> memoryview:
@@ -252,7 +249,7 @@ def _text(value: memoryview | int) -> str:
 def _double(value: memoryview | int) -> float:
     raw = _bytes(value)
     if len(raw) != 8:
-        return 0.0  # a default, which is not sent
+        return 0.0  # the default, which writers leave out
     return float(struct.unpack("<d", raw)[0])
 
 
@@ -263,9 +260,8 @@ def write_forward_backward(
     outputs: Sequence[Mapping[str, np.ndarray]], metrics: Mapping[str, float]
 ) -> bytes:
     """The result of forward_backward: arrays of each datum, float32 or int64; metrics are called `name:reduction`."""
-    names = outputs[0] if outputs else {}
     fields = b""
-    for name in names:
+    for name in outputs[0] if outputs else {}:
         arrays = [np.ascontiguousarray(output[name]) for output in outputs]
         offsets = np.cumsum([0, *(array.nbytes for array in arrays)]).astype("<i8")
         kind = _INT64 if arrays[0].dtype == np.int64 else _FLOAT32

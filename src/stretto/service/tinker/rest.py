@@ -1,4 +1,4 @@
-"""Listings, checkpoints and sessions of the Tinker API. A listing shows a user what is his, the admin everything."""
+"""Listings, checkpoints and sessions of the Tinker API; users see their own records, the admin those of all users."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import hmac
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -17,7 +16,7 @@ from uuid import uuid4
 import msgspec
 from aiohttp import web
 
-from stretto.service.hub import USER, Hub, answer, page, read, texts, when
+from stretto.service.hub import USER, Hub, Routes, answer, page, read, texts, when
 from stretto.service.store import SEGMENTS, Checkpoint, Run, Sampler, Session
 from stretto.service.tinker import bodies
 from stretto.service.training.checkpoints import LINK_S, TRACES
@@ -26,11 +25,12 @@ from stretto.transports.engine.api import Refusal
 _CHECKPOINT = "/api/v1/training_runs/{run}/checkpoints/{checkpoint:[^/]+/[^/]+}"
 
 
-class RestRoutes:
-    """Handlers of one hub. key: signs addresses of files."""
+class RestRoutes(Routes):
+    """Listings, checkpoints and sessions. key: signs addresses of files."""
 
     def __init__(self, hub: Hub, key: bytes) -> None:
-        self.hub, self._key = hub, key
+        super().__init__(hub)
+        self._key = key
 
     def routes(self) -> list[web.RouteDef]:
         runs = "/api/v1/training_runs"
@@ -120,7 +120,7 @@ class RestRoutes:
         """The checkpoint in an address. Raises: Refusal 404, 403 if it is another user's."""
         path = f"tinker://{http.match_info['run']}/{http.match_info['checkpoint']}"
         found = self.hub.checkpoint(http[USER], path)
-        if not http[USER].may_reach(found.owner):
+        if not http[USER].may_access(found.owner):
             raise Refusal(f"{path} belongs to another user", 403)
         return found
 
@@ -143,7 +143,7 @@ class RestRoutes:
     async def weights_info(self, http: web.Request) -> web.Response:
         path = (await read(http, bodies.PathBody)).tinker_path
         run = self.hub.store.get(Run, self.hub.checkpoint(http[USER], path).run)
-        assert run is not None, f"{path} is of no run"
+        assert run is not None, f"{path} has no run"
         targets, is_full = run.spec.target_modules or (), run.spec.rank == 0
         return answer(
             {
@@ -157,13 +157,13 @@ class RestRoutes:
         )
 
     async def copy_weights(self, http: web.Request) -> web.Response:
-        """Copy a checkpoint into a run of its own, which belongs to who asks."""
+        """Copy a checkpoint into a new run of this user."""
         body, user = await read(http, CopyBody), http[USER]
         if body.weights_access_token is not None:
             raise Refusal("weights_access_token: checkpoints of others are read when they are published")
         found = self.hub.checkpoint(user, body.source_path)
         origin = self.hub.store.get(Run, found.run)
-        assert origin is not None, f"{found.path} is of no run"
+        assert origin is not None, f"{found.path} has no run"
         if body.session_id is not None:
             self.hub.session(user, body.session_id)
         number = uuid4().hex if body.model_seq_id is None else body.model_seq_id
@@ -175,12 +175,12 @@ class RestRoutes:
         directory = self.hub.checkpoints.directory / spec.name / SEGMENTS[found.kind] / found.name
         try:
             await asyncio.to_thread(shutil.copytree, found.directory, directory, dirs_exist_ok=True)
-            is_whole = self.hub.store.get(Checkpoint, found.path) is found
+            is_complete = self.hub.store.get(Checkpoint, found.path) is found
         except (OSError, shutil.Error):
             if Path(found.directory).is_dir():
                 raise
-            is_whole = False
-        if not is_whole:
+            is_complete = False
+        if not is_complete:
             await asyncio.to_thread(shutil.rmtree, directory.parent.parent, ignore_errors=True)
             raise Refusal(
                 f"{found.path}: these weights were deleted, or saved over, before they were copied", 404
@@ -217,12 +217,12 @@ class RestRoutes:
         return f"{expires}-{digest}"
 
     async def download(self, http: web.Request) -> web.StreamResponse:
-        """A file, for who has its signed address."""
+        """A file whose address is signed."""
         name = http.match_info["path"]
         token = http.match_info["token"][:100].encode(errors="surrogateescape")
         expires = token.partition(b"-")[0][:12]
-        is_early = expires.isdigit() and int(expires) > time.time()
-        if not is_early or not hmac.compare_digest(self._sign(name, int(expires)).encode(), token):
+        is_current = expires.isdigit() and int(expires) > time.time()
+        if not is_current or not hmac.compare_digest(self._sign(name, int(expires)).encode(), token):
             raise Refusal("this address is not valid (any more); ask for a new one", 403)
         path = self.hub.checkpoints.directory / name
         if not path.is_file():
@@ -248,7 +248,7 @@ class RestRoutes:
         )
 
     async def trace_export(self, http: web.Request) -> web.Response:
-        """A file with a session, its runs, its checkpoints, and what its user did since it began."""
+        """Export a session with its runs, its checkpoints, and the audit log of its user since its start."""
         hub, session = self.hub, self.hub.session(http[USER], http.match_info["session"])
         runs = [run for run in hub.store.all(Run) if run.session == session.id]
         names = {run.id for run in runs}
@@ -269,14 +269,14 @@ class RestRoutes:
         return answer({"status": "ready", "url": url})
 
     async def assign_project(self, http: web.Request) -> web.Response:
-        """Write a project's name beside a session: who may read it stays the same."""
+        """Label a session with a project, which changes no rights."""
         session = self.hub.session(http[USER], http.match_info["session"])
         session.project = (await read(http, ProjectBody)).project_id
         self.hub.store.put(session)
         return answer({})
 
     async def finish_session(self, http: web.Request) -> web.Response:
-        """The client has ended: its runs are saved and give their places back."""
+        """Evict the runs of a session whose client has ended."""
         session = self.hub.session(http[USER], http.match_info["session"])
         body = await read(http, bodies.FinishBody)
         session.finished = str(body.reason.get("type", "success"))
@@ -288,17 +288,15 @@ class RestRoutes:
 
     async def search_sessions(self, http: web.Request) -> web.Response:
         body, found = await read(http, dict), []
-        limit, wanted_metadata = body.get("limit", 50), body.get("user_metadata") or {}
-        if not isinstance(limit, int) or limit < 0 or not isinstance(wanted_metadata, dict):
+        limit, metadata = body.get("limit", 50), body.get("user_metadata") or {}
+        if not isinstance(limit, int) or limit < 0 or not isinstance(metadata, dict):
             raise Refusal("limit must be a number from 0, user_metadata an object")
         for session in self.hub.records_of(Session, http[USER]):
-            wanted = {"session_id": session.id, "display_name": session.display_name}
-            if any(body.get(key) not in (None, value) for key, value in wanted.items()):
-                continue
-            metadata = texts(session.user_metadata) or {}
-            if any(metadata.get(key) != value for key, value in wanted_metadata.items()):
-                continue
-            found.append(session)
+            names = {"session_id": session.id, "display_name": session.display_name}
+            has_names = all(body.get(key) in (None, value) for key, value in names.items())
+            own = texts(session.user_metadata) or {}
+            if has_names and all(own.get(key) == value for key, value in metadata.items()):
+                found.append(session)
         counts: dict[str | None, int] = defaultdict(int)
         for checkpoint in self.hub.store.all(Checkpoint):
             run = self.hub.store.get(Run, checkpoint.run)
@@ -351,8 +349,3 @@ def _checkpoint(found: Checkpoint) -> dict[str, Any]:
         "expires_at": when(found.expires_at),
         "user_metadata": found.user_metadata,
     }
-
-
-def routes_of(parts: Iterable[Any]) -> list[web.RouteDef]:
-    """The routes of several handlers."""
-    return [route for part in parts for route in part.routes()]

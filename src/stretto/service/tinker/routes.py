@@ -1,7 +1,7 @@
 """The training half of the Tinker API: sessions, models, passes, steps, saved weights, futures.
 
-Routes and fields are those that the client of version 0.38 sends; docs/tinker.md says what differs. Requests that
-change a model carry its id and their number, and are answered with a future at once.
+Routes and fields are those of the client's version 0.38; docs/tinker.md lists the differences. A request that changes a
+model has the model's id and a number, and is answered at once with a future.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aiohttp import web
 from stretto.records.tenants import TenantSpec
 from stretto.service.access import User
 from stretto.service.futures import Future
-from stretto.service.hub import USER, Hub, answer, read, touch
+from stretto.service.hub import USER, Routes, answer, read
 from stretto.service.store import Run, Session
 from stretto.service.tinker import bodies, protobuf
 from stretto.transports.engine.api import Refusal
@@ -24,7 +24,7 @@ from stretto.transports.engine.api import Refusal
 logger = logging.getLogger(__name__)
 
 POLL_S = 20.0
-"""How long a client waits for a future in one request."""
+"""Longest wait for a future in one request."""
 ALPHA = 32.0
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "experts", "fc1_latent_proj", "fc2_latent_proj")
@@ -36,11 +36,8 @@ NOTICE = (
 NOTICE_FULL = "this service trains all weights of one run at a time; rank, seed and train_* have no effect"
 
 
-class TinkerRoutes:
-    """Handlers of one hub."""
-
-    def __init__(self, hub: Hub) -> None:
-        self.hub = hub
+class TinkerRoutes(Routes):
+    """Sessions, training and futures."""
 
     def routes(self) -> list[web.RouteDef]:
         post = {
@@ -55,8 +52,8 @@ class TinkerRoutes:
             "forward_backward": self.forward_backward,
             "optim_step": self.optim_step,
             "save_weights": self.save_weights,
-            "save_weights_for_sampler": self.save_weights_for_sampler,
-            "save_weights_external": self.save_weights_external,
+            "save_weights_for_sampler": self.save_weights,
+            "save_weights_external": self.save_weights,
             "load_weights": self.load_weights,
             "unload_model": self.unload_model,
             "retrieve_future": self.retrieve_future,
@@ -112,11 +109,11 @@ class TinkerRoutes:
 
     async def heartbeat(self, http: web.Request) -> web.Response:
         body = await read(http, bodies.SessionBody)
-        touch(self.hub, self.hub.session(http[USER], body.session_id))
+        self.hub.session(http[USER], body.session_id).last_seen_at = time.time()
         return answer({"type": "session_heartbeat"})
 
     async def telemetry(self, http: web.Request) -> web.Response:
-        await http.read()  # what the client measures is not kept
+        await http.read()  # measurements of the client, which are not kept
         return answer({"status": "accepted"})
 
     # -- models --
@@ -137,7 +134,7 @@ class TinkerRoutes:
     def _spec(self, body: bodies.CreateModelBody) -> TenantSpec:
         lora = body.lora_config
         if self.hub.cfg.service.full_finetuning:
-            return TenantSpec(name="", rank=0)  # whatever adapter was asked for
+            return TenantSpec(name="", rank=0)  # the requested adapter is ignored
         assert lora is not None, "checked"
         largest = self.hub.cfg.service.max_lora_rank
         if not 0 < lora.rank <= largest:
@@ -161,29 +158,23 @@ class TinkerRoutes:
         start: str | None = None,
         with_optimizer: bool = False,
     ) -> web.Response:
-        """Make a run, or answer the same request sent again with its future."""
+        """Make a run; the same request sent again gets the same run."""
         session = self.hub.session(user, session_id)
-        touch(self.hub, session)
+        session.last_seen_at = time.time()
         name = f"{session.id}:train:{model_seq_id}"
         run = self.hub.store.get(Run, name)
         if run is None:
-            run = Run(
-                id=name,
-                owner=user.name,
+            run = self.hub.new_run(
+                user,
+                name,
+                msgspec.structs.replace(spec, name=name.replace(":", ".")),
                 session=session.id,
-                spec=_named(spec, name),
-                base_model=self.hub.model_name,
-                created_at=time.time(),
-                last_request_at=time.time(),
-                weight=user.section.weight,
-                priority=user.section.priority,
-                tokens_per_minute=user.section.tokens_per_minute,
                 user_metadata=metadata or {},
                 start=start,
                 start_optimizer=with_optimizer,
             )
             self.hub.training.create(run)
-        return self._promised(self.hub.training.created(run), name)
+        return _promise(self.hub.training.created(run), name)
 
     async def get_info(self, http: web.Request) -> web.Response:
         run = self.hub.run(http[USER], (await read(http, bodies.ModelBody)).model_id)
@@ -211,26 +202,15 @@ class TinkerRoutes:
         return self._submit(http[USER], body.model_id, "optim_step", body.seq_id, await http.read())
 
     async def save_weights(self, http: web.Request) -> web.Response:
-        body = await read(http, bodies.SaveBody)
-        return self._submit(http[USER], body.model_id, "save_weights", body.seq_id, await http.read())
-
-    async def save_weights_for_sampler(self, http: web.Request) -> web.Response:
-        body = await read(http, bodies.SaveBody)
-        if body.path is None and body.sampling_session_seq_id is None:
+        """All three routes that save weights."""
+        body, kind = await read(http, bodies.SaveBody), http.path.rpartition("/")[2]
+        if kind == "save_weights_for_sampler" and body.path is None and body.sampling_session_seq_id is None:
             raise Refusal("path or sampling_session_seq_id: one is needed")
-        return self._submit(
-            http[USER], body.model_id, "save_weights_for_sampler", body.seq_id, await http.read()
-        )
-
-    async def save_weights_external(self, http: web.Request) -> web.Response:
-        body = await read(http, bodies.SaveBody)
-        if body.age_encryption_recipients:
+        if kind == "save_weights_external" and body.age_encryption_recipients:
             raise Refusal("age_encryption_recipients: this service does not encrypt; leave it out")
-        if body.path is None:
+        if kind == "save_weights_external" and body.path is None:
             raise Refusal("path: a name is needed")
-        return self._submit(
-            http[USER], body.model_id, "save_weights_external", body.seq_id, await http.read()
-        )
+        return self._submit(http[USER], body.model_id, kind, body.seq_id, await http.read())
 
     async def load_weights(self, http: web.Request) -> web.Response:
         body, user = await read(http, bodies.LoadBody), http[USER]
@@ -246,7 +226,7 @@ class TinkerRoutes:
         self.hub.check_model(body.base_model)
         check_optimizer(body.optimizer_config)
         saved = self.hub.store.get(Run, found.run)
-        assert saved is not None, f"{found.path} is of no run"
+        assert saved is not None, f"{found.path} has no run"
         return self._create(
             user,
             body.session_id,
@@ -259,14 +239,11 @@ class TinkerRoutes:
 
     async def unload_model(self, http: web.Request) -> web.Response:
         run = self.hub.run(http[USER], (await read(http, bodies.ModelBody)).model_id)
-        return self._promised(self.hub.training.end(run), run.id)
+        return _promise(self.hub.training.end(run), run.id)
 
     def _submit(self, user: User, model_id: str, kind: str, seq: int, body: bytes) -> web.Response:
         run = self.hub.run(user, model_id)
-        return self._promised(self.hub.training.submit(run, kind, seq, body), run.id)
-
-    def _promised(self, future: Future, model_id: str | None = None) -> web.Response:
-        return answer({"request_id": future.id, "model_id": model_id})
+        return _promise(self.hub.training.submit(run, kind, seq, body), run.id)
 
     # -- futures --
 
@@ -282,7 +259,7 @@ class TinkerRoutes:
         return answer(result.json())
 
     def _queue_state(self, future: Future) -> dict[str, str]:
-        """Why it takes long, if that is known."""
+        """The reason of the wait, if it is known."""
         if future.run is not None and not self.hub.training.is_ready:
             return {"queue_state": "paused_capacity", "queue_state_reason": "the trainer is starting"}
         return {}
@@ -305,5 +282,6 @@ def check_optimizer(config: dict | None) -> None:
         raise Refusal(f"optimizer_config: {config.get('type')!r} is not supported; this service has adamw")
 
 
-def _named(spec: TenantSpec, run_id: str) -> TenantSpec:
-    return msgspec.structs.replace(spec, name=run_id.replace(":", "."))
+def _promise(future: Future, model_id: str) -> web.Response:
+    """The answer to a request that is computed later."""
+    return answer({"request_id": future.id, "model_id": model_id})

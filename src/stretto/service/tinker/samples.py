@@ -1,6 +1,7 @@
-"""The sampling half of the Tinker API: sampling sessions, samples, and what is scored of prompts and of samples.
+"""The sampling half of the Tinker API: sampling sessions, samples, and logprobs of prompts and samples.
 
-A sample is a future: engines are asked when its user's turn comes. docs/tinker.md says what differs from the original.
+A sample is a future; engines get the request when its user has a slot. docs/tinker.md lists the differences from the
+original service.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.service.access import User
 from stretto.service.engines import adapter_name
 from stretto.service.futures import Future, Result
-from stretto.service.hub import USER, Hub, answer, read
+from stretto.service.hub import USER, Hub, Routes, answer, read
 from stretto.service.runs.register import check_free
 from stretto.service.store import Run, Sampler
 from stretto.service.tinker import bodies, protobuf
@@ -38,21 +39,22 @@ Top = tuple[np.ndarray, np.ndarray]
 MAX_TOP = 20
 MAX_TARGETS = 64
 NO_LOGPROB = -99999.0
-"""What clients read as no logprob."""
+"""Clients read it as a logprob that is missing."""
 CLONE = 1_000_000_000
+"""The clone i of a sampler's client numbers its requests from i * CLONE."""
 MAX_SAMPLES = 4096
 NOT_COMPUTED = {
     "prompt_alt_tokens_k": "tokens are drawn at the end of a sequence only; sample from prompts that end there",
     "record_stability_info": "stable_reinforce needs what only the original service records",
 }
-"""Fields of a sample request that engines of this service have nothing for, and why."""
+"""Fields of a sample request that this service refuses, and why."""
 
 
-class SampleRoutes:
-    """Handlers of one hub."""
+class SampleRoutes(Routes):
+    """Sampling sessions and samples."""
 
     def __init__(self, hub: Hub) -> None:
-        self.hub = hub
+        super().__init__(hub)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def routes(self) -> list[web.RouteDef]:
@@ -75,7 +77,7 @@ class SampleRoutes:
     def _sampler(
         self, user: User, name: str, base_model: str | None, model_path: str | None, session: str | None
     ) -> Sampler:
-        """Raises: Refusal for another model, or weights that are not there or not the user's."""
+        """Build a sampler. Raises: Refusal for another model, or weights that the user may not read."""
         self.hub.check_model(base_model)
         directory = run = None
         if model_path is not None:
@@ -122,7 +124,7 @@ class SampleRoutes:
         return answer({"request_id": future.id, "sample_sequence_ids": ids})
 
     def _request(self, sampler: Sampler, body: bodies.SampleBody) -> GenerateRequest:
-        """The engine's request. Raises: Refusal for what engines of this service do not do."""
+        """The request for an engine. Raises: Refusal for a value that this service does not support."""
         params = body.sampling_params
         if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
             raise Refusal("prompt: this service samples from tokens; it has no chunks of images or audio")
@@ -144,7 +146,9 @@ class SampleRoutes:
         if last is not None and not 0 < last < len(tokens):
             raise Refusal(f"prompt_logprobs_last_n = {last} must be 1 to {len(tokens) - 1}")
         stop = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
-        limit -= body.topk_sample_logprobs > 0  # the reply is read as a prompt, which leaves room for a token
+        limit -= (
+            body.topk_sample_logprobs > 0
+        )  # the reply is scored as a prompt, after which one token is sampled
         max_tokens = limit - len(tokens) if params.max_tokens is None else params.max_tokens
         if max_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
             raise Refusal("sampling_params: max_tokens at least 1, temperature at least 0, top_p in (0, 1]")
@@ -194,7 +198,7 @@ class SampleRoutes:
         completions: Sequence[Completion],
         top: int,
     ) -> list[Top | None]:
-        """The likeliest tokens at each sampled one: an engine reads each sequence once more, as a prompt."""
+        """The likeliest tokens at each sampled token: an engine scores each sequence once more, as a prompt."""
         if not top:
             return [None] * len(completions)
         start = len(request.prompt_ids)
@@ -210,15 +214,15 @@ class SampleRoutes:
                 top_prompt_logprobs=top,
                 prompt_targets=None,
             )
-            [found] = await self.hub.engines.generate(user, sampler, scoring)
-            assert found.top_prompt_ids is not None, "the request asks for them"
-            assert found.top_prompt_logprobs is not None, "the request asks for them"
-            return found.top_prompt_ids[start:], found.top_prompt_logprobs[start:]
+            [scored] = await self.hub.engines.generate(user, sampler, scoring)
+            ids, logprobs = scored.top_prompt_ids, scored.top_prompt_logprobs
+            assert ids is not None and logprobs is not None, "the request has top_prompt_logprobs"
+            return ids[start:], logprobs[start:]
 
         return list(await asyncio.gather(*map(score, completions)))
 
     async def retrieve_futures(self, http: web.Request) -> web.Response:
-        """The samples of a session that are done since a cursor, as soon as there is one."""
+        """Wait for samples of a session that are done after a cursor, and return them."""
         body, user = await read(http, bodies.FuturesBody), http[USER]
         sampler = self.hub.sampler(user, body.target.sampling_session_id)
         clone = body.target.cloned_sampler_id
@@ -231,18 +235,18 @@ class SampleRoutes:
 
 
 def check_top(body: bodies.SampleBody, vocab_size: int) -> int:
-    """How many of the likeliest tokens of each prompt position are wanted. Raises: Refusal if they are too many."""
-    most = min(MAX_TOP, vocab_size)
+    """The number of likeliest tokens per prompt position. Raises: Refusal if it, or that of samples, is too large."""
+    limit = min(MAX_TOP, vocab_size)
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-        if not 0 <= getattr(body, name) <= most:
-            raise Refusal(f"{name} = {getattr(body, name)} must be 0 to {most}")
+        if not 0 <= getattr(body, name) <= limit:
+            raise Refusal(f"{name} = {getattr(body, name)} must be 0 to {limit}")
     return body.topk_prompt_logprobs
 
 
 def read_targets(
     tensor: bodies.TensorBody | None, num_tokens: int, vocab_size: int
 ) -> Int32[np.ndarray, "positions targets"] | None:
-    """Tokens to score at each prompt position but the first. Raises: Refusal for another shape, or unknown tokens."""
+    """Tokens to score at each prompt position after the first. Raises: Refusal for a wrong shape or unknown tokens."""
     if tensor is None:
         return None
     if tensor.sparse_crow_indices is not None or tensor.sparse_col_indices is not None:
@@ -262,12 +266,13 @@ def read_targets(
 
 
 def is_of_clone(future: Future, sampler: Sampler, clone: int) -> bool:
-    """Whether a future is of this client of a sampler: clients number their requests from a billion times their own."""
+    """Whether a future is a request of this clone of a sampler's client."""
     name, _, seq = future.id.rpartition("/")
     return name == sampler.id and seq.isdigit() and int(seq) // CLONE == clone
 
 
 def _completion(future: Future) -> dict[str, Any]:
+    """A future that is done, as `retrieve_futures` lists it."""
     result = future.result
     assert result is not None, "it is done"
     if result.error is not None:
@@ -282,6 +287,7 @@ def _completion(future: Future) -> dict[str, Any]:
 def _sampled(
     completions: Sequence[Completion], body: bodies.SampleBody, tops: Sequence[Top | None]
 ) -> protobuf.Sampled:
+    """The result of a sample request."""
     sequences = [
         protobuf.SampledSequence(
             "length" if each.finish_reason == "length" else "stop", each.token_ids, each.logprobs, top

@@ -1,1 +1,1 @@
-"""The trainer's side of the hub: requests of runs, whose turn it is, and what a run leaves on disk."""
+"""The training half of the hub: requests of runs, the order in which they are computed, and the files of runs."""

@@ -1,8 +1,8 @@
 """Checkpoints and samplers of runs: their names, records and files, who may read them, and when they are deleted.
 
 A run writes `RUN/service/runs/<run>/{weights,sampler_weights,external_weights}/<name>`, or `<name>@<time>` while there
-are older files of that name: what is saved over stays whole until the record of the new files takes its place, and for
-as long as a sampler that was made of it. A checkpoint that is deleted meanwhile takes only its own files along.
+are older files of that name. The older files stay until the record of the new ones replaces theirs, and as long as a
+sampler uses them. So a checkpoint that is deleted meanwhile deletes only its own files.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from stretto.service.training.jobs import WRITES, Job
 from stretto.transports.engine.api import Refusal
 
 LINK_S = 3600.0
-"""How long a signed address of a file works."""
+"""Seconds for which a signed address of a file is valid."""
 TRACES = "@traces"
 """Directory of exported traces, one directory per user; no run has this name."""
 MAX_TRACES = 100
-"""Traces that are kept of one user."""
+"""Largest number of traces that are kept per user."""
 UNNAMED = "@"
-"""Begins the directory of weights without a name, as no name does."""
+"""Begins the directories of weights without a name; no name begins with it."""
 
 
 class Checkpoints:
-    """What runs have saved. directory: of all runs; kept_versions: published ones of a run that stay."""
+    """What runs have saved. directory: of all runs; kept_versions: how many published versions of a run are kept."""
 
     def __init__(self, store: Store, audit: Audit, directory: Path, *, kept_versions: int) -> None:
         self.directory = directory
         self._store, self._audit, self._kept_versions = store, audit, kept_versions
         self._replaced = self._leftovers()
-        """Directories that are no checkpoint's any more: deleted once nobody samples from them."""
+        """Directories that belong to no checkpoint any more; each is deleted when no sample needs it."""
 
     def _leftovers(self) -> set[str]:
-        """What an earlier hub, or a save that it had not recorded, has left."""
+        """Directories that an earlier hub has left, or a save that it did not record."""
         found = {str(path) for segment in SEGMENTS.values() for path in self.directory.glob(f"*/{segment}/*")}
         return found - self._recorded() - {each.directory for each in self._store.all(Sampler)}
 
@@ -47,7 +47,7 @@ class Checkpoints:
         return {each.directory for each in self._store.all(Checkpoint)}
 
     def path_of(self, run: Run, kind: str, name: str) -> str:
-        """What users call a checkpoint."""
+        """The name of a checkpoint for users."""
         return f"tinker://{run.id}/{SEGMENTS[kind]}/{name}"
 
     def find(self, path: str, owner: str, kind: str | None = None) -> Checkpoint:
@@ -64,7 +64,7 @@ class Checkpoints:
     # -- what jobs write and read --
 
     def check(self, job: Job) -> None:
-        """Raises: Refusal for a name that is taken or cannot be one, a path that is not there or another's."""
+        """Raises: Refusal for a name that is taken or not allowed, or a path that the user may not read."""
         if job.kind in WRITES:
             kind, name = _named(job)
             if job.kind in ("save", "publish") or job.body.path is not None:
@@ -86,27 +86,29 @@ class Checkpoints:
         return self.path_of(job.run, "training", job.body.name)
 
     def directory_of(self, job: Job) -> Path | None:
-        """Where a job reads or writes; None if it does neither. Raises: Refusal if what it reads is gone."""
+        """Where a job reads or writes; None if it does neither. Raises: Refusal if its checkpoint is gone."""
         if job.kind in ("load_weights", "load"):
             return Path(self.find(self._loaded_path(job), job.run.owner, "training").directory)
         if job.kind in WRITES:
-            return self._free_place(job)
+            return self._free_directory(job)
         if job.kind == "save_state":
             return self.directory / job.run.spec.name / "state" / str(time.time_ns())
         return None
 
-    def _free_place(self, job: Job) -> Path:
+    def _free_directory(self, job: Job) -> Path:
         kind, name = _named(job)
-        place = self.directory / job.run.spec.name / SEGMENTS[kind] / name
-        if not place.exists():
-            self._replaced.discard(str(place))
-            return place
-        if str(place) not in self._recorded():  # a save that was not recorded, as the trainer has died since
-            self._replaced.add(str(place))
-        return place.with_name(f"{name}@{time.time_ns()}")
+        path = self.directory / job.run.spec.name / SEGMENTS[kind] / name
+        if not path.exists():
+            self._replaced.discard(str(path))
+            return path
+        if (
+            str(path) not in self._recorded()
+        ):  # a save that was not recorded, because the trainer died after it
+            self._replaced.add(str(path))
+        return path.with_name(f"{name}@{time.time_ns()}")
 
     def record(self, job: Job) -> dict[str, Any]:
-        """Enter what a job has written; its answer."""
+        """Record what a job has written; returns the job's answer."""
         kind, name = _named(job)
         run, path, directory = job.run, self.path_of(job.run, kind, name), job.directory
         assert directory is not None, f"{job.kind} writes"
@@ -146,10 +148,11 @@ class Checkpoints:
         return {"sampling_session_id": sampler.id, "type": job.kind}
 
     def _publish(self, run: Run, job: Job, path: str) -> dict[str, Any]:
-        """The version that engines sample from now; older ones than the last few are deleted."""
+        """Let engine requests sample from this version, and delete versions older than the last few."""
         run.published = path
         self._store.put(run)
-        own = [each for each in self._store.all(Checkpoint) if each.run == run.id and is_published(each)]
+        own = [each for each in self._store.all(Checkpoint) if each.run == run.id]
+        own = [each for each in own if published_version(each) is not None]
         own.sort(key=lambda each: each.created_at)
         for old in own[: -self._kept_versions]:
             if old.path != path:
@@ -157,24 +160,24 @@ class Checkpoints:
                 self._replaced.add(old.directory)
         return {"version": job.body.version, "path": path}
 
-    # -- the end --
+    # -- deletion --
 
     async def delete(self, found: Checkpoint | Sampler) -> None:
-        """Delete weights: their record first, so that nobody gets half of them."""
+        """Delete weights: the record first, so that no request gets half of the files."""
         self._store.delete(found)
         directory = found.directory or ""
         if isinstance(found, Sampler) and directory in {each.directory for each in self._store.all(Sampler)}:
-            return  # another one has it too
+            return  # another sampler has it too
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
     async def sweep(
         self, is_used: Callable[[str], bool], *, since: float, sampler_timeout_s: float | None
     ) -> int:
-        """Delete what has expired, samplers with files of their own that were not used for long, and what was replaced.
+        """Delete what has expired, samplers with files of their own that were unused for long, and replaced files.
 
-        Returns how many checkpoints and samplers.
+        Returns the number of deleted checkpoints and samplers.
 
-        is_used: whether engines sample from a directory now; since: when this hub began, from when it knows of uses.
+        is_used: whether engines sample from a directory now; since: start of this hub, from which it knows uses.
         """
         now = time.time()
         gone: list[Checkpoint | Sampler] = [
@@ -216,14 +219,14 @@ class Checkpoints:
                     path.unlink(missing_ok=True)
 
 
-def is_published(checkpoint: Checkpoint) -> bool:
-    """Whether it is a version that its run has published for engines."""
-    name = checkpoint.name
-    return checkpoint.kind == "sampler" and name[:1] == "v" and name[1:].isdigit()
+def published_version(checkpoint: Checkpoint) -> int | None:
+    """The number of a version that a run has published for engines; None for other checkpoints."""
+    letter, number = checkpoint.name[:1], checkpoint.name[1:]
+    return int(number) if checkpoint.kind == "sampler" and letter == "v" and number.isdigit() else None
 
 
 def check_name(name: str) -> None:
-    """Raises: Refusal for a name that is no file name."""
+    """Raises: Refusal for a name that cannot be a plain file name."""
     is_plain = name.isascii() and all(c.isalnum() or c in "._-" for c in name)
     if not name or len(name) > 100 or name[0] == "." or not is_plain:
         raise Refusal(

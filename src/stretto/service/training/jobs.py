@@ -1,8 +1,8 @@
-"""Requests of runs as work for the trainer: what each kind asks of the ranks, and what its client gets.
+"""Requests of runs as work for the trainer: the operation of each kind, and the results of passes.
 
-A `Job` is one request. It is built from its kind and body alone, so that the journal can build it again. Kinds are
-those of `KINDS`; passes over data have micro batches, which the queue gives out one by one, the others are one
-operation.
+A `Job` is one request. It is built from its kind and body alone, so that the journal can build it again. `pass` (of the
+Tinker API) and `batch` (of `/v1/runs`) have micro batches, which the queue gives out one by one; a job of another kind
+is one operation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from stretto.transports.engine.api import Refusal
 
 @dataclass(frozen=True)
 class Limits:
-    """What requests must fit."""
+    """Limits of the data in requests."""
 
     seq_len: int
     vocab_size: int
@@ -46,7 +46,7 @@ class Limits:
 
 @dataclass(eq=False)
 class Job:
-    """One request of a run. seq: its number among them; None for the hub's own work."""
+    """One request of a run. seq: its number in the run; None for the hub's own work."""
 
     run: Run
     kind: str
@@ -55,28 +55,28 @@ class Job:
     future: Future | None = None
     batch: data.Batch | None = None
     scores: dict[int, np.ndarray] = field(default_factory=dict)
-    """Log-probabilities by micro batch, as far as they are computed."""
+    """Log-probabilities by micro batch, as far as they were computed."""
     sums: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     num_bytes: int = 0
     """Size of its body."""
     directory: Path | None = None
-    """Where its operation reads or writes."""
+    """The directory that its operation reads or writes."""
     on_done: Callable[[TenantResult], None] | None = None
     """Called with the result of an operation of the hub's own."""
 
     @property
     def key(self) -> tuple[str, str, int | None]:
-        """What it is called after a restart too."""
+        """Identifies it, also after a restart."""
         return self.run.id, self.kind, self.seq
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Tokens of the parts that are computed one by one."""
+        """Tokens of each part that can be computed alone."""
         if self.kind != "batch":
             return () if self.batch is None else self.batch.units
         sizes = tuple(len(each.token_ids) for each in self.body.micro_batches)
-        # Without counts of the whole step, they are those of one pass: it must not be split.
+        # Without counts of the whole step the loss uses those of the pass, which then must not be split.
         is_whole = self.body.counts is None and self.body.sum_loss is None
         return (sum(sizes),) if is_whole else sizes
 
@@ -87,11 +87,11 @@ class Job:
         return self.kind == "pass" and not self.body.forward_only
 
     def reset(self) -> None:
-        """Forget what was computed: it is computed again."""
+        """Delete results, so that it can be computed again."""
         self.scores, self.sums, self.error = {}, {}, None
 
     def work(self, units: Sequence[int]) -> TenantWork:
-        """These micro batches for one rank."""
+        """The work of one rank: these micro batches."""
         if self.kind == "batch":
             return self._part_of_batch(units)
         assert self.batch is not None, f"{self.kind} has no data"
@@ -107,11 +107,8 @@ class Job:
 
     def _part_of_batch(self, units: Sequence[int]) -> TenantWork:
         work: TenantWork = self.body
-        at = (
-            units
-            if len(self.units) == len(work.micro_batches)
-            else range(len(work.micro_batches) * len(units))
-        )
+        is_split = len(self.units) == len(work.micro_batches)
+        at = units if is_split else range(len(work.micro_batches) * len(units))
         return msgspec.structs.replace(
             work,
             tenant=self.run.spec.name,
@@ -120,7 +117,7 @@ class Job:
         )
 
     def add(self, result: TenantResult, units: Sequence[int], *, is_first: bool) -> None:
-        """What one rank computed; metrics are the same on all ranks, and are taken from the first."""
+        """Add what one rank computed; metrics are the same on all ranks, and only the first one's are used."""
         self.error = self.error or result.error
         for unit, scores in zip(units, result.logprobs):
             if scores is not None:
@@ -132,7 +129,7 @@ class Job:
                 self.sums[name] = largest if name.startswith("max/") else (known or 0.0) + value
 
     def outputs(self) -> bytes:
-        """The result of a pass as its client reads it."""
+        """The body of a pass's result."""
         assert self.batch is not None, f"{self.kind} has no data"
         scores = self.batch.per_sequence([self.scores[i] for i in range(len(self.batch.units))])
         loss = self.sums.get("loss", math.nan)
@@ -141,7 +138,7 @@ class Job:
 
 
 def read_job(run: Run, kind: str, body: bytes, limits: Limits, *, seq: int | None) -> Job:
-    """The job of a request. Raises: DataError or Refusal if it is not valid."""
+    """Build the job of a request. Raises: DataError or Refusal if it is not valid."""
     if kind == "pass":
         request = protobuf.read_forward_backward(body)
         batch = data.pack(
@@ -175,7 +172,7 @@ KINDS: dict[str, type[Any]] = {
     "save": service.SaveBody,
     "load": service.LoadBody,
 }
-"""Bodies of the requests that are JSON."""
+"""By kind, the type of a JSON body."""
 WRITES: dict[str, str] = {
     "save_weights": "training",
     "save_weights_for_sampler": "sampler",
@@ -183,16 +180,11 @@ WRITES: dict[str, str] = {
     "save": "training",
     "publish": "sampler",
 }
-"""Kind of the checkpoint that a request writes."""
-
-
-def progress_of(job: Job) -> dict[str, Any]:
-    """What is kept beside a saved state, and comes back with it."""
-    return job.body.progress if job.kind == "save" else {"run": job.run.id}
+"""By kind of a request, the kind of the checkpoint that it writes."""
 
 
 def check_work(work: TenantWork, limits: Limits) -> None:
-    """Raises: DataError for a batch that cannot be one of this service's model."""
+    """Raises: DataError for a batch with the wrong form, too many tokens, or tokens that the model does not have."""
     if not work.micro_batches:
         raise DataError("micro_batches: there are none")
     if len(work.targets) not in (0, len(work.micro_batches)):
@@ -216,23 +208,23 @@ def adam_settings(body: bodies.OptimStepBody) -> AdamSettings:
     """Raises: Refusal for another optimizer, DataError for a setting that is out of range."""
     if body.optimizer_params is not None:
         raise Refusal("optimizer_params: this service has AdamW; send AdamParams")
-    given = body.adam_params or bodies.AdamBody()
-    if not given.grad_clip_norm >= 0:
-        raise DataError(f"adam_params.grad_clip_norm = {given.grad_clip_norm} must be at least 0")
+    params = body.adam_params or bodies.AdamBody()
+    if not params.grad_clip_norm >= 0:
+        raise DataError(f"adam_params.grad_clip_norm = {params.grad_clip_norm} must be at least 0")
     settings = AdamSettings(
-        lr=given.learning_rate,
-        beta1=given.beta1,
-        beta2=given.beta2,
-        eps=given.eps,
-        weight_decay=given.weight_decay,
-        max_norm=given.grad_clip_norm or None,
+        lr=params.learning_rate,
+        beta1=params.beta1,
+        beta2=params.beta2,
+        eps=params.eps,
+        weight_decay=params.weight_decay,
+        max_norm=params.grad_clip_norm or None,
     )
     check_adam(settings, where="adam_params", lr="learning_rate", max_norm="grad_clip_norm")
     return settings
 
 
 def check_adam(settings: AdamSettings, *, where: str = "adam", **names: str) -> None:
-    """Raises: DataError for a setting that is out of range; names: what the request calls those of other names."""
+    """Raises: DataError for a setting that is out of range; names: the request's names where they differ."""
     for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "max_norm"):
         value, high = getattr(settings, name), 1 if name in ("beta1", "beta2") else math.inf
         if value is not None and not 0 <= value < high:
@@ -241,7 +233,7 @@ def check_adam(settings: AdamSettings, *, where: str = "adam", **names: str) -> 
 
 
 def operation(job: Job, directory: str | None) -> Any:
-    """What a job without data asks of every rank. directory: where it writes or reads."""
+    """The operation of a job without data, for every rank. directory: that it writes or reads."""
     tenant = job.run.spec.name
     match job.kind:
         case "optim_step":
@@ -249,7 +241,8 @@ def operation(job: Job, directory: str | None) -> Any:
         case "step":
             return OptimStep(number=0, tenant=tenant, adam=job.body.adam)
         case "save_weights" | "save_state" | "save":
-            return SaveTenant(number=0, tenant=tenant, path=directory or "", progress=progress_of(job))
+            progress = job.body.progress if job.kind == "save" else {"run": job.run.id}
+            return SaveTenant(number=0, tenant=tenant, path=directory or "", progress=progress)
         case "save_weights_for_sampler" | "save_weights_external" | "publish":
             return ExportAdapter(number=0, tenant=tenant, directory=directory or "")
         case "load_weights" | "load":
@@ -260,7 +253,7 @@ def operation(job: Job, directory: str | None) -> Any:
 
 
 def assign(shares: Sequence[Share], num_ranks: int) -> list[dict[str, list[int]]]:
-    """Which micro batches each rank computes, by run: each goes to the rank with the fewest tokens."""
+    """The micro batches of each rank, by run: each one goes to the rank with the fewest tokens so far."""
     load = [0] * num_ranks
     units: list[dict[str, list[int]]] = [
         {share.request.payload.run.id: [] for share in shares} for _ in range(num_ranks)

@@ -1,7 +1,7 @@
-"""Requests of one run since its state was saved, and results that nobody has got yet, as files.
+"""Requests of one run since its state was saved, and results that its client has not fetched yet, as files.
 
-`<seq>.<kind>` is the body of a request, `<seq>.result` what it came to. After a crash of the hub or the trainer the
-requests are computed again, in order, from the saved state; so a run loses nothing.
+`<seq>.<kind>` is the body of a request, `<seq>.result` its result. After a crash of the hub or the trainer the
+requests are computed again, in order, from the saved state, so that a run loses nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from stretto.base.files import write_atomic
 from stretto.service.futures import Result
 
 REFUSED = "refused"
-"""Kind of a request that was not valid: its number is used up."""
+"""Kind of a request that was not valid; its number cannot be used again."""
 _RESULT = "result"
 
 
 class Entry(NamedTuple):
-    """A request as it came."""
+    """A request as its client sent it."""
 
     seq: int
     kind: str
@@ -36,14 +36,14 @@ class Journal:
         directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, seq: int, kind: str, body: bytes) -> None:
-        """Keep a request; whole before it is answered."""
+        """Write a request, completely before it is answered."""
         write_atomic(self._path(seq, kind), body)
 
     def write_result(self, seq: int, result: Result) -> None:
         write_atomic(self._path(seq, _RESULT), msgspec.msgpack.encode(result))
 
     def refuse(self, seq: int) -> None:
-        """Use a number up: what came with it is not computed, now or later."""
+        """Mark a number as used; a request with it is not computed, now or later."""
         self.write(seq, REFUSED, b"")
         for path in self._files():
             number, kind = self._parts(path)
@@ -60,7 +60,7 @@ class Journal:
         return [Entry(seq, kind, path.read_bytes()) for seq, (kind, path) in sorted(found.items())]
 
     def results(self) -> dict[int, Result]:
-        """Kept results by number."""
+        """The kept results, by number."""
         return {
             seq: msgspec.msgpack.decode(path.read_bytes(), type=Result)
             for path in self._files()

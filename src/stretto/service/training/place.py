@@ -1,4 +1,4 @@
-"""A run's place in the trainer: its requests in the order of their numbers, and what is known since its last step."""
+"""A run's place in the trainer: its requests in the order of their numbers, and its gradients since the last step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stretto.transports.engine.api import Refusal
 
 
 def check_place(section: ServiceSection, owners: Sequence[str], owner: str) -> None:
-    """Raises: Refusal 403 if this user, or anybody, may have no more runs; owners: of the runs that have a place."""
+    """Raises: Refusal 403 if there is no place for one more run; owners: of the runs that have a place."""
     user = section.users.get(owner, UserSection())
     own = sum(each == owner for each in owners)
     if user.max_runs is not None and own >= user.max_runs:
@@ -35,7 +35,7 @@ def check_place(section: ServiceSection, owners: Sequence[str], owner: str) -> N
 
 
 def creation_answer(run: Run) -> dict[str, Any]:
-    """What the client of a run gets once it is there."""
+    """The result of the request that made a run."""
     if run.start is not None:
         return {"model_id": run.id, "path": run.start, "type": "load_weights"}
     return {"model_id": run.id, "type": "create_model"}
@@ -49,29 +49,29 @@ class Tenant:
     journal: Journal
     next_seq: int = 1
     early: dict[int, Job | None] = field(default_factory=dict)
-    """Requests that came before one with a lower number; None: not valid."""
+    """Requests that came before one with a lower number; None: one that was not valid."""
     gap_since: float | None = None
     failures: int = 0
     unsaved_steps: int = 0
     unsaved_requests: int = 0
     has_gradients: bool = False
     gradient_bytes: int = 0
-    """Size of the requests that they are of."""
+    """Size of the requests that added gradients."""
     spoiled: str | None = None
-    """Why a pass failed of which some gradients may be there: a step with them would be another one."""
+    """Error of a pass that may have added a part of its gradients: a step must not use them."""
     clean_seq: int = 0
-    """The last request after which there were no gradients: where a saved state can be continued."""
+    """The last request after which there were no gradients, from which a saved state can continue."""
 
-    def check_gradients(self, job: Job, most: int) -> None:
-        """Raises: Refusal for one more pass if those since the last step have more bytes than `most`."""
-        if job.adds_gradients and self.gradient_bytes > most:
+    def check_gradients(self, job: Job, limit: int) -> None:
+        """Raises: Refusal for one more pass if those since the last step have more bytes than `limit`."""
+        if job.adds_gradients and self.gradient_bytes > limit:
             raise Refusal(
-                f"the passes since the last step have {self.gradient_bytes} bytes, more than the {most} that one step "
+                f"the passes since the last step have {self.gradient_bytes} bytes, more than the {limit} that one step "
                 "may have; make a step"
             )
 
-    def note(self, job: Job) -> None:
-        """What a request that is done means for the gradients."""
+    def update(self, job: Job) -> None:
+        """Update what is known about the gradients by a request that is done."""
         if job.adds_gradients:
             self.has_gradients = True
             self.gradient_bytes += job.num_bytes
@@ -86,20 +86,20 @@ class Tenant:
             if job.seq is not None and job.kind != "save_state":
                 self.clean_seq = job.seq
 
-    def take(self, seq: int, job: Job | None, *, is_known: bool = False) -> list[Job]:
-        """Take a request (None: its number is used up); returns those whose turn it is now, in order.
+    def accept(self, seq: int, job: Job | None, *, is_in_journal: bool = False) -> list[Job]:
+        """Accept a request; returns the requests that can be computed now, in order.
 
-        is_known: the journal has it.
+        job: None for a request that is refused, whose number cannot be used again.
         """
-        if job is None and not is_known:
+        if job is None and not is_in_journal:
             self.journal.write(seq, REFUSED, b"")
         self.early[seq] = job
         ready = []
         while self.next_seq in self.early:
-            found = self.early.pop(self.next_seq)
+            next_job = self.early.pop(self.next_seq)
             self.next_seq += 1
-            if found is not None:
-                ready.append(found)
+            if next_job is not None:
+                ready.append(next_job)
         if not self.early:
             self.gap_since = None
         elif self.gap_since is None:
@@ -107,19 +107,16 @@ class Tenant:
         return ready
 
     def refuse_early(self) -> list[Job]:
-        """Use up the numbers of requests that wait for a lower one; returns the requests."""
-        found = [job for job in self.early.values() if job is not None]
+        """Refuse the requests that wait for one with a lower number; returns them."""
+        refused = [job for job in self.early.values() if job is not None]
         self.early = dict.fromkeys(self.early)
-        return found
+        return refused
 
     def close_gap(self) -> list[Job]:
-        """Use up the numbers that never came and those behind them; returns the requests of the latter."""
-        found = []
+        """Refuse the numbers that never came and the requests behind them; returns these requests."""
         last = max(self.early)
         for seq in range(self.next_seq, last + 1):
-            job = self.early.pop(seq, None)
             self.journal.refuse(seq)
-            if job is not None:
-                found.append(job)
-        self.next_seq, self.gap_since = last + 1, None
-        return found
+        refused = [job for _, job in sorted(self.early.items()) if job is not None]
+        self.early, self.next_seq, self.gap_since = {}, last + 1, None
+        return refused

@@ -1,6 +1,6 @@
-"""The places of runs in the trainer: what waits in its queue, what was answered, and how a run gets its place again.
+"""The places of runs in the trainer: their waiting requests, their answers, and how a run gets its place again.
 
-After a crash every run is created from its saved state, and the journal has the requests since.
+After a crash every run is created from its saved state, and the journal has the requests since then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Places:
-    """All runs that have a place. directory: of all runs."""
+    """All runs that have a place. directory: of the files of all runs."""
 
     def __init__(
         self, directory: Path, queue: TrainQueue, store: Store, futures: Futures, limits: Limits
@@ -40,7 +40,7 @@ class Places:
                 self.admit_again(run)
 
     def waiting_bytes(self, owner: str, *, with_early: bool = False) -> int:
-        """Size of the bodies of a user's requests that are in the queue, and of those that came too early."""
+        """Size of the bodies of a user's requests that are in the queue; with_early: or wait for a lower number."""
         own = [tenant for tenant in self.tenants.values() if tenant.run.owner == owner]
         jobs = [request.payload for tenant in own for request in self.queue.requests(tenant.run.id)]
         if with_early:
@@ -48,7 +48,7 @@ class Places:
         return sum(job.num_bytes for job in jobs)
 
     def admit(self, run: Run) -> None:
-        """Put a run into the queue: its creation first, then what came since it was saved."""
+        """Put a run into the queue: its creation first, then the requests since it was saved."""
         journal = Journal(self.directory / run.spec.name / "journal")
         tenant = Tenant(run, journal, run.saved_seq + 1, clean_seq=run.saved_seq)
         self.tenants[run.id] = tenant
@@ -65,10 +65,10 @@ class Places:
             self._futures.open(f"{run.id}/{seq}", run.owner, run=run.id).set(result)
         for seq, kind, body in tenant.journal.requests(run.saved_seq):
             job = None if kind == REFUSED else self._read_again(run, kind, body, seq)
-            self.push_all(tenant.take(seq, job, is_known=True))
+            self.push_all(tenant.accept(seq, job, is_in_journal=True))
 
     def admit_again(self, run: Run) -> None:
-        """Admit a run that an earlier hub had; one whose files cannot be read fails, and the others go on."""
+        """Admit a run of an earlier hub; a run whose files cannot be read fails, and the others continue."""
         try:
             self.admit(run)
         except (OSError, ValueError) as error:
@@ -79,7 +79,7 @@ class Places:
             self._store.put(run)
 
     def _read_again(self, run: Run, kind: str, body: bytes, seq: int) -> Job | None:
-        """The job of a request in the journal; None if there is nothing left to do."""
+        """The job of a request in the journal; None if it is not valid or needs no work."""
         future = self._futures.open(f"{run.id}/{seq}", run.owner, run=run.id)
         try:
             job = read_job(run, kind, body, self._limits, seq=seq)
@@ -91,7 +91,7 @@ class Places:
         return None if is_written else job
 
     def rebuild(self) -> None:
-        """Put all runs into the queue anew: the ranks have forgotten them."""
+        """Put all runs into the queue again, after the ranks were restarted."""
         for run_id in list(self.tenants):
             tenant = self.tenants.pop(run_id)
             early, internal = tenant.early, []
@@ -106,18 +106,18 @@ class Places:
                 self.push(job)
 
     def push_all(self, jobs: Sequence[Job]) -> None:
-        """Let these requests wait for the trainer, in order."""
+        """Put these requests into the queue, in order."""
         for job in jobs:
             self.push(job)
 
     def push(self, job: Job, *, is_first: bool = False) -> None:
-        """Let a request wait for the trainer, unless its run has lost its place; is_first: before those that wait."""
+        """Put a request into the queue, unless its run has lost its place; is_first: before those that wait."""
         if job.run.id in self.tenants:
             self.queue.push(Request(job.run.id, job.units, job), is_first=is_first)
             self.changed.set()
 
     def answer(self, job: Job, result: Result) -> None:
-        """Tell the client, and the journal, what a request came to."""
+        """Give the result of a request to its future and the journal."""
         if job.future is None:
             return
         if job.seq is not None and (tenant := self.tenants.get(job.run.id)) is not None:
@@ -125,7 +125,7 @@ class Places:
         job.future.set(result)
 
     def refuse_waiting(self, tenant: Tenant, since: int) -> None:
-        """Fail requests without an answer from this number on; they are not computed after a restart either."""
+        """Fail the requests from this number on that have no result; they are not computed after a restart either."""
         run = tenant.run
 
         def is_refused(request: Request) -> bool:
@@ -139,19 +139,19 @@ class Places:
             self.answer(job, Result.failed(f"{run.id} is frozen: {run.reason}"))
 
     def close_gap(self, tenant: Tenant) -> None:
-        """Give up the numbers that never came, and fail the requests that wait behind them."""
+        """Stop waiting for numbers that never came, and fail the requests behind them."""
         error = f"the request with seq_id = {tenant.next_seq} never came, so those behind it are not computed"
         for job in tenant.close_gap():
             self.answer(job, Result.failed(error))
 
     def drop(self, run_id: str, state: Any, reason: str) -> None:
-        """Take a run out of the queue; requests that wait fail."""
+        """Remove a run from the queue; its waiting requests fail."""
         tenant = self.tenants.get(run_id)
         if tenant is None:
             return
         run = tenant.run
         run.state = state
-        if not run.is_held:  # else it says why it is
+        if not run.is_held:  # else the reason says why the admin has frozen it
             run.reason = reason
         self._store.put(run)
         jobs = [request.payload for request in self.queue.remove(run_id)]

@@ -1,12 +1,12 @@
-"""Whose work the trainer and the engines do next: pure logic over queues, without clocks, wires or files.
+"""The order in which trainer and engines serve tenants: pure logic over queues, without clocks, wires or files.
 
 `TrainQueue` holds the requests of every tenant in order. A pass over data is split into units (micro batches), and
 deficit round robin serves units of several tenants per turn, so that a long request delays others by one turn only.
-Each visit gives a tenant `quantum` times its weight tokens of credit; what it does not use it keeps while it has
-work. Tenants of a higher priority are served first. A quota is a bucket that holds a minute's tokens: a tenant whose
-bucket is empty waits, however idle the trainer is.
+In each round a tenant gets `quantum` * weight tokens of credit, and keeps unused credit while it has work. Tenants of
+a higher priority are served first. A quota is a bucket that holds a minute's tokens: a tenant whose bucket is empty
+waits, even if the trainer is idle.
 
-`SlotQueue` gives the engines' slots to the tenant that uses least for its weight.
+`SlotQueue` gives slots of the engines to the tenant with the fewest running slots for its weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CONTROL_TOKENS = 64
-"""What an operation without data costs, such as an optimizer step: a flood of them must not be free."""
+"""Cost of an operation without data, such as an optimizer step, so that many of them are not free."""
 MAX_ROUNDS = 10_000
 _MINUTE_S = 60.0
 
@@ -31,7 +31,7 @@ class Request:
     units: Sequence[int] = ()
     payload: Any = None
     num_sent: int = 0
-    """Units given out so far; operations without data count as one."""
+    """Units that were given out; an operation without data counts as one."""
 
     @property
     def num_units(self) -> int:
@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Share:
-    """What one tenant does in a turn: units [start, stop) of its oldest request."""
+    """A tenant's work in a turn: units [start, stop) of its oldest request."""
 
     request: Request
     start: int
@@ -81,7 +81,7 @@ class _Tenant:
 
 
 class TrainQueue:
-    """Requests of all tenants for the trainer. quantum: tokens per visit; max_tokens: of one turn, over all tenants.
+    """Requests of all tenants for the trainer. quantum: tokens per round; max_tokens: of a turn, over all tenants.
 
     A unit larger than max_tokens is given out alone.
     """
@@ -101,13 +101,13 @@ class TrainQueue:
         now: float = 0.0,
     ) -> None:
         """Admit a tenant, with a full bucket."""
-        assert tenant not in self._tenants, f"{tenant} is here already"
+        assert tenant not in self._tenants, f"{tenant} was added twice"
         bucket = 0.0 if tokens_per_minute is None else tokens_per_minute
         self._tenants[tenant] = _Tenant(weight, priority, tokens_per_minute, bucket, now)
         self._ring.append(tenant)
 
     def remove(self, tenant: Hashable) -> list[Request]:
-        """Dismiss a tenant; returns its requests that had not been finished."""
+        """Remove a tenant; returns its requests that are not finished."""
         self._ring.remove(tenant)
         return list(self._tenants.pop(tenant).queue)
 
@@ -120,14 +120,14 @@ class TrainQueue:
             queue.append(request)
 
     def drop(self, tenant: Hashable, is_dropped: Callable[[Request], bool]) -> list[Request]:
-        """Forget those requests of a tenant that have not begun and for which this is true; returns them."""
+        """Remove the requests of a tenant that have not begun and for which this is true; returns them."""
         state = self._tenants[tenant]
         dropped = [request for request in state.queue if not request.num_sent and is_dropped(request)]
         state.queue = deque(request for request in state.queue if request not in dropped)
         return dropped
 
     def waiting(self, tenant: Hashable) -> int:
-        """How many requests of a tenant are not finished."""
+        """Number of requests of a tenant that are not finished."""
         return len(self._tenants[tenant].queue)
 
     def requests(self, tenant: Hashable) -> list[Request]:
@@ -160,14 +160,14 @@ class TrainQueue:
             open_ = [name for name in ready if self._is_open(name, shares)]
             if used >= largest or not open_ or (shares and not self._fits(open_, largest - used)):
                 break
-        # The next turn begins behind the last one served, so that a full turn does not always serve the same.
+        # The next turn begins after the last tenant served, so that full turns do not always serve the same ones.
         for name in shares:
             self._ring.remove(name)
             self._ring.append(name)
         return list(shares.values())
 
     def next_at(self, now: float) -> float | None:
-        """When a tenant that waits for its quota may run; None if nobody waits for one."""
+        """When the first tenant that waits for its quota may run; None if there is none."""
         times = [
             now + max(0.0, -state.bucket) * _MINUTE_S / state.tokens_per_minute
             for state in self._tenants.values()
@@ -176,23 +176,20 @@ class TrainQueue:
         return min(times) + 1e-3 if times else None
 
     def finish(self, share: Share) -> bool:
-        """Report a share as done; True if that was the end of its request, which is then forgotten."""
+        """Report a share as done; True if that was the end of its request, which is then removed."""
         state = self._tenants.get(share.request.tenant)
         if not share.is_last or state is None:
             return share.is_last
         if state.queue and state.queue[0] is share.request:
             state.queue.popleft()
         if not state.queue:
-            state.credit = 0.0  # credit is for those who wait: an idle tenant saves none up
+            state.credit = 0.0  # credit is for tenants that wait: an idle one collects none
         return True
-
-    def _all_sent(self, share: Share | None) -> bool:
-        return share is not None and share.is_last
 
     def _extend(
         self, name: Hashable, state: _Tenant, shares: dict[Hashable, Share], room: int, *, is_first: bool
     ) -> int:
-        """Give out units of the tenant's oldest request as its credit and the turn's room allow; tokens used."""
+        """Give out units of the tenant's oldest request within its credit and the turn's room; returns their tokens."""
         request = state.queue[0]
         start = shares[name].start if name in shares else request.num_sent
         stop, used = request.num_sent, 0
@@ -211,11 +208,12 @@ class TrainQueue:
         return used
 
     def _is_open(self, name: Hashable, shares: dict[Hashable, Share]) -> bool:
-        """Whether a tenant could get more in this turn."""
-        return not self._all_sent(shares.get(name)) and self._tenants[name].may_run
+        """Whether a tenant could get more units in this turn."""
+        share = shares.get(name)
+        return not (share is not None and share.is_last) and self._tenants[name].may_run
 
     def _fits(self, names: Sequence[Hashable], room: int) -> bool:
-        """Whether anybody's next unit still fits into this turn."""
+        """Whether the next unit of one of these tenants fits into the rest of this turn."""
         requests = [self._tenants[name].queue[0] for name in names]
         return any(request.cost(request.num_sent) <= room for request in requests)
 
@@ -226,18 +224,18 @@ class _Slots:
     max_running: int | None
     running: int = 0
     waiting: deque[tuple[Any, int]] = field(default_factory=deque)
-    """Items and how many slots each takes."""
+    """Items, and how many slots each takes."""
 
 
 class SlotQueue:
-    """Slots of the engines: who waits is served in order of running slots over weight."""
+    """Slots of the engines: tenants are served in order of their running slots over weight."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots, self.num_running = num_slots, 0
         self._tenants: dict[Hashable, _Slots] = {}
 
     def add(self, tenant: Hashable, *, weight: float = 1.0, max_running: int | None = None) -> None:
-        """Admit a tenant; one that is here gets these settings."""
+        """Admit a tenant, or give these settings to one that was added before."""
         known = self._tenants.get(tenant)
         if known is None:
             self._tenants[tenant] = _Slots(weight, max_running)
@@ -248,20 +246,20 @@ class SlotQueue:
         return len(self._tenants[tenant].waiting)
 
     def push(self, tenant: Hashable, item: Any, *, size: int = 1) -> None:
-        """Let an item wait that takes so many slots, or all that its tenant may have."""
+        """Add an item that takes so many slots, or as many as its tenant may have."""
         state = self._tenants[tenant]
         most = self.num_slots if state.max_running is None else min(state.max_running, self.num_slots)
         state.waiting.append((item, min(size, most)))
 
     def drop(self, tenant: Hashable, item: Any) -> None:
-        """Forget an item that waits."""
+        """Remove a waiting item."""
         state = self._tenants[tenant]
         state.waiting = deque(each for each in state.waiting if each[0] is not item)
 
     def pop(self) -> tuple[Hashable, Any, int] | None:
-        """The next item to run and its size, which it takes; None if there is no room for it or nobody waits.
+        """Take the next item; returns its tenant, the item and its size. None if none waits or the next has no room.
 
-        What is next waits until there is room: smaller ones behind it do not keep it from running.
+        A large item keeps its turn until there is room: smaller ones do not overtake it.
         """
         ready = [
             (state.running / state.weight if state.weight else math.inf, name)
@@ -279,7 +277,7 @@ class SlotQueue:
         state.waiting.popleft()
         state.running += size
         self.num_running += size
-        # Last in the order of those with as many running slots.
+        # The tenant becomes the last one among those with as many running slots.
         self._tenants[name] = self._tenants.pop(name)
         return name, item, size
 

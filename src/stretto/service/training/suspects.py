@@ -1,7 +1,7 @@
-"""Which request ends the trainer: one that was computed when it died is suspect, and is computed alone after that.
+"""Finds the request that makes the trainer die: one that was computed at a death is a suspect and is computed alone.
 
-The trainer may also die for another reason, such as memory or a person. So a request is given up only if the trainer
-died `KILLS` times with it, the last time with nothing else; the requests of others go on.
+The trainer may also die for another reason, for example because a person ended it. So a request is given up only if the
+trainer died `KILLS` times while it was computed, the last time alone. The requests of others continue.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ class Suspects:
         self._running: Sequence[Share] = ()
 
     def groups(self, shares: Sequence[Share]) -> list[Sequence[Share]]:
-        """The shares of a turn in groups to compute one after the other: each suspect is alone."""
+        """Split the shares of a turn into groups to compute one after the other: each suspect alone."""
         suspects = [share for share in shares if share.request.payload.key in self._kills]
         others = [share for share in shares if share.request.payload.key not in self._kills]
         return [group for group in (others, *([share] for share in suspects)) if group]
 
     def begin(self, shares: Sequence[Share]) -> None:
-        """The ranks compute these shares from now."""
+        """Record that the ranks compute these shares now."""
         self._running = shares
 
     def end(self) -> None:
-        """They have answered."""
+        """Record that the ranks have answered."""
         self._running = ()
 
     def died(self) -> list[Job]:
-        """The trainer died: returns, and forgets, the requests that must not be computed again."""
+        """Record a death of the trainer; returns the requests that must not be computed again."""
         jobs, self._running = [share.request.payload for share in self._running], ()
         for job in jobs:
             self._kills[job.key] = self._kills.get(job.key, 0) + 1
-        found = [job for job in jobs if len(jobs) == 1 and self._kills[job.key] >= KILLS]
-        for job in found:
-            self.clear(job)
-        return found
+        if len(jobs) != 1 or self._kills[jobs[0].key] < KILLS:
+            return []
+        self.clear(jobs[0])
+        return jobs
 
     def clear(self, job: Job) -> None:
-        """This request is done."""
+        """Forget a request that is done."""
         self._kills.pop(job.key, None)
 
     def forget(self, run: str) -> None:
-        """This run has left."""
+        """Forget the requests of a run that has left."""
         self._kills = {key: kills for key, kills in self._kills.items() if key[0] != run}

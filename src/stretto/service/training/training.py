@@ -1,8 +1,8 @@
-"""Gives the trainer the work of all runs in turns, and keeps each run's state where it can be found again.
+"""Gives the trainer the work of all runs in turns, and saves each run's state so that it can be created again.
 
-One task (`work`) asks the queue for a turn, sends it to the ranks as operations, and answers the futures. Everything
-else is called by HTTP handlers and only changes queues. If the wire to the ranks fails, because a rank has died or the
-hub was started anew, every run is created again from its saved state and the requests since are computed again.
+One task (`work`) takes a turn from the queue, sends it to the ranks as operations, and sets the results of the futures.
+HTTP handlers call all other methods, which only change queues. If the wire to the ranks fails, because a rank has died
+or the hub was restarted, every run is created again from its saved state, and the requests since are computed again.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _TICK_S = 1.0
 _PAUSE_S = 0.5  # between two tries to reach the ranks
 FROZEN = 423
 SAVE_REQUESTS = 256
-"""A run that makes no steps is saved after so many requests, which are then forgotten."""
+"""A run that makes no steps is saved after so many requests, which the journal then deletes."""
 STEP_BODIES = 4
-"""Passes of one step have at most so many times service.max_waiting_bytes: they are kept until the step."""
+"""The passes of a step, which are kept until the step, have at most so many times service.max_waiting_bytes."""
 
 
 class Training:
-    """The trainer's side of the hub."""
+    """The training half of the hub."""
 
     def __init__(
         self, cfg: ServeConfig, secret: Secret, store: Store, futures: Futures, audit: Audit, limits: Limits
@@ -67,7 +67,7 @@ class Training:
     # -- what handlers call --
 
     def create(self, run: Run) -> Future:
-        """Give a new run, or one that comes back, a place in the trainer. Raises: Refusal 403 if there is none."""
+        """Give a new or evicted run a place in the trainer. Raises: Refusal 403 if there is none."""
         self.check_place(run.owner)
         self.places.admit(run)
         run.state, run.reason = "creating", ""
@@ -75,7 +75,7 @@ class Training:
         return self._futures.open(f"{run.id}/0", run.owner, run=run.id)
 
     def created(self, run: Run) -> Future:
-        """The future of a run's creation; one that is long done, or was forgotten by a restart, is answered anew."""
+        """The future of a run's creation; a new one if its result was deleted or lost by a restart."""
         future = self._futures.open(f"{run.id}/0", run.owner, run=run.id)
         if future.result is None and run.state != "creating":
             failed = Result.failed(f"{run.id}: {run.reason}")
@@ -83,11 +83,11 @@ class Training:
         return future
 
     def check_place(self, owner: str) -> None:
-        """Raises: Refusal 403 if this user, or anybody, may have no more runs now."""
+        """Raises: Refusal 403 if there is no place for one more run of this user."""
         check_place(self._cfg.service, [tenant.run.owner for tenant in self.places.tenants.values()], owner)
 
     def submit(self, run: Run, kind: str, seq: int, body: bytes) -> Future:
-        """Take a request; the same one sent again gets the same future.
+        """Accept a request; returns its future, the same one if it is sent again.
 
         Raises: Refusal 400 if it is not valid or its number was used, 423 if the run is frozen, 429 if too many wait.
         """
@@ -107,42 +107,40 @@ class Training:
                 429,
             )
         if waiting or seq > tenant.next_seq:  # there is always room for the next
-            held = self.places.waiting_bytes(run.owner, with_early=True)
-            check_bytes(held, len(body), self._cfg.service.max_waiting_bytes)
+            waiting_bytes = self.places.waiting_bytes(run.owner, with_early=True)
+            check_bytes(waiting_bytes, len(body), self._cfg.service.max_waiting_bytes)
         if run.state == "frozen":
-            self.places.push_all(tenant.take(seq, None))
+            self.places.push_all(tenant.accept(seq, None))
             raise Refusal(f"{run.id} is frozen: {run.reason}; resume it, or end it", FROZEN)
         try:
             job = read_job(run, kind, body, self.limits, seq=seq)
             self.checkpoints.check(job)
             tenant.check_gradients(job, STEP_BODIES * self._cfg.service.max_waiting_bytes)
         except StrettoError as error:
-            self.places.push_all(tenant.take(seq, None))
+            self.places.push_all(tenant.accept(seq, None))
             raise error if isinstance(error, Refusal) else Refusal(str(error), 400) from error
         tenant.journal.write(seq, kind, body)
         job.future, job.num_bytes = self._futures.open(name, run.owner, run=run.id), len(body)
-        self.places.push_all(tenant.take(seq, job))
+        self.places.push_all(tenant.accept(seq, job))
         return job.future
 
     def end(self, run: Run) -> Future:
-        """Give the run's place back; what it saved stays."""
+        """End a run; its checkpoints stay."""
         future = self._futures.open(f"{run.id}/end", run.owner)
-        answer = Result.of({"model_id": run.id, "type": "unload_model"})
-        if run.id not in self.places.tenants:
+        if run.id in self.places.tenants:
+            self._drop(run, "ended", "it was ended")
+            self._spawn_removal(run)
+        else:
             run.state = "ended"
             self._store.put(run)
-            future.set(answer)
-            return future
-        self._drop(run, "ended", "it was ended")
-        self._spawn_removal(run)
-        future.set(answer)
+        future.set(Result.of({"model_id": run.id, "type": "unload_model"}))
         return future
 
     def freeze(self, run: Run, reason: str, *, by_admin: bool = False, since: int | None = None) -> None:
-        """Take nothing more for this run; its requests that nobody has got an answer for, from number `since` on, fail.
+        """Accept no more requests of this run; those without a result, from number `since` on, fail.
 
-        What the admin freezes only the admin resumes. What is computed again after a restart goes on, since the run's
-        client has its results. Raises: Refusal 400 if the run has ended.
+        Only the admin resumes a run that the admin has frozen. Requests that are computed again after a restart
+        continue, because the run's client has their results. Raises: Refusal 400 if the run has ended.
         """
         if run.state in ("ended", "failed"):
             raise Refusal(f"{run.id} has {run.state}: there is nothing to freeze")
@@ -159,7 +157,7 @@ class Training:
             self.places.refuse_waiting(tenant, since or 0)
 
     def resume(self, run: Run, *, by_admin: bool = False) -> None:
-        """Let a frozen run go on. Raises: Refusal 403 if the admin has frozen it and does not ask, 400 if it is not."""
+        """Let a frozen run continue. Raises: Refusal 403 if only the admin may do that, 400 if it is not frozen."""
         if run.is_held and not by_admin:
             raise Refusal(f"{run.id} is frozen: {run.reason}; only the admin resumes it", 403)
         if run.state != "frozen" and not run.is_held:
@@ -172,31 +170,29 @@ class Training:
         self._store.put(run)
 
     def evict(self, run: Run, reason: str) -> None:
-        """Save a run and give its place to others; it comes back with its next request."""
+        """Save a run and free its place; it comes back with its next request."""
         if run.id not in self.places.tenants:
             raise Refusal(f"{run.id} is {run.state}: it has no place to give back", 400)
         jobs = [request.payload for request in self.queue.requests(run.id)]
         if any(job.kind == "save_state" and job.on_done is not None for job in jobs):
             return  # it is being evicted
-        self.places.push(
-            Job(run, "save_state", None, on_done=lambda result: self._evicted(run, reason, result))
-        )
+        on_done = lambda result: self._evicted(run, reason, result)
+        self.places.push(Job(run, "save_state", None, on_done=on_done))
 
     def save_all(self) -> asyncio.Future[list[Any]]:
-        """Save every run, as before the service ends; the future ends when all are saved."""
+        """Save every active run with unsaved steps; the future is done when all are saved."""
         waits = []
         for tenant in self.places.tenants.values():
             if tenant.unsaved_steps and tenant.run.state == "active":
                 done = asyncio.get_running_loop().create_future()
-                job = Job(tenant.run, "save_state", None, on_done=done.set_result)
-                self.places.push(job)
+                self.places.push(Job(tenant.run, "save_state", None, on_done=done.set_result))
                 waits.append(done)
         return asyncio.gather(*waits)
 
     # -- the task --
 
     async def work(self) -> None:
-        """Serve the trainer for ever, through any number of its restarts."""
+        """Give work to the trainer for ever, through any number of its restarts."""
         ticker = asyncio.create_task(self._tick())
         try:
             while True:
@@ -236,25 +232,25 @@ class Training:
             self._server.check()
 
     async def _turn(self, shares: Sequence[Share]) -> None:
-        """Send the operations of a turn, and hand out what they came to."""
+        """Send the operations of a turn to the ranks, and hand out their results."""
         assert self._server is not None
         server = self._server
         passes = [share for share in shares if share.request.is_pass]
         sent: list[tuple[Sequence[Share], list[dict[str, list[int]]], asyncio.Future[list[Done]]]] = []
         if passes:
             units = assign(passes, self._cfg.trainer.num_ranks)
-            most = self._cfg.service.max_tokens_per_pass or self._cfg.seq_len
-            sent.append((passes, units, await server.submit(passes_of(passes, units, most))))
+            max_tokens = self._cfg.service.max_tokens_per_pass or self._cfg.seq_len
+            sent.append((passes, units, await server.submit(passes_of(passes, units, max_tokens))))
         for share in shares:
             if not share.request.is_pass:
                 if (op := self._operation(share.request.payload)) is not None:
                     sent.append(([share], [], await server.submit(op)))
                 else:
-                    self._settle(share, None)
+                    self._complete(share, None)
         for group, units, future in sent:
             answers = await future
             for share in group:
-                self._read(share, units, answers)
+                self._add_results(share, units, answers)
         self.num_turns += 1
         for share in passes:
             run, num_tokens = share.request.payload.run, sum(share.request.units[share.start : share.stop])
@@ -262,7 +258,7 @@ class Training:
             self.meter.add(run.owner, run.session, training=num_tokens)
 
     def _operation(self, job: Job) -> Any:
-        """What a job without data asks of the ranks; None if it has failed already."""
+        """The operation of a job without data; None if the job has failed already."""
         run = job.run
         match job.kind:
             case "create":
@@ -282,32 +278,32 @@ class Training:
             return operation(job, None if job.directory is None else str(job.directory))
         except StrettoError as error:
             job.error = str(error)
-        except Exception as error:  # the boundary of one request: it must not end the service of all
+        except Exception as error:  # the boundary of one request: it must not end the whole service
             logger.exception("%s: %s %s", run.id, job.kind, job.seq)
             job.error = f"{type(error).__name__}: {error}"
         return None
 
-    def _read(self, share: Share, units: list[dict[str, list[int]]], answers: list[Done]) -> None:
+    def _add_results(self, share: Share, units: list[dict[str, list[int]]], answers: list[Done]) -> None:
+        """Add the results of all ranks for a share to its request."""
         job: Job = share.request.payload
-        name = job.run.spec.name
-        found = [answer.results.get(name, TenantResult()) for answer in answers]
+        results = [answer.results.get(job.run.spec.name, TenantResult()) for answer in answers]
         if share.request.is_pass:
-            for rank, result in enumerate(found):
+            for rank, result in enumerate(results):
                 job.add(result, units[rank][job.run.id], is_first=rank == 0)
-        elif errors := [result.error for result in found if result.error]:
-            job.error = errors[0]
-        self._settle(share, found[0])
+        else:
+            job.error = next((result.error for result in results if result.error), job.error)
+        self._complete(share, results[0])
 
-    def _settle(self, share: Share, result: TenantResult | None) -> None:
-        """A share is done; if its request is, answer it."""
+    def _complete(self, share: Share, result: TenantResult | None) -> None:
+        """Mark a share as done, and answer its request if that was the last one."""
         job: Job = share.request.payload
         tenant = self.places.tenants.get(job.run.id)
-        # A run that was ended, and another of its name made, while this was computed: it is not the other's.
+        # While this was computed, the run may have been ended and another one made with its id.
         if not self.queue.finish(share) or tenant is None or tenant.run is not job.run:
             return
         self._suspects.clear(job)
         result = result or TenantResult(error=job.error)
-        tenant.note(job)
+        tenant.update(job)
         if job.on_done is not None:
             job.on_done(result)
         if job.error is not None:
@@ -349,7 +345,7 @@ class Training:
                 self._store.put(run)
                 answer = creation_answer(run)
                 if run.start is not None and run.saved is None:
-                    self._save_soon(tenant)  # whoever owns the checkpoint that it began with may delete it
+                    self._save_soon(tenant)  # the owner of the checkpoint with which it began may delete that
             case "pass":
                 self.places.answer(job, Result(job.outputs(), is_protobuf=True))
                 return
@@ -369,13 +365,13 @@ class Training:
             case kind if kind in WRITES:
                 try:
                     answer = self.checkpoints.record(job)
-                except OSError as error:  # what it has written was deleted meanwhile
+                except OSError as error:  # its files were deleted meanwhile
                     self.places.answer(job, Result.failed(f"{job.kind}: {error.strerror or error}"))
                     return
                 self.meter.add(run.owner, run.session, checkpoints=1)
             case "load":
                 run.step = int(result.metrics.get("step", 0))
-                self._save_soon(tenant)  # the checkpoint may be replaced: it must not be loaded again
+                self._save_soon(tenant)  # so that it is not loaded again: the checkpoint may be replaced
                 answer = {"step": run.step, "progress": result.progress}
             case "load_weights":
                 self._save_soon(tenant)
@@ -387,7 +383,7 @@ class Training:
     # -- places --
 
     def _tenant(self, run: Run) -> Tenant:
-        """The place of a run; an evicted one gets one again. Raises: Refusal if it has ended or there is none."""
+        """The place of a run; an evicted one gets a place again. Raises: Refusal if it has ended or there is none."""
         if (tenant := self.places.tenants.get(run.id)) is not None:
             return tenant
         if run.state == "evicted" and run.is_held:
@@ -398,7 +394,7 @@ class Training:
         raise Refusal(f"{run.id} has {run.state}{f': {run.reason}' if run.reason else ''}", 410)
 
     def _give_up(self, job: Job, error: str) -> None:
-        """Freeze the run of a request that ends the trainer; it and those behind it fail, those before are kept."""
+        """Freeze the run of a request that makes the trainer die; this request and later ones of the run fail."""
         tenant, run = self.places.tenants.get(job.run.id), job.run
         if tenant is None or tenant.run is not run:
             return
@@ -424,7 +420,7 @@ class Training:
         self._suspects.forget(run.id)
 
     def _spawn_removal(self, run: Run) -> None:
-        """Let the ranks forget a run, outside of the queue, which no longer knows it."""
+        """Have the ranks remove a run that the queue no longer has."""
         server = self._server
 
         async def remove() -> None:
@@ -439,7 +435,9 @@ class Training:
     def _evicted(self, run: Run, reason: str, result: TenantResult) -> None:
         if result.error is not None:
             logger.warning(
-                "%s was not saved; what is saved and its requests since are kept: %s", run.id, result.error
+                "%s was not saved; its earlier state and the requests since are kept: %s",
+                run.id,
+                result.error,
             )
 
         def drop() -> None:
@@ -450,10 +448,10 @@ class Training:
             self._audit.write(None, "evict", run.id, reason=reason)
             self._spawn_removal(run)
 
-        asyncio.get_running_loop().call_soon(drop)  # when its save is recorded
+        asyncio.get_running_loop().call_soon(drop)  # after its save is recorded
 
     def _saved(self, tenant: Tenant, job: Job) -> None:
-        """The state of a run is on disk: forget what came before it."""
+        """Record that the state of a run is on disk, and delete earlier requests and states."""
         run, newest = tenant.run, job.directory
         assert newest is not None, "a state is saved into a directory"
         run.saved, run.saved_seq = str(newest), tenant.clean_seq
@@ -470,7 +468,7 @@ class Training:
                 shutil.rmtree(path, ignore_errors=True)
 
     async def _tick(self) -> None:
-        """Look for numbers that never came."""
+        """Fail requests that wait for too long for one with a lower number."""
         while True:
             await asyncio.sleep(_TICK_S)
             now, section = time.monotonic(), self._cfg.service

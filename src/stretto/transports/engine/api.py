@@ -7,7 +7,7 @@ not fit the schema raises `Refusal`; every route answers with its `body()`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -65,6 +65,14 @@ class Refusal(StrettoError):
 
     def body(self) -> bytes:
         return msgspec.json.encode({"error": {"message": str(self), "type": self.kind, "code": self.status}})
+
+
+def pause_mode(query: Mapping[str, str]) -> str:
+    """The mode in a query of PAUSE. Raises: Refusal for an unknown one."""
+    mode = query.get("mode", "abort")
+    if mode not in PAUSE_MODES:
+        raise Refusal(f"mode: {mode!r} is not one of {', '.join(PAUSE_MODES)}")
+    return mode
 
 
 class SamplingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
