@@ -1,4 +1,4 @@
-"""Checks from the ledger that a run kept its promises, whichever processes died meanwhile.
+"""Checks in the ledger whether a run kept its promises, even if processes died meanwhile.
 
 Only the surviving lineage is checked: a resume may undo what was trained before.
 """
@@ -15,14 +15,15 @@ from stretto.base.errors import DataError, WireError
 from stretto.base.paths import RunDir
 from stretto.ledger import schema
 from stretto.ledger.images import damaged_images, hashes_in
-from stretto.ledger.resume import first_step
+from stretto.ledger.resume import first_draw, first_step
 from stretto.ledger.token_file import Place, load_payload, load_turns
 
 
 def audit(run_dir: RunDir | Path | str, *, payloads: bool = True) -> list[str]:
-    """Every promise that the run broke, one sentence each; [] if none.
+    """Every promise that the run broke, one sentence each; [] if it broke none.
 
-    payloads: also read and verify every payload that still exists; this takes longer the larger the segments are.
+    payloads: also read and verify every payload that still exists; its time grows with the size of the segments.
+
     Raises: DataError if there is no ledger to read.
     """
     run_dir = run_dir if isinstance(run_dir, RunDir) else RunDir(Path(run_dir))
@@ -79,15 +80,13 @@ def _wrong_age(db: sqlite3.Connection) -> Iterator[str]:
 
 
 def _step_gaps(db: sqlite3.Connection) -> Iterator[str]:
-    steps = [step for (step,) in db.execute("SELECT step FROM batches WHERE state != 'undone' ORDER BY step")]
     first = first_step(db) + 1
-    if steps != list(range(first, first + len(steps))):
-        yield f"steps of the batches are not {first}, {first + 1}, {first + 2}, ...: {_runs(steps)}"
-    trained = [
-        step for (step,) in db.execute("SELECT step FROM batches WHERE state = 'trained' ORDER BY step")
-    ]
-    if trained != list(range(first, first + len(trained))):
-        yield f"trained steps are not {first}, {first + 1}, {first + 2}, ...: {_runs(trained)}"
+    for what, condition in (
+        ("steps of the batches", "state != 'undone'"),
+        ("trained steps", "state = 'trained'"),
+    ):
+        steps = schema.column(db, f"SELECT step FROM batches WHERE {condition} ORDER BY step")
+        yield from _gaps(what, steps, first)
 
 
 def _lost(db: sqlite3.Connection) -> Iterator[str]:
@@ -96,31 +95,29 @@ def _lost(db: sqlite3.Connection) -> Iterator[str]:
         "SELECT step FROM batches b WHERE state != 'undone' "
         "AND NOT EXISTS (SELECT 1 FROM batch_rollouts WHERE batch = b.batch) ORDER BY step"
     )
-    if steps := [step for (step,) in db.execute(query)]:
+    if steps := schema.column(db, query):
         yield f"the rollouts of steps {_runs(steps)} are unknown: the end of the ledger was lost before a resume"
 
 
 def _version_gaps(db: sqlite3.Connection) -> Iterator[str]:
-    versions = [
-        v
-        for (v,) in db.execute(
-            "SELECT DISTINCT version FROM versions WHERE state != 'undone' ORDER BY version"
-        )
-    ]
-    first = first_step(db)
-    if versions != list(range(first, first + len(versions))):
-        yield f"published versions are not {first}, {first + 1}, {first + 2}, ...: {_runs(versions)}"
-    (shipped,) = db.execute(
-        "SELECT coalesce(max(step), ?) FROM batches WHERE state != 'undone'", (first,)
-    ).fetchone()
+    query = "SELECT DISTINCT version FROM versions WHERE state != 'undone' ORDER BY version"
+    versions, first = schema.column(db, query), first_step(db)
+    yield from _gaps("published versions", versions, first)
+    query = "SELECT coalesce(max(step), ?) FROM batches WHERE state != 'undone'"
+    shipped = schema.scalar(db, query, first)
     if versions and versions[-1] > shipped:
         yield f"version {versions[-1]} was published, but only steps up to {shipped} were shipped"
     query = (
         "SELECT DISTINCT last_version FROM live_rollouts "
         "WHERE last_version NOT IN (SELECT version FROM versions)"
     )
-    for (version,) in db.execute(query):
+    for version in schema.column(db, query):
         yield f"rollouts were sampled from version {version}, which was never published"
+
+
+def _gaps(what: str, numbers: list[int], first: int) -> Iterator[str]:
+    if numbers != list(range(first, first + len(numbers))):
+        yield f"{what} are not {first}, {first + 1}, {first + 2}, ...: {_runs(numbers)}"
 
 
 def _open_ends(db: sqlite3.Connection) -> Iterator[str]:
@@ -130,8 +127,7 @@ def _open_ends(db: sqlite3.Connection) -> Iterator[str]:
     )
     for group_id, state in db.execute(query):
         yield f"group {group_id} is {state} but never finished"
-    (info,) = db.execute("SELECT info FROM incarnations ORDER BY incarnation LIMIT 1").fetchone() or ("{}",)
-    first = msgspec.json.decode(info).get("first_draw", 0)
+    first = first_draw(db)
     (draws, newest) = db.execute(
         "SELECT count(*), coalesce(max(group_id) + 1, ?) FROM draws WHERE group_id >= ?", (first, first)
     ).fetchone()
@@ -151,11 +147,8 @@ def _damaged(db: sqlite3.Connection, run_dir: RunDir) -> Iterator[str]:
             if finished_at is None:
                 load_turns(run_dir, place, rollout_id)
             else:
-                shown = {
-                    image.hash
-                    for b in load_payload(run_dir, place, rollout_id).branches
-                    for image in b.images
-                }
+                branches = load_payload(run_dir, place, rollout_id).branches
+                shown = {image.hash for branch in branches for image in branch.images}
                 for name in shown - hashes_in(db, place.segment) if shown else ():
                     yield f"rollout {rollout_id} shows image {name}, which segment {place.segment} does not have"
         except (DataError, WireError) as error:

@@ -1,4 +1,4 @@
-"""Pixels of images in the ledger: once per segment file, by hash; rollouts there refer to them.
+"""Pixels of images in the ledger: each image once per segment file; rollouts there refer to it by its hash.
 
 A segment holds all that its rollouts need, so that it can be deleted with its images. The row of an image is committed
 with the first group that shows it.
@@ -44,7 +44,8 @@ def with_patches(
 ) -> tuple[Branch, ...]:
     """Branches that were loaded from a segment, with the pixels of their images.
 
-    known: images that are loaded already; others are added, so that equal ones share their pixels.
+    known: images that are loaded already, by hash; others are added, so that equal ones share their pixels.
+
     Raises: DataError if one is missing or damaged.
     """
     names = {image.hash for branch in branches for image in branch.images}
@@ -63,18 +64,18 @@ def find_image(db: sqlite3.Connection, run_dir: RunDir, name: str) -> Image:
 
     Raises: DataError if no segment that is kept has it, or it is damaged.
     """
-    found = None
-    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'images'").fetchone():
+    row = None
+    if _has_table(db):
         query = "SELECT segment FROM images LEFT JOIN segments USING (segment) WHERE hash = ? AND deleted_at IS NULL"
-        found = db.execute(query, (name,)).fetchone()
-    if found is None:
+        row = db.execute(query, (name,)).fetchone()
+    if row is None:
         raise DataError(f"{run_dir.ledger}: there is no image {name}; its rollouts may be deleted.")
-    return _load(db, run_dir, found[0], name)
+    return _load(db, run_dir, row[0], name)
 
 
 def damaged_images(db: sqlite3.Connection, run_dir: RunDir) -> Iterator[str]:
-    """What is wrong with stored images, one sentence each."""
-    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'images'").fetchone():
+    """Why stored images cannot be loaded, one sentence per image."""
+    if not _has_table(db):
         return
     query = "SELECT hash, segment FROM images LEFT JOIN segments USING (segment) WHERE deleted_at IS NULL"
     for name, segment in db.execute(query).fetchall():
@@ -82,6 +83,10 @@ def damaged_images(db: sqlite3.Connection, run_dir: RunDir) -> Iterator[str]:
             _load(db, run_dir, segment, name)
         except (DataError, WireError) as error:
             yield str(error)
+
+
+def _has_table(db: sqlite3.Connection) -> bool:
+    return db.execute("SELECT 1 FROM sqlite_master WHERE name = 'images'").fetchone() is not None
 
 
 def _load(db: sqlite3.Connection, run_dir: RunDir, segment: int, name: str) -> Image:

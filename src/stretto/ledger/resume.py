@@ -1,4 +1,4 @@
-"""Rules for what a resumed run may use again, inside an open transaction of the writer.
+"""Rules for what a resumed run may use again; all run inside an open transaction of the writer.
 
 A checkpoint at step s holds the weights of version s. What was trained after it is undone: its rollouts may be trained
 again if no later version sampled them. Rollouts of later versions are lost, and their draws are run again under the
@@ -19,7 +19,7 @@ import msgspec
 from stretto.base.errors import DataError, WireError
 from stretto.base.paths import RunDir
 from stretto.ledger.images import with_patches
-from stretto.ledger.schema import ENV_S
+from stretto.ledger.schema import ENV_S, column, scalar
 from stretto.ledger.token_file import Payload, Place, load_payload, load_turns
 from stretto.records.images import Image
 from stretto.records.partial import PartialRollout, latest_turns, turns_up_to
@@ -52,17 +52,13 @@ def rewind(db: sqlite3.Connection, step: int) -> Rewound:
     Groups with a rollout that began under a later version become `lost` and are drawn again; so are rollouts that were
     still running. A batch up to `step` counts as trained even if that was not reported: the checkpoint proves it.
     """
-    undone = [
-        b for (b,) in db.execute("SELECT batch FROM batches WHERE step > ? AND state != 'undone'", (step,))
-    ]
-    for (trained,) in db.execute(
-        "SELECT step FROM batches WHERE step <= ? AND state = 'shipped'", (step,)
-    ).fetchall():
+    undone = column(db, "SELECT batch FROM batches WHERE step > ? AND state != 'undone'", step)
+    for trained in column(db, "SELECT step FROM batches WHERE step <= ? AND state = 'shipped'", step):
         db.execute("UPDATE batches SET state = 'trained' WHERE step = ? AND state = 'shipped'", (trained,))
         mark_trained(db, trained)
     freed = 0
     for batch in undone:
-        freed += db.execute("SELECT count(*) FROM batch_rollouts WHERE batch = ?", (batch,)).fetchone()[0]
+        freed += scalar(db, "SELECT count(*) FROM batch_rollouts WHERE batch = ?", batch)
         db.execute(
             "UPDATE draws SET state = 'finished' WHERE group_id IN (SELECT group_id FROM batch_rollouts "
             "JOIN rollouts USING (row) WHERE batch = ?)",
@@ -77,37 +73,32 @@ def rewind(db: sqlite3.Connection, step: int) -> Rewound:
     db.execute("UPDATE versions SET state = 'undone' WHERE version > ?", (step,))
     db.execute("UPDATE checkpoints SET state = 'undone' WHERE step > ?", (step,))
     lost = db.execute("UPDATE rollouts SET status = 'lost' WHERE status = 'running'").rowcount
-    too_new = db.execute(
+    too_new = (
         "SELECT DISTINCT group_id FROM draws JOIN rollouts USING (group_id) WHERE status != 'lost' "
-        "AND state IN ('drawn', 'finished', 'failed') AND coalesce(first_version, version) > ?",
-        (step,),
-    ).fetchall()
-    for (group_id,) in too_new:
+        "AND state IN ('drawn', 'finished', 'failed') AND coalesce(first_version, version) > ?"
+    )
+    for group_id in column(db, too_new, step):
         lost += _mark_lost(db, group_id)
     return Rewound(len(undone), freed, lost)
 
 
 def lost_steps(db: sqlite3.Connection, step: int) -> list[int]:
     """Steps up to `step` whose rollouts are unknown, since the end of the ledger was lost."""
-    first = first_step(db)
-    known = {
-        found
-        for (found,) in db.execute(
-            "SELECT step FROM batches b WHERE state != 'undone' "
-            "AND EXISTS (SELECT 1 FROM batch_rollouts WHERE batch = b.batch)"
-        )
-    }
-    return [number for number in range(first + 1, step + 1) if number not in known]
+    query = (
+        "SELECT step FROM batches b WHERE state != 'undone' "
+        "AND EXISTS (SELECT 1 FROM batch_rollouts WHERE batch = b.batch)"
+    )
+    known = set(column(db, query))
+    return [number for number in range(first_step(db) + 1, step + 1) if number not in known]
 
 
 def missing_draws(db: sqlite3.Connection, next_draw: int) -> list[int]:
     """Draw numbers below next_draw that the ledger does not know, in order."""
-    info = db.execute("SELECT info FROM incarnations ORDER BY incarnation LIMIT 1").fetchone()
-    first = 0 if info is None else msgspec.json.decode(info[0]).get("first_draw", 0)
+    first = first_draw(db)
     count = "SELECT count(*) FROM draws WHERE group_id >= ? AND group_id < ?"
-    if db.execute(count, (first, next_draw)).fetchone()[0] == next_draw - first:
+    if scalar(db, count, first, next_draw) == next_draw - first:
         return []
-    known = {number for (number,) in db.execute("SELECT group_id FROM draws WHERE group_id >= ?", (first,))}
+    known = set(column(db, "SELECT group_id FROM draws WHERE group_id >= ?", first))
     return [number for number in range(first, next_draw) if number not in known]
 
 
@@ -120,27 +111,29 @@ def give_up(db: sqlite3.Connection, step: int, draws: Iterable[int], steps: Iter
         "UPDATE draws SET state = 'dropped', reason = 'lost', dropped_at_step = ? WHERE group_id = ?",
         [(step, number) for number in draws],
     )
-    now, incarnation = time.time(), _incarnation(db)
+    now, incarnation = time.time(), scalar(db, "SELECT coalesce(max(incarnation), 0) FROM incarnations")
     db.executemany(
         "INSERT INTO batches (step, incarnation, state, shipped_at) SELECT ?1, ?2, 'trained', ?3 "
         "WHERE NOT EXISTS (SELECT 1 FROM batches WHERE step = ?1 AND state != 'undone')",
         [(number, incarnation, now) for number in steps],
     )
     newest = "SELECT coalesce(max(version), ?) FROM versions WHERE state != 'undone'"
-    (version,) = db.execute(newest, (first_step(db) - 1,)).fetchone()
+    version = scalar(db, newest, first_step(db) - 1)
     db.executemany(
         "INSERT INTO versions (version, incarnation, state, published_at) VALUES (?, ?, 'published', ?)",
         [(number, incarnation, now) for number in range(version + 1, step + 1)],
     )
 
 
-def _incarnation(db: sqlite3.Connection) -> int:
-    return db.execute("SELECT coalesce(max(incarnation), 0) FROM incarnations").fetchone()[0]
-
-
 def first_step(db: sqlite3.Connection) -> int:
     """The step after which the ledger begins: 0, or that of the checkpoint from which the run started."""
-    return db.execute("SELECT coalesce(min(coalesce(resumed_step, 0)), 0) FROM incarnations").fetchone()[0]
+    return scalar(db, "SELECT coalesce(min(coalesce(resumed_step, 0)), 0) FROM incarnations")
+
+
+def first_draw(db: sqlite3.Connection) -> int:
+    """The draw number with which the ledger begins: 0, or that of the checkpoint from which the run started."""
+    infos = column(db, "SELECT info FROM incarnations ORDER BY incarnation LIMIT 1")
+    return msgspec.json.decode(infos[0]).get("first_draw", 0) if infos else 0
 
 
 def resumable(db: sqlite3.Connection, run_dir: RunDir, step: int, oldest_version: int) -> list[Group]:
@@ -149,9 +142,7 @@ def resumable(db: sqlite3.Connection, run_dir: RunDir, step: int, oldest_version
     Older groups are dropped. Groups whose payload is missing or damaged become lost and will be drawn again.
     """
     groups = []
-    for (group_id,) in db.execute(
-        "SELECT group_id FROM draws WHERE state = 'finished' ORDER BY group_id"
-    ).fetchall():
+    for group_id in column(db, "SELECT group_id FROM draws WHERE state = 'finished' ORDER BY group_id"):
         try:
             group = load_group(db, run_dir, group_id)
         except (DataError, WireError) as error:
@@ -160,10 +151,10 @@ def resumable(db: sqlite3.Connection, run_dir: RunDir, step: int, oldest_version
             continue
         versions = [v for r in group.rollouts if (v := r.first_version) is not None]
         if min(versions, default=step) < oldest_version:
-            drop = (
+            query = (
                 "UPDATE draws SET state = 'dropped', reason = 'stale', dropped_at_step = ? WHERE group_id = ?"
             )
-            db.execute(drop, (step, group_id))
+            db.execute(query, (step, group_id))
         else:
             groups.append(group)
     return groups
@@ -176,7 +167,7 @@ class StoredPartial:
     rollout: PartialRollout
     place: Place
     row: int
-    is_cut: bool  # more is stored there: tokens of versions that are undone
+    is_cut: bool  # whether more is stored there: tokens of versions that are undone
 
 
 def partial_rollouts(
@@ -184,14 +175,14 @@ def partial_rollouts(
 ) -> dict[tuple[int, int], StoredPartial]:
     """Partial rollouts of draws that are played again, by group and member.
 
-    Tokens of versions after `step` are cut off. A rollout that is older than oldest_version, missing or damaged is not
-    among them, and starts anew.
+    Tokens of versions after `step` are cut off. A rollout that is older than oldest_version, missing or damaged is
+    left out, and starts anew.
     """
     rows = db.execute(
         "SELECT group_id, member, r.finished_at, segment, offset, length, crc, max(row) FROM rollouts r "
         "JOIN draws d USING (group_id) WHERE d.state = 'drawn' GROUP BY group_id, member"
     ).fetchall()
-    found = {}
+    partials = {}
     for group_id, member, finished_at, *place, row in rows:
         if finished_at is not None or place[0] is None:
             continue
@@ -210,8 +201,8 @@ def partial_rollouts(
             db.execute("UPDATE rollouts SET segment = NULL WHERE row = ?", (row,))
             continue
         is_cut = len(turns) < len(whole) or turns[-1] is not whole[-1]
-        found[group_id, member] = StoredPartial(rollout, at, row, is_cut=is_cut)
-    return found
+        partials[group_id, member] = StoredPartial(rollout, at, row, is_cut=is_cut)
+    return partials
 
 
 def unfinished_draws(db: sqlite3.Connection) -> list[tuple[int, Task]]:

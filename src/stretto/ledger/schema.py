@@ -23,13 +23,14 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from stretto.base.errors import DataError, EngineError, StrettoError
 from stretto.ledger import images
 
 SCHEMA = 1
 ENV_S = "env_s"
-"""Among the metrics of a rollout's row: seconds in which it ran and waited for no engine; left out below 1 ms."""
+"""Key among the metrics of a rollout's row: `Rollout.env_s`, if it is at least 1 ms."""
 
 TABLES = """
 CREATE TABLE incarnations (
@@ -96,7 +97,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         # A killed process loses nothing; a power cut may lose the last rows, never their consistency.
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA wal_autocheckpoint = 4000")
-        if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+        if scalar(connection, "SELECT count(*) FROM sqlite_master") == 0:
             connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {SCHEMA}; COMMIT;")
         _check_schema(connection, path)
         connection.execute(INDEXES)
@@ -129,12 +130,12 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 
 
 def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
-    (found,) = connection.execute("PRAGMA user_version").fetchone()
-    if found != SCHEMA:
-        way_out = "update stretto" if found > SCHEMA else "read it with the stretto that wrote it"
-        older = "the ledger" if found < SCHEMA else "this stretto"
+    written = scalar(connection, "PRAGMA user_version")
+    if written != SCHEMA:
+        remedy = "update stretto" if written > SCHEMA else "read it with the stretto that wrote it"
+        older = "the ledger" if written < SCHEMA else "this stretto"
         raise DataError(
-            f"{path}: ledger schema {found}, this stretto knows {SCHEMA}; {older} is older: {way_out}."
+            f"{path}: ledger schema {written}, this stretto knows {SCHEMA}; {older} is older: {remedy}."
         )
 
 
@@ -151,9 +152,19 @@ def to_error(path: Path, cause: sqlite3.Error) -> StrettoError:
     return EngineError(f"{path}: {cause}; the run cannot go on without its ledger (is the disk full?).")
 
 
+def column(db: sqlite3.Connection, query: str, *values: Any) -> list[Any]:
+    """The first column of a query's rows."""
+    return [row[0] for row in db.execute(query, values).fetchall()]
+
+
+def scalar(db: sqlite3.Connection, query: str, *values: Any) -> Any:
+    """The first value of a query's first row."""
+    return db.execute(query, values).fetchone()[0]
+
+
 @contextmanager
 def guarded(path: Path) -> Iterator[None]:
-    """Turn SQLite errors raised inside into ours.
+    """Turn SQLite errors that are raised inside into DataError or EngineError (`to_error`).
 
     Raises: DataError, EngineError.
     """

@@ -48,7 +48,7 @@ _FINISH = (
 
 
 class _Start(NamedTuple):
-    """The row of a running member, and the version and time at which it started."""
+    """The row of a running member, and the version and time of its start."""
 
     row: int
     version: int | None
@@ -89,8 +89,7 @@ class Ledger:
         self._depth = 0
         self._running: dict[int, dict[int, _Start]] = {}  # group -> member -> its row
         self._turns: dict[tuple[int, int], Place] = {}  # unfinished member -> its newest turn
-        # Row -> its newest turn, if that is not committed yet.
-        self._unwritten: dict[int, Place] = {}
+        self._unwritten: dict[int, Place] = {}  # row -> its newest turn, if that is not committed yet
         self._next_row = self._scalar("SELECT coalesce(max(row), 0) + 1 FROM rollouts")
         self._incarnation = self._scalar("SELECT coalesce(max(incarnation), 0) FROM incarnations")
         self._step = self._scalar("SELECT coalesce(max(step), 0) FROM batches WHERE state != 'undone'")
@@ -113,9 +112,9 @@ class Ledger:
         self._depth = 1
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            if turns := [(*place, row) for row, place in self._unwritten.items()]:
-                self._db.executemany(_UPDATE_TURN, turns)
             yield
+            if turns := [(*place, row) for row, place in self._unwritten.items()]:  # also those added inside
+                self._db.executemany(_UPDATE_TURN, turns)
             self._db.execute("COMMIT")
             self._unwritten.clear()
         except BaseException as error:
@@ -130,7 +129,7 @@ class Ledger:
     # -- what happens --
 
     def run_started(self, info: Mapping[str, Any], *, resumed_step: int | None = None) -> int:
-        """Record a new incarnation of the run; its number, from 1.
+        """Record a new incarnation of the run and return its number, from 1.
 
         info must be JSON-able; `audit` checks staleness against its `max_off_policy_steps`.
         """
@@ -255,7 +254,7 @@ class Ledger:
         self._insert_row("checkpoints", None, step, self._incarnation, "saved", time.time())
 
     def event(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Record anything else worth keeping."""
+        """Record an event of any other kind."""
         self._insert_row("events", None, time.time(), self._incarnation, kind, _json(data))
 
     async def flush(self) -> None:
@@ -290,7 +289,7 @@ class Ledger:
             return resume.missing_draws(self._db, next_draw)
 
     def give_up(self, step: int, draws: Iterable[int], steps: Iterable[int]) -> None:
-        """Never train these draws again: the checkpoint of `step` knows them, and the ledger has lost them."""
+        """Never train these draws again: the checkpoint of `step` counts them, and the ledger has lost them."""
         with self.transaction():
             resume.give_up(self._db, step, draws, steps)
 
@@ -302,14 +301,14 @@ class Ledger:
     def partial_rollouts(self, step: int, oldest_version: int) -> dict[tuple[int, int], PartialRollout]:
         """The stored turns of unfinished draws, by group and member; see `resume.partial_rollouts`."""
         with self.transaction():
-            found = resume.partial_rollouts(self._db, self._run_dir, step, oldest_version)
-            self._turns = {key: each.place for key, each in found.items()}
-            for key, each in found.items():
+            partials = resume.partial_rollouts(self._db, self._run_dir, step, oldest_version)
+            self._turns = {key: each.place for key, each in partials.items()}
+            for key, each in partials.items():
                 if each.is_cut:  # stored anew without undone tokens: their versions will be other weights
                     del self._turns[key]
                     for turn in each.rollout.turns:
                         self._add_turn(key, each.row, turn)
-        return {key: each.rollout for key, each in found.items()}
+        return {key: each.rollout for key, each in partials.items()}
 
     def unfinished_draws(self) -> list[tuple[int, Task]]:
         """Draws to run again under their number, in draw order; call it after `resumable`."""
@@ -324,17 +323,19 @@ class Ledger:
         """Draws that are neither trained nor dropped nor failed, in order."""
         query = "SELECT group_id FROM draws WHERE state IN ('drawn', 'finished', 'shipped') ORDER BY group_id"
         with schema.guarded(self._run_dir.ledger):
-            return [group_id for (group_id,) in self._db.execute(query)]
+            return schema.column(self._db, query)
 
     @property
     def is_new(self) -> bool:
-        """Is there no incarnation of the run in it?"""
+        """Is there no incarnation of the run yet?"""
         return self._incarnation == 0
 
     def begin_after(self, step: int) -> None:
         """Let a new ledger begin after `step`, for a run that continues another one or has lost its ledger.
 
-        Call it before `run_started`. Raises: ConfigError if the ledger is not new.
+        Call it before `run_started`.
+
+        Raises: ConfigError if the ledger is not new.
         """
         if not self.is_new:
             raise ConfigError(
@@ -347,7 +348,7 @@ class Ledger:
 
     def _scalar(self, query: str, *values: Any) -> Any:
         with schema.guarded(self._run_dir.ledger):
-            return self._db.execute(query, values).fetchone()[0]
+            return schema.scalar(self._db, query, *values)
 
     def _insert(self, table: str, *values: Any) -> None:
         self._db.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", values)
@@ -402,7 +403,7 @@ class Ledger:
 
     def _open_segment(self) -> SegmentWriter:
         """Continue where the last row ends; delete segments whose deletion a kill interrupted."""
-        for (segment,) in self._db.execute("SELECT segment FROM segments WHERE deleted_at IS NOT NULL"):
+        for segment in schema.column(self._db, "SELECT segment FROM segments WHERE deleted_at IS NOT NULL"):
             self._run_dir.segment(segment).unlink(missing_ok=True)
         newest = self._scalar("SELECT coalesce(max(segment), 0) FROM rollouts")
         after_closed = self._scalar("SELECT coalesce(max(segment) + 1, 0) FROM segments")
@@ -425,25 +426,21 @@ class Ledger:
 
         What came after the newest checkpoint is kept at any age: a resume may need it.
         """
-        horizon = (
-            self._scalar(
-                "SELECT coalesce(max(step), 0) FROM batches WHERE state = 'trained' AND state != 'undone'"
-            )
-            - keep_steps
-        )
+        # `state != 'undone'` lets SQLite use the index batches_live, here and in step_trained.
+        query = "SELECT coalesce(max(step), 0) FROM batches WHERE state = 'trained' AND state != 'undone'"
+        horizon = self._scalar(query) - keep_steps
         saved = self._scalar("SELECT max(step) FROM checkpoints WHERE state = 'saved'")
         horizon = horizon if saved is None else min(horizon, saved)
-        closed = self._db.execute(
-            "SELECT segment FROM segments WHERE deleted_at IS NULL AND closed_at_step <= ? ORDER BY segment",
-            (horizon,),
-        ).fetchall()
-        for (segment,) in closed:
+        query = (
+            "SELECT segment FROM segments WHERE deleted_at IS NULL AND closed_at_step <= ? ORDER BY segment"
+        )
+        for segment in schema.column(self._db, query, horizon):
             if resume.is_needed(self._db, segment, horizon):
                 continue
             # First the row: if a kill comes before the file is deleted, the next opening deletes it.
             with self.transaction():
-                deleted = "UPDATE segments SET deleted_at = ? WHERE segment = ?"
-                self._db.execute(deleted, (time.time(), segment))
+                query = "UPDATE segments SET deleted_at = ? WHERE segment = ?"
+                self._db.execute(query, (time.time(), segment))
             self._run_dir.segment(segment).unlink(missing_ok=True)
             logger.info("deleted token payloads of segment %d: all older than step %d", segment, horizon)
 

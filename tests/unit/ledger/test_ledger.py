@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from ledger_runs import MEMBERS, Run, group, num_reused, steps, task
+from ledger_runs import MEMBERS, Run, group, num_reused, steps, task, turn
 
 from stretto.base.errors import ConfigError, DataError, EngineError
 from stretto.base.paths import RunDir
 from stretto.ledger import Ledger, LedgerReader, audit, schema
+from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Group, RolloutStatus
 
 
@@ -118,6 +119,21 @@ def test_groups_finished_before_the_checkpoint_but_not_trained_are_reused(run_di
     run.ledger.rewind(1)
     assert [g.group_id for g in run.ledger.resumable(1, 0)] == [2]
     run.close()
+
+
+def test_undone_tokens_are_cut_for_good_even_if_their_draw_has_not_started_again(run_dir: RunDir) -> None:
+    run = Run(run_dir).begin()
+    run.start(0)
+    run.publish(1)
+    run.ledger.turn_played(0, 0, turn(0, spans=((0, 0, 4), (1, 4, 8)), reason="abort"))
+    run.close()
+    for step in (0, 1):  # version 1 of the first incarnation is undone, and another one is made
+        run = Run(run_dir, resumed_step=step)
+        run.ledger.rewind(step)
+        [partial] = run.ledger.partial_rollouts(step, 0).values()
+        assert partial.num_tokens == 4 and partial.turns[0].completion.versions == (VersionSpan(0, 0, 4),)
+        run.begin(resumed_step=step)
+        run.close()
 
 
 def test_groups_that_are_too_old_are_dropped_and_not_drawn_again(run_dir: RunDir) -> None:
