@@ -6,8 +6,8 @@
 Decoded arrays are read-only views of the received buffers. An array that a record holds in several places (the pixels
 of an image that several samples show) is sent once, and is one array again on the other side.
 
-Decoding executes nothing: no pickle, dtypes from a fixed list, and every length is checked, so damaged or hostile
-input raises a `WireError` (frames) or `DataError` (blobs).
+Decoding runs no code from the input: there is no pickle, dtypes come from a fixed list, and every length is checked, so
+damaged or hostile input raises a `WireError` (frames) or `DataError` (blobs).
 """
 
 from __future__ import annotations

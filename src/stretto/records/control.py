@@ -21,13 +21,12 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Registered(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The orchestrator has registered the rank.
-
-    resume_step: the step after which the run continues; None if it starts from the beginning.
-    """
+    """The orchestrator has registered the rank."""
 
     run_id: str
-    resume_step: int | None = None
+    resume_step: int | None = (
+        None  # the step after which the run continues; None if it starts from the beginning
+    )
     pid: int = 0
     host: str = ""
 

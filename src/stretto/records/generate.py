@@ -15,9 +15,9 @@ _MEMBER_STRIDE = 0x1E3779B97F4A7C15
 
 
 def member_seed(seed: int, member: int) -> int:
-    """Seed of a separate request for the tokens of sample `member` of a request with `seed`.
+    """Seed with which a request of its own samples the tokens of completion `member` of one with `seed`.
 
-    Holds for the embedded engine, whose random numbers depend only on seed and position.
+    This holds for the embedded engine, whose random numbers depend only on seed and position.
     """
     return seed if member == 0 else (seed + member * _MEMBER_STRIDE) & (2**63 - 1)
 
@@ -36,7 +36,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own end tokens
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    seed: int | None = None  # if n > 1, sample i uses (seed, i)
+    seed: int | None = None  # if n > 1, completion i uses (seed, i)
 
     @property
     def is_truncated(self) -> bool:
@@ -46,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for n samples of one prompt.
+    """A request for n completions of one prompt.
 
     session_id: keeps the turns of one rollout on one engine. images: of the prompt, in the order of their placeholders,
     which are image_token_id.
@@ -60,15 +60,15 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None = None
     adapter: str | None = None  # name of the LoRA adapter to use; None = the engine's own model
     prompt_logprobs: bool = False
-    top_prompt_logprobs: int = 0  # with prompt_logprobs: so many of the likeliest tokens per prompt position
+    top_prompt_logprobs: int = 0  # with prompt_logprobs: number of likeliest tokens per prompt position
     # With prompt_logprobs: further tokens to score at each prompt position but the first; -1 is none.
     prompt_targets: np.ndarray | None = None  # int32 [prompt - 1, targets]
     images: tuple[Image, ...] = ()
     image_token_id: int | None = None
-    routed_experts_start: int = 0  # first prompt token whose experts are wanted; those before are known
+    routed_experts_start: int = 0  # first prompt token whose expert choices are returned
 
     def sample(self, i: int) -> GenerateRequest:
-        """The request for sample i alone."""
+        """The request for completion i alone."""
         seed = self.sampling.seed
         sampling = msgspec.structs.replace(self.sampling, seed=None if seed is None else member_seed(seed, i))
         return msgspec.structs.replace(self, request_id=f"{self.request_id}-{i}", n=1, sampling=sampling)
@@ -83,7 +83,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample; token_ids include the end token if the model produced it."""
+    """The sampled continuation of a prompt; token_ids include the end token if the model produced it."""
 
     token_ids: np.ndarray  # int32 [completion]
     logprobs: np.ndarray  # float32 [completion], nats

@@ -1,4 +1,4 @@
-"""Images beside tokens: pixel patches, known by their hash, and where in a token sequence they stand.
+"""Images beside tokens: pixel patches, identified by a hash, and their positions in a token sequence.
 
 An image takes as many tokens as the model makes of its patches; all of them are the same token, the placeholder. A
 sequence lists its images in the order of their placeholders. chat/images.py makes the patches.
@@ -38,7 +38,7 @@ class Image(msgspec.Struct, frozen=True, eq=False, weakref=True):
         return self.num_patches // merge_size**2
 
     def without_patches(self) -> Image:
-        """The name of this image."""
+        """The image by its hash and grid alone."""
         return self if self.patches is None else Image(self.hash, self.grid)
 
     def __eq__(self, other: object) -> bool:
@@ -55,9 +55,9 @@ def image_of(patches: Float32[np.ndarray, "patches dim"], grid: tuple[int, int, 
 
 def image_hash(patches: Float32[np.ndarray, "patches dim"], grid: tuple[int, int, int]) -> str:
     """Blake2b of patches and grid as 32 hexadecimal digits."""
-    found = hashlib.blake2b(np.ascontiguousarray(patches, np.float32).data, digest_size=16)
-    found.update(np.asarray(grid, np.int64).tobytes())
-    return found.hexdigest()
+    digest = hashlib.blake2b(np.ascontiguousarray(patches, np.float32).data, digest_size=16)
+    digest.update(np.asarray(grid, np.int64).tobytes())
+    return digest.hexdigest()
 
 
 def placeholder_spans(
@@ -65,15 +65,15 @@ def placeholder_spans(
 ) -> list[tuple[int, int]] | None:
     """Start and end of the placeholders of each image; counts: placeholders by image, in order.
 
-    None if the placeholders in the sequence are not those of these images. Placeholders of one image stand together;
-    those of two may do so too.
+    None if the placeholders in the sequence are not those of these images. The placeholders of one image are
+    consecutive; those of two images may follow each other without a gap.
     """
     at = np.flatnonzero(np.asarray(token_ids) == image_token_id)
     spans, used = [], 0
     for count in counts:
-        own = at[used : used + count]
-        if not count or len(own) < count or own[-1] - own[0] != count - 1:
+        span = at[used : used + count]
+        if not count or len(span) < count or span[-1] - span[0] != count - 1:
             return None
-        spans.append((int(own[0]), int(own[-1]) + 1))
+        spans.append((int(span[0]), int(span[-1]) + 1))
         used += count
     return spans if used == len(at) else None

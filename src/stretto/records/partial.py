@@ -30,7 +30,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     num_shared: int
     prompt_ids: np.ndarray  # int32
     completion: Completion
-    images: tuple[Image, ...] = ()  # those of prompt_ids, by name: the environment shows them again
+    images: tuple[Image, ...] = ()  # those of prompt_ids, without patches: the environment shows them again
 
     @property
     def is_done(self) -> bool:
@@ -55,36 +55,34 @@ class PartialRollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def latest_turns(turns: Iterable[Turn]) -> list[Turn]:
-    """The valid ones of all recorded turns.
+    """Those of all recorded turns that are valid, in the order in which they were recorded.
 
-    A turn replaces its agent's turns from its own index on.
-
-    A turn of a later attempt replaces all turns of earlier attempts.
+    A turn replaces its agent's turns from its own index on, and all turns of earlier attempts.
     """
-    found: list[Turn] = []
+    valid: list[Turn] = []
     for turn in turns:
-        found = [
+        valid = [
             other
-            for other in found
+            for other in valid
             if other.attempt == turn.attempt and (other.agent != turn.agent or other.index < turn.index)
         ]
-        found.append(turn)
-    return found
+        valid.append(turn)
+    return valid
 
 
 def turns_up_to(turns: Iterable[Turn], version: int) -> list[Turn]:
     """The turns up to the first token that was sampled by a version later than `version`."""
-    found = []
+    kept = []
     for turn in turns:
         spans = turn.completion.versions
         end = next((span.start for span in spans if span.version > version), None)
         if end is None:
-            found.append(turn)
+            kept.append(turn)
             continue
         if end:
-            found.append(msgspec.structs.replace(turn, completion=cut_completion(turn.completion, end)))
+            kept.append(msgspec.structs.replace(turn, completion=cut_completion(turn.completion, end)))
         break
-    return found
+    return kept
 
 
 def cut_completion(completion: Completion, end: int) -> Completion:

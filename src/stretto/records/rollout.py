@@ -14,14 +14,11 @@ from stretto.records.support import Support
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to do in one environment.
-
-    data: the environment's own; it can be written as JSON.
-    """
+    """One thing to do in one environment."""
 
     env: str  # the environment's name in this run
     task_id: str  # stable within the environment
-    data: dict[str, Any]
+    data: dict[str, Any]  # the environment's own; it can be written as JSON
 
 
 class RolloutStatus(StrEnum):
@@ -41,8 +38,8 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: np.ndarray  # int32 [tokens]
     is_sampled: np.ndarray  # bool  [tokens]
-    # float32 [tokens], nats under the sampling policy; 0 where not sampled, nan where a user's function gave none: the
-    # trainer uses its own.
+    # float32 [tokens], nats under the sampling policy; 0 where not sampled, nan where a user's function gave none (the
+    # trainer then uses its own).
     logprobs: np.ndarray
     temperature: float
     versions: tuple[VersionSpan, ...]  # versions that sampled the tokens; indices are those of this branch
@@ -56,23 +53,19 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     ce_weights: np.ndarray | None = None  # float32 [tokens], cross-entropy weights; None = all 0
     trained_from: int | None = None  # oldest version whose tokens are trained, if the rollout was continued
     images: tuple[Image, ...] = ()  # those of the tokens, in the order of their placeholders
-    # Sampled by a teacher instead of the policy: trained by cross-entropy, has no versions.
-    is_frozen: bool = False
-    reward: float | None = None  # of this branch alone; None: it has its agent's
+    is_frozen: bool = False  # sampled by a teacher: trained by cross-entropy, has no versions
+    reward: float | None = None  # of this branch alone; None: its agent's reward applies
 
 
 COUNTED = (RolloutStatus.FINISHED, RolloutStatus.TRUNCATED)
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """One whole rollout.
+    """One whole rollout."""
 
-    Its id is `g<draw>.<member>`; draw n is the n-th task drawn in this run.
-    """
-
-    rollout_id: str
-    group_id: int  # the draw number
-    member: int
+    rollout_id: str  # g<draw number>.<member>
+    group_id: int  # the draw number: n for the n-th task drawn in this run, from 0
+    member: int  # its number in the group, from 0
     task: Task
     status: RolloutStatus
     branches: tuple[Branch, ...] = ()
@@ -82,8 +75,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     num_turns: int = 0
     started_at: float = 0.0  # unix seconds
     finished_at: float = 0.0
-    env_s: float = 0.0
-    """Seconds in which it ran and waited for no engine: turns and reward of its environment."""
+    env_s: float = 0.0  # seconds in which it ran and waited for no engine: its environment's turns and reward
     error: str | None = None
 
     @property

@@ -19,10 +19,10 @@ def first_fit_decreasing(
 ) -> Generator[None, None, list[list[int]]]:
     """Pack samples, longest first, into the first row with room; returns the indices per row.
 
-    images: by sample, patches of each of its images by hash; an image counts once in a row. A row has at most
-    max_patches of them, unless one sample alone has more.
+    images: by sample, the number of patches of each of its images by hash; an image counts once in a row. A row has at
+    most max_patches, unless one sample alone has more.
 
-    A generator that yields after each sample, so that other tasks can run. Rows are in order of creation.
+    It is a generator that yields after each sample, so that other tasks can run. Rows are in order of creation.
     """
     rows: list[list[int]] = []
     shown: list[dict[str, int]] = []  # images by row
@@ -51,7 +51,7 @@ def first_fit_decreasing(
 
 
 def pack_rows(lengths: Int[np.ndarray, " samples"], capacity: int) -> list[list[int]]:
-    """Run `first_fit_decreasing` to its end."""
+    """Pack samples as `first_fit_decreasing` does, at once."""
     work = first_fit_decreasing(lengths, capacity)
     while True:
         try:

@@ -25,9 +25,8 @@ class TrainSample(msgspec.Struct, frozen=True, kw_only=True):
     env: str
     token_ids: np.ndarray  # int32 [tokens]
     loss_mask: np.ndarray  # bool [tokens]
-    logprobs: (
-        np.ndarray
-    )  # float32 [tokens], under the policy that sampled; 0 where not sampled, nan where unknown
+    # float32 [tokens], nats under the policy that sampled; 0 where not sampled, nan where unknown.
+    logprobs: np.ndarray
     advantages: np.ndarray  # float32 [tokens], reward units
     temperature: float = 1.0
     first_version: int = 0
@@ -36,7 +35,7 @@ class TrainSample(msgspec.Struct, frozen=True, kw_only=True):
     ref_kl_weights: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, top_k]
-    support: Support | None = None  # what each token was drawn from; None: all tokens
+    support: Support | None = None  # the tokens that each token was drawn from; None: all tokens
     images: tuple[Image, ...] = ()  # in the order of their placeholders
 
 
@@ -61,12 +60,10 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     ref_kl_weights: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, top_k]
-    support: Support | None = None  # what each token was drawn from; None: all tokens
-    images: tuple[
-        Image, ...
-    ] = ()  # in the order of their placeholders in the row; equal ones share their patches
+    support: Support | None = None  # the tokens that each token was drawn from; None: all tokens
+    images: tuple[Image, ...] = ()  # in the order of their placeholders; equal ones share their patches
     num_images: tuple[int, ...] = ()  # images per document; () if the row has none
-    # Filled in by the trainer at the beginning of a step, never sent: float32 [tokens].
+    # Filled in by the trainer at the beginning of a step and never sent; float32 [tokens].
     old_logprobs: np.ndarray | None = None  # under the policy
     values: np.ndarray | None = None  # the critic's value of the text before the token
     returns: np.ndarray | None = None  # the critic's targets

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Support(msgspec.Struct, frozen=True):
-    """Concatenated token ids of the supports of several positions; in any order within one.
+    """Token ids of the supports of several positions, one position after another; in any order within one.
 
-    A position with size 0 has all tokens: nothing was cut there, or nothing was sampled.
+    A position of size 0 has all tokens: nothing was cut there, or nothing was sampled.
     """
 
     ids: np.ndarray  # int32 [sum of sizes]

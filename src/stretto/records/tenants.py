@@ -2,8 +2,8 @@
 
 One trainer has one frozen backbone and an adapter, optimizer and schedule for every tenant. The wire numbers operations
 from 1; every rank executes all of them in this order and answers each with `Done`. Every rank gets the same operation,
-except that a `Pass` has the micro batches of one rank. What goes wrong with one tenant is a result of that tenant, on
-all ranks alike, and leaves its weights, optimizer state and all other tenants as they were.
+except that a `Pass` has the micro batches of one rank. An error of one tenant is part of that tenant's result, the same
+on all ranks, and leaves its weights, optimizer state and all other tenants as they were.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class TenantSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a tenant trains: its adapter, and the optimizer and schedule of its steps."""
 
     name: str  # unique in the service; letters, digits, "_", "-" and "."
-    rank: int = 16  # 0: no adapter; all weights are trained, which a backbone for one tenant takes
+    rank: int = (
+        16  # of the adapter; 0: none, all weights are trained, if the backbone serves one tenant alone
+    )
     alpha: float = 32.0
     dropout: float = 0.0
     target_modules: tuple[str, ...] | None = None  # None: the default of [model.lora]
@@ -36,23 +38,22 @@ class TenantSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_steps: int | None = None  # where a schedule that falls ends
 
 
-# -- what the hub asks --
+# -- operations --
 
 
 class CreateTenant(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A new tenant, with fresh weights or those of a directory that SaveTenant or a run wrote.
-
-    The directory is SaveTenant's, or `checkpoints/step_N/trainer` of a run with [model.lora].
-    """
+    """Add a tenant, with fresh weights or those of a directory."""
 
     number: int = 0
     spec: TenantSpec
-    path: str | None = None
+    path: str | None = (
+        None  # a directory of SaveTenant, or `checkpoints/step_N/trainer` of a run with [model.lora]
+    )
     with_optimizer: bool = True  # load optimizer state and step count too
 
 
 class RemoveTenant(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Forget a tenant; what it saved stays. Removing an unknown one is no error."""
+    """Remove a tenant; its saved files stay. Removing an unknown one is no error."""
 
     number: int = 0
     tenant: str
@@ -85,11 +86,11 @@ class TenantWork(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     tenant: str
-    micro_batches: tuple[MicroBatch, ...] = ()  # the others' number may differ
+    micro_batches: tuple[MicroBatch, ...] = ()  # their number may differ between ranks
     loss: Section = msgspec.field(default_factory=lambda: {"type": "default"})  # [trainer.loss]
     counts: tuple[float, float, float, float] | None = None
     sum_loss: SumLoss | None = None
-    # Per micro batch int32 [tokens]: what is scored at token t instead of token_ids[t]; () or None: token_ids.
+    # Per micro batch int32 [tokens]: the token that is scored at t instead of token_ids[t]; () or None: token_ids.
     targets: tuple[np.ndarray | None, ...] = ()
     is_forward_only: bool = False  # no gradient: log-probabilities and the loss only
     wants_logprobs: bool = False  # score every token but the first of each document, and return it
@@ -176,7 +177,7 @@ class SwapOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Say which tenants there are, and what memory they take."""
+    """Report the tenants and the memory that they take."""
 
     number: int = 0
 
@@ -203,26 +204,26 @@ Operation = (
 )
 
 
-# -- what a rank answers --
+# -- answers --
 
 
 class TenantResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operation did for one tenant. error: why it did nothing; None: it did.
+    """The result of an operation for one tenant.
 
-    metrics are over all ranks and the same on each. Of a Pass: `loss` (the sum or the share of the step's loss), and
-    sums of algorithms/losses.py; of an OptimStep: `optim/lr`, `optim/grad_norm` before clipping, `step`, and means
-    since the last step, as a run has them; of Create- and LoadTenant: `step`, `parameters`.
+    metrics are over all ranks and the same on each. A Pass has `loss` (the sum or the share of the step's loss), and
+    sums of algorithms/losses.py; an OptimStep has `optim/lr`, `optim/grad_norm` before clipping, `step`, and means
+    since the last step, as a run has them; CreateTenant and LoadTenant have `step` and `parameters`.
     """
 
-    error: str | None = None
+    error: str | None = None  # why the operation did nothing; None if it succeeded
     metrics: dict[str, float] = {}
     # Per micro batch of this rank: float32 [tokens], 0 where not scored.
     logprobs: tuple[np.ndarray | None, ...] = ()
-    progress: Section | None = None  # what SaveTenant was given; of Create- and LoadTenant
+    progress: Section | None = None  # of CreateTenant and LoadTenant: the `progress` of SaveTenant
 
 
 class TenantMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant on one rank."""
+    """The memory of a tenant on one rank."""
 
     step: int  # steps done
     rank: int
@@ -237,7 +238,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     tenants: dict[str, TenantMemory]
     backbone_bytes: int  # of this rank's shards
-    device_bytes: int  # taken on its GPU; without one, the process's resident memory
+    device_bytes: int  # in use on its GPU; without a GPU, the process's resident memory
     swaps_out: int = 0
     swaps_in: int = 0
     swap_s: float = 0.0  # time spent moving tenants

@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 
 
 class TokenCounts(NamedTuple):
-    """Number of tokens of non-zero weight in each component, and of samples with such rl tokens (of rollouts, if
-    cfg.reduction is `rollout`)."""
+    """Number of tokens with a non-zero weight in each loss component."""
 
     rl: float
     ce: float
     ref_kl: float
-    rl_samples: float = 0.0
+    rl_samples: float = 0.0  # samples with rl tokens; with the reduction `rollout`, rollouts
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,12 @@ def count_tokens(micro_batches: Sequence[MicroBatch], *, by_sample: bool = False
 
 
 def weigh_by_rollout(micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], float]:
-    """The micro batches with rl weights divided by the rl tokens of each token's rollout; their number of rollouts.
+    """The micro batches with rl weights divided by the rl tokens of each token's rollout, and their number of rollouts.
 
-    A rollout that is partly here counts with the share of its rl tokens, so that the numbers of all ranks add up.
+    A rollout that is only partly in them counts with that share of its rl tokens, so that the numbers of all ranks add
+    up.
     """
-    found, num_rollouts = [], 0.0
+    weighted, num_rollouts = [], 0.0
     for mb in micro_batches:
         weights = ComponentWeights.of(mb).rl
         if weights is not None:
@@ -83,13 +83,14 @@ def weigh_by_rollout(micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBat
             weights[tokens] /= totals
             num_rollouts += float((1 / totals).sum())
             mb = replace(mb, rl_weights=weights)
-        found.append(mb)
-    return found, num_rollouts
+        weighted.append(mb)
+    return weighted, num_rollouts
 
 
 def find_documents(
-    tokens: Int[np.ndarray, " found"], bounds: Int[np.ndarray, " bounds"]
-) -> Int[np.ndarray, " found"]:
+    tokens: Int[np.ndarray, " positions"], bounds: Int[np.ndarray, " bounds"]
+) -> Int[np.ndarray, " positions"]:
+    """The document of each of these token positions; bounds: `cu_seqlens` of the row."""
     return np.searchsorted(bounds, tokens, side="right") - 1
 
 

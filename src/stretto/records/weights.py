@@ -24,10 +24,10 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class CanaryImage(msgspec.Struct, frozen=True):
-    """The image of a canary: noise, which everybody draws alike from these numbers."""
+    """The image of a canary: noise that trainer and engines generate alike from these numbers."""
 
-    grid: tuple[int, int, int]
-    patch_values: int  # numbers of one patch
+    grid: tuple[int, int, int]  # patches along time, height and width
+    patch_values: int  # values per patch
     token_id: int  # its placeholder
 
     def draw(self) -> Image:
@@ -58,11 +58,9 @@ class WeightGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Marks a version whose tensors are a LoRA adapter (PEFT's names).
+    """Marks a version whose tensors are a LoRA adapter under PEFT's names (models/lora.py).
 
     An engine adds it to the weights that it started with.
-
-    Source: models/lora.py.
     """
 
     rank: int
@@ -83,7 +81,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     canary: Canary | None = None
     adapter: AdapterInfo | None = None  # None if the tensors are the whole model
     changed_bytes: int | None = None  # bytes sent, if only changes are sent
-    needs_group: bool = False  # it is sent to a WeightGroup, which every update then names
+    needs_group: bool = False  # whether it is sent to a WeightGroup, which every update then names
 
     @property
     def sent_bytes(self) -> int:
