@@ -53,7 +53,10 @@ class CharRenderer:
 
     def render_prompt(self, messages: list[Message], tools: Any = None) -> np.ndarray:
         text = "".join(f"{m['role'][0].upper()}{m.get('content') or ''}." for m in messages)
-        return np.array([ord(c) for c in text + "A"], dtype=np.int32)
+        return self.encode(text + "A")
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([ord(c) for c in text], dtype=np.int32)
 
     def render_text(self, messages: list[Message], tools: Any = None) -> str:
         return self.decode(self.render_prompt(messages, tools))

@@ -33,7 +33,6 @@ from stretto.orchestrator.dry_run import (
     check_trainer_hooks,
     check_user_code,
     preview,
-    preview_eval,
 )
 from stretto.service.runs.client import check
 
@@ -138,7 +137,7 @@ def sft(cfg: SFTConfig) -> str:
 
 def evaluate(cfg: EvalConfig) -> str:
     """The screen of `eval`."""
-    tasks, missing = preview_eval(cfg)
+    tasks, missing = preview(cfg)
     missing = None if cfg.client.api == "chat" else missing
     model = _model(ModelSection(name=cfg.model), missing) if cfg.model else []
     unseen = [("prompt", missing)] if missing and not cfg.model else []

@@ -27,7 +27,7 @@ from stretto.launch.run.ranks import find_gpus, plan_ranks
 from stretto.launch.run.rl import check_here
 from stretto.launch.run.serve import plan_serving
 from stretto.monitors.base import find_trackers
-from stretto.orchestrator.dry_run import check_sft_records, check_user_code, preview_eval
+from stretto.orchestrator.dry_run import check_sft_records, check_user_code, preview
 
 Config = RLConfig | SFTConfig | InferenceConfig | EvalConfig
 ROOTS: dict[str, type[Config]] = {
@@ -98,7 +98,7 @@ def check_fit(cfg: Config) -> str:
         if cfg.model:
             check_served(cfg, cfg.model, is_cpu=is_here and cfg.device == "cpu")
         return f"{len(plan.processes)} processes on {machines(len(plan.hosts))}"
-    preview_eval(cfg)
+    preview(cfg)
     return "its environments are made, with their first tasks"
 
 

@@ -1,7 +1,7 @@
 """Stand-ins for the process that is missing when one half of a run is looked at alone (`orchestrator.debug`).
 
-rollouts    AbsentTrainer is the trainer: it does every step as soon as its batch is shipped, and changes nothing
-training    AbsentEngines are the engines: batches come from saved rollouts, and versions are loaded by nobody
+rollouts    AbsentTrainer is the trainer: it reports every step as trained as soon as its batch is shipped
+training    AbsentEngines are the engines: batches come from saved rollouts, and loading a version does nothing
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from stretto.transports.control import Event
 
 
 class AbsentTrainer:
-    """Both wires to a trainer that trains nothing: a ControlServer and a Sender."""
+    """Stands in for both wires to the trainer (ControlServer and Sender), without a trainer behind them."""
 
     def __init__(self, world_size: int, start: int, max_steps: int | None) -> None:
-        """start: the step after which the run continues; None of max_steps: until it is stopped."""
+        """start: the step after which the run continues. max_steps: the last step; None: until the run is stopped."""
         self._world_size, self._start, self._max_steps = world_size, start, max_steps
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._publish(start)
 
     async def wait_registered(self) -> list[Register]:
-        """All ranks, which continue where the orchestrator does."""
+        """Registrations of all ranks, which continue where the orchestrator does."""
         resumed = self._start or None
         return [
             Register(rank=rank, world_size=self._world_size, resumed_step=resumed, version=self._start)
@@ -37,7 +37,7 @@ class AbsentTrainer:
         return await self._events.get()
 
     async def send(self, message: Message | Sequence[TrainBatch], **_: object) -> None:
-        """Take a message or a batch: a batch is a step that is done, and Stop the end."""
+        """Answer a batch with a trained step and a new version, and Stop with the trainer's end."""
         if isinstance(message, Stop):
             self._end()
         elif isinstance(message, Sequence):
@@ -62,28 +62,28 @@ class AbsentTrainer:
 
 
 class AbsentEngines:
-    """An engine client without engines."""
+    """Stands in for the client of the engines, without engines behind it."""
 
     generation = 0
     num_ready = 0
 
     async def wait_ready(self, _: float) -> None:
-        """There is nothing to wait for."""
+        """Return at once."""
 
     async def watch(self) -> None:
-        """Never ends, as the watch of engines."""
+        """Wait to be cancelled, as the watch of real engines does."""
         await asyncio.Event().wait()
 
     async def update_weights(self, _: WeightManifest) -> None:
-        """Nobody loads a version."""
+        """Do nothing."""
 
     async def prompt_logprobs(self, *_: object) -> dict[str, object]:
-        """Nobody scores a canary."""
+        """No engine has scored the tokens."""
         return {}
 
     async def abort(self, _: Iterable[str] | None = None) -> None:
-        """Nothing runs."""
+        """Do nothing: no request runs."""
 
     async def metrics(self) -> dict[str, float]:
-        """There are none."""
+        """Engines that do not exist have no metrics."""
         return {}

@@ -10,8 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-
 from stretto.base.errors import ConfigError
 from stretto.base.runtime import machine_bytes
 from stretto.chat.images import load_image_processor
@@ -33,7 +31,7 @@ from stretto.config.sections.orchestrator import (
     TrainEnvSection,
 )
 from stretto.data.hub_model import find_config
-from stretto.envs.base import Environment, Message, RunInfo, load_environment, needs_worker
+from stretto.envs.base import Environment, RunInfo, load_environment, needs_worker
 from stretto.envs.workers.handle import WorkerLimits
 from stretto.envs.workers.pool import open_workers
 from stretto.vime.resolved import resolved
@@ -45,32 +43,25 @@ def run_info(
     sampling: SamplingSection,
     tokenizer: str | None,
 ) -> RunInfo:
-    """What environments know about the run; `tokenizer` is the policy's directory or name."""
+    """What environments may know of the run; `tokenizer` is its directory or its name on the Hub."""
 
-    def encode(text: str) -> np.ndarray:
-        assert renderer is not None
-        return renderer.encode(text)
-
-    def prompt_ids(messages: list[Message], tools: list[dict] | None) -> np.ndarray:
-        assert renderer is not None
-        return renderer.render_prompt(messages, tools)
-
-    def render(messages: list[Message], tools: list[dict] | None) -> str:
-        assert renderer is not None
-        return renderer.render_text(messages, tools)
-
+    functions: dict[str, Any] = {}
+    if renderer is not None:
+        functions = {
+            "encode": renderer.encode,
+            "prompt_ids": renderer.render_prompt,
+            "render": renderer.render_text,
+        }
     return RunInfo(
         tokenizer=tokenizer,
         engine_urls=urls_of(cfg.client),
         model_urls=other_models(cfg) if isinstance(cfg, OrchestratorConfig) else {},
-        encode=None if renderer is None else encode,
-        prompt_ids=None if renderer is None else prompt_ids,
-        render=None if renderer is None else render,
         policy_name=cfg.client.name,
         table=table_of(cfg),
         seed=cfg.seed,
         seq_len=cfg.seq_len,
         group_size=cfg.group_size if isinstance(cfg, OrchestratorConfig) else cfg.eval.group_size,
+        **functions,
         **_sampling_info(sampling),
     )
 
@@ -86,12 +77,12 @@ def _sampling_info(sampling: SamplingOverrides) -> dict[str, Any]:
 
 def _env_run_info(run: RunInfo, section: TrainEnvSection | EvalEnvSection) -> RunInfo:
     """The run info of one environment, with its own sampling and group size if set."""
-    own = _sampling_info(section.sampling) | {"group_size": section.group_size}
-    return replace(run, **{key: value for key, value in own.items() if value is not None})
+    changes = _sampling_info(section.sampling) | {"group_size": section.group_size}
+    return replace(run, **{key: value for key, value in changes.items() if value is not None})
 
 
 def table_of(cfg: OrchestratorSection | EvalConfig) -> dict[str, Any]:
-    """The value of every flag of vime by attribute, out of what the run resolved: `args` of hooks."""
+    """The value of every flag of vime by attribute, from the run's resolved config: `args` of hooks."""
     run_dir = getattr(cfg, "run_dir", None)
     if run_dir is not None and not getattr(cfg, "dry_run", False):
         with suppress(OSError, ValueError):  # a process that was started alone has no such file

@@ -9,7 +9,7 @@
     one was preempted)
     anything else              unchanged
 
-Pure: the time and the load come in, a limit goes out.
+The time and the load are arguments: nothing here waits or asks the engines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stretto.config.sections.orchestrator import AdaptiveConcurrency
+from stretto.config.sections.orchestrator import AdaptiveConcurrency, OrchestratorSection
+from stretto.orchestrator.groups.buffer import Buffer
 
 
 @dataclass(frozen=True)
@@ -71,3 +72,11 @@ class AdaptiveLimit:
         ):
             self.limit = min(self.limit + cfg.increase, self.upper_bound)
         return self.limit
+
+
+def build_limit(cfg: OrchestratorSection, buffer: Buffer) -> AdaptiveLimit | None:
+    """Build the adaptive limit of a run, at most what fits in its slots; None if concurrency is not adaptive."""
+    if not isinstance(cfg.concurrency, AdaptiveConcurrency):
+        return None
+    upper_bound = cfg.max_inflight_rollouts or buffer.bounds.num_slots * cfg.group_size
+    return AdaptiveLimit(cfg.concurrency, upper_bound)

@@ -29,7 +29,7 @@ Row = Mapping[str, float]
 
 @dataclass
 class Diagnosis:
-    """What is remembered of a run so far, and the kinds of warnings it had."""
+    """The steps of a run so far, as far as checks need them, and the kinds of warnings it had."""
 
     max_completion_tokens: int | None = None  # named in the warning about truncated replies
     num_rows: int = 0
@@ -41,7 +41,7 @@ class Diagnosis:
     _next_full_check: int = 0  # number of rows; a check of all steps at every step would cost more and more
 
     def add(self, row: Row) -> list[str]:
-        """Add the row of a step; the new warnings."""
+        """Add the row of a step and return new warnings."""
         if self.num_rows == 0:
             self.first_entropy = row.get("entropy/mean", 0.0)
         self.num_rows += 1
@@ -50,9 +50,9 @@ class Diagnosis:
             self.rewards.append(reward)
         if "tokens_per_s" in row:
             self.speeds.append(row["tokens_per_s"])
-        found = [(kind, text) for kind, text in self._problems() if kind not in self.warned]
-        self.warned.update(kind for kind, _ in found)
-        return [text for _, text in found]
+        new = [(kind, text) for kind, text in self._problems() if kind not in self.warned]
+        self.warned.update(kind for kind, _ in new)
+        return [text for _, text in new]
 
     def verdict(self) -> str | None:
         """One line about whether the reward rose beyond its noise; None after too few steps."""

@@ -7,7 +7,7 @@ will get it. No reward is computed, and only what the config names is imported.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,8 @@ from stretto.base.foreign import call_async, load_function, load_object
 from stretto.chat.placeholders import with_placeholders
 from stretto.chat.render import Renderer
 from stretto.config.root import EvalConfig, OrchestratorConfig, SFTConfig
-from stretto.config.sections.hooks import ENVIRONMENTS, HooksSection
-from stretto.config.sections.orchestrator import EnvSection, OrchestratorKeys, SamplingSection
+from stretto.config.sections.hooks import ENVIRONMENTS
+from stretto.config.sections.orchestrator import EnvSection, OrchestratorKeys
 from stretto.config.sections.sft import FileData
 from stretto.config.sections.trainer import TrainerHooksSection
 from stretto.data.records import read_records
@@ -51,14 +51,16 @@ NUM_ARGUMENTS = {
     "eval_function": 3,
 }
 """Number of arguments of each function in [orchestrator.hooks]."""
-
+SPLITS = {"train": "to train on", "eval": "to evaluate on"}
 
 Checked = tuple[str, str]
-"""What was done, `imported` or `read`, and with what."""
+"""What was done (`imported` or `read`), and the name of the function or file."""
+Prompt = str | list[Message] | None
+"""Messages; the text itself if no chat template is applied; None if it is made while the task is played."""
 
 
 def check_user_code(cfg: OrchestratorKeys) -> list[Checked]:
-    """Import every function and read the first record of every file that the section names; which these were.
+    """Import every function and read the first record of every file that the section names; returns their names.
 
     Raises: ConfigError or DataError for a path without an object, and for a file that cannot be read.
     """
@@ -66,10 +68,17 @@ def check_user_code(cfg: OrchestratorKeys) -> list[Checked]:
 
 
 def _check_user_code(cfg: OrchestratorKeys) -> Iterator[Checked]:
-    yield from _check_hooks(cfg.hooks)
-    yield from _check_saved(cfg.hooks)
-    for place, env in _environments(cfg):
-        yield from check_environment(place, env)
+    for key, count in NUM_ARGUMENTS.items():
+        if (path := getattr(cfg.hooks, key)) is not None and path != ENVIRONMENTS:
+            yield _check_hook(path, f"orchestrator.hooks.{key}", count)
+    if (pattern := cfg.hooks.args.get("load_debug_rollout_data")) is not None:
+        load_saved(pattern, 0)  # the first of the saved rollouts that are trained on
+        yield "read", str(pattern)
+    held_out = cfg.eval.env if cfg.eval is not None else ()
+    named = [(f"orchestrator.env.{index}", env) for index, env in enumerate(cfg.env)]
+    named += [(f"orchestrator.eval.env.{index}", env) for index, env in enumerate(held_out)]
+    for place, env in named:
+        yield from _check_environment(place, env)
         yield from _check_algo(getattr(env, "algo", None), f"{place}.algo.import_path")
     yield from _check_algo(cfg.algo, "orchestrator.algo.import_path")
 
@@ -80,55 +89,35 @@ def _check_algo(algo: Any, setting: str) -> Iterator[Checked]:
         yield "imported", algo.import_path
 
 
-SPLITS = {"train": "to train on", "eval": "to evaluate on"}
-
-
 @dataclass(frozen=True)
 class FirstTask:
     """The first task of an environment."""
 
     about: str
     prompt: str = ""
-    """As the policy will get it, chat template included; without a tokenizer its messages. "" if there is none yet."""
+    """As the policy will get it, with the chat template; its messages without a tokenizer; "" if not known."""
     is_made: bool = True
-    """Whether the environment was made, and not only named."""
+    """Whether the environment was built, and not only named."""
 
 
-def preview(cfg: OrchestratorConfig) -> tuple[list[FirstTask], str]:
-    """The first task of every environment as the policy will get it; and why it is not rendered, "" if it is.
+def preview(cfg: OrchestratorConfig | EvalConfig) -> tuple[list[FirstTask], str]:
+    """The first task of every environment (of `eval`: held-out), and why prompts are not rendered, or "".
 
     Raises: ConfigError, DataError, EnvError that name the wrong name, argument, task or prompt.
     """
-    tokenizer = cfg.tokenizer.name or cfg.model.name
-    return _preview_all(
-        cfg, cfg.env, lambda: build_policy_renderer(cfg), cfg.train.sampling, tokenizer, "train"
-    )
-
-
-def preview_eval(cfg: EvalConfig) -> tuple[list[FirstTask], str]:
-    """The same for the first held-out tasks of `eval`."""
-    tokenizer = cfg.tokenizer.name or cfg.model
-    return _preview_all(
-        cfg, cfg.eval.env, lambda: build_eval_renderer(cfg), cfg.eval.sampling, tokenizer, "eval"
-    )
-
-
-def _preview_all(
-    cfg: OrchestratorConfig | EvalConfig,
-    envs: Sequence[EnvSection],
-    build: Callable[[], Renderer],
-    sampling: SamplingSection,
-    tokenizer: str | None,
-    split: str,
-) -> tuple[list[FirstTask], str]:
+    envs: Sequence[EnvSection]
+    if isinstance(cfg, EvalConfig):
+        envs, sampling, split, model = cfg.eval.env, cfg.eval.sampling, "eval", cfg.model
+    else:
+        envs, sampling, split, model = cfg.env, cfg.train.sampling, "train", cfg.model.name
     renderer, missing = None, ""
     try:
         if cfg.client.api == "chat":
             raise ConfigError('with client.api = "chat" the server renders them')
-        renderer = build()
+        renderer = build_eval_renderer(cfg) if isinstance(cfg, EvalConfig) else build_policy_renderer(cfg)
     except (ConfigError, DataError) as error:  # the model may be the result of a run that has not run yet
         missing = str(error)
-    info = run_info(cfg, renderer, sampling, tokenizer)
+    info = run_info(cfg, renderer, sampling, cfg.tokenizer.name or model)
     return [asyncio.run(_preview(section, renderer, info, split)) for section in envs], missing
 
 
@@ -162,7 +151,7 @@ async def _first_task(env: Environment, renderer: Renderer | None, split: str) -
     where = f"environment {env.name}, task {task.task_id}, prompt"
     prompt, tools = await first_prompt(env, task, where)
     if prompt is None:
-        return FirstTask(f"{about}, whose prompt it makes while it is played")
+        return FirstTask(f"{about}, whose prompt is made while it is played")
     if renderer is None:
         return FirstTask(f"{about}, not rendered:", _plain(prompt))
     with boundary(EnvError, where):
@@ -170,17 +159,13 @@ async def _first_task(env: Environment, renderer: Renderer | None, split: str) -
     return FirstTask(f"{about}, {len(ids)} tokens:", renderer.readable(ids))
 
 
-Prompt = str | list[Message] | None
-"""Messages; the text itself where no chat template is applied; None: known only while the task is played."""
-
-
 async def first_prompt(
     env: Environment, task: Task, where: str
 ) -> tuple[Prompt, list[dict[str, Any]] | None]:
-    """What the policy is asked first, and the tools it is shown."""
+    """The first prompt of a task, and the tools that it describes."""
     if isinstance(env, Dataset):
         return task.data["prompt"], task.data["tools"]
-    if not isinstance(env, SingleTurnEnv | MultiTurnEnv):  # another class may call anything its prompt
+    if not isinstance(env, SingleTurnEnv | MultiTurnEnv):  # a `prompt` of another class may be anything
         return None, None
     messages = checked_prompt(await call_async(lambda: env.prompt(task), where), where)
     return messages, env.tool_schemas() if hasattr(env, "tool_schemas") else None
@@ -193,29 +178,17 @@ def _plain(prompt: str | list[Message]) -> str:
 
 
 def check_sft_records(cfg: SFTConfig) -> list[Checked]:
-    """Read the first record of each file that `sft` trains or validates on; which these were.
+    """Read the first record of each file that `sft` trains or validates on; returns the files' names.
 
     Raises: ConfigError or DataError for a file that cannot be read.
     """
-    named = [("data.name", cfg.data)] + ([("val.data.name", cfg.val.data)] if cfg.val is not None else [])
-    files = [(setting, data) for setting, data in named if isinstance(data, FileData)]
-    for setting, data in files:
-        for source in data.sources:
-            next(read_records(source, setting, is_streamed=data.streaming, convert=data.convert))
-    return [("read", source) for _, data in files for source in data.sources]
-
-
-def _environments(cfg: OrchestratorKeys) -> Iterator[tuple[str, EnvSection]]:
-    for index, env in enumerate(cfg.env):
-        yield f"orchestrator.env.{index}", env
-    for index, env in enumerate(cfg.eval.env if cfg.eval is not None else ()):
-        yield f"orchestrator.eval.env.{index}", env
-
-
-def _check_hooks(hooks: HooksSection) -> Iterator[Checked]:
-    for key, count in NUM_ARGUMENTS.items():
-        if (path := getattr(hooks, key)) is not None and path != ENVIRONMENTS:
-            yield _check_hook(path, f"orchestrator.hooks.{key}", count)
+    checked = []
+    for setting, section in (("data.name", cfg), ("val.data.name", cfg.val)):
+        if section is not None and isinstance(data := section.data, FileData):
+            for source in data.sources:
+                next(read_records(source, setting, is_streamed=data.streaming, convert=data.convert))
+                checked.append(("read", source))
+    return checked
 
 
 def check_trainer_hooks(hooks: TrainerHooksSection) -> list[Checked]:
@@ -230,13 +203,6 @@ def check_trainer_hooks(hooks: TrainerHooksSection) -> list[Checked]:
     return [("imported", path) for path in named.values()]
 
 
-def _check_saved(hooks: HooksSection) -> Iterator[Checked]:
-    """Read the first of the saved rollouts that are trained on."""
-    if (pattern := hooks.args.get("load_debug_rollout_data")) is not None:
-        load_saved(pattern, 0)
-        yield "read", str(pattern)
-
-
 def _check_hook(path: str, setting: str, num_arguments: int) -> Checked:
     from stretto.vime.calls import Hook
 
@@ -244,7 +210,7 @@ def _check_hook(path: str, setting: str, num_arguments: int) -> Checked:
     return "imported", path
 
 
-def check_environment(place: str, env: EnvSection) -> Iterator[Checked]:
+def _check_environment(place: str, env: EnvSection) -> Iterator[Checked]:
     """Import an environment's class, or read the files and import the functions of a dataset."""
     if env.id == "dataset":
         yield from _check_dataset(env.args)
@@ -255,14 +221,15 @@ def check_environment(place: str, env: EnvSection) -> Iterator[Checked]:
 
 def _check_dataset(args: dict[str, Any]) -> Iterator[Checked]:
     for key in ("path", "eval_path"):
-        sources = args.get(key) or []
+        sources, convert = args.get(key) or [], args.get("convert")
         for source in [sources] if isinstance(sources, str) else sources:
-            convert = args.get("convert")
-            options = {
-                "is_streamed": args.get("streaming") is True,
-                "convert": convert if isinstance(convert, str) else None,
-            }
-            next(read_records(source, f"dataset: {key}", **options))
+            records = read_records(
+                source,
+                f"dataset: {key}",
+                is_streamed=args.get("streaming") is True,
+                convert=convert if isinstance(convert, str) else None,
+            )
+            next(records)
             yield "read", source
     for key, count in (("data_source", 1), ("reward", 2), ("generate", 3)):
         path = args.get(key)

@@ -192,7 +192,7 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
 
 
 async def _open_models(cfg: OrchestratorConfig, stack: AsyncExitStack) -> dict[str, EngineClient]:
-    """Clients of the frozen models that hooks ask, whose keys `post` then sends too."""
+    """Clients of the frozen models to which hooks send requests; registers their API keys for `post`."""
     for section in cfg.frozen_models.values():
         if key := os.environ.get(section.api_key_var):
             give_key(urls_of(section), key)
@@ -287,7 +287,7 @@ def build_versions(
         timeout_s=cfg.weight_broadcast.timeout_s,
         tolerance=cfg.weight_broadcast.canary_tolerance,
         generation=lambda: engines.generation,
-        turns=Turns(engines, cfg.colocate if cfg.debug is None else None),  # else there is one side alone
+        turns=Turns(engines, cfg.colocate if cfg.debug is None else None),  # debug runs have one side only
     )
 
 

@@ -8,6 +8,7 @@ Names follow prime-rl's. What they mean is in monitors/catalog.py, from which do
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,12 @@ from stretto.base.errors import EngineError
 from stretto.base.status import report
 from stretto.config.sections.curriculum import Filter
 from stretto.monitors.tables import TableRow, Values
+from stretto.orchestrator.concurrency import AdaptiveLimit
+from stretto.orchestrator.diagnosis import Diagnosis
 from stretto.orchestrator.eval.results import EvalScore, mean_over_envs
 from stretto.orchestrator.groups.buffer import Buffer, Counts, Slot
+from stretto.orchestrator.run import RunParts
+from stretto.records.control import StepDone
 from stretto.records.rollout import RolloutStatus
 from stretto.transports.engine.client import EngineClient
 
@@ -42,9 +47,8 @@ class StepRow:
     num_rollouts: int
     num_tokens: int  # sampled
     idle_s: float = 0.0  # time without a running rollout since the batch before
-    samples: Sequence[
-        TableRow
-    ] = ()  # some rollouts, for trackers; the fields from here on only at some steps
+    # For trackers, at some steps only: some rollouts, and values for histograms.
+    examples: Sequence[TableRow] = ()
     distributions: Mapping[str, Values] = field(default_factory=dict)
 
 
@@ -182,3 +186,77 @@ def report_eval(version: int, scores: Sequence[EvalScore]) -> None:
         sampled=mean_over_envs(scores, "sampled"),
         greedy=mean_over_envs(scores, "greedy"),
     )
+
+
+class StepReports:
+    """Reports trained steps: progress, metrics, the line on the console, and warnings."""
+
+    def __init__(self, run: RunParts, limit: AdaptiveLimit | None) -> None:
+        self.diagnosis = Diagnosis(run.cfg.train.sampling.max_completion_tokens)
+        self._parts, self._limit = run, limit
+        now = time.perf_counter()
+        self._wall_from = (
+            now - run.progress.wall_s
+        )  # as if earlier incarnations had ended just before this one
+        self._train_from = self._step_done_at = now
+
+    def begin(self) -> None:
+        """Count the time of training from now on: the first task is drawn."""
+        self._step_done_at = time.perf_counter()
+        self._train_from = self._step_done_at - self._parts.progress.train_s
+
+    def count_wall_time(self) -> None:
+        """Store the time since the run began, without the time between its incarnations."""
+        self._parts.progress.wall_s = time.perf_counter() - self._wall_from
+
+    def report(self, done: StepDone, row: StepRow) -> None:
+        """Count and report a trained step."""
+        run, step = self._parts, done.step
+        self._count(done, row)
+        metrics, waits = self._metrics_of(done, row)
+        run.monitors.log(step, metrics)
+        if row.examples:
+            run.monitors.log_table(step, "train/samples", row.examples)
+        if row.distributions:
+            run.monitors.log_histograms(step, row.distributions)
+        report_step(step, run.cfg.max_steps, metrics, waits)
+        for text in self.diagnosis.add(metrics):
+            logger.warning(text)
+        run.watch.progress(f"step {step} trained")
+
+    def _count(self, done: StepDone, row: StepRow) -> None:
+        progress = self._parts.progress
+        progress.step = done.step
+        progress.num_rollouts += row.num_rollouts
+        progress.num_tokens += row.num_tokens
+        progress.train_s = time.perf_counter() - self._train_from
+        self.count_wall_time()
+        mismatch = done.metrics.get("mismatch_kl/mean")
+        if mismatch is not None:
+            progress.mismatch_kl_max = max(mismatch, progress.mismatch_kl_max or mismatch)
+
+    def _metrics_of(self, done: StepDone, row: StepRow) -> tuple[dict[str, float], dict[str, float]]:
+        """The step's row of metrics, and the share of the step that each process waited."""
+        run, now = self._parts, time.perf_counter()
+        step_s, self._step_done_at = now - self._step_done_at, now
+        metrics = row.metrics | {
+            "time/step": step_s,
+            "time/wait_for_trainer": row.idle_s,
+            "time/wait_for_rollouts": done.wait_s,
+            "time/update_weights": run.versions.load_s,
+            "canary/error": run.versions.canary_error,
+            **({} if self._limit is None else {"concurrency/limit": float(self._limit.limit)}),
+            # The ends of two steps may arrive together: then only the trainer knows how long the second one took.
+            "tokens_per_s": row.num_tokens / max(step_s, done.time_s),
+            "trainer/step_s": done.time_s,
+            "trainer/wait_s": done.wait_s,
+            **run.curriculum.gauges(),
+            **run.baselines.gauges(),
+            "progress/rollouts": float(run.progress.num_rollouts),
+            "progress/tokens": float(run.progress.num_tokens),
+        }
+        waits = {
+            "engine": min(row.idle_s / step_s, 1.0),
+            "trainer": min(done.wait_s / max(done.time_s, 1e-9), 1.0),
+        }
+        return merge_metrics(metrics, done.metrics), waits

@@ -1,6 +1,6 @@
-"""Whose turn it is on devices that trainer and engines share ([colocate]), and who may hold what.
+"""Whose turn it is on devices that trainer and engines share ([colocate]), and what each may keep in their memory.
 
-    turn        the trainer holds                           the engines hold
+    turn        the trainer's memory                        the engines' memory
     starting    nothing: it is not started yet              weights, cache, as they were started
     trainer     weights, gradients, optimizer state         nothing
     loading     nothing                                     weights
@@ -8,15 +8,15 @@
 
     starting -> trainer     the engines are ready and were put to sleep; the launcher then starts the trainer
     loading  -> rollouts    every engine has loaded the version; then it is checked, evaluated and sampled from
-    rollouts -> trainer     a batch is ready, or the run is being stopped: engines sleep before the trainer is told
-    trainer  -> loading     the trainer has published its first or next version and put its memory away
+    rollouts -> trainer     a batch is ready, or the run is being stopped: engines sleep before the trainer gets it
+    trainer  -> loading     the trainer has published its first or next version and freed its memory
 
-A stop in another turn waits for that of rollouts, and until the trainer knows it: the trainer is not asked to save
-while engines take memory for a version that it has announced. An engine that comes back joins the turn that it finds:
-transports/engine/client.py.
+A stop in another turn waits for the turn of rollouts, and until the trainer knows of it: the trainer must not save
+while engines take memory for a version that it has announced. An engine that comes back joins the current turn
+(transports/engine/client.py).
 
-Who keeps its memory all the same (offload_train, offload_rollout = false) is not told to put it away; the turns are the
-same. A published version lies in shared memory, or with `ipc` on the GPU, from its publication to the next one's.
+With offload_train or offload_rollout = false that side keeps its memory; the turns are the same. A published version
+is in shared memory, or with `ipc` on the GPU, from its publication until that of the next one.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class Turns:
 
     @property
     def are_taken(self) -> bool:
-        """Whether this is a run with [colocate]."""
+        """Whether the run has [colocate]."""
         return self._section is not None
 
     async def begin(self) -> None:
-        """Engines are ready: they sleep, and the trainer may be started."""
+        """Put the engines, which are ready, to sleep; the trainer may then be started."""
         if self.turn is Turn.STARTING:
             await self.end_rollouts()
 
     async def begin_loading(self) -> None:
-        """A version was published, and the trainer's memory is away: engines take memory for weights."""
+        """Let engines take memory for weights: a version was published, and the trainer has freed its memory."""
         if self._section is None:
             return
         self._move(Turn.LOADING)
@@ -72,7 +72,7 @@ class Turns:
             await self._engines.wake_up("weights")
 
     async def begin_rollouts(self) -> None:
-        """Every engine has the version: they take memory for the cache."""
+        """Let engines take memory for the cache: every engine has loaded the version."""
         if self._section is None:
             return
         if self._section.offload_rollout:
@@ -80,7 +80,7 @@ class Turns:
         self._move(Turn.ROLLOUTS)
 
     async def end_rollouts(self) -> None:
-        """Put the engines to sleep; the trainer may be told to train or to save."""
+        """Put the engines to sleep; the trainer may then train or save."""
         if self._section is None:
             return
         self._move(Turn.TRAINER)
@@ -90,6 +90,6 @@ class Turns:
             logger.debug("engines sleep after %.3f s", time.perf_counter() - started)
 
     def _move(self, turn: Turn) -> None:
-        assert (self.turn, turn) in MOVES, f"the turn of {self.turn} was to become that of {turn}"
+        assert (self.turn, turn) in MOVES, f"the turn cannot go from {self.turn} to {turn}"
         self.turn = turn
-        logger.debug("the turn of %s", turn)
+        logger.debug("turn: %s", turn)

@@ -25,13 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 ROUNDING_MARGIN = 3.0
-"""Tolerance of engines in 8 bits, by what the trainer has measured: its estimate leaves out experts' second product."""
+"""Factor on the trainer's estimate of 8-bit rounding, which leaves out the experts' second product."""
 
 
 def default_tolerance(manifest: WeightManifest) -> float:
     """Mean difference of log-probabilities that rounding can explain, in nats.
 
-    Measured with real engines: float32 under 1e-5, bfloat16 0.013; in 8 bits by the trainer, for this version.
+    Measured with real engines: float32 under 1e-5, bfloat16 0.013. For 8 bits the trainer has estimated it for this
+    version.
     """
     types = {entry.dtype for entry in manifest.tensors} - {"float8_e4m3fn"}
     rounding = 0.0 if manifest.canary is None else manifest.canary.rounding
@@ -39,18 +40,18 @@ def default_tolerance(manifest: WeightManifest) -> float:
 
 
 def describe_suspects(manifest: WeightManifest) -> str:
-    """Names the sent tensors of which engines are known to keep separate copies."""
+    """A sentence that names the tensors of which engines are known to keep separate copies."""
     names = [entry.name for entry in manifest.tensors]
-    found = []
+    suspects = []
     if "lm_head.weight" not in names and (tied := [n for n in names if n.endswith("embed_tokens.weight")]):
-        found.append(
+        suspects.append(
             f"the output matrix ({tied[0]} here), of which the engine may have a separate packed copy"
         )
     if experts := [name for name in names if ".experts." in name]:
-        found.append(f"the {len(experts)} tensors of experts ({experts[0]} ...), which engines pack")
-    if not found:
-        found.append(f"all {len(names)} tensors, no kind stands out ({names[0]} ... {names[-1]})")
-    return "Suspect " + "; and ".join(found) + "."
+        suspects.append(f"the {len(experts)} tensors of experts ({experts[0]} ...), which engines pack")
+    if not suspects:
+        suspects.append(f"all {len(names)} tensors, no kind stands out ({names[0]} ... {names[-1]})")
+    return "Suspect " + "; and ".join(suspects) + "."
 
 
 class VersionLoader:
@@ -67,9 +68,10 @@ class VersionLoader:
         generation: Callable[[], int] = lambda: 0,
         turns: Turns | None = None,
     ) -> None:
-        """turns: of a run with [colocate].
+        """start: the first version to load. tolerance: of the canary check, in nats; None: `default_tolerance`.
 
-        generation: a number that grows whenever an engine goes down or comes back.
+        generation: returns a number that grows whenever an engine goes down or comes back. turns: of a run with
+        [colocate].
         """
         self.next_version = start
         self.load_s = 0.0  # of the latest load
@@ -133,7 +135,7 @@ class VersionLoader:
         expected = np.array(canary.logprobs)[at]
         answers = await self._engines.prompt_logprobs(token_ids, f"canary-{manifest.version}", image)
         tolerance = self._tolerance or default_tolerance(manifest)
-        errors = {url: np.abs(found[at] - expected) for url, found in answers.items()}
+        errors = {url: np.abs(logprobs[at] - expected) for url, logprobs in answers.items()}
         self.canary_error = max((float(error.mean()) for error in errors.values()), default=0.0)
         for url, error in errors.items():
             if not error.mean() <= tolerance:

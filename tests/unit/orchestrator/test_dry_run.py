@@ -171,7 +171,7 @@ def test_the_first_task_of_an_environment_is_shown_as_the_model_will_see_it(tmp_
     [task], _ = preview(of_env("sort-letters", num_workers=2))
     assert "worker processes" in task.about and not task.prompt
     [task], _ = preview(of_env("previewed:Own"))
-    assert "whose prompt it makes while it is played" in task.about
+    assert "whose prompt is made while it is played" in task.about
     [task], missing = preview(of_env("sort-letters"))
     assert (
         "not rendered" in task.about and task.prompt.startswith("user: ") and "no directory 'Qwen" in missing

@@ -34,7 +34,7 @@ STREAM_DEFAULTS = {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0, 
 class Cost:
     """FLOPs of a document of n tokens: linear * n + quadratic * n^2 (only ratios matter).
 
-    patches: of one patch of its images in the vision tower.
+    patches: FLOPs of one patch of its images in the vision tower.
     """
 
     linear: float = 1.0
@@ -65,11 +65,11 @@ def cost_of_model(model_dir: str | Path) -> Cost:
     kv_heads = hf.get("num_key_value_heads") or heads
     attention = 2 * hidden * head_dim * (heads + kv_heads)  # q and o, k and v
     linear = layers * (attention + 3 * hidden * intermediate) + hidden * vocab
-    # Scores and weighted values, each n^2 / 2 positions because attention is causal.
     tower = hf.get("vision_config") or {}
     width, inner = tower.get("hidden_size", 0), tower.get("intermediate_size", 0)
     return Cost(
         linear=2.0 * linear,
+        # Scores and weighted values, each n^2 / 2 positions because attention is causal.
         quadratic=2.0 * layers * heads * head_dim,
         patches=2.0 * tower.get("depth", 0) * (4 * width**2 + 2 * width * inner),
     )
@@ -86,7 +86,7 @@ def pack(
 ) -> Generator[None, None, list[TrainBatch]]:
     """Pack the batches of `step` for `world_size` ranks; yields wherever other tasks may run.
 
-    max_patches: of the images in one row; a sample with more has a row of its own.
+    max_patches: most patches of images in one row; a sample with more has a row of its own.
 
     Raises: DataError if a sample is longer than seq_len.
     """
@@ -102,7 +102,7 @@ def pack(
     rows = yield from first_fit_decreasing(lengths, seq_len, images if any(images) else (), max_patches)
     costs = cost.of(lengths)
     if any(images):
-        costs += [cost.patches * sum(found.values()) for found in images]
+        costs += [cost.patches * sum(patches.values()) for patches in images]
     rows, row_costs = yield from split_to_multiple(rows, costs, world_size)
     ranks = yield from assign_rows(row_costs, world_size)
     num_micro = max((len(rank) for rank in ranks), default=0)
@@ -175,11 +175,11 @@ def assign_rows(row_costs: Sequence[float], world_size: int) -> Generator[None, 
 
 
 def rollout_tokens(samples: Sequence[TrainSample]) -> Counter[str]:
-    """Tokens of the rl component by rollout id, over all samples (branches) of the rollout."""
+    """Number of tokens of the rl component by rollout id, over all samples (branches) of the rollout."""
     totals: Counter[str] = Counter()
     for sample in samples:
-        is_member = sample.loss_mask if sample.rl_weights is None else sample.loss_mask * sample.rl_weights
-        totals[_rollout_of(sample)] += int(np.count_nonzero(is_member))
+        weights = sample.loss_mask if sample.rl_weights is None else sample.loss_mask * sample.rl_weights
+        totals[_rollout_of(sample)] += int(np.count_nonzero(weights))
     return totals
 
 
@@ -193,7 +193,7 @@ def to_micro_batch(
     """One row of these samples, in this order, without padding.
 
     A sample without one of the `streams` gets the default value on all its tokens. totals: `rollout_tokens` of the
-    batch; None if these samples are all of it.
+    batch; None if the batch has no other samples.
     """
     totals = rollout_tokens(samples) if totals is None else totals
     lengths = [len(s.token_ids) for s in samples]
@@ -201,9 +201,9 @@ def to_micro_batch(
     np.cumsum(lengths, out=cu_seqlens[1:])
     temperatures = np.repeat(np.array([s.temperature for s in samples], dtype=np.float32), lengths)
     loss_mask = np.concatenate([s.loss_mask for s in samples])
-    whole = {name: _stream_of(samples, name) for name in streams}
-    if "ce_weights" in whole:  # these tokens were not sampled: they are trained at temperature 1
-        temperatures[(whole["ce_weights"] != 0) & ~loss_mask] = 1.0
+    columns = {name: _stream_of(samples, name) for name in streams}
+    if "ce_weights" in columns:  # these tokens were not sampled: they are trained at temperature 1
+        temperatures[(columns["ce_weights"] != 0) & ~loss_mask] = 1.0
     return MicroBatch(
         token_ids=np.concatenate([s.token_ids for s in samples]),
         cu_seqlens=cu_seqlens,
@@ -217,21 +217,21 @@ def to_micro_batch(
         routed_experts=_merge_expert_choices(samples),
         support=_merge_supports(samples, lengths),
         **images_by_document([s.images for s in samples]),
-        **whole,
+        **columns,
     )
 
 
 def dummy_micro_batch(streams: Sequence[str] = ()) -> MicroBatch:
     """One padding token and no sample: the cheapest row that keeps a rank in lockstep."""
-    nothing = np.zeros(1, dtype=np.float32)
+    zero = np.zeros(1, dtype=np.float32)
     return MicroBatch(
         token_ids=np.zeros(1, dtype=np.int32),
         cu_seqlens=np.array([0, 1], dtype=np.int32),
         loss_mask=np.zeros(1, dtype=bool),
-        logprobs=nothing,
-        advantages=nothing,
+        logprobs=zero,
+        advantages=zero,
         temperatures=np.ones(1, dtype=np.float32),
-        **{name: nothing for name in streams},
+        **{name: zero for name in streams},
     )
 
 
@@ -251,8 +251,8 @@ def _merge_expert_choices(samples: Sequence[TrainSample]) -> UInt[np.ndarray, "t
                 f"{first.dtype}{list(first.shape[1:])} and {routes.dtype}{list(routes.shape[1:])} (layers, top_k)"
             )
     shape, missing = first.shape[1:], np.iinfo(first.dtype).max
-    nothing = lambda s: np.full((len(s.token_ids), *shape), missing, first.dtype)
-    return np.concatenate([nothing(s) if s.routed_experts is None else s.routed_experts for s in samples])
+    unknown = lambda s: np.full((len(s.token_ids), *shape), missing, first.dtype)
+    return np.concatenate([unknown(s) if s.routed_experts is None else s.routed_experts for s in samples])
 
 
 def _merge_supports(samples: Sequence[TrainSample], lengths: Sequence[int]) -> Support | None:
@@ -262,9 +262,6 @@ def _merge_supports(samples: Sequence[TrainSample], lengths: Sequence[int]) -> S
 
 
 def _stream_of(samples: Sequence[TrainSample], name: str) -> Float32[np.ndarray, " tokens"]:
-    parts = []
-    for sample in samples:
-        values = getattr(sample, name)
-        default = np.float32(STREAM_DEFAULTS[name])
-        parts.append(np.full(len(sample.token_ids), default) if values is None else values)
-    return np.concatenate(parts)
+    default = np.float32(STREAM_DEFAULTS[name])
+    parts = [(getattr(sample, name), len(sample.token_ids)) for sample in samples]
+    return np.concatenate([np.full(size, default) if values is None else values for values, size in parts])

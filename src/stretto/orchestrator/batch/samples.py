@@ -17,12 +17,9 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 
-def to_samples(groups: Iterable[Group], whitened: Collection[str] = ()) -> list[TrainSample]:
-    """Samples of all counted rollouts, in group and member order.
-
-    Advantages of the environments in `whitened` are whitened over the trained tokens of all these environments.
-    """
-    samples = [
+def to_samples(groups: Iterable[Group]) -> list[TrainSample]:
+    """Samples of all counted rollouts, in group and member order."""
+    return [
         sample
         for group in groups
         for member, (rollout, advantage) in enumerate(zip(group.rollouts, group.advantages, strict=True))
@@ -34,11 +31,10 @@ def to_samples(groups: Iterable[Group], whitened: Collection[str] = ()) -> list[
             group.branch_advantages[member] if group.branch_advantages else (),
         )
     ]
-    return whiten_samples(samples, whitened) if whitened else samples
 
 
 def whiten_samples(samples: list[TrainSample], envs: Collection[str]) -> list[TrainSample]:
-    """The same samples, with the advantages of these environments whitened together."""
+    """The samples with advantages whitened over the trained tokens of all these environments together."""
     whitened = [sample for sample in samples if sample.env in envs]
     if not whitened:
         return samples
@@ -61,8 +57,8 @@ def samples_of(
 ) -> list[TrainSample]:
     """One sample per trained branch of a rollout.
 
-    by_agent: advantages of agents that have their own; the others get `advantage`. by_branch: those of branches with
-    rewards of their own, or nothing. The first token of a document is not predicted and never trained.
+    by_agent: advantages of agents that have their own; the others get `advantage`. by_branch: one advantage per branch
+    if branches have rewards of their own, else (). The first token of a document is not predicted and never trained.
     """
     samples = []
     for index, branch in enumerate(rollout.branches):
@@ -71,11 +67,11 @@ def samples_of(
         loss_mask = trained_tokens(branch)
         if not loss_mask.any():
             continue
-        own_advantage = by_branch[index] if by_branch else by_agent.get(branch.agent, advantage)
+        branch_advantage = by_branch[index] if by_branch else by_agent.get(branch.agent, advantage)
         streams = {
             "loss_mask": loss_mask,
             "logprobs": branch.logprobs,
-            "advantages": loss_mask * np.float32(own_advantage),
+            "advantages": loss_mask * np.float32(branch_advantage),
             "temperature": branch.temperature,
             "routed_experts": branch.routed_experts,
             "support": branch.support,
@@ -87,14 +83,14 @@ def samples_of(
                 env=rollout.task.env,
                 token_ids=branch.token_ids,
                 first_version=branch.versions[0].version if branch.versions else 0,
-                **streams | distillation_streams(branch, loss_mask, own_advantage),
+                **streams | distillation_streams(branch, loss_mask, branch_advantage),
             )
         )
     return samples
 
 
 def sampled_tokens(branch: Branch) -> Bool[np.ndarray, " tokens"]:
-    """Tokens sampled from the policy's distribution, bool [tokens]: greedy replies are not."""
+    """Tokens that were sampled from the policy's distribution, without greedy replies; bool [tokens]."""
     if branch.is_greedy is None or branch.is_frozen:
         return branch.is_sampled.copy()
     return branch.is_sampled & ~branch.is_greedy
@@ -120,24 +116,24 @@ def distillation_streams(
     rl. Tokens that a teacher scored are in ref_kl, not in rl. Echoed prompt tokens are in ce; without an advantage,
     only they are trained.
     """
+    if not branch.is_frozen and branch.ref_logprobs is None and branch.ce_weights is None:
+        return {}
+    zeros = np.zeros(len(loss_mask), np.float32)
     if branch.is_frozen:
-        nothing = np.zeros(len(loss_mask), np.float32)
         return {
             "loss_mask": np.zeros_like(loss_mask),
-            "logprobs": nothing,
-            "advantages": nothing,
+            "logprobs": zeros,
+            "advantages": zeros,
             "temperature": 1.0,
             "routed_experts": None,
             "support": None,
             "ce_weights": loss_mask.astype(np.float32),
         }
-    if branch.ref_logprobs is None and branch.ce_weights is not None:
-        streams = {"ce_weights": branch.ce_weights}
-        return streams if advantage else streams | {"rl_weights": np.zeros(len(loss_mask), np.float32)}
-    if branch.ref_logprobs is None:
-        return {}
-    return {
-        "rl_weights": np.zeros(len(loss_mask), np.float32),
-        "ref_kl_weights": loss_mask.astype(np.float32),
-        "ref_logprobs": branch.ref_logprobs,
-    }
+    if branch.ref_logprobs is not None:
+        return {
+            "rl_weights": zeros,
+            "ref_kl_weights": loss_mask.astype(np.float32),
+            "ref_logprobs": branch.ref_logprobs,
+        }
+    streams = {"ce_weights": branch.ce_weights}
+    return streams if advantage else streams | {"rl_weights": zeros}

@@ -22,9 +22,9 @@ from stretto.records.sample import TrainSample
 
 logger = logging.getLogger(__name__)
 
-WARN_EVERY_STEPS = 20
+WARN_INTERVAL_STEPS = 20
 ENGINE_GAUGES_INTERVAL_S = 1.0
-NUM_SAMPLES = 16
+NUM_EXAMPLES = 16
 """Rollouts of a step in a tracker's table."""
 
 
@@ -65,16 +65,17 @@ class BatchShipper:
             await self.ship(slots, samples, logged)
 
     async def _user_metrics(self, slots: Sequence[Slot]) -> tuple[dict[str, float], bool]:
-        """What the user's log function says of a batch.
+        """Metrics of a batch by the user's log function; do they replace ours?
 
         Raises: EnvError if it raises.
         """
-        hooks = self.parts.hooks
+        if self.parts.hooks is None:
+            return {}, False
         groups = [slot.group for slot in slots if slot.group is not None]
-        return ({}, False) if hooks is None else await hooks.log(self.buffer.next_step, groups)
+        return await self.parts.hooks.log(self.buffer.next_step, groups)
 
     async def _select_slots(self, slots: list[Slot]) -> list[Slot]:
-        """These groups, or those that a hook selects from all ready ones.
+        """The slots whose groups a hook selects from all ready ones; these slots if there is no such hook.
 
         Raises: EnvError if the hook raises.
         """
@@ -93,15 +94,12 @@ class BatchShipper:
         """
         groups = self.parts.baselines.subtract([slot.group for slot in slots])
         samples = await run_in_slices(_build_samples(groups))  # chosen slots do not change meanwhile
-        hooks = self.parts.hooks
-        return (
-            samples
-            if hooks is None
-            else await hooks.transform_samples(self.buffer.next_step, groups, samples)
-        )
+        if self.parts.hooks is None:
+            return samples
+        return await self.parts.hooks.transform_samples(self.buffer.next_step, groups, samples)
 
     def _on_failed_batch(self, slots: Sequence[Slot], error: StrettoError) -> None:
-        """Drop these groups because a batch hook raised; others will be drawn.
+        """Drop these groups because a hook raised; others will be drawn.
 
         Raises: EnvError if too many groups in a row were dropped for this reason.
         """
@@ -114,12 +112,9 @@ class BatchShipper:
             self.buffer.drop(slot, "a hook failed")
 
     async def ship(
-        self,
-        slots: list[Slot],
-        samples: list[TrainSample],
-        logged: tuple[dict[str, float], bool] = ({}, False),
+        self, slots: list[Slot], samples: list[TrainSample], logged: tuple[dict[str, float], bool]
     ) -> None:
-        """Pack the samples, write the ledger and send the batch; its groups will be trained."""
+        """Pack the samples, write the ledger and send the batch; `logged` is what `_user_metrics` returned."""
         run, step, started = self.parts, self.buffer.next_step, time.perf_counter()
         if self._whitened:
             samples[:] = whiten_samples(samples, self._whitened)
@@ -135,7 +130,8 @@ class BatchShipper:
         )
         discarded = self.buffer.discarded(slots)
         row = self._build_row(slots, discarded)
-        row.metrics = ({} if logged[1] else row.metrics) | logged[0]
+        user_metrics, replaces_ours = logged
+        row.metrics = ({} if replaces_ours else row.metrics) | user_metrics
         run.baselines.commit(step)
         decided = sorted((*slots, *discarded), key=lambda slot: slot.group_id)
         rewards = [(slot.task.env, slot.task.task_id, mean_reward(slot.group)) for slot in decided]
@@ -168,13 +164,14 @@ class BatchShipper:
         row.metrics |= telemetry.filter_row(
             self.cfg.all_filters, self._pop_filter_flags(), [*slots, *discarded]
         )
-        row.metrics |= {} if self.parts.rollout_function is None else self.parts.rollout_function.metrics
+        if self.parts.rollout_function is not None:
+            row.metrics |= self.parts.rollout_function.metrics
         interval = self.cfg.monitors.samples_interval
         step = self.buffer.next_step
         if self.parts.monitors.has_trackers and interval is not None and (step - 1) % interval == 0:
             groups = [slot.group for slot in slots]
-            row.samples = example_rows(
-                groups, self.parts.player.renderer, "train", version=step - 1, count=NUM_SAMPLES
+            row.examples = example_rows(
+                groups, self.parts.player.renderer, "train", version=step - 1, count=NUM_EXAMPLES
             )
             row.distributions = telemetry.distributions_of(slots)
         return row
@@ -182,7 +179,7 @@ class BatchShipper:
     def _warn_without_signal(self, step: int, slots: Sequence[Slot]) -> None:
         num_empty = sum(not slot.has_signal for slot in slots)
         if num_empty and self.cfg.filter_zero_advantages and step >= self._next_warning:
-            self._next_warning = step + WARN_EVERY_STEPS
+            self._next_warning = step + WARN_INTERVAL_STEPS
             logger.info(
                 "step %d: %d of %d groups have equal rewards: max_oversampling = %g is used up; tasks are "
                 "too easy or too hard for this policy",

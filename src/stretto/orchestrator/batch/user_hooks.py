@@ -1,6 +1,6 @@
-"""The user's functions in [orchestrator.hooks] that decide about groups and batches.
+"""Calls the user's functions in [orchestrator.hooks] that decide about groups and batches.
 
-A hook gets `Sample`s, one per trained branch. If it raises or returns something invalid, the error is reported with
+A hook gets a `Sample` per trained branch. If it raises or returns something invalid, the error is reported with
 file and line, and the group (dynamic_sampling_filter) or the groups of the batch (other hooks) are dropped.
 """
 
@@ -29,9 +29,17 @@ from stretto.vime.saved import save
 
 SETTING = "orchestrator.hooks"
 COLUMNS = ("tokens", "response_lengths", "rewards", "loss_masks", "rollout_log_probs")
-"""Columns a conversion may return: lists with one entry per sample. Missing columns stay unchanged."""
-RECORDS = ("raw_reward", "truncated", "sample_indices", "rollout_ids", "round_number", "prompt", "metadata")
-"""Other columns of vime's conversions. They are ignored: the run records these facts itself."""
+"""Columns that a conversion may return: lists with one entry per sample. Missing columns stay unchanged."""
+IGNORED_COLUMNS = (
+    "raw_reward",
+    "truncated",
+    "sample_indices",
+    "rollout_ids",
+    "round_number",
+    "prompt",
+    "metadata",
+)
+"""Other columns of vime's conversions: the run records these facts itself."""
 
 
 class BatchHooks:
@@ -42,15 +50,14 @@ class BatchHooks:
 
         Raises: ConfigError for a function that does not exist or takes other arguments.
         """
-        section = cfg.hooks
         self.args = arguments_of(cfg)
         self._renderer, self._seq_len, self._group_size_of = renderer, cfg.seq_len, cfg.group_size_of
 
         def load(key: str, num_arguments: int) -> Hook | None:
-            path = getattr(section, key)
+            path = getattr(cfg.hooks, key)
             return None if path is None else Hook.load(path, f"{SETTING}.{key}", num_arguments)
 
-        self._save_path = section.save_samples
+        self._save_path = cfg.hooks.save_samples
         self._rendered: tuple[list[dict[str, Any]], str] | None = None  # the latest prompt
         self._group_filter = load("dynamic_sampling_filter", 2)
         self._group_selector = load("buffer_filter", 4)
@@ -94,7 +101,7 @@ class BatchHooks:
     # -- a batch --
 
     async def log(self, step: int, groups: Sequence[Group]) -> tuple[dict[str, float], bool]:
-        """Metrics of the user's log function for a batch; do they replace the batch's own?
+        """Metrics of a batch by the user's log function; do they replace ours?
 
         Raises: EnvError.
         """
@@ -102,15 +109,15 @@ class BatchHooks:
             return {}, False
         now = time.monotonic()
         rollout_time, self._logged_at = now - self._logged_at, now
-        extra: dict[str, Any] = {}
-        samples = self._samples_to_save(groups)
-        is_instead = await self._logger.call(step - 1, self.args, samples, extra, rollout_time)
-        return _checked(extra, "rollout", self._logger), is_instead is True
+        metrics: dict[str, Any] = {}
+        samples = self._samples_of_all(groups)
+        returned = await self._logger.call(step - 1, self.args, samples, metrics, rollout_time)
+        return _checked(metrics, "rollout", self._logger), returned is True
 
     async def log_eval(
         self, version: int, played: Mapping[str, Sequence[Group] | Mapping[str, Any]]
     ) -> tuple[dict[str, float], bool]:
-        """Metrics of the user's log function for an eval; do they replace the eval's own?
+        """Metrics of an eval by the user's log function; do they replace ours?
 
         played: by data set, the groups, or what the user's eval function returned.
 
@@ -122,12 +129,12 @@ class BatchHooks:
             name: dict(each) if isinstance(each, Mapping) else self._eval_columns(each)
             for name, each in played.items()
         }
-        extra: dict[str, Any] = {}
-        is_instead = await self._eval_logger.call(version, self.args, data, extra)
-        return _checked(extra, "eval", self._eval_logger), is_instead is True
+        metrics: dict[str, Any] = {}
+        returned = await self._eval_logger.call(version, self.args, data, metrics)
+        return _checked(metrics, "eval", self._eval_logger), returned is True
 
     def _eval_columns(self, groups: Sequence[Group]) -> dict[str, Any]:
-        """What a data set's groups are for a log function."""
+        """The groups of a data set in the form in which a log function gets them."""
         rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.is_counted]
         return {
             "rewards": [rollout.reward for rollout in rollouts],
@@ -135,29 +142,25 @@ class BatchHooks:
             "samples": [self._sample(rollout, len(rollout.branches) - 1) for rollout in rollouts],
         }
 
-    async def select_groups(self, step: int, groups: Sequence[Group], wanted: int) -> list[int]:
-        """Have the user's hook select the groups of a batch; their draw numbers.
+    async def select_groups(self, step: int, groups: Sequence[Group], num_groups: int) -> list[int]:
+        """Have the user's hook select num_groups groups for a batch; returns their draw numbers.
 
         Raises: EnvError.
         """
         assert self._group_selector is not None
         buffer = [self.samples_of(group) for group in groups]
-        selected = await self._group_selector.call(self.args, step - 1, buffer, wanted)
-        known = {group.group_id for group in groups}
+        selected = await self._group_selector.call(self.args, step - 1, buffer, num_groups)
+        where, known = self._group_selector.where, {group.group_id for group in groups}
         try:
             chosen = list(dict.fromkeys(group[0].group_index for group in selected))
         except (TypeError, IndexError, AttributeError):
-            raise EnvError(
-                f"{self._group_selector.where} returned {selected!r}; return groups of the buffer"
-            ) from None
-        if len(chosen) != wanted or not known.issuperset(chosen):
-            got = f"{len(chosen)} groups ({len(known & set(chosen))} of them of the buffer)"
-            raise EnvError(
-                f"{self._group_selector.where} returned {got}; return {wanted} groups of the buffer"
-            )
+            raise EnvError(f"{where} returned {selected!r}; return groups of the buffer") from None
+        if len(chosen) != num_groups or not known.issuperset(chosen):
+            returned = f"{len(chosen)} groups ({len(known & set(chosen))} of them of the buffer)"
+            raise EnvError(f"{where} returned {returned}; return {num_groups} groups of the buffer")
         return chosen
 
-    def _samples_to_save(self, groups: Sequence[Group]) -> list[Sample]:
+    def _samples_of_all(self, groups: Sequence[Group]) -> list[Sample]:
         return [sample for group in groups for sample in self.samples_of(group)]
 
     async def transform_samples(
@@ -171,7 +174,7 @@ class BatchHooks:
             finished, self._finished = self._finished, []
             await self._all_samples.call(self.args, finished, None)
         if self._save_path is not None:
-            await asyncio.to_thread(save, self._save_path, step - 1, self._samples_to_save(groups))
+            await asyncio.to_thread(save, self._save_path, step - 1, self._samples_of_all(groups))
         if self._sample_filter is self._reward_processor is self._converter is None:
             return train
         rollouts = {rollout.rollout_id: rollout for group in groups for rollout in group.rollouts}
@@ -193,45 +196,39 @@ class BatchHooks:
 
     async def _process_rewards(self, samples: list[Sample]) -> list[float]:
         assert self._reward_processor is not None
-        returned = await self._reward_processor.call(self.args, samples)
+        where, returned = self._reward_processor.where, await self._reward_processor.call(self.args, samples)
         try:
             _, rewards = returned
         except (TypeError, ValueError):
             rule = "return raw rewards and rewards, each with one number per sample"
-            raise EnvError(
-                f"{self._reward_processor.where} returned {describe_value(returned)}; {rule}"
-            ) from None
-        return checked_rewards(rewards, len(samples), self._reward_processor.where)
+            raise EnvError(f"{where} returned {describe_value(returned)}; {rule}") from None
+        return checked_rewards(rewards, len(samples), where)
 
     async def _convert_samples(self, pairs: list[tuple[TrainSample, Sample]]) -> list[TrainSample]:
         assert self._converter is not None
         samples = [sample for _, sample in pairs]
         for each, sample in pairs:
             sample.reward = float(each.advantages[each.loss_mask][0])
-        data = await self._converter.call(self.args, samples)
+        where, data = self._converter.where, await self._converter.call(self.args, samples)
         if not isinstance(data, Mapping):
-            raise EnvError(
-                f"{self._converter.where} returned {type(data).__name__}; return a dictionary of lists"
-            )
-        data = {name: column for name, column in data.items() if name not in RECORDS}
+            raise EnvError(f"{where} returned {type(data).__name__}; return a dictionary of lists")
+        data = {name: column for name, column in data.items() if name not in IGNORED_COLUMNS}
         if unknown := sorted(set(data) - set(COLUMNS)):
             rule = f"has {', '.join(map(str, unknown))}; known are {', '.join(COLUMNS)}"
-            raise EnvError(f"{self._converter.where}: the dictionary {rule}")
+            raise EnvError(f"{where}: the dictionary {rule}")
         for name, column in data.items():
             if not hasattr(column, "__len__") or not hasattr(column, "__getitem__"):
-                rule = f"{name} is {type(column).__name__}, not a list"
-                raise EnvError(f"{self._converter.where}: {rule}")
+                raise EnvError(f"{where}: {name} is {type(column).__name__}, not a list")
             if len(column) != len(pairs):
-                rule = f"{name} has {len(column)} entries for {len(pairs)} samples"
-                raise EnvError(f"{self._converter.where}: {rule}")
-        rows = [{name: column[i] for name, column in data.items()} for i in range(len(pairs))]
+                raise EnvError(f"{where}: {name} has {len(column)} entries for {len(pairs)} samples")
         trained = []
-        for (each, sample), row in zip(pairs, rows):
+        for index, (each, sample) in enumerate(pairs):
+            row = {name: column[index] for name, column in data.items()}
             try:
                 with boundary(EnvError, "its entries"):
                     trained.append(_apply_row(each, sample, row, self._seq_len))
             except EnvError as error:
-                raise EnvError(f"{self._converter.where}: sample {each.sample_id}: {error}") from error
+                raise EnvError(f"{where}: sample {each.sample_id}: {error}") from error
         return trained
 
     # -- samples --
@@ -300,14 +297,14 @@ def arguments_of(cfg: OrchestratorSection) -> Arguments:
     return Arguments(**table_of(cfg) | known | addresses | cfg.hooks.args)
 
 
-def _checked(extra: Mapping[str, Any], prefix: str, hook: Hook) -> dict[str, float]:
-    """Metrics that a log function has written.
+def _checked(metrics: Mapping[str, Any], prefix: str, hook: Hook) -> dict[str, float]:
+    """Metrics that a log function has written, under a prefix.
 
     Raises: EnvError for one that is no number.
     """
     return {
         f"{prefix}/{name}": checked_number(value, hook.where, f"the metric {name}")
-        for name, value in extra.items()
+        for name, value in metrics.items()
     }
 
 
@@ -367,5 +364,11 @@ def _with_advantage(train: TrainSample, advantage: float) -> TrainSample:
 
 def _without_streams(train: TrainSample) -> TrainSample:
     """The sample without the streams that no longer fit its tokens."""
-    nothing = {"rl_weights": None, "ce_weights": None, "ref_kl_weights": None, "ref_logprobs": None}
-    return msgspec.structs.replace(train, routed_experts=None, **nothing)
+    return msgspec.structs.replace(
+        train,
+        routed_experts=None,
+        rl_weights=None,
+        ce_weights=None,
+        ref_kl_weights=None,
+        ref_logprobs=None,
+    )

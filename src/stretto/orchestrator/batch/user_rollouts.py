@@ -6,10 +6,10 @@ It may be a coroutine function; a plain function runs in a thread and may block.
 their log-probabilities if the function knows them: otherwise the trainer uses its own. Staleness, the ledger,
 advantages and batches work as in any run.
 
-A group is of the data source, or one that the function made by itself, which takes the place of the next task. A member
-of a group is a sample, or a list of samples that fan out of one episode. A sample that cannot be trained makes its
-member a failed rollout with the reason. If the function returns anything but groups, all groups that the call has
-taken fail. If an eval function returns something invalid, that eval is lost.
+A returned group is one of the data source, or one that the function made by itself, which takes the place of the next
+task. A member of a group is a sample, or a list of samples that come from one episode. A sample that cannot be trained
+makes its member a failed rollout with the reason. If the function returns anything but groups, all groups that the
+call has taken fail. If an eval function returns something invalid, that eval is lost.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DataSource:
     ) -> None:
         self._render = render
         self._draw, self._group_size, self._loop = draw, group_size, loop
-        self.num_tasks = num_tasks  # held-out tasks of an eval, which repeat after so many; None in training
+        self.num_tasks = num_tasks  # held-out tasks of an eval, which then start over; None in training
         self.put_back: dict[int, list[Sample]] = {}  # groups that were put back, by draw number
         self.slots: dict[int, Slot] = {}  # of tasks that were given out and not returned
 
@@ -69,7 +69,7 @@ class DataSource:
         return groups + [self._new_group() for _ in range(num_samples - len(groups))]
 
     def draw_slot(self) -> Slot:
-        """Take the next task; its slot is for a group that a function made by itself."""
+        """Draw the next task and return its slot, for a group that a function made by itself."""
         [first, *_] = self._new_group()
         return self.slots[first.group_index or 0]
 
@@ -80,8 +80,9 @@ class DataSource:
         """
         for group in groups:
             if not _is_group(group):
-                kind = type(group).__name__
-                raise TypeError(f"add_samples takes a list of groups, each a list of samples; got {kind}")
+                raise TypeError(
+                    f"add_samples takes a list of groups, each a list of samples; got {type(group).__name__}"
+                )
             numbers = {sample.group_index for sample in group}
             if len(numbers) != 1 or not numbers <= self.slots.keys():
                 indices = sorted(map(str, numbers))
@@ -96,11 +97,10 @@ class DataSource:
             is_in_loop = asyncio.get_running_loop() is self._loop
         except RuntimeError:
             is_in_loop = False
-        slot = (
-            self._draw()
-            if is_in_loop
-            else asyncio.run_coroutine_threadsafe(self._draw_in_loop(), self._loop).result()
-        )
+        if is_in_loop:
+            slot = self._draw()
+        else:
+            slot = asyncio.run_coroutine_threadsafe(self._draw_in_loop(), self._loop).result()
         self.slots[slot.group_id] = slot
         data = slot.task.data
         prompt, metadata = prompt_of(data, self._render)
@@ -135,7 +135,7 @@ class UserRolloutFunction:
     async def play(
         self, call_index: int, source: DataSource, version: Callable[[], int]
     ) -> list[tuple[Slot, Group]]:
-        """Call the function and return its groups; `version` returns the loaded version.
+        """Call the function and return its groups with their slots; `version` returns the loaded version.
 
         Raises: EnvError if it raises, or returns anything but groups of the data source.
         """
@@ -146,23 +146,23 @@ class UserRolloutFunction:
         with boundary(EnvError, self.hook.where):
             samples = output.samples if isinstance(output, RolloutFnTrainOutput) else output
             if not isinstance(samples, list):
-                kind = type(output).__name__
                 rule = "return RolloutFnTrainOutput(samples=groups)"
-                raise EnvError(f"{self.hook.where} returned {kind}; {rule}")
+                raise EnvError(f"{self.hook.where} returned {type(output).__name__}; {rule}")
             metrics = output.metrics if isinstance(output, RolloutFnTrainOutput) else None
             self.metrics |= self._checked_metrics(metrics, "rollout")
             groups = [self._members_of(group) for group in samples]
             slots = self._slots_of(groups, source)
             errors: list[str] = []
-            pairs = zip(slots, groups)
-            played = [self._build_group(slot, group, errors, requested=requested) for slot, group in pairs]
+            built = [
+                (slot, self._build_group(slot, members, errors, requested=requested))
+                for slot, members in zip(slots, groups)
+            ]
         if errors:
-            count = sum(map(len, groups))
-            text = f"{len(errors)} of {count} samples cannot be trained, such as {errors[0]}"
-            logger.warning("%s: %s", self.hook.where, text)
+            text = "%s: %d of %d samples cannot be trained, such as %s"
+            logger.warning(text, self.hook.where, len(errors), sum(map(len, groups)), errors[0])
         for slot in slots:
             del source.slots[slot.group_id]
-        return played
+        return built
 
     async def evaluate(self, version: int, source: DataSource) -> dict[str, dict[str, Any]]:
         """Call the function to evaluate a version; its entries by data set.
@@ -175,11 +175,11 @@ class UserRolloutFunction:
         with boundary(EnvError, self.hook.where):
             data = output.data if isinstance(output, RolloutFnEvalOutput) else output
             if not isinstance(data, dict) or not data:
-                kind = type(output).__name__
                 rule = 'return RolloutFnEvalOutput(data={"name": {"rewards": [...]}})'
                 if isinstance(output, RolloutFnTrainOutput | list):
                     rule += ', or let the environments play: eval_function = "environments"'
-                raise EnvError(f"{self.hook.where} returned {kind} for evaluation=True; {rule}")
+                returned = type(output).__name__
+                raise EnvError(f"{self.hook.where} returned {returned} for evaluation=True; {rule}")
             self.metrics = self._checked_metrics(getattr(output, "metrics", None), "eval")
             for name, entry in data.items():
                 self._check_entry(name, entry)
@@ -223,12 +223,12 @@ class UserRolloutFunction:
 
         Raises: EnvError for anything but a list of samples and of lists of samples.
         """
-        members = [each if isinstance(each, list) else [each] for each in group] if _is_list(group) else []
+        entries = group if isinstance(group, list | tuple) else ()
+        members = [each if isinstance(each, list) else [each] for each in entries]
         if not members or not all(map(_is_group, members)):
-            kind = type(group).__name__
             raise EnvError(
                 f"{self.hook.where}: a group must be a list of samples (or of lists, for members with several), "
-                f"got {kind}"
+                f"got {type(group).__name__}"
             )
         return members
 
@@ -237,25 +237,25 @@ class UserRolloutFunction:
 
         Raises: EnvError for a group that was returned twice, or has samples of several groups.
         """
-        found: list[Slot] = []
+        slots: list[Slot] = []
         for members in groups:
             indices = {sample.group_index for samples in members for sample in samples}
             known = indices & source.slots.keys()
             if not known:
-                found.append(source.draw_slot())
+                slots.append(source.draw_slot())
                 continue
-            is_out = len(indices) == 1 and not indices & source.put_back.keys()
-            if not is_out or known & {slot.group_id for slot in found}:
-                got = f"has samples of the groups {sorted(map(str, indices))}"
+            is_unchanged = len(indices) == 1 and not indices & source.put_back.keys()
+            if not is_unchanged or known & {slot.group_id for slot in slots}:
                 raise EnvError(
-                    f"{self.hook.where}: a group {got}; return each group of the data source once, unchanged"
+                    f"{self.hook.where}: a group has samples of the groups {sorted(map(str, indices))}; return each "
+                    "group of the data source once, unchanged"
                 )
-            found.append(source.slots[known.pop()])
-        return found
+            slots.append(source.slots[known.pop()])
+        return slots
 
     def _build_group(
         self, slot: Slot, members: Members, errors: list[str], *, requested: EngineRequests
-    ) -> tuple[Slot, Group]:
+    ) -> Group:
         """Build the group of returned samples; `errors` collects why some cannot be trained.
 
         requested: the sampling that the function requested from the policy's engines.
@@ -271,14 +271,14 @@ class UserRolloutFunction:
                 errors.append(f"sample {member} of group {slot.group_id}: {error}")
                 cause = f"EnvError: {self.hook.where}: {errors[-1]}"
                 rollouts.append(failed_rollout(draw, member, cause, time.time()))
-        return slot, Group(group_id=slot.group_id, task=task, rollouts=tuple(rollouts))
+        return Group(group_id=slot.group_id, task=task, rollouts=tuple(rollouts))
 
     def _build_rollout(
         self, slot: Slot, task: Task, member: int, samples: list[Sample], *, requested: EngineRequests
     ) -> Rollout:
         rewards = []
         for sample in samples:
-            if has_failed(sample):  # then it needs no reward
+            if has_failed(sample):  # it needs no reward
                 continue
             rewards.append(checked_reward(sample.get_reward_value(self.args), "", "its reward"))
             self._check_tokens(sample)
@@ -305,7 +305,7 @@ class UserRolloutFunction:
             raise EnvError(f"{bad} is no token id")
 
     def _check_temperature(self, sample: Sample, requested: EngineRequests) -> None:
-        """Raises: EnvError if it is unknown at which requested temperature a sample was drawn."""
+        """Raises: EnvError if it is unknown which of several temperatures sampled its tokens."""
         others = sorted(requested.temperatures - {self.sampling.temperature})
         if sample.temperature is None and others:
             raise EnvError(
@@ -357,13 +357,13 @@ class UserRolloutFunction:
 
         Raises: EnvError for a metric that is no number.
         """
-        if metrics is not None and not isinstance(metrics, dict):
-            kind = type(metrics).__name__
-            raise EnvError(f"{self.hook.where}: metrics are {kind}, not a dictionary of numbers")
-        numbers = {}
-        for name, value in (metrics or {}).items():
-            numbers[f"{prefix}/{name}"] = checked_number(value, self.hook.where, f"the metric {name}")
-        return numbers
+        where = self.hook.where
+        if not isinstance(metrics, dict | None):
+            raise EnvError(f"{where}: metrics are {type(metrics).__name__}, not a dictionary of numbers")
+        return {
+            f"{prefix}/{name}": checked_number(value, where, f"the metric {name}")
+            for name, value in (metrics or {}).items()
+        }
 
 
 def _task_of(slot: Slot, sample: Sample) -> Task:
@@ -372,10 +372,6 @@ def _task_of(slot: Slot, sample: Sample) -> Task:
         return slot.task
     data = {"prompt": sample.prompt, "label": sample.label, "metadata": sample.metadata}
     return msgspec.structs.replace(slot.task, task_id=f"own-{slot.group_id}", data=data)
-
-
-def _is_list(group: Any) -> bool:
-    return isinstance(group, list | tuple)
 
 
 def _is_group(group: Any) -> bool:

@@ -70,8 +70,7 @@ class Evaluator:
         self.examples: list[Row] = []
         """A few conversations of the latest eval of environments, for trackers."""
         self.played: dict[str, list[Group] | dict[str, Any]] = {}
-        """By environment (`NAME/greedy` for greedy ones) the groups of the latest eval; or what the user's eval
-        function returned."""
+        """Groups of the latest eval by environment (greedy ones: `NAME/greedy`), or the user's function's answer."""
 
     async def evaluate(self, version: int, *, end: int | None = 0) -> list[EvalScore]:
         """Scores of every environment that is due, sampled and (if configured) greedy.
@@ -79,17 +78,16 @@ class Evaluator:
         Raises: StrettoError if no rollout of an environment succeeded; its class says who must act.
         """
         self.examples, self.played = [], {}
-        scores = (
-            []
-            if self._user_function is None
-            else await self._call_user_function(self._user_function, version)
-        )
-        for plan in self._plans if self._user_function is None else ():
-            if not comes(plan.interval, version, end=end):
-                continue
-            scores.append(await self._play_env(plan, version, "sampled", plan.group_size))
-            if self.section.greedy:
-                scores.append(await self._play_env(plan, version, "greedy", 1))
+        if self._user_function is not None:
+            scores = await self._call_user_function(self._user_function, version)
+        else:
+            scores = []
+            for plan in self._plans:
+                if not comes(plan.interval, version, end=end):
+                    continue
+                scores.append(await self._play_env(plan, version, "sampled", plan.group_size))
+                if self.section.greedy:
+                    scores.append(await self._play_env(plan, version, "greedy", 1))
         if self._run_dir is not None:
             write_results(self._run_dir.eval_results(version), scores)
         return scores
@@ -100,7 +98,7 @@ class Evaluator:
         return {} if self._user_function is None else self._user_function.metrics
 
     async def _call_user_function(self, function: UserRolloutFunction, version: int) -> list[EvalScore]:
-        """Scores by the user's eval function, which gets the held-out tasks in order."""
+        """Call the user's eval function, which gets the held-out tasks in order; returns its scores."""
         started, tasks = time.perf_counter(), [task for plan in self._plans for task in plan.tasks]
         numbers = itertools.count()
 
@@ -137,10 +135,10 @@ class Evaluator:
             max_retries=self._player.max_retries if plan.max_retries is None else plan.max_retries,
             run_id=f"{self._player.run_id}-v{version}",
         )
-        slots, num_played = asyncio.Semaphore(max(self._max_inflight // k, 1)), 0
+        may_play, num_played = asyncio.Semaphore(max(self._max_inflight // k, 1)), 0
 
         async def play(index: int) -> Group:
-            async with slots:
+            async with may_play:
                 draw = Draw(index, tasks[index], k, version, name=f"eval-{env.name}-{mode}-")
                 group = await player.play(env, draw)
             nonlocal num_played
@@ -195,35 +193,28 @@ class EvalPlan:
 
     env: Environment
     tasks: list[Task]
-    group_size: int
-    interval: int | None
+    group_size: int  # of sampled rollouts; greedy ones are played once
+    interval: int | None  # steps between evals; None: only before and after training
     sampling: SamplingSection
-    timeout_s: float | None
+    timeout_s: float | None  # None, also of max_retries: as the player's
     max_retries: int | None
 
 
 def _eval_plan(env: Environment, section: EvalSection) -> EvalPlan:
     override = next((each for each in section.env if (each.name or each.id) == env.name), None)
-    if override is None:
-        tasks = _held_out_tasks(env, section.num_examples)
-        return EvalPlan(
-            env,
-            tasks,
-            section.group_size,
-            section.interval,
-            section.sampling,
-            None,
-            section.max_rollout_retries,
-        )
-    retries = override.max_rollout_retries
+
+    def setting(key: str) -> Any:
+        value = getattr(override, key, None)
+        return getattr(section, key) if value is None else value
+
     return EvalPlan(
         env,
-        _held_out_tasks(env, override.num_examples or section.num_examples),
-        override.group_size or section.group_size,
-        override.interval or section.interval,
-        override.sampling.over(section.sampling),
-        override.rollout_timeout_s,
-        section.max_rollout_retries if retries is None else retries,
+        _held_out_tasks(env, setting("num_examples")),
+        setting("group_size"),
+        setting("interval"),
+        section.sampling if override is None else override.sampling.over(section.sampling),
+        None if override is None else override.rollout_timeout_s,
+        setting("max_rollout_retries"),
     )
 
 
@@ -239,7 +230,7 @@ def eval_envs(
     return [open_env(env, run_dir.logs / "eval", stack, info) for env in section.env] or list(train)
 
 
-def _held_out_tasks(env: Environment, num_examples: int | None) -> list:
+def _held_out_tasks(env: Environment, num_examples: int | None) -> list[Task]:
     source = tasks_of(env, "eval")
     if num_examples is None and source.num_tasks is None:
         raise ConfigError(

@@ -17,24 +17,25 @@ REPLY_CHARS = 500
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-"""Text and numbers, and under `images` PNG files, if one of the rows has any."""
+"""Text and numbers by column; `images` has PNG files, if one of the rows shows images."""
 
 
 def choose(groups: Sequence[Group], count: int, seed: int) -> list[Rollout]:
-    """The best rollout, the worst, then any others: at most count of those that did not fail."""
+    """The best rollout, the worst, then random others: at most `count` of those that did not fail."""
     played = [each for group in groups for each in group.rollouts if each.is_counted and each.branches]
     if not played:
         return []
     best, worst = max(played, key=lambda each: each.reward), min(played, key=lambda each: each.reward)
-    ends = [best] if worst is best else [best, worst]
+    extremes = [best] if worst is best else [best, worst]
     others = [each for each in played if each is not best and each is not worst]
-    return [*ends, *random.Random(seed).sample(others, min(len(others), max(0, count - len(ends))))][:count]
+    num_others = min(len(others), max(0, count - len(extremes)))
+    return [*extremes, *random.Random(seed).sample(others, num_others)][:count]
 
 
 def example_rows(
     groups: Sequence[Group], renderer: Renderer, mode: str, *, version: int, count: int
 ) -> list[Row]:
-    """Chosen conversations as rows of text, shortened: of several branches the first."""
+    """Chosen conversations as rows of shortened text; of several branches the first is shown."""
     rows: list[Row] = []
     chosen = choose(groups, count, seed=version)
     has_images = any(rollout.branches[0].images for rollout in chosen)
@@ -57,7 +58,7 @@ def example_rows(
 
 
 def shortened(text: str, num_chars: int) -> str:
-    """The text without its middle where it is longer."""
+    """The text, without its middle if it is longer than num_chars."""
     if len(text) <= num_chars:
         return text
     half = (num_chars - 3) // 2
@@ -67,8 +68,8 @@ def shortened(text: str, num_chars: int) -> str:
 def log_rows(rows: Sequence[Row]) -> None:
     """One line of the log per conversation; line breaks are written as \\n."""
     for row in rows:
-        said = f"{row['prompt']} ▶ {row['reply']}".replace("\n", "\\n")
+        text = f"{row['prompt']} ▶ {row['reply']}".replace("\n", "\\n")
         logger.info(
             "version %s, %s %s, %s, reward %.3f: %s",
-            row["version"], row["env"], row["task"], row["mode"], row["reward"], said,
+            row["version"], row["env"], row["task"], row["mode"], row["reward"], text,
         )  # fmt: skip

@@ -22,11 +22,7 @@ from stretto.orchestrator.build import build_eval_renderer, open_env, run_info
 from stretto.orchestrator.clients import build_engines
 from stretto.orchestrator.eval.evaluator import standalone_evaluator
 from stretto.orchestrator.eval.results import format_table, write_results
-from stretto.orchestrator.eval.verb import (
-    MONITOR_CLOSE_S,
-    serve_model,
-    with_server_address,
-)
+from stretto.orchestrator.eval.verb import MONITOR_CLOSE_S, serve_model, with_server_address
 from stretto.orchestrator.telemetry import eval_row
 from stretto.records.weights import WeightManifest, load_manifest
 
@@ -38,7 +34,7 @@ _VERSION = re.compile(r"version_(\d+)$")
 
 
 def main(cfg: EvalsConfig) -> int:
-    """Evaluate published versions until END; the exit status."""
+    """Evaluate published versions until END; returns the exit status."""
     log.setup(ROLE, cfg.run_dir, cfg.log.level, cfg.log.json_logging)
     asyncio.run(follow(cfg))
     return 0
@@ -89,10 +85,5 @@ async def next_version(cfg: EvalsConfig) -> WeightManifest | None:
 
 def published_versions(directory: Path) -> list[tuple[int, Path]]:
     """Published versions and their manifests, in order."""
-    try:
-        found = [
-            (int(match[1]), path) for path in directory.iterdir() if (match := _VERSION.match(path.name))
-        ]
-    except FileNotFoundError:
-        return []
-    return sorted(found)
+    paths = directory.iterdir() if directory.is_dir() else ()
+    return sorted((int(match[1]), path) for path in paths if (match := _VERSION.match(path.name)))

@@ -200,7 +200,7 @@ def build_eval_score(env: str, mode: str, k: int, groups: Sequence[Group], time_
     if num_failed := len(rollouts) - len(counted):
         cause = next(rollout.error for rollout in rollouts if rollout.error)
         logger.warning(
-            "eval of %s: %d of %d rollouts failed and are not in the means; such as: %s",
+            "eval of %s: %d of %d rollouts failed and are not in the means; the first: %s",
             env,
             num_failed,
             len(rollouts),

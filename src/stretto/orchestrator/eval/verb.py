@@ -34,7 +34,7 @@ MONITOR_CLOSE_S = 10.0
 
 
 def main(cfg: EvalConfig) -> int:
-    """Evaluate running engines, or one started for `cfg.model`; the exit status.
+    """Evaluate running engines, or one started for `cfg.model`; returns the exit status.
 
     Prints a table; writes eval.json, samples, and a row of metrics.
     """
@@ -75,7 +75,7 @@ async def evaluate_engine(cfg: EvalConfig) -> list[EvalScore]:
 
 
 async def version_of(engines: EngineClient, renderer: Renderer, run_id: str) -> int:
-    """The version that engines sample from, found by sampling one token."""
+    """The version that the engines have loaded, read from one sampled token."""
     prompt = renderer.render_prompt([{"role": "user", "content": "?"}], None)
     request = GenerateRequest(
         request_id=f"{run_id}-version", prompt_ids=prompt, sampling=SamplingParams(max_tokens=1)

@@ -77,7 +77,7 @@ class Slot:
 
     group_id: int
     task: Task
-    version: int  # loaded when it started; only its partial rollouts may be older
+    version: int  # the version that was loaded when it started; only its partial rollouts may be older
     is_frozen: bool = False  # played by a teacher, so it is never too old
     partials: Mapping[int, PartialRollout] = field(default_factory=dict)  # by member: what it continues
     state: SlotState = SlotState.RUNNING
@@ -89,24 +89,16 @@ class Slot:
     job: asyncio.Task | None = None  # plays it; cancelled when the group is dropped
 
     def __post_init__(self) -> None:
-        self._first_version = min((k.first_version for k in self.partials.values()), default=self.version)
-        self._first_version = self._first_of(self.group)
-
-    @property
-    def first_version(self) -> int:
-        """Version of its oldest first token; before it is played, of what it starts with."""
-        return self._first_version
+        # Version of the oldest first token; before the group is played, of what it starts with.
+        self.first_version = min((k.first_version for k in self.partials.values()), default=self.version)
 
     def complete(self, group: Group, *, has_signal: bool, rejected: str | None) -> None:
         """Store the played group."""
         self.group, self.has_signal, self.rejected, self.job = group, has_signal, rejected, None
         branches = (branch for rollout in group.rollouts if rollout.is_counted for branch in rollout.branches)
         self.num_tokens = sum(len(branch.token_ids) for branch in branches)
-        self._first_version = self._first_of(group)
-
-    def _first_of(self, group: Group | None) -> int:
-        versions = [v for r in (group.rollouts if group else ()) if (v := r.first_version) is not None]
-        return min(versions, default=self._first_version)
+        versions = [version for r in group.rollouts if (version := r.first_version) is not None]
+        self.first_version = min(versions, default=self.first_version)
 
     def move(self, to: SlotState) -> None:
         """Change the state; asserts that MOVES allows it."""
@@ -139,7 +131,7 @@ class Bounds:
     max_steps: int | None = None
     is_in_dispatch_order: bool = True
     oversampling_factor: float | None = None
-    """Groups in flight, in batches; None: as many as the steps that generation may be ahead need."""
+    """Fewest batches of groups in flight; None: as many as the steps that generation may be ahead need."""
     tokens_per_batch: int | None = None
     """Tokens with which a batch is complete before it has groups_per_batch groups; None: groups alone count."""
     min_groups: int = 1
@@ -186,8 +178,8 @@ class Buffer:
     _fillers: list[int] = field(default_factory=list)  # sorted: zero-signal groups, which may fill a batch
     _redraw_heap: list[int] = field(default_factory=list)  # heap; draws that were started are removed lazily
     _waiters: list[asyncio.Future] = field(default_factory=list)
-    _num_played: int = 0  # groups, and the tokens of these
-    _num_tokens: int = 0
+    _num_played: int = 0  # groups
+    _num_tokens: int = 0  # of these groups
     _idle_s: float = 0.0
     _idle_since: float | None = field(default_factory=time.perf_counter)
 
@@ -215,7 +207,7 @@ class Buffer:
         return True
 
     def limit_running(self, num_groups: int) -> None:
-        """Start no group while this many run; running ones are not stopped."""
+        """Start no group while num_groups run; running groups are not stopped."""
         self.max_running = num_groups
         self._wake()
 
@@ -309,8 +301,7 @@ class Buffer:
 
     def ready_slots(self) -> list[Slot]:
         """All READY groups in draw order, from which the next batch may be chosen."""
-        ready = [slot for slot in self.slots.values() if slot.state is SlotState.READY]
-        return sorted(ready, key=lambda slot: slot.group_id)
+        return sorted(self._in(SlotState.READY), key=lambda slot: slot.group_id)
 
     def ship(self, chosen: list[Slot], discarded: list[Slot]) -> None:
         """Record that the chosen groups are shipped, and drop the discarded and the stale ones."""
@@ -325,15 +316,16 @@ class Buffer:
             for slot in discarded:
                 self._drop(slot, slot.rejected or DropReason.ZERO_SIGNAL)
             self._drop_stale()
-        self.num_replaced = sum(slot.rejected is None for slot in self._replaced())
+        self.num_replaced = sum(slot.rejected is None for slot in self._in(SlotState.REPLACED))
         self._wake()
 
     def on_loaded(self, version: int) -> None:
         """Free the slots of the steps up to `version`, which every engine has loaded."""
         assert version > self.version or version == 0, f"version {version} after {self.version}"
         self.version = version
-        for slot in [s for s in self.slots.values() if s.state is SlotState.SHIPPED and s.step <= version]:
-            self._move(slot, SlotState.LOADED)
+        for slot in self._in(SlotState.SHIPPED):
+            if slot.step <= version:
+                self._move(slot, SlotState.LOADED)
         self._wake()
 
     def end_admission(self) -> None:
@@ -344,7 +336,7 @@ class Buffer:
     def close(self) -> None:
         """Allow no more draws and batches, cancel running groups, keep finished ones for a resume."""
         self.is_closed = True
-        for slot in [s for s in self.slots.values() if s.state is SlotState.RUNNING]:
+        for slot in self._in(SlotState.RUNNING):
             self._move(slot, SlotState.DROPPED)
             if slot.job:
                 slot.job.cancel()
@@ -356,12 +348,10 @@ class Buffer:
         With async generation, replaced groups drawn after the last chosen one are kept for a later batch.
         """
         end = max((slot.group_id for slot in chosen), default=-1)
-        is_whole = self.bounds.max_steps_ahead == 0 or not self.bounds.is_in_dispatch_order
-        taken = {slot.group_id for slot in chosen}
-        waiting = map(self.slots.__getitem__, self._fillers)
-        unused = {slot.group_id: slot for slot in waiting if slot.state is SlotState.READY}
-        unused |= {s.group_id: s for s in self._replaced() if is_whole or s.group_id < end}
-        return [unused[group_id] for group_id in sorted(unused) if group_id not in taken]
+        are_all_over = self.bounds.max_steps_ahead == 0 or not self.bounds.is_in_dispatch_order
+        unused = {group_id for group_id in self._fillers if self.slots[group_id].state is SlotState.READY}
+        unused |= {s.group_id for s in self._in(SlotState.REPLACED) if are_all_over or s.group_id < end}
+        return [self.slots[group_id] for group_id in sorted(unused - {slot.group_id for slot in chosen})]
 
     # -- for metrics and dumps --
 
@@ -397,10 +387,9 @@ class Buffer:
     def _are_too_many(self, num_groups: int) -> bool:
         """Are these more groups than the steps that generation may be ahead need, by the tokens of those played?
 
-        Never while no batch is ready and nothing runs that could complete one.
+        Never while no batch is ready and no group runs that could complete one.
         """
-        is_needed = self._size_of_batch() is None and not self._num_by_state[SlotState.RUNNING]
-        if is_needed:
+        if self._size_of_batch() is None and not self._num_by_state[SlotState.RUNNING]:
             return False
         bounds = self.bounds
         if not self._num_played:
@@ -465,20 +454,17 @@ class Buffer:
         is_waiting = slot.state in (SlotState.READY, SlotState.REPLACED)
         return self._fillers if is_waiting and slot.rejected is None else None
 
-    def _replaced(self) -> list[Slot]:
-        return (
-            [s for s in self.slots.values() if s.state is SlotState.REPLACED]
-            if self._num_by_state[SlotState.REPLACED]
-            else []
-        )
+    def _in(self, *states: SlotState) -> list[Slot]:
+        """The slots in these states."""
+        return [slot for slot in self.slots.values() if slot.state in states]
 
     def _is_stale(self, slot: Slot) -> bool:
         return not slot.is_frozen and slot.first_version < self.bounds.oldest_version(self.next_step)
 
     def _drop_stale(self) -> None:
-        alive = (SlotState.RUNNING, SlotState.READY, SlotState.REPLACED)
-        for slot in [s for s in self.slots.values() if s.state in alive and self._is_stale(s)]:
-            self._drop(slot, DropReason.STALE)
+        for slot in self._in(SlotState.RUNNING, SlotState.READY, SlotState.REPLACED):
+            if self._is_stale(slot):
+                self._drop(slot, DropReason.STALE)
 
     def _drop(self, slot: Slot, reason: str) -> None:
         self.ledger.group_dropped(slot.group_id, reason)

@@ -29,7 +29,9 @@ from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-SHAPING = {"type", "length_penalty", "overlong", "decay", "whiten", "tool", "user", "system", "filter"}
+NO_ESTIMATOR_OPTIONS = {
+    "type", "length_penalty", "overlong", "decay", "whiten", "tool", "user", "system", "filter",
+}  # fmt: skip
 """Keys of an algo section that are not options of its advantage estimator."""
 
 
@@ -106,8 +108,8 @@ def compare_branches(group: Group, algo: Algo, place: str) -> tuple[Group, bool]
         tuple(float(value) for (owner, _), value in zip(parts, values) if owner == member)
         for member in range(len(group.rollouts))
     )
-    of_rollouts = tuple(max(each, key=abs, default=0.0) for each in by_branch)
-    return msgspec.structs.replace(group, advantages=of_rollouts, branch_advantages=by_branch), has_signal
+    largest = tuple(max(each, key=abs, default=0.0) for each in by_branch)
+    return msgspec.structs.replace(group, advantages=largest, branch_advantages=by_branch), has_signal
 
 
 def _reward_of(rollout: Rollout, branch: Branch) -> float:
@@ -117,9 +119,9 @@ def _reward_of(rollout: Rollout, branch: Branch) -> float:
 def advantage_fields(table: dict[str, Float[np.ndarray, " members"]]) -> dict[str, Any]:
     """Both advantage fields of a group, from the members' advantages by agent."""
     values = np.stack(list(table.values()))
-    of_rollouts = values[np.abs(values).argmax(axis=0), np.arange(values.shape[1])]
+    largest = values[np.abs(values).argmax(axis=0), np.arange(values.shape[1])]
     by_agent = {agent: tuple(each.tolist()) for agent, each in table.items()} if len(table) > 1 else {}
-    return {"advantages": tuple(of_rollouts.tolist()), "agent_advantages": by_agent}
+    return {"advantages": tuple(largest.tolist()), "agent_advantages": by_agent}
 
 
 def advantages_of(group: Group, algo: Algo, place: str) -> tuple[Float[np.ndarray, " members"], bool]:
@@ -131,7 +133,7 @@ def advantages_of(group: Group, algo: Algo, place: str) -> tuple[Float[np.ndarra
     if isinstance(algo, CustomAlgo):
         advantages = custom_credit(algo, CreditInputs(rewards, counted, group), place)
     else:
-        options = algo.model_dump(exclude=SHAPING)
+        options = algo.model_dump(exclude=NO_ESTIMATOR_OPTIONS)
         advantages = ADVANTAGE_ESTIMATORS[algo.type](rewards, counted, **options)
     return advantages, has_group_signal(algo.type, rewards, counted, advantages)
 
@@ -157,8 +159,10 @@ def hierarchical_advantages(
     for role, agents in agents_by_role.items():
         views = [agent_view(group, agent) for agent in agents]
         counted = np.array([[r.is_counted for r in view.rollouts] for view in views], dtype=bool).T
-        paid = [np.array([r.reward for r in view.rollouts], dtype=np.float64) for view in views]
-        rewards = np.stack([shape_rewards(*each, algo) for each in zip(paid, counted.T, views)], axis=1)
+        env_rewards = [np.array([r.reward for r in view.rollouts], dtype=np.float64) for view in views]
+        rewards = np.stack(
+            [shape_rewards(*each, algo) for each in zip(env_rewards, counted.T, views)], axis=1
+        )
         advantages = hierarchical_grpo(rewards, counted, is_within_episode=role in algo.episode_agents)
         table |= dict(zip(agents, advantages.T))
     return table

@@ -1,6 +1,6 @@
-"""From task to buffer: draws tasks into free slots, plays their groups and assesses them.
+"""Draws tasks into free slots, plays their groups, assesses them and hands them to the buffer.
 
-Runs beside the loop (loop.py), which ships what the buffer chooses.
+Runs beside batch/ship.py, which ships the groups that the buffer chooses.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GroupPipeline:
         self.interruption = Interruption(run.ledger)
         self._failed_in_a_row: Counter[str] = Counter()  # groups, by environment
         self._flags: Counter[str] = Counter()  # flagged rollouts by filter since the last batch
-        self._next_turn = 0.0  # when the next group may begin, by the loop's clock
+        self._next_start_at = 0.0  # of the next group, by the event loop's clock
         self._players = {name: self._build_player(name, env) for name, env in run.mix.envs.items()}
 
     def _build_player(self, name: str, env: Environment) -> Player:
@@ -76,20 +76,20 @@ class GroupPipeline:
     async def _draw_groups(self, tasks: asyncio.TaskGroup) -> None:
         """Start a group for every slot that becomes free."""
         while await self.buffer.admit():
-            await self._wait_for_turn()
+            await self._wait_for_start()
             with self.ledger.transaction():  # one commit for slots that became free together
                 slots = list(self._draw_slots())
             for slot in slots:
                 slot.job = tasks.create_task(self._play_group(slot), name=f"group {slot.group_id}")
             await asyncio.sleep(0)  # let them start and other tasks run before the next ones
 
-    async def _wait_for_turn(self) -> None:
-        """Keep to orchestrator.tasks_per_minute: groups are begun at even distances."""
+    async def _wait_for_start(self) -> None:
+        """Keep to orchestrator.tasks_per_minute: groups start at even distances in time."""
         if self.cfg.tasks_per_minute is not None:
             now = asyncio.get_running_loop().time()
-            self._next_turn = max(self._next_turn, now)
-            await asyncio.sleep(self._next_turn - now)
-            self._next_turn += 60 / self.cfg.tasks_per_minute
+            self._next_start_at = max(self._next_start_at, now)
+            await asyncio.sleep(self._next_start_at - now)
+            self._next_start_at += 60 / self.cfg.tasks_per_minute
 
     async def _call_user_function(self, function: UserRolloutFunction, start: int) -> None:
         """Call the user's rollout function whenever a batch has free slots.
@@ -117,12 +117,12 @@ class GroupPipeline:
                 ]
                 source.slots.clear()
                 if not played:
-                    raise  # it had not taken a task yet
+                    raise  # it had not drawn a task yet
             num_empty = 0 if played else num_empty + 1
             if num_empty >= self.cfg.max_failed_groups:
-                times = f"{num_empty} times in a row (max_failed_groups)"
                 raise EnvError(
-                    f"{function.hook.where} returned no group {times}; it must return groups of data_source.get_samples"
+                    f"{function.hook.where} returned no group {num_empty} times in a row (max_failed_groups); it must "
+                    "return groups of data_source.get_samples"
                 )
             for slot, group in played:
                 if slot.state is SlotState.RUNNING:  # not dropped meanwhile: too old, or the run ends
@@ -136,8 +136,8 @@ class GroupPipeline:
     def _draw_slots(self) -> Iterator[Slot]:
         """Draw groups into free slots, up to MAX_STARTS_PER_TURN rollouts."""
         num_rollouts = 0
-        most = MAX_STARTS_PER_TURN if self.cfg.tasks_per_minute is None else 1
-        while self.buffer.may_admit() and num_rollouts < most:
+        max_rollouts = MAX_STARTS_PER_TURN if self.cfg.tasks_per_minute is None else 1  # 1: a single group
+        while self.buffer.may_admit() and num_rollouts < max_rollouts:
             slot = self._draw()
             num_rollouts += self.cfg.group_size_of(slot.task.env)
             yield slot

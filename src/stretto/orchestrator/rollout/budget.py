@@ -29,20 +29,20 @@ class Budget:
     def age_s(self) -> float:
         return asyncio.get_running_loop().time() - self.started_at
 
-    async def begin_turn(self, wanted: int) -> int:
-        """Open a turn and return how many tokens it may have; `end_turn` must follow.
+    async def begin_turn(self, num_requested: int) -> int:
+        """Open a turn and return how many tokens it may have, at most num_requested; `end_turn` must follow.
 
         If open turns may leave enough tokens, it waits for them, so that the grant does not depend on which agent is
         faster.
 
         Raises: LimitReached if the episode has no turn or token left.
         """
-        granted = wanted
+        granted = num_requested
         if self.limits.max_tokens is None:
             self._check_limits()
         else:
             async with self._queue:
-                granted = await self._grant(wanted, self.limits.max_tokens)
+                granted = await self._grant(num_requested, self.limits.max_tokens)
         self._num_open_turns += 1
         self._num_reserved_tokens += granted
         return granted
@@ -56,14 +56,14 @@ class Budget:
             self.num_tokens += num_tokens
         self._turn_ended.set()
 
-    async def _grant(self, wanted: int, max_tokens: int) -> int:
+    async def _grant(self, num_requested: int, max_tokens: int) -> int:
         while True:
             self._check_limits()
             left = max_tokens - self.num_tokens
             if left < 1:
                 raise LimitReached(f"the episode has had its {max_tokens} tokens (max_tokens)")
-            if wanted <= left - self._num_reserved_tokens or not self._num_open_turns:
-                return min(wanted, left)
+            if num_requested <= left - self._num_reserved_tokens or not self._num_open_turns:
+                return min(num_requested, left)
             self._turn_ended.clear()
             await self._turn_ended.wait()
 

@@ -20,6 +20,7 @@ from stretto.envs.base import EpisodeInfo, EpisodeLimits, Message, Reply, Rollou
 from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.orchestrator.rollout.budget import Budget
 from stretto.orchestrator.rollout.continuation import (
+    build_turn,
     continuation_request,
     match_saved_turn,
     merge_completions,
@@ -29,7 +30,7 @@ from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_i
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.images import Image
-from stretto.records.partial import PartialRollout, Turn
+from stretto.records.partial import PartialRollout
 from stretto.records.rollout import Branch
 
 if TYPE_CHECKING:
@@ -55,14 +56,14 @@ class Recorder(RolloutContext):
     ) -> None:
         """partial: saved turns of an earlier incarnation, which answer the same requests again.
 
-        first_seed: of the first turn, if it is not derived from the rollout. lane: more than 0 for requests beside
-        others of the same agent.
+        first_seed: of the first turn, if it is not derived from the rollout. lane: 0, or the number of this recorder
+        among those for requests of the same agent that run side by side.
         """
         self.budget = budget or Budget(EpisodeLimits())
         self.name, self.is_trained = name, is_trained
         self._stream = f"{name}#{lane}" if lane else name  # the name of these turns, unique in the episode
-        self._lanes: list[Recorder] = [self]
-        self.is_cut_off = False  # was the last reply?
+        self._lanes: list[Recorder] = [self]  # for requests of this agent that run side by side
+        self.is_cut_off = False  # whether the last reply was
         self._num_turns = 0
         self._play, self._draw, self._member, self._attempt = play, draw, member, attempt
         self._agents: dict[str, Recorder] = {name: self}
@@ -83,7 +84,7 @@ class Recorder(RolloutContext):
 
     @property
     def _is_learned(self) -> bool:
-        """Are this agent's samples trained by their log-probabilities?"""
+        """Are this agent's replies trained by their log-probabilities?"""
         return self._play.is_learned and self.is_trained
 
     @property
@@ -103,7 +104,14 @@ class Recorder(RolloutContext):
     def agent(self, name: str, *, is_trained: bool = True) -> Recorder:
         if name in self._agents:
             return self._agents[name]
-        agent = Recorder(
+        agent = self._build_sibling(name, is_trained=is_trained)
+        agent._agents = self._agents
+        self._agents[name] = agent
+        return agent
+
+    def _build_sibling(self, name: str, *, is_trained: bool, lane: int = 0) -> Recorder:
+        """Build a recorder of the same episode: of another agent, or for requests beside those of this one."""
+        return Recorder(
             self._play,
             self._draw,
             self._member,
@@ -112,10 +120,8 @@ class Recorder(RolloutContext):
             name=name,
             is_trained=is_trained,
             partial=self._partial,
+            lane=lane,
         )
-        agent._agents = self._agents
-        self._agents[name] = agent
-        return agent
 
     async def generate(
         self, prompt_ids: Int[np.ndarray, " prompt"], tools: list[dict] | None = None, **sampling: Any
@@ -124,7 +130,7 @@ class Recorder(RolloutContext):
         return await self._lane_for(prompt)._reply(prompt, (), tools, **sampling)
 
     def _lane_for(self, prompt_ids: Int32[np.ndarray, " prompt"]) -> Recorder:
-        """Where a request goes: where its prompt continues, else to the first that is free."""
+        """The idle lane whose tokens a prompt extends, else the first idle one, else a new one."""
         idle = [lane for lane in self._lanes if not lane._is_busy]
         for lane in idle:
             if lane._branches and lane._branches[-1].is_extended_by(
@@ -133,17 +139,7 @@ class Recorder(RolloutContext):
                 return lane
         if idle:
             return idle[0]
-        lane = Recorder(
-            self._play,
-            self._draw,
-            self._member,
-            self._attempt,
-            budget=self.budget,
-            name=self.name,
-            is_trained=self.is_trained,
-            partial=self._partial,
-            lane=len(self._lanes),
-        )
+        lane = self._build_sibling(self.name, is_trained=self.is_trained, lane=len(self._lanes))
         self._lanes.append(lane)
         return lane
 
@@ -159,32 +155,34 @@ class Recorder(RolloutContext):
             raise EnvError("two turns of one agent at once: await a reply before you request the next")
         play.renderer.check_images(prompt_ids, images)
         turn = (self._attempt, self._member, self._num_turns)
-        who = () if self._stream == POLICY else (self._stream,)
-        seed = seed_of(play.seed, draw.name, draw.group_id, *turn, *who)
+        stream = () if self._stream == POLICY else (self._stream,)
+        seed = seed_of(play.seed, draw.name, draw.group_id, *turn, *stream)
         if self._first_seed is not None and self._num_turns == 0:
             seed = self._first_seed
-        name = "-".join((play.run_id, draw.rollout_id(self._member), *who))
+        name = "-".join((play.run_id, draw.rollout_id(self._member), *stream))
         temperature = play.behavior_temperature(sampling.get("temperature"))
-        is_extended = self._extends(prompt_ids, temperature, images)
-        request = GenerateRequest(
-            request_id=f"{name}-{self._attempt}-{self._num_turns}",
-            prompt_ids=prompt_ids,
-            sampling=play.sampling_params(len(prompt_ids), seed, is_learned=self._is_learned, **sampling),
-            cache_salt=str(draw.version),
+        branch = self._extended_branch(prompt_ids, temperature, images)
+        request = play.build_request(
+            f"{name}-{self._attempt}-{self._num_turns}",
+            prompt_ids,
+            images,
+            seed,
+            draw.version,
+            is_learned=self._is_learned,
             session_id=name,
-            images=images,
-            image_token_id=play.renderer.image_token_id if images else None,
-            routed_experts_start=self._branches[-1].num_known_routes if is_extended else 0,
+            routed_experts_start=0 if branch is None else branch.num_known_routes,
+            overrides=sampling,
         )
         self._is_busy = True
         try:
-            completion = await self._within_limits(request, temperature)
+            completion = await self._within_limits(request, temperature, branch)
         finally:
             self._is_busy = False
         weights, self._ce_weights = self._ce_weights, None
-        if not is_extended:
-            self._branches.append(OpenBranch(temperature, self.name, is_trained=self.is_trained))
-        self._branches[-1].add_turn(
+        if branch is None:
+            branch = OpenBranch(temperature, self.name, is_trained=self.is_trained)
+            self._branches.append(branch)
+        branch.add_turn(
             prompt_ids,
             completion,
             draw.version,
@@ -241,10 +239,10 @@ class Recorder(RolloutContext):
                 mask[:size] = is_trained[:size]
                 return index, mask
             longest = max(longest, int(differs[0]) if len(differs) else size)
-        whose = f"rollout {self._draw.rollout_id(self._member)}: a sample of {len(tokens)} tokens"
         raise EnvError(
-            f"{whose} differs from token {longest} on from what the policy was given and sampled. Pass token ids on "
-            "unchanged, never encode text again, and mask what the policy did not sample"
+            f"rollout {self._draw.rollout_id(self._member)}: a sample of {len(tokens)} tokens differs from token "
+            f"{longest} on from what the policy was given and sampled. Pass token ids on unchanged, never encode text "
+            "again, and mask what the policy did not sample"
         )
 
     def close(self) -> tuple[Branch, ...]:
@@ -268,76 +266,61 @@ class Recorder(RolloutContext):
 
     # -- one turn --
 
-    async def _within_limits(self, request: GenerateRequest, temperature: float) -> Completion:
+    async def _within_limits(
+        self, request: GenerateRequest, temperature: float, branch: OpenBranch | None
+    ) -> Completion:
         """The reply to a request, with at most the tokens that the episode has left.
+
+        branch: the tokens that the request's prompt extends.
 
         Raises: EngineError; LimitReached if the episode has no turn or token left.
         """
         sampling, num_tokens = request.sampling, None
-        assert sampling.max_tokens is not None, "a player always sets max_tokens"
+        assert sampling.max_tokens is not None, "build_request always sets max_tokens"
         granted = await self.budget.begin_turn(sampling.max_tokens)
         if granted < sampling.max_tokens:
             sampling = msgspec.structs.replace(sampling, max_tokens=granted)
             request = msgspec.structs.replace(request, sampling=sampling)
         try:
-            completion = await self._replay_or_request(request, temperature)
+            completion = await self._replay_or_request(request, temperature, branch)
             num_tokens = len(completion.token_ids)
             return completion
         finally:
             self.budget.end_turn(granted, num_tokens)
 
-    async def _replay_or_request(self, request: GenerateRequest, temperature: float) -> Completion:
+    async def _replay_or_request(
+        self, request: GenerateRequest, temperature: float, branch: OpenBranch | None
+    ) -> Completion:
         """The reply to a request, from a saved turn, from the engine, or from both.
 
         Raises: EngineError.
         """
-        branch = self._branches[-1] if self._branches else OpenBranch(temperature)
+        play, draw = self._play, self._draw
+        known = self._branches[-1] if self._branches else OpenBranch(temperature)
         begun = match_saved_turn(
-            self._replay,
-            request,
-            temperature,
-            branch.token_ids,
-            branch.images,
-            self._draw.rollout_id(self._member),
+            self._replay, request, temperature, known.token_ids, known.images, draw.rollout_id(self._member)
         )
         if begun is not None and begun.is_done:
             return begun.completion
-        completion = await self._request_turn(request, begun, temperature)
-        self._play.check_reply(completion)
-        return completion
-
-    async def _request_turn(
-        self, request: GenerateRequest, begun: Turn | None, temperature: float
-    ) -> Completion:
-        sent = request if begun is None else continuation_request(request, begun)
-        sent_at = self.budget.age_s
-        [completion] = await self._play.request_completions(
-            sent, self._draw.version, is_learned=self._is_learned
-        )
-        self.budget.engine_s += self.budget.age_s - sent_at
+        rest = request if begun is None else continuation_request(request, begun)
+        requested_at = self.budget.age_s
+        [completion] = await play.request_completions(rest, draw.version, is_learned=self._is_learned)
+        self.budget.engine_s += self.budget.age_s - requested_at
         if begun is not None:
             completion = merge_completions(begun.completion, completion, request)
-        if (interruption := self._play.interruption) is not None:
-            turn = self._build_turn(request, completion, temperature)
-            await interruption.save_turns(self._draw.group_id, {self._member: turn})
+        if play.interruption is not None:
+            turn = build_turn(
+                request,
+                completion,
+                agent=self._stream,
+                index=self._num_turns,
+                attempt=self._attempt,
+                temperature=temperature,
+                branch=branch,
+            )
+            await play.interruption.save_turns(draw.group_id, {self._member: turn})
+        play.check_reply(completion)
         return completion
-
-    def _build_turn(self, request: GenerateRequest, completion: Completion, temperature: float) -> Turn:
-        is_extended = self._extends(request.prompt_ids, temperature, request.images)
-        num_shared = len(self._branches[-1].token_ids) if is_extended else 0
-        images = request.images[len(self._branches[-1].images) if is_extended else 0 :]
-        assert request.sampling.seed is not None
-        return Turn(
-            agent=self._stream,
-            index=self._num_turns,
-            attempt=self._attempt,
-            seed=request.sampling.seed,
-            temperature=temperature,
-            num_shared=num_shared,
-            prompt_ids=request.prompt_ids[num_shared:],
-            completion=completion,
-            images=tuple(image.without_patches() for image in images),
-        )
 
     def _extend(
         self, messages: list[Message], tools: list[dict] | None
@@ -369,11 +352,13 @@ class Recorder(RolloutContext):
                 weights[owners == index - first_new] = weight
         return weights
 
-    def _extends(
+    def _extended_branch(
         self, prompt_ids: Int32[np.ndarray, " prompt"], temperature: float, images: tuple[Image, ...]
-    ) -> bool:
-        """Does a prompt extend the tokens so far?"""
-        return bool(self._branches) and self._branches[-1].is_extended_by(prompt_ids, temperature, images)
+    ) -> OpenBranch | None:
+        """The newest branch if a prompt extends it; None otherwise."""
+        newest = self._branches[-1] if self._branches else None
+        is_extended = newest is not None and newest.is_extended_by(prompt_ids, temperature, images)
+        return newest if is_extended else None
 
 
 def deep_copy(value: Any) -> Any:

@@ -1,10 +1,10 @@
 """Partial rollouts: interrupts running requests and continues them after a resume.
 
-A stop aborts all requests on the engines, which return the tokens sampled so far. Every turn is written to the ledger
-(`Interruption.save_turns`), and the episodes wait to be cancelled. A killed run keeps its completed turns.
-When the run is resumed, the episodes are played again. Their requests are answered from the saved turns as long as
-both are equal token for token (`match_saved_turn`). The interrupted reply is continued from its last token
-(`continuation_request`).
+A stop aborts all requests on the engines, which return the tokens sampled so far. Every turn (`build_turn`) is
+written to the ledger (`Interruption.save_turns`), and the episodes wait to be cancelled. A killed run keeps its
+completed turns. When the run is resumed, the episodes are played again. Their requests are answered from the saved
+turns as long as both are equal token for token (`match_saved_turn`). The interrupted reply is continued from its last
+token (`continuation_request`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 
 from stretto.base.errors import EngineError
 from stretto.ledger.writer import Ledger
-from stretto.orchestrator.rollout.branch import merge_expert_choices
-from stretto.records.generate import Completion, GenerateRequest
+from stretto.orchestrator.rollout.branch import OpenBranch, merge_expert_choices
+from stretto.records.generate import Completion, GenerateRequest, member_seed
 from stretto.records.images import Image
 from stretto.records.partial import Turn, concat_completions
 
@@ -93,6 +93,37 @@ class Interruption:
             await asyncio.Event().wait()
 
 
+def build_turn(
+    request: GenerateRequest,
+    completion: Completion,
+    *,
+    agent: str,
+    index: int,
+    attempt: int,
+    temperature: float,
+    branch: OpenBranch | None = None,
+    number: int = 0,
+) -> Turn:
+    """Build the turn that is saved for a reply.
+
+    branch: the tokens that the prompt extends. number: of the reply among those of its request.
+    """
+    num_shared = 0 if branch is None else len(branch.token_ids)
+    images = request.images if branch is None else request.images[len(branch.images) :]
+    assert request.sampling.seed is not None
+    return Turn(
+        agent=agent,
+        index=index,
+        attempt=attempt,
+        seed=member_seed(request.sampling.seed, number),
+        temperature=temperature,
+        num_shared=num_shared,
+        prompt_ids=request.prompt_ids[num_shared:],
+        completion=completion,
+        images=tuple(image.without_patches() for image in images),
+    )
+
+
 # -- after a resume --
 
 
@@ -102,7 +133,7 @@ def match_saved_turn(
     temperature: float,
     known: Int32[np.ndarray, " tokens"],
     known_images: tuple[Image, ...],
-    whose: str,
+    rollout_id: str,
 ) -> Turn | None:
     """An agent's next saved turn if its prompt equals the request's; None otherwise.
 
@@ -113,24 +144,21 @@ def match_saved_turn(
         return None
     turn = turns.popleft()
     prompt_ids = np.concatenate((known[: turn.num_shared], turn.prompt_ids), dtype=np.int32)
-    images = (
-        *(known_images if turn.num_shared else ()),
-        *turn.images,
-    )  # equal tokens may show other pictures
+    images = (*(known_images if turn.num_shared else ()), *turn.images)
     is_same = temperature == turn.temperature and np.array_equal(prompt_ids, request.prompt_ids)
-    is_same = is_same and images == request.images
+    is_same = is_same and images == request.images  # equal tokens may show other pictures
     # A stop text may span both parts of a reply; the engine can find it in a whole reply only.
     if is_same and (turn.is_done or not request.sampling.stop):
         return turn
-    left = sum(len(each.completion.token_ids) for each in (turn, *turns))
+    num_lost = sum(len(each.completion.token_ids) for each in (turn, *turns))
     turns.clear()
     logger.warning(
         "rollout %s, turn %d of %s: %s; %d saved tokens are discarded and the rest is sampled again",
-        whose,
+        rollout_id,
         turn.index,
         turn.agent,
         "its stop texts need a whole reply" if is_same else "the environment sends another prompt now",
-        left,
+        num_lost,
     )
     return None
 
@@ -138,7 +166,7 @@ def match_saved_turn(
 def continuation_request(request: GenerateRequest, begun: Turn) -> GenerateRequest:
     """The request for the rest of an interrupted reply, with the seed of its first part."""
     ids, sampling = begun.completion.token_ids, request.sampling
-    assert sampling.max_tokens is not None, "a recorder always sets max_tokens"
+    assert sampling.max_tokens is not None, "build_request always sets max_tokens"
     prompt_ids = np.concatenate((request.prompt_ids, ids), dtype=np.int32)
     routes = begun.completion.routed_experts
     return msgspec.structs.replace(

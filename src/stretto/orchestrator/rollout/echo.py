@@ -17,7 +17,7 @@ from stretto.config.sections.algorithm import EchoAlgo
 from stretto.envs.base import Environment, Message, SingleTurnEnv
 
 WARN_AFTER_MESSAGES = 64
-"""Messages of an environment without one of a weighted role after which a warning is logged."""
+"""Messages of an environment after which a warning is logged if none had a weighted role."""
 logger = logging.getLogger(__name__)
 
 
@@ -27,7 +27,8 @@ class Echo:
 
     weights: Mapping[str, float]
     """By role."""
-    is_wanted: Callable[[Message], bool] | None = None
+    is_learned: Callable[[Message], bool] | None = None
+    """The user's filter."""
     env: str = ""
     place: str = "orchestrator.algo"
     """Config path of the section, for messages."""
@@ -41,7 +42,7 @@ class Echo:
         """
         self._count(message["role"])
         weight, where = self.weights.get(message["role"], 0.0), f"{self.place}.filter"
-        if weight and self.is_wanted is not None and not call(self.is_wanted, message, {}, where):
+        if weight and self.is_learned is not None and not call(self.is_learned, message, {}, where):
             return 0.0
         return weight
 
@@ -50,7 +51,9 @@ class Echo:
         is_due = self._num_messages.total() == WARN_AFTER_MESSAGES
         if is_due and not self._num_messages.keys() & self.weights.keys():
             roles, weighted = " and ".join(sorted(self._num_messages)), " and ".join(self.weights)
-            text = "%s: %s has answered %d times, always as %s, and only %s has a weight: nothing of it is learned"
+            text = (
+                "%s: %s has answered %d times, always as %s, and only %s has a weight: no answer is learned"
+            )
             logger.warning(text, self.place, self.env, WARN_AFTER_MESSAGES, roles, weighted)
 
 
@@ -65,6 +68,6 @@ def build_echo(algo: EchoAlgo, env: Environment, place: str = "orchestrator.algo
             'nothing to learn; use "grpo", or an environment of several turns.'
         )
     weights = {"tool": algo.tool, "user": algo.user, "system": algo.system}
-    is_wanted = None if algo.filter is None else load_function(algo.filter, {}, f"{place}.filter")
+    is_learned = None if algo.filter is None else load_function(algo.filter, {}, f"{place}.filter")
     weights = {role: weight for role, weight in weights.items() if weight is not None}
-    return Echo(weights, is_wanted, env.name, place)
+    return Echo(weights, is_learned, env.name, place)

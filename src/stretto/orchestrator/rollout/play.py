@@ -1,6 +1,6 @@
-"""The draw that is played, the settings of its turns, and the function that sends requests.
+"""The draw that is played, the settings of its turns, and the functions that build and send their requests.
 
-A turn of one member (context.py) and the one request of a single-turn group (player.py) both go through it.
+Both a turn of one member (context.py) and the one request of a single-turn group (player.py) go this way.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -20,11 +21,17 @@ from stretto.envs.base import OutOfContext
 from stretto.orchestrator.rollout.continuation import Interruption
 from stretto.orchestrator.rollout.echo import Echo
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan
+from stretto.records.images import Image
 from stretto.records.partial import ABORTED, PartialRollout
 from stretto.records.rollout import Task
 
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Int32
+
 POLICY = "policy"
 """Name of the agent if an episode has only one."""
+NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 UNRESTRICTED = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
 
 
@@ -42,10 +49,9 @@ class Draw:
     task: Task
     num_members: int
     version: int
-    # By member, of an earlier incarnation.
-    partials: Mapping[int, PartialRollout] = field(default_factory=dict)
+    partials: Mapping[int, PartialRollout] = field(default_factory=dict)  # by member: what it continues
     name: str = "g"  # prefix of its rollout ids, as in `g12.3`; evals have other prefixes
-    notes: dict[int, Any] = field(default_factory=dict)  # of results by member, for `score_group`
+    notes: dict[int, Any] = field(default_factory=dict)  # by member: `RolloutResult.note`, for `score_group`
 
     def rollout_id(self, member: int) -> str:
         return f"{self.name}{self.group_id}.{member}"
@@ -64,7 +70,7 @@ class PlaySettings:
     interruption: Interruption | None = None  # saves turns of unfinished rollouts, and interrupts them
     echo: Echo | None = None  # weights of the environment's messages
     masks_older_versions: bool = False  # of a partial rollout, do not train what older weights sampled
-    is_learned: bool = False  # its samples are trained by their log-probabilities
+    is_learned: bool = False  # its replies are trained by their log-probabilities
     max_support: int | None = None  # most tokens in a support, if top_p, top_k and min_p are replayed
 
     async def request_completions(
@@ -86,6 +92,36 @@ class PlaySettings:
             check_supports(completions)
         return [_with_version(completion, version) for completion in completions]
 
+    def build_request(
+        self,
+        request_id: str,
+        prompt_ids: Int32[np.ndarray, " prompt"],
+        images: tuple[Image, ...],
+        seed: int,
+        version: int,
+        *,
+        is_learned: bool,
+        num_completions: int = 1,
+        session_id: str | None = None,
+        routed_experts_start: int = 0,
+        overrides: Mapping[str, Any] = NO_OVERRIDES,
+    ) -> GenerateRequest:
+        """Build the request for replies to a prompt; `overrides` are sampling settings of this turn.
+
+        Raises: OutOfContext, EnvError as `sampling_params`.
+        """
+        return GenerateRequest(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            n=num_completions,
+            sampling=self.sampling_params(len(prompt_ids), seed, is_learned=is_learned, **overrides),
+            cache_salt=str(version),
+            session_id=session_id,
+            images=images,
+            image_token_id=self.renderer.image_token_id if images else None,
+            routed_experts_start=routed_experts_start,
+        )
+
     def sampling_params(
         self, num_prompt_tokens: int, seed: int, *, is_learned: bool = False, **overrides: Any
     ) -> SamplingParams:
@@ -100,7 +136,7 @@ class PlaySettings:
                 f"{num_prompt_tokens} prompt tokens leave no room for a reply in seq_len = {self.seq_len}"
             )
         sampling = self.sampling
-        wanted = overrides.pop("max_tokens", None) or sampling.max_completion_tokens or room
+        max_tokens = overrides.pop("max_tokens", None) or sampling.max_completion_tokens or room
         if overrides.get("top_k") in (0, -1):  # the engines' spellings of no limit
             overrides["top_k"] = None
         settings = {
@@ -111,11 +147,11 @@ class PlaySettings:
             "stop_token_ids": () if sampling.ignore_eos else self.renderer.stop_ids,
             "ignore_eos": sampling.ignore_eos,
         }
-        params = SamplingParams(**settings | overrides, max_tokens=min(wanted, room), seed=seed)
+        params = SamplingParams(**settings | overrides, max_tokens=min(max_tokens, room), seed=seed)
         return limit_support(params, self.max_support) if is_learned else params
 
     def check_reply(self, completion: Completion) -> None:
-        """Raises: EngineError if a reply is incomplete, or has a placeholder of an image that is none."""
+        """Raises: EngineError if a reply is incomplete, or contains the placeholder of an image."""
         token_ids = completion.token_ids
         if completion.finish_reason == ABORTED or not len(token_ids):
             raise EngineError(f"the engine returned an incomplete reply of {len(token_ids)} tokens")
@@ -127,7 +163,7 @@ class PlaySettings:
             )
 
     def is_unlearnable(self, temperature: float | None) -> bool:
-        """Is a reply at this temperature greedy, and so no sample that can be trained?"""
+        """Is a reply at this temperature greedy, so that it cannot be trained?"""
         return self.is_learned and temperature == 0 and self.sampling.temperature > 0
 
     def behavior_temperature(self, override: float | None = None) -> float:
@@ -137,9 +173,11 @@ class PlaySettings:
 
 
 async def load_images(renderer: Renderer, messages: Sequence[Message]) -> None:
-    """Read the pictures of messages in a thread; whoever renders them then finds their patches in a cache.
+    """Read the pictures of messages in a thread; rendering then finds their patches in a cache.
 
-    A photograph takes a tenth of a second. Raises: DataError, ConfigError as `Renderer.images_of`.
+    A photograph takes a tenth of a second.
+
+    Raises: DataError, ConfigError as `Renderer.images_of`.
     """
     if any(map(has_image, messages)):
         await asyncio.to_thread(renderer.images_of, messages)
@@ -168,13 +206,15 @@ def limit_support(params: SamplingParams, max_support: int | None) -> SamplingPa
     return msgspec.structs.replace(params, top_k=params.top_k or max_support)
 
 
-def check_completions(completions: Sequence[Completion], wanted: int) -> None:
+def check_completions(completions: Sequence[Completion], num_requested: int) -> None:
     """Check the number of completions and of their logprobs.
 
     Raises: EngineError, DataError if one is wrong.
     """
-    if len(completions) != wanted:
-        raise EngineError(f"the engine returned {len(completions)} samples, {wanted} were requested")
+    if len(completions) != num_requested:
+        raise EngineError(
+            f"the engine returned {len(completions)} completions, {num_requested} were requested"
+        )
     for completion in completions:
         if len(completion.logprobs) != len(completion.token_ids):
             raise DataError(
@@ -183,7 +223,7 @@ def check_completions(completions: Sequence[Completion], wanted: int) -> None:
 
 
 def check_supports(completions: Sequence[Completion]) -> None:
-    """Check that completions have the support their tokens were drawn from.
+    """Check that completions come with the support of their tokens.
 
     Raises: EngineError if one has none.
     """

@@ -1,6 +1,6 @@
 """Plays one group: render, generate, score. Failures become data in the resulting Group.
 
-The n samples of a single-turn task are one request with one rendered prompt. Any other environment plays its
+All replies of a single-turn group are one request with one rendered prompt. Any other environment plays its
 members concurrently, each with a `Recorder` as its context, which records every token, logprob and version. A
 member that fails is tried again with a new request id and seed, at most max_retries times and before the group's
 timeout; then it is FAILED with its cause.
@@ -36,10 +36,10 @@ from stretto.orchestrator.batch.samples import sampled_tokens
 from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.orchestrator.rollout.budget import Budget
 from stretto.orchestrator.rollout.context import Recorder
+from stretto.orchestrator.rollout.continuation import build_turn
 from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest, member_seed
-from stretto.records.partial import Turn
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
 
 
@@ -162,14 +162,14 @@ class Player(PlaySettings):
                     images = self.renderer.images_of(messages)
                 # Another seed per attempt: a retry must not sample the same replies again.
                 seed = seed_of(self.seed, draw.name, draw.group_id, attempt)
-                request = GenerateRequest(
-                    request_id=f"{self.run_id}-{draw.name}{draw.group_id}-{attempt}",
-                    prompt_ids=prompt_ids,
-                    n=len(missing),
-                    sampling=self.sampling_params(len(prompt_ids), seed, is_learned=self.is_learned),
-                    cache_salt=str(draw.version),
-                    images=images,
-                    image_token_id=self.renderer.image_token_id if images else None,
+                request = self.build_request(
+                    f"{self.run_id}-{draw.name}{draw.group_id}-{attempt}",
+                    prompt_ids,
+                    images,
+                    seed,
+                    draw.version,
+                    is_learned=self.is_learned,
+                    num_completions=len(missing),
                 )
                 completions = await self.request_completions(
                     request, draw.version, is_learned=self.is_learned
@@ -204,20 +204,18 @@ class Player(PlaySettings):
         )
         if self.interruption is None or not (self.interruption.has_begun or is_slow):
             return
-        assert request.sampling.seed is not None
+        temperature = self.behavior_temperature()
         turns = {
-            member: Turn(
+            member: build_turn(
+                request,
+                completion,
                 agent=POLICY,
                 index=0,
                 attempt=attempt,
-                seed=member_seed(request.sampling.seed, index),
-                temperature=self.behavior_temperature(),
-                num_shared=0,
-                prompt_ids=request.prompt_ids,
-                completion=completion,
-                images=tuple(image.without_patches() for image in request.images),
+                temperature=temperature,
+                number=number,
             )
-            for index, (member, completion) in enumerate(replies.items())
+            for number, (member, completion) in enumerate(replies.items())
         }
         await self.interruption.save_turns(draw.group_id, turns)
 

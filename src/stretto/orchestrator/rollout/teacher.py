@@ -4,8 +4,8 @@
     opsd   the policy itself does the same, with a demonstration as privileged context
     sft    a frozen teacher plays; its tokens are learned by cross-entropy
 
-What a teacher gives is stored in the rollout (`Branch.ref_logprobs`, `Branch.is_frozen`) before it is in the ledger,
-so a resumed run requests nothing twice. The losses are in algorithms/losses.py (`ref_kl`, `ce`).
+The teacher's part is in the rollout (`Branch.ref_logprobs`, `Branch.is_frozen`) before the rollout is in the ledger, so
+a resumed run requests nothing twice. The losses are in algorithms/losses.py (`ref_kl`, `ce`).
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class Teachers:
         return env in self._by_env
 
     async def annotate(self, group: Group) -> Group:
-        """The group with what its teacher gives; unchanged if its environment has none."""
+        """The group with its teacher's part; unchanged if its environment has no teacher."""
         teacher = self._by_env.get(group.task.env)
         return group if teacher is None else await teacher.annotate(group)
 
 
 class ScoringTeacher:
-    """A teacher that scores all samples of a group at once, and groups concurrently."""
+    """A teacher that scores all rollouts of a group at once, and groups concurrently."""
 
     def __init__(
         self,
@@ -203,16 +203,16 @@ def demonstration_of(env: Environment, task: Task, key: str) -> str:
 
     Raises: EnvError if neither has one.
     """
-    found = task.data.get(key)
-    if found is None and (make := getattr(env, "demonstration", None)) is not None:
-        with guarded(EnvError, f"environment {env.name}, task {task.task_id}, demonstration"):
-            found = make(task)
-    if not isinstance(found, str) or not found:
+    text, where = task.data.get(key), f"environment {env.name}, task {task.task_id}"
+    if text is None and (demonstration := getattr(env, "demonstration", None)) is not None:
+        with guarded(EnvError, f"{where}, demonstration"):
+            text = demonstration(task)
+    if not isinstance(text, str) or not text:
         raise EnvError(
-            f"environment {env.name}, task {task.task_id}: no demonstration; its data needs the key {key!r} "
-            "(demo_key), or the environment a method demonstration(task)"
+            f"{where}: no demonstration; its data needs the key {key!r} (demo_key), or the environment a method "
+            "demonstration(task)"
         )
-    return found
+    return text
 
 
 def teacher_kl(branches: Iterable[Branch]) -> float:

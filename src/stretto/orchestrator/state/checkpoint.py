@@ -46,10 +46,10 @@ class Progress(msgspec.Struct, kw_only=True):
 def carry_over(saved: Progress, data: Mapping[str, int | None], ratios: Mapping[str, float]) -> Progress:
     """The progress of a new run from another run's checkpoint; its statistics start at 0.
 
-    data, ratios: of the environments that are trained on now. Draws continue if these are the same, otherwise they
-    start at 0. Running rewards are kept for environments whose tasks are the same.
+    data, ratios: fingerprints and ratios of the environments that are trained on now. Draws continue if these are the
+    same, otherwise they start at 0. Running rewards are kept for environments whose tasks are the same.
     """
-    same = {name for name, found in data.items() if name in saved.ratios and saved.data.get(name) == found}
+    same = {name for name, now in data.items() if name in saved.ratios and saved.data.get(name) == now}
     is_same_mix = saved.ratios == ratios and len(same) == len(ratios)
     return Progress(
         step=saved.step,

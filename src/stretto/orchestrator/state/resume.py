@@ -48,14 +48,14 @@ def starting_point(cfg: OrchestratorConfig) -> Progress:
         return progress
     progress.num_resumes += 1
     # A version is often evaluated after its checkpoint is saved: do not repeat that eval.
-    done = load_mean_rewards(cfg.run_dir, step)
+    means_of_eval = load_mean_rewards(cfg.run_dir, step)
     if cfg.eval is not None and cfg.eval.retrigger_on_resume:
         progress.sampled.pop(step, None)
         progress.greedy.pop(step, None)
-    elif done is not None:
+    elif means_of_eval is not None:
         for means, mode in ((progress.sampled, "sampled"), (progress.greedy, "greedy")):
-            if mode in done:
-                means.setdefault(step, done[mode])
+            if mode in means_of_eval:
+                means.setdefault(step, means_of_eval[mode])
     return progress
 
 
@@ -100,13 +100,34 @@ def prepare_cursor(
     vocab_size: int | None,
     hooks: BatchHooks | None,
 ) -> Cursor:
-    """Bring ledger and buffer to the start of this incarnation; the cursor of its draws."""
+    """Bring ledger and buffer to the start of this incarnation; returns the cursor of its draws."""
     info = {"pid": os.getpid(), "seed": cfg.seed, "max_off_policy_steps": cfg.max_off_policy_steps}
     if ledger.is_new:
         return _begin_ledger(ledger, buffer, mix, progress, info, cfg.run_dir)
     if _is_new_run(cfg):
         ledger.begin_after(progress.step)  # raises: the ledger is not new
-    cursor = _resume_ledger(ledger, buffer, cfg, mix, progress, vocab_size, hooks)
+    num_lost = ledger.rewind(progress.step).rollouts_lost
+    _restore_lost_draws(ledger, mix, progress, cfg.run_dir)
+    oldest_version = buffer.bounds.oldest_version(progress.step + 1)
+    num_reused = 0
+    for group in ledger.resumable(progress.step, oldest_version):
+        verdict = assess_group(group, cfg, vocab_size, hooks)
+        if not verdict.has_failed:
+            buffer.restore(verdict.group, has_signal=verdict.has_signal, rejected=verdict.rejected)
+            num_reused += len(group.rollouts)
+    redraws = ledger.unfinished_draws()
+    buffer.expect_redraws(group_id for group_id, _ in redraws)
+    partials = ledger.partial_rollouts(progress.step, oldest_version) if cfg.partial_rollout else {}
+    text = (
+        f"resumed from step {progress.step}: {num_reused} finished rollouts reused, "
+        f"{len(redraws)} groups run again ({num_lost} rollouts were unfinished or too new)"
+    )
+    if partials:
+        num_tokens = sum(each.num_tokens for each in partials.values())
+        text += f"; {len(partials)} rollouts continue from {num_tokens} saved tokens"
+    logger.info("%s", text)
+    report("note", text=text)
+    cursor = Cursor(max(ledger.next_draw(), progress.next_draw), deque(redraws), partials)
     ledger.run_started(info, resumed_step=progress.step)
     return cursor
 
@@ -139,53 +160,14 @@ def _begin_ledger(
         for number, task in redraws:
             ledger.task_drawn(number, task)
     buffer.expect_redraws(number for number, _ in redraws)
-    where = f"begins at {progress.origin}"
+    start = f"begins at {progress.origin}"
     if progress.origin is None:
-        where = f"{run_dir.ledger} is missing: continues without it from step {progress.step}"
-        logger.warning("%s; draws up to it count as trained", where)
-    text = f"{where}: draws continue from number {progress.next_draw}, {len(redraws)} are made again"
+        start = f"{run_dir.ledger} is missing: continues without it from step {progress.step}"
+        logger.warning("%s; draws up to it count as trained", start)
+    text = f"{start}: draws continue from number {progress.next_draw}, {len(redraws)} are made again"
     logger.info("%s", text)
     report("note", text=text)
     return Cursor(progress.next_draw, deque(redraws))
-
-
-def _resume_ledger(
-    ledger: Ledger,
-    buffer: Buffer,
-    cfg: OrchestratorConfig,
-    mix: TaskMix,
-    progress: Progress,
-    vocab_size: int | None,
-    hooks: BatchHooks | None,
-) -> Cursor:
-    """Undo what came after the checkpoint, and restore finished groups that are fresh.
-
-    The returned cursor has the draws to make again.
-    """
-    step = progress.step
-    rewound = ledger.rewind(step)
-    _restore_lost_draws(ledger, mix, progress, cfg.run_dir)
-    oldest = buffer.bounds.oldest_version(step + 1)
-    groups = ledger.resumable(step, oldest)
-    reused = 0
-    for group in groups:
-        verdict = assess_group(group, cfg, vocab_size, hooks)
-        if not verdict.has_failed:
-            buffer.restore(verdict.group, has_signal=verdict.has_signal, rejected=verdict.rejected)
-            reused += len(group.rollouts)
-    redraws = ledger.unfinished_draws()
-    buffer.expect_redraws(group_id for group_id, _ in redraws)
-    partials = ledger.partial_rollouts(step, oldest) if cfg.partial_rollout else {}
-    text = (
-        f"resumed from step {step}: {reused} finished rollouts reused, "
-        f"{len(redraws)} groups run again ({rewound.rollouts_lost} rollouts were unfinished or too new)"
-    )
-    if partials:
-        num_tokens = sum(each.num_tokens for each in partials.values())
-        text += f"; {len(partials)} rollouts continue from {num_tokens} saved tokens"
-    logger.info("%s", text)
-    report("note", text=text)
-    return Cursor(max(ledger.next_draw(), progress.next_draw), deque(redraws), partials)
 
 
 def _restore_lost_draws(ledger: Ledger, mix: TaskMix, progress: Progress, run_dir: RunDir) -> None:
@@ -206,9 +188,9 @@ def _restore_lost_draws(ledger: Ledger, mix: TaskMix, progress: Progress, run_di
         for number in missing:
             ledger.task_drawn(number, mix.draw(number))
         ledger.give_up(progress.step, decided, steps)
-    ends = f"ends before step {steps[0]}" if steps else "lacks draws"
+    defect = f"ends before step {steps[0]}" if steps else "lacks draws"
     text = (
-        f"{run_dir.ledger} {ends}, though the checkpoint of step {progress.step} is complete: its end was lost. "
+        f"{run_dir.ledger} {defect}, though the checkpoint of step {progress.step} is complete: its end was lost. "
         f"{len(decided)} draws that the checkpoint does not name as open count as trained"
     )
     logger.warning("%s", text)

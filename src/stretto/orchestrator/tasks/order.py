@@ -25,7 +25,7 @@ from stretto.records.partial import PartialRollout
 from stretto.records.rollout import Task
 
 MAX_CYCLE_DRAWS = 1000
-SEED_STRIDE = 1 << 32  # runs with different seeds read different parts of an infinite source
+SEED_STRIDE = 1 << 32  # tasks; runs with different seeds read different parts of an infinite source
 FEISTEL_ROUNDS = 6  # of a shuffle
 WORD_MASK = (1 << 64) - 1
 
@@ -121,8 +121,7 @@ class Cursor:
 
     next_draw: int
     redraws: deque[tuple[int, Task]]
-    # By group and member.
-    partials: dict[tuple[int, int], PartialRollout] = field(default_factory=dict)
+    partials: dict[tuple[int, int], PartialRollout] = field(default_factory=dict)  # by draw and member
 
     def next(self, mix: TaskMix) -> tuple[int, Task, bool]:
         """Advance to the next draw; its number, its task, and whether it is new to the ledger."""

@@ -280,7 +280,7 @@ def test_an_environment_that_answers_in_no_weighted_role_is_reported_once(caplog
         assert len(caplog.messages) == num_warnings
         if num_warnings:
             expected = f"{place}: guess has answered 64 times, always as user, and only tool has a weight: "
-            assert caplog.messages[0] == expected + "nothing of it is learned"
+            assert caplog.messages[0] == expected + "no answer is learned"
 
 
 def test_an_environment_of_one_turn_has_nothing_to_echo(tmp_path):

@@ -18,7 +18,7 @@ from stretto.config.sections.algorithm import (
 )
 from stretto.config.sections.orchestrator import EvalSection, SamplingSection
 from stretto.envs.base import RolloutResult
-from stretto.orchestrator.batch.samples import to_samples
+from stretto.orchestrator.batch.samples import to_samples, whiten_samples
 from stretto.orchestrator.eval.evaluator import Evaluator
 from stretto.orchestrator.eval.results import format_table, mean_over_envs
 from stretto.orchestrator.groups.credit import assign_advantages
@@ -242,13 +242,13 @@ def test_whitening_is_over_all_trained_tokens_of_the_environments_that_ask_for_i
         assign_advantages(play(EchoEnv(), FakeEngine(parrot(p))), ReinforcePlusPlusAlgo())[0]
         for p in (0.3, 0.8)
     ]
-    plain, whitened = to_samples(groups), to_samples(groups, ["echo"])
+    plain, whitened = to_samples(groups), whiten_samples(to_samples(groups), ["echo"])
     values = np.concatenate([s.advantages[s.loss_mask] for s in plain]).astype(np.float64)
     for before, after in zip(plain, whitened, strict=True):
         expected = (before.advantages - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8) * before.loss_mask
         np.testing.assert_allclose(after.advantages, expected, rtol=1e-5, atol=1e-7)
         assert after.advantages.dtype == np.float32
-    untouched = to_samples(groups, ["other"])
+    untouched = whiten_samples(to_samples(groups), ["other"])
     assert all((s.advantages == t.advantages).all() for s, t in zip(untouched, plain))
 
 
