@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from stretto.algorithms.custom import load_credit
@@ -39,12 +40,7 @@ from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch.packing import cost_of_model
 from stretto.orchestrator.batch.user_hooks import BatchHooks, arguments_of
 from stretto.orchestrator.batch.user_rollouts import UserRolloutFunction
-from stretto.orchestrator.build import (
-    build_policy_renderer,
-    open_env,
-    run_info,
-    urls_of,
-)
+from stretto.orchestrator.build import build_policy_renderer, open_env, run_info, urls_of
 from stretto.orchestrator.clients import build_engines, build_teacher_client
 from stretto.orchestrator.dry_run import check_first_tasks
 from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
@@ -180,8 +176,8 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
     sender = build_sender(cfg.rollout_transport, cfg.run_dir, cfg.num_train_workers, control.sessions)
     await sender.open()
     stack.push_async_callback(sender.close)
-    teachers = {}
-    clients: dict[str, EngineClient] = {}
+    teachers: dict[str, EngineClient] = {}
+    clients: dict[str, EngineClient] = {}  # by their section, which several environments may share
     for env in cfg.env:
         if (section := cfg.teacher_of(env.name or env.id)) is not None:
             key = section.model_dump_json()
@@ -323,31 +319,27 @@ def build_teachers(
     Raises: ConfigError for an environment that needs demonstrations and has none.
     """
     by_env: dict[str, Teacher] = {}
+    players: dict[str, EngineClient] = {}
+    build_scoring = partial(
+        ScoringTeacher, max_failures=cfg.max_failed_groups, image_token_id=renderer.image_token_id
+    )
     for env in envs:
         algo = cfg.algo_of(env.name)
         if isinstance(algo, OpdAlgo):
-            by_env[env.name] = ScoringTeacher(
-                wires.teacher_engines[env.name],
-                max_failures=cfg.max_failed_groups,
-                image_token_id=renderer.image_token_id,
-            )
+            by_env[env.name] = build_scoring(wires.teacher_engines[env.name])
         elif isinstance(algo, OpsdAlgo):
-            privileged_context = build_privileged_context(env, algo, renderer, cfg.algo_path(env.name))
-            by_env[env.name] = ScoringTeacher(
-                wires.engines,
-                privileged_context=privileged_context,
-                max_failures=cfg.max_failed_groups,
-                image_token_id=renderer.image_token_id,
-            )
+            context = build_privileged_context(env, algo, renderer, cfg.algo_path(env.name))
+            by_env[env.name] = build_scoring(wires.engines, privileged_context=context)
         elif isinstance(algo, SftAlgo):
             by_env[env.name] = PlayingTeacher(algo.min_reward)
-    playing = [name for name, teacher in by_env.items() if isinstance(teacher, PlayingTeacher)]
-    players = {name: wires.teacher_engines[name] for name in playing}
+            players[env.name] = wires.teacher_engines[env.name]
     engines: dict[str, EngineClient] = {}
     for name, engine in wires.teacher_engines.items():
         if engine not in engines.values():
-            has_own = getattr(cfg.algo_of(name), "teacher", None) is not None
-            engines[f"orchestrator.env {name}, algo.teacher" if has_own else "orchestrator.teacher"] = engine
+            is_of_algo = getattr(cfg.algo_of(name), "teacher", None) is not None
+            engines[f"orchestrator.env {name}, algo.teacher" if is_of_algo else "orchestrator.teacher"] = (
+                engine
+            )
     engines |= {f"models.{name}": engine for name, engine in wires.model_engines.items()}
     sections = [section for name in wires.teacher_engines if (section := cfg.teacher_of(name)) is not None]
     sections += cfg.frozen_models.values()

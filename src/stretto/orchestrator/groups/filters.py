@@ -1,4 +1,4 @@
-"""Gates and filters: the only place where a played group or rollout is kept from training.
+"""Gates and filters: only they keep a played group or rollout from training.
 
 A gate rejects whole groups; a rejected group is replaced by another draw. A filter flags single rollouts. If
 enforced, it drops them from the batch (their rewards stay in the baseline of the others), and a group with no
@@ -28,6 +28,7 @@ from stretto.config.sections.distill import SftAlgo
 from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.orchestrator.batch.user_hooks import BatchHooks
 from stretto.orchestrator.groups.credit import assign_advantages
+from stretto.orchestrator.rollout.player import describe
 from stretto.records.rollout import Group, Rollout, RolloutStatus
 
 if TYPE_CHECKING:
@@ -71,9 +72,9 @@ def apply_filters(
         ]
         flags[section.type] = flags.get(section.type, 0) + len(flagged)
         if section.enforce:
-            dropped |= {member: section.type for member in flagged if member not in dropped}
-    left = [m for m, r in enumerate(group.rollouts) if r.is_counted and m not in dropped]
-    if not left and dropped:
+            dropped = dict.fromkeys(flagged, section.type) | dropped
+    has_remaining = any(r.is_counted and m not in dropped for m, r in enumerate(group.rollouts))
+    if dropped and not has_remaining:
         return Verdict(group, f"filter {min(dropped.values())}", flags)
     return Verdict(drop_members(group, dropped), None, flags)
 
@@ -92,9 +93,8 @@ def assess_group(
         group, has_signal = assign_advantages(group, algo, cfg.algo_path(env))
         if not any(rollout.is_counted for rollout in group.rollouts):
             return Verdict(group)
-        verdict = replace(
-            apply_filters(group, cfg.gates_of(env), cfg.all_filters, vocab_size), has_signal=has_signal
-        )
+        verdict = apply_filters(group, cfg.gates_of(env), cfg.all_filters, vocab_size)
+        verdict = replace(verdict, has_signal=has_signal)
         if isinstance(algo, SftAlgo) and not has_signal:
             verdict = replace(verdict, rejected=verdict.rejected or "min_reward")
         if verdict.group is not group:
@@ -107,7 +107,7 @@ def assess_group(
             return verdict
         answer = hooks.filter_group(verdict.group)
     except StrettoError as error:
-        return Verdict(failed_group(group, f"{type(error).__name__}: {error}"))
+        return Verdict(failed_group(group, describe(error)))
     if answer.keep:
         return verdict
     if answer.keep_when_insufficient:
@@ -202,19 +202,14 @@ def drop_members(group: Group, dropped: Mapping[int, str]) -> Group:
     """The group with these members marked as dropped; `dropped` maps them to the filter's name."""
     if not dropped:
         return group
-    rollouts = tuple(
-        msgspec.structs.replace(
-            r,
-            status=RolloutStatus.DROPPED,
-            error=FILTER_PREFIX
-            + dropped[m]
-            + (TRUNCATED_SUFFIX if r.status is RolloutStatus.TRUNCATED else ""),
+    rollouts = list(group.rollouts)
+    for member, name in dropped.items():
+        is_truncated = rollouts[member].status is RolloutStatus.TRUNCATED
+        error = f"{FILTER_PREFIX}{name}{TRUNCATED_SUFFIX if is_truncated else ''}"
+        rollouts[member] = msgspec.structs.replace(
+            rollouts[member], status=RolloutStatus.DROPPED, error=error
         )
-        if m in dropped
-        else r
-        for m, r in enumerate(group.rollouts)
-    )
-    return msgspec.structs.replace(group, rollouts=rollouts)
+    return msgspec.structs.replace(group, rollouts=tuple(rollouts))
 
 
 def is_filtered(rollout: Rollout) -> bool:
@@ -226,16 +221,10 @@ def undo_filters(group: Group) -> Group:
     """The group as it was before filters, so that it can be assessed again."""
     if not any(map(is_filtered, group.rollouts)):
         return group
-    rollouts = tuple(
-        msgspec.structs.replace(r, status=_status_before(r), error=None) if is_filtered(r) else r
-        for r in group.rollouts
-    )
-    return msgspec.structs.replace(group, rollouts=rollouts)
-
-
-def _status_before(rollout: Rollout) -> RolloutStatus:
-    return (
-        RolloutStatus.TRUNCATED
-        if (rollout.error or "").endswith(TRUNCATED_SUFFIX)
-        else RolloutStatus.FINISHED
-    )
+    rollouts = list(group.rollouts)
+    for member, rollout in enumerate(rollouts):
+        if is_filtered(rollout):
+            was_truncated = (rollout.error or "").endswith(TRUNCATED_SUFFIX)
+            status = RolloutStatus.TRUNCATED if was_truncated else RolloutStatus.FINISHED
+            rollouts[member] = msgspec.structs.replace(rollout, status=status, error=None)
+    return msgspec.structs.replace(group, rollouts=tuple(rollouts))
