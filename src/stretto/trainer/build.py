@@ -1,16 +1,16 @@
-"""What a trainer process trains, as configured: policy, reference and critic, with the learners around them."""
+"""Builds what a trainer process trains, as configured: policy, reference and critic."""
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from stretto.base.errors import ConfigError
-from stretto.chat.placeholders import PLACEHOLDER
-from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
+from stretto.chat.tokenizer import load_tokenizer
 from stretto.config.root import TrainerConfig
 from stretto.config.rules.checkpoints import check_quantize
 from stretto.config.sections.model import ModelSection
@@ -18,18 +18,18 @@ from stretto.config.sections.trainer import CriticSection
 from stretto.models import hub
 from stretto.models.decoder import Decoder
 from stretto.models.fp8.checkpoint import BlockLayout
-from stretto.trainer.batch.token_export import TokenExport
+from stretto.trainer.batch.token_export import export_tokens
 from stretto.trainer.critic import Critic, load_critic, with_value_head
 from stretto.trainer.hooks import TrainerHooks
-from stretto.trainer.learner import Learner, find_tokenizer, load_policy
-from stretto.trainer.parallel.mesh import Mesh, build_mesh, run_on_lead, training_device
+from stretto.trainer.learner import Learner, find_tokenizer, find_tokens, load_policy
+from stretto.trainer.parallel.mesh import Mesh, build_mesh, training_device
 
 logger = logging.getLogger(__name__)
 
 
 def build_learner(cfg: TrainerConfig, tokenizer_dir: Path, hooks: TrainerHooks) -> Learner:
     """The policy and its learner, as configured."""
-    tokens = find_tokens(tokenizer_dir)
+    tokens = find_tokens(load_tokenizer(tokenizer_dir))
     policy = hooks.provide(lambda: load_policy(cfg.model, may_be_meta=True, **tokens))
     reference = None
     if (named := find_reference_model(cfg)) is not None:
@@ -53,6 +53,9 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path, hooks: TrainerHooks) 
     critic = None
     if cfg.critic is not None and cfg.critic.placement is None:
         critic = build_critic(cfg, cfg.critic, policy, tokens, mesh)
+    token_folder = cfg.run_dir.trained_tokens
+    if mesh.degrees.dp > 1:
+        token_folder /= f"rank_{mesh.dp_rank}"
     return Learner(
         policy,
         model=cfg.model,
@@ -61,7 +64,7 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path, hooks: TrainerHooks) 
         max_steps=cfg.max_steps,
         loss=cfg.loss,
         reference=reference,
-        observe=_token_export(cfg, mesh) if cfg.enable_token_export else None,
+        observe=partial(export_tokens, token_folder) if cfg.enable_token_export else None,
         enable_router_replay=cfg.enable_router_replay,
         mesh=mesh,
         critic=critic,
@@ -71,9 +74,9 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path, hooks: TrainerHooks) 
 
 
 def find_engine_layout(cfg: TrainerConfig) -> BlockLayout | None:
-    """Which weights the engines have in 8 bits; None if none.
+    """The weights that engines hold in 8 bits; None if there are none.
 
-    Raises: ConfigError if weight_broadcast.quantize_in_weight_transfer says otherwise.
+    Raises: ConfigError if weight_broadcast.quantize_in_weight_transfer contradicts it.
     """
     section = cfg.weight_broadcast
     layout = None
@@ -86,7 +89,7 @@ def find_engine_layout(cfg: TrainerConfig) -> BlockLayout | None:
 
 
 def find_reference_model(cfg: TrainerConfig) -> tuple[str, str | None] | None:
-    """The key that asks for a frozen reference and the model that it names; None if no key does."""
+    """The key that makes a frozen reference necessary, and the model that it names; None without such a key."""
     if (kl := cfg.loss.reference_kl) is not None:
         return "trainer.loss.reference_kl.model", kl.model
     if cfg.advantages is not None and cfg.advantages.kl_coef:
@@ -124,13 +127,13 @@ def load_critic_network(cfg: TrainerConfig, section: CriticSection, tokens: dict
 def build_critic_alone(cfg: TrainerConfig) -> tuple[Critic, Path]:
     """The critic on ranks of its own, and the tokenizer of its exports."""
     assert cfg.critic is not None, "checked by the caller"
-    directory = Path(run_on_lead(lambda: str(find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)), str))
-    tokens = find_tokens(directory)
+    directory = find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)
+    tokens = find_tokens(load_tokenizer(directory))
     network = load_critic_network(cfg, cfg.critic, tokens)
-    own, policy = network.config.vocab_size, None
+    critic_size, policy_size = network.config.vocab_size, None
     if cfg.model.scratch is None:
-        policy = hub.load_config(hub.find_model(cfg.model.name, has_weights=False)).vocab_size
-    _check_vocabulary(own, policy or own)
+        policy_size = hub.load_config(hub.find_model(cfg.model.name, has_weights=False)).vocab_size
+    _check_vocabulary(critic_size, policy_size or critic_size)
     mesh = build_mesh(cfg.model, network.config)
     return Critic(network, section=cfg.critic, model=_unadapted(cfg), optim=cfg.optim, mesh=mesh), directory
 
@@ -140,20 +143,3 @@ def _check_vocabulary(critic: int, policy: int) -> None:
         raise ConfigError(
             f"trainer.critic.load knows {critic} tokens and the policy {policy}; give a critic of its family"
         )
-
-
-def find_tokens(tokenizer_dir: Path) -> dict[str, Any]:
-    """What a model made from scratch takes from the tokenizer."""
-    tokenizer = load_tokenizer(tokenizer_dir)
-    return {
-        "vocab_size": tokenizer.vocab_size,
-        "eos_token_id": list(tokenizer.eos_ids),
-        "pad_token_id": tokenizer.token_id(END_OF_TEXT),
-        "image_token_id": tokenizer.token_id(PLACEHOLDER),
-    }
-
-
-def _token_export(cfg: TrainerConfig, mesh: Mesh) -> TokenExport:
-    """An export of tokens, with one folder per data-parallel rank if there are several."""
-    folder = cfg.run_dir.trained_tokens
-    return TokenExport(folder if mesh.degrees.dp == 1 else folder / f"rank_{mesh.dp_rank}")

@@ -11,18 +11,18 @@ import logging
 import time
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from stretto.models.native.put_away import PutAway
 from stretto.trainer.learner import Learner
 from stretto.trainer.network import Network
+from stretto.trainer.parallel.shard import local_tensor
 
 logger = logging.getLogger(__name__)
 
 
 class TrainerMemory:
-    """What a learner holds on its device; `is_moved` is False for one that keeps it at all times."""
+    """A learner's memory on its device; is_moved: whether it is put away at all."""
 
     def __init__(self, learner: Learner, *, is_moved: bool) -> None:
         self._learner, self._is_moved = learner, is_moved
@@ -39,7 +39,7 @@ class TrainerMemory:
         logger.debug("put %d bytes away in %.3f s", freed, time.perf_counter() - started)
 
     def bring_back(self) -> None:
-        """Take the memory again."""
+        """Bring everything back to the device."""
         if self._away.is_away:
             started = time.perf_counter()
             self._away.bring_back()
@@ -53,14 +53,10 @@ class TrainerMemory:
         modules: list[nn.Module | None] = [self._learner.reference, *(n.module for n in self._networks())]
         for module in modules:
             if module is not None:
-                yield from map(_local, (*module.parameters(), *module.buffers()))
+                yield from (local_tensor(each.detach()) for each in (*module.parameters(), *module.buffers()))
         for network in self._networks():
-            yield from map(_local, network.weights.parameters)
+            yield from (local_tensor(each.detach()) for each in network.weights.parameters)
             for state in network.optimizer.state.values():
-                yield from (_local(each) for each in state.values() if isinstance(each, Tensor))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that several have."""
-    part = getattr(tensor, "_local_tensor", tensor)
-    return part.detach() if isinstance(part, torch.Tensor) else tensor
+                yield from (
+                    local_tensor(each.detach()) for each in state.values() if isinstance(each, Tensor)
+                )

@@ -1,14 +1,14 @@
 """The critic of PPO: a network like the policy with one output, and its own optimizer.
 
-It predicts, at every trained token, the return of the sample from the text before the token. It runs on the
-policy's mesh and batches, or on ranks of its own (critic_ranks.py). Its files are those of a transformers model for
-sequence classification with one label, so a critic can start from a reward model.
+For every trained token it predicts the return of the sample from the text before the token. It is trained on the
+policy's ranks, or on ranks of its own (critic_ranks.py). Its files are those of a transformers model for sequence
+classification with one label, so a critic can start from a reward model.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,17 +25,22 @@ from stretto.config.sections.trainer import ConstantScheduler, CriticSection, Op
 from stretto.models import hub
 from stretto.models.decoder import Decoder
 from stretto.models.families import FAMILIES
-from stretto.models.lm_head import head_logits
 from stretto.models.tensor_map import LazyTensor, TensorSlice, as_whole_slices
 from stretto.records.sample import MicroBatch
 from stretto.records.token_counts import ComponentWeights
 from stretto.trainer.batch.metrics import StepSums
 from stretto.trainer.batch.pass_inputs import PassInputs
+from stretto.trainer.batch.scores import compute_values
 from stretto.trainer.network import Network
 from stretto.trainer.optim.schedule import learning_rate
-from stretto.trainer.parallel import context
 from stretto.trainer.parallel.mesh import Mesh, num_ranks, training_device
-from stretto.trainer.state.learner_state import TensorInfo
+from stretto.trainer.state.learner_state import (
+    LearnerState,
+    StateSource,
+    TensorInfo,
+    add_prefix,
+    select_prefix,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -119,7 +124,7 @@ class Critic:
         optim: Optim,
         mesh: Mesh | None = None,
     ) -> None:
-        self.section, self._cp_style = section, model.cp_style
+        self.section, self._model = section, model
         optim = section.optim or optim.model_copy(update={"lr": section.lr or optim.lr})
         self._warmup = ConstantScheduler(warmup_steps=section.lr_warmup_steps)
         self.network = Network(
@@ -131,38 +136,67 @@ class Critic:
             lr_key="trainer.critic.lr",
         )
         self.module, self.mesh = module, self.network.mesh
+        self.step = 0
+        """The last step of the run in which it was trained."""
         self._sums = StepSums()
 
     def start_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
-        """Nothing: here values are computed when they are asked for."""
+        """Do nothing: `values` computes them when it is called."""
 
     def start_updates(self, micro_batches: Sequence[MicroBatch], num_updates: int) -> None:
-        """Nothing: `train` is called for every update."""
+        """Do nothing: `train` is called for every update."""
 
     def train(self, part: Sequence[MicroBatch], step: int) -> None:
         """One update in step `step` of the run; all ranks must call it."""
         self.forward_backward(part)
         self.optim_step(step)
+        self.step = step
 
-    def saved_targets(self, saved: dict[str, TensorInfo]) -> dict[str, TensorSlice]:
-        """The slices for saved state.
+    def begin_anew(self) -> None:
+        """Count steps from 0; weights and the optimizer's state stay."""
+        self.step = 0
+
+    def begin_schedule(self) -> None:
+        """Do nothing: after its warm-up the learning rate is constant."""
+
+    def check_finite(self) -> None:
+        """Raises: EngineError when a weight is NaN or infinite."""
+        self.network.check_finite(self.step)
+
+    def state(self) -> LearnerState:
+        """This rank's slices of weights and optimizer state, named as in a learner's state."""
+        slices = add_prefix("critic", self.network.state())
+        return LearnerState(slices, {"step": self.step, "optim": self.network.optim.type})
+
+    def targets(self, saved: Mapping[str, TensorInfo]) -> dict[str, TensorSlice]:
+        """The slices for the critic among saved tensors; the caller fills them, then calls weights.copy_to_model.
 
         Raises: DataError when there is none, or it is of another model.
         """
-        if not saved:
+        if not (of_critic := select_prefix("critic", saved)):
             raise DataError("the state has no critic, but there is a [trainer.critic]")
-        return self.network.targets(saved)
+        return add_prefix("critic", self.network.targets(of_critic))
+
+    @torch.no_grad()
+    def load_state(self, source: StateSource) -> None:
+        """Load what `state` returned, or the critic of a learner's state.
+
+        Raises: DataError when it belongs to another model or optimizer.
+        """
+        source.read(self.targets(source.tensors))
+        self.step = source.values["step"]
+        self.network.weights.copy_to_model()
 
     @torch.no_grad()
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Float[np.ndarray, " _"]]:
         """Per micro batch, float32 [tokens]: the value before each rl token, 0 elsewhere."""
-        found = [np.zeros(len(mb.token_ids), np.float32) for mb in micro_batches]
+        by_micro_batch = [np.zeros(len(mb.token_ids), np.float32) for mb in micro_batches]
         for index, inputs in self.network.passes(micro_batches, token_mask=rl_token_mask):
-            values = self._values(inputs)
+            values = compute_values(self.module, inputs, self.mesh, self._model)
             if index is not None:
-                found[index][inputs.sources] = values.cpu().numpy()
+                by_micro_batch[index][inputs.sources] = values.cpu().numpy()
         self.network.weights.reshard()
-        return found
+        return by_micro_batch
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Add the gradients of one update; all ranks must call it.
@@ -173,7 +207,7 @@ class Critic:
         count = self.mesh.reduce({"tokens": float(num_tokens)})["tokens"]
         self._has_gradient = count > 0  # a batch may have no rl token, as in distillation
         for index, inputs in self.network.passes(micro_batches, token_mask=rl_token_mask):
-            values = self._values(inputs)
+            values = compute_values(self.module, inputs, self.mesh, self._model)
             if index is None:
                 (values * 0.0).sum().backward()
                 continue
@@ -238,13 +272,6 @@ class Critic:
             "label2id": {"value": 0},
             "tie_word_embeddings": False,
         }
-
-    def _values(self, inputs: PassInputs) -> Tensor:
-        if self.network.is_cut_by_tokens:
-            return context.compute_values(self.module, inputs, self.mesh, self._cp_style)
-        hidden = self.module.hidden(inputs.token_ids, inputs.layout, inputs.rows, **inputs.options)
-        picked = hidden.index_select(0, inputs.predictors)
-        return head_logits(picked, self.module.output_weight).squeeze(1)
 
     def _picked(self, stream: np.ndarray, inputs: PassInputs) -> Tensor:
         return torch.from_numpy(stream[inputs.sources]).to(self.mesh.device)

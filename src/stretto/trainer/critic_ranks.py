@@ -1,19 +1,19 @@
 """The process of a critic on ranks of its own: `stretto critic`, started by `rl`.
 
 It trains a `Critic` on a mesh of its own with the policy's batches, and follows the policy step by step
-(critic_wire.py), so that both are always at the same step and a checkpoint of a step has the files of both. Its updates
-are those of a critic on the policy's ranks: the same samples, values and returns.
+(critic_wire.py): both are always at the same step, and a checkpoint of a step has the files of both. It is updated with
+the same samples, values and returns as a critic on the policy's ranks.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from itertools import islice
 from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
 
 from stretto.base import rundir
 from stretto.base.errors import ConfigError, WireError
@@ -26,22 +26,16 @@ from stretto.trainer.critic_wire import (
     Batch,
     Command,
     CriticWire,
-    End,
-    Export,
-    Flush,
     Flushed,
     Ready,
-    Save,
     Targets,
     Trained,
     Values,
-    find_placement,
     open_wire,
 )
 from stretto.trainer.process import find_group_timeout_s, rank_process
 from stretto.trainer.state import checkpoint
 from stretto.trainer.state.export import export_critic
-from stretto.trainer.state.learner_state import LearnerState, StateSource, add_prefix, select_prefix
 from stretto.trainer.updates import parts_of_step
 
 logger = logging.getLogger(__name__)
@@ -51,11 +45,13 @@ ROLE = "critic"
 
 def main(cfg: TrainerConfig) -> int:
     """Train the critic until the policy's ranks end; the exit status."""
-    if find_placement(cfg) is None:
+    if cfg.critic is None or cfg.critic.placement is None:
         raise ConfigError(
             "trainer.critic.placement is missing: without it the critic is on the trainer's ranks, and has no process"
         )
-    with rank_process(cfg, ROLE):  # a signal to finish is the policy's to follow: it says End
+    with rank_process(
+        cfg, ROLE
+    ):  # a signal to finish reaches the policy's ranks, which then end this process
         critic, tokenizer_dir = build_critic_alone(cfg)
         process = CriticProcess(cfg, critic, tokenizer_dir)
         process.resume()
@@ -67,151 +63,110 @@ class CriticProcess:
     """The critic's loop on one of its ranks."""
 
     def __init__(self, cfg: TrainerConfig, critic: Critic, tokenizer_dir: Path) -> None:
-        """tokenizer_dir: of its exports."""
-        self.cfg, self.section = cfg, critic.section
-        self.critic, self.tokenizer_dir = critic, tokenizer_dir
+        """tokenizer_dir: exports get a copy of this tokenizer."""
+        self.cfg, self.critic, self.tokenizer_dir = cfg, critic, tokenizer_dir
         self.mesh = critic.mesh
-        self.learner = CriticLearner(critic)
         self.wire: CriticWire | None = None
         self.written: deque[int] = deque()
-        self.saver: checkpoint.Saver | None = None
-        if cfg.ckpt is not None:
-            self.saver = checkpoint.Saver(
-                cfg.run_dir,
-                is_async=cfg.ckpt.is_async,
-                on_written=self.written.append,
-                part=ROLE,
-                skip_optimizer=cfg.ckpt.skip_optimizer,
-            )
+        self.saver = checkpoint.build_saver(cfg, self.written.append, part=ROLE)
 
     def resume(self) -> None:
-        """Load the checkpoint that [resume] names, if it names one."""
+        """Load the checkpoint that [resume] names, if there is a [resume]."""
         if self.cfg.resume is not None:
             run, step = rundir.find_checkpoint(self.cfg.run_dir, self.cfg.resume.step, self.cfg.resume.dir)
-            skip = self.cfg.ckpt is not None and self.cfg.ckpt.skip_optimizer
-            checkpoint.load(run, self.learner, step, skip_optimizer=skip)
-            if self.cfg.resume.skip_progress:
-                self.learner.step = 0
-            logger.info("resumed after step %d", step)
+            checkpoint.resume(self.cfg, self.critic, run, step)
 
     def run(self, wire: CriticWire | None) -> None:
-        """Follow the policy until it says End; wire: on batch leads."""
+        """Train and follow commands until the run is over; wire: None on ranks that are not batch leads."""
         self.wire = wire
-        if self.mesh.is_lead and self.wire is not None:
-            self.wire.send(Ready(self.learner.step), 0)
+        if self.mesh.is_lead:
+            self.wire.send(Ready(self.critic.step), 0)
         freeze_objects()
-        while not isinstance(command := self.receive(), End):
-            match command:
-                case list():
-                    self.train(command)
-                case Save():
-                    assert self.saver is not None, "the policy saves only with [ckpt]"
-                    self.saver.save(self.learner)
-                case Export(step):
-                    folder = self.section.save or self.cfg.run_dir.critic
-                    self.learner.check_finite()
-                    export_critic(self.critic, folder / f"step_{step}", self.tokenizer_dir)
-                case Flush():
-                    if self.saver is not None:
-                        self.saver.wait()
-                    if self.mesh.is_lead and self.wire is not None:
-                        self.wire.send(Flushed(self.pop_written()), 0)
+        while (message := self.receive()) != Command("end"):
+            if isinstance(message, Command):
+                self.execute(message)
+            else:
+                self.train(message)
         if self.saver is not None:
             self.saver.wait()
-        logger.info("done at step %d", self.learner.step)
+        logger.info("done at step %d", self.critic.step)
 
     def receive(self) -> Command | list[Batch]:
-        """What the policy says; the batches of all its ranks that this one follows."""
-        found: list[Command] | None = None
+        """The next command, or the next batches of all ranks of the policy that this rank follows."""
+        messages: list[Batch | Command] | None = None
         if self.wire is not None:
-            found = [
-                self.wire.receive(Command, peer) for peer in self.wire.roles.policies_of(self.mesh.dp_rank)
-            ]
-        found = self.mesh.broadcast_to_cp_tp(found, list[Command] | None)
-        assert found, "the batch lead has it"
-        batches = [each for each in found if isinstance(each, Batch)]
-        if len(batches) not in (0, len(found)) or len({type(each) for each in found}) > 1:
-            raise WireError(f"the policy's ranks say different things: {found}")
-        return batches or found[0]
+            peers = self.wire.roles.policies_of(self.mesh.dp_rank)
+            messages = [self.wire.receive(Batch | Command, peer) for peer in peers]
+        messages = self.mesh.broadcast_to_cp_tp(messages, list[Batch | Command] | None)
+        assert messages, "the batch lead has received them"
+        if all(isinstance(message, Batch) for message in messages):
+            return messages
+        if any(message != messages[0] for message in messages):
+            raise WireError(f"the policy's ranks sent different commands: {messages}")
+        return messages[0]
+
+    def execute(self, command: Command) -> None:
+        """Execute a command other than `end`."""
+        match command.verb:
+            case "save":
+                assert self.saver is not None, "the policy saves only with [ckpt]"
+                self.saver.save(self.critic)
+            case "export":
+                folder = self.critic.section.save or self.cfg.run_dir.critic
+                self.critic.check_finite()
+                export_critic(self.critic, folder / f"step_{self.critic.step}", self.tokenizer_dir)
+            case "flush":
+                if self.saver is not None:
+                    self.saver.wait()
+                if self.mesh.is_lead:
+                    self.wire.send(Flushed(self.pop_written()), 0)
 
     def train(self, batches: list[Batch]) -> None:
         """One step on the batches of the policy's ranks."""
         step = batches[0].step
-        if {batch.step for batch in batches} != {self.learner.step + 1}:
+        if {batch.step for batch in batches} != {self.critic.step + 1}:
             raise WireError(
-                f"got the batch of step {step} after step {self.learner.step}; start policy and critic together"
+                f"got the batch of step {step} after step {self.critic.step}; start policy and critic together"
             )
-        sizes = [len(batch.micro_batches) for batch in batches]
-        flat = [mb for batch in batches for mb in batch.micro_batches]
-        values = self.critic.values(flat)
-        targets = self._exchange(values, sizes)
-        done = 0
+        flat = iter(self.critic.values([mb for batch in batches for mb in batch.micro_batches]))
+        values = [list(islice(flat, len(batch.micro_batches))) for batch in batches]
+        targets = self._exchange(values)
         by_policy: list[list[MicroBatch]] = []
-        for batch, target in zip(batches, targets):
-            own = values[done : done + len(batch.micro_batches)]
-            done += len(own)
+        for batch, own_values, target in zip(batches, values, targets):
             masks = target.loss_masks or [mb.loss_mask for mb in batch.micro_batches]
             by_policy.append(
                 [
                     msgspec.structs.replace(mb, values=value, returns=returns, loss_mask=mask)
-                    for mb, value, returns, mask in zip(batch.micro_batches, own, target.returns, masks)
+                    for mb, value, returns, mask in zip(
+                        batch.micro_batches, own_values, target.returns, masks
+                    )
                 ]
             )
-        # Every policy rank cuts its own samples, so that an update is the same one wherever the critic is.
-        parts = [parts_of_step(own, self.cfg, step, targets[0].num_updates) for own in by_policy]
+        # The samples of each policy rank are split separately, as on the policy's ranks: updates are then the same.
+        parts = [
+            parts_of_step(own_values, self.cfg, step, targets[0].num_updates) for own_values in by_policy
+        ]
         for of_each in zip(*parts):
             self.critic.train([mb for part in of_each for mb in part], step)
-        self.learner.step = step
         if self.saver is not None:
             self.saver.check()
         metrics = self.critic.pop_metrics()
-        if self.mesh.is_lead and self.wire is not None:
+        if self.mesh.is_lead:
             self.wire.send(Trained(step, metrics, self.pop_written()), 0)
 
-    def _exchange(self, values: list[np.ndarray], sizes: list[int]) -> list[Targets]:
-        """Send the policy's ranks their values; the returns of each."""
-        found: list[Targets] | None = None
+    def _exchange(self, values: list[list[np.ndarray]]) -> list[Targets]:
+        """Send each of the policy's ranks its values; what each of them sends back."""
+        targets: list[Targets] | None = None
         if self.wire is not None:
-            peers, done = self.wire.roles.policies_of(self.mesh.dp_rank), 0
-            for peer, size in zip(peers, sizes):
-                self.wire.send(Values(tuple(values[done : done + size])), peer)
-                done += size
-            found = [self.wire.receive(Targets, peer) for peer in peers]
-        found = self.mesh.broadcast_to_cp_tp(found, list[Targets] | None)
-        assert found is not None, "the batch lead has it"
-        return found
+            peers = self.wire.roles.policies_of(self.mesh.dp_rank)
+            for peer, values_of_peer in zip(peers, values):
+                self.wire.send(Values(tuple(values_of_peer)), peer)
+            targets = [self.wire.receive(Targets, peer) for peer in peers]
+        targets = self.mesh.broadcast_to_cp_tp(targets, list[Targets] | None)
+        assert targets is not None, "the batch lead has received them"
+        return targets
 
     def pop_written(self) -> tuple[int, ...]:
-        steps = []
-        while self.written:
-            steps.append(self.written.popleft())
-        return tuple(steps)
-
-
-class CriticLearner:
-    """What a checkpoint has of a critic on its own ranks; its names are those in a learner's state."""
-
-    def __init__(self, critic: Critic) -> None:
-        self.critic, self.step = critic, 0
-
-    def check_finite(self) -> None:
-        """Raises: EngineError when a weight is NaN or infinite."""
-        self.critic.network.check_finite(self.step)
-
-    def state(self) -> LearnerState:
-        """This rank's slices of weights and optimizer state."""
-        optim = self.critic.network.optim.type
-        return LearnerState(
-            add_prefix("critic", self.critic.network.state()), {"step": self.step, "optim": optim}
-        )
-
-    @torch.no_grad()
-    def load_state(self, source: StateSource) -> None:
-        """Load the state that `state`, or a learner with this critic, returned.
-
-        Raises: DataError when it belongs to another model or optimizer.
-        """
-        saved = select_prefix("critic", source.tensors)
-        source.read(add_prefix("critic", self.critic.saved_targets(saved)))
-        self.step = source.values["step"]
-        self.critic.network.weights.copy_to_model()
+        """Steps whose checkpoints have been written since the last call."""
+        # Another thread may append meanwhile.
+        return tuple(self.written.popleft() for _ in range(len(self.written)))

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from stretto.base.paths import RunDir
 
 SETTING = "trainer.hooks"
-ABOUT_DATA = ("advantages", "data_postprocess")
-"""Functions that get `rollout_data`."""
-WRITTEN = ("advantages", "returns", "log_probs", "rollout_log_probs")
+DATA_HOOKS = ("advantages", "data_postprocess")
+"""The functions that get `rollout_data`."""
+WRITABLE_COLUMNS = ("advantages", "returns", "log_probs", "rollout_log_probs")
 FIELDS = {
     "advantages": "advantages",
     "returns": "returns",
@@ -55,7 +55,7 @@ FIELDS = {
     "rollout_log_probs": "logprobs",
     "values": "values",
 }
-"""Columns of rollout_data, and the field of a micro batch that they are."""
+"""Columns of rollout_data, and the field of a micro batch that each is."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Schedule:
 
 
 class TrainerHooks:
-    """The loaded functions of a section; one that is not named does nothing."""
+    """The loaded functions of [trainer.hooks]; calling one that is not configured does nothing."""
 
     def __init__(self, section: TrainerHooksSection, run_dir: RunDir | None = None) -> None:
         """Import the functions.
@@ -79,23 +79,19 @@ class TrainerHooks:
 
     @property
     def needs_logprobs(self) -> bool:
-        """Does a function want the log-probabilities of the policy before the step?"""
-        return bool(self._hooks.keys() & {"before_log_prob", "loss", *ABOUT_DATA})
-
-    @property
-    def makes_advantages(self) -> bool:
-        return "advantages" in self._hooks
+        """True if a function needs the log-probabilities of the policy before the step."""
+        return bool(self._hooks.keys() & {"before_log_prob", "loss", *DATA_HOOKS})
 
     def __bool__(self) -> bool:
-        """Is a function called in a step?"""
+        """True if a function is called in a step."""
         return bool(self._hooks.keys() - {"model"})
 
     def provide(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """The user's model, which the function makes of what `build` gives; without a function that itself.
+        """The model that the user's function makes from the result of `build`; without a function, that result.
 
         On several ranks the model may be on the meta device: its weights are loaded later, by their names.
 
-        Raises: ConfigError for whatever the function raises, and for a model whose weights engines would not load.
+        Raises: ConfigError for an error of the function, and for a model whose weights engines would not load.
         """
         if (hook := self._hooks.get("model")) is None:
             return build()
@@ -110,10 +106,7 @@ class TrainerHooks:
             built.append((type(model), _weights(model)))
             return model
 
-        try:
-            model = hook.call_sync(self.args, build_once)
-        except EnvError as error:
-            raise ConfigError(str(error)) from error
+        model = _call(hook, self.args, build_once)
         if not built:
             raise ConfigError(
                 f"{hook.where} never called build(), which gives the model; change what it gives"
@@ -134,21 +127,17 @@ class TrainerHooks:
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function with `args` and these arguments, if it is named.
 
-        Raises: ConfigError with file and line for whatever it raises.
+        Raises: ConfigError with file and line for an error of the function.
         """
-        if (hook := self._hooks.get(name)) is None:
-            return
-        try:
-            hook.call_sync(self.args, *arguments)
-        except EnvError as error:
-            raise ConfigError(str(error)) from error
+        if (hook := self._hooks.get(name)) is not None:
+            _call(hook, self.args, *arguments)
 
     @property
     def in_loss(self) -> UserFunctions:
         """The functions that are called in every training pass."""
-        own = {"correct": ("tis", self._correct), "reduce": ("pg_loss_reducer", self._reduce)}
-        own["loss"] = ("loss", self._loss)
-        return UserFunctions(**{key: call for key, (name, call) in own.items() if name in self._hooks})
+        functions = {"correct": ("tis", self._correct), "reduce": ("pg_loss_reducer", self._reduce)}
+        functions["loss"] = ("loss", self._loss)
+        return UserFunctions(**{key: call for key, (name, call) in functions.items() if name in self._hooks})
 
     def _loss(
         self,
@@ -162,7 +151,7 @@ class TrainerHooks:
         The function gets logits at the places of vime's, [1, tokens, vocab], not divided by the temperature, and 0
         where the next token is not trained.
 
-        Raises: ConfigError for whatever it raises, and for results that do not fit.
+        Raises: ConfigError for an error of the function, and for results that do not fit.
         """
         hook, device = self._hooks["loss"], logits.device
         batch = batch_as_lists([mb])
@@ -186,10 +175,7 @@ class TrainerHooks:
                 )
             return sum_values(values.index_select(0, of_trained))
 
-        try:
-            returned = hook.call_sync(self.args, batch, whole[None], sum_of_sample_mean)
-        except EnvError as error:
-            raise ConfigError(str(error)) from error
+        returned = _call(hook, self.args, batch, whole[None], sum_of_sample_mean)
         try:
             loss, metrics = returned
             sums = {str(name): torch.as_tensor(value, device=device) for name, value in metrics.items()}
@@ -204,16 +190,13 @@ class TrainerHooks:
     def _reduce(self, losses: Tensor, weights: Tensor, streams: TokenStreams, is_per_token: bool) -> Tensor:
         """The sum of the user's reducer over the trained tokens.
 
-        Raises: ConfigError for whatever it raises, and for anything but a number with a gradient.
+        Raises: ConfigError for an error of the function, and for anything but a number with a gradient.
         """
         hook = self._hooks["pg_loss_reducer"]
         lengths = [count for count in streams.samples.lengths.tolist() if count]
         masks = list(torch.split(weights, lengths))
-        try:
-            reducer = hook.call_sync(lengths, lengths, masks, is_per_token)
-            summed = Hook(reducer, hook.where).call_sync(losses)
-        except EnvError as error:
-            raise ConfigError(str(error)) from error
+        reducer = _call(hook, lengths, lengths, masks, is_per_token)
+        summed = _call(Hook(reducer, hook.where), losses)
         _check_sum(summed, hook.where)
         return summed
 
@@ -222,24 +205,22 @@ class TrainerHooks:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Losses, weights and sums of the user's correction, which is given the trained tokens sample by sample.
 
-        Raises: ConfigError for whatever it raises, and for results that do not fit.
+        Raises: ConfigError for an error of the function, and for results that do not fit.
         """
         hook = self._hooks["tis"]
         lengths = [count for count in streams.samples.lengths.tolist() if count]
         split = lambda values: list(torch.split(values, lengths))
         masks = split(torch.ones_like(logprobs))
-        try:
-            returned = hook.call_sync(
-                self.args,
-                pg_loss=losses,
-                train_log_probs=split(logprobs),
-                rollout_log_probs=split(streams.behavior_logprobs),
-                loss_masks=masks,
-                total_lengths=lengths,
-                response_lengths=lengths,
-            )
-        except EnvError as error:
-            raise ConfigError(str(error)) from error
+        returned = _call(
+            hook,
+            self.args,
+            pg_loss=losses,
+            train_log_probs=split(logprobs),
+            rollout_log_probs=split(streams.behavior_logprobs),
+            loss_masks=masks,
+            total_lengths=lengths,
+            response_lengths=lengths,
+        )
         try:
             corrected, new_masks, metrics = returned
             factor = torch.cat([torch.as_tensor(each) for each in new_masks]).to(losses)
@@ -256,23 +237,34 @@ class TrainerHooks:
         return corrected, factor, sums
 
     def process(self, rollout_id: int, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro batches after the functions about data.
+        """The micro batches after the functions that change data.
 
         Raises: ConfigError as `call`, and for columns that do not fit.
         """
-        if not self._hooks.keys() & set(ABOUT_DATA):
+        if not self._hooks.keys() & set(DATA_HOOKS):
             return list(micro_batches)
         data = batch_as_lists(micro_batches)
         if not data["tokens"]:  # the function of other ranks finds these too
             data |= {name: [] for name in ("advantages", "log_probs", "rollout_log_probs")}
-        if self.makes_advantages:
+        if "advantages" in self._hooks:
             data.pop("advantages", None)
             self.call("advantages", data)
             if "advantages" not in data:
                 raise ConfigError(f"{self._hooks['advantages'].where} set no rollout_data['advantages']")
         self.call("data_postprocess", rollout_id, data)
-        where = " and ".join(self._hooks[name].where for name in ABOUT_DATA if name in self._hooks)
+        where = " and ".join(self._hooks[name].where for name in DATA_HOOKS if name in self._hooks)
         return batch_of_lists(micro_batches, data, where)
+
+
+def _call(hook: Hook, *arguments: Any, **named: Any) -> Any:
+    """What a user's function returns.
+
+    Raises: ConfigError with file and line for an error of the function.
+    """
+    try:
+        return hook.call_sync(*arguments, **named)
+    except EnvError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _weights(model: nn.Module) -> dict[str, str]:
@@ -283,12 +275,14 @@ def _weights(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _differences(known: dict[str, str], found: dict[str, str]) -> str:
-    """What is missing, new, or other than it was, the first three of it."""
-    faults = [f"{name} is missing" for name in known if name not in found]
-    faults += [f"{name} is new" for name in found if name not in known]
+def _differences(expected: dict[str, str], actual: dict[str, str]) -> str:
+    """The first three tensors that are missing, new or changed."""
+    faults = [f"{name} is missing" for name in expected if name not in actual]
+    faults += [f"{name} is new" for name in actual if name not in expected]
     faults += [
-        f"{n} is {found[n]} instead of {known[n]}" for n in known if found.get(n, known[n]) != known[n]
+        f"{n} is {actual[n]} instead of {expected[n]}"
+        for n in expected
+        if actual.get(n, expected[n]) != expected[n]
     ]
     return ", ".join(faults[:3]) + (f" and {len(faults) - 3} more" if len(faults) > 3 else "")
 
@@ -306,9 +300,11 @@ def _table(run_dir: RunDir | None) -> dict[str, Any]:
 
 
 def batch_as_lists(micro_batches: Sequence[MicroBatch]) -> dict[str, list[Any]]:
-    """Columns with one entry per sample: tokens, total_lengths, response_lengths, loss_masks, and log-probabilities,
-    advantages, returns and values of the response, as far as they are known. A response begins with its first trained
-    token."""
+    """rollout_data: columns with one entry per sample.
+
+    They are tokens, total_lengths, response_lengths, loss_masks, and log-probabilities, advantages, returns and values
+    of the response, as far as they are known. A response begins with its first trained token.
+    """
     data: dict[str, list[Any]] = {
         name: [] for name in ("tokens", "total_lengths", "response_lengths", "loss_masks")
     }
@@ -334,7 +330,7 @@ def batch_of_lists(
     Raises: ConfigError for a column of another length, or one that is not finite.
     """
     samples = list(_samples(micro_batches))
-    columns = {name: data[name] for name in (*WRITTEN, "loss_masks") if name in data}
+    columns = {name: data[name] for name in (*WRITABLE_COLUMNS, "loss_masks") if name in data}
     for name, column in columns.items():
         if not isinstance(column, list | tuple):
             raise ConfigError(
@@ -357,16 +353,16 @@ def batch_of_lists(
     return [msgspec.structs.replace(mb, **streams[id(mb)]) for mb in micro_batches]
 
 
-def _numbers(given: Any, count: int, what: str) -> Float[np.ndarray, " count"]:
-    """A function's numbers of one sample, float32.
+def _numbers(column: Any, count: int, subject: str) -> Float[np.ndarray, " count"]:
+    """One sample's entry of a column, float32.
 
-    Raises: ConfigError for anything but so many finite numbers.
+    Raises: ConfigError for anything but `count` finite numbers.
     """
-    rule = f"{what} must be {count} finite numbers, one per token of the response"
+    rule = f"{subject} must be {count} finite numbers, one per token of the response"
     try:
-        values = torch.as_tensor(given).detach().cpu().numpy().astype(np.float32)
+        values = torch.as_tensor(column).detach().cpu().numpy().astype(np.float32)
     except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(f"{rule}, got {type(given).__name__}") from None
+        raise ConfigError(f"{rule}, got {type(column).__name__}") from None
     if values.shape != (count,):
         raise ConfigError(f"{rule}, got shape {values.shape}")
     if not np.isfinite(values).all():

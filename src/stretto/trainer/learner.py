@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,36 +22,30 @@ from stretto.algorithms.custom import load_loss
 from stretto.algorithms.losses import TokenCounts, UserFunctions, needs_samples, total_loss
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
+from stretto.chat.placeholders import PLACEHOLDER
 from stretto.chat.scratch import build_scratch_files
+from stretto.chat.tokenizer import END_OF_TEXT, Tokenizer
 from stretto.config.rules.mesh_degrees import check_vision
 from stretto.config.sections.algorithm import CustomLoss, DefaultLoss, LossSection
 from stretto.config.sections.model import ModelSection, TokenizerSection
 from stretto.config.sections.trainer import Optim, Scheduler
 from stretto.models import hub
-from stretto.models.lm_head import head_logits, token_logprobs
-from stretto.models.lora import Adapter
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
-from stretto.records.token_counts import count_tokens, weigh_by_rollout
+from stretto.records.token_counts import counts_of_step, weigh_by_rollout
 from stretto.records.weights import AdapterInfo
 from stretto.trainer.batch.metrics import StepSums, sums_by_env
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.batch.routing import build_routers
+from stretto.trainer.batch.scores import compute_logprobs
 from stretto.trainer.critic import Critic
 from stretto.trainer.network import Network, PassCounts
 from stretto.trainer.optim.schedule import learning_rate
-from stretto.trainer.parallel import context
-from stretto.trainer.parallel.mesh import Mesh, num_ranks, training_device
+from stretto.trainer.parallel.mesh import Mesh, num_ranks, run_on_lead, training_device
 from stretto.trainer.parallel.precision import apply_fp8
 from stretto.trainer.parallel.shard import parallelise
 from stretto.trainer.parallel.weights import Publication
-from stretto.trainer.state.learner_state import (
-    LearnerState,
-    StateSource,
-    TensorInfo,
-    add_prefix,
-    select_prefix,
-)
+from stretto.trainer.state.learner_state import LearnerState, StateSource, select_prefix
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -70,10 +64,10 @@ def load_policy(
     """The model of [model] on this rank's device, from its directory or random.
 
     may_be_meta: on several ranks the model may be on the meta device; the learner then loads its shards.
-    vocab_size and token_ids (eos_token_id, ...) are the tokenizer's and needed for a scratch model only.
-    With every `impl` the result has `hidden(token_ids, layout)`, `output_weight` and `config`.
+    vocab_size and token_ids (eos_token_id, ...) are needed for a scratch model only: see `find_tokens`.
+    With every `impl` the model has `hidden(token_ids, layout)`, `output_weight` and `config`.
     """
-    device = training_device()
+    device, is_meta = training_device(), may_be_meta and num_ranks() > 1
     dtype = hub.dtype_of(section.dtype, device)
     if section.scratch is not None:
         if section.impl == "hf":
@@ -88,28 +82,41 @@ def load_policy(
         from stretto.models.hf import build_meta_hf_model, load_hf_model
 
         remote = section.trust_remote_code
-        model = None
-        if may_be_meta and num_ranks() > 1:
+        if is_meta:
             model = build_meta_hf_model(directory, dtype=dtype, trust_remote_code=remote)
-        if model is not None:
-            return model
+            if model is not None:
+                return model
         return load_hf_model(directory, dtype=dtype, device=device, trust_remote_code=remote)
-    if may_be_meta and num_ranks() > 1:
+    if is_meta:
         return hub.build_meta_model(directory, dtype)
     return hub.load_model(directory, dtype=dtype, device=device)
 
 
 def find_tokenizer(model: ModelSection, tokenizer: TokenizerSection, run_dir: RunDir) -> Path:
-    """The tokenizer's directory; a scratch model's tokenizer is built in the run directory."""
-    if tokenizer.name is not None:
-        return hub.find_model(tokenizer.name, has_weights=False)
-    if model.scratch is not None:
-        return build_scratch_files(run_dir.tokenizer, model.scratch)
-    return hub.find_model(model.name)
+    """The tokenizer's directory, found by rank 0; a scratch model's tokenizer is built in the run directory."""
+
+    def find() -> str:
+        if tokenizer.name is not None:
+            return str(hub.find_model(tokenizer.name, has_weights=False))
+        if model.scratch is not None:
+            return str(build_scratch_files(run_dir.tokenizer, model.scratch))
+        return str(hub.find_model(model.name))
+
+    return Path(run_on_lead(find, str))
+
+
+def find_tokens(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The arguments of `load_policy` that a scratch model takes from the tokenizer."""
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "eos_token_id": list(tokenizer.eos_ids),
+        "pad_token_id": tokenizer.token_id(END_OF_TEXT),
+        "image_token_id": tokenizer.token_id(PLACEHOLDER),
+    }
 
 
 class Learner:
-    """Trains `policy` in place. `step` counts the steps done; it is the policy's version."""
+    """Trains `policy` in place. `step` is the number of steps done, which is the policy's version."""
 
     def __init__(
         self,
@@ -128,11 +135,11 @@ class Learner:
         has_critic_elsewhere: bool = False,
         frozen_steps: int = 0,
     ) -> None:
-        """frozen_steps: first steps, which do not update the policy; its schedule starts after them.
+        """frozen_steps: the number of first steps that do not update the policy; its schedule starts after them.
 
-        has_critic_elsewhere: other ranks have the critic, and load what a checkpoint has of it.
+        has_critic_elsewhere: the critic has ranks of its own, which load its state from checkpoints.
         """
-        self.policy, self._lora = policy, model.lora
+        self.policy, self._model, self._lora = policy, model, model.lora
         self.critic, self._frozen_steps = critic, frozen_steps
         self._schedule_start = 0  # the step after which the schedule began
         self._has_critic_elsewhere = has_critic_elsewhere
@@ -147,23 +154,20 @@ class Learner:
             "a loss with reference_kl needs a reference"
         )
         self._reference = reference
-        self._chunk, self._cp_style = model.fused_lm_head_token_chunk_size, model.cp_style
         self.network = Network(policy, model=model, optim=optim, mesh=mesh)
         self.mesh = self.network.mesh
         self._index_coeff = model.indexer_kl_coeff
         if self._index_coeff is not None:  # the loss of an index is a mean over all tokens of all documents
             self.network.shares_prefixes = False
-        self._publication = None
-        if self.mesh.world_size > 1:
-            self._publication = Publication(self.network.weights)
+        self._publication = Publication(self.network.weights)
         if reference is not None:
             apply_fp8(reference, model)
             self.network.shares_prefixes &= reference.shares_prefixes
             if self.mesh.world_size > 1:
                 parallelise(reference, self.mesh, model)
         self.user = UserFunctions()
-        """A user's functions in the loss; `user.loss` is also given the micro batch, the places of its trained tokens,
-        and the logits that predict these."""
+        """A user's functions in the loss; `user.loss` also gets the micro batch, the indices of its trained tokens, and
+        the logits that predict these."""
         self._observe = observe if self.mesh.is_batch_lead else None
         self._sums = StepSums()
         self._updates: list[tuple[float, float]] = []
@@ -174,14 +178,12 @@ class Learner:
         Raises: DataError when a batch does not fit the model, or trains no token.
         """
         with_samples = needs_samples(self._loss) or self.user != UserFunctions()
-        by_sample = self._loss.reduction != "token"
-        own_counts = count_tokens(micro_batches, by_sample=by_sample)
-        if self._loss.reduction == "rollout":
-            micro_batches, num_rollouts = weigh_by_rollout(micro_batches)
-            own_counts = own_counts._replace(rl_samples=num_rollouts)
-        own = own_counts._asdict() | self.network.count_passes(micro_batches)
-        sums = self.mesh.reduce(own | {"tokens": float(sum(len(mb.token_ids) for mb in micro_batches))})
+        local_sums = counts_of_step(micro_batches, self._loss.reduction)._asdict()
+        local_sums |= {"tokens": float(sum(len(mb.token_ids) for mb in micro_batches))}
+        sums = self.mesh.reduce(local_sums | self.network.count_passes(micro_batches))
         num_tokens, passes = sums.pop("tokens"), PassCounts.of(sums)
+        if self._loss.reduction == "rollout":
+            micro_batches, _ = weigh_by_rollout(micro_batches)
         if self._index_coeff is not None:
             self._routers.index_loss_scale = self._index_coeff / num_tokens
         counts = TokenCounts(**sums)
@@ -249,7 +251,7 @@ class Learner:
         return learning_rate(self.step - start + 1, self._optim.lr, self._scheduler, last)
 
     def begin_schedule(self) -> None:
-        """Let warm-up and decay of the learning rate count from here on."""
+        """Let warm-up and decay of the learning rate begin after this step."""
         self._schedule_start = self.step
 
     def begin_anew(self) -> None:
@@ -262,7 +264,7 @@ class Learner:
         return self._reference
 
     def end_step(self) -> dict[str, float]:
-        """End the step; its metrics over all its updates, empty if there were none."""
+        """End the step; metrics over all its updates, empty if there were none."""
         self.step += 1
         if not self._updates:
             self._sums.pop_means(self.mesh.reduce)
@@ -274,11 +276,9 @@ class Learner:
         if len(norms) > 1:
             metrics["optim/updates"] = len(norms)
         self._updates = []
-        return (
-            metrics
-            if self._routers is None
-            else metrics | self._routers.end_step(self.mesh.reduce_token_sums)
-        )
+        if self._routers is not None:
+            metrics |= self._routers.end_step(self.mesh.reduce_token_sums)
+        return metrics
 
     @torch.no_grad()
     def trained_logprobs(
@@ -289,13 +289,13 @@ class Learner:
         They are those of the current policy, or of the reference. All ranks must call it.
         """
         policy = self._reference if is_reference else None
-        found = [np.zeros(len(mb.token_ids), np.float32) for mb in micro_batches]
+        by_micro_batch = [np.zeros(len(mb.token_ids), np.float32) for mb in micro_batches]
         for index, inputs in self.network.passes(micro_batches, with_routes=self._is_replaying):
             logprobs = self._logprobs(inputs, policy)[0]
             if index is not None:
-                found[index][inputs.sources] = logprobs.cpu().numpy()
+                by_micro_batch[index][inputs.sources] = logprobs.cpu().numpy()
         self.network.weights.reshard()
-        return found
+        return by_micro_batch
 
     @torch.no_grad()
     def logprobs(self, mb: MicroBatch) -> tuple[Float[np.ndarray, " tokens"], Float[np.ndarray, " tokens"]]:
@@ -316,11 +316,9 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Mean negative log-likelihood of the ce tokens, in nats.
+        """Mean negative log-likelihood of the ce tokens over all ranks, in nats; weights and metrics do not change.
 
-        Weights and metrics do not change.
-
-        Every rank passes its own micro batches and gets the mean over all ranks.
+        Every rank must call it with its share of the micro batches.
         """
         total, num_tokens = 0.0, 0
         for index, inputs in self.network.passes(micro_batches, token_mask=_ce_token_mask):
@@ -333,17 +331,13 @@ class Learner:
         return {"nll": sums["nll"] / max(sums["tokens"], 1.0), "tokens": sums["tokens"]}
 
     def export_tensors(self, *, is_merged: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """The current tensors for engines: weights by Hugging Face name, or the LoRA adapter.
+        """The current tensors for engines: weights by Hugging Face name, or the LoRA adapter by PEFT's names.
 
-        An adapter has PEFT's names.
-
-        is_merged: weights with the adapter added to them. Each of several ranks gives the tensors that it owns, and
-        all ranks must iterate over them.
+        is_merged: weights with the adapter added to them. A rank yields the tensors that it owns, and all ranks must
+        iterate over them.
         """
         is_adapter = self._lora is not None and not is_merged
-        if self._publication is not None:
-            return self._publication.adapter() if is_adapter else self._publication.weights()
-        return Adapter.of(self.policy).tensors() if is_adapter else hub.export_tensors(self.policy)
+        return self._publication.adapter() if is_adapter else self._publication.weights()
 
     def adapter_info(self) -> AdapterInfo | None:
         """The adapter's entry in the manifest of a version; None if whole weights are published."""
@@ -363,15 +357,13 @@ class Learner:
     def state(self) -> LearnerState:
         """Everything that the next step depends on: this rank's slices of tensors, and plain values.
 
-        Tensors that are equal on every rank may be present on the lead only.
+        Some tensors that are equal on every rank are in the lead's state only.
         """
         parts = self.network.state()
         if self._routers is not None:
-            parts |= add_prefix(
-                "routers", {n: TensorSlice.whole(t) for n, t in self._routers.state().items()}
-            )
+            parts |= self._routers.slices()
         if self.critic is not None:
-            parts |= add_prefix("critic", self.critic.network.state())
+            parts |= self.critic.state().slices
         if self.mesh.is_lead:
             parts["rng.cpu"] = TensorSlice.whole(torch.get_rng_state())
             if self.mesh.device.type == "cuda":
@@ -398,10 +390,11 @@ class Learner:
             )
         targets = self.network.targets(saved)
         if self._routers is not None:
-            targets |= add_prefix(
-                "routers", {n: TensorSlice.whole(t) for n, t in self._routers.state().items()}
-            )
-        targets |= add_prefix("critic", self._critic_targets(select_prefix("critic", saved)))
+            targets |= self._routers.slices()
+        if self.critic is not None:
+            targets |= self.critic.targets(saved)
+        elif select_prefix("critic", saved) and not self._has_critic_elsewhere:
+            raise DataError("the state has a critic, but there is no [trainer.critic]")
         random = {"rng.cpu": torch.get_rng_state()}
         if self.mesh.device.type == "cuda" and "rng.cuda" in saved:
             random["rng.cuda"] = torch.cuda.get_rng_state(self.mesh.device)
@@ -416,15 +409,8 @@ class Learner:
         if self.critic is not None:
             self.critic.network.weights.copy_to_model()
 
-    def _critic_targets(self, saved: dict[str, TensorInfo]) -> dict[str, TensorSlice]:
-        if self.critic is None:
-            if saved and not self._has_critic_elsewhere:
-                raise DataError("the state has a critic, but there is no [trainer.critic]")
-            return {}
-        return self.critic.saved_targets(saved)
-
     def _run_idle_pass(self, inputs: PassInputs) -> None:
-        """A pass that adds zeros to the gradients: other ranks need its collectives."""
+        """Run a pass that adds zeros to the gradients: other ranks wait for its collectives."""
         logprobs, _ = self._logprobs(inputs, is_measured=False)
         self._reference_logprobs(inputs)
         (logprobs * 0.0).sum().backward()
@@ -440,7 +426,7 @@ class Learner:
     ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of every trained token under a policy (None: the trained one).
 
-        logits: gets those of the trained tokens, float32 [trained, vocab], if a user's loss needs them.
+        logits: a list to which the trained tokens' logits, float32 [trained, vocab], are appended for a user's loss.
         """
         is_measured = is_measured and torch.is_grad_enabled()
         if self.user.loss is None:
@@ -448,28 +434,15 @@ class Learner:
         routing = None
         if policy is None and self._routers is not None:
             routing = self._routers.routing(inputs, is_measured=is_measured)
-        policy = policy or self.policy
-        if self.network.is_cut_by_tokens:
-            how = self._cp_style, routing, self._chunk
-            scores = context.compute_logprobs(
-                policy, inputs, self.mesh, *how, entropy_grad=entropy_grad, logits=logits
-            )
-        else:
-            more = {} if routing is None else {"routing": routing}
-            picked = policy.hidden(inputs.token_ids, inputs.layout, inputs.rows, **more, **inputs.options)
-            picked = picked.index_select(0, inputs.predictors)
-            weight, targets, temperatures = policy.output_weight, inputs.targets, inputs.temperatures
-            scores = token_logprobs(
-                picked,
-                weight,
-                targets,
-                temperatures,
-                self._chunk,
-                entropy_grad=entropy_grad,
-                support=inputs.support,
-            )
-            if logits is not None:
-                logits.append(head_logits(picked, weight))
+        scores = compute_logprobs(
+            policy or self.policy,
+            inputs,
+            self.mesh,
+            self._model,
+            routing=routing,
+            entropy_grad=entropy_grad,
+            logits=logits,
+        )
         if routing is not None and is_measured:
             self._routers.add(routing)
         return scores

@@ -29,6 +29,7 @@ from stretto.trainer.batch.pass_inputs import (
 )
 from stretto.trainer.optim.build import (
     MasterWeights,
+    TrainedWeights,
     allocate_optimizer_slices,
     build_optimizer,
     optimizer_slices,
@@ -36,7 +37,7 @@ from stretto.trainer.optim.build import (
 from stretto.trainer.parallel.memory import prepare_blocks
 from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.parallel.precision import apply_fp8
-from stretto.trainer.parallel.shard import ShardedWeights, parallelise
+from stretto.trainer.parallel.shard import parallelise
 from stretto.trainer.state.learner_state import TensorInfo, add_prefix, check_same_model, select_prefix
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class PassCounts(NamedTuple):
 
     @classmethod
     def of(cls, reduced: dict[str, float]) -> PassCounts:
-        """From what `Network.count_passes` gives, over all ranks; its keys are removed."""
+        """From the reduced values of `Network.count_passes`, which are removed from the dictionary."""
         return cls(int(reduced.pop("max/passes")), bool(reduced.pop("max/images")))
 
 
@@ -79,14 +80,13 @@ class Network:
         if model.lora is not None:
             attach_adapters(module, model.lora, seed=torch.initial_seed() % 2**63)
         prepare_blocks(module, model)
-        self.weights: MasterWeights | ShardedWeights
+        self.weights: TrainedWeights
         if self.mesh.world_size == 1:
             self.weights = MasterWeights(module, hub.DTYPES[model.optimization_dtype])
         else:
             self.weights = parallelise(module, self.mesh, model)
         self.optimizer = build_optimizer(self.weights, optim, offloads_state=model.optim_cpu_offload)
-        self.is_cut_by_tokens = self.mesh.degrees.cp > 1
-        is_ring = self.is_cut_by_tokens and model.cp_style == "ring"
+        is_ring = self.mesh.degrees.cp > 1 and model.cp_style == "ring"
         # On a GPU one flash kernel over whole documents is faster than a call per shape of segment.
         self.shares_prefixes = self.mesh.device.type == "cpu" and module.shares_prefixes and not is_ring
 
@@ -102,7 +102,7 @@ class Network:
         micro_batches: Sequence[MicroBatch],
         token_mask: Callable[[MicroBatch], Bool[np.ndarray, " tokens"]] | None = None,
     ) -> dict[str, float]:
-        """What PassCounts needs of this rank, to be reduced over all."""
+        """This rank's values for PassCounts, to be reduced over all ranks."""
         has_pass = lambda mb: has_trained_tokens(mb) if token_mask is None else bool(token_mask(mb).any())
         return {
             "max/passes": float(sum(map(has_pass, micro_batches))),
@@ -157,25 +157,24 @@ class Network:
         self.weights.copy_to_model()
         return norm
 
-    @torch.no_grad()
     def check_finite(self, version: int) -> None:
         """Check every trained weight of this rank.
 
         Raises: EngineError when one is NaN or infinite.
         """
-        for name, part in zip(self.weights.names, self.weights.parameters):
-            if part.numel() and not torch.isfinite(torch.stack(torch.aminmax(part.detach()))).all():
-                raise EngineError(
-                    f"weights of version {version} are not finite ({self._prefix}{name}); they are neither saved nor "
-                    f"exported. Lower {self._lr_key} = {self.optim.lr:g}, and continue from the last checkpoint with "
-                    "--resume."
-                )
+        if (name := self.weights.find_not_finite()) is not None:
+            raise EngineError(
+                f"weights of version {version} are not finite ({self._prefix}{name}); they are neither saved nor "
+                f"exported. Lower {self._lr_key} = {self.optim.lr:g}, and continue from the last checkpoint with "
+                "--resume."
+            )
 
     # -- state --
 
     def state(self) -> dict[str, TensorSlice]:
         """This rank's slices of weights and optimizer state, by name."""
-        return self._weight_slices() | add_prefix("optim", optimizer_slices(self.optimizer, self.weights))
+        optimizer = optimizer_slices(self.optimizer, self.weights)
+        return add_prefix("model", self.weights.slices()) | add_prefix("optim", optimizer)
 
     def targets(self, saved: dict[str, TensorInfo]) -> dict[str, TensorSlice]:
         """The slices for saved state; the caller fills them, then calls weights.copy_to_model.
@@ -184,9 +183,4 @@ class Network:
         """
         check_same_model(self.weights.shapes(), select_prefix("model", saved))
         optimizer = allocate_optimizer_slices(self.optimizer, self.weights, select_prefix("optim", saved))
-        return self._weight_slices() | add_prefix("optim", optimizer)
-
-    def _weight_slices(self) -> dict[str, TensorSlice]:
-        weights = self.weights
-        named = zip(weights.names, weights.parameters)
-        return add_prefix("model", {name: weights.slice_of(name, p.detach()) for name, p in named})
+        return add_prefix("model", self.weights.slices()) | add_prefix("optim", optimizer)

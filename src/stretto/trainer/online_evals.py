@@ -158,10 +158,10 @@ class OnlineEvals:
 
 def read_results(evals: Path) -> dict[int, dict[str, float]]:
     """Mean rewards by version, for every eval with results."""
-    found = {}
+    means = {}
     for path in evals.glob("version_*/results.json"):
         if not (rows := json.loads(path.read_text())):  # this eval failed
             continue
         version = int(path.parent.name.partition("_")[2])
-        found[version] = {f"{row['env']}/{row['mode']}": row["mean"] for row in rows}
-    return dict(sorted(found.items()))
+        means[version] = {f"{row['env']}/{row['mode']}": row["mean"] for row in rows}
+    return dict(sorted(means.items()))

@@ -1,7 +1,7 @@
 """The process of a rank: how it begins, and the signals that end it.
 
-The first Ctrl-C ends training after the current step, the second one stops it at once. SIGUSR2, which a job sends to
-all of its processes, always means the first, however often it comes.
+The first Ctrl-C ends training after the current step, the second one stops it at once. SIGUSR2, which a batch job may
+send to a process more than once, always ends training after the current step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stretto.trainer.parallel.mesh import choose_threads, process_group, rank_na
 
 logger = logging.getLogger(__name__)
 
-GROUP_MARGIN_S = 600.0  # added to how long ranks wait for the lead while it waits for a batch or engines
+GROUP_MARGIN_S = 600.0  # how much longer ranks wait for the lead than the lead for a batch or engines
 
 
 class StopFlag:
@@ -58,10 +58,10 @@ def stop_on_signal(*signals: signal.Signals) -> Iterator[StopFlag]:
 
 @contextmanager
 def rank_process(cfg: TrainerConfig, role: str, *, reaches: str | None = None) -> Iterator[StopFlag]:
-    """A rank of the trainer or of a critic: log, threads, seed and signals, and its group; yields the stop flag.
+    """A rank of the trainer or of a critic: as `prepared_rank`, with its seed; yields the stop flag.
 
     The first rank claims its part of the run directory if no launcher has claimed the whole.
-    reaches: an address whose network ranks listen on; None: that of MASTER_ADDR.
+    reaches: ranks listen on the network on which this address is reached; None: MASTER_ADDR.
     """
     with ExitStack() as stack:
         if not is_supervised() and os.environ.get("RANK", "0") == "0":
@@ -77,7 +77,7 @@ def rank_process(cfg: TrainerConfig, role: str, *, reaches: str | None = None) -
 def prepared_rank(
     cfg: Any, role: str, trainer: Any, *, group_timeout_s: float, reaches: str | None = None
 ) -> Iterator[StopFlag]:
-    """A rank of any kind: log, threads and signals, and its group; yields the stop flag.
+    """A rank of any role: log, threads, signals and its group; yields the stop flag.
 
     cfg: any root with run_dir and log. trainer: the section with num_threads and matmul_precision.
     """
@@ -94,7 +94,7 @@ def prepared_rank(
 
 
 def find_group_timeout_s(cfg: TrainerConfig) -> float:
-    """Longest wait of ranks for each other, while the lead waits for a batch or engines."""
+    """The longest that ranks wait for each other, while the lead waits for a batch or for engines."""
     return max(cfg.batch_timeout_s, 2 * cfg.weight_broadcast.timeout_s) + GROUP_MARGIN_S
 
 

@@ -16,7 +16,6 @@ import sys
 import time
 from collections import deque
 from contextlib import ExitStack
-from pathlib import Path
 
 import msgspec
 
@@ -25,7 +24,7 @@ from stretto.base.errors import ConfigError
 from stretto.base.runtime import freeze_objects
 from stretto.base.status import report
 from stretto.config.root import TrainerConfig
-from stretto.config.sections.trainer import CkptSection, num_kept
+from stretto.config.sections.trainer import num_kept
 from stretto.models.fp8.checkpoint import to_8_bits
 from stretto.models.tracing.snapshots import MemorySnapshots
 from stretto.models.tracing.tracer import Tracer
@@ -46,10 +45,7 @@ from stretto.trainer.colocated import TrainerMemory
 from stretto.trainer.critic_wire import RemoteCritic, open_wire
 from stretto.trainer.hooks import TrainerHooks
 from stretto.trainer.learner import Learner, find_tokenizer
-from stretto.trainer.parallel.mesh import (
-    rank_name,
-    run_on_lead,
-)
+from stretto.trainer.parallel.mesh import rank_name
 from stretto.trainer.process import StopFlag, find_group_timeout_s, rank_process
 from stretto.trainer.state import checkpoint
 from stretto.trainer.state.canary import is_canary_due, score_canary
@@ -87,9 +83,7 @@ class Trainer:
         self.cfg, self.run_dir = cfg, cfg.run_dir
         self.interrupt, self.stack = interrupt, stack
         self.snapshots = MemorySnapshots(cfg.memory_profiler_path, rank_name(ROLE))
-        self.tokenizer_dir = Path(
-            run_on_lead(lambda: str(find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)), str)
-        )
+        self.tokenizer_dir = find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)
         self.hooks = TrainerHooks(cfg.hooks, self.run_dir)
         self.learner = build_learner(cfg, self.tokenizer_dir, self.hooks)
         self.mesh = mesh = self.learner.mesh
@@ -129,14 +123,7 @@ class Trainer:
             )
             self.stack.callback(self.monitors.close, MONITOR_CLOSE_S)
         self.written: deque[int] = deque()
-        self.saver: checkpoint.Saver | None = None
-        if self.cfg.ckpt is not None:
-            self.saver = checkpoint.Saver(
-                self.run_dir,
-                is_async=self.cfg.ckpt.is_async,
-                on_written=self.written.append,
-                skip_optimizer=self.cfg.ckpt.skip_optimizer,
-            )
+        self.saver = checkpoint.build_saver(self.cfg, self.written.append)
 
     def run(self) -> None:
         """Train every step, then end the run; an error is reported to the orchestrator first."""
@@ -302,14 +289,14 @@ class Trainer:
                 folder = critic.section.save or self.run_dir.critic
                 export_critic(critic, folder / f"step_{step}", self.tokenizer_dir)
             if self.remote_critic is not None:
-                self.remote_critic.export(step)
+                self.remote_critic.command("export")
             self.exported_step = step
         if is_saving and step != self.saved_step:
             self.learner.check_finite()
             if self.is_lead:
                 self.orchestrator.send(CheckpointBegun(step=step))
             if self.remote_critic is not None:
-                self.remote_critic.save(step)
+                self.remote_critic.command("save")
             self.saver.save(self.learner)
             self.saved_step = step
         if is_last:
@@ -365,7 +352,7 @@ class Trainer:
         # All ranks wait here: closing a publisher frees the memory from which engines load a version.
         self.mesh.barrier()
         if self.remote_critic is not None:
-            self.remote_critic.end()
+            self.remote_critic.command("end")
 
 
 def resume(cfg: TrainerConfig, learner: Learner) -> int | None:
@@ -376,20 +363,12 @@ def resume(cfg: TrainerConfig, learner: Learner) -> int | None:
     if cfg.resume is None:
         return None
     run, step = rundir.find_checkpoint(cfg.run_dir, cfg.resume.step, cfg.resume.dir)
-    if run != cfg.run_dir and (own := cfg.run_dir.complete_checkpoints()):
+    if run != cfg.run_dir and (existing := cfg.run_dir.complete_checkpoints()):
         raise ConfigError(
-            f"resume.dir: {cfg.run_dir} has a checkpoint of its own, of step {own[-1]}; continue it with --resume alone"
+            f"resume.dir: {cfg.run_dir} has checkpoints already, up to step {existing[-1]}; continue it with --resume "
+            "alone"
         )
-    ckpt = cfg.ckpt or CkptSection()
-    checkpoint.load(run, learner, step, skip_optimizer=ckpt.skip_optimizer)
-    if cfg.resume.skip_progress:
-        learner.begin_anew()
-        logger.info("begins with what was learned up to step %d of %s", step, run)
-        return None
-    if ckpt.skip_scheduler:
-        learner.begin_schedule()
-    logger.info("resumed after step %d%s", step, "" if run == cfg.run_dir else f" of {run}")
-    return step
+    return checkpoint.resume(cfg, learner, run, step)
 
 
 if __name__ == "__main__":  # torchrun src/stretto/trainer/rl.py @ train.toml

@@ -34,9 +34,8 @@ from stretto.base.paths import RunDir
 from stretto.base.runtime import freeze_objects
 from stretto.base.status import SUPERVISED_VAR, stop_signals, was_asked_to_finish
 from stretto.chat.images import load_image_processor
-from stretto.chat.placeholders import PLACEHOLDER
 from stretto.chat.render import Renderer, build_renderer
-from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
+from stretto.chat.tokenizer import load_tokenizer
 from stretto.config.changes import changes
 from stretto.config.load import dump, write_json
 from stretto.config.root import SFTConfig
@@ -48,7 +47,7 @@ from stretto.monitors.base import Monitors, build_monitors
 from stretto.monitors.steps import Throughput
 from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.sft_data import ExampleOrder, Examples, load_examples, pack
-from stretto.trainer.learner import Learner, find_tokenizer, load_policy
+from stretto.trainer.learner import Learner, find_tokenizer, find_tokens, load_policy
 from stretto.trainer.online_evals import OnlineEvals
 from stretto.trainer.parallel.mesh import (
     build_mesh,
@@ -67,8 +66,8 @@ logger = logging.getLogger(__name__)
 
 ROLE = "sft"
 CONSOLE_INTERVAL_S = 0.5  # steps of a tiny model take milliseconds: more lines would not be readable
-GROUP_TIMEOUT_S = 1800.0  # longest wait of a rank for another
-MANY_EPOCHS = 30  # above this rows are memorized; a few are usual
+GROUP_TIMEOUT_S = 1800.0  # the longest that ranks wait for each other
+MANY_EPOCHS = 30  # with more epochs rows are memorized
 USUAL_EPOCHS = 3
 VAL_SEED_OFFSET = 1_000_003  # so that an environment's validation rows are not its training rows
 
@@ -76,12 +75,12 @@ VAL_SEED_OFFSET = 1_000_003  # so that an environment's validation rows are not 
 def main(cfg: SFTConfig) -> int:
     """Train until the last step or the first Ctrl-C; the exit status."""
     with process_group(GROUP_TIMEOUT_S), ExitStack() as stack:
-        found, changed = run_on_lead(
+        origin, changes_since = run_on_lead(
             lambda: _prepare_run_dir(cfg, stack), tuple[tuple[str, int] | None, list[str]]
         )
-        start = None if found is None else (RunDir(Path(found[0])), found[1])
+        start = None if origin is None else (RunDir(Path(origin[0])), origin[1])
         log.setup(rank_name(ROLE), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
-        for line in changed if is_lead_process() else []:
+        for line in changes_since if is_lead_process() else []:
             logger.info("changed since the run was last started: %s", line)
         torch.set_num_threads(choose_threads(cfg.num_threads))
         torch.set_float32_matmul_precision(cfg.matmul_precision)
@@ -89,7 +88,7 @@ def main(cfg: SFTConfig) -> int:
         snapshots = MemorySnapshots(cfg.memory_profiler_path, rank_name(ROLE))
         session = build_session(cfg, start)
         with stop_on_signal(*stop_signals(), signal.SIGUSR2) as stop:
-            stop.is_set |= was_asked_to_finish()  # before it could be heard here
+            stop.is_set |= was_asked_to_finish()  # the signal may have come before this handler was set
             code = run_steps(session, stop, snapshots)
         if session.is_stopped_early and not session.has_begun and session.is_new and is_lead_process():
             rundir.discard(cfg.run_dir)
@@ -101,9 +100,9 @@ ResumePoint = tuple[RunDir, int]
 
 
 def _prepare_run_dir(cfg: SFTConfig, stack: ExitStack) -> tuple[tuple[str, int] | None, list[str]]:
-    """Claim the run directory until the stack is closed; directory and step to resume from, and the keys changed since.
+    """Claim the run directory until the stack is closed, unless the launcher has claimed it.
 
-    If the launcher has claimed it already, that claim stays.
+    Returns: directory and step to resume from, and what has changed in the configuration since.
     """
     run, resume = cfg.run_dir, cfg.resume
     step, origin = (None, None) if resume is None else (resume.step, resume.dir)
@@ -137,7 +136,7 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     )
     step = 0 if start is None else _find_position(cfg, start, examples, order)
     max_steps = find_last_step(cfg, len(examples), step, order.num_drawn)
-    say_epochs(cfg, len(examples), max_steps, order.num_drawn + (max_steps - step) * cfg.batch_size)
+    log_epochs(cfg, len(examples), max_steps, order.num_drawn + (max_steps - step) * cfg.batch_size)
     validation: list[MicroBatch] = []
     if cfg.val is not None:
         rows = load_examples(cfg.val.data, renderer, cfg.loss_mask, longest, cfg.seed + VAL_SEED_OFFSET)
@@ -151,15 +150,11 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
         mesh=build_mesh(cfg.model, policy.config),
     )
     session = Session(cfg, run, learner, examples, order, validation, max_steps, tokenizer_dir)
-    if (ckpt := cfg.ckpt) is not None:
-        session.saver = checkpoint.Saver(
-            run,
-            is_async=ckpt.is_async,
-            on_written=lambda step: complete_checkpoint(run, ckpt, step),
-            skip_optimizer=ckpt.skip_optimizer,
-        )
+    session.saver = checkpoint.build_saver(cfg, lambda step: complete_checkpoint(run, cfg.ckpt, step))
     if start is not None:
-        load_checkpoint(session, start)
+        session.is_new = start[0] != run
+        session.resumed_step = checkpoint.resume(cfg, learner, *start)
+        session.saved_step = session.resumed_step or 0
     logger.info(
         "%d examples, %d tokens; %d parameters on %s; steps %d to %d",
         len(examples),
@@ -173,17 +168,10 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
 
 
 def _load_model(cfg: SFTConfig) -> tuple[torch.nn.Module, Renderer, Path]:
-    """The policy, what renders its rows, and the directory of its tokenizer."""
-    tokenizer_dir = Path(run_on_lead(lambda: str(find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)), str))
+    """The policy, its renderer, and the directory of its tokenizer."""
+    tokenizer_dir = find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)
     tokenizer = load_tokenizer(tokenizer_dir)
-    policy = load_policy(
-        cfg.model,
-        may_be_meta=True,
-        vocab_size=tokenizer.vocab_size,
-        eos_token_id=list(tokenizer.eos_ids),
-        pad_token_id=tokenizer.token_id(END_OF_TEXT),
-        image_token_id=tokenizer.token_id(PLACEHOLDER),
-    )
+    policy = load_policy(cfg.model, may_be_meta=True, **find_tokens(tokenizer))
     torch.set_num_threads(choose_threads(cfg.num_threads, sum(p.numel() for p in policy.parameters())))
     model_type = policy.config.hf["model_type"]
     model_dir = Path(cfg.model.name) if Path(cfg.model.name).is_dir() else tokenizer_dir
@@ -192,9 +180,9 @@ def _load_model(cfg: SFTConfig) -> tuple[torch.nn.Module, Renderer, Path]:
 
 
 def _find_position(cfg: SFTConfig, start: ResumePoint, examples: Examples, order: ExampleOrder) -> int:
-    """The step that is done, 0 if the run begins anew; sets how many examples have been drawn."""
+    """The step to continue after, 0 if the run begins anew; sets how many examples have been drawn."""
     cursor = read_position(start)
-    if begins_anew(cfg):
+    if cfg.resume is not None and cfg.resume.skip_progress:
         return 0
     rundir.check_max_steps(cfg.max_steps, start[1])
     if cfg.ckpt is None or not cfg.ckpt.skip_dataloader:
@@ -216,8 +204,8 @@ def find_last_step(cfg: SFTConfig, num_examples: int, step: int = 0, num_drawn: 
     return int(min(by_epochs, by_steps))
 
 
-def say_epochs(cfg: SFTConfig, num_examples: int, max_steps: int, num_draws: int) -> None:
-    """Log how often the data is seen; a warning if that is often and nobody asked for it.
+def log_epochs(cfg: SFTConfig, num_examples: int, max_steps: int, num_draws: int) -> None:
+    """Log how many epochs the run has; a warning if they are many and max_epochs is not set.
 
     num_draws: examples drawn by the last step, if max_epochs does not end the run earlier.
     """
@@ -230,7 +218,7 @@ def say_epochs(cfg: SFTConfig, num_examples: int, max_steps: int, num_draws: int
         logger.info("%s", text)
         return
     logger.warning(
-        "%s: the model will know these rows by heart. Set max_epochs = %d beside max_steps, lower max_steps, "
+        "%s: the model will memorize these rows. Set max_epochs = %d beside max_steps, lower max_steps, "
         "or give more rows under [data]",
         text,
         USUAL_EPOCHS,
@@ -386,11 +374,6 @@ def complete_checkpoint(run: RunDir, ckpt: CkptSection, step: int) -> None:
     rundir.prune_checkpoints(run, num_kept(ckpt), ckpt.keep_interval)
 
 
-def begins_anew(cfg: SFTConfig) -> bool:
-    """Are steps and data counted from their start, whatever is loaded?"""
-    return cfg.resume is not None and cfg.resume.skip_progress
-
-
 def find_data_position(
     start: ResumePoint, cursor: dict[str, Any], examples: Examples, *, is_own: bool
 ) -> int:
@@ -411,9 +394,9 @@ def find_data_position(
 
 
 def read_position(start: ResumePoint) -> dict[str, Any]:
-    """The position in its data that a checkpoint of `sft` has.
+    """The position in the data that is part of a checkpoint of `sft`.
 
-    Raises: ConfigError for a checkpoint of `rl`, whatever of it would be used.
+    Raises: ConfigError for a checkpoint of `rl`.
     """
     cursor = checkpoint.read_cursor(*start)
     if "data" not in cursor:
@@ -422,25 +405,6 @@ def read_position(start: ResumePoint) -> dict[str, Any]:
             f'loss; start from its weights instead, model.name = "{start[0].weights_step(start[1])}"'
         )
     return cursor
-
-
-def load_checkpoint(session: Session, start: ResumePoint) -> None:
-    """Load a checkpoint of this run or of another, to continue after its step.
-
-    Raises: DataError when the checkpoint is damaged, or of another model.
-    """
-    run, step = start
-    ckpt = session.cfg.ckpt or CkptSection()
-    checkpoint.load(run, session.learner, step, skip_optimizer=ckpt.skip_optimizer)
-    session.is_new = run != session.run
-    if begins_anew(session.cfg):
-        session.learner.begin_anew()
-        logger.info("begins with what was learned up to step %d of %s", step, run)
-        return
-    if ckpt.skip_scheduler:
-        session.learner.begin_schedule()
-    session.resumed_step = session.saved_step = step
-    logger.info("resumed from step %d%s", step, "" if run == session.run else f" of {run}")
 
 
 def export(session: Session) -> None:

@@ -24,6 +24,7 @@ from stretto.config.sections.trainer import TrainerSection
 from stretto.records.rows import pack_rows
 from stretto.records.sample import MicroBatch, images_by_document
 from stretto.records.support import concat_supports
+from stretto.records.token_counts import find_documents
 from stretto.trainer.batch.metrics import Reduce
 from stretto.trainer.critic import Critic, rl_token_mask
 from stretto.trainer.critic_wire import RemoteCritic
@@ -47,7 +48,7 @@ class Updates:
         *,
         hooks: TrainerHooks | None = None,
     ) -> None:
-        """remote_critic: the critic, if it has ranks of its own; else it is the learner's."""
+        """remote_critic: the critic if it has ranks of its own; None: the learner's critic, if any."""
         self.learner = learner
         self.critic: Critic | RemoteCritic | None = remote_critic or learner.critic
         self._hooks = hooks or TrainerHooks(section.hooks)
@@ -89,10 +90,7 @@ class Updates:
         return metrics if self.critic is None else metrics | self.critic.pop_metrics()
 
     def _estimate(self, micro_batches: list[MicroBatch]) -> tuple[list[MicroBatch], dict[str, float]]:
-        """The batch with estimates under the policy as the step begins; metrics.
-
-        They are log-probabilities, advantages, values and returns.
-        """
+        """The batch with log-probabilities, advantages, values and returns before the first update; metrics."""
         section, learner = self.section, self.learner
         cfg, uses_rollout_logprobs = section.advantages, section.loss.use_rollout_logprobs
         has_kl_penalty = cfg is not None and cfg.kl_coef > 0
@@ -101,10 +99,10 @@ class Updates:
         if is_compared_later:
             self._hooks.call("before_log_prob", learner.policy, "")
         if is_compared_later and (not uses_rollout_logprobs or self._has_unknown(micro_batches)):
-            own = learner.trained_logprobs(micro_batches)
+            computed = learner.trained_logprobs(micro_batches)
             micro_batches = [
-                _with_own_logprobs(mb, logprobs, is_old=not uses_rollout_logprobs)
-                for mb, logprobs in zip(micro_batches, own)
+                _with_trainer_logprobs(mb, logprobs, is_old=not uses_rollout_logprobs)
+                for mb, logprobs in zip(micro_batches, computed)
             ]
         old = [mb.logprobs if mb.old_logprobs is None else mb.old_logprobs for mb in micro_batches]
         if cfg is None:
@@ -116,7 +114,7 @@ class Updates:
         return estimate_advantages(micro_batches, cfg, old, reference, values, self._reduce)
 
     def _has_unknown(self, micro_batches: Sequence[MicroBatch]) -> bool:
-        """Has a batch of any rank tokens whose sampler's log-probabilities are not known?"""
+        """True if the sampler's log-probability of some token is unknown, on any rank."""
         is_here = any(np.isnan(mb.logprobs).any() for mb in micro_batches)
         return bool(self._reduce({"max/unknown": float(is_here)})["max/unknown"])
 
@@ -148,13 +146,15 @@ def parts_of_step(
         yield from split_samples(micro_batches, num_updates, order)
 
 
-def _with_own_logprobs(mb: MicroBatch, own: Float[np.ndarray, " tokens"], *, is_old: bool) -> MicroBatch:
-    """The micro batch with the trainer's log-probabilities where the sampler gave none.
+def _with_trainer_logprobs(
+    mb: MicroBatch, computed: Float[np.ndarray, " tokens"], *, is_old: bool
+) -> MicroBatch:
+    """The micro batch with the trainer's log-probabilities where the sampler's are unknown.
 
-    is_old: they also are those that the loss compares with.
+    is_old: the loss compares with the trainer's everywhere.
     """
-    filled = np.where(np.isnan(mb.logprobs), own, mb.logprobs).astype(np.float32)
-    return msgspec.structs.replace(mb, logprobs=filled, old_logprobs=own if is_old else None)
+    filled = np.where(np.isnan(mb.logprobs), computed, mb.logprobs).astype(np.float32)
+    return msgspec.structs.replace(mb, logprobs=filled, old_logprobs=computed if is_old else None)
 
 
 def estimate_advantages(
@@ -169,44 +169,49 @@ def estimate_advantages(
 
     A sample's score is the advantage that it has on arrival. Whitening is over the batch of all ranks.
     """
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]] = []
-    kl_sum, num_tokens = 0.0, 0
+    tokens = [np.flatnonzero(rl_token_mask(mb)) for mb in micro_batches]
+    values = [None] * len(micro_batches) if values is None else values
+    advantages, returns, kl_sum = [], [], 0.0
     for i, mb in enumerate(micro_batches):
-        tokens = np.flatnonzero(rl_token_mask(mb))
-        documents = np.searchsorted(mb.cu_seqlens, tokens, side="right") - 1
-        lengths = np.bincount(documents, minlength=len(mb.cu_seqlens) - 1)
         token_kl = None
         if reference_logprobs is not None:
-            token_kl = _kl_to_reference(
-                old_logprobs[i][tokens], reference_logprobs[i][tokens], cfg.kl_estimator
-            )
+            old, reference = old_logprobs[i][tokens[i]], reference_logprobs[i][tokens[i]]
+            token_kl = _kl_to_reference(old, reference, cfg.kl_estimator)
             kl_sum += float(token_kl.sum())
-        num_tokens += len(tokens)
-        advantages = mb.advantages[tokens].astype(np.float64)
-        returns = None
-        if isinstance(cfg, (GaeAdvantages, ReturnsAdvantages)):
-            scores = np.zeros(len(lengths))
-            scores[documents] = advantages
-            rewards = token_rewards(scores, token_kl, lengths, cfg.kl_coef)
-            if isinstance(cfg, GaeAdvantages):
-                assert values is not None, "checked with the config"
-                token_values = values[i][tokens]
-                advantages, returns = gae(rewards, token_values, lengths, gamma=cfg.gamma, lambd=cfg.lambd)
-            else:
-                advantages = discounted_returns(rewards, lengths, cfg.gamma)
-        elif token_kl is not None:
-            advantages = advantages - cfg.kl_coef * token_kl
-        found.append((tokens, advantages, returns))
+        of_tokens = _advantages_and_returns(mb, tokens[i], cfg, token_kl, values[i])
+        advantages.append(of_tokens[0])
+        returns.append(of_tokens[1])
     if cfg.whiten:
-        found = _whiten_advantages(found, reduce)
-    sums = reduce({"kl": kl_sum, "tokens": float(num_tokens)})
+        sizes = np.array([len(each) for each in advantages], np.int64)
+        whitened = whiten(np.concatenate([np.zeros(0), *advantages]), reduce)
+        advantages = np.split(whitened, np.cumsum(sizes)[:-1])
+    sums = reduce({"kl": kl_sum, "tokens": float(sum(map(len, tokens)))})
     metrics = {}
     if reference_logprobs is not None:
         metrics["reference_kl/mean"] = sums["kl"] / max(sums["tokens"], 1.0)
-    streams = [None] * len(micro_batches) if values is None else values
-    return [
-        _replace_streams(mb, stream, *parts) for mb, stream, parts in zip(micro_batches, streams, found)
-    ], metrics
+    return list(map(_replace_streams, micro_batches, values, tokens, advantages, returns)), metrics
+
+
+def _advantages_and_returns(
+    mb: MicroBatch,
+    tokens: np.ndarray,
+    cfg: Advantages,
+    token_kl: np.ndarray | None,
+    values: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Advantages of these tokens, float64, and their returns if the critic learns from them."""
+    advantages = mb.advantages[tokens].astype(np.float64)
+    if not isinstance(cfg, (GaeAdvantages, ReturnsAdvantages)):
+        return advantages if token_kl is None else advantages - cfg.kl_coef * token_kl, None
+    documents = find_documents(tokens, mb.cu_seqlens)
+    lengths = np.bincount(documents, minlength=len(mb.cu_seqlens) - 1)
+    scores = np.zeros(len(lengths))
+    scores[documents] = advantages
+    rewards = token_rewards(scores, token_kl, lengths, cfg.kl_coef)
+    if isinstance(cfg, ReturnsAdvantages):
+        return discounted_returns(rewards, lengths, cfg.gamma), None
+    assert values is not None, "checked with the config"
+    return gae(rewards, values[tokens], lengths, gamma=cfg.gamma, lambd=cfg.lambd)
 
 
 def _kl_to_reference(old: np.ndarray, reference: np.ndarray, estimator: str) -> np.ndarray:
@@ -214,14 +219,6 @@ def _kl_to_reference(old: np.ndarray, reference: np.ndarray, estimator: str) -> 
         -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO
     )
     return kl.ESTIMATORS[estimator](log_ratio).numpy()
-
-
-def _whiten_advantages(
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]], reduce: Reduce
-) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
-    values = whiten(np.concatenate([np.zeros(0), *(a for _, a, _ in found)]), reduce)
-    parts = np.split(values, np.cumsum([len(a) for _, a, _ in found], dtype=np.int64)[:-1])
-    return [(tokens, part, returns) for (tokens, _, returns), part in zip(found, parts)]
 
 
 def _replace_streams(

@@ -75,14 +75,14 @@ def _check_documents(mb: MicroBatch, is_image: np.ndarray, shape: VisionShape) -
     bounds, merge = np.asarray(mb.cu_seqlens), shape.merge_size
     placeholders = np.add.reduceat(np.append(is_image, False).astype(np.int64), bounds[:-1])
     placeholders[np.diff(bounds) == 0] = 0
-    for document, found in enumerate(placeholders.tolist()):
+    for document, num_shown in enumerate(placeholders.tolist()):
         name = mb.sample_ids[document] if document < mb.num_samples else f"document {document}"
         images = mb.images_of(document)
-        needed = sum(image.num_tokens(merge) for image in images)
-        if found != needed:
+        num_needed = sum(image.num_tokens(merge) for image in images)
+        if num_shown != num_needed:
             raise DataError(
-                f"sample {name} has {found} image tokens (id {shape.image_token_id}), and its {len(images)} images "
-                f"take {needed}; is the sample rendered for another model?"
+                f"sample {name} has {num_shown} image tokens (id {shape.image_token_id}), and its {len(images)} images "
+                f"take {num_needed}; is the sample rendered for another model?"
             )
         for image in images:
             expected = (image.num_patches, shape.patch_values)

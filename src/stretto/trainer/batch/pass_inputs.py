@@ -96,13 +96,13 @@ def build_pass_inputs(
     images that the model does not take.
     """
     weights = ComponentWeights.of(mb)
-    wanted = weights.is_trained if is_scored is None else is_scored
-    if wanted is None or not wanted.any():
+    is_target = weights.is_trained if is_scored is None else is_scored
+    if is_target is None or not is_target.any():
         return None
     bounds = np.asarray(mb.cu_seqlens, dtype=np.int64)
-    _check_micro_batch(mb, bounds, wanted, vocab_size)
-    row_images = _find_images(mb, wanted, vision)
-    tokens = np.flatnonzero(wanted)
+    _check_micro_batch(mb, bounds, is_target, vocab_size)
+    row_images = _find_images(mb, is_target, vision)
+    tokens = np.flatnonzero(is_target)
     documents = find_documents(tokens, bounds)
     routes = mb.routed_experts if with_routes else None
     equal = [mb.token_ids, routes, None if row_images is None else row_images.identity]
@@ -261,7 +261,7 @@ def _share_prompts(
             cuts[sharing] = first_wanted[sharing]
 
 
-def _find_images(mb: MicroBatch, wanted: np.ndarray, vision: VisionShape | None) -> RowImages | None:
+def _find_images(mb: MicroBatch, is_target: np.ndarray, vision: VisionShape | None) -> RowImages | None:
     """The images of a row; None if it has none."""
     if vision is None:
         if mb.images:
@@ -272,7 +272,7 @@ def _find_images(mb: MicroBatch, wanted: np.ndarray, vision: VisionShape | None)
     is_image = mb.token_ids == vision.image_token_id
     if not mb.images and not is_image.any():
         return None
-    if (wrong := np.flatnonzero(is_image & wanted)).size:
+    if (wrong := np.flatnonzero(is_image & is_target)).size:
         document = int(find_documents(wrong[:1], np.asarray(mb.cu_seqlens))[0])
         raise DataError(
             f"micro batch: a token of an image in {_sample_name(mb, document)} is trained; images are never predicted"
@@ -280,14 +280,14 @@ def _find_images(mb: MicroBatch, wanted: np.ndarray, vision: VisionShape | None)
     return RowImages(mb, vision)
 
 
-def _check_micro_batch(mb: MicroBatch, bounds: np.ndarray, wanted: np.ndarray, vocab_size: int) -> None:
+def _check_micro_batch(mb: MicroBatch, bounds: np.ndarray, is_target: np.ndarray, vocab_size: int) -> None:
     if bounds[0] != 0 or bounds[-1] != len(mb.token_ids) or np.any(np.diff(bounds) < 0):
         raise DataError(
             f"micro batch: cu_seqlens {bounds.tolist()} do not divide its {len(mb.token_ids)} tokens"
         )
     first_tokens = bounds[:-1][np.diff(bounds) > 0]
-    if wanted[first_tokens].any():
-        document = int(np.searchsorted(bounds, first_tokens[wanted[first_tokens]][0], side="right") - 1)
+    if is_target[first_tokens].any():
+        document = int(np.searchsorted(bounds, first_tokens[is_target[first_tokens]][0], side="right") - 1)
         raise DataError(
             f"micro batch: the first token of {_sample_name(mb, document)} is trained, but nothing predicts it"
         )

@@ -10,7 +10,6 @@ that several documents share is computed once and counted once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +18,9 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import ModelSection
 from stretto.models.moe import Routing, mixtures, update_expert_bias
 from stretto.models.parts.mixers.sparse_mla import Indexer
+from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.pass_inputs import PassInputs
-
-if TYPE_CHECKING:
-    from jaxtyping import Float32
 
 
 class Routers:
@@ -52,25 +49,25 @@ class Routers:
             scale = 0.0  # other ranks have gradients for these weights, so every rank needs some
         return Routing(replay=inputs.routes, is_measuring=is_measured, index_loss_scale=scale)
 
-    def add(self, seen: Routing) -> None:
+    def add(self, routing: Routing) -> None:
         """Add the loads and confidence of one measured pass to the sums of the step."""
-        loads = torch.stack([seen.loads[layer] for layer in sorted(seen.loads)])
-        confidence = torch.stack([seen.confidence[layer] for layer in sorted(seen.loads)])
+        loads = torch.stack([routing.loads[layer] for layer in sorted(routing.loads)])
+        confidence = torch.stack([routing.confidence[layer] for layer in sorted(routing.loads)])
         self._loads = loads if self._loads is None else self._loads + loads
         self._confidence = confidence if self._confidence is None else self._confidence + confidence
-        for layer, loss in seen.index_losses.items():
+        for layer, loss in routing.index_losses.items():
             self._index_sums[0] += float(loss)
-            self._index_sums[1] += len(seen.key_choices[layer])
+            self._index_sums[1] += len(routing.key_choices[layer])
 
     def check(self, mb: MicroBatch) -> None:
         """Raises: DataError when expert choices in a micro batch cannot come from this model."""
         if mb.routed_experts is None:
             return
-        want = (len(mb.token_ids), self.num_layers, self.top_k)
-        if mb.routed_experts.shape != want:
+        expected = (len(mb.token_ids), self.num_layers, self.top_k)
+        if mb.routed_experts.shape != expected:
             raise DataError(
                 f"micro batch: routed_experts has shape {list(mb.routed_experts.shape)}, the policy needs "
-                f"{list(want)} [tokens, layers, top_k]; does the engine serve the same model?"
+                f"{list(expected)} [tokens, layers, top_k]; does the engine serve the same model?"
             )
         # NO_EXPERT is allowed only if all entries of a token and layer have it.
         wrong = (mb.routed_experts >= self.num_experts).any(axis=-1)
@@ -109,17 +106,14 @@ class Routers:
             "routing_confidence/mean": float((confidence / tokens).mean()),
         } | ({"indexer_kl/mean": sums["index/kl"] / sums["index/tokens"]} if sums.get("index/tokens") else {})
 
-    def state(self) -> dict[str, Float32[Tensor, " experts"]]:
-        """The expert biases, which are not in the optimizer's state."""
-        return {f"{name}.gate.expert_bias": bias for name, bias in self._biases()}
-
-    def load_state(self, tensors: dict[str, Float32[Tensor, " experts"]]) -> None:
-        for name, bias in self._biases():
-            bias.copy_(tensors[f"{name}.gate.expert_bias"])
-
-    def _biases(self) -> list[tuple[str, Tensor]]:
+    def slices(self) -> dict[str, TensorSlice]:
+        """The expert biases, which the optimizer does not update, by their names in a learner's state."""
         named = zip(self._names, self._mixtures)
-        return [(n, m.gate.expert_bias.data) for n, m in named if m.gate.shape.has_expert_bias]
+        return {
+            f"routers.{name}.gate.expert_bias": TensorSlice.whole(mixture.gate.expert_bias.data)
+            for name, mixture in named
+            if mixture.gate.shape.has_expert_bias
+        }
 
 
 def build_routers(policy: nn.Module, model: ModelSection, *, is_replaying: bool) -> Routers | None:
@@ -130,14 +124,14 @@ def build_routers(policy: nn.Module, model: ModelSection, *, is_replaying: bool)
     moe = policy.config.moe
     if model.indexer_kl_coeff is not None:
         _unfreeze_indexers(policy, model)
-    wanted = {
+    settings = {
         "[trainer] enable_router_replay = true": is_replaying,
         "[model] freeze_moe_router = true": model.freeze_moe_router,
         f"[model] moe_bias_update_rate = {model.moe_bias_update_rate}": model.moe_bias_update_rate
         is not None,
     }
     if moe is None:
-        for setting, is_on in wanted.items():
+        for setting, is_on in settings.items():
             if is_on:
                 raise ConfigError(
                     f"{setting}, but the policy has no experts with impl = 'custom' (it is a {policy.config.family}); "

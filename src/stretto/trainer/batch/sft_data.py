@@ -91,16 +91,16 @@ def load_examples(
     mixed = parts[0].examples
     if isinstance(data, FileData) and parts[1:]:
         mixed = mix([part.examples for part in parts], data.probabilities, data.stopping_strategy)
-    found = Examples(mixed, sum(p.num_truncated for p in parts), sum(p.num_dropped for p in parts))
-    if found.num_truncated or found.num_dropped:
+    examples = Examples(mixed, sum(p.num_truncated for p in parts), sum(p.num_dropped for p in parts))
+    if examples.num_truncated or examples.num_dropped:
         logger.warning(
             "%d of %d examples were truncated to %d tokens; %d rows were dropped because they have no trained token",
-            found.num_truncated,
+            examples.num_truncated,
             sum(map(len, parts)),
             max_tokens,
-            found.num_dropped,
+            examples.num_dropped,
         )
-    return found
+    return examples
 
 
 def mix(

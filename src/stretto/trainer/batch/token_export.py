@@ -24,29 +24,23 @@ def delete_after(directory: Path, step: int) -> None:
             path.unlink()
 
 
-class TokenExport:
-    """An observer of the learner that writes one line per sample to <directory>/step_N.jsonl.
+def export_tokens(
+    directory: Path,
+    step: int,
+    mb: MicroBatch,
+    inputs: PassInputs,
+    logprobs: Float[Tensor, " trained"],
+    entropy: Float[Tensor, " trained"],
+) -> None:
+    """Append one line per sample to <directory>/step_N.jsonl; an observer of the learner, once it has a directory.
 
-    Per trained token: its position in the sample, id, log-probability under trainer and sampler, entropy,
-    advantage.
+    Per trained token: its position in the sample, id, log-probability under trainer and sampler, entropy, advantage.
     """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def __call__(
-        self,
-        step: int,
-        mb: MicroBatch,
-        inputs: PassInputs,
-        logprobs: Float[Tensor, " trained"],
-        entropy: Float[Tensor, " trained"],
-    ) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        trained = logprobs.detach().cpu().numpy(), entropy.cpu().numpy()
-        with (self._directory / f"step_{step}.jsonl").open("a") as file:
-            for document in np.unique(inputs.documents):
-                file.write(json.dumps(_line(mb, inputs, int(document), *trained)) + "\n")
+    directory.mkdir(parents=True, exist_ok=True)
+    trained = logprobs.detach().cpu().numpy(), entropy.cpu().numpy()
+    with (directory / f"step_{step}.jsonl").open("a") as file:
+        for document in np.unique(inputs.documents):
+            file.write(json.dumps(_line(mb, inputs, int(document), *trained)) + "\n")
 
 
 def _line(

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.trainer import AdamWOptim, MuonOptim, Optim, SgdOptim, SignSgdOptim
-from stretto.models.tensor_map import TensorSlice
+from stretto.models.tensor_map import Shape, TensorSlice
 from stretto.trainer.optim.muon import Muon, find_matrices
 from stretto.trainer.optim.offload import StreamedOptimizer
 from stretto.trainer.optim.sign_sgd import SignSgd
@@ -26,11 +26,9 @@ from stretto.trainer.state.learner_state import TensorInfo
 if TYPE_CHECKING:
     from jaxtyping import Float, Shaped
 
-    from stretto.trainer.parallel.shard import ShardedWeights
-
 
 def build_optimizer(
-    weights: MasterWeights | ShardedWeights, cfg: Optim, *, offloads_state: bool = False
+    weights: TrainedWeights, cfg: Optim, *, offloads_state: bool = False
 ) -> torch.optim.Optimizer | StreamedOptimizer:
     """Build the optimizer of [optim]; its weight decay applies to every weight.
 
@@ -51,7 +49,7 @@ def build_optimizer(
 
 
 def _build_optimizer(
-    named: dict[str, nn.Parameter], cfg: Optim, weights: MasterWeights | ShardedWeights
+    named: dict[str, nn.Parameter], cfg: Optim, weights: TrainedWeights
 ) -> torch.optim.Optimizer:
     parameters = list(named.values())
     match cfg:
@@ -81,11 +79,44 @@ def _build_optimizer(
             )
 
 
-class MasterWeights:
-    """The weights that the optimizer updates: the model's own, or float32 copies of them.
+class TrainedWeights:
+    """The trained weights of a module, as optimizer and files see them.
 
-    On several ranks ShardedWeights (parallel/shard.py) takes its place, with the same methods.
+    MasterWeights are those of one rank, ShardedWeights (parallel/shard.py) those of several.
+
+    parameters: this rank's tensors, which the optimizer updates, in the order of `names`. export_dtype: the dtype of
+    weights that are exported or published.
     """
+
+    policy: nn.Module
+    mesh: Mesh
+    names: list[str]
+    parameters: list[nn.Parameter]
+    export_dtype: torch.dtype
+
+    def slice_of(self, name: str, value: Shaped[Tensor, " ..."]) -> TensorSlice:
+        """This rank's part of a weight, or of its optimizer state, as a slice of the whole tensor."""
+        raise NotImplementedError
+
+    def slices(self) -> dict[str, TensorSlice]:
+        """This rank's slice of every trained weight."""
+        return {n: self.slice_of(n, p.detach()) for n, p in zip(self.names, self.parameters)}
+
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of every trained weight as a whole."""
+        return {name: part.shape for name, part in self.slices().items()}
+
+    @torch.no_grad()
+    def find_not_finite(self) -> str | None:
+        """The first weight of this rank that is NaN or infinite somewhere; None if all are finite."""
+        for name, part in zip(self.names, self.parameters):
+            if part.numel() and not torch.isfinite(torch.stack(torch.aminmax(part.detach()))).all():
+                return name
+        return None
+
+
+class MasterWeights(TrainedWeights):
+    """The model's own weights, or float32 copies of them."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.policy, self.export_dtype = model, next(model.parameters()).dtype
@@ -123,11 +154,8 @@ class MasterWeights:
     def clip_gradients(self, max_norm: float | None) -> Float[Tensor, ""]:
         return clip_gradients(self.parameters, max_norm)
 
-    def shapes(self) -> dict[str, torch.Size]:
-        return {name: parameter.shape for name, parameter in zip(self.names, self.parameters)}
-
     def slice_of(self, name: str, value: Shaped[Tensor, " ..."]) -> TensorSlice:
-        """A weight, or its optimizer state, as a slice of the whole tensor; here the whole."""
+        """The whole value."""
         return TensorSlice.whole(value)
 
     def apply_to_whole(
@@ -160,7 +188,7 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Fl
 
 
 def optimizer_slices(
-    optimizer: torch.optim.Optimizer | StreamedOptimizer, weights: MasterWeights | ShardedWeights
+    optimizer: torch.optim.Optimizer | StreamedOptimizer, weights: TrainedWeights
 ) -> dict[str, TensorSlice]:
     """Optimizer state as `<key>.<parameter name>` -> slice; tensors only."""
     parameters, state = optimizer.param_groups[0]["params"], optimizer.state
@@ -174,7 +202,7 @@ def optimizer_slices(
 
 def allocate_optimizer_slices(
     optimizer: torch.optim.Optimizer | StreamedOptimizer,
-    weights: MasterWeights | ShardedWeights,
+    weights: TrainedWeights,
     saved: Mapping[str, TensorInfo],
 ) -> dict[str, TensorSlice]:
     """Allocate tensors for saved state in the optimizer, as slices for the caller to fill.

@@ -35,7 +35,7 @@ RMS = 0.2
 
 def find_matrices(policy: nn.Module) -> dict[str, int]:
     """Names of the weights that Muon updates -> how many matrices each has in its rows."""
-    found = {}
+    num_matrices = {}
     for path, module in policy.named_modules():
         if isinstance(module, nn.Embedding):
             continue
@@ -50,8 +50,8 @@ def find_matrices(policy: nn.Module) -> dict[str, int]:
                     and name.endswith("gate_up_proj")
                     and not module.shape.is_transposed
                 )
-                found[name] = 2 if is_pair else 1
-    return found
+                num_matrices[name] = 2 if is_pair else 1
+    return num_matrices
 
 
 @torch.no_grad()

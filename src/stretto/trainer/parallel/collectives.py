@@ -79,19 +79,24 @@ def all_reduce(x: Float[Tensor, "*shape"], group: Any) -> Float[Tensor, "*shape"
     return _AllReduce.apply(x, group)
 
 
+def _gather_at(x: Tensor, places: list[Tensor], group: Any) -> Tensor:
+    """The rows of all ranks, rank r's at indices places[r]."""
+    sizes = [len(place) for place in places]
+    padded = x.new_zeros(max(sizes), *x.shape[1:])
+    padded[: len(x)] = x
+    parts = [torch.empty_like(padded) for _ in places]
+    dist.all_gather(parts, padded, group=group)
+    out = x.new_empty(sum(sizes), *x.shape[1:])
+    for part, place in zip(parts, places):
+        out[place] = part[: len(place)]
+    return out
+
+
 class _AllGatherAt(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: list[Tensor], rank: int, group: Any) -> Tensor:
         ctx.place = places[rank]
-        longest = max(len(place) for place in places)
-        padded = x.new_zeros(longest, *x.shape[1:])
-        padded[: len(x)] = x
-        parts = [torch.empty_like(padded) for _ in places]
-        dist.all_gather(parts, padded, group=group)
-        out = x.new_empty(sum(len(place) for place in places), *x.shape[1:])
-        for part, place in zip(parts, places):
-            out[place] = part[: len(place)]
-        return out
+        return _gather_at(x, places, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -112,15 +117,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: list[Tensor], rank: int, group: Any) -> Tensor:
         ctx.places, ctx.rank, ctx.group = places, rank, group
-        sizes = [len(place) for place in places]
-        padded = x.new_zeros(max(sizes), *x.shape[1:])
-        padded[: len(x)] = x
-        parts = [torch.empty_like(padded) for _ in places]
-        dist.all_gather(parts, padded, group=group)
-        out = x.new_empty(sum(sizes), *x.shape[1:])
-        for part, place in zip(parts, places):
-            out[place] = part[: len(place)]
-        return out
+        return _gather_at(x, places, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

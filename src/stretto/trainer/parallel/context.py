@@ -3,8 +3,7 @@
 ulysses: every rank computes attention over all tokens for some of the heads (two all-to-alls per layer); documents,
 shared prompts and kernels are those of attention.py. ring: every rank keeps its tokens, and keys and values pass from
 rank to rank; a rank has one chunk from the first half of the row and its mirror image from the second half (zigzag),
-so that causal attention is balanced. Rows need no padding: chunks may differ by one token. Log-probabilities are
-gathered on every rank, so losses over whole samples work unchanged.
+so that causal attention is balanced. Rows need no padding: chunks may differ by one token.
 
 Layers with the gated delta rule (models/parts/mixers/gated_delta.py) swap heads for tokens in both styles: their
 states pass from token to token, and each rank computes those of its heads.
@@ -29,16 +28,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.models.attention import NO_LIMITS, Attend, Limits, PackedLayout
-from stretto.models.lm_head import head_logits, token_logprobs
 from stretto.models.moe import Routing
 from stretto.models.parts.mixers.documents import Documents
 from stretto.models.parts.mixers.key_choice import Sight, attend_chosen
 from stretto.trainer.batch.pass_inputs import PassInputs
-from stretto.trainer.parallel.collectives import all_gather_at, all_to_all, gather_rows
+from stretto.trainer.parallel.collectives import all_to_all, gather_rows
 from stretto.trainer.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
 
 
 @dataclass(frozen=True)
@@ -61,53 +59,13 @@ def _assign_tokens(num_tokens: int, degree: int, style: str, device: torch.devic
     return _TokenShards(inputs, torch.from_numpy(owner).to(device), torch.from_numpy(place).to(device))
 
 
-def compute_logprobs(
-    policy: nn.Module,
-    inputs: PassInputs,
-    mesh: Mesh,
-    style: str,
-    routing: Routing | None,
-    chunk: int,
-    *,
-    entropy_grad: bool,
-    logits: list[Float[Tensor, "trained vocab"]] | None = None,
-) -> tuple[Float[Tensor, " trained"], Float[Tensor, " trained"]]:
-    """Log-probability and entropy of every trained token, on every rank of cp.
-
-    `routing` is for the whole row; the expert loads of this rank's tokens are added to it. logits: present, it gets
-    those of every trained token, float32 [trained, vocab].
-    """
-    hidden, places = _hidden_states(policy, inputs, mesh, style, routing)
-    rank, group = mesh.cp_rank, mesh.cp_group
-    trained = places[rank]
-    logprobs, entropy = token_logprobs(
-        hidden,
-        policy.output_weight,
-        inputs.targets[trained],
-        inputs.temperatures[trained],
-        chunk,
-        entropy_grad=entropy_grad,
-        support=None if inputs.support is None else inputs.support.at(trained.cpu().numpy()),
-    )
-    if logits is not None:
-        logits.append(all_gather_at(head_logits(hidden, policy.output_weight), places, rank, group))
-    return all_gather_at(logprobs, places, rank, group), all_gather_at(entropy, places, rank, group)
-
-
-def compute_values(
-    critic: nn.Module, inputs: PassInputs, mesh: Mesh, style: str
-) -> Float[Tensor, " trained"]:
-    """The critic's value before every trained token, on every rank of cp."""
-    hidden, places = _hidden_states(critic, inputs, mesh, style, None)
-    return all_gather_at(
-        head_logits(hidden, critic.output_weight).squeeze(1), places, mesh.cp_rank, mesh.cp_group
-    )
-
-
-def _hidden_states(
+def hidden_states(
     policy: nn.Module, inputs: PassInputs, mesh: Mesh, style: str, routing: Routing | None
-) -> tuple[Tensor, list[Tensor]]:
-    """Hidden states for this rank's trained tokens, and the trained tokens of each rank."""
+) -> tuple[Float[Tensor, "trained dim"], list[Int[Tensor, " _"]]]:
+    """Hidden states before this rank's trained tokens, and the indices of each rank's trained tokens.
+
+    routing: for the whole row; the expert loads of this rank's tokens are added to it.
+    """
     shards = _assign_tokens(len(inputs.token_ids), mesh.degrees.cp, style, inputs.token_ids.device)
     mine = shards.inputs[mesh.cp_rank]
     owner = shards.owner[inputs.rows]
@@ -163,8 +121,8 @@ def _ulysses(attend: Attend, sizes: list[int], mesh: Mesh) -> Attend:
         if limits.sinks is not None:
             limits = limits._replace(sinks=limits.sinks.view(degree, -1)[mesh.cp_rank])
         out = attend(layer, gather_tokens(q), gather_tokens(k), gather_tokens(v), limits)
-        own = all_to_all(out, [num_own] * degree, sizes, group)
-        return own.unflatten(0, (degree, num_own)).transpose(0, 1).flatten(1, 2)
+        by_rank = all_to_all(out, [num_own] * degree, sizes, group)
+        return by_rank.unflatten(0, (degree, num_own)).transpose(0, 1).flatten(1, 2)
 
     return attend_heads
 
@@ -208,8 +166,8 @@ class SharedDocuments(Documents):
         """As `AllHeads.collect`."""
         num_own = self._sizes[self.mesh.cp_rank]
         by_rank = x.index_select(0, self._order)
-        own = all_to_all(by_rank, [num_own] * self.degree, self._sizes, self.mesh.cp_group)
-        return own.unflatten(0, (self.degree, num_own)).transpose(0, 1).flatten(1, 2)
+        received = all_to_all(by_rank, [num_own] * self.degree, self._sizes, self.mesh.cp_group)
+        return received.unflatten(0, (self.degree, num_own)).transpose(0, 1).flatten(1, 2)
 
     def own(
         self, weight: Float[Tensor, "channels ..."], parts: Sequence[int], rank: int | None = None

@@ -2,7 +2,8 @@
 
 torch's own functions for objects (`all_gather_object` and others) send pickles, and whoever reaches a rank's port could
 run code in it. Here a value is encoded by records/codec.py and decoded as the type that the receiver expects, so
-that a received message executes nothing. All ranks of a group must call alike.
+that a received message executes nothing. All ranks of a group must call these functions alike. A process without other
+ranks passes ALONE.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from stretto.records.codec import decode_blob, encode_blob
 T = TypeVar("T")
 
 CPU = torch.device("cpu")
+ALONE = "alone"
+"""The group of a single process."""
 
 
 def gather(value: T, kind: Any, group: Any = None, device: torch.device = CPU) -> list[T]:
@@ -28,6 +31,8 @@ def gather(value: T, kind: Any, group: Any = None, device: torch.device = CPU) -
 
     Raises: WireError or DataError if a rank sent something else.
     """
+    if group == ALONE:
+        return [value]
     message = _message(value, device)
     size = torch.tensor([len(message)], device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
@@ -47,6 +52,8 @@ def broadcast(value: T, kind: Any, source: int = 0, group: Any = None, device: t
 
     source: its number among all ranks. The other parameters and errors are those of `gather`.
     """
+    if group == ALONE:
+        return value
     is_source = dist.get_rank() == source
     message = _message(value, device) if is_source else torch.empty(0, dtype=torch.uint8, device=device)
     size = torch.tensor([len(message)], device=device)
@@ -55,6 +62,11 @@ def broadcast(value: T, kind: Any, source: int = 0, group: Any = None, device: t
         message = torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(message, source, group=group)
     return value if is_source else _value(message, kind, source)
+
+
+def find_rank(group: Any) -> int:
+    """This process's number in a group."""
+    return 0 if group == ALONE else dist.get_rank(group)
 
 
 def _message(value: Any, device: torch.device) -> Tensor:

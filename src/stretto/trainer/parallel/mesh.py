@@ -5,8 +5,7 @@ on different micro batches; ranks that differ in cp split the tokens of one row,
 of one token. Weights are sharded over dp_shard x cp. The axis ep divides dp_shard x cp: ranks that differ in ep have
 different experts, and each expert is sharded over dp_shard x cp / ep ranks (the axis `efsdp`).
 
-Groups use nccl on GPUs, and gloo on CPUs and for values (exchange.py). The other modules of parallel/ use them. A
-single rank has a mesh too, without groups.
+Groups use nccl on GPUs, and gloo on CPUs and for values (exchange.py). A single rank has a mesh too, without groups.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -38,7 +37,7 @@ T = TypeVar("T")
 
 JOIN_POLL_S = 0.1
 MAX_NAMED = 16
-"""Missing ranks that an error message names."""
+"""The most missing ranks that an error message names."""
 
 _THREADS_BELOW = ((1e6, 1), (30e6, 4))
 """(number of parameters, threads): a model with fewer parameters is not faster with more threads."""
@@ -48,13 +47,14 @@ class Mesh:
     """This rank's coordinates, the process groups, and exchange of values between ranks.
 
     dense and experts are the device meshes over which weights and experts are sharded: one dim, or
-    (replicas, shards). They and the groups exist only with several ranks, which need an open process group.
+    (replicas, shards). They and the groups exist only with several ranks, which must have opened the process group.
     """
 
     def __init__(self, degrees: Degrees, device: torch.device) -> None:
         self.degrees, self.device = degrees, device
         self.rank = self.dp_rank = self.cp_rank = self.tp_rank = self.ep_rank = 0
         self.world_size = degrees.world_size
+        self._values: Any = exchange.ALONE
         if self.world_size > 1:
             self._create_groups()
 
@@ -93,12 +93,12 @@ class Mesh:
 
     @property
     def is_lead(self) -> bool:
-        """The one rank that talks to other processes and writes files."""
+        """True on rank 0, which exchanges messages with other processes and writes files."""
         return self.rank == 0
 
     @property
     def is_batch_lead(self) -> bool:
-        """True on one of the ranks with the same micro batches: it receives them, its sums count."""
+        """True on one of the ranks with the same micro batches: it receives them, and only its sums are counted."""
         return self.cp_rank == 0 and self.tp_rank == 0
 
     def local_items(self, items: Sequence[T]) -> list[T]:
@@ -107,28 +107,24 @@ class Mesh:
 
     def reduce(self, sums: dict[str, float]) -> dict[str, float]:
         """Sums over all micro batches by name; maxima for names that begin with `max/`."""
-        return self._merge_sums(sums if self.is_batch_lead else {})
+        return self.reduce_each([sums])[0]
+
+    def reduce_each(self, sums: list[dict[str, float]]) -> list[dict[str, float]]:
+        """`reduce` for each of several dictionaries, in one exchange."""
+        counted = sums if self.is_batch_lead else [{} for _ in sums]
+        return [_merge_sums(each) for each in zip(*self.gather(counted, list[dict[str, float]]))]
 
     def reduce_token_sums(self, sums: dict[str, float]) -> dict[str, float]:
-        """`reduce` for sums that each rank of the axis cp has for its own tokens only."""
-        return self._merge_sums(sums if self.tp_rank == 0 else {})
-
-    def _merge_sums(self, sums: dict[str, float]) -> dict[str, float]:
-        total: dict[str, float] = {}
-        for of_rank in self.gather(sums, dict[str, float]):
-            for name, value in of_rank.items():
-                if name in total:
-                    value = max(total[name], value) if name.startswith("max/") else total[name] + value
-                total[name] = value
-        return total
+        """`reduce` for sums over the tokens of this rank, which the axis cp splits."""
+        return _merge_sums(self.gather(sums if self.tp_rank == 0 else {}, dict[str, float]))
 
     def gather(self, value: T, kind: Any) -> list[T]:
         """The values of all ranks, in rank order, on every rank; kind: their type."""
-        return [value] if self.world_size == 1 else exchange.gather(value, kind, self._values)
+        return exchange.gather(value, kind, self._values)
 
     def broadcast(self, value: T, kind: Any) -> T:
         """The lead's value, on every rank; kind: its type."""
-        return value if self.world_size == 1 else exchange.broadcast(value, kind, group=self._values)
+        return exchange.broadcast(value, kind, group=self._values)
 
     def broadcast_to_cp_tp(self, value: T, kind: Any) -> T:
         """The batch lead's value, on all ranks that train on the same micro batches; kind: its type."""
@@ -137,8 +133,18 @@ class Mesh:
         return exchange.broadcast(value, kind, self._batch_lead, self._sharing, self.device)
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks call this."""
         self.gather(None, None)
+
+
+def _merge_sums(of_ranks: Iterable[dict[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for sums in of_ranks:
+        for name, value in sums.items():
+            if name in total:
+                value = max(total[name], value) if name.startswith("max/") else total[name] + value
+            total[name] = value
+    return total
 
 
 def _sharding(mesh: DeviceMesh, name: str, num_replicas: int) -> DeviceMesh:
@@ -178,9 +184,8 @@ def rank_name(role: str) -> str:
 def run_on_lead(function: Callable[[], T], kind: Any) -> T:
     """Call `function` on rank 0 only; its result, which is of this type, on every rank."""
     result = function() if is_lead_process() else None
-    if num_ranks() > 1:
-        result = exchange.broadcast(result, kind)
-    return cast(T, result)
+    group = exchange.ALONE if num_ranks() == 1 else None
+    return cast(T, exchange.broadcast(result, kind, group=group))
 
 
 def build_mesh(section: ModelSection, shape: ModelConfig | Any) -> Mesh:
@@ -220,11 +225,12 @@ def process_group(
 ) -> Iterator[None]:
     """Open the process group of all trainer ranks, and watch their nodes; does nothing for a single rank.
 
-    timeout_s: longest wait of one rank for another, and for the first rank, which `rl` starts only when the
-    orchestrator has checked everything. join_timeout_s: longest wait of the first rank until all are there.
-    reaches: an address whose network ranks listen on; None: that of MASTER_ADDR. title: whose ranks these are.
+    timeout_s: the longest that ranks wait for each other, and for the first rank, which `rl` starts only when the
+    orchestrator has checked everything. join_timeout_s: the longest that the first rank waits until all have joined.
+    reaches: ranks listen on the network on which this address is reached; None: MASTER_ADDR. title: a name of these
+    ranks, for messages.
 
-    Raises: ConfigError if the environment does not say where the ranks meet, WireError if they do not find each other.
+    Raises: ConfigError if a variable of the environment is missing, WireError if ranks cannot reach each other.
     """
     if num_ranks() == 1:
         yield
@@ -244,7 +250,7 @@ def process_group(
         timedelta(seconds=timeout_s),
     )
     use_interface_to(reaches or host)
-    meeting: dict[str, Any] = {}  # torchrun has its own store, which torch finds by itself
+    meeting: dict[str, Any] = {}  # with torchrun, torch finds the store by itself
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         open_store, wait_s = (create_store, join_timeout_s) if rank == 0 else (connect_store, timeout_s)
         store = open_store(host, port, wait_s, title)
@@ -264,33 +270,43 @@ def new_values_group() -> Any:
 
     By itself torch ends waits in a new group after half an hour; a rank may wait longer for the lead's next batch.
     """
+    if num_ranks() == 1:
+        return exchange.ALONE
     all_ranks: Any = dist.group.WORLD
     options = all_ranks._get_backend(torch.device("cpu")).options
     return dist.new_group(backend="gloo", timeout=options._timeout)
 
 
+def join_group(store: dist.Store, index: int, count: int, timeout_s: float, *, name: str) -> list[int]:
+    """Register member `index` in a store and wait for `count` members; those that did not register in time.
+
+    name: the member's, for a message.
+
+    Raises: WireError if it is registered already: the store is then that of processes that are about to end.
+    """
+    if store.add(f"here/{index}", 1) > 1:
+        raise WireError(
+            f"{name} was already in this group, whose first rank has not ended yet; start this process again"
+        )
+    store.add("num_here", 1)
+    deadline = time.monotonic() + timeout_s
+    while store.add("num_here", 0) < count:
+        if time.monotonic() > deadline:
+            return [each for each in range(count) if not store.check([f"here/{each}"])]
+        time.sleep(JOIN_POLL_S)
+    return []
+
+
 def _wait_for_ranks(store: dist.Store, rank: int, timeout_s: float) -> None:
     """Wait on rank 0 until all ranks are there; the others wait for it in the group.
 
-    Raises: WireError that names the missing ranks and their nodes; or if this rank has been there already: then the
-    store is that of ranks that are about to end, and what it says of them is no longer so.
+    Raises: WireError that names the missing ranks and their nodes, or as `join_group`.
     """
-    if store.add(f"here/{rank}", 1) > 1:
+    count, nodes = num_ranks(), os.environ.get(TRAIN_NODES_VAR, "").split()
+    awaited = count if rank == 0 else 0
+    if absent := join_group(store, rank, awaited, timeout_s, name=f"trainer rank {rank}"):
+        names = [f"{each} ({nodes[each * len(nodes) // count]})" if nodes else str(each) for each in absent]
         raise WireError(
-            f"trainer rank {rank} was already in this group, whose first rank has not ended yet; start this rank again"
+            f"trainer rank {', '.join(names[:MAX_NAMED])} did not come within {timeout_s:g} s; was the command "
+            "started there, and does it reach this node? See its log."
         )
-    store.add("num_here", 1)
-    deadline, world_size = time.monotonic() + timeout_s, num_ranks()
-    while rank == 0 and store.add("num_here", 0) < world_size:
-        if time.monotonic() > deadline:
-            missing = [each for each in range(world_size) if not store.check([f"here/{each}"])][:MAX_NAMED]
-            nodes = os.environ.get(TRAIN_NODES_VAR, "").split()
-            names = [
-                f"{each} ({nodes[each * len(nodes) // world_size]})" if nodes else str(each)
-                for each in missing
-            ]
-            raise WireError(
-                f"trainer rank {', '.join(names)} did not come within {timeout_s:g} s; was the command started "
-                "there, and does it reach this node? See its log."
-            )
-        time.sleep(JOIN_POLL_S)

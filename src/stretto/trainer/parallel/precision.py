@@ -36,14 +36,13 @@ def apply_fp8(policy: nn.Module, section: ModelSection) -> None:
 
 def _find_kernels(device: torch.device) -> Kernels:
     slow = 'fp8 = "reference" computes the same rounding on any machine, slowly'
+    rule = "needs a GPU of compute capability 9.0 or newer (H100, H200, B200), and"
     if device.type != "cuda":
-        rule = "needs a GPU of compute capability 9.0 or newer (H100, H200, B200), and this runs on the CPU"
-        raise ConfigError(f"[model] fp8 = true {rule}; remove it. {slow}")
-    got = torch.cuda.get_device_capability(device)
-    if got < CAPABILITY:
-        name = torch.cuda.get_device_name(device)
-        rule = f"needs a GPU of compute capability 9.0 or newer, and {name} has {got[0]}.{got[1]}"
-        raise ConfigError(f"[model] fp8 = true {rule}; remove it. {slow}")
+        raise ConfigError(f"[model] fp8 = true {rule} this runs on the CPU; remove it. {slow}")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        name = f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
+        raise ConfigError(f"[model] fp8 = true {rule} {name}; remove it. {slow}")
     if find_spec("triton") is None:
         raise ConfigError("[model] fp8 = true needs triton, which is not installed; pip install triton")
     from stretto.models.fp8.kernels import find_kernels

@@ -28,6 +28,7 @@ from stretto.models.hf import HFDecoder, check_output_head
 from stretto.models.lora import initial_values, is_adapter_parameter
 from stretto.models.moe import mixtures
 from stretto.models.tensor_map import TensorSlice
+from stretto.trainer.optim.build import TrainedWeights
 from stretto.trainer.parallel.collectives import all_gather
 from stretto.trainer.parallel.expert import cut_experts
 from stretto.trainer.parallel.memory import find_blocks, find_vision_blocks
@@ -116,7 +117,7 @@ def _shard(policy: Policy, mesh: Mesh, section: ModelSection) -> None:
         unit.set_force_sum_reduction_for_comms(True)
 
 
-class ShardedWeights:
+class ShardedWeights(TrainedWeights):
     """The weights of a parallelised policy for optimizer and files.
 
     parameters: this rank's slices of the trained weights; they share memory with the policy's. names: their names.
@@ -195,10 +196,6 @@ class ShardedWeights:
         dtype = torch.bfloat16 if self.mesh.device.type == "cuda" else torch.float32
         return apply_to_whole(parts, shapes, cuts, compute, dtype)
 
-    def shapes(self) -> dict[str, torch.Size]:
-        """The shape of every trained weight as a whole."""
-        return {n: torch.Size(self.slice_of(n, p).shape) for n, p in zip(self.names, self.parameters)}
-
     def gather_tensor(self, name: str, part: Shaped[Tensor, " ..."]) -> Shaped[Tensor, " ..."]:
         """Gather a weight on every rank, each of which gives its part; all ranks must call it."""
         parameter = self.all_parameters[name]
@@ -218,7 +215,6 @@ class ShardedWeights:
         return part
 
     def slice_of(self, name: str, value: Shaped[Tensor, " ..."]) -> TensorSlice:
-        """A rank's part of a weight, or of its optimizer state, as a slice of the whole tensor."""
         parameter, mesh = self.all_parameters[name], self.mesh
         if value.dim() == 0 and parameter.dim():
             return TensorSlice.whole(value)

@@ -1,19 +1,19 @@
-"""Ends a rank when a node of the trainer falls silent: its machine or its network is gone, and no socket says so.
+"""Ends a rank when a node of the trainer falls silent: its machine or its network is gone, and no socket reports it.
 
-gloo and NCCL would wait for it until their own deadline. So the first rank of each further node holds a connection to
-rank 0 on which nothing is sent: the kernels at both ends ask each other whether they are there (TCP keepalive), also
-while a process computes, holds the interpreter lock or is stopped. For a node on such a connection:
+gloo and NCCL would wait for it until their own deadline. Therefore the first rank of each other node has a connection
+to rank 0 on which nothing is sent: the kernels at both ends probe each other (TCP keepalive), also while a process
+computes, holds the interpreter lock or is stopped. States of a node with such a connection:
 
     watched -> silent    lost_after_s without an answer: rank 0 names the node, and both ends end their process
     watched -> closed    its last byte has come: the group has ended
-    watched -> ended     the process ended without that byte. Rank 0 hears of it in its next exchange; the others end if
-                         it was rank 0's, for they may be waiting for a node that is silent
+    watched -> ended     the process ended without that byte. Rank 0 notices it in its next exchange; the others end if
+                         it was rank 0's, because they may be waiting for a node that is silent
 
-A machine that is gone is gone for rank 0, too, so that this star sees the loss of each. It does not see that two
-further nodes have lost each other alone: their ranks wait until the deadline of gloo or NCCL.
+Rank 0 has a connection with every node, so that it notices the loss of any machine. If only two other nodes lose each
+other, nothing notices it: their ranks wait until the deadline of gloo or NCCL.
 
-Rank 0 listens at a port that the system chooses, until all nodes have come; who connects must send the word that is in
-the group's store.
+Rank 0 listens at a port that the system chooses until all nodes have connected; a node must send the secret word that
+is in the group's store.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from stretto.transports.weights.store import find_address
 logger = logging.getLogger(__name__)
 
 LOST_AFTER_S = 45.0
-"""Where the launcher says nothing, as under torchrun."""
+"""The default where the launcher sets nothing, as under torchrun."""
 JOIN_S = 60.0
-AFTER_FIRST_S = 10.0  # for this rank's own error to come, when the first one has ended
+AFTER_FIRST_S = 10.0  # after the end of rank 0, this rank has so long to report an error itself
 KEY = "silence"
 BYE = b"."
 NUM_WORD = 32
@@ -63,17 +63,17 @@ class Node:
 
     @property
     def count(self) -> int:
-        """Nodes; 1 where they have different numbers of ranks."""
+        """The number of nodes; 1 if they have different numbers of ranks."""
         return 1 if self.world_size % self.num_local else self.world_size // self.num_local
 
     @property
     def is_watched(self) -> bool:
-        """Whether this is the first rank of one of several nodes."""
+        """True on the first rank of one of several nodes."""
         return self.count > 1 and self.rank % self.num_local == 0
 
 
 def find_node() -> Node:
-    """This rank's place, as the launcher or torchrun says; one node if they do not."""
+    """This rank's place by the variables of launcher or torchrun; one node without them."""
     rank, world_size = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
     return Node(rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) or 1, world_size)
 
@@ -82,17 +82,17 @@ def find_node() -> Node:
 def watched_nodes(
     store: dist.Store, host: str, node: Node, lost_after_s: float, end: Callable[[str], None] | None = None
 ) -> Iterator[None]:
-    """Watch from the first rank of each node whether the nodes are there; nothing on other ranks.
+    """Watch the other nodes from the first rank of each node; do nothing on other ranks.
 
-    host: of rank 0, as the others reach it. end: ends the process; called in another thread, with the reason.
+    host: the address of rank 0 for the others. end: ends the process; called in another thread, with the reason.
     """
     if not node.is_watched:
         yield
         return
     with ExitStack() as stack:
         if node.rank == 0:
-            found = _meet_all(store, find_address(host), node.count - 1)
-            peers = {peer: _name(number, peer) for number, peer in found.items()}
+            sockets = _meet_all(store, find_address(host), node.count - 1)
+            peers = {peer: _name(number, peer) for number, peer in sockets.items()}
         else:
             peers = {_meet_first(store, node.number): f"the first node, {host}"}
         for peer in peers:
@@ -107,7 +107,7 @@ def watched_nodes(
 
 
 def end_process(reason: str) -> None:
-    """Say why, as every command does, and end this process, whatever its threads wait for."""
+    """Print the reason, as every command does, and end this process although its threads may be waiting."""
     logger.error("%s", reason)
     sys.stderr.write(f"error: {reason}\n")
     sys.stderr.flush()
@@ -126,7 +126,7 @@ def find_lost_after_s() -> float:
 def _meet_all(store: dist.Store, address: str, count: int) -> dict[int, socket.socket]:
     """Accept one connection from each further node; a node that does not come is not watched."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    word, found = secrets.token_hex(NUM_WORD // 2).encode(), {}
+    word, guests = secrets.token_hex(NUM_WORD // 2).encode(), {}
     deadline = time.monotonic() + JOIN_S
     with (
         socket.create_server((address, 0), family=family, backlog=1024) as listener,
@@ -135,35 +135,35 @@ def _meet_all(store: dist.Store, address: str, count: int) -> dict[int, socket.s
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ)
         store.set(KEY, json.dumps([address, listener.getsockname()[1], word.decode()]))
-        while len(found) < count and (left := deadline - time.monotonic()) > 0:
+        while len(guests) < count and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
                 if key.fileobj is listener:
                     _accept(listener, selector)
                     continue
                 selector.unregister(guest := key.fileobj)
                 number = _greeting(guest, word)
-                if number is None or number in found or not 0 < number <= count:
+                if number is None or number in guests or not 0 < number <= count:
                     guest.close()
                 else:
-                    found[number] = guest
-        for key in [*selector.get_map().values()]:  # strangers who have sent nothing
+                    guests[number] = guest
+        for key in [*selector.get_map().values()]:  # these have sent nothing
             key.fileobj.close()
-    if missing := [each for each in range(1, count + 1) if each not in found]:
+    if missing := [each for each in range(1, count + 1) if each not in guests]:
         logger.warning("nodes %s did not connect within %g s: they are not watched", missing, JOIN_S)
-    return found
+    return guests
 
 
 def _accept(listener: socket.socket, selector: selectors.BaseSelector) -> None:
     try:
         guest, _ = listener.accept()
-    except OSError:  # it has gone again, or this process has no more descriptors
+    except OSError:  # the peer has disconnected, or this process has no more descriptors
         return
     guest.setblocking(False)
     selector.register(guest, selectors.EVENT_READ)
 
 
 def _greeting(guest: socket.socket, word: bytes) -> int | None:
-    """The number of the node that has sent the word; None for anybody else."""
+    """The number of the node that has sent the word; None if anything else was sent."""
     try:
         sent = guest.recv(64)
     except OSError:
@@ -186,7 +186,7 @@ def _name(number: int, peer: socket.socket) -> str:
 
 
 def _keep_alive(peer: socket.socket, lost_after_s: float) -> None:
-    """Let the kernel ask whether the other end is there, and fail the connection after so long without an answer."""
+    """Let the kernel probe the other end, and fail the connection after lost_after_s without an answer."""
     each_s = max(1, round(lost_after_s / 6))
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
@@ -203,7 +203,7 @@ class _Watch:
     def __init__(
         self, peers: dict[socket.socket, str], lost_after_s: float, is_first: bool, end: Callable[[str], None]
     ) -> None:
-        """is_first: whether the only peer is rank 0."""
+        """is_first: the only peer is rank 0."""
         self._peers, self._lost_after_s, self._is_first, self._end = peers, lost_after_s, is_first, end
         self._stop_read, self._stop_write = socket.socketpair()
         self._is_closing = threading.Event()
@@ -211,7 +211,7 @@ class _Watch:
         self._thread.start()
 
     def close(self, *, is_done: bool) -> None:
-        """Stop watching; is_done: tell the other ends that the group has ended."""
+        """Stop watching; is_done: let the other ends know that the group has ended."""
         self._is_closing.set()
         for peer in self._peers if is_done else ():
             with suppress(OSError):
@@ -234,7 +234,7 @@ class _Watch:
                         return self._end(reason)
 
     def _reason(self, peer: socket.socket) -> str | None:
-        """Why this process should end, now that something has come from a peer, or its connection has ended."""
+        """Why this process should end, after a peer has sent something or its connection has ended; None to go on."""
         try:
             if peer.recv(1) == BYE:
                 return None

@@ -22,7 +22,7 @@ from stretto.models import hub
 from stretto.models.lora import Adapter, is_adapter_parameter, pair_names, peft_name
 from stretto.models.safetensors_file import StreamWriter, TensorEntry
 from stretto.models.tensor_map import Region, Shape, TensorSlice
-from stretto.trainer.optim.build import MasterWeights
+from stretto.trainer.optim.build import MasterWeights, TrainedWeights
 from stretto.trainer.parallel.collectives import group_by_size
 from stretto.trainer.parallel.shard import ShardedWeights, local_tensor
 
@@ -41,7 +41,7 @@ def gather_adapter(weights: ShardedWeights) -> Adapter:
     return Adapter(pairs, rank, scaling)
 
 
-def gather_peft_adapter(weights: MasterWeights | ShardedWeights) -> Adapter:
+def gather_peft_adapter(weights: TrainedWeights) -> Adapter:
     """The whole trained adapter by PEFT's names, on every rank; all ranks must call it."""
     if isinstance(weights, MasterWeights):
         return Adapter.of(weights.policy)
@@ -132,17 +132,18 @@ def _entries(weights: ShardedWeights) -> list[TensorEntry]:
 class Publication:
     """What this rank publishes of every version: the tensors that it owns.
 
-    Each tensor has one owner rank, which assembles and sends it.
-
-    Replicas (dp_replicate) beyond the first own nothing. All ranks must iterate over the tensors.
+    Each tensor has one owner rank, which assembles and sends it. Replicas (dp_replicate) beyond the first own nothing.
+    All ranks must iterate over the tensors.
     """
 
-    def __init__(self, weights: ShardedWeights) -> None:
+    def __init__(self, weights: TrainedWeights) -> None:
         self._weights = weights
         self._exchange: TensorExchange | None = None
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that this rank owns, by Hugging Face name, with the adapter added to them."""
+        if isinstance(self._weights, MasterWeights):
+            return hub.export_tensors(self._weights.policy)
         if self._exchange is None:
             index = ShardIndex(self._weights)
             self._exchange = TensorExchange(index, assign_owners(index))
@@ -153,6 +154,9 @@ class Publication:
 
         All ranks gather each pair, and only its owner keeps it.
         """
+        if isinstance(self._weights, MasterWeights):
+            yield from Adapter.of(self._weights.policy).tensors()
+            return
         mesh = self._weights.mesh
         owned_bytes = [0] * _num_owner_ranks(self._weights)
         for name, a, b, scaling in pair_names(self._weights.policy):
@@ -175,9 +179,9 @@ def assign_owners(index: ShardIndex) -> list[list[TensorEntry]]:
     counts = weights.mesh.gather(num_held, list[int])[:num_owners]
     owned: list[list[TensorEntry]] = [[] for _ in range(weights.mesh.world_size)]
     owned_bytes = [0] * num_owners
-    for entry, found in zip(entries, zip(*counts, strict=True), strict=True):
+    for entry, num_held in zip(entries, zip(*counts, strict=True), strict=True):
         # Half is enough: shards of one tensor may differ a little in size.
-        candidates = [rank for rank, count in enumerate(found) if 2 * count >= max(found)]
+        candidates = [rank for rank, count in enumerate(num_held) if 2 * count >= max(num_held)]
         owner = min(candidates, key=lambda rank: owned_bytes[rank])
         owned_bytes[owner] += entry.num_bytes
         owned[owner].append(entry)

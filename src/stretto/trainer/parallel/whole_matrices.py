@@ -94,13 +94,13 @@ def apply_to_whole(
         degree = shardings[matrices[0].name].degree
         for round_matrices in group_by_size(matrices, _num_elements, degree * ROUND_ELEMENTS, degree):
             _run_round(round_matrices, shardings, compute)
-    found: dict[str, list[Tensor]] = {}
+    results: dict[str, list[Tensor]] = {}
     for matrices in by_group.values():
         for matrix in matrices:
             assert matrix.result is not None
-            found.setdefault(matrix.name, []).append(matrix.result)
+            results.setdefault(matrix.name, []).append(matrix.result)
     return {
-        name: torch.stack(found[name]).view_as(part).to(part.dtype) if name in found else part
+        name: torch.stack(results[name]).view_as(part).to(part.dtype) if name in results else part
         for name, part in parts.items()
     }
 
@@ -120,8 +120,10 @@ def _run_round(matrices: list[_Matrix], shardings: Mapping[str, MatrixSharding],
     pieces = list(buffer.split(sizes))
     wholes = []
     for i, matrix in enumerate(mine):
-        own = [pieces[rank * len(mine) + i].view(-1, matrix.rows.shape[1]) for rank in range(degree)]
-        wholes.append(_gather_features(torch.cat(own), shardings[matrix.name]))
+        rows_of_matrix = [
+            pieces[rank * len(mine) + i].view(-1, matrix.rows.shape[1]) for rank in range(degree)
+        ]
+        wholes.append(_gather_features(torch.cat(rows_of_matrix), shardings[matrix.name]))
     computed = [
         _cut_features(x, shardings[m.name]) for m, x in zip(mine, _compute_stacks(mine, wholes, compute))
     ]

@@ -96,16 +96,16 @@ def with_image(
     token_ids: Int[np.ndarray, " tokens"], vision: VisionShape, hf: Mapping[str, Any]
 ) -> tuple[Int[np.ndarray, " tokens"], CanaryImage | None]:
     """The tokens with a small image in their middle, if they are enough for one; there is no other placeholder."""
-    found, side = token_ids.copy(), 2 * vision.merge_size
-    found[found == vision.image_token_id] = 0 if vision.image_token_id else 1
+    tokens, side = token_ids.copy(), 2 * vision.merge_size
+    tokens[tokens == vision.image_token_id] = 0 if vision.image_token_id else 1
     around = [hf.get(f"vision_{name}_token_id") for name in ("start", "end")]
     start, end = ([] if token is None else [token] for token in around)
-    shown = [*start, *[vision.image_token_id] * 4, *end]
-    if len(found) < 3 * len(shown):
-        return found, None
-    middle = len(found) // 2
-    found[middle : middle + len(shown)] = shown
-    return found, CanaryImage((1, side, side), vision.patch_values, vision.image_token_id)
+    image_tokens = [*start, *[vision.image_token_id] * 4, *end]
+    if len(tokens) < 3 * len(image_tokens):
+        return tokens, None
+    middle = len(tokens) // 2
+    tokens[middle : middle + len(image_tokens)] = image_tokens
+    return tokens, CanaryImage((1, side, side), vision.patch_values, vision.image_token_id)
 
 
 def fixed_tokens(vocab_size: int, num_tokens: int) -> Int[np.ndarray, " tokens"]:

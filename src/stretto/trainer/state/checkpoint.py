@@ -1,6 +1,6 @@
 """The learner's part of a checkpoint: RUN/checkpoints/step_N/trainer, complete or absent.
 
-A critic with ranks of its own has a part of its own, `critic` beside `trainer`, written alike.
+A critic on ranks of its own writes a part in the same way, `critic` beside `trainer`.
 
     save: wait for the previous checkpoint -> copy this rank's slices to CPU memory -> training continues
     in a thread: write them (state/slice_files.py) -> all ranks have written -> the lead renames the directory
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from stretto.base.errors import DataError
@@ -33,8 +32,10 @@ from stretto.base.files import flush_parents, put_in_place
 from stretto.base.paths import RunDir
 from stretto.base.rundir import recovery_advice
 from stretto.base.status import bytes_below, growing
+from stretto.config.root import SFTConfig, TrainerConfig
 from stretto.config.sections.trainer import CkptSection, is_by_time, is_checkpoint_due
 from stretto.models.tensor_map import TensorSlice
+from stretto.trainer.parallel import exchange
 from stretto.trainer.parallel.mesh import Mesh, is_lead_process, new_values_group, num_ranks
 from stretto.trainer.state.learner_state import LearnerState, StateSource, TensorInfo
 from stretto.trainer.state.slice_files import DamagedError, SliceFiles, write_slices
@@ -43,17 +44,17 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = 2
 _VALUES = "state.json"
-_OF_OPTIMIZER = re.compile(r"(critic\.)?optim\.")
-"""How the names of an optimizer's tensors begin."""
+_OPTIMIZER_PREFIX = re.compile(r"(critic\.)?optim\.")
+"""What names of an optimizer's tensors begin with."""
 
 OnWritten = Callable[[int], None]
-"""Called with a step whose directory is complete."""
+"""Called with the step of a directory that is complete."""
 Part = Literal["trainer", "critic"]
-"""Whose directory it is: a critic with ranks of its own has one too."""
+"""Whose directory it is; only a critic on ranks of its own has one."""
 
 
-class Saved(Protocol):
-    """What has a state to save: a learner, or a critic on ranks of its own."""
+class Checkpointed(Protocol):
+    """What a checkpoint saves: a learner, or a critic on ranks of its own."""
 
     step: int
 
@@ -65,6 +66,12 @@ class Saved(Protocol):
 
     def load_state(self, source: StateSource) -> None:
         """Load what `state` returned."""
+
+    def begin_anew(self) -> None:
+        """Count steps from 0."""
+
+    def begin_schedule(self) -> None:
+        """Let warm-up and decay of the learning rate begin after this step."""
 
 
 class Saver:
@@ -85,19 +92,19 @@ class Saver:
     ) -> None:
         """on_written: called on the lead when a step is written; in another thread if is_async.
 
-        part: whose state this is, and the name of its directory. skip_optimizer: leave its state out.
+        part: the name of the directory within the checkpoint. skip_optimizer: leave the optimizer's state out.
         """
         self._run, self._is_async, self._on_written, self._part = run, is_async, on_written, part
         self._has_optimizer = not skip_optimizer
         # A group of its own, because training uses the others at the same time.
-        self._group = new_values_group() if num_ranks() > 1 else None
+        self._group = new_values_group()
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.copy_s = 0.0
-        """How long training waited for the last `save`."""
+        """For how long the last `save` kept training waiting."""
 
-    def save(self, learner: Saved, cursor: dict[str, Any] | None = None) -> None:
+    def save(self, learner: Checkpointed, cursor: dict[str, Any] | None = None) -> None:
         """Write the learner's state after `learner.step`.
 
         cursor: the caller's position in its data.
@@ -107,14 +114,14 @@ class Saver:
         self.wait()
         learner.check_finite()
         start, step, state = time.perf_counter(), learner.step, learner.state()
-        # A run that resumed from an earlier step overwrites this one: meanwhile it must not look complete.
+        # A run that resumed from an earlier step overwrites this checkpoint, which is then no longer complete.
         if is_lead_process():
             self._run.complete_marker(step).unlink(missing_ok=True)
             shutil.rmtree(_directory(self._run, step, self._part), ignore_errors=True)
         values, slices = state.values | {"schema": SCHEMA, "cursor": cursor or {}}, state.slices
         if not self._has_optimizer:
             values["optim"] = None
-            slices = {name: part for name, part in slices.items() if not _OF_OPTIMIZER.match(name)}
+            slices = {name: part for name, part in slices.items() if not _OPTIMIZER_PREFIX.match(name)}
         if not self._is_async:
             self._write(step, slices, values, start)
             return
@@ -178,20 +185,29 @@ class Saver:
         self._on_written(step)
 
 
+def build_saver(
+    cfg: TrainerConfig | SFTConfig, on_written: OnWritten, *, part: Part = "trainer"
+) -> Saver | None:
+    """The saver that [ckpt] asks for; None without it."""
+    if (ckpt := cfg.ckpt) is None:
+        return None
+    options = {"is_async": ckpt.is_async, "skip_optimizer": ckpt.skip_optimizer}
+    return Saver(cfg.run_dir, on_written=on_written, part=part, **options)
+
+
 def write_directory(
-    directory: Path, slices: dict[str, TensorSlice], values: dict[str, Any], group: Any = None
+    directory: Path, slices: dict[str, TensorSlice], values: dict[str, Any], group: Any = exchange.ALONE
 ) -> None:
-    """Write a state: all its files, or none, are in `directory` afterwards; a process without group does so alone.
+    """Write a state: afterwards all its files are in `directory`, or none.
 
     group: a gloo group of all ranks, which must all call this.
     """
-    is_lead = group is None or is_lead_process()
+    is_lead = exchange.find_rank(group) == 0
     part = _part_of(directory)
     if is_lead:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-    if group is not None:
-        dist.barrier(group)
+    exchange.gather(None, None, group)  # the directory exists when all are here
     write_slices(slices, part, group)
     if is_lead:
         files = sorted(path for path in part.iterdir())
@@ -201,7 +217,7 @@ def write_directory(
 
 
 def _part_of(directory: Path) -> Path:
-    """Where a directory's files are until all of them are written."""
+    """Where the files of a directory are until all of them are written."""
     return directory.with_name(f"{directory.name}.part")
 
 
@@ -211,7 +227,7 @@ class SavedState:
     def __init__(self, *directories: Path, advice: str, skip_optimizer: bool = False) -> None:
         """advice: what the user can do if they are damaged, for error messages.
 
-        skip_optimizer: as if the files had no state of an optimizer; values["optim"] is None then.
+        skip_optimizer: ignore the optimizer's state; values["optim"] is then None.
 
         Raises: DataError when one is missing or damaged.
         """
@@ -223,9 +239,11 @@ class SavedState:
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        found = {name: info for files in self._files for name, info in files.tensors.items()}
+        tensors = {name: info for files in self._files for name, info in files.tensors.items()}
         return {
-            name: info for name, info in found.items() if self._has_optimizer or not _OF_OPTIMIZER.match(name)
+            name: info
+            for name, info in tensors.items()
+            if self._has_optimizer or not _OPTIMIZER_PREFIX.match(name)
         }
 
     def read(self, targets: Mapping[str, TensorSlice]) -> None:
@@ -237,16 +255,16 @@ def _open_files(directory: Path, values: dict[str, Any], advice: str) -> SliceFi
     """The files of one part, all of which have the size that was recorded."""
     for name, size in values["num_bytes"].items():
         path = directory / name
-        found = path.stat().st_size if path.is_file() else 0
-        if found != size:
-            raise DataError(f"{path}: has {found} of {size} bytes, it was cut off; {advice}")
+        num_bytes = path.stat().st_size if path.is_file() else 0
+        if num_bytes != size:
+            raise DataError(f"{path}: has {num_bytes} of {size} bytes, it was cut off; {advice}")
     try:
         return SliceFiles(directory)
     except DataError as cause:
         raise DataError(f"{cause}; {advice}") from cause
 
 
-def load(run: RunDir, learner: Saved, step: int, *, skip_optimizer: bool = False) -> dict[str, Any]:
+def load(run: RunDir, learner: Checkpointed, step: int, *, skip_optimizer: bool = False) -> dict[str, Any]:
     """Load the learner's state after `step`; the cursor. Every rank reads its slices only.
 
     skip_optimizer: begin with a new optimizer.
@@ -254,8 +272,8 @@ def load(run: RunDir, learner: Saved, step: int, *, skip_optimizer: bool = False
     Raises: DataError when the checkpoint is missing, damaged, or of another model.
     """
     parts = [_directory(run, step, part) for part in ("trainer", "critic")]
-    own = [parts[0], *filter(Path.is_dir, parts[1:])]
-    source = SavedState(*own, advice=recovery_advice(run, step), skip_optimizer=skip_optimizer)
+    directories = [parts[0], *filter(Path.is_dir, parts[1:])]
+    source = SavedState(*directories, advice=recovery_advice(run, step), skip_optimizer=skip_optimizer)
     if source.values["optim"] is None and not skip_optimizer:
         raise DataError(
             f"{parts[0]} was written without the optimizer's state; resume with ckpt.skip_optimizer = true, which "
@@ -272,6 +290,25 @@ def load(run: RunDir, learner: Saved, step: int, *, skip_optimizer: bool = False
     return source.values["cursor"]
 
 
+def resume(cfg: TrainerConfig | SFTConfig, learner: Checkpointed, run: RunDir, step: int) -> int | None:
+    """Load the checkpoint of a step, this run's or another's, as [resume] and [ckpt] say.
+
+    Returns: the step after which the run goes on; None if it counts its steps from 0.
+
+    Raises: DataError as `load`.
+    """
+    ckpt = cfg.ckpt or CkptSection()
+    load(run, learner, step, skip_optimizer=ckpt.skip_optimizer)
+    if cfg.resume is not None and cfg.resume.skip_progress:
+        learner.begin_anew()
+        logger.info("begins with what was learned up to step %d of %s", step, run)
+        return None
+    if ckpt.skip_scheduler:
+        learner.begin_schedule()
+    logger.info("resumed from step %d%s", step, "" if run == cfg.run_dir else f" of {run}")
+    return step
+
+
 def read_cursor(run: RunDir, step: int) -> dict[str, Any]:
     """The cursor that `save` was given.
 
@@ -281,19 +318,19 @@ def read_cursor(run: RunDir, step: int) -> dict[str, Any]:
 
 
 def is_interval_end(step: int, interval: int | None) -> bool:
-    """True if an interval ends with this step; None is an interval that ends with the run."""
+    """True if an interval ends with this step; None: the interval ends with the run."""
     return interval is not None and step % interval == 0
 
 
 class Due:
-    """When the next checkpoint is due: every so many steps, or by the clock of the lead."""
+    """Whether a checkpoint is due: after a number of steps, or after minutes by the clock of the lead."""
 
     def __init__(self, ckpt: CkptSection | None, mesh: Mesh) -> None:
         self._ckpt, self._mesh = ckpt, mesh
         self._last_s = time.monotonic()
 
     def __call__(self, step: int) -> bool:
-        """Whether one is due after this step; all ranks must ask."""
+        """True if one is due after this step; all ranks must call it."""
         if self._ckpt is None:
             return False
         now = time.monotonic()

@@ -19,15 +19,14 @@ from stretto.config.sections.model import ModelSection
 from stretto.models import hub
 from stretto.models.lora import save_adapter
 from stretto.trainer.critic import HEAD_NAME, SCORE_NAME, Critic
-from stretto.trainer.optim.build import MasterWeights
+from stretto.trainer.optim.build import TrainedWeights
+from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.parallel.shard import ShardedWeights
 from stretto.trainer.parallel.weights import gather_peft_adapter, save_weights
 
 logger = logging.getLogger(__name__)
 
 ADAPTER = "lora_adapters"
-
-TrainedWeights = MasterWeights | ShardedWeights
 
 
 def export_weights(
@@ -40,7 +39,7 @@ def export_weights(
     adapted: [model] of a policy with LoRA if its adapter is to be saved beside the merged weights.
     """
     start, target = time.perf_counter(), run.weights_step(step)
-    with _atomic_directory(target, weights) as directory:
+    with new_directory(target, weights.mesh) as directory:
         _write(weights, directory, tokenizer_dir, weights.policy.config.hf)
         if adapted is not None:
             assert adapted.lora is not None
@@ -58,7 +57,7 @@ def export_weights(
 def export_critic(critic: Critic, target: Path, tokenizer_dir: Path) -> None:
     """Write the critic as a classification model with one label; all ranks must call it."""
     start, weights = time.perf_counter(), critic.network.weights
-    with _atomic_directory(target, weights) as directory:
+    with new_directory(target, weights.mesh) as directory:
         _write(weights, directory, tokenizer_dir, critic.hf_config(), {HEAD_NAME: SCORE_NAME})
     if weights.mesh.is_lead:
         logger.info("exported the critic to %s in %.2fs", target, time.perf_counter() - start)
@@ -66,14 +65,14 @@ def export_critic(critic: Critic, target: Path, tokenizer_dir: Path) -> None:
 
 def export_model(weights: TrainedWeights, target: Path, tokenizer_dir: Path) -> None:
     """Write the policy as a model directory; all ranks must call it."""
-    with _atomic_directory(target, weights) as directory:
+    with new_directory(target, weights.mesh) as directory:
         _write(weights, directory, tokenizer_dir, weights.policy.config.hf)
 
 
 @contextmanager
-def _atomic_directory(target: Path, weights: TrainedWeights) -> Iterator[Path]:
-    """A temporary directory that is renamed to `target` once all ranks have written into it."""
-    directory, mesh = target.with_name(target.name + ".part"), weights.mesh
+def new_directory(target: Path, mesh: Mesh) -> Iterator[Path]:
+    """A temporary directory that is renamed to `target` once all ranks of the mesh have written into it."""
+    directory = target.with_name(target.name + ".part")
     if mesh.is_lead:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)

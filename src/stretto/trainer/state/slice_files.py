@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -46,9 +45,9 @@ T = TypeVar("T")
 
 INDEX = ".metadata"
 _Item = tuple[str, Shape, Shape, Shape, str]
-"""A slice to be written: name, start, size, shape of the whole tensor, dtype."""
+"""A slice to write: name, start, size, shape of the whole tensor, dtype."""
 _Written = tuple[str, Shape, int, str, int, int]
-"""A slice that is written: name, start, bytes; file, offset and length in it."""
+"""A written slice: name, start, bytes; file, offset and length in it."""
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -111,65 +110,58 @@ class _LoadPlanner(LoadPlanner):
         pass
 
 
-def write_slices(parts: dict[str, TensorSlice], directory: Path, group: Any = None) -> None:
+def write_slices(parts: dict[str, TensorSlice], directory: Path, group: Any = exchange.ALONE) -> None:
     """Write this rank's slices and, on rank 0, the index; flush them to the disk.
 
-    group: a gloo group of all ranks, which must all call this; None if there is one rank. Plans are exchanged as
-    numbers and names: torch's `dcp.save` would send pickles.
+    group: a gloo group of all ranks, which must all call this. Plans are exchanged as numbers and names: torch's
+    `dcp.save` would send pickles.
 
     Raises: on every rank an error if one rank could not write.
     """
-    ranks = _Group(group)
+    rank = exchange.find_rank(group)
     writer, planner = dcp.FileSystemWriter(directory, thread_count=1, sync_files=True), _SavePlanner()
     writer.reset(directory)
-    planner.set_up_planner(parts, writer.storage_meta(), is_coordinator=ranks.rank == 0)
-    writer.set_up_storage_writer(is_coordinator=ranks.rank == 0)
-    plans = ranks.gather([_item_of(name, p) for name, p in parts.items() if p.tensor.numel()], list[_Item])
+    planner.set_up_planner(parts, writer.storage_meta(), is_coordinator=rank == 0)
+    writer.set_up_storage_writer(is_coordinator=rank == 0)
+    items = [_item_of(name, part) for name, part in parts.items() if part.tensor.numel()]
+    plans = exchange.gather(items, list[_Item], group)
     plans, metadata = planner.create_global_plan(
         [SavePlan([_write_item(*i) for i in items]) for items in plans]
     )
-    plan = writer.prepare_global_plan([writer.prepare_local_plan(each) for each in plans])[ranks.rank]
+    plan = writer.prepare_global_plan([writer.prepare_local_plan(each) for each in plans])[rank]
 
     def write() -> list[_Written]:
         results = writer.write_data(planner.finish_plan(plan), planner)
         results.wait()
         return [_written_of(result) for result in results.value()]
 
-    written = ranks.call(write, list[_Written] | None)
+    written = _call_on_all(write, list[_Written] | None, group)
 
     def finish() -> None:
-        if ranks.rank == 0:
+        if rank == 0:
             writer.finish(metadata, [[_result_of(*each) for each in of_rank] for of_rank in written])
 
-    ranks.call(finish, None)
+    _call_on_all(finish, None, group)
 
 
-class _Group:
-    """The ranks that write together, or one rank alone."""
+def _call_on_all(function: Callable[[], T], kind: Any, group: Any) -> list[T]:
+    """Call a function on all ranks; its results on all of them. kind: their type, or None.
 
-    def __init__(self, group: Any) -> None:
-        self._group, self.rank = group, 0 if group is None else dist.get_rank(group)
-
-    def gather(self, value: T, kind: Any) -> list[T]:
-        return [value] if self._group is None else exchange.gather(value, kind, self._group)
-
-    def call(self, function: Callable[[], T], kind: Any) -> list[T]:
-        """The function's results on all ranks; kind: their type, or None.
-
-        Raises: this rank's error, or EngineError with that of another rank.
-        """
-        error: Exception | None = None
-        try:
-            result = function()
-        except Exception as cause:
-            result, error = None, cause
-        answers = self.gather((None if error is None else _reason(error), result), tuple[str | None, kind])
-        if error is not None:
-            raise error
-        for rank, (why, _) in enumerate(answers):
-            if why is not None:
-                raise EngineError(f"trainer rank {rank} could not write its part of the checkpoint: {why}")
-        return [result for _, result in answers]
+    Raises: this rank's error, or EngineError with that of another rank.
+    """
+    error: Exception | None = None
+    try:
+        result = function()
+    except Exception as cause:
+        result, error = None, cause
+    answer = None if error is None else _reason(error), result
+    answers = exchange.gather(answer, tuple[str | None, kind], group)
+    if error is not None:
+        raise error
+    for rank, (why, _) in enumerate(answers):
+        if why is not None:
+            raise EngineError(f"trainer rank {rank} could not write its part of the checkpoint: {why}")
+    return [result for _, result in answers]
 
 
 def _item_of(name: str, part: TensorSlice) -> _Item:
@@ -233,12 +225,14 @@ def _tensor_info(metadata: TensorStorageMetadata) -> TensorInfo:
 
 def _check_covered(targets: Mapping[str, TensorSlice], plan: LoadPlan, where: Path) -> None:
     """Raises: DataError if the plan does not read every element of every target."""
-    found = dict.fromkeys(targets, 0)
+    num_planned = dict.fromkeys(targets, 0)
     for item in plan.items:
-        found[item.dest_index.fqn] += torch.Size(item.lengths).numel()
+        num_planned[item.dest_index.fqn] += torch.Size(item.lengths).numel()
     for name, part in targets.items():
-        if found[name] != part.tensor.numel():
-            raise DataError(f"{where}: holds {found[name]} of {part.tensor.numel()} elements of {name!r}")
+        if num_planned[name] != part.tensor.numel():
+            raise DataError(
+                f"{where}: holds {num_planned[name]} of {part.tensor.numel()} elements of {name!r}"
+            )
 
 
 def _reason(error: Exception) -> str:

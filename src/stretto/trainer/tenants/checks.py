@@ -1,4 +1,4 @@
-"""What a hub sends, checked on the ranks: sections of a spec, losses, micro batches."""
+"""Checks what a hub sends to the ranks: the sections of a spec, losses, micro batches."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ def read_spec(spec: TenantSpec, max_rank: int | None) -> tuple[LoRASection, Opti
     lora = {"rank": spec.rank, "alpha": spec.alpha, "dropout": spec.dropout, "target_modules": targets}
     if spec.rank == 0:  # no adapter
         lora = {}
-    found = _validated(_SpecSections, {"lora": lora, "optim": spec.optim, "scheduler": spec.scheduler})
+    sections = _validated(_SpecSections, {"lora": lora, "optim": spec.optim, "scheduler": spec.scheduler})
     shares = [
         key
         for key in ("warmup_steps", "decay_steps")
-        if isinstance(getattr(found.scheduler, key, 0), float) and spec.max_steps is None
+        if isinstance(getattr(sections.scheduler, key, 0), float) and spec.max_steps is None
     ]
     if shares:
         raise ConfigError(
             f"scheduler.{shares[0]} is a share of max_steps; give max_steps or a number of steps"
         )
-    return found.lora, found.optim, found.scheduler
+    return sections.lora, sections.optim, sections.scheduler
 
 
 def read_loss(work: TenantWork) -> LossSection:
     """The [trainer.loss] of a work.
 
-    Raises: ConfigError that names the key; also for what a shared trainer does not have.
+    Raises: ConfigError that names the key; also for settings that a shared trainer does not support.
     """
     loss = _validated(_LossSections, {"loss": work.loss}).loss
     if isinstance(loss, CustomLoss):
@@ -85,9 +85,9 @@ def _validated(kind: type[Section], data: dict[str, Any]) -> Any:
 
 
 def check_micro_batch(mb: MicroBatch, targets: Int[np.ndarray, "*_"] | None, vocab_size: int) -> None:
-    """Check what would read beyond an array, or what no forward pass takes.
+    """Check shapes, and values that index an array or divide.
 
-    Raises: DataError.
+    Raises: DataError for a micro batch that no forward pass could compute.
     """
     num = len(mb.token_ids)
     if mb.token_ids.ndim != 1 or not num:

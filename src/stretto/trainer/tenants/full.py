@@ -1,7 +1,7 @@
 """The one tenant of a backbone that trains all its weights instead of an adapter.
 
 Initial values, updates and saved state are those of a run without [model.lora]. When the tenant is removed, the
-backbone has the weights that it was loaded with again.
+backbone gets the weights back with which it was loaded.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from stretto.trainer.tenants.layers import AdaptableLayers
 from stretto.trainer.tenants.tenant import Place, Tenant
 
 
-class OwnWeights:
-    """The weights that a backbone was loaded with, in host memory."""
+class BaseWeights:
+    """A copy of the weights with which a backbone was loaded, in host memory."""
 
     def __init__(self, policy: nn.Module, model: ModelSection) -> None:
         self.policy = policy
@@ -34,7 +34,7 @@ class OwnWeights:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Give the backbone these weights again."""
+        """Copy these weights into the backbone."""
         parameters = dict(self.policy.named_parameters())
         for name, tensor in self._tensors.items():
             parameters[name].copy_(tensor)
@@ -47,17 +47,17 @@ class FullTenant(Tenant):
         self,
         spec: TenantSpec,
         sections: tuple[LoRASection, Optim, Scheduler],
-        own: OwnWeights,
+        base: BaseWeights,
         layers: AdaptableLayers,
         model: ModelSection,
         mesh: Mesh,
     ) -> None:
-        self._own = own
+        self._base = base
         self._halves = {}
         super().__init__(spec, sections, layers, model, mesh)
 
     def _trained_module(self, model: ModelSection) -> nn.Module:
-        return self._own.policy
+        return self._base.policy
 
     @property
     def scaling(self) -> None:
@@ -65,9 +65,9 @@ class FullTenant(Tenant):
         return None
 
     def remove(self) -> None:
-        """Forget the tenant: the backbone is what it was."""
+        """Remove the tenant and restore the backbone."""
         self.weights.release()
-        self._own.put_back()
+        self._base.put_back()
 
     def move(self, place: Place, folder: object = None) -> None:
-        """Its weights stay: there is no other tenant that needs the room."""
+        """Do nothing: there is no other tenant that needs the memory."""

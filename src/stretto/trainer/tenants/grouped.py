@@ -1,9 +1,9 @@
-"""Products of many adapters at once, where torch has no grouped product that is fast: on a CPU.
+"""Products of many adapters at once on a CPU, where torch has no fast grouped product.
 
-Rows of one group (a tenant's, or of experts: those of one tenant at one expert) have one pair of matrices. Groups are
-cut into blocks of the same number of rows, the last of each filled up with zeros, so that all products of a layer are a
-few batched ones, and the backward pass has one node instead of several per tenant. A block has rows and matrices of one
-group only: nothing of another group enters its sums, not even NaN.
+The rows of one group (a tenant, or a tenant at one expert) have one pair of matrices. Groups are cut into blocks of the
+same number of rows, the last block of each filled up with zeros, so that all products of a layer are a few batched
+ones, and the backward pass has one node instead of several per tenant. A block has rows and matrices of one group only:
+nothing of another group enters its sums, not even NaN.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 _SIZES = (8, 16, 32, 64, 128)
-_ROWS_OF_A_CALL = 8
-"""What one more block costs, in rows."""
+_BLOCK_COST_ROWS = 8
+"""The cost of one more block, in rows."""
 
 
 @dataclass(frozen=True)
@@ -113,15 +113,15 @@ def cut_blocks(
 
 
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of scales for rows of this type: in 16 bits a scale such as 4/3 would be up to 0.2 % wrong."""
+    """The dtype of scales for rows of this dtype: in 16 bits a scale such as 4/3 would be up to 0.2 % wrong."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _block_size(used: np.ndarray) -> int:
-    """Rows of a block, so that few rows are filled up and blocks are few."""
+    """The number of rows per block that keeps both padding and the number of blocks small."""
     largest = int(used.max(initial=1))
     candidates = [largest, *(size for size in _SIZES if size < largest)]
-    return min(candidates, key=lambda size: int((-(-used // size)).sum()) * (size + _ROWS_OF_A_CALL))
+    return min(candidates, key=lambda size: int((-(-used // size)).sum()) * (size + _BLOCK_COST_ROWS))
 
 
 def add_products(
@@ -199,26 +199,26 @@ def _stack(halves: Sequence[Tensor], blocks: Blocks, dim: int) -> Tensor:
 
 
 def _unstack(stack: Tensor, shapes: Sequence[torch.Size], blocks: Blocks, dim: int) -> list[Tensor | None]:
-    """The gradient of each adapter's matrices; None where none has rows."""
+    """The gradient of each adapter's matrices; None for an adapter without rows."""
     if _are_alike(shapes, blocks):
         return list(stack.unbind())
-    found: list[Tensor | None] = []
+    gradients: list[Tensor | None] = []
     start = 0
     for shape, pick in zip(shapes, blocks.picks, strict=True):
         num_all = shape[0] if len(shape) == 3 else 1
         stop = start + (num_all if pick is None else len(pick))
         part = stack[start:stop].narrow(dim - 2, 0, shape[dim - 2])
         if start == stop:
-            found.append(None)
+            gradients.append(None)
         elif len(shape) == 2:
-            found.append(part[0])
+            gradients.append(part[0])
         else:
             whole = part if pick is None else part.new_zeros(shape).index_copy_(0, pick, part)
-            found.append(whole)
+            gradients.append(whole)
         start = stop
-    return found
+    return gradients
 
 
 def _are_alike(shapes: Sequence[torch.Size], blocks: Blocks) -> bool:
-    """Whether adapters are single matrices of one rank that all have rows: the usual case, and the fast one."""
+    """True if adapters are single matrices of one rank that all have rows: the usual and fast case."""
     return len(shapes[0]) == 2 and len(set(shapes)) == 1 and all(pick is None for pick in blocks.picks)

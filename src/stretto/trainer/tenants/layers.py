@@ -1,10 +1,10 @@
 """Layers with one frozen weight and the adapters of many tenants beside it.
 
-A pass says which rows are whose (`Turn`): its rows are ordered tenant by tenant, so that each tenant's are a range. The
-product with the weight is computed once for all rows. Those with the adapters are one grouped product on a GPU, and a
-few batched ones elsewhere, or where sizes are none that torch's grouped product takes (grouped.py). With a tenant
-alone in a pass, the operations are those of models/lora.py, so that its bits are those of a run with [model.lora].
-Gradients of a range reach the adapter of its tenant only.
+The rows of a pass are ordered tenant by tenant, so that each tenant has a range of them (`Turn`). The product with the
+weight is computed once for all rows. The products with adapters are one grouped product on a GPU, and a few batched
+ones elsewhere, or if torch's grouped product does not support the sizes (grouped.py). If a pass has one tenant, the
+operations are those of models/lora.py, so that its bits are those of a run with [model.lora]. Gradients of a range
+reach only the adapter of its tenant.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Pair:
 
 @dataclass
 class Turn:
-    """Whose rows the layers compute at the moment; the layers of a backbone share it, and every pass sets it.
+    """Which tenants have which rows of the current pass; all layers of a backbone share one, and every pass sets it.
 
-    tenants: in the order of their rows; () for the backbone alone. rows: of each tenant among all inputs of the pass.
-    last_rows: among those of the last block, which computes only what the losses need.
+    tenants: in the order of their rows; () for the backbone alone. rows: how many inputs of the pass each tenant has.
+    last_rows: how many rows each has in the last block, which computes only what the losses need.
     """
 
     tenants: tuple[str, ...] = ()
@@ -53,11 +53,11 @@ class Turn:
     def set(
         self, tenants: Sequence[str] = (), rows: Sequence[int] = (), last_rows: Sequence[int] = ()
     ) -> None:
-        """The next pass."""
+        """Set the tenants of the next pass."""
         self.tenants, self.rows, self.last_rows = tuple(tenants), tuple(rows), tuple(last_rows)
 
     def counts(self, num_rows: int) -> tuple[int, ...]:
-        """How many of a layer's rows are each tenant's."""
+        """How many of a layer's rows each tenant has."""
         # Rows of the last block are a subset, so that equal sums have equal parts.
         counts = self.rows if num_rows == sum(self.rows) else self.last_rows
         assert num_rows == sum(counts), f"{num_rows} rows, but the pass has {self.rows} or {self.last_rows}"
@@ -72,7 +72,7 @@ class TenantLinear(nn.Linear):
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias, self.kernels = base.weight, base.bias, getattr(base, "kernels", None)
         self.turn = turn
-        # No parameters of the module: sharding, checkpoints of the backbone and its names do not see them.
+        # Not parameters of the module: sharding, checkpoints and names of the backbone must not include them.
         self.pairs: dict[str, Pair] = {}
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
@@ -164,7 +164,7 @@ def add_rows(
     pairs: Sequence[Pair | None],
     counts: Sequence[int],
 ) -> Float[Tensor, "rows out"]:
-    """`out`, which may change, with what adapters add to the products of rows sorted by tenant; None: nothing."""
+    """`out`, which may change, plus the adapters' products with rows that are sorted by tenant; None: no adapter."""
     scalings = [pair.scaling if pair else 0.0 for pair in pairs]
     if not _use_grouped_mm(x, out.shape[1]):
         halves = [None if pair is None else (pair.a, pair.b) for pair in pairs]
@@ -220,10 +220,10 @@ def prepare_layers(policy: nn.Module) -> AdaptableLayers:
 
     The output head and a vision tower have none.
     """
-    # Built now, because it must not depend on the layers.
+    # Built now, because it must not depend on the new layers.
     _ = getattr(policy, "tensor_map", None)
     policy.requires_grad_(False)
-    found = AdaptableLayers(Turn())
+    layers = AdaptableLayers(Turn())
     tower = policy.model.visual if isinstance(policy, Decoder) and policy.config.vision is not None else None
     skipped = set() if tower is None else set(tower.modules())
     for path, module in list(policy.named_modules()):
@@ -232,7 +232,7 @@ def prepare_layers(policy: nn.Module) -> AdaptableLayers:
         if isinstance(module, nn.Linear) and module.weight is policy.output_weight:
             continue
         kind = TenantLinear if isinstance(module, nn.Linear) else TenantExperts
-        layer = found.by_path[path] = kind(module, found.turn)
+        layer = layers.by_path[path] = kind(module, layers.turn)
         parent, _, name = path.rpartition(".")
         policy.get_submodule(parent).add_module(name, layer)
-    return found
+    return layers

@@ -3,7 +3,7 @@
     register with the hub -> receive an operation -> execute it (tenants.py) -> answer -> ... -> Shutdown
 
 Ranks wait for the hub without a deadline, and end with it: the launcher starts them again, and the hub then creates its
-tenants anew from what they saved. An error that is not one tenant's ends the rank, and is reported first.
+tenants anew from their saved states. An error that is not one tenant's is reported, and ends the rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 from contextlib import ExitStack
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -20,15 +19,11 @@ from stretto.base.errors import EngineError, WireError
 from stretto.base.runtime import freeze_objects
 from stretto.base.secret import load_secret
 from stretto.base.status import is_supervised, report
+from stretto.chat.tokenizer import load_tokenizer
 from stretto.records.control import Register
 from stretto.records.tenants import BASE_WEIGHTS, RankFailed, Shutdown
-from stretto.trainer.build import find_tokens
-from stretto.trainer.learner import find_tokenizer, load_policy
-from stretto.trainer.parallel.mesh import (
-    build_mesh,
-    num_ranks,
-    run_on_lead,
-)
+from stretto.trainer.learner import find_tokenizer, find_tokens, load_policy
+from stretto.trainer.parallel.mesh import build_mesh, num_ranks
 from stretto.trainer.process import StopFlag, prepared_rank
 from stretto.trainer.tenants.tenants import Tenants, service_model
 from stretto.transports.tenants import TenantClient
@@ -41,9 +36,9 @@ logger = logging.getLogger(__name__)
 ROLE = "tenants"
 POLL_S = 0.2
 SAVE_GRACE_S = 25
-"""Longest time in seconds that a rank goes on after SIGTERM."""
+"""The longest that a rank goes on after SIGTERM."""
 GROUP_TIMEOUT_S = 1800.0
-"""Longest wait of ranks for each other within an operation."""
+"""The longest that ranks wait for each other within an operation."""
 
 
 def main(cfg: ServeConfig) -> int:
@@ -61,13 +56,13 @@ def main(cfg: ServeConfig) -> int:
         report("ready", is_early=True)
         freeze_objects()
         if is_supervised():
-            signal.signal(signal.SIGTERM, _end_with_the_hub)
+            signal.signal(signal.SIGTERM, _wait_for_hub)
         run(tenants, client, interrupt)
     return 0
 
 
-def _end_with_the_hub(number: int, frame: FrameType | None) -> None:
-    """The launcher ends the service: the hub has runs saved here first, and then ends this rank, or a timer does."""
+def _wait_for_hub(number: int, frame: FrameType | None) -> None:
+    """On SIGTERM, let the hub save its runs here and end this rank; a timer ends it if the hub does not."""
     signal.alarm(SAVE_GRACE_S)
 
 
@@ -77,8 +72,8 @@ def build_tenants(cfg: ServeConfig) -> Tenants:
     Raises: ConfigError for settings that a service's backbone does not have.
     """
     model = service_model(cfg.model)
-    directory = Path(run_on_lead(lambda: str(find_tokenizer(model, cfg.tokenizer, cfg.run_dir)), str))
-    policy = load_policy(model, may_be_meta=True, **find_tokens(directory))
+    directory = find_tokenizer(model, cfg.tokenizer, cfg.run_dir)
+    policy = load_policy(model, may_be_meta=True, **find_tokens(load_tokenizer(directory)))
     logger.info("%d parameters, %d ranks", sum(p.numel() for p in policy.parameters()), num_ranks())
     folder = cfg.run_dir.path / "service" / "waiting"
     for left in folder.glob(f"*.{os.environ.get('RANK', '0')}.safetensors"):

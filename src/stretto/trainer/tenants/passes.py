@@ -1,16 +1,16 @@
-"""The forward and backward passes of one operation: whose micro batches are computed together, and their losses.
+"""The forward and backward passes of one operation: which micro batches are computed together, and their losses.
 
     works -> pieces (one micro batch of one tenant, with its inputs) -> groups (the pieces of one forward pass)
 
-Without a limit of tokens every piece is a group, computed as in a run with one tenant. Else pieces of several tenants
-share a pass: their inputs stand one after another, tenant by tenant, and attention, experts and losses see no others'.
-Several ranks make the same number of passes, since each gathers the others' shards; those without data compute two
-tokens whose result is not used.
+Without a limit of tokens every piece is a group, computed as in a run with one tenant. With a limit, pieces of several
+tenants share a pass: their inputs are ordered tenant by tenant, and attention, experts and losses of a tenant do not
+see those of others. Ranks make the same number of passes, since they gather each other's shards; a rank without data
+computes two tokens and ignores the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,21 +22,16 @@ from torch import Tensor, nn
 from stretto.algorithms.losses import TokenCounts, needs_samples, total_loss
 from stretto.base.errors import DataError, StrettoError, boundary
 from stretto.config.sections.algorithm import LossSection
+from stretto.config.sections.model import ModelSection
 from stretto.models.attention import PackedLayout
 from stretto.models.decoder import Decoder
-from stretto.models.lm_head import token_logprobs
-from stretto.models.moe import Routing
-from stretto.records.generate import NO_EXPERT
 from stretto.records.sample import MicroBatch
 from stretto.records.support import concat_supports
 from stretto.records.tenants import Pass, TenantResult, TenantWork
-from stretto.records.token_counts import count_tokens, weigh_by_rollout
+from stretto.records.token_counts import counts_of_step, weigh_by_rollout
 from stretto.trainer.batch.metrics import StepSums
-from stretto.trainer.batch.pass_inputs import (
-    IDLE_MICRO_BATCH,
-    PassInputs,
-    build_pass_inputs,
-)
+from stretto.trainer.batch.pass_inputs import IDLE_MICRO_BATCH, PassInputs, build_pass_inputs
+from stretto.trainer.batch.scores import compute_logprobs
 from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.tenants.checks import check_micro_batch, read_loss
 from stretto.trainer.tenants.layers import Turn
@@ -46,7 +41,7 @@ from stretto.trainer.tenants.tenant import Tenant
 
 @dataclass
 class Piece:
-    """One micro batch of a tenant: its inputs, and what became of it."""
+    """One micro batch of a tenant: its inputs and results."""
 
     work: int
     index: int  # in the work
@@ -58,7 +53,7 @@ class Piece:
 
 @dataclass
 class _Work:
-    """A work, checked."""
+    """A checked work, with its pieces and results."""
 
     work: TenantWork
     tenant: Tenant
@@ -67,11 +62,10 @@ class _Work:
     micro_batches: Sequence[MicroBatch] = ()
     counts: TokenCounts | None = None
     sums: StepSums = field(default_factory=StepSums)
-    num_rollouts: float = 0.0
 
     @property
     def has_reference(self) -> bool:
-        """Does its loss compare with the backbone alone?"""
+        """True if the loss compares with the backbone alone."""
         return self.loss is not None and self.loss.reference_kl is not None
 
 
@@ -79,11 +73,11 @@ class Passes:
     """Executes `Pass` operations on one rank."""
 
     def __init__(
-        self, policy: nn.Module, turn: Turn, mesh: Mesh, *, chunk: int, with_routes: bool, reshard: Any
+        self, policy: nn.Module, turn: Turn, mesh: Mesh, model: ModelSection, reshard: Callable[[], None]
     ) -> None:
-        """reshard: frees the weights that a pass without gradients has gathered."""
+        """reshard: frees the weights that a pass without a backward pass has gathered."""
         self.policy, self.turn, self.mesh = policy, turn, mesh
-        self._chunk, self._with_routes, self._reshard = chunk, with_routes, reshard
+        self._model, self._reshard = model, reshard
         is_own = isinstance(policy, Decoder)
         self._vision = policy.config.vision if is_own else None
         self._can_mix = is_own
@@ -102,8 +96,8 @@ class Passes:
             "forward": [group for group in groups if is_forward_only(group)],
             "train": [group for group in groups if not is_forward_only(group)],
         }
-        most = self._exchange_counts(works, {kind: len(found) for kind, found in kinds.items()})
-        passes = {kind: found + [[]] * (most[kind] - len(found)) for kind, found in kinds.items()}
+        most = self._exchange_counts(works, {kind: len(some) for kind, some in kinds.items()})
+        passes = {kind: some + [[]] * (most[kind] - len(some)) for kind, some in kinds.items()}
         self._score_references(passes["reference"])
         self._run(works, passes["forward"], has_gradient=False)
         self._run(works, passes["train"], has_gradient=True)
@@ -114,26 +108,26 @@ class Passes:
     def _prepare(
         self, operation: Pass, tenants: dict[str, Tenant]
     ) -> tuple[list[_Work], dict[str, TenantResult]]:
-        """The works that all ranks can compute, and why they cannot compute the others."""
-        found: list[tuple[str, _Work | str]] = []
+        """The works that all ranks can compute, and results with an error for the others."""
+        outcomes: list[tuple[str, _Work | str]] = []
         for number, work in enumerate(operation.works):
             try:
                 with boundary(DataError, "micro batches"):
-                    found.append((work.tenant, self._build(number, work, tenants)))
+                    outcomes.append((work.tenant, self._build(number, work, tenants)))
             except StrettoError as error:
-                found.append((work.tenant, str(error)))
-        own = [what if isinstance(what, str) else None for _, what in found]
-        of_ranks = self.mesh.gather(own, list[str | None])
+                outcomes.append((work.tenant, str(error)))
+        local_errors = [outcome if isinstance(outcome, str) else None for _, outcome in outcomes]
+        of_ranks = self.mesh.gather(local_errors, list[str | None])
         works: list[_Work] = []
         errors: dict[str, TenantResult] = {}
-        for number, (name, what) in enumerate(found):
+        for number, (name, outcome) in enumerate(outcomes):
             reasons = [each[number] for each in of_ranks if each[number] is not None]
             if reasons:
                 errors[name] = TenantResult(error=reasons[0])
-            elif isinstance(what, _Work):
-                for piece in what.pieces:
+            elif isinstance(outcome, _Work):
+                for piece in outcome.pieces:
                     piece.work = len(works)
-                works.append(what)
+                works.append(outcome)
         return works, errors
 
     def _build(self, number: int, work: TenantWork, tenants: dict[str, Tenant]) -> _Work:
@@ -143,15 +137,15 @@ class Passes:
             raise DataError(
                 "loss.reference_kl: the model that it compares with is what is trained here; remove it"
             )
-        found = _Work(work, tenant, loss, micro_batches=work.micro_batches)
+        checked = _Work(work, tenant, loss, micro_batches=work.micro_batches)
         vocab_size = self.policy.config.vocab_size
         targets = work.targets or [None] * len(work.micro_batches)
         for mb, target in zip(work.micro_batches, targets, strict=True):
             check_micro_batch(mb, target, vocab_size)
         if loss is not None and loss.reduction == "rollout":
-            found.micro_batches, found.num_rollouts = weigh_by_rollout(work.micro_batches)
+            checked.micro_batches, _ = weigh_by_rollout(work.micro_batches)
         with_samples = needs_samples(loss) if loss is not None else needs_sample_index(work.sum_loss)
-        for index, (mb, target) in enumerate(zip(found.micro_batches, targets)):
+        for index, (mb, target) in enumerate(zip(checked.micro_batches, targets)):
             inputs = build_pass_inputs(
                 mb,
                 vocab_size,
@@ -159,7 +153,6 @@ class Passes:
                 is_scored=_all_but_first(mb) if work.wants_logprobs else None,
                 share_prefixes=self._shares_prefixes,
                 with_samples=with_samples,
-                with_routes=self._with_routes,
                 vision=self._vision,
             )
             if inputs is None:
@@ -167,25 +160,26 @@ class Passes:
             if target is not None:
                 ids = torch.from_numpy(target[inputs.sources].astype(np.int64)).to(self.mesh.device)
                 inputs = replace(inputs, targets=ids)
-            found.pieces.append(Piece(number, index, mb, inputs))
-        return found
+            checked.pieces.append(Piece(number, index, mb, inputs))
+        return checked
 
     def _exchange_counts(self, works: Sequence[_Work], num_passes: dict[str, int]) -> dict[str, int]:
         """Set the denominators of works, where the hub gave none; the most passes of each kind on any rank."""
-        own = {f"max/{kind}": float(num) for kind, num in num_passes.items()}
-        for number, work in enumerate(works):
-            if work.loss is not None and work.work.counts is None:
-                counts = count_tokens(work.micro_batches, by_sample=work.loss.reduction != "token")
-                if work.loss.reduction == "rollout":
-                    counts = counts._replace(rl_samples=work.num_rollouts)
-                own |= {f"{number}/{name}": value for name, value in counts._asdict().items()}
-        sums = self.mesh.reduce(own)
-        for number, work in enumerate(works):
+        local_counts: list[dict[str, float]] = []
+        for work in works:
+            has_counts = work.loss is None or work.work.counts is not None
+            counts = (
+                {} if has_counts else counts_of_step(work.work.micro_batches, work.loss.reduction)._asdict()
+            )
+            local_counts.append(counts)
+        most = {f"max/{kind}": float(num) for kind, num in num_passes.items()}
+        *sums, most = self.mesh.reduce_each([*local_counts, most])
+        for work, counts in zip(works, sums):
             if work.work.counts is not None:
                 work.counts = TokenCounts(*work.work.counts)
-            elif work.loss is not None:
-                work.counts = TokenCounts(*(sums[f"{number}/{name}"] for name in TokenCounts._fields))
-        return {kind: int(sums[f"max/{kind}"]) for kind in num_passes}
+            elif counts:
+                work.counts = TokenCounts(**counts)
+        return {kind: int(most[f"max/{kind}"]) for kind in num_passes}
 
     def _groups(self, works: Sequence[_Work], max_tokens: int | None) -> Iterator[list[Piece]]:
         """The pieces of each forward pass, those of one tenant side by side."""
@@ -252,8 +246,8 @@ class Passes:
             for piece in group:
                 end = start + len(piece.inputs.targets)
                 # Not a slice of a single piece: it is computed as in a run with one tenant.
-                own = (logprobs, entropy) if len(group) == 1 else (logprobs[start:end], entropy[start:end])
-                loss = self._loss(works[piece.work], piece, *own)
+                scores = (logprobs, entropy) if len(group) == 1 else (logprobs[start:end], entropy[start:end])
+                loss = self._loss(works[piece.work], piece, *scores)
                 total, start = loss if total is None else total + loss, end
             if has_gradient:
                 total.backward()
@@ -278,20 +272,7 @@ class Passes:
         return loss
 
     def _forward(self, inputs: PassInputs, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        more: dict[str, Any] = {}
-        if inputs.routes is not None:
-            more["routing"] = Routing(replay=inputs.routes)
-        policy = self.policy
-        hidden = policy.hidden(inputs.token_ids, inputs.layout, inputs.rows, **more, **inputs.options)
-        return token_logprobs(
-            hidden.index_select(0, inputs.predictors),
-            policy.output_weight,
-            inputs.targets,
-            inputs.temperatures,
-            self._chunk,
-            entropy_grad=entropy_grad,
-            support=inputs.support,
-        )
+        return compute_logprobs(self.policy, inputs, self.mesh, self._model, entropy_grad=entropy_grad)
 
     def _idle_inputs(self) -> PassInputs:
         inputs = build_pass_inputs(IDLE_MICRO_BATCH, self.policy.config.vocab_size, self.mesh.device)
@@ -302,17 +283,7 @@ class Passes:
 
     def _results(self, works: Sequence[_Work]) -> dict[str, TenantResult]:
         """Metrics over all ranks, in one exchange."""
-        sums: dict[str, float] = {}
-        for number, work in enumerate(works):
-            own = work.sums.pop_sums(lambda found: found)
-            for name, value in own.items():
-                is_max = name.startswith("max/")
-                sums[f"{'max/' if is_max else ''}{number}/{name.removeprefix('max/')}"] = value
-        totals: list[dict[str, float]] = [{} for _ in works]
-        for name, value in self.mesh.reduce(sums).items():
-            prefix = "max/" if name.startswith("max/") else ""
-            number, _, rest = name.removeprefix("max/").partition("/")
-            totals[int(number)][prefix + rest] = value
+        totals = self.mesh.reduce_each([work.sums.pop_sums(lambda sums: sums) for work in works])
         results: dict[str, TenantResult] = {}
         for work, total in zip(works, totals):
             tenant = work.tenant
@@ -337,7 +308,7 @@ class Passes:
 def _ranges(
     tenants: Sequence[Tenant], group: Sequence[Piece]
 ) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
-    """Whose rows a pass has: names, inputs of each, rows of each in the last block."""
+    """The arguments of `Turn.set` for a group: names, inputs of each, rows of each in the last block."""
     names: list[str] = []
     rows: list[int] = []
     last: list[int] = []
@@ -360,8 +331,8 @@ def join_inputs(parts: Sequence[PassInputs]) -> PassInputs:
     for part in parts:
         layout, num_segments = part.layout, len(parents)
         bounds += [num_tokens + end for end in layout.cu_seqlens[1:]]
-        own = layout.parents or (-1,) * (len(layout.cu_seqlens) - 1)
-        parents += [-1 if parent < 0 else num_segments + parent for parent in own]
+        part_parents = layout.parents or (-1,) * (len(layout.cu_seqlens) - 1)
+        parents += [-1 if parent < 0 else num_segments + parent for parent in part_parents]
         rows.append(part.rows + num_tokens)
         predictors.append(part.predictors + num_rows)
         num_tokens, num_rows = num_tokens + len(part.token_ids), num_rows + len(part.rows)
@@ -375,22 +346,7 @@ def join_inputs(parts: Sequence[PassInputs]) -> PassInputs:
         predictors=torch.cat(predictors),
         targets=cat("targets"),
         temperatures=cat("temperatures"),
-        routes=_join_routes(parts),
         support=concat_supports([part.support for part in parts], [len(part.targets) for part in parts]),
-    )
-
-
-def _join_routes(parts: Sequence[PassInputs]) -> Tensor | None:
-    known = next((part.routes for part in parts if part.routes is not None), None)
-    if known is None:
-        return None
-    return torch.cat(
-        [
-            known.new_full((len(part.token_ids), *known.shape[1:]), NO_EXPERT[-1])
-            if part.routes is None
-            else part.routes
-            for part in parts
-        ]
     )
 
 

@@ -1,7 +1,7 @@
-"""One tenant: its adapter's weights, optimizer, schedule, gradients, and where their memory is.
+"""One tenant: its adapter's weights, optimizer, schedule and gradients, and the place of their memory.
 
-Weights have the names that they have in a run with [model.lora], and initial values, updates and saved state are those
-of such a run, so that a tenant can become one, and back. The backbone's layers find them as `Pair`s (layers.py).
+Names of weights, initial values, updates and saved state are those of a run with [model.lora], so that a tenant can
+become such a run, and back. The backbone's layers get the weights as `Pair`s (layers.py).
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Tenant:
         model: ModelSection,
         mesh: Mesh,
     ) -> None:
-        """sections: what the spec's plain data says, checked.
+        """sections: the spec as checked sections.
 
-        Raises: ConfigError when no layer has one of the names that it adapts.
+        Raises: ConfigError when no layer has one of the target_modules.
         """
         self.spec, self._mesh, self._layers = spec, mesh, layers
         self.lora, self._optim, self._scheduler = sections
         self.step, self.place = 0, "device"
-        self._schedule_start = 0  # of a run that began its schedule anew
+        self._schedule_start = 0  # the step after which the schedule began
         self.num_passes = 0
         """Passes with a gradient since the last step, over all ranks."""
         self.sums = StepSums()
@@ -76,7 +76,7 @@ class Tenant:
         self._random = _RandomState(spec.seed, mesh.device)
 
     def _trained_module(self, model: ModelSection) -> nn.Module:
-        """What has the weights that are trained."""
+        """The module whose parameters are trained."""
         module = _Weights()
         self._halves = self._build(module, hub.dtype_of(model.dtype, self._mesh.device))
         return module
@@ -87,7 +87,7 @@ class Tenant:
         return self.lora.alpha / self.lora.rank
 
     def _build(self, module: _Weights, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-        """Make the matrices with their first values, and put them beside the weights; by name of the weight."""
+        """Create the matrices of the adapter with their initial values; by name of the weight that they adapt."""
         generator = torch.Generator().manual_seed(self.spec.seed)
         halves: dict[str, tuple[Tensor, Tensor]] = {}
         make = lambda *shape: nn.Parameter(torch.empty(shape, dtype=dtype, device=self._mesh.device))
@@ -108,13 +108,13 @@ class Tenant:
                 module.add(path, f"{prefix}lora_B", b)
                 halves[f"{path}.{name}"] = (a, b)
         if not halves:
-            wanted = ", ".join(self.lora.target_modules)
-            raise ConfigError(f"target_modules = {wanted}: this model has no layer of these names")
+            targets = ", ".join(self.lora.target_modules)
+            raise ConfigError(f"target_modules = {targets}: this model has no layer of these names")
         return halves
 
     def attach(self) -> None:
-        """Let the backbone's layers find the adapter."""
-        scaling, dropout = self.lora.alpha / self.lora.rank, self.lora.dropout
+        """Add the adapter to the backbone's layers."""
+        scaling, dropout = self.scaling, self.lora.dropout
         for weight, (a, b) in self._halves.items():
             path, _, name = weight.rpartition(".")
             layer, pair = self._layers.by_path[path], Pair(a, b, scaling, dropout)
@@ -124,7 +124,7 @@ class Tenant:
                 layer.pairs.setdefault(self.spec.name, {})[name] = pair
 
     def remove(self) -> None:
-        """Forget the adapter, and delete the file that it waits in."""
+        """Remove the adapter from the layers, and delete the file that it is kept in."""
         for layer in self._layers.by_path.values():
             layer.pairs.pop(self.spec.name, None)
         if self._file is not None:
@@ -142,11 +142,11 @@ class Tenant:
     def update(self, adam: AdamSettings | None) -> dict[str, float]:
         """End the step: sum the gradient over ranks, clip it, update the weights. All ranks must call it.
 
-        Raises: DataError when there is no gradient, or its settings are of another optimizer; EngineError when it is
-        not finite: it is then dropped, and weights and steps stay.
+        Raises: DataError when there is no gradient, or `adam` is given for another optimizer; EngineError when the
+        gradient is not finite: it is then dropped, and weights and steps stay.
         """
         if not self.num_passes:
-            raise DataError("there is no gradient: no pass with a loss came since the last step")
+            raise DataError("there is no gradient: there was no pass with a loss since the last step")
         max_norm = self._optim.max_norm if adam is None else adam.max_norm
         lr = self._configure(adam)
         self._sum_over_ranks()
@@ -163,11 +163,11 @@ class Tenant:
         self.step, self.num_passes = self.step + 1, 0
         self._random.keep()
         self.sums.add({"max/updates": 1.0})
-        metrics = self.sums.pop_means(lambda sums: sums)  # they are over all ranks already
+        metrics = self.sums.pop_means(lambda sums: sums)  # these are sums over all ranks already
         return metrics | {"optim/lr": lr, "optim/grad_norm": norm, "step": float(self.step)}
 
     def _configure(self, adam: AdamSettings | None) -> float:
-        """Set the optimizer up for the next step; its learning rate."""
+        """Configure the optimizer for the next step; the learning rate."""
         lr = self.next_lr if adam is None else adam.lr
         settings: dict[str, Any] = {"lr": lr}
         if adam is not None:
@@ -200,41 +200,39 @@ class Tenant:
             offset += size
 
     def drop_gradients(self) -> None:
-        """Forget the gradients since the last step, and that their passes have drawn random numbers."""
+        """Drop the gradients since the last step, and take back the random numbers that their passes have drawn."""
         self.weights.zero_grad()
         self.num_passes, self.sums = 0, StepSums()
         self._random.rewind()
 
     @contextmanager
     def random_numbers(self, *, has_gradient: bool) -> Iterator[None]:
-        """Dropout within draws from this tenant's own random numbers; without a gradient they stay as they are."""
+        """A context in which dropout draws from the tenant's random numbers; they advance only with a gradient."""
         if not self.lora.dropout:
             yield
             return
         with self._random.used(is_kept=has_gradient):
             yield
 
-    @torch.no_grad()
     def check_finite(self) -> None:
         """Raises: EngineError when a weight is NaN or infinite."""
-        for name, part in zip(self.weights.names, self.weights.parameters):
-            if part.numel() and not torch.isfinite(torch.stack(torch.aminmax(part))).all():
-                raise EngineError(f"weights of step {self.step} are not finite ({name}); they are not saved")
+        if (name := self.weights.find_not_finite()) is not None:
+            raise EngineError(f"weights of step {self.step} are not finite ({name}); they are not saved")
 
     # -- state --
 
     def adapter(self, policy: nn.Module) -> Adapter:
         """The current weights, by PEFT's names."""
         pairs = {peft_name(policy, name): (a.detach(), b.detach()) for name, (a, b) in self._halves.items()}
-        return Adapter(pairs, self.lora.rank, self.lora.alpha / self.lora.rank)
+        return Adapter(pairs, self.lora.rank, self.scaling)
 
     def state(self, progress: dict[str, Any], *, with_optimizer: bool) -> LearnerState:
-        """What the next step depends on, named as in a run's checkpoint; and the caller's progress.
+        """Everything that the next step depends on, named as in a run's checkpoint; and the caller's progress.
 
-        Gradients are not part of it: random numbers are those before the passes since the last step, which draw them
-        again when they are computed anew.
+        Gradients are not part of it. Random numbers are those before the passes since the last step, so that these draw
+        the same ones when they are computed again.
         """
-        slices = self._weight_slices()
+        slices = add_prefix("model", self.weights.slices())
         if with_optimizer:
             slices |= add_prefix("optim", optimizer_slices(self.optimizer, self.weights))
             slices |= self._random.slices()
@@ -250,55 +248,51 @@ class Tenant:
 
     @torch.no_grad()
     def read_state(self, source: StateSource, *, with_optimizer: bool) -> Callable[[], None]:
-        """Read what `state` returned, or the state of a run with [model.lora]; the function that puts it in place.
+        """Read what `state` returned, or the state of a run with [model.lora]; a function that applies it.
 
-        Without the optimizer's, optimizer and steps stay as they are.
+        with_optimizer: False leaves optimizer and steps as they are.
 
-        Raises: DataError when it is another model's, adapter's or optimizer's.
+        Raises: DataError when it belongs to another model, adapter or optimizer.
         """
         values, saved, scaling = source.values, source.tensors, self.scaling
         if scaling is not None and (theirs := values.get("adapter_scaling")) not in (None, scaling):
             raise DataError(f"an adapter with alpha / rank = {theirs:g}, but this one has {scaling:g}")
         if with_optimizer and values["optim"] is None:
-            raise DataError("saved without optimizer state; load it without, too")
+            raise DataError("it was saved without optimizer state; load it without optimizer state, too")
         if with_optimizer and values["optim"] != self._optim.type:
             raise DataError(
                 f"state of optimizer {values['optim']!r}, but this tenant has {self._optim.type!r}"
             )
         check_same_model(self.weights.shapes(), select_prefix("model", saved))
-        own = self._weight_slices()
-        read = {name: TensorSlice.whole(torch.empty_like(part.tensor)) for name, part in own.items()}
+        weights = add_prefix("model", self.weights.slices())
+        buffers = {name: TensorSlice.whole(torch.empty_like(part.tensor)) for name, part in weights.items()}
         more: dict[str, TensorSlice] = {}
         optimizer, random = self.optimizer, self._random
         if with_optimizer:
             optimizer = build_optimizer(self.weights, self._optim)
-            found = select_prefix("optim", saved)
-            more = add_prefix("optim", allocate_optimizer_slices(optimizer, self.weights, found))
+            saved_state = select_prefix("optim", saved)
+            more = add_prefix("optim", allocate_optimizer_slices(optimizer, self.weights, saved_state))
             random = _RandomState(self.spec.seed, self._mesh.device)
             more |= {name: part for name, part in random.slices().items() if name in saved}
-        source.read(read | more)
+        source.read(buffers | more)
 
-        def put_in_place() -> None:
+        def apply() -> None:
             with torch.no_grad():
-                for name, part in own.items():
-                    part.tensor.copy_(read[name].tensor)
+                for name, part in weights.items():
+                    part.tensor.copy_(buffers[name].tensor)
             self.optimizer, self._random = optimizer, random
             if with_optimizer:
                 self.step, self._schedule_start = values["step"], values.get("schedule_start", 0)
             self.drop_gradients()
             self.weights.copy_to_model()
 
-        return put_in_place
-
-    def _weight_slices(self) -> dict[str, TensorSlice]:
-        named = zip(self.weights.names, self.weights.parameters)
-        return add_prefix("model", {name: TensorSlice.whole(p.detach()) for name, p in named})
+        return apply
 
     # -- memory --
 
     @torch.no_grad()
     def move(self, place: Place, folder: Path | None = None) -> None:
-        """Put weights, gradients and optimizer state elsewhere, or back; folder: of the file if on the disk."""
+        """Move weights, gradients and optimizer state to a place; folder: for the file if the place is the disk."""
         if place == self.place:
             return
         tensors = self._tensors() if self._file is None else load_file(self._file)
@@ -317,17 +311,17 @@ class Tenant:
         self.place = place
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Every tensor whose memory can be elsewhere, by a name of its own."""
-        found = {}
+        """Every tensor that `move` moves, by a unique name."""
+        tensors = {}
         for kind, name, parameter in self._parameters():
-            found[f"{kind}.{name}"] = parameter.data
+            tensors[f"{kind}.{name}"] = parameter.data
             if parameter.grad is not None:
-                found[f"grad.{kind}.{name}"] = parameter.grad
+                tensors[f"grad.{kind}.{name}"] = parameter.grad
         for name, parameter in zip(self.weights.names, self.weights.parameters):
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.dim():
-                    found[f"optim.{key}.{name}"] = value
-        return found
+                    tensors[f"optim.{key}.{name}"] = value
+        return tensors
 
     def _put(self, tensors: dict[str, Tensor]) -> None:
         """The inverse of `_tensors`."""
@@ -350,16 +344,16 @@ class Tenant:
                 yield kind, name, parameter
 
     def memory(self) -> TenantMemory:
-        """What it takes."""
-        own = [p for _, _, p in self._parameters()]
-        own += [p.grad for p in own if p.grad is not None]
+        """The memory that the tenant uses."""
+        tensors = [p for _, _, p in self._parameters()]
+        tensors += [p.grad for p in tensors if p.grad is not None]
         state = [v for values in self.optimizer.state.values() for v in values.values()]
         return TenantMemory(
             step=self.step,
             rank=self.spec.rank,
             parameters=self.num_parameters,
             place=self.place,
-            adapter_bytes=sum(t.numel() * t.itemsize for t in own),
+            adapter_bytes=sum(t.numel() * t.itemsize for t in tensors),
             optimizer_bytes=sum(t.numel() * t.itemsize for t in state if isinstance(t, Tensor)),
         )
 
@@ -367,7 +361,7 @@ class Tenant:
 class _Weights(nn.Module):
     """An adapter's matrices as a tree of modules, named as in a policy with adapters."""
 
-    output_weight = None  # an adapter has none of the head; optimizers ask
+    output_weight = None  # Muon looks for it: an adapter has none
 
     def add(self, path: str, name: str, parameter: nn.Parameter) -> None:
         """Add the parameter `path.name`."""
@@ -385,7 +379,7 @@ class _RandomState:
     def __init__(self, seed: int, device: torch.device) -> None:
         self._device = device
         self._before: tuple[Tensor, Tensor | None] | None = None
-        """The state before the first pass with a gradient since the last step; None: there was none."""
+        """The state before the first pass with a gradient since the last step; None without such a pass."""
         self._cpu = torch.Generator().manual_seed(seed).get_state()
         self._cuda: Tensor | None = None
         if device.type == "cuda":
@@ -393,7 +387,7 @@ class _RandomState:
 
     @contextmanager
     def used(self, *, is_kept: bool) -> Iterator[None]:
-        """torch draws from these numbers within, and from its own afterwards; is_kept: they go on there next time."""
+        """A context in which torch draws from these numbers; is_kept: the next context continues after it."""
         if is_kept and self._before is None:
             self._before = (self._cpu, self._cuda)
         devices = [self._device] if self._cuda is not None else []
@@ -407,18 +401,18 @@ class _RandomState:
                 self._cuda = None if self._cuda is None else torch.cuda.get_rng_state(self._device)
 
     def keep(self) -> None:
-        """The passes so far have become a step."""
+        """Make the draws of the passes since the last step final."""
         self._before = None
 
     def rewind(self) -> None:
-        """The passes since the last step have never been."""
+        """Undo the draws of the passes since the last step."""
         self._cpu, self._cuda = self._before or (self._cpu, self._cuda)
         self._before = None
 
     def slices(self) -> dict[str, TensorSlice]:
-        """The state before the passes since the last step, by the names of a learner's."""
+        """The state before the passes since the last step, named as in a learner's state."""
         cpu, cuda = self._before or (self._cpu, self._cuda)
-        found = {"rng.cpu": TensorSlice.whole(cpu)}
+        slices = {"rng.cpu": TensorSlice.whole(cpu)}
         if cuda is not None:
-            found["rng.cuda"] = TensorSlice.whole(cuda)
-        return found
+            slices["rng.cuda"] = TensorSlice.whole(cuda)
+        return slices

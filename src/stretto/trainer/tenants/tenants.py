@@ -1,14 +1,13 @@
 """One frozen backbone and its tenants on one rank: executes the operations of records/tenants.py.
 
-Every rank has the same tenants and executes the same operations in the same order, so that what one decides (which
-tenant's memory is put away, whether a gradient is finite) all decide alike; what only one rank can see, such as a file
-that cannot be read, is exchanged before anything changes.
+Every rank has the same tenants and executes the same operations in the same order, so that all ranks decide alike
+(which tenant's memory is put away, whether a gradient is finite). What one rank alone can see, such as a file that
+cannot be read, is exchanged before anything changes.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ import torch
 from torch import nn
 
 from stretto.base.errors import ConfigError, DataError, StrettoError, boundary
-from stretto.base.files import put_in_place
 from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.models import hub
 from stretto.models.lora import save_adapter
@@ -47,8 +45,9 @@ from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.parallel.precision import apply_fp8
 from stretto.trainer.parallel.shard import ShardedWeights, local_tensor, parallelise
 from stretto.trainer.state.checkpoint import SCHEMA, SavedState, write_directory
+from stretto.trainer.state.export import new_directory
 from stretto.trainer.tenants.checks import read_spec
-from stretto.trainer.tenants.full import FullTenant, OwnWeights
+from stretto.trainer.tenants.full import BaseWeights, FullTenant
 from stretto.trainer.tenants.layers import AdaptableLayers, Turn, prepare_layers
 from stretto.trainer.tenants.passes import Passes
 from stretto.trainer.tenants.tenant import Place, Tenant
@@ -74,24 +73,22 @@ class Tenants:
         max_rank: int | None = None,
         max_resident: int | None = None,
         swap_folder: Path | None = None,
-        with_routes: bool = False,
         trains_all: bool = False,
         tokenizer_dir: Path | None = None,
     ) -> None:
-        """model: as `service_model` returns it. max_rank: largest of an adapter.
+        """model: as `service_model` returns it. max_rank: the largest rank of an adapter.
 
-        max_resident: tenants whose tensors are on the device at a time; None: all. swap_folder: where others wait if
-        the device is the CPU; with a GPU they wait in host memory. with_routes: replay the engine's choices of experts.
-        trains_all: there is one tenant at a time, and it trains the backbone itself, on one rank. tokenizer_dir: what
-        is exported then has this tokenizer.
+        max_resident: the most tenants whose tensors are on the device; None: all. swap_folder: where the others are
+        kept if the device is the CPU; with a GPU they are kept in host memory. trains_all: there is one tenant at a
+        time, which trains the backbone itself, on one rank. tokenizer_dir: with trains_all, exports get this tokenizer.
         """
         self.policy, self.model = policy, model
         self.mesh = mesh or Mesh.single_rank(policy.output_weight.device)
         apply_fp8(policy, model)
-        self._own, self._tokenizer_dir = None, tokenizer_dir
+        self._base, self._tokenizer_dir = None, tokenizer_dir
         if trains_all:
             assert self.mesh.world_size == 1, "checked with the config"
-            self._own, self._layers = OwnWeights(policy, model), AdaptableLayers(Turn())
+            self._base, self._layers = BaseWeights(policy, model), AdaptableLayers(Turn())
             prepare_blocks(policy, model)
         else:
             self._layers = prepare_layers(policy)
@@ -101,14 +98,7 @@ class Tenants:
         if self.mesh.world_size > 1:
             self._shards = parallelise(policy, self.mesh, model)
         reshard = (lambda: None) if self._shards is None else self._shards.reshard
-        self._passes = Passes(
-            policy,
-            self._layers.turn,
-            self.mesh,
-            chunk=model.fused_lm_head_token_chunk_size,
-            with_routes=with_routes,
-            reshard=reshard,
-        )
+        self._passes = Passes(policy, self._layers.turn, self.mesh, model, reshard)
         self._max_rank, self._max_resident = max_rank, max_resident
         self._swap_folder = swap_folder
         # The least recently used come first.
@@ -173,7 +163,7 @@ class Tenants:
                 return self._load(tenant, operation.path, with_optimizer=operation.with_optimizer)
             case ExportAdapter():
                 return self._export(tenant, Path(operation.directory))
-        raise AssertionError(f"no operation of a tenant: {operation}")
+        raise AssertionError(f"not an operation of a tenant: {operation}")
 
     def _pass(self, operation: Pass) -> dict[str, TenantResult]:
         unknown = {
@@ -212,7 +202,7 @@ class Tenants:
     def _build(self, spec: TenantSpec) -> Tenant:
         """Raises: ConfigError for a tenant that this backbone does not take."""
         rest = (self._layers, self.model, self.mesh)
-        if self._own is None:
+        if self._base is None:
             if spec.rank == 0:
                 raise ConfigError(
                     "rank = 0: this service trains adapters; service.full_finetuning trains all"
@@ -222,7 +212,7 @@ class Tenants:
             raise ConfigError(f"rank = {spec.rank}: this service trains all weights, and has no adapters")
         if self._tenants:
             raise ConfigError(f"all weights are those of {next(iter(self._tenants))}; remove it first")
-        return FullTenant(spec, read_spec(spec, None), self._own, *rest)
+        return FullTenant(spec, read_spec(spec, None), self._base, *rest)
 
     def _remove(self, name: str) -> TenantResult:
         if (tenant := self._tenants.pop(name, None)) is not None:
@@ -257,26 +247,22 @@ class Tenants:
             tenant.check_finite()
             if not self.mesh.is_lead:
                 return
-            if self._own is not None:
+            if self._base is not None:
                 self.export_model(directory, tenant.step)
                 return
-            part = directory.with_name(f"{directory.name}.part")
-            shutil.rmtree(part, ignore_errors=True)
             base = None if self.model.scratch is not None else self.model.name
-            save_adapter(tenant.adapter(self.policy), part, tenant.lora, base)
-            put_in_place(part, directory, is_durable=True)
+            with new_directory(directory, Mesh.single_rank(self.mesh.device)) as part:
+                save_adapter(tenant.adapter(self.policy), part, tenant.lora, base)
 
         self._agree(export)
         return TenantResult(metrics={"step": float(tenant.step)})
 
     def export_model(self, directory: Path, step: int = 0) -> None:
         """Write the backbone's weights as a Hugging Face directory that engines can load as a version."""
-        part = directory.with_name(f"{directory.name}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        hub.save_hf(self.policy, part, self._tokenizer_dir)
-        manifest = describe_files(part, version=step, location=directory)
-        (part / MANIFEST).write_bytes(msgspec.json.encode(manifest))
-        put_in_place(part, directory, is_durable=True)
+        with new_directory(directory, self.mesh) as part:
+            hub.save_hf(self.policy, part, self._tokenizer_dir)
+            manifest = describe_files(part, version=step, location=directory)
+            (part / MANIFEST).write_bytes(msgspec.json.encode(manifest))
 
     def _agree(self, function: Callable[[], T]) -> T:
         """The function's result, if no rank has an error.
@@ -296,7 +282,7 @@ class Tenants:
     # -- memory --
 
     def _bring_back(self, names: Sequence[str] | dict[str, None]) -> None:
-        """Have these tenants on the device, and put away those that were used least recently, if there are too many."""
+        """Move these tenants to the device, and the least recently used ones away if there are too many."""
         for name in names:
             tenant = self._tenants[name] = self._tenants.pop(name)
             self._move(tenant, "device")
@@ -311,7 +297,7 @@ class Tenants:
         if tenant.place == place:
             return
         if place == "disk" and self._swap_folder is None:
-            raise DataError("the trainer has no folder for tenants that wait on the disk")
+            raise DataError("the trainer has no folder for tenants that are kept on the disk")
         start = time.perf_counter()
         is_out = place != "device"
         tenant.move(place, self._swap_folder)
@@ -358,7 +344,7 @@ def _size(tenant: Tenant) -> dict[str, float]:
 
 
 def _resident_bytes() -> int:
-    """Memory of this process that is not swapped out; 0 where the system does not say."""
+    """Memory of this process that is not swapped out; 0 if the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError):

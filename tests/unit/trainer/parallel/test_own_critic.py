@@ -17,7 +17,7 @@ from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import AdamWOptim, CkptSection, CriticPlacement, CriticSection
 from stretto.trainer import critic_wire
 from stretto.trainer.critic import Critic, with_value_head
-from stretto.trainer.critic_ranks import CriticLearner, CriticProcess
+from stretto.trainer.critic_ranks import CriticProcess
 from stretto.trainer.critic_wire import RemoteCritic, Roles, open_wire
 from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.state import checkpoint
@@ -57,7 +57,7 @@ class OtherThread(threading.Thread):
         self.cfg, self.error = cfg, None
         self.critic = build_critic(cfg.critic)
         self.process = CriticProcess(cfg, self.critic, cfg.output_dir)
-        self.process.learner.step = step
+        self.process.critic.step = step
         self.start()
 
     def run(self) -> None:
@@ -89,10 +89,10 @@ def test_its_weights_and_the_policys_are_those_of_a_critic_on_shared_ranks(chang
         expected, found = by_shared.train(rotated(docs, by)), by_own.train(rotated(docs, by))
         waits = {name: found.pop(name) for name in ("time/wait_for_values", "time/wait_for_critic")}
         assert found == expected and all(wait >= 0 for wait in waits.values())
-    remote.save(3)
+    remote.command("save")
     remote.flush()
     assert remote.saved == {3}
-    remote.end()
+    remote.command("end")
     other.join(30)
     assert other.error is None and not other.is_alive()
     for ours, theirs in ((learner.policy, shared.policy), (other.critic.module, shared.critic.module)):
@@ -124,7 +124,7 @@ def test_tokens_that_a_users_function_masks_are_not_the_critics_either(tmp_path,
         batch = rotated(scored(), by)
         expected, found = Updates(shared, cfg).train(batch), Updates(learner, cfg, remote).train(batch)
         assert {name: found[name] for name in expected} == expected
-    remote.end()
+    remote.command("end")
     other.join(30)
     assert other.error is None
     for one, two in zip(tensors(other.critic.module), tensors(shared.critic.module)):
@@ -138,10 +138,10 @@ def _check_either_placement_loads(cfg, shared):
     assert all(map(torch.equal, tensors(here.critic.module), tensors(shared.critic.module)))
     of_shared = RunDir(cfg.output_dir / "shared")
     checkpoint.Saver(of_shared, is_async=False, on_written=lambda step: None).save(shared)
-    alone = CriticLearner(build_critic(cfg.critic))
+    alone = build_critic(cfg.critic)
     checkpoint.load(of_shared, alone, 3)
     assert alone.step == 3
-    assert all(map(torch.equal, tensors(alone.critic.module), tensors(shared.critic.module)))
+    assert all(map(torch.equal, tensors(alone.module), tensors(shared.critic.module)))
     checkpoint.load(of_shared, build_learner(loss=PpoLoss(), has_critic_elsewhere=True), 3)
     with pytest.raises(DataError, match=r"there is no \[trainer.critic\]"):
         checkpoint.load(cfg.run_dir, build_learner(loss=PpoLoss()), 3)
@@ -152,7 +152,7 @@ def test_a_role_that_ends_is_named_to_the_other(tmp_path):
     other = OtherThread(cfg)
     wire = open_wire(cfg, MESH, is_critic=False, timeout_s=30)
     RemoteCritic(wire, MESH, cfg.critic).wait_ready(0)
-    wire.close()
+    wire._group.shutdown()
     del wire
     other.join(30)
     assert isinstance(other.error, EngineError) and f"trainer {ENDED_FIRST}" in str(other.error)
@@ -168,7 +168,7 @@ def test_roles_that_continue_from_different_steps_are_refused(tmp_path):
 
 def test_a_critic_that_does_not_come_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(critic_wire, "JOIN_TIMEOUT_S", 0.2)
-    with pytest.raises(Exception, match=r"critic did not come to 127\.0\.0\.1"):
+    with pytest.raises(Exception, match=r"critic did not connect to 127\.0\.0\.1"):
         open_wire(config(tmp_path), MESH, is_critic=False, timeout_s=1)
 
 

@@ -1,0 +1,79 @@
+"""What a forward pass computes for the trained tokens of a micro batch, on any mesh: log-probabilities, or values.
+
+Policy, reference, critic and the tenants of a service are all scored here. If the axis cp splits the tokens of a row,
+each rank scores its own tokens (parallel/context.py), and all of them get the scores of all tokens: losses over whole
+samples work unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from stretto.config.sections.model import ModelSection
+from stretto.models.lm_head import head_logits, token_logprobs
+from stretto.models.moe import Routing
+from stretto.trainer.batch.pass_inputs import PassInputs
+from stretto.trainer.parallel import context
+from stretto.trainer.parallel.collectives import all_gather_at
+from stretto.trainer.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+def compute_logprobs(
+    policy: nn.Module,
+    inputs: PassInputs,
+    mesh: Mesh,
+    model: ModelSection,
+    *,
+    routing: Routing | None = None,
+    entropy_grad: bool = False,
+    logits: list[Float[Tensor, "trained vocab"]] | None = None,
+) -> tuple[Float[Tensor, " trained"], Float[Tensor, " trained"]]:
+    """Log-probability and entropy of every trained token.
+
+    routing: replays expert choices, and collects the expert loads of this rank's tokens. logits: a list to which the
+    float32 logits of the trained tokens are appended.
+    """
+    hidden, places = _hidden_states(policy, inputs, mesh, model, routing)
+    weight, targets, temperatures = policy.output_weight, inputs.targets, inputs.temperatures
+    support = inputs.support
+    if places is not None:
+        local = places[mesh.cp_rank]
+        targets, temperatures = targets[local], temperatures[local]
+        support = None if support is None else support.at(local.cpu().numpy())
+    chunk = model.fused_lm_head_token_chunk_size
+    scores = token_logprobs(
+        hidden, weight, targets, temperatures, chunk, entropy_grad=entropy_grad, support=support
+    )
+    if logits is not None:
+        logits.append(_gather(head_logits(hidden, weight), places, mesh))
+    logprobs, entropy = scores
+    return _gather(logprobs, places, mesh), _gather(entropy, places, mesh)
+
+
+def compute_values(
+    critic: nn.Module, inputs: PassInputs, mesh: Mesh, model: ModelSection
+) -> Float[Tensor, " trained"]:
+    """The critic's value before every trained token."""
+    hidden, places = _hidden_states(critic, inputs, mesh, model, None)
+    return _gather(head_logits(hidden, critic.output_weight).squeeze(1), places, mesh)
+
+
+def _hidden_states(
+    policy: nn.Module, inputs: PassInputs, mesh: Mesh, model: ModelSection, routing: Routing | None
+) -> tuple[Tensor, list[Tensor] | None]:
+    """Hidden states before the trained tokens of this rank, and which tokens each rank has; None: it has all."""
+    if mesh.degrees.cp > 1:
+        return context.hidden_states(policy, inputs, mesh, model.cp_style, routing)
+    more: dict[str, Any] = {} if routing is None else {"routing": routing}
+    hidden = policy.hidden(inputs.token_ids, inputs.layout, inputs.rows, **more, **inputs.options)
+    return hidden.index_select(0, inputs.predictors), None
+
+
+def _gather(scores: Tensor, places: list[Tensor] | None, mesh: Mesh) -> Tensor:
+    """The scores of all trained tokens, on every rank of cp."""
+    return scores if places is None else all_gather_at(scores, places, mesh.cp_rank, mesh.cp_group)
