@@ -4,7 +4,7 @@
     later: the child writes RUN/evals/version_N/results.json
     at the end: write RUN/evals/END, and wait for the remaining results
 
-The process is orchestrator/eval/follow.py; it is started and stopped here, and stops with this process in any case.
+The child runs orchestrator/eval/follow.py; it is started and stopped here, and always ends with this process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STOP_S = 5.0
 
 
 class OnlineEvals:
-    """The evals of one run. All ranks call `evaluate`; the lead has the process."""
+    """The evals of one run. All ranks call `evaluate`; the lead starts the child process."""
 
     def __init__(self, cfg: SFTConfig, learner: Learner, tokenizer_dir: Path, max_steps: int) -> None:
         assert cfg.eval is not None
@@ -41,7 +41,7 @@ class OnlineEvals:
         if cfg.model.scratch is not None:  # an engine starts from a directory
             model = str(self._run.eval_model)
             export_model(learner.network.weights, self._run.eval_model, tokenizer_dir)
-        # Versions wait here until they are evaluated, however many they are.
+        # Versions are kept here until they are evaluated, without a limit.
         self._publisher = FilesystemPublisher(self._run.broadcasts, keep_versions=1, ranks=learner.mesh)
         if not is_lead_process():
             return
@@ -103,9 +103,7 @@ class OnlineEvals:
         if not is_lead_process():
             return
         self._release()
-        logger.info(
-            "step %d: weights handed over to be evaluated in %.2fs", step, time.perf_counter() - start
-        )
+        logger.info("step %d: published weights to be evaluated in %.2fs", step, time.perf_counter() - start)
 
     def wait_for_results(self) -> dict[int, dict[str, float]]:
         """Wait for the remaining results; mean rewards by version and "environment/mode".
@@ -129,7 +127,7 @@ class OnlineEvals:
         return read_results(self._run.evals)
 
     def close(self) -> None:
-        """Stop the process, whether it is done or not."""
+        """Stop the process, even if it is not done."""
         if is_lead_process():
             self._child.signal_group(signal.SIGTERM)
             deadline = time.monotonic() + STOP_S

@@ -99,7 +99,7 @@ class Trainer:
         self.is_lead, self.dp_rank, self.dp = mesh.is_lead, mesh.dp_rank, mesh.degrees.dp
         self.layout = find_engine_layout(cfg)
         self.resumed_step = resume(cfg, self.learner)
-        if self.is_lead:  # before the first step: the others begin it when all have published
+        if self.is_lead:  # before the first step, which ranks begin when all have published
             delete_after(self.run_dir.trained_tokens, self.learner.step)
         self.is_batch_lead = mesh.is_batch_lead
         if self.is_batch_lead:
@@ -177,7 +177,7 @@ class Trainer:
         self.wait_s = -time.perf_counter()
         step = self.learner.step + 1
         batch = self.orchestrator.receive(step, self.should_stop) if self.is_lead else None
-        # A signal may reach any rank: a preemption can take one machine of several.
+        # A signal may reach any rank: one machine of several can be preempted.
         ranks = self.mesh.gather((batch is not None, self.interrupt.is_set), tuple[bool, bool])
         lead_has_batch = ranks[0][0]
         if not lead_has_batch or any(is_interrupted for _, is_interrupted in ranks):
@@ -225,7 +225,7 @@ class Trainer:
         )
 
     def publish(self) -> VersionReady | None:
-        """Publish the current weights; what the lead announces. The version is the number of steps done."""
+        """Publish the current weights as the version after the current step; on the lead, its announcement."""
         start = time.perf_counter()
         loaded_version, wants_canary = -1, True
         if self.is_lead:
@@ -237,7 +237,7 @@ class Trainer:
         if self.layout is not None:
             tensors = to_8_bits(tensors, self.layout)
         manifest = self.publisher.publish(self.learner.step, tensors)
-        if self.is_lead:  # engines hear of the version afterwards
+        if self.is_lead:  # engines load the version afterwards
             self.hooks.call("post_write", manifest.location, [])
         canary = self.canary(is_wanted=wants_canary)
         self.num_published += 1
@@ -250,7 +250,7 @@ class Trainer:
         return VersionReady(manifest=manifest)
 
     def announce(self, ready: VersionReady | None) -> None:
-        """Tell the orchestrator of the published version; with [colocate] all ranks put their memory away first."""
+        """Send the orchestrator the published version; with [colocate] all ranks put their memory away first."""
         self.memory.put_away()
         if self.is_colocated:
             self.mesh.barrier()
@@ -321,7 +321,7 @@ class Trainer:
         self.orchestrator.poll()
 
     def release(self, loaded_version: int) -> None:
-        """Free what was kept of versions that no engine loads any more."""
+        """Free versions that no engine loads any more."""
         self.publisher.release(loaded_version - 1)
 
     def prune(self, complete_step: int) -> None:
@@ -336,7 +336,7 @@ class Trainer:
     # -- the end --
 
     def end_run(self) -> None:
-        """Save unless Stop says not to; return once no other process needs this one."""
+        """Save unless Stop forbids it; return once no other process needs this one."""
         step = self.learner.step
         stop = self.orchestrator.stop if self.is_lead else None
         should_save = stop is None or stop.save

@@ -1,6 +1,6 @@
-"""The images of a micro batch: which token shows which part of which image, and what of them a pass needs.
+"""The images of a micro batch: which part of which image each token shows, and what a pass needs.
 
-Images with equal hashes are one image: a group's samples show that of their prompt, and it is encoded once per pass.
+Images with equal hashes are one image: the samples of a group share that of their prompt, and a pass encodes it once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RowImages:
         grids = _grids(mb.images)
         self.identity = np.full(len(mb.token_ids), -1)
         """Number of the image that a token shows, -1 for text."""
-        self._offset = np.zeros(len(mb.token_ids), np.int64)  # which of its merged patches
+        self._offset = np.zeros(len(mb.token_ids), np.int64)  # index of the merged patch that a token shows
         for image, start in zip(
             mb.images, find_images(self.is_image, grids, shape.merge_size).tolist(), strict=True
         ):

@@ -88,12 +88,12 @@ def build_pass_inputs(
 ) -> PassInputs | None:
     """The forward pass for a micro batch's trained tokens (or `is_scored`); None without any.
 
-    with_samples: also say which tokens belong to one sample. with_routes: include the expert choices; prompts are then
+    with_samples: include which tokens belong to one sample. with_routes: include the expert choices; prompts are then
     shared only if these are equal too. vision: the model's tower. with_unused_image: if the row has no image, encode
-    one that no token shows, because other ranks encode theirs.
+    one that no token shows, because other ranks encode images in this pass.
 
     Raises: DataError for a token outside the vocabulary, a trained token at the start of a document or in an image, or
-    images that the model does not take.
+    images of another model.
     """
     weights = ComponentWeights.of(mb)
     is_target = weights.is_trained if is_scored is None else is_scored
@@ -145,7 +145,7 @@ def _build_streams(
     *,
     with_samples: bool,
 ) -> TokenStreams:
-    """What the loss needs of these tokens, each of which is in one of `documents`."""
+    """The streams that the loss needs of these tokens; documents: the index of each token's document."""
 
     def pick(stream: np.ndarray | None, dtype: type = np.float32) -> Tensor | None:
         return None if stream is None else _to_device(stream[tokens], device, dtype)

@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts in training, and the indexers of attention to chosen keys.
+"""Routers of mixtures of experts in training, and indexers of attention to chosen keys.
 
 Routers: replay, statistics, balancing, freezing. Indexers: the factor of their loss, and its mean.
 
@@ -38,7 +38,7 @@ class Routers:
         )
         self._loads: Tensor | None = None
         self._confidence: Tensor | None = None
-        self._index_sums = [0.0, 0.0]  # loss, and the tokens and layers that it is a sum over
+        self._index_sums = [0.0, 0.0]  # the sum of losses, and the number of pairs of token and layer in it
         self.index_loss_scale: float | None = None
         """Factor on the loss of the indexers in the next passes; None if they are frozen."""
 
@@ -46,7 +46,7 @@ class Routers:
         """The Routing of one forward pass, which replays the expert choices in the inputs, if any."""
         scale = self.index_loss_scale
         if scale is not None and not is_measured:
-            scale = 0.0  # other ranks have gradients for these weights, so every rank needs some
+            scale = 0.0  # other ranks have gradients for these weights, so that this one needs them, too
         return Routing(replay=inputs.routes, is_measuring=is_measured, index_loss_scale=scale)
 
     def add(self, routing: Routing) -> None:

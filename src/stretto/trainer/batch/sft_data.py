@@ -1,6 +1,6 @@
 """Examples for supervised fine-tuning: read, rendered to tokens, drawn in order, packed.
 
-Input are files (`messages`, or `prompt` and `completion`) or an environment's solutions, output are lists of
+The input is files (`messages`, or `prompt` and `completion`) or an environment's solutions, the output lists of
 `MicroBatch`. All rows are checked before training starts; errors name file and line. The order depends only on the
 seed and on the number of examples drawn so far, so that this number is all that a resumed run needs.
 """
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Row:
-    """One conversation, and where it comes from (`file:line`)."""
+    """One conversation, and its source (`file:line`)."""
 
     where: str
     messages: list[Message]
@@ -106,9 +106,9 @@ def load_examples(
 def mix(
     parts: Sequence[tuple[Example, ...]], shares: Sequence[float] | Literal["equal"] | None, strategy: str
 ) -> tuple[Example, ...]:
-    """The examples of an epoch out of several data sets; those of small ones come more than once.
+    """The examples of an epoch from several data sets; those of small data sets may be repeated.
 
-    shares: of each data set in an epoch; None: every example once.
+    shares: the share of each data set in an epoch; None: every example once.
     """
     if shares is None:
         return tuple(example for part in parts for example in part)
@@ -243,7 +243,7 @@ class ExampleOrder:
     """
 
     def __init__(self, num_examples: int, seed: int, num_drawn: int = 0, *, is_shuffled: bool = True):
-        """is_shuffled: false for every epoch in the order of the examples."""
+        """is_shuffled: False keeps the examples in their order in every epoch."""
         self.num_examples, self._is_shuffled = num_examples, is_shuffled
         self.seed = seed
         self.num_drawn = num_drawn
@@ -271,9 +271,7 @@ class ExampleOrder:
 
 
 def pack(examples: Sequence[Example], row_tokens: int) -> list[MicroBatch]:
-    """Pack examples into rows of at most row_tokens tokens, first-fit-decreasing.
-
-    No example is split.
+    """Pack examples into rows of at most row_tokens tokens, first-fit-decreasing; no example is split.
 
     The documents of a row are sorted by length, so that attention computes equal ones in one call.
     """
@@ -284,10 +282,7 @@ def pack(examples: Sequence[Example], row_tokens: int) -> list[MicroBatch]:
 
 
 def _micro_batch(examples: list[Example], indices: list[int]) -> MicroBatch:
-    """A micro batch with the ce component only.
-
-    No token was sampled by a policy, so loss_mask is False.
-    """
+    """A micro batch with the ce component only: no token was sampled by a policy, so loss_mask is False."""
     token_ids = np.concatenate([example.token_ids for example in examples])
     zeros = np.zeros(len(token_ids), np.float32)
     return MicroBatch(

@@ -1,4 +1,4 @@
-"""Writes every trained token with its numbers as JSON lines (`enable_token_export`)."""
+"""Writes trained tokens with log-probabilities and advantages as JSON lines (`enable_token_export`)."""
 
 from __future__ import annotations
 

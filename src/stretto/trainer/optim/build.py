@@ -139,17 +139,17 @@ class MasterWeights(TrainedWeights):
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_add_into(master)))
 
     def release(self) -> None:
-        """Let the model go: its gradients are no longer added to these copies."""
+        """Detach from the model, so that its gradients are no longer added to these copies."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self.model_parameters:
             parameter.grad = None
 
     def collect_gradients(self) -> None:
-        """Call it after all backward passes; on one rank the gradients are complete already."""
+        """Do nothing: on one rank the gradients are complete after the backward passes."""
 
     def reshard(self) -> None:
-        """Call it after a pass without a backward pass; on one rank no weights were gathered."""
+        """Do nothing: on one rank no weights were gathered."""
 
     def clip_gradients(self, max_norm: float | None) -> Float[Tensor, ""]:
         return clip_gradients(self.parameters, max_norm)
@@ -163,7 +163,7 @@ class MasterWeights(TrainedWeights):
         parts: Mapping[str, Tensor],
         compute: Callable[[str, Float[Tensor, "*stack rows columns"]], Float[Tensor, "*stack rows columns"]],
     ) -> dict[str, Tensor]:
-        """Apply `compute` to whole matrices; here every part is a whole."""
+        """Apply `compute` to every part, which is a whole matrix on one rank."""
         return {name: compute(name, part) for name, part in parts.items()}
 
     def copy_to_model(self) -> None:

@@ -1,4 +1,4 @@
-"""Keeps optimizer state in CPU memory; an update copies it to the GPU bucket by bucket.
+"""Keeps optimizer state in CPU memory; an update copies it to the GPU one bucket at a time.
 
 While one bucket is updated, the state of the next one is copied to the GPU and that of the previous one back, on two
 streams beside the computation; the last copies overlap with the next forward pass. The GPU holds the state of at most
@@ -29,7 +29,7 @@ class StreamedOptimizer:
     def __init__(
         self, named: dict[str, nn.Parameter], make: Make, *, bucket_bytes: int | None = None
     ) -> None:
-        """make: builds the optimizer of some of the weights. bucket_bytes: None means BUCKET_BYTES."""
+        """make: builds the optimizer of a bucket of weights. bucket_bytes: None means BUCKET_BYTES."""
         self._inner = [make(bucket) for bucket in _buckets(named, bucket_bytes or BUCKET_BYTES)]
         self.param_groups: list[dict[str, Any]] = [
             {"params": list(named.values()), "lr": self._inner[0].param_groups[0]["lr"]}

@@ -1,7 +1,7 @@
-"""Expert parallelism: each rank of ep computes some of the experts for the tokens of all.
+"""Expert parallelism: each rank of ep computes some of the experts for the tokens of all ranks.
 
-Tokens are sent to the rank of their expert and back (token_dispatcher.py), and so are their gradients. Routers are
-whole on every rank.
+Tokens and their gradients are sent to the rank of their expert and back (token_dispatcher.py). Every rank has the whole
+routers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stretto.trainer.parallel.token_dispatcher import TokenDispatcher
 
 
 def cut_experts(policy: nn.Module, mesh: Mesh, dispatcher: TokenDispatcher) -> dict[str, int]:
-    """Keep only this rank's experts; the dim along which each parameter was cut."""
+    """Keep only this rank's experts; the dim along which each parameter is cut, by name."""
     cuts = {}
     for name, mixture in mixtures(policy).items():
         experts = mixture.experts
@@ -40,7 +40,7 @@ def _forward(experts: Experts, degree: int, dispatcher: TokenDispatcher) -> Any:
         if len(rows):
             computed = compute(rows.index_select(0, order), totals, routing, order)
         else:
-            # A row of zeros keeps the experts in the graph: the backward pass has collectives that need this rank.
+            # A row of zeros keeps the experts in the graph: other ranks wait for collectives of their backward pass.
             totals[0] = 1
             padded = torch.cat((rows, x.new_zeros(1, x.shape[1])))
             computed = compute(padded, totals, routing, order.new_zeros(1))[:0]

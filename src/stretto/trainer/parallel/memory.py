@@ -1,9 +1,9 @@
 """Prepares blocks before sharding: compile, activation checkpointing, activation offload.
 
-`prepare_blocks` replaces methods of the blocks in place; modules and names of weights stay as they are, so that no
-other code has to know. From the inside out: parts of a block (norm, projection, MLP, experts) are compiled; a part or
-a whole block saves only its input and is computed again in the backward pass; what the block still saves is
-copied to CPU memory. Loss and gradients are those of the plain blocks, bit for bit except for compiled parts.
+`prepare_blocks` replaces methods of the blocks in place; modules and names of weights stay as they are, so that other
+code does not depend on it. From the inside out: parts of a block (norm, projection, MLP, experts) are compiled; a part
+or a whole block saves only its input and is computed again in the backward pass; what the block still saves is copied
+to CPU memory. Loss and gradients are those of the plain blocks, bit for bit except for compiled parts.
 
 A mixture that is computed again uses the experts that it chose the first time (moe.py's Routing).
 """
@@ -113,7 +113,7 @@ def _recomputable_methods(block: Block) -> dict[str, list[Method]]:
 
 
 def _methods_to_compile(block: nn.Module) -> list[Method]:
-    """What is compiled: all but attention kernels, collectives and the products of experts."""
+    """The methods to compile: not attention kernels, collectives and the products of experts."""
     if not isinstance(block, Block):
         return [(block, "forward")]
     parts = _recomputable_methods(block)
@@ -146,7 +146,7 @@ def _wrap_method(method: Method, wrap: Callable[[Callable[..., Any]], Callable[.
 
 
 def _with_recompute(inner: Callable[..., Any], preserves_rng: bool) -> Callable[..., Any]:
-    """The same function, saving only its first argument and recomputed in the backward pass."""
+    """The same function, which saves only its first argument and is computed again in the backward pass."""
 
     def forward(x: Tensor, *rest: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -118,10 +118,7 @@ def _shard(policy: Policy, mesh: Mesh, section: ModelSection) -> None:
 
 
 class ShardedWeights(TrainedWeights):
-    """The weights of a parallelised policy for optimizer and files.
-
-    parameters: this rank's slices of the trained weights; they share memory with the policy's. names: their names.
-    """
+    """The weights of a parallelised policy; `parameters` share memory with the policy's."""
 
     def __init__(
         self,
@@ -242,7 +239,7 @@ class ShardedWeights(TrainedWeights):
 
     @torch.no_grad()
     def load(self, reader: hub.CheckpointReader) -> None:
-        """Read this rank's slice of every weight; adapters get the initial values of one rank."""
+        """Read this rank's slice of every weight; adapters get the initial values that they have on one rank."""
         targets = self.all_slices()
         base = {name: part for name, part in targets.items() if not is_adapter_parameter(name)}
         hub.load_slices(

@@ -22,8 +22,8 @@ from stretto.trainer.parallel.mesh import Mesh
 def cut_layers(policy: nn.Module, plan: Mapping[str, str], mesh: Mesh) -> tuple[dict[str, int], set[str]]:
     """Keep this rank's features of every layer of the plan.
 
-    Returns: the dim along which each parameter was cut; and those that are whole but see this rank's features
-    only, so that their gradients have to be all_reduce over tp.
+    Returns: the dim along which each parameter is cut; and the parameters that are whole but are applied to this rank's
+    features only, so that their gradients must be summed over tp.
     """
     cuts: dict[str, int] = {}
     parents: set[str] = set()

@@ -1,8 +1,8 @@
 """Sends rows to the rank of their expert and back, with torch's all-to-all or with DeepEP.
 
 `dispatch` takes rows sorted by expert and returns the rows for this rank's experts, each with its expert, in an order
-of the dispatcher's own. `combine` takes computed rows in that order and returns them in the order of the rows that
-were dispatched. Gradients take the opposite way.
+that depends on the dispatcher. `combine` takes computed rows in that order and returns them in the order before
+`dispatch`. Gradients are sent in the opposite direction.
 """
 
 from __future__ import annotations
@@ -95,10 +95,7 @@ class DeepEPDispatcher:
         return torch.cat([_Combine.apply(chunk, each) for chunk, (each, _) in zip(chunks, handle)])
 
     def _chunks(self, rows: Tensor, expert: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Chunks of rows and their experts; the same number on every rank.
-
-        A dispatch is a collective, so all ranks need the same number.
-        """
+        """Chunks of rows and their experts; as many on every rank, because a dispatch is a collective."""
         if self._chunk is None:
             return [(rows, expert)]
         most = torch.tensor(-(-len(rows) // self._chunk), device=rows.device)
@@ -171,7 +168,7 @@ class _Combine(torch.autograd.Function):
 def build_token_dispatcher(section: ModelSection, mesh: Mesh) -> TokenDispatcher:
     """The dispatcher that [model] ep_comm_backend names.
 
-    Raises: ConfigError when DeepEP is asked for and not available here.
+    Raises: ConfigError if it is DeepEP, which is not available here.
     """
     if section.ep_comm_backend == "torch":
         return TorchDispatcher(mesh)

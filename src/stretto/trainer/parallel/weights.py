@@ -1,7 +1,7 @@
 """Saves and publishes a sharded policy: each checkpoint tensor is assembled on one rank.
 
 A `TensorExchange` assigns each tensor of the checkpoint to a rank, to which the others send the slices they have of it.
-No rank holds more than its shard, the tensors of one round of exchanges, and what it does with them. `save_weights`
+A rank never holds more than its shard and the tensors of one round of exchanges. `save_weights`
 appends tensors to a file per rank; `Publication` gives them to the rank's end of the weight broadcast. With LoRA, files
 have the weights with the adapter added, and only the adapter is published. Adapters are small: all ranks gather them.
 """
@@ -76,7 +76,7 @@ class _PlannedFile:
 def save_weights(weights: ShardedWeights, directory: Path, names: Mapping[str, str]) -> None:
     """Write safetensors files and their index; all ranks must call it, each writes its own.
 
-    names: new names of tensors that are to be renamed.
+    names: the new names of renamed tensors.
     """
     mesh = weights.mesh
     files = _plan_files(weights)
@@ -102,7 +102,7 @@ def save_weights(weights: ShardedWeights, directory: Path, names: Mapping[str, s
 
 
 def _plan_files(weights: ShardedWeights) -> list[_PlannedFile]:
-    """Split the tensors, in order, into about equal bytes per rank; the same on all ranks."""
+    """Split the tensors, in their order, into files of about equal bytes per rank; the same plan on all ranks."""
     world, entries = weights.mesh.world_size, _entries(weights)
     total = max(sum(entry.num_bytes for entry in entries), 1)
     files: list[_PlannedFile] = []
@@ -266,7 +266,7 @@ def _without_data(start: Shape, size: Shape, shape: Shape) -> TensorSlice:
 
 
 def _find_sender(ranks: list[int], owner: int) -> int:
-    """The rank that gives a slice: the tensor's owner if it has it, else the first."""
+    """The rank that sends a slice: the tensor's owner if it has the slice, else the first that has it."""
     return owner if owner in ranks else ranks[0]
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from stretto.trainer.parallel.collectives import all_gather, all_to_all, group_by_size
 
 ROUND_ELEMENTS = 1 << 26
-"""About the most elements of whole matrices that a rank holds in one round of exchanges."""
+"""Approximately the most elements of whole matrices that a rank holds in one round of exchanges."""
 
 Compute = Callable[[str, Tensor], Tensor]
 """(name, [matrices, rows, cols]) -> the same shape."""

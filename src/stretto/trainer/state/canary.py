@@ -1,8 +1,8 @@
 """The trainer's part of the canary: log-probabilities of fixed tokens per version.
 
 orchestrator/versions.py compares them with an engine's after the update. Faults in loading weights appear at the start
-or after a change, so the first versions are all checked, later ones at an interval or when the orchestrator asks. With
-a vision tower there is an image among the tokens.
+or after a change, so the first versions are all checked, and later ones at an interval or at the orchestrator's
+request. With a vision tower there is an image among the tokens.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _score(learner: Learner, num_tokens: int) -> Canary:
 def with_image(
     token_ids: Int[np.ndarray, " tokens"], vision: VisionShape, hf: Mapping[str, Any]
 ) -> tuple[Int[np.ndarray, " tokens"], CanaryImage | None]:
-    """The tokens with a small image in their middle, if they are enough for one; there is no other placeholder."""
+    """The tokens with a small image in their middle if they are enough; no other token is a placeholder."""
     tokens, side = token_ids.copy(), 2 * vision.merge_size
     tokens[tokens == vision.image_token_id] = 0 if vision.image_token_id else 1
     around = [hf.get(f"vision_{name}_token_id") for name in ("start", "end")]

@@ -36,7 +36,7 @@ def export_weights(
 
     All ranks must call it; each writes some of the tensors into files of its own.
 
-    adapted: [model] of a policy with LoRA if its adapter is to be saved beside the merged weights.
+    adapted: the [model] of a policy with LoRA, to save its adapter beside the merged weights; None: not to.
     """
     start, target = time.perf_counter(), run.weights_step(step)
     with new_directory(target, weights.mesh) as directory:
@@ -94,7 +94,7 @@ def _write(
     config: dict[str, Any],
     names: dict[str, str] | None = None,
 ) -> None:
-    """Write a model directory; names: new names of tensors that are to be renamed."""
+    """Write a model directory; names: the new names of renamed tensors."""
     names, tensors = names or {}, None
     if isinstance(weights, ShardedWeights):
         save_weights(weights, directory, names)
