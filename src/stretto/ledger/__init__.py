@@ -1,4 +1,4 @@
-"""The run's database: what was drawn, rolled out, shipped and trained, and what a resume may use again."""
+"""The run's database of draws, rollouts, batches and versions, from which a resume continues."""
 
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader

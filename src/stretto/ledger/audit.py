@@ -31,8 +31,8 @@ def audit(run_dir: RunDir | Path | str, *, payloads: bool = True) -> list[str]:
     try:
         checks = [_trained_twice, _never_finished, _wrong_age, _step_gaps, _lost, _version_gaps, _open_ends]
         with schema.guarded(run_dir.ledger):
-            found = [line for check in checks for line in check(db)]
-            return found + ([*_damaged(db, run_dir), *damaged_images(db, run_dir)] if payloads else [])
+            broken = [line for check in checks for line in check(db)]
+            return broken + ([*_damaged(db, run_dir), *damaged_images(db, run_dir)] if payloads else [])
     finally:
         db.close()
 

@@ -1,4 +1,4 @@
-"""Pixels of images in the ledger: each image once per segment file; rollouts there refer to it by its hash.
+"""Pixels of images in the ledger, once per segment file; rollouts there name them by hash.
 
 A segment holds all that its rollouts need, so that it can be deleted with its images. The row of an image is committed
 with the first group that shows it.

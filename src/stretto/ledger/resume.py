@@ -46,7 +46,7 @@ class Rewound:
 
 
 def rewind(db: sqlite3.Connection, step: int) -> Rewound:
-    """Undo everything after `step`, as if the run had ended with the checkpoint of that step. Rows stay.
+    """Undo everything after `step`, as if the run had ended with its checkpoint. Rows stay.
 
     Later batches, versions and checkpoints become `undone`; their groups, and groups dropped since, are finished again.
     Groups with a rollout that began under a later version become `lost` and are drawn again; so are rollouts that were
@@ -126,20 +126,21 @@ def give_up(db: sqlite3.Connection, step: int, draws: Iterable[int], steps: Iter
 
 
 def first_step(db: sqlite3.Connection) -> int:
-    """The step after which the ledger begins: 0, or that of the checkpoint from which the run started."""
+    """The step after which the ledger begins: 0, or that of the checkpoint it started from."""
     return scalar(db, "SELECT coalesce(min(coalesce(resumed_step, 0)), 0) FROM incarnations")
 
 
 def first_draw(db: sqlite3.Connection) -> int:
-    """The draw number with which the ledger begins: 0, or that of the checkpoint from which the run started."""
+    """The first draw number: 0, or that of the checkpoint from which the run started."""
     infos = column(db, "SELECT info FROM incarnations ORDER BY incarnation LIMIT 1")
     return msgspec.json.decode(infos[0]).get("first_draw", 0) if infos else 0
 
 
 def resumable(db: sqlite3.Connection, run_dir: RunDir, step: int, oldest_version: int) -> list[Group]:
-    """Finished, untrained groups whose first tokens are of oldest_version..step, in draw order, verified.
+    """Finished, untrained groups that the next step may train on, in draw order, verified.
 
-    Older groups are dropped. Groups whose payload is missing or damaged become lost and will be drawn again.
+    Their first tokens are of oldest_version..step; older groups are dropped. Groups whose payload is missing or damaged
+    become lost and will be drawn again.
     """
     groups = []
     for group_id in column(db, "SELECT group_id FROM draws WHERE state = 'finished' ORDER BY group_id"):
@@ -242,7 +243,7 @@ def mark_trained(db: sqlite3.Connection, step: int) -> None:
 
 
 def is_needed(db: sqlite3.Connection, segment: int, horizon: int) -> bool:
-    """May a payload in the segment still be trained on or continued, or was one trained after `horizon`?"""
+    """May a payload in the segment still be used, or was one trained after step `horizon`?"""
     query = """
         SELECT 1 FROM rollouts r JOIN draws d USING (group_id)
         WHERE r.segment = ? AND (d.state = 'drawn' AND r.finished_at IS NULL OR r.status != 'lost' AND (

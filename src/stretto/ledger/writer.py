@@ -1,6 +1,7 @@
-"""Writes the ledger, for the orchestrator: every call is one row or one transaction, committed before it returns.
+"""Writes the ledger of a run; only the orchestrator does.
 
-Call a method before what it records takes effect. A commit is a write to the WAL file, not a disk flush: it takes tens
+Every call is one row or one transaction, committed before it returns. Call it before what it records takes effect. A
+commit is a write to the WAL file, not a disk flush: it takes tens
 of microseconds, and a killed process loses nothing; `flush` protects against power cuts. `with ledger.transaction():`
 makes several calls one commit. What a resume does with the rows is in `resume.py`; states and tables are in
 `schema.py`.
@@ -147,7 +148,7 @@ class Ledger:
             self._insert("draws", *row, self._incarnation)
 
     def rollouts_started(self, group_id: int, members: Sequence[int], version: int) -> None:
-        """Record, in one commit, that members of a group start; those with stored turns continue from them."""
+        """Record in one commit that members of a group start, or continue from their stored turns."""
         now = time.time()
         rows = []
         for member in members:
@@ -159,7 +160,7 @@ class Ledger:
             self._db.executemany(_INSERT_RUNNING, rows)
 
     def turn_played(self, group_id: int, member: int, turn: Turn) -> None:
-        """Store a turn of a running member, in case the rollout is interrupted; see `resume.partial_rollouts`.
+        """Store a turn of a running member, for `resume.partial_rollouts` if it is interrupted.
 
         Inside an event loop turns are committed together, after TURN_COMMIT_INTERVAL_S or with the next commit before
         that. A process that is killed meanwhile loses them, and plays them again.
@@ -279,7 +280,7 @@ class Ledger:
         return rewound
 
     def lost_steps(self, step: int) -> list[int]:
-        """Steps up to the checkpoint of `step` whose rollouts the ledger has lost; call it after `rewind`."""
+        """Steps up to `step` whose rollouts the ledger has lost; call it after `rewind`."""
         with schema.guarded(self._run_dir.ledger):
             return resume.lost_steps(self._db, step)
 
@@ -289,7 +290,7 @@ class Ledger:
             return resume.missing_draws(self._db, next_draw)
 
     def give_up(self, step: int, draws: Iterable[int], steps: Iterable[int]) -> None:
-        """Never train these draws again: the checkpoint of `step` counts them, and the ledger has lost them."""
+        """Never train these draws again: the ledger lost them, the checkpoint of `step` counts them."""
         with self.transaction():
             resume.give_up(self._db, step, draws, steps)
 
@@ -331,7 +332,7 @@ class Ledger:
         return self._incarnation == 0
 
     def begin_after(self, step: int) -> None:
-        """Let a new ledger begin after `step`, for a run that continues another one or has lost its ledger.
+        """Let a new ledger begin after `step`: the run continues another one, or lost its ledger.
 
         Call it before `run_started`.
 

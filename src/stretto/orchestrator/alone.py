@@ -1,4 +1,4 @@
-"""Stand-ins for the process that is missing when one half of a run is looked at alone (`orchestrator.debug`).
+"""Stand-ins for the processes that are left out of a debug run (`orchestrator.debug`).
 
 rollouts    AbsentTrainer is the trainer: it reports every step as trained as soon as its batch is shipped
 training    AbsentEngines are the engines: batches come from saved rollouts, and loading a version does nothing
@@ -16,10 +16,10 @@ from stretto.transports.control import Event
 
 
 class AbsentTrainer:
-    """Stands in for both wires to the trainer (ControlServer and Sender), without a trainer behind them."""
+    """Stands in for both wires to the trainer (ControlServer and Sender)."""
 
     def __init__(self, world_size: int, start: int, max_steps: int | None) -> None:
-        """start: the step after which the run continues. max_steps: the last step; None: until the run is stopped."""
+        """start: the step after which the run continues. max_steps: None to run until stopped."""
         self._world_size, self._start, self._max_steps = world_size, start, max_steps
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._publish(start)
@@ -62,7 +62,7 @@ class AbsentTrainer:
 
 
 class AbsentEngines:
-    """Stands in for the client of the engines, without engines behind it."""
+    """Stands in for the client of the engines."""
 
     generation = 0
     num_ready = 0

@@ -76,7 +76,7 @@ def _sampling_info(sampling: SamplingOverrides) -> dict[str, Any]:
 
 
 def _env_run_info(run: RunInfo, section: TrainEnvSection | EvalEnvSection) -> RunInfo:
-    """The run info of one environment, with its own sampling and group size if set."""
+    """The run info of one environment, with the sampling and group size that its section sets."""
     changes = _sampling_info(section.sampling) | {"group_size": section.group_size}
     return replace(run, **{key: value for key, value in changes.items() if value is not None})
 

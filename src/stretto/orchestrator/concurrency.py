@@ -75,7 +75,7 @@ class AdaptiveLimit:
 
 
 def build_limit(cfg: OrchestratorSection, buffer: Buffer) -> AdaptiveLimit | None:
-    """Build the adaptive limit of a run, at most what fits in its slots; None if concurrency is not adaptive."""
+    """Build the adaptive limit of a run; None if concurrency is not adaptive."""
     if not isinstance(cfg.concurrency, AdaptiveConcurrency):
         return None
     upper_bound = cfg.max_inflight_rollouts or buffer.bounds.num_slots * cfg.group_size

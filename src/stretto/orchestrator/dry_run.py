@@ -1,4 +1,4 @@
-"""Checks the user's code and files: in a dry run, and before the launcher of a run starts other processes.
+"""Checks the user's code and files, in a dry run and before a run starts other processes.
 
 Imports functions, reads first records, makes the first task of each environment and renders its prompt as the policy
 will get it. No reward is computed, and only what the config names is imported.
@@ -60,7 +60,7 @@ Prompt = str | list[Message] | None
 
 
 def check_user_code(cfg: OrchestratorKeys) -> list[Checked]:
-    """Import every function and read the first record of every file that the section names; returns their names.
+    """Import the functions and read a record of each file that the section names.
 
     Raises: ConfigError or DataError for a path without an object, and for a file that cannot be read.
     """
@@ -101,7 +101,9 @@ class FirstTask:
 
 
 def preview(cfg: OrchestratorConfig | EvalConfig) -> tuple[list[FirstTask], str]:
-    """The first task of every environment (of `eval`: held-out), and why prompts are not rendered, or "".
+    """The first task of every environment, and why prompts are not rendered ("" if they are).
+
+    For `eval` it is the first held-out task.
 
     Raises: ConfigError, DataError, EnvError that name the wrong name, argument, task or prompt.
     """

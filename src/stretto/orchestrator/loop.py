@@ -186,9 +186,10 @@ class Loop:
     # -- versions and the trainer --
 
     async def load_versions(self) -> None:
-        """Load each version as it is published, evaluate it if due, and free slots; ends after the last version.
+        """Load each version as it is published, evaluate it if due, and free slots.
 
-        A slot becomes free only when every engine has loaded the weights into which its group was trained.
+        A slot becomes free only when every engine has loaded the weights into which its group was trained. Ends after
+        the last version.
         """
         while True:
             version = await self.parts.versions.load_next()

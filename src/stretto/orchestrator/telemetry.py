@@ -37,6 +37,19 @@ ENGINE_METRICS = {
     "vllm:num_preemptions_total": "inference/num_preemptions",
     "vllm:num_preemptions": "inference/num_preemptions",
 }
+STATUS_METRICS = {
+    "time_s": "time/step",
+    "reward": "reward/mean",
+    "loss": "loss/mean",
+    "mismatch_kl": "mismatch_kl/mean",
+    "entropy": "entropy/mean",
+    "length": "completion/mean",
+    "truncated": "completion/truncated_share",
+    "staleness": "off_policy/mean",
+    "staleness_max": "off_policy/max",
+    "tokens_per_s": "tokens_per_s",
+}
+"""The metric of each field of a step's status."""
 
 
 @dataclass
@@ -157,22 +170,8 @@ def eval_row(scores: Sequence[EvalScore]) -> dict[str, float]:
 
 def report_step(step: int, max_steps: int | None, row: Mapping[str, float], waits: dict[str, float]) -> None:
     """Print the step's line on the console."""
-    report(
-        "step",
-        step=step,
-        max_steps=max_steps,
-        time_s=row.get("time/step"),
-        reward=row.get("reward/mean"),
-        loss=row.get("loss/mean"),
-        mismatch_kl=row.get("mismatch_kl/mean"),
-        entropy=row.get("entropy/mean"),
-        length=row.get("completion/mean"),
-        truncated=row.get("completion/truncated_share"),
-        staleness=row.get("off_policy/mean"),
-        staleness_max=row.get("off_policy/max"),
-        tokens_per_s=row.get("tokens_per_s"),
-        waits=waits,
-    )
+    values = {field: row.get(name) for field, name in STATUS_METRICS.items()}
+    report("step", step=step, max_steps=max_steps, **values, waits=waits)
 
 
 def report_eval(version: int, scores: Sequence[EvalScore]) -> None:

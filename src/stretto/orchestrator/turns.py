@@ -1,4 +1,4 @@
-"""Whose turn it is on devices that trainer and engines share ([colocate]), and what each may keep in their memory.
+"""Whose turn it is on devices that trainer and engines share ([colocate]).
 
     turn        the trainer's memory                        the engines' memory
     starting    nothing: it is not started yet              weights, cache, as they were started
@@ -64,7 +64,7 @@ class Turns:
             await self.end_rollouts()
 
     async def begin_loading(self) -> None:
-        """Let engines take memory for weights: a version was published, and the trainer has freed its memory."""
+        """Let engines take memory for weights; the trainer has published and freed its memory."""
         if self._section is None:
             return
         self._move(Turn.LOADING)

@@ -68,10 +68,9 @@ class VersionLoader:
         generation: Callable[[], int] = lambda: 0,
         turns: Turns | None = None,
     ) -> None:
-        """start: the first version to load. tolerance: of the canary check, in nats; None: `default_tolerance`.
+        """tolerance: of the canary check, in nats; None: `default_tolerance`. turns: of a run with [colocate].
 
-        generation: returns a number that grows whenever an engine goes down or comes back. turns: of a run with
-        [colocate].
+        generation: returns a number that grows whenever an engine goes down or comes back.
         """
         self.next_version = start
         self.load_s = 0.0  # of the latest load

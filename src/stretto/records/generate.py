@@ -15,7 +15,7 @@ _MEMBER_STRIDE = 0x1E3779B97F4A7C15
 
 
 def member_seed(seed: int, member: int) -> int:
-    """Seed with which a request of its own samples the tokens of completion `member` of one with `seed`.
+    """Seed of a separate request for the tokens of completion `member` of a request.
 
     This holds for the embedded engine, whose random numbers depend only on seed and position.
     """

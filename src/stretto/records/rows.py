@@ -1,4 +1,4 @@
-"""Packing of samples into rows of limited length, used by the orchestrator and by trainers that repack."""
+"""Packing of samples into rows of limited length, for orchestrator and trainer."""
 
 from __future__ import annotations
 

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 class Support(msgspec.Struct, frozen=True):
-    """Token ids of the supports of several positions, one position after another; in any order within one.
+    """Token ids of the supports of several positions, one after another.
 
-    A position of size 0 has all tokens: nothing was cut there, or nothing was sampled.
+    Within a position they are in any order. A position of size 0 has all tokens: nothing was cut there, or nothing was
+    sampled.
     """
 
     ids: np.ndarray  # int32 [sum of sizes]

@@ -1,9 +1,10 @@
-"""Operations of a training service and their answers, between its hub and the trainer's ranks (transports/tenants.py).
+"""Operations of a training service, from its hub to the trainer's ranks, and their answers.
 
-One trainer has one frozen backbone and an adapter, optimizer and schedule for every tenant. The wire numbers operations
-from 1; every rank executes all of them in this order and answers each with `Done`. Every rank gets the same operation,
-except that a `Pass` has the micro batches of one rank. An error of one tenant is part of that tenant's result, the same
-on all ranks, and leaves its weights, optimizer state and all other tenants as they were.
+One trainer has one frozen backbone and an adapter, optimizer and schedule for every tenant. The wire
+(transports/tenants.py) numbers operations from 1; every rank executes all of them in this order and answers each with
+`Done`. Every rank gets the same operation, except that a `Pass` has the micro batches of one rank. An error of one
+tenant is part of that tenant's result, the same on all ranks, and leaves its weights, optimizer state and all other
+tenants as they were.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ class TenantWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pass(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Add gradients of micro batches to those of their tenants; every rank gets works of the same tenants in order.
+    """Add gradients of micro batches to those of their tenants.
+
+    Every rank gets works of the same tenants in the same order.
 
     max_tokens None: every micro batch is a forward pass of its own, which computes bit for bit what a run with one
     tenant does. Else micro batches of several tenants share passes of at most so many tokens.
@@ -152,7 +155,7 @@ class SaveTenant(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LoadTenant(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Replace a tenant's weights, and its optimizer state and step count, by a directory's; gradients are cleared."""
+    """Replace a tenant's weights, optimizer state and step count by a directory's; clear gradients."""
 
     number: int = 0
     tenant: str
@@ -169,7 +172,7 @@ class ExportAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SwapOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Move a tenant's tensors from the device into host memory or a file; its next operation brings them back."""
+    """Move a tenant's tensors into host memory or a file until its next operation."""
 
     number: int = 0
     tenant: str

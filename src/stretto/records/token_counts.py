@@ -1,4 +1,4 @@
-"""Which tokens of micro batches are trained in which loss component, and how many of them a step has.
+"""Which tokens are trained in which loss component, and how many of them a step has.
 
 A step's loss is divided by the counts of all its micro batches, wherever they are computed.
 """
@@ -67,7 +67,7 @@ def count_tokens(micro_batches: Sequence[MicroBatch], *, by_sample: bool = False
 
 
 def weigh_by_rollout(micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], float]:
-    """The micro batches with rl weights divided by the rl tokens of each token's rollout, and their number of rollouts.
+    """Divide rl weights by the rl tokens of their rollout; returns also the number of rollouts.
 
     A rollout that is only partly in them counts with that share of its rl tokens, so that the numbers of all ranks add
     up.
@@ -95,7 +95,7 @@ def find_documents(
 
 
 def counts_of_step(micro_batches: Sequence[MicroBatch], reduction: str) -> TokenCounts:
-    """The counts by which the loss of a whole step is divided, as a loss of this reduction needs them."""
+    """The counts by which a loss of this reduction is divided, over a whole step."""
     counts = count_tokens(micro_batches, by_sample=reduction != "token")
     if reduction != "rollout":
         return counts

@@ -34,7 +34,7 @@ def to_samples(groups: Iterable[Group]) -> list[TrainSample]:
 
 
 def whiten_samples(samples: list[TrainSample], envs: Collection[str]) -> list[TrainSample]:
-    """The samples with advantages whitened over the trained tokens of all these environments together."""
+    """Whiten the advantages of these environments over all their trained tokens together."""
     whitened = [sample for sample in samples if sample.env in envs]
     if not whitened:
         return samples

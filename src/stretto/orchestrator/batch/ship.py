@@ -75,7 +75,7 @@ class BatchShipper:
         return await self.parts.hooks.log(self.buffer.next_step, groups)
 
     async def _select_slots(self, slots: list[Slot]) -> list[Slot]:
-        """The slots whose groups a hook selects from all ready ones; these slots if there is no such hook.
+        """The slots that a hook selects from all ready ones; these slots without such a hook.
 
         Raises: EnvError if the hook raises.
         """
@@ -114,7 +114,7 @@ class BatchShipper:
     async def ship(
         self, slots: list[Slot], samples: list[TrainSample], logged: tuple[dict[str, float], bool]
     ) -> None:
-        """Pack the samples, write the ledger and send the batch; `logged` is what `_user_metrics` returned."""
+        """Pack the samples, write the ledger and send the batch; logged: of `_user_metrics`."""
         run, step, started = self.parts, self.buffer.next_step, time.perf_counter()
         if self._whitened:
             samples[:] = whiten_samples(samples, self._whitened)

@@ -326,8 +326,8 @@ class UserRolloutFunction:
         cuts = self.sampling.cuts()
         if sample.rollout_top_p_token_lengths is not None or not (cuts or requested.has_truncated_sampling):
             return
-        given = ", ".join(f"{key} = {value:g}" for key, value in cuts.items())
-        what = f"the run samples with {given}" if cuts else "its function requested top_p, top_k or min_p"
+        settings = ", ".join(f"{key} = {value:g}" for key, value in cuts.items())
+        what = f"the run samples with {settings}" if cuts else "its function requested top_p, top_k or min_p"
         raise EnvError(
             f"{what}, and it does not say what its tokens were drawn from; set rollout_top_p_token_ids and "
             "rollout_top_p_token_lengths from the engine's sampling_mask (0: drawn from all tokens)"

@@ -1,4 +1,4 @@
-"""A few conversations of an eval or a step for people: in the log, and as tables of text in trackers."""
+"""A few conversations of an eval or a step, as lines of the log and as rows for trackers."""
 
 from __future__ import annotations
 

@@ -385,7 +385,7 @@ class Buffer:
         return self.next_step - 1 - self.bounds.max_steps_ahead
 
     def _are_too_many(self, num_groups: int) -> bool:
-        """Are these more groups than the steps that generation may be ahead need, by the tokens of those played?
+        """Are these more groups than generation may be ahead, by the tokens of those played?
 
         Never while no batch is ready and no group runs that could complete one.
         """

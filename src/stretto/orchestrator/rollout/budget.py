@@ -30,7 +30,7 @@ class Budget:
         return asyncio.get_running_loop().time() - self.started_at
 
     async def begin_turn(self, num_requested: int) -> int:
-        """Open a turn and return how many tokens it may have, at most num_requested; `end_turn` must follow.
+        """Open a turn and return how many tokens it may have; `end_turn` must follow.
 
         If open turns may leave enough tokens, it waits for them, so that the grant does not depend on which agent is
         faster.

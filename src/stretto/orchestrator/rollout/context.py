@@ -110,7 +110,7 @@ class Recorder(RolloutContext):
         return agent
 
     def _build_sibling(self, name: str, *, is_trained: bool, lane: int = 0) -> Recorder:
-        """Build a recorder of the same episode: of another agent, or for requests beside those of this one."""
+        """Build a recorder of the same episode, for another agent or another lane."""
         return Recorder(
             self._play,
             self._draw,

@@ -1,4 +1,4 @@
-"""The draw that is played, the settings of its turns, and the functions that build and send their requests.
+"""The draw that is played, and the settings, requests and checks of its turns.
 
 Both a turn of one member (context.py) and the one request of a single-turn group (player.py) go this way.
 """
@@ -192,11 +192,13 @@ def limit_support(params: SamplingParams, max_support: int | None) -> SamplingPa
         return params
     if max_support is None:
         limits = {"top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p}
-        given = ", ".join(f"{k} = {v:g}" for k, v in limits.items() if v is not None and v != UNRESTRICTED[k])
+        settings = ", ".join(
+            f"{k} = {v:g}" for k, v in limits.items() if v is not None and v != UNRESTRICTED[k]
+        )
         raise EnvError(
-            f"a reply that is trained is sampled with {given}: the engine's log-probabilities would be over the tokens "
-            "that are left, and the trainer's over the whole vocabulary; remove it, add [orchestrator.train.replay], "
-            "or let an agent with is_trained = false reply"
+            f"a reply that is trained is sampled with {settings}: the engine's log-probabilities would be over the "
+            "tokens that are left, and the trainer's over the whole vocabulary; remove it, add "
+            "[orchestrator.train.replay], or let an agent with is_trained = false reply"
         )
     if params.top_k is not None and params.top_k > max_support:
         raise EnvError(

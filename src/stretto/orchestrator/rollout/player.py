@@ -137,8 +137,10 @@ class Player(PlaySettings):
             rewards = await call_async(lambda: env.score_group(scored_group, notes), where)
             if rewards is None:
                 return group
-            for member, (reward, own) in zip(members, checked_group_rewards(rewards, len(members), where)):
-                branches = with_rewards(rollouts[member].branches, own, where)
+            for member, (reward, by_branch) in zip(
+                members, checked_group_rewards(rewards, len(members), where)
+            ):
+                branches = with_rewards(rollouts[member].branches, by_branch, where)
                 rollouts[member] = msgspec.structs.replace(rollouts[member], reward=reward, branches=branches)
         except StrettoError as error:
             for member in members:
@@ -292,7 +294,7 @@ class Player(PlaySettings):
 
 
 def with_rewards(branches: tuple[Branch, ...], rewards: Sequence[float], where: str) -> tuple[Branch, ...]:
-    """The branches with rewards of their own; as they are if there are none.
+    """The branches with these rewards, one per branch; unchanged if there are none.
 
     Raises: EnvError if there is not one for each.
     """
