@@ -43,8 +43,8 @@ def _derive_engine(values: Values) -> dict[str, Any]:
         "seed": "seed",
         "model.dtype": "dtype",
     }
-    taken = {f"inference.{own}": values[path] for path, own in same.items() if path in values}
-    return taken | {"inference.model": values.get("model.name", ModelSection().name)}
+    copied = {f"inference.{own}": values[path] for path, own in same.items() if path in values}
+    return copied | {"inference.model": values.get("model.name", ModelSection().name)}
 
 
 def _derive_model(values: Values) -> dict[str, Any]:
@@ -89,21 +89,13 @@ def _derive_infer_nodes(values: Values) -> dict[str, Any]:
 def _derive_infer_gpus(values: Values) -> dict[str, Any]:
     """Without a number of engines, GPUs of one machine are ranks of one engine, or embedded engines."""
     gpus = _num_gpus(values, "inference_gpu_ids", "deployment.num_infer_gpus")
-    if (
-        values.get("deployment.type") == "multi_node"
-        or not _starts_engine(values)
-        or not isinstance(gpus, int)
-    ):
+    is_shaped = any(path.startswith(("inference.deployment", "inference.parallel.dp")) for path in values)
+    is_on_gpus = isinstance(gpus, int) and values.get("inference.device") != "cpu" and _starts_engine(values)
+    degrees = [values.get(f"inference.parallel.{axis}", 1) for axis in ("tp", "pp")]
+    are_valid = all(isinstance(degree, int) and degree > 0 for degree in degrees)
+    if is_shaped or not is_on_gpus or not are_valid or values.get("deployment.type") == "multi_node":
         return {}
-    given = [path for path in values if path.startswith(("inference.deployment", "inference.parallel.dp"))]
-    taken = [values.get(f"inference.parallel.{axis}", 1) for axis in ("tp", "pp")]
-    if (
-        given
-        or values.get("inference.device") == "cpu"
-        or not all(isinstance(n, int) and n > 0 for n in taken)
-    ):
-        return {}
-    ranks, left = divmod(gpus, math.prod(taken))
+    ranks, left = divmod(gpus, math.prod(degrees))
     if left or ranks < 2:
         return {}
     is_embedded = values.get("inference.engine") == "embedded"
@@ -135,19 +127,16 @@ def _derive_turns(values: Values) -> dict[str, Any]:
     """Trainer and engines that take turns run synchronous steps, and the engines can sleep."""
     if not _has(values, "colocate"):
         return {}
-    return {"orchestrator.max_async_level": 0} | (
-        {"inference.enable_sleep_mode": True} if _starts_engine(values) else {}
-    )
+    sleep = {"inference.enable_sleep_mode": True} if _starts_engine(values) else {}
+    return {"orchestrator.max_async_level": 0} | sleep
 
 
 def _derive_replay(values: Values) -> dict[str, Any]:
     """An engine returns its choices of experts and sampling masks if the trainer replays them."""
-    is_replayed = {
-        "inference.enable_return_routed_experts": values.get("trainer.enable_router_replay")
-        in (True, "true"),
-        "inference.enable_return_sampling_mask": _has(values, "orchestrator.train.replay"),
-    }
-    return {path: True for path, is_on in is_replayed.items() if is_on and _starts_engine(values)}
+    experts = values.get("trainer.enable_router_replay") in (True, "true")
+    masks = _has(values, "orchestrator.train.replay")
+    is_on = {"enable_return_routed_experts": experts, "enable_return_sampling_mask": masks}
+    return {f"inference.{key}": True for key, on in is_on.items() if on and _starts_engine(values)}
 
 
 def _derive_whiten(values: Values) -> dict[str, Any]:

@@ -144,10 +144,8 @@ def help_text(verb: str, cls: type[Section], word: str = "", width: int | None =
 
 def _command_flags(cls: type[Section], width: int) -> list[str]:
     """One text per flag that is not a key."""
-    return [
-        textwrap.fill(f"  {flag:<50}{about}", width, subsequent_indent=" " * 54)
-        for flag, about in COMMAND_FLAGS.get(cls, {}).items()
-    ]
+    flags = COMMAND_FLAGS.get(cls, {}).items()
+    return [textwrap.fill(f"  {flag:<50}{about}", width, subsequent_indent=" " * 54) for flag, about in flags]
 
 
 def _common_help(verb: str, cls: type[Section], width: int) -> str:
@@ -172,17 +170,12 @@ def _help(
     for path, note, section in tables(cls):
         prefix = f"--{path.replace('[]', '.0')}." if path else "--"
         flags = [(f"{prefix}{name}".replace("_", "-"), key) for name, key in keys(section).items()]
-        rows = [
-            (flag, key)
-            for flag, key in flags
-            if is_shown(flag, key) and not key.item_sections and (len(key.sections) != 1 or key.is_nullable)
-        ]
+        is_value = lambda key: not key.item_sections and (len(key.sections) != 1 or key.is_nullable)
+        rows = [(flag, key) for flag, key in flags if is_shown(flag, key) and is_value(key)]
         if rows:
             about = " ".join((section.__doc__ or "").split("\n\n")[0].split()) if path else ""
-            lines = [
-                f"{_header(path) if path else 'at the root'}  {note}".rstrip(),
-                *_wrapped(about, 2, width - 2),
-            ]
+            title = f"{_header(path) if path else 'at the root'}  {note}".rstrip()
+            lines = [title, *_wrapped(about, 2, width - 2)]
             for flag, key in rows:
                 default = "required" if key.field.is_required() else f"default: {key.default_text()}"
                 lines.append(f"  {flag}" + ("" if key.sections else f" <{key.type_text()}>"))
@@ -246,9 +239,8 @@ def _flowed(text: str) -> str:
     pieces[::2] = [_PLACEHOLDER.sub(r"`\1`", piece) for piece in pieces[::2]]
     indent = "  " if text.startswith("- ") else ""
     for width in range(110, 80, -1):
-        lines = textwrap.wrap(
-            "`".join(pieces), width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        )
+        wrapper = textwrap.TextWrapper(width, "", indent, break_long_words=False, break_on_hyphens=False)
+        lines = wrapper.wrap("`".join(pieces))
         if not any(_LIST_ITEM.match(line) for line in lines[1:]):
             break
     return "\n".join(lines)

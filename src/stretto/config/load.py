@@ -45,9 +45,8 @@ def load(cls: type[Root], arguments: list[str], *, verb: str = "stretto") -> Roo
     """
     if cls in PARTS and names_whole_run(arguments):
         process = RUN_TABLES[list(PARTS).index(cls)]
-        return PARTS[cls](
-            _load(Draft(RLConfig, is_resolved=is_supervised(), process=process), arguments, verb)
-        )
+        draft = Draft(RLConfig, is_resolved=is_supervised(), process=process)
+        return PARTS[cls](_load(draft, arguments, verb))
     return _load(Draft(cls), arguments, verb)
 
 

@@ -34,11 +34,7 @@ class Section(BaseModel):
     a class that extends this one gives the field another default."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        validate_default=True,
-        protected_namespaces=(),
-        allow_inf_nan=False,
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
     )
 
     @model_validator(mode="before")
@@ -151,9 +147,8 @@ class Key:
     @property
     def accepts_bool(self) -> bool:
         """Whether it can be true or false, or is a table, for which another message is better."""
-        return bool(self.sections or self.item_sections) or any(
-            member in (bool, Any) for member in self.members
-        )
+        is_table = bool(self.sections or self.item_sections)
+        return is_table or any(member in (bool, Any) for member in self.members)
 
     @property
     def is_bool(self) -> bool:

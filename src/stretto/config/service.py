@@ -12,21 +12,21 @@ from stretto.config.sections.trainer import RankKeys
 
 
 class UserSection(Section):
-    """Somebody who may train. A user sees and changes only runs of his own."""
+    """A person who may train, and who sees and changes only their own runs."""
 
     token: str | None = Field(None, min_length=16)
-    """What he sends as X-API-Key; clients of Tinker accept those that begin with `tml-`. None: one is made. It is kept
-    in RUN/tokens.json, which only the service's owner can read, and in no config."""
+    """Value of X-API-Key in requests; clients of Tinker accept those that begin with `tml-`. None: one is generated. It
+    is kept in RUN/tokens.json, which only the service's owner can read, and in no config."""
     weight: float = Field(1.0, gt=0)
-    """Share of the trainer and the engines while others work too, in relation to their weights."""
+    """Share of trainer and engines, relative to the weights of the other active users."""
     priority: int = 0
     """Runs of a higher priority are trained first, whatever the weights."""
     tokens_per_minute: float | None = Field(None, gt=0)
-    """Most tokens that each of his runs trains on per minute, averaged; None: no limit."""
+    """Most tokens that each run of the user trains on per minute, averaged; None: no limit."""
     max_runs: int | None = Field(None, gt=0)
-    """Most runs of his at a time; None: as many as the service has room for."""
+    """Most runs of the user at a time; None: as many as the service has room for."""
     max_samples: int = Field(64, gt=0)
-    """Most sequences of his that the engines generate at a time."""
+    """Most sequences that the engines generate for the user at a time."""
 
 
 class ServiceSection(Section):
@@ -37,11 +37,11 @@ class ServiceSection(Section):
     port: int = Field(8700, ge=1, le=65535)
     """TCP port."""
     users: dict[str, UserSection] = Field({"user": UserSection()}, min_length=1)
-    """By name. The admin is nobody of these and has a token of his own."""
+    """By name. The admin is none of these and has another token."""
     runs_dir: Path | None = None
     """Directory that is watched: RUNS_DIR/run_*/control/orch.toml, the file of `rl`, registers a run. None: none is."""
     runs_user: str | None = None
-    """Whose runs those of runs_dir are; None: the only user's."""
+    """User that runs of runs_dir belong to; None: the only user."""
     max_concurrent_runs: int = Field(8, gt=0)
     """Runs with an adapter in the trainer at a time."""
     full_finetuning: bool = False
@@ -52,7 +52,7 @@ class ServiceSection(Section):
     max_tokens_per_pass: int | None = Field(None, gt=0)
     """Most tokens of one pass, which several runs share; None: seq_len."""
     max_tokens_per_turn: int = Field(16384, gt=0)
-    """Most tokens that the trainer computes before it looks who is next."""
+    """Most tokens that the trainer computes before another run has its turn."""
     max_waiting_requests: int = Field(256, gt=0)
     """Most requests of one run that wait for the trainer; one more is refused with 429, and clients send it again."""
     max_waiting_bytes: int = Field(1 << 30, gt=0)
@@ -62,7 +62,7 @@ class ServiceSection(Section):
     max_waiting_samples: int = Field(1024, gt=0)
     """Most requests for samples of one user that wait; one more is refused with 429, and clients send it again."""
     max_adapters: int = Field(8, gt=0)
-    """Versions of adapters loaded in each engine at a time; others are loaded when they are asked for."""
+    """Versions of adapters loaded in each engine at a time; others are loaded when they are requested."""
     save_steps: int = Field(10, gt=0)
     """A run's state is saved after so many of its steps. Requests since are kept beside it and computed again after a
     crash, so that nothing is lost."""
@@ -83,7 +83,7 @@ class ServiceSection(Section):
     max_audit_bytes: int = Field(256 << 20, gt=0)
     """Most bytes of the audit log, RUN/service/audit.jsonl and audit.1.jsonl; what is oldest is deleted."""
     gap_timeout_s: float = Field(120.0, gt=0)
-    """Longest wait for a request whose number was skipped; then those behind it fail."""
+    """Longest wait for a request whose number was skipped; then the later ones fail."""
 
     @property
     def num_places(self) -> int:

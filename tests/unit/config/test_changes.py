@@ -38,10 +38,7 @@ def config(**more: Any) -> RLConfig:
             {"orchestrator": {"env": [ENV | {"args": {"num_letters": 5}}]}},
             ["orchestrator.env.0.args.num_letters: 4 -> 5"],
         ),
-        (
-            {"orchestrator": {"env": [ENV, ENV | {"name": "b"}]}},
-            ["orchestrator.env: "],
-        ),
+        ({"orchestrator": {"env": [ENV, ENV | {"name": "b"}]}}, ["orchestrator.env: "]),
         ({"trainer": {"loss": {"type": "gspo"}}}, ["trainer.loss.type: "]),
         ({"model": {"name": "m", "lora": {"rank": 4}}}, ["model.lora: None -> "]),
         ({"output_dir": "elsewhere", "run": {"name": "other"}, "resume": {"step": 3}}, []),

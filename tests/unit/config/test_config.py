@@ -69,12 +69,7 @@ def test_files_fill_sections(tmp_path: Path) -> None:
     cfg = load(RLConfig, words.split())
     assert cfg.inference is not None
     told = cfg.orchestrator_config()
-    assert (cfg.model.name, cfg.inference.model, cfg.max_steps, told.max_steps) == (
-        "m",
-        "m",
-        7,
-        7,
-    )
+    assert (cfg.model.name, cfg.inference.model, cfg.max_steps, told.max_steps) == ("m", "m", 7, 7)
     assert (cfg.orchestrator.batch_size, cfg.orchestrator.env[0].id, cfg.trainer.optim.lr) == (
         16,
         "reverse-text",
@@ -281,12 +276,7 @@ def test_what_a_section_says_of_the_run_holds_for_all(tmp_path: Path) -> None:
     toml += "[orchestrator]\nseq_len = 50\n"
     cfg = rl(tmp_path, toml + '[orchestrator.weight_broadcast]\ntype = "filesystem"\n' + ENV)
     trainer, orchestrator = cfg.trainer_config(), cfg.orchestrator_config()
-    assert (cfg.model.name, orchestrator.model.name, cfg.max_steps, trainer.seq_len) == (
-        "m",
-        "m",
-        4,
-        50,
-    )
+    assert (cfg.model.name, orchestrator.model.name, cfg.max_steps, trainer.seq_len) == ("m", "m", 4, 50)
     assert trainer.weight_broadcast == cfg.weight_broadcast == orchestrator.weight_broadcast
     assert (cfg.seed, orchestrator.seed, cfg.model.impl, orchestrator.model.impl) == (9, 9, "hf", "hf")
 

@@ -145,7 +145,7 @@ WRONG = {
     "no replica": ("deployment.num_replicas = 0", "must be greater than 0"),
     "several nodes without a router": (
         'router = "None"\n[deployment]\ntype = "multi_node"',
-        'deployment.type = "multi_node" has several engines, which one address must stand for; keep the router',
+        'deployment.type = "multi_node" has several engines, and clients need one address; keep the router',
     ),
     "disaggregated without a router": (
         'router = "None"\n[deployment]\ntype = "disaggregated"',

@@ -86,7 +86,7 @@ def test_a_file_of_0_6_with_an_endpoint_picker_loads_whole(
     assert cfg.inference.router.type == "llm-d" and cfg.orchestrator.renderer.clear_thinking is False
     for words in (
         "num_prefill_nodes = 8 counts the nodes of all engines",
-        "vllm-router stands before the engines",
+        "vllm-router is used instead",
         "decode_scorer_overrides.queue-scorer decides nothing here",
         "for more give oversampling_factor = 8",
     ):

@@ -45,7 +45,7 @@ def test_missing_gpus_are_named(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"trainer_gpu_ids": "0,0"}, "a GPU stands there twice"),
+        ({"trainer_gpu_ids": "0,0"}, "a GPU is named twice"),
         ({"trainer_gpu_ids": "0,1", "deployment": {"num_train_gpus": 3}}, "are 2, not deployment.num_train_gpus = 3"),
         ({"trainer_gpu_ids": []}, "at least 1 item"),
         ({"deployment": {"type": "multi_node"}, "trainer_gpu_ids": "0"}, "names what is on one machine"),

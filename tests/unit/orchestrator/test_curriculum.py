@@ -283,7 +283,7 @@ def test_the_settings_in_the_document_are_valid_together(tmp_path):
             "starts groups early and max_async_level = 0 forbids",
         ),
         ({"oversampling_factor": 16.0, "max_async_level": 1}, "15 steps early and max_off_policy_steps = 8"),
-        ({"filters": [{"type": "gibberish"}] * 2}, '"gibberish" stands there twice'),
+        ({"filters": [{"type": "gibberish"}] * 2}, '"gibberish" is listed twice'),
         ({"client": {"api": "chat"}}, "gives no tokens to train on"),
         (
             {

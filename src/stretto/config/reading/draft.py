@@ -116,9 +116,8 @@ class Draft:
         """The source of a key in the table at a path, or else of the nearest table above it."""
         if inside := [source for other, source in self.sources.items() if _is_below(other, path)]:
             return inside[0]
-        return next(
-            (self.sources[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.sources), None
-        )
+        above = (path[:depth] for depth in range(len(path), -1, -1))
+        return next((self.sources[each] for each in above if each in self.sources), None)
 
     def add_file(self, file: FileArgument) -> None:
         """Merge one file under its section."""
@@ -129,13 +128,8 @@ class Draft:
             return
         data, lines = loaded
         places = {(*file.prefix, *path): f"{file.path}:{line}" for path, line in lines.items()}
-        self.put(
-            [
-                Given(path, value, dotted(path), places.get(path, ""))
-                for path, value in leaves(data, file.prefix)
-            ],
-            file.path,
-        )
+        found = leaves(data, file.prefix)
+        self.put([Given(path, value, dotted(path), places.get(path, "")) for path, value in found], file.path)
         tables = {file.prefix: file.path} | {self.own_path(path): place for path, place in places.items()}
         self.sources |= {path: place for path, place in tables.items() if path and path not in self.values}
 
@@ -163,15 +157,10 @@ class Draft:
         self._put_values(sorted(rest, key=lambda item: item[1][-1] != "type"), file)
         for each, meaning in found:
             if meaning.instead:
-                self.complain(
-                    f"{each.spelled} = {show(each.value)}: {meaning.instead}", each.path, source=each.source
-                )
-            if meaning.idle:
-                self.notes[each.spelled] = (
-                    f"{each.source}: {each.spelled} decides nothing here: {meaning.idle}"
-                )
-            if meaning.beware:
-                self.notes[each.spelled] = f"{each.source}: {each.spelled}: {meaning.beware}"
+                message = f"{each.spelled} = {show(each.value)}: {meaning.instead}"
+                self.complain(message, each.path, source=each.source)
+            if note := meaning.beware or (meaning.idle and f"decides nothing here: {meaning.idle}"):
+                self.notes[each.spelled] = f"{each.source}: {each.spelled}{':' * bool(meaning.beware)} {note}"
 
     def _put_values(self, values: list[tuple[Given, Path, Any]], file: str) -> None:
         for each, path, value in values:
@@ -232,12 +221,9 @@ class Draft:
                 self._clear(table)
                 self.values[table] = []
         name = flag.flag.partition("=")[0].split()[0].replace("_", "-")
-        self.put(
-            [
-                Given(path, value, ".".join(map(str, (name, *path[len(flag.path) :]))), flag.flag)
-                for path, value in leaves(flag.value, flag.path)
-            ]
-        )
+        spelled = lambda path: ".".join(map(str, (name, *path[len(flag.path) :])))
+        found = leaves(flag.value, flag.path)
+        self.put([Given(path, value, spelled(path), flag.flag) for path, value in found])
 
     def _disagrees(self, given: Given, path: Path, new: Any, file: str) -> bool:
         """Report two values of one key in two spellings: in flags, a file, or files of two processes.
@@ -251,10 +237,10 @@ class Draft:
             return False
         if held_in != file and not (held_in and file and is_other_process):
             return False
-        what = f"{spelled} = {show(value)} but {given.spelled} = {show(new)}"
-        self.complain(
-            f"{what}; give it once, as {dotted(path)}", path, source=f"{self.sources[path]}, {given.source}"
+        message = (
+            f"{spelled} = {show(value)} but {given.spelled} = {show(new)}; give it once, as {dotted(path)}"
         )
+        self.complain(message, path, source=f"{self.sources[path]}, {given.source}")
         return True
 
     def _clear(self, table: Path) -> None:
@@ -336,14 +322,12 @@ class Draft:
             path = (*path, item["loc"][-1]) if item["type"] == UNKNOWN else path
             found.setdefault(path, []).append((item, key, cls))
         # Errors in values that nobody wrote result from a wrong value elsewhere, which is reported.
-        derived = {
-            path
-            for path, [(item, _, _), *_] in found.items()
-            if item["type"] not in MISSING
-            and not any(_is_below(held, path) or _is_below(path, held) for held in self.values)
+        is_given = lambda path: any(_is_below(held, path) or _is_below(path, held) for held in self.values)
+        own = {
+            path: items for path, items in found.items() if items[0][0]["type"] in MISSING or is_given(path)
         }
-        if self.complaints or len(derived) < len(found):
-            found = {path: items for path, items in found.items() if path not in derived}
+        if self.complaints or own:
+            found = own
         return [self._report_value(path, *items[0], num_items=len(items)) for path, items in found.items()]
 
     def _locate(self, location: tuple[str | int, ...]) -> tuple[Path, Key | None, type[Section]]:
@@ -389,14 +373,11 @@ class Draft:
         elif key is not None and num_items > 1:
             what += f"{key.type_text()} is needed"
         else:
-            what += _plain(
-                choose(value, key.choices, find(self.cls, path).other_values)
-                if key and key.choices
-                else str(item["msg"])
-            )
-        if not any(_is_below(each, path) for each in self.suspects) and not (
-            kind in MISSING and self.is_incomplete
-        ):
+            choices = key.choices if key else ()
+            others = find(self.cls, path).other_values
+            what += choose(value, choices, others) if choices else _plain(str(item["msg"]))
+        is_elsewhere = kind in MISSING and self.is_incomplete
+        if not is_elsewhere and not any(_is_below(each, path) for each in self.suspects):
             self.complain(what, place)
             self.suspects.add(path)
         return path[:-1] if kind == "missing" else path
@@ -427,9 +408,8 @@ class Draft:
 def choose(value: Any, choices: Iterable[Any], others: Iterable[str] = ()) -> str:
     """A message with the allowed values and the nearest; others: accepted, but not listed."""
     known = [*map(str, choices), *others]
-    near = difflib.get_close_matches(str(value).lower(), known, n=1) or difflib.get_close_matches(
-        str(value), known, n=1
-    )
+    found = (difflib.get_close_matches(text, known, n=1) for text in (str(value).lower(), str(value)))
+    near = next(filter(None, found), None)
     hint = f"; did you mean {show(near[0])}?" if near else ""
     return f"must be {' or '.join(map(show, choices))}{hint}"
 
@@ -437,12 +417,8 @@ def choose(value: Any, choices: Iterable[Any], others: Iterable[str] = ()) -> st
 def choose_tag(tag: Any, tags: list[str | None], others: Iterable[str] = ()) -> str:
     """As `choose`; for a tag of another union of `rl` it names that union."""
     near = difflib.get_close_matches(str(tag), [str(each) for each in tags], n=1, cutoff=0.8)
-    owners = (
-        path
-        for path, _, key in all_paths(RLConfig)
-        if ".0." not in path and tag in [tag_of(section) for section in key.sections if tag_of(section)]
-    )
-    owner = None if near else next(owners, None)
+    unions = ((path, map(tag_of, key.sections)) for path, _, key in all_paths(RLConfig) if ".0." not in path)
+    owner = None if near or tag is None else next((path for path, known in unions if tag in known), None)
     if owner is None:
         return choose(tag, tags, others)
     return f"must be {' or '.join(map(show, tags))}; {show(tag)} belongs to {owner}.type"

@@ -22,8 +22,8 @@ _BARE_VALUE = re.compile(r"[^\s,\]}#]+")
 _STRING = re.compile(r'"""(?:\\.|[^\\])*?"{3,5}|\'\'\'.*?\'{3,5}|"(?:\\.|[^"\\])*"|\'[^\']*\'', re.DOTALL)
 
 _TOML_REASONS = {
-    "Cannot declare": "this table stands above already: put the keys of both under one",
-    "Cannot overwrite a value": "this key stands above already: give it once",
+    "Cannot declare": "this table is defined above: put the keys of both under one",
+    "Cannot overwrite a value": "this key is defined above: give it once",
     "Illegal character '\\n'": "a quote is not closed",
 }
 """Beginnings of messages of tomllib, and what a user should read instead."""

@@ -120,11 +120,8 @@ def _assignment(target: Target, words: list[str], flag: str) -> Assignment:
 
 def _file(prefix: Path, word: str, rest: list[str]) -> FileArgument | ArgumentProblem:
     name = word[1:] or (rest.pop(0) if rest and not rest[0].startswith("--") else "")
-    return (
-        FileArgument(prefix, name)
-        if name
-        else ArgumentProblem("a file name must follow, as in `@ rl.toml`", "@")
-    )
+    missing = ArgumentProblem("a file name must follow, as in `@ rl.toml`", "@")
+    return FileArgument(prefix, name) if name else missing
 
 
 def _up_to_next(rest: list[str]) -> list[str]:
@@ -147,10 +144,7 @@ def read_value(key: Key | None, words: list[str]) -> Any:
         return _json_or_text(text)
     if len(words) == 1 and str in key.members:
         return text
-    items = [
-        item for member in key.members for part in getattr(member, "__args__", ()) for item in members(part)
-    ]
-    if str in items:
+    if any(str in members(part) for member in key.members for part in getattr(member, "__args__", ())):
         return words
     if any("," in word for word in words):
         words = [word for word in ",".join(words).split(",") if word]

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from stretto.config.rules.learning import GROUP_BASELINE
 from stretto.config.rules.rule import Each, Idle, Rule, Rules, matching
-from stretto.config.sections.curriculum import AdvantageGate, DifficultySampler, RewardGate
+from stretto.config.sections.curriculum import DifficultySampler, RangeGate
 from stretto.config.sections.distill import WITHOUT_BEHAVIOR, WITHOUT_REWARD
 from stretto.config.sections.hooks import ENVIRONMENTS
 from stretto.config.sections.orchestrator import (
@@ -33,7 +33,7 @@ WHY_NOT_CUT = (
 
 
 def name_faults(section: Any) -> Iterator[tuple[str, str, str]]:
-    """Names are keys of metrics: unique, and none that an aggregate has."""
+    """Names are keys of metrics: unique, and not the name of an aggregate."""
     names = [env.name or env.id for env in section.env]
     for index, (env, name) in enumerate(zip(section.env, names, strict=True)):
         key = f"env.{index}.{'name' if env.name else 'id'}"
@@ -82,12 +82,9 @@ def sampling_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str]]:
         own_size, own = (None, None) if env is None else (env.group_size, env.sampling)
         sampling = section.train.sampling if own is None else own.over(section.train.sampling)
         is_learned_as_given = algo.type in WITHOUT_BEHAVIOR
-        places = {
-            key: f"env.{index}.sampling.{key}"
-            if getattr(own, key, None) is not None
-            else f"train.sampling.{key}"
-            for key in ("temperature", "top_p", "top_k", "min_p")
-        }
+        given = {} if own is None else own.model_dump(exclude_none=True)
+        tables = {True: f"env.{index}.sampling", False: "train.sampling"}
+        places = {key: f"{tables[key in given]}.{key}" for key in ("temperature", "top_p", "top_k", "min_p")}
         if (own_size or section.group_size) == 1 and algo.type in GROUP_BASELINE:
             where = "group_size" if own_size is None else f"env.{index}.group_size"
             rule = f"every advantage would be zero, for {algo.type} subtracts the group's mean and one is its own mean"
@@ -107,16 +104,15 @@ def sampling_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str]]:
                 found.setdefault(places[key], f"{{0}}: {WHY_NOT_CUT}; {way}")
             elif key == "top_k" and value > replay.max_tokens:
                 found.setdefault(places[key], "{0} is more than {2}; lower it or raise that")
-    yield from (
-        (f"{where} | train.replay train.replay.max_tokens", message) for where, message in found.items()
-    )
+    for where, message in found.items():
+        yield f"{where} | train.replay train.replay.max_tokens", message
 
 
 # -- groups --
 
 
 def sizes_that_fit(section: OrchestratorKeys) -> str | None:
-    """Batch sizes near the given one that whole groups fill; None where they do."""
+    """Batch sizes near the given one that whole groups fill; None if they fill the given one."""
     if not section.batch_size % section.group_size:
         return None
     low = section.batch_size // section.group_size * section.group_size
@@ -124,14 +120,14 @@ def sizes_that_fit(section: OrchestratorKeys) -> str | None:
 
 
 def steps_early(section: OrchestratorKeys) -> str | None:
-    """How many steps early oversampled groups start, where that is too old to be trained."""
+    """How many steps early oversampled groups start, if they would be too old to be trained."""
     ahead = (section.oversampling_factor or 1) - 1
     is_lost = ahead > max(section.max_off_policy_steps, section.max_async_level)
     return f"{ahead:g}" if is_lost else None
 
 
 def ahead_of(section: OrchestratorKeys) -> str | None:
-    """Why fewer rollouts run at once than are allowed, where generation may be ahead at all."""
+    """Why fewer rollouts run at once than are allowed, if generation may be ahead."""
     limit, batches = section.max_inflight_rollouts, section.max_async_level + 1
     held = int(max(batches, section.oversampling_factor or 0) * section.batch_size)
     if limit is None or limit <= held or section.max_async_level == 0:
@@ -146,15 +142,13 @@ def ahead_of(section: OrchestratorKeys) -> str | None:
 
 
 def hook_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str] | tuple[str, str, Any]]:
-    """Hooks whose answer nobody would use."""
+    """Hooks that would do nothing, and settings that hooks replace."""
     hooks = section.hooks
     for index, env in enumerate(section.env):
         algo = (env.algo or section.algo).type
         for key in ("reward_post_process", "rollout_function"):
             if algo in WITHOUT_REWARD and getattr(hooks, key) is not None:
-                rule = (
-                    f'does nothing for {{it}}: its algo "{algo}" learns from a teacher, and not from rewards'
-                )
+                rule = f'does nothing for {{it}}: its algo "{algo}" learns from a teacher, not from rewards'
                 yield f"hooks.{key}", f"{{0.path}} {rule}; leave one of them out", env.name or env.id
         if hooks.rollout_function is not None and env.group_size not in (None, section.group_size):
             message = "{0}: {1.path} gets groups of one size; leave it out"
@@ -173,8 +167,6 @@ SHORT_ROLLOUTS = Rule("batch_order max_off_policy_steps max_async_level",
      'too old, so that mostly short ones are trained; raise {1.path}, or use "dispatch"')
 NEVER_REACHED = Rule("max_inflight_rollouts oversampling_factor max_async_level", ahead_of,
      "{0} is never reached: {it}")
-SWAPPED = Rule("reject_min reject_max", lambda s: s.reject_min > s.reject_max,
-     "{0} is above {1}; it would reject nothing: swap them")
 
 RULES: Rules = {
     ClientSection: (
@@ -184,8 +176,10 @@ RULES: Rules = {
              '{0.path} = "{it}" is not an address; write it like http://127.0.0.1:8000/v1'),
     ),
     EvalSection: (Each(name_faults),),
-    AdvantageGate: (SWAPPED,),
-    RewardGate: (SWAPPED,),
+    RangeGate: (
+        Rule("reject_min reject_max", lambda s: s.reject_min > s.reject_max,
+             "{0} is above {1}; it would reject nothing: swap them"),
+    ),
     DifficultySampler: (
         Rule("hard_threshold easy_threshold", lambda s: s.hard_threshold > s.easy_threshold,
              "{0} is above {1}; no task would be normal: swap them"),
@@ -195,11 +189,9 @@ RULES: Rules = {
         Rule("token_batch_size | batch_size",
              lambda s: s.token_batch_size is not None and "batch_size" not in s.model_fields_set,
              "{0} needs {1.path}, the most rollouts of a batch: give at least as many as have so many tokens"),
-        Idle("token_batch_size", "hooks.rollout_function",
-             lambda s: s.token_batch_size is not None and s.hooks.rollout_function is not None
+        Idle("token_batch_size", "hooks.rollout_function", lambda s: s.hooks.rollout_function is not None
              and "its calls are batches of batch_size rollouts", "leave one of them out"),
-        Idle("token_batch_size", "hooks.buffer_filter",
-             lambda s: s.token_batch_size is not None and s.hooks.buffer_filter is not None
+        Idle("token_batch_size", "hooks.buffer_filter", lambda s: s.hooks.buffer_filter is not None
              and "it chooses batch_size rollouts", "leave one of them out"),
         Rule("max_inflight_rollouts group_size",
              lambda s: s.max_inflight_rollouts is not None and s.max_inflight_rollouts < s.group_size,
@@ -213,7 +205,7 @@ RULES: Rules = {
              "{0} starts groups {it} steps early and {1} drops what is so old; raise {1.path}"),
         Rule("filters",
              lambda s: next((kind for kind, n in Counter(f.type for f in s.filters).items() if n > 1), None),
-             '{0.path}: "{it}" stands there twice; give it once'),
+             '{0.path}: "{it}" is listed twice; give it once'),
         Idle("hooks.args", "hooks", lambda s: s.hooks.is_empty and "no function is named", "name one"),
         Idle("hooks.eval_function hooks.eval_log", "eval",
              lambda s: s.eval is None and "there are no evals", "add [eval]"),

@@ -12,16 +12,16 @@ _SAME = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "n_routed_experts", "num_experts", "num_local_experts",
     "tie_word_embeddings",
 )  # fmt: skip
-"""Keys that both must have alike, or neither."""
+"""Keys that must be the same in both, or in neither."""
 _SAME_IF_BOTH = (
     "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob",
     "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk",
     "rms_norm_eps", "rope_theta", "hidden_act", "sliding_window", "layer_types", "depth", "out_hidden_size",
     "patch_size", "spatial_merge_size", "num_heads",
 )  # fmt: skip
-"""Keys that mean the same in both, and have a default that one of the files may leave out."""
+"""Keys with a default, which one of the files may leave out; they must be the same if both have them."""
 _NESTED = ("text_config", "vision_config")
-"""Tables in which models with images have the numbers of their parts."""
+"""Tables with the numbers of the parts of a model with images."""
 
 
 def check_quantize(quantizes: bool | None, engine_model: str | None, *, is_quantized: bool) -> None:

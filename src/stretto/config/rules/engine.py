@@ -23,12 +23,7 @@ from stretto.config.sections.engines import (
     RouterSection,
     cache_aware_options,
 )
-from stretto.config.sections.inference import (
-    GROUP_KEYS,
-    InferenceSection,
-    ParallelSection,
-    misfit,
-)
+from stretto.config.sections.inference import GROUP_KEYS, InferenceSection, ParallelSection, misfit
 from stretto.config.spellings.inference import VLLM_KEYS
 
 PLANNED = (
@@ -40,7 +35,7 @@ PLANNED = (
 
 
 def product(parallel: ParallelSection) -> str:
-    """`tp 2 x dp 4`: the degrees that are not 1, with their arithmetic left to the reader."""
+    """`tp 2 x dp 4`: the degrees that are not 1."""
     degrees = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "dp")}
     return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "tp 1"
 
@@ -51,16 +46,12 @@ def shape_of(section: InferenceSection) -> str:
     if section.deployment.type == "groups":
         shapes = ((g.num_engines, section.of_group(g).parallel) for g in section.deployment.groups)
         return " + ".join(f"{number} engines of {product(parallel)}" for number, parallel in shapes if number)
-    if (
-        section.deployment.type == "disaggregated"
-        and len({side.tp for side in section.deployment.sides.values()}) > 1
-    ):
-        sides = section.deployment.sides.items()
+    sides = section.deployment.sides if section.deployment.type == "disaggregated" else {}
+    if len({side.tp for side in sides.values()}) > 1:
         rest = product(section.parallel.model_copy(update={"tp": 1})).removeprefix("tp 1")
-        counted = " + ".join(
-            f"{side.num_engines} {kind} x tp {side.tp or section.parallel.tp}" for kind, side in sides
-        )
-        return f"({counted})" + (f" x {rest}" if rest else "")
+        tp = section.parallel.tp
+        counts = (f"{side.num_engines} {kind} x tp {side.tp or tp}" for kind, side in sides.items())
+        return f"({' + '.join(counts)})" + (f" x {rest}" if rest else "")
     return product(section.parallel) + (f" x {engines} engines" if engines > 1 else "")
 
 
@@ -92,9 +83,8 @@ def option_faults(
         if option_of(option) in VLLM.reserved:
             yield from _refused(VLLM.refuse_reserved, option, at(own))
         elif name in keys:
-            yield problem(
-                section, at, f"{own} | {keys[name]}", "{0.path}: the key is {1.path}; give it there"
-            )
+            message = "{0.path}: the key is {1.path}; give it there"
+            yield problem(section, at, f"{own} | {keys[name]}", message)
         elif reason := refuse(name):
             yield problem(section, at, f"{own} deployment.type", f"{{0}} {reason}; leave it out")
         else:
@@ -117,9 +107,8 @@ def check_vllm_options(section: InferenceSection, at: At) -> Iterator[Problem]:
 def check_side_options(section: InferenceSection, at: At) -> Iterator[Problem]:
     """Options of one side of a disaggregated deployment, in which the sides may differ."""
     is_same = lambda name: "." in VLLM_KEYS.get(name, "") or name in (*PLANNED, "kv_transfer_config")
-    refuse = lambda name: (
-        "is the same on both sides, or follows from the deployment" if is_same(name) else None
-    )
+    rule = "is the same on both sides, or follows from the deployment"
+    refuse = lambda name: rule if is_same(name) else None
     for side in ("prefill", "decode") if section.deployment.type == "disaggregated" else ():
         path, keys = f"deployment.{side}_vllm_overrides", {"tensor_parallel_size": f"deployment.{side}_tp"}
         yield from option_faults(section, at, path, value_of(section, path), keys, refuse)
@@ -131,15 +120,14 @@ def check_groups(section: InferenceSection, at: At) -> Iterator[Problem]:
     if not isinstance(shape, EngineGroups):
         return
     if not shape.num_engines:
-        yield problem(
-            section, at, "deployment.groups", "{0.path}: no group has engines; raise one's num_engines"
-        )
+        message = "{0.path}: no group has engines; raise one's num_engines"
+        yield problem(section, at, "deployment.groups", message)
     for index, group in enumerate(shape.groups):
         yield from _option_faults(section, group, f"deployment.groups.{index}", at)
 
 
 def check_sizes(section: InferenceSection, at: At) -> Iterator[Problem]:
-    """What each shape of engine must fulfil by itself."""
+    """The rules SIZES for each shape of engine."""
     shape = section.deployment
     found: list[Problem] = []
     groups = shape.groups if isinstance(shape, EngineGroups) else ()
@@ -158,9 +146,8 @@ def _option_faults(section: InferenceSection, group: EngineGroup, path: str, at:
         if rule := misfit(named[key], group.overrides[key]):
             yield problem(section, at, f"{path}.overrides.{key}", f"{{0}}: {rule}")
     is_same = lambda name: name in (*VLLM_KEYS, *InferenceSection.model_fields, *PLANNED)
-    refuse = lambda name: (
-        "is the same for all engines, or follows from the deployment" if is_same(name) else None
-    )
+    rule = "is the same for all engines, or follows from the deployment"
+    refuse = lambda name: rule if is_same(name) else None
     keys = {"tensor_parallel_size": f"{path}.tp"}
     yield from option_faults(section, at, f"{path}.overrides", options, keys, refuse)
 
@@ -177,21 +164,16 @@ def _place_faults(section: InferenceSection, shape: EngineGroups) -> Iterator[tu
         if place.num_gpus <= node < first + place.num_gpus:
             yield own, f"{{1.path}}: {which}, over its end; let groups fill nodes, large engines first"
         elif place.num_gpus > node and (first or place.num_gpus % node):
-            yield (
-                own,
-                f"{{1.path}}: {which}: larger than a node, it has whole nodes; give it a multiple of {node}",
-            )
+            rule = f"an engine larger than a node has whole nodes; give a multiple of {node}"
+            yield own, f"{{1.path}}: {which}: {rule}"
         elif place.num_gpus > node and section.parallel.dp > 1:
             rule = "nodes share the ranks of TP and PP of an engine without data parallelism; leave it out"
             yield f"parallel.dp {groups}", f"{{0}}: {rule}"
-    nodes, rest = divmod(end.first_gpu, node)
-    if rest:
-        rule = (
-            f"engines take {end.first_gpu} GPUs, and {node - rest} of the last node of {node} are left over"
-        )
-        way = f"change num_engines, or say so: idle_gpus = {node - rest} in the last group"
+    if left := -end.first_gpu % node:
+        rule = f"engines take {end.first_gpu} GPUs, and {left} of the last node of {node} are left over"
+        way = f"change num_engines, or say so: idle_gpus = {left} in the last group"
         yield f"{groups} deployment.gpus_per_node", f"{{0.path}}: {rule}; {way}"
-    elif nodes != shape.num_nodes:
+    elif (nodes := end.first_gpu // node) != shape.num_nodes:
         rule = f"engines take {end.first_gpu} GPUs, {nodes} nodes of {node}"
         yield f"deployment.num_nodes {groups}", f"{{0}}: {rule}; give {nodes}"
 
@@ -205,7 +187,7 @@ PLANNED_FOR_DYNAMO = (
 
 
 def check_router_options(router: RouterSection, at: At) -> Iterator[Problem]:
-    """Options that the router has, and that its policy uses."""
+    """Options of the router exist, and do something with its policy."""
     if router.type == "dynamo":  # it refuses unknown ones at its start, with its own message
         for key in router.extra:
             if option_of(key).removeprefix("--").removeprefix("no-") in PLANNED_FOR_DYNAMO:
@@ -221,20 +203,20 @@ def check_router_options(router: RouterSection, at: At) -> Iterator[Problem]:
 
 
 def other_policies(router: RouterSection) -> str | None:
-    """The policies of this type of router, if it has not the one that is given."""
+    """The policies of this type of router, if the given one is not among them."""
     of_type = POLICIES.get(router.type, (router.policy,))
     return None if router.policy in of_type else ", ".join(of_type)
 
 
 def ignored_by(router: RouterSection) -> str | None:
-    """Why the router has options of its own, and not those that are given here."""
+    """Why options that are given here do not reach the router."""
     if router.type == "llm-d":
         return "llm-d's picker is configured by the chart"
     return "the router that runs there has its own" if router.address is not None else None
 
 
 def _refused(check: Callable[..., object], *given: Any) -> Iterator[Problem]:
-    """What a check complains of; the last that it is given is the path."""
+    """A check's error as a problem at the path that is its last argument."""
     try:
         check(*given)
     except ConfigError as error:
@@ -242,7 +224,7 @@ def _refused(check: Callable[..., object], *given: Any) -> Iterator[Problem]:
 
 
 def node_faults(section: InferenceSection) -> Iterator[tuple[str, str]]:
-    """What one node holds of an engine fits into its GPUs."""
+    """The part of an engine on one node fits into the node's GPUs."""
     shape = section.deployment
     if shape.type == "disaggregated" and not shape.is_local:
         for kind in shape.sides:
@@ -262,10 +244,8 @@ def _engine_faults(section: InferenceSection, shape: MultiNode) -> Iterator[tupl
     if parallel.dp % nodes:
         yield "parallel.dp deployment.num_nodes", "{0} is divided among {1} nodes; give a multiple"
     elif (needed := parallel.num_gpus // nodes) > shape.gpus_per_node:
-        ways = (
-            ""
-            if section.enable_expert_parallel
-            else ", or spread one engine over the nodes with {2.path} = true"
+        ways = ", or spread one engine over the nodes with {2.path} = true" * (
+            not section.enable_expert_parallel
         )
         if parallel.gpus_per_rank > shape.gpus_per_node:
             ways = ", or let nodes share the ranks of an engine with {3.path}"
@@ -279,10 +259,8 @@ def _shared_rank_faults(section: InferenceSection, shape: MultiNode) -> Iterator
     """Engines whose nodes share the ranks of TP and PP."""
     parallel, nodes = section.parallel, shape.nodes_per_engine
     if shape.num_nodes % nodes:
-        yield (
-            "deployment.num_nodes deployment.nodes_per_engine",
-            "{0} is no multiple of {1}; change one of them",
-        )
+        paths = "deployment.num_nodes deployment.nodes_per_engine"
+        yield paths, "{0} is no multiple of {1}; change one of them"
     if parallel.dp > 1:
         rule = "{0} with {1}: nodes share the ranks of TP and PP of an engine without data parallelism"
         way = "leave one of them out, or let nodes divide the data-parallel ranks: {2.path} = true without {1.path}"
@@ -306,10 +284,8 @@ def _side_faults(
     nodes, per_node = f"deployment.num_{kind}_nodes", f"deployment.num_{kind}_per_node"
     factor = "" if parallel.pp == 1 else f" x pp {parallel.pp}"
     if side.per_node > 1 and side.nodes_each > 1:
-        yield (
-            f"{per_node} {nodes}",
-            "{0} with {1}: an engine over several nodes shares none; leave one of them out",
-        )
+        rule = "an engine over several nodes shares none; leave one of them out"
+        yield f"{per_node} {nodes}", f"{{0}} with {{1}}: {rule}"
     elif side.num_engines % side.per_node:
         rule = f"{side.num_engines} engines leave a part of a node idle"
         yield f"deployment.num_{kind}_replicas {per_node}", f"{{0}} with {{1}}: {rule}; give a multiple"
@@ -320,10 +296,8 @@ def _side_faults(
             yield f"{tp} {nodes} parallel.dp", f"{rule}; {way}"
     elif has % (rank * side.per_node):
         times = f" x {side.per_node} engines" if side.per_node > 1 else ""
-        yield (
-            f"{tp} deployment.gpus_per_node",
-            f"{{0}}{factor}{times} does not divide the GPUs of a node, {{1}}",
-        )
+        rule = f"{{0}}{factor}{times} does not divide the GPUs of a node, {{1}}"
+        yield f"{tp} deployment.gpus_per_node", rule
     elif dp > 1 and dp % side.nodes_each:
         yield f"parallel.dp {nodes}", "{0} is divided among {1} nodes; give a multiple"
     elif dp > 1 and (needed := rank * dp // side.nodes_each * side.per_node) > has:
@@ -339,7 +313,7 @@ check_node_gpus = Each(node_faults)
 # fmt: off
 STAND_IN = Rule("type", lambda s: s.type == "llm-d" and s.address is None,
      "{0}: its picker comes as containers for Kubernetes (the Helm chart with llmd.enabled=true), so vllm-router "
-     "stands before the engines; with a gateway that runs, give inference.router.address")
+     "is used instead; with a gateway that runs, give inference.router.address")
 
 SIZES: tuple[Rule, ...] = (
     Rule("kv_cache_tokens block_size",
@@ -354,7 +328,7 @@ SIZES: tuple[Rule, ...] = (
          lambda s: s.enable_eplb and s.enable_expert_parallel is not True and s.deployment.type != "disaggregated",
          "{0} moves experts between devices; set {1.path} = true"),
 )
-"""What one shape of engine must fulfil by itself."""
+"""Rules for each shape of engine alone."""
 
 RULES: Rules = {
     InferenceConfig: (
@@ -367,7 +341,7 @@ RULES: Rules = {
              "{1} has several engines, and only a router can tell which one reads and which one writes; keep the "
              "router"),
         Rule("router deployment.type", lambda s: s.deployment.type == "multi_node" and s.router is None,
-             "{1} has several engines, which one address must stand for; keep the router"),
+             "{1} has several engines, and clients need one address; keep the router"),
         Rule("enable_return_routed_experts kv_cache_offload",
              lambda s: s.enable_return_routed_experts and s.kv_cache_offload is not None,
              "{0} with {1.path}: a cache that comes back from memory or disk comes without its experts; drop one "

@@ -9,20 +9,20 @@ from stretto.config.root import OrchestratorConfig, RLConfig
 from stretto.config.rules.rule import Each, Idle, Rule, Rules, matching
 from stretto.config.sections import algorithm
 from stretto.config.sections.algorithm import Algo, CreditSection, KlShapingSection, LossSection
-from stretto.config.sections.distill import WITHOUT_REWARD, OpdAlgo, OpsdAlgo, SftAlgo
+from stretto.config.sections.distill import WITHOUT_REWARD, OpsdAlgo, TaughtAlgo
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
 from stretto.config.sections.trainer import TrainerKeys, TrainerSection
 
 GROUP_BASELINE = {"grpo", "dr_grpo", "rloo", "max_rl", "reinforce_plus_plus_baseline", "echo"}
 """Algos whose baseline is the group."""
 BATCH_BASELINE = {"ppo", "reinforce_plus_plus", "rae"}
-"""Algos whose baseline is known only when the batch is made."""
+"""Algos whose baseline is known only when a batch is complete."""
 PARTNERS = {"gae": "ppo", "returns": "reinforce_plus_plus", "shaped": "reinforce_plus_plus_baseline"}
-"""[trainer.advantages] by type, and the rule of credit that leaves the rest to them."""
+"""The algo that each type of [trainer.advantages] completes."""
 WITHOUT_RATIO = {"reinforce", "custom"}
 """Losses that importance weights may multiply."""
 RATIO_BOUNDS = ("clip_low", "clip_high", "clip_dual", "dppo_mask_low", "dppo_mask_high", "ipo_threshold")
-"""Settings of losses that bound how far the policy may move from the denominator of the ratio."""
+"""Keys of losses that bound how far the policy may move from the denominator of the ratio."""
 
 
 def algos_of(section: OrchestratorKeys) -> dict[str, Algo]:
@@ -32,7 +32,7 @@ def algos_of(section: OrchestratorKeys) -> dict[str, Algo]:
 
 
 def algo_types(section: OrchestratorKeys) -> set[str]:
-    """Types of the environments' rules of credit."""
+    """Types of the environments' algos."""
     return {(env.algo or section.algo).type for env in section.env}
 
 
@@ -40,28 +40,18 @@ def algo_types(section: OrchestratorKeys) -> set[str]:
 
 
 def is_without_ratio(loss: LossSection) -> bool:
-    """Are the ratio's two policies the same one while a step has one update?"""
+    """Whether both policies of the ratio are the same while a step has one update."""
     return not loss.use_rollout_logprobs and loss.correction is None
 
 
 def acts_twice(loss: LossSection) -> bool:
-    """Do importance weights multiply a loss that has the ratio already?"""
+    """Whether importance weights multiply a loss that already has the ratio."""
     weights = None if loss.correction is None else loss.correction.weights
     return weights is not None and loss.type not in WITHOUT_RATIO and loss.use_rollout_logprobs
 
 
-# fmt: off
-AGREED = "{0} leaves out the ratio 1, which tokens have where trainer and sampler agree"
-BOUNDS = (
-    Rule("low high", lambda s: s.low >= s.high, "{0} must be below {1}; lower it"),
-    Rule("low", lambda s: 1 < s.low < s.high, f"{AGREED}; give 1 or less"),
-    Rule("high", lambda s: s.low < s.high < 1, f"{AGREED}; give 1 or more"),
-)
-# fmt: on
-
-
 def one_update(section: TrainerKeys) -> str | bool:
-    """Why bounds on what moves within a step do nothing; False where a step has several updates."""
+    """Why bounds on changes within a step do nothing; False if a step has several updates."""
     is_one = section.updates_per_step * section.epochs_per_step == 1
     return is_one and "one update per step: nothing has moved"
 
@@ -70,14 +60,14 @@ def one_update(section: TrainerKeys) -> str | bool:
 
 
 def needs_no_shaping(cfg: KlShapingSection) -> bool:
-    """Are discounted returns the scores themselves?"""
-    return (
-        isinstance(cfg, algorithm.ReturnsAdvantages) and cfg.gamma == 1 and not cfg.kl_coef and not cfg.whiten
-    )
+    """Whether discounted returns equal the scores."""
+    if not isinstance(cfg, algorithm.ReturnsAdvantages):
+        return False
+    return cfg.gamma == 1 and not cfg.kl_coef and not cfg.whiten
 
 
 def credit_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """The trainer's advantages are made of what the orchestrator's rule sends."""
+    """[trainer.advantages] goes with the algos that send it scores."""
     algos = algos_of(cfg.orchestrator)
     kind = None if cfg.trainer.advantages is None else cfg.trainer.advantages.type
     if kind is not None and all(algo.type in WITHOUT_REWARD for algo in algos.values()):
@@ -108,9 +98,7 @@ def control_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     extra = [key for key in ("entropy_coef", "reference_kl") if getattr(cfg.trainer.loss, key) is not None]
     why = "would be learned from its tokens"
     if algo_types(cfg.orchestrator) <= {"zero"}:
-        why = (
-            "would be the only gradient, and an optimizer that does not care how small it is takes full steps"
-        )
+        why = "would be the only gradient, and an optimizer that ignores its size takes full steps"
     for key in extra[:1] or ["kl_tau"] * bool(getattr(cfg.trainer.loss, "kl_tau", 0.0)):
         what = "{0.path}: its gradient would be learned; drop it"
         if key == "kl_tau":
@@ -137,10 +125,8 @@ def algo_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str]]:
     """Algos that no environment uses, and filters and gates of advantages that are not known."""
     algos = algos_of(section)
     if "algo" not in algos and section.algo != type(section).model_fields["algo"].default:
-        yield (
-            "algo",
-            "{0.path} does nothing: every environment has an `algo` of its own; drop it or one of those",
-        )
+        rule = "every environment has an `algo` of its own; drop it or one of those"
+        yield "algo", f"{{0.path}} does nothing: {rule}"
         return
     kinds = {algo.type for algo in algos.values()}
     late = next((path for path, algo in algos.items() if algo.type in BATCH_BASELINE), "")
@@ -149,10 +135,8 @@ def algo_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str]]:
         if each.type != "zero_advantage":
             continue
         if kinds <= set(WITHOUT_REWARD):
-            yield (
-                where,
-                f"{{0}} does nothing: {' and '.join(sorted(kinds))} have no advantages; drop the filter",
-            )
+            rule = f"{' and '.join(sorted(kinds))} have no advantages; drop the filter"
+            yield where, f"{{0}} does nothing: {rule}"
         elif late:
             rule = f"the baseline of {algos[late].type} is known only when the batch is made; drop the filter"
             yield f"{where} {late}.type", f"{{0}} with {{1}} flags rewards of 0, for {rule}"
@@ -173,7 +157,7 @@ def algo_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str]]:
 
 
 def overlong_faults(section: OrchestratorSection) -> Iterator[tuple[str, str]]:
-    """Penalties that some rollout can incur."""
+    """A penalty must begin at a length that rollouts can have."""
     for path, algo in algos_of(section).items():
         overlong = algo.overlong if isinstance(algo, CreditSection) else None
         if overlong and 0 <= (begin := overlong.max_tokens - overlong.buffer_tokens) >= section.seq_len:
@@ -185,13 +169,13 @@ def overlong_faults(section: OrchestratorSection) -> Iterator[tuple[str, str]]:
 
 
 def uses_run_teacher(algo: Algo) -> bool:
-    """Does it learn from [orchestrator.teacher]?"""
-    return isinstance(algo, OpdAlgo | SftAlgo) and algo.teacher is None
+    """Whether it learns from [orchestrator.teacher]."""
+    return isinstance(algo, TaughtAlgo) and algo.teacher is None
 
 
 def teacher_faults(section: OrchestratorSection) -> Iterator[tuple[str, str]]:
-    """A teacher if an algo needs one, and only then."""
-    taught = {path: algo for path, algo in algos_of(section).items() if isinstance(algo, OpdAlgo | SftAlgo)}
+    """There is a teacher if, and only if, an algo needs one."""
+    taught = {path: algo for path, algo in algos_of(section).items() if isinstance(algo, TaughtAlgo)}
     users = [path for path, algo in taught.items() if uses_run_teacher(algo)]
     if users and section.teacher is None:
         rule = "needs [{1.path}] with the base_url of an engine that serves the teacher"
@@ -201,21 +185,17 @@ def teacher_faults(section: OrchestratorSection) -> Iterator[tuple[str, str]]:
         yield "teacher", f"{{0.path}} {rule}"
     for path, algo in taught.items():
         if algo.teacher is not None and algo.teacher.base_url is None:
-            yield (
-                f"{path}.teacher.base_url | teacher",
-                "{0.path}: give the address of a teacher that runs; `rl` starts only [{1.path}]",
-            )
-
-
-HIGH_RATE = Rule(
-    "lr",
-    lambda s: s.lr > 0.05,
-    "{0} is far above what AdamW takes: a step moves every weight by about as much. Usual are 1e-6 for a large model "
-    "and 1e-3 for a tiny one; lower it",
-)
+            rule = "give the address of a teacher that runs; `rl` starts only [{1.path}]"
+            yield f"{path}.teacher.base_url | teacher", f"{{0.path}}: {rule}"
 
 
 # fmt: off
+AGREED = "{0} leaves out the ratio 1, which tokens have where trainer and sampler agree"
+HIGH_RATE = Rule("lr", lambda s: s.lr > 0.05,
+    "{0} is far above what AdamW takes: a step moves every weight by about as much. Usual are 1e-6 for a large model "
+    "and 1e-3 for a tiny one; lower it")
+
+
 def provided_whole(axis: str) -> Rule:
     """A rule: layers that a user's function makes are not cut along an axis."""
     return Rule(f"hooks.model model.{axis}",
@@ -242,8 +222,11 @@ RULES: Rules = {
         Rule("estimator is_unbiased", lambda s: s.estimator == "k1" and not s.is_unbiased,
              "{0}: the gradient of k1 is zero on average; use k3, or is_unbiased = true"),
     ),
-    algorithm.WeightsSection: BOUNDS,
-    algorithm.RejectSection: BOUNDS,
+    algorithm.RatioSection: (
+        Rule("low high", lambda s: s.low >= s.high, "{0} must be below {1}; lower it"),
+        Rule("low", lambda s: 1 < s.low < s.high, f"{AGREED}; give 1 or less"),
+        Rule("high", lambda s: s.low < s.high < 1, f"{AGREED}; give 1 or more"),
+    ),
     TrainerKeys: (
         Idle(" ".join(f"loss.{key}" for key in RATIO_BOUNDS), "loss.use_rollout_logprobs",
              lambda s: is_without_ratio(s.loss) and one_update(s), "raise updates_per_step"),
@@ -259,7 +242,7 @@ RULES: Rules = {
              "{0} needs values; add [{1.path}]"),
         Rule("critic advantages",
              lambda s: s.critic is not None and (s.advantages is None or s.advantages.type != "gae"),
-             '{0.path} trains values that nobody uses; add [{1.path}] with type = "gae", or drop it'),
+             '{0.path} trains values that are not used; add [{1.path}] with type = "gae", or drop it'),
         Rule("advantages.kl_coef loss.reference_kl",
              lambda s: s.advantages is not None and s.advantages.kl_coef and s.loss.reference_kl is not None,
              "{0.path} and {1.path} both hold the policy to a reference, in the reward and in the loss; drop one"),

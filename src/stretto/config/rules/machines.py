@@ -17,7 +17,7 @@ from stretto.config.rules.slurm import ON_ONE_MACHINE, is_loopback
 from stretto.config.sections.inference import InferenceSection
 
 LOOPBACK = "127.0.0.1"
-RESERVED = ("actor", "default")
+POLICY_NAMES = ("actor", "default")
 """Names of the policy in vime's terms."""
 GPU_KEYS = {  # per part of a run: the ids of its GPUs, and their number
     "trainer": ("trainer_gpu_ids", "num_train_gpus"),
@@ -31,7 +31,7 @@ GPU_KEYS = {  # per part of a run: the ids of its GPUs, and their number
 
 
 def is_served(base_url: list[str] | str, engine: InferenceSection, *, is_only: bool) -> bool:
-    """Is one address (with is_only, the only one) that of the engine?"""
+    """Whether one of the addresses (with is_only, the only one) is that of the engine."""
     given = [base_url] if isinstance(base_url, str) else base_url
     hosts = (*LOCAL_HOSTS, engine.server.host)
     parts = [urlsplit(url) for url in given if is_address(url)]
@@ -40,7 +40,7 @@ def is_served(base_url: list[str] | str, engine: InferenceSection, *, is_only: b
 
 
 def other_address(cfg: RLConfig) -> str | None:
-    """Addresses of the client, none of which is the engine that this run starts."""
+    """The client's addresses, if none is that of the engine that this run starts."""
     given = urls(cfg.orchestrator.client)
     if cfg.inference is None or not any(map(is_address, given)):
         return None
@@ -50,7 +50,7 @@ def other_address(cfg: RLConfig) -> str | None:
 
 
 def teacher_faults(cfg: RLConfig) -> Iterator[tuple[str, str] | tuple[str, str, Any]]:
-    """[teacher_inference] against [orchestrator.teacher]: one of them says where the teacher is."""
+    """[teacher_inference] and [orchestrator.teacher] agree about the teacher's model and address."""
     teacher, engine = cfg.orchestrator.teacher, cfg.teacher_inference
     if engine is None or teacher is None:
         if teacher is not None and teacher.base_url is None:
@@ -59,8 +59,8 @@ def teacher_faults(cfg: RLConfig) -> Iterator[tuple[str, str] | tuple[str, str, 
         return
     name = engine.served_model_name or engine.model
     if teacher.model not in (None, name):
-        rule = 'is not what teacher_inference serves, "{it}"; give one of the two'
-        yield "orchestrator.teacher.model teacher_inference.model", f"{{0}} {rule}", name
+        rule = '{0} is not what teacher_inference serves, "{it}"; give one of the two'
+        yield "orchestrator.teacher.model teacher_inference.model", rule, name
     if teacher.base_url is not None and not is_served(teacher.base_url, engine, is_only=True):
         rule = "{0.path} = {it} is not the engine that teacher_inference starts; give one of the two"
         yield "orchestrator.teacher.base_url teacher_inference.server.port", rule, teacher.base_url
@@ -74,52 +74,40 @@ def model_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     shape = cfg.deployment
     for name, section in cfg.models.items():
         path = f"models.{name}"
-        if name in RESERVED or not re.fullmatch(r"[A-Za-z][\w-]*", name):
-            rule = "is the policy's name" if name in RESERVED else "must be letters, digits, _ and -"
+        if name in POLICY_NAMES or not re.fullmatch(r"[A-Za-z][\w-]*", name):
+            rule = "is the policy's name" if name in POLICY_NAMES else "must be letters, digits, _ and -"
             yield path, f"{{0.path}}: a model's name {rule}; use another, such as judge"
-        if section.model is None and section.base_url is None:
-            yield (
-                path,
-                "{0.path}: give model, the directory that it is served from, or base_url of engines that run",
-            )
-        if shape.type == "multi_node" and section.base_url is None:
-            if section.gpu_ids is not None:
-                yield (
-                    f"{path}.gpu_ids",
-                    "{0}: over several nodes it gets the first that are free; leave it out",
-                )
-            own = section.deployment
-            gpus = section.gpus_with_idle if own.num_nodes == 1 else getattr(own, "gpus_per_node", 0)
-            if shape.gpus_per_node and section.device != "cpu" and gpus > shape.gpus_of_models:
-                each = " of each node" * (own.num_nodes > 1)
-                rule = f"{gpus} GPUs{each}, and a node of models has {shape.gpus_of_models}"
-                ways = (
-                    "lower its engines or degrees, raise deployment.model_gpus_per_node, spread it over nodes with "
-                    f"{path}.deployment.type, or start it by hand"
-                )
-                yield path, f"{{0.path}} takes {rule}; {ways} and give base_url"
-        if section.deployment.num_nodes > 1 and section.base_url is None and shape.type != "multi_node":
-            yield (
-                f"{path}.deployment",
-                '{0.path} takes several nodes, and this run has one; use deployment.type = "multi_node", or give '
-                "base_url",
-            )
         if section.api_key is not None:
             yield f"{path}.api_key", "{0.path}: functions send it no key; leave it out"
+        if section.base_url is not None:
+            continue
+        if section.model is None:
+            yield path, "{0.path}: give model, the directory to serve, or base_url of engines that run"
+        own = section.deployment
+        if shape.type != "multi_node":
+            if own.num_nodes > 1:
+                rule = "takes several nodes, and this run has one"
+                way = 'use deployment.type = "multi_node", or give base_url'
+                yield f"{path}.deployment", f"{{0.path}} {rule}; {way}"
+            continue
+        if section.gpu_ids is not None:
+            yield f"{path}.gpu_ids", "{0}: over several nodes it gets the first that are free; leave it out"
+        gpus = section.gpus_with_idle if own.num_nodes == 1 else getattr(own, "gpus_per_node", 0)
+        if shape.gpus_per_node and section.device != "cpu" and gpus > shape.gpus_of_models:
+            each = " of each node" * (own.num_nodes > 1)
+            rule = f"{gpus} GPUs{each}, and a node of models has {shape.gpus_of_models}"
+            ways = "lower its engines or degrees, raise deployment.model_gpus_per_node, spread it over nodes with "
+            ways += f"{path}.deployment.type, or start it by hand and give base_url"
+            yield path, f"{{0.path}} takes {rule}; {ways}"
 
 
 # -- ports and GPUs --
 
 
 def port_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """Every listener of this machine has a port of its own."""
-    keys = (
-        "control.port",
-        "rollout_transport.port",
-        "inference.server.port",
-        "trainer.critic.placement.port",
-    )
-    ports = {key: value_of(cfg, key) for key in keys}
+    """Every server on this machine has a port of its own."""
+    owners = ("control", "rollout_transport", "inference.server", "trainer.critic.placement")
+    ports = {f"{owner}.port": value_of(cfg, f"{owner}.port") for owner in owners}
     for port, count in Counter(ports.values()).items():
         paths = [path for path, other in ports.items() if other == port]
         if port is not None and count > 1:
@@ -143,7 +131,9 @@ def gpu_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
             way_out += f", and give a multiple of {sharing} GPUs"
         yield f"orchestrator.num_train_workers {key}", f"{message}; {way_out}"
     shared = set(cfg.trainer_gpu_ids or ()) & set(cfg.inference_gpu_ids or ())
-    engine = cfg.inference if cfg.colocate is None else None  # with turns either has all of the memory
+    engine = (
+        cfg.inference if cfg.colocate is None else None
+    )  # with [colocate] each has all memory in its turn
     if shared and engine is not None and engine.gpu_memory_utilization > 0.8:
         gpus = ", ".join(map(str, sorted(shared)))
         rule = f"share GPU {gpus}, and {{2}} leaves the trainer nothing; lower it, such as to 0.5"
@@ -213,9 +203,8 @@ def node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
         and section.deployment.type in ("single_node", "groups")
         and section.device != "cpu"
     ):
-        gpus = section.num_gpus
-        own, key = shape.infer_gpus_per_node, "infer_gpus_per_node"
-        has, key = (shape.gpus_per_node, "gpus_per_node") if own is None else (own, key)
+        gpus, own = section.num_gpus, shape.infer_gpus_per_node
+        has, key = (shape.gpus_per_node, "gpus_per_node") if own is None else (own, "infer_gpus_per_node")
         if 0 < has < gpus and section.deployment.num_nodes == 1:
             rule = f"{shape_of(section)} = {gpus} GPUs, and a node has {{1}}; lower one of the degrees"
             ways = " or raise deployment.infer_gpus_per_node" * (own is None)
@@ -228,7 +217,7 @@ def valid_divisors(number: int, divisor: int) -> str:
 
 
 def critic_faults(cfg: RLConfig) -> Iterator[tuple[str, str] | tuple[str, str, Any]]:
-    """A critic on ranks of its own: they divide the policy's, and its GPUs are that many."""
+    """A critic on ranks of its own: their number divides the policy's, and it has as many GPUs."""
     shape, place = cfg.deployment, "trainer.critic.placement"
     ids = cfg.critic_gpu_ids
     keys = {"critic_gpu_ids": ids, "deployment.num_critic_gpus": shape.num_critic_gpus}
@@ -242,12 +231,9 @@ def critic_faults(cfg: RLConfig) -> Iterator[tuple[str, str] | tuple[str, str, A
         return
     workers, policy = placement.num_workers, cfg.orchestrator.num_train_workers
     if valid := valid_divisors(policy, workers):
-        rule = "each of its ranks has the batches of as many of the policy's; valid: {it}"
-        yield (
-            f"{place}.num_workers orchestrator.num_train_workers",
-            f"{{0}} does not divide {{1}}: {rule}",
-            valid,
-        )
+        rule = f"each of its ranks has the batches of as many of the policy's; valid: {valid}"
+        paths = f"{place}.num_workers orchestrator.num_train_workers"
+        yield paths, f"{{0}} does not divide {{1}}: {rule}"
     gpus = len(ids) if ids else shape.num_critic_gpus
     if gpus and gpus != cfg.num_critic_ranks:
         key = "critic_gpu_ids" if ids else "deployment.num_critic_gpus"
@@ -255,12 +241,11 @@ def critic_faults(cfg: RLConfig) -> Iterator[tuple[str, str] | tuple[str, str, A
         yield f"{place}.num_workers {key}", f"{{0}} but {{1.path}} gives {gpus} GPUs; {rule}"
     for other in ("trainer_gpu_ids", "inference_gpu_ids"):
         if shared := sorted({*(ids or ())} & {*(getattr(cfg, other) or ())}):
-            rule = (
-                "share GPU "
-                + ", ".join(map(str, shared))
-                + ", and both compute at once; give the critic others"
+            rule = f"share GPU {', '.join(map(str, shared))}, and both compute at once"
+            yield (
+                f"critic_gpu_ids {other}",
+                f"{{0}} and {{1}} {rule}; give the critic others, or leave {place} out",
             )
-            yield f"critic_gpu_ids {other}", f"{{0}} and {{1}} {rule}, or leave {place} out"
     if shape.type == "multi_node":
         each, nodes = shape.critic_gpus_per_node, shape.num_critic_nodes or shape.num_train_nodes
         count = shape.gpus_per_node if each is None else each
@@ -274,7 +259,7 @@ def critic_faults(cfg: RLConfig) -> Iterator[tuple[str, str] | tuple[str, str, A
 
 
 def colocate_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """Trainer and engines that take turns: in synchronous steps, with engines that can sleep."""
+    """Trainer and engines take turns in synchronous steps, and the engines can sleep."""
     section, inference, orchestrator = cfg.colocate, cfg.inference, cfg.orchestrator
     if section is None:
         return
@@ -293,18 +278,14 @@ def colocate_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
         yield "trainer.critic.placement colocate", f"[{{0.path}}] with [{{1.path}}]: {rule}"
     if inference is None:
         yield "inference colocate", "{0}: with [{1.path}] the run starts its engines; leave one of them out"
-    elif (
-        section.offload_rollout
-        and inference.device == "cpu"
-        and inference.chosen_engine(has_gpu=False) == "vllm"
+    elif section.offload_rollout and (inference.device, inference.chosen_engine(has_gpu=False)) == (
+        "cpu",
+        "vllm",
     ):
         rule = 'vLLM has no sleep mode on a CPU; use engine = "embedded"'
         yield "inference.device colocate", f"{{0}} with [{{1.path}}]: {rule}"
-    for key, is_partial in (
-        ("model.lora", cfg.model.lora),
-        ("weight_broadcast.delta", cfg.weight_broadcast.delta),
-    ):
-        if is_partial and section.offload_rollout and section.sleep_level == 2:
+    for key in ("model.lora", "weight_broadcast.delta"):
+        if value_of(cfg, key) and section.offload_rollout and section.sleep_level == 2:
             rule = "what engines load is not all of their weights, which level 2 drops; use 1"
             yield f"colocate.sleep_level {key}", f"{{0}} with {{1.path}}: {rule}"
 
@@ -319,10 +300,8 @@ def _colocated_node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
         rule = (
             f"engines take {shape.num_infer_replicas} x {own.num_nodes} = {nodes} nodes, those of the trainer"
         )
-        yield (
-            "deployment.num_train_nodes deployment.num_infer_replicas",
-            f"{{0}}: {rule}; give {nodes}, or change {{1.path}}",
-        )
+        paths = "deployment.num_train_nodes deployment.num_infer_replicas"
+        yield paths, f"{{0}}: {rule}; give {nodes}, or change {{1.path}}"
     if cfg.weight_broadcast.type == "collective" and shape.gpus_per_node:
         rule = 'NCCL connects no two processes of one GPU; use "filesystem"'
         yield "weight_broadcast.type colocate", f"{{0}} with [{{1.path}}] on several nodes: {rule}"
@@ -335,37 +314,36 @@ def _colocated_node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
         rule = (
             f"the trainer takes {{0}} GPUs of a node and its engines {each}, and they take turns on the same"
         )
-        yield (
-            "deployment.gpus_per_node inference.parallel",
-            f"[colocate]: {rule}; change {{1.path}}, or their number",
-        )
+        paths = "deployment.gpus_per_node inference.parallel"
+        yield paths, f"[colocate]: {rule}; change {{1.path}}, or their number"
 
 
 def ipc_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """Memory of one GPU is mapped by one engine in one process, on that GPU."""
+    """With "ipc" one engine, one process on the trainer's GPU, maps the memory of the trainer."""
     inference = cfg.inference
     if cfg.weight_broadcast.type != "ipc":
         return
-    is_multiple = inference and inference.num_gpus > 1
     is_cpu = inference is not None and inference.device == "cpu"
-    found = {
-        "weight_broadcast.delta": cfg.weight_broadcast.delta and "copies go through the memory of the host",
-        "deployment.type": cfg.deployment.type == "multi_node" and "its engines are on other machines",
-        "orchestrator.num_train_workers": cfg.orchestrator.num_train_workers > 1
-        and "trainer and engine share one GPU, and there are several",
-        "inference": inference is None and "there is no engine of this run's on its GPU",
-        "inference.device": is_cpu and "the engine has no GPU",
-        "inference.deployment": is_multiple
-        and not is_cpu
-        and "one process can map the memory, and there are several",
-    }
-    for other, why in found.items():
-        if why:
+    has_several = inference is not None and inference.num_gpus > 1 and not is_cpu
+    num_workers = cfg.orchestrator.num_train_workers
+    for other, is_broken, why in (
+        ("weight_broadcast.delta", cfg.weight_broadcast.delta, "copies go through the memory of the host"),
+        ("deployment.type", cfg.deployment.type == "multi_node", "its engines are on other machines"),
+        (
+            "orchestrator.num_train_workers",
+            num_workers > 1,
+            "trainer and engine share one GPU, and there are several",
+        ),
+        ("inference", inference is None, "this run starts no engine on its GPU"),
+        ("inference.device", is_cpu, "the engine has no GPU"),
+        ("inference.deployment", has_several, "one process can map the memory, and there are several"),
+    ):
+        if is_broken:
             yield f"weight_broadcast.type {other}", f'{{0}} with {{1.path}}: {why}; use "shm" or "collective"'
 
 
 def idle_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """GPUs that nobody has are counted per node; on one machine the others are named."""
+    """idle_gpus is for several machines; on one machine the GPUs that are used are given by id."""
     for name in ("inference", *(f"models.{name}" for name in cfg.models)):
         section = value_of(cfg, name)
         if section is None or section.deployment.type != "groups" or cfg.deployment.type != "single_node":
@@ -378,11 +356,11 @@ def idle_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
 
 
 def group_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """The samples of a group are one request, as far as an environment asks for them at once."""
+    """A group is one request where an environment generates it at once, and an engine accepts it."""
     orchestrator = cfg.orchestrator
     sizes = {"group_size": orchestrator.group_size}
     sizes |= {f"env.{i}.group_size": env.group_size or 0 for i, env in enumerate(orchestrator.env)}
-    for limit, key in _of_each_shape(cfg.inference, "max_num_seqs"):
+    for limit, key in _values_per_shape(cfg.inference, "max_num_seqs"):
         for path, size in sizes.items():
             if size > limit:
                 rule = (
@@ -392,27 +370,29 @@ def group_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
 
 
 def length_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """Every engine takes the longest sample: a router may give it to any of them."""
-    for length, key in _of_each_shape(cfg.inference, "max_model_len"):
+    """Every engine accepts the longest sample: a router may send it to any of them."""
+    for length, key in _values_per_shape(cfg.inference, "max_model_len"):
         if (length or cfg.seq_len) < cfg.seq_len:
             yield f"{key} seq_len", "{0} is shorter than {1}; raise it or lower seq_len"
 
 
-def _of_each_shape(section: InferenceSection | None, key: str) -> Iterator[tuple[Any, str]]:
-    """The value of a key of [inference] for each shape of engine, and the path where it stands."""
+def _values_per_shape(section: InferenceSection | None, key: str) -> Iterator[tuple[Any, str]]:
+    """The value of a key of [inference] for each shape of engine, and its path."""
     if section is None:
         return
     if section.deployment.type != "groups":
         yield getattr(section, key), f"inference.{key}"
         return
-    found = {}
-    for index, group in enumerate(section.deployment.groups):
-        found[group.path(f"deployment.groups.{index}", key)] = getattr(section.of_group(group), key)
+    groups = enumerate(section.deployment.groups)
+    found = {
+        group.path(f"deployment.groups.{i}", key): getattr(section.of_group(group), key)
+        for i, group in groups
+    }
     yield from ((value, f"inference.{path}") for path, value in found.items())
 
 
 def more_than_a_node(cfg: RLConfig) -> int | None:
-    """GPUs of all processes, if they are more than one machine may give."""
+    """GPUs of all processes, if they are more than the run may use of this machine."""
     shape = cfg.deployment
     if shape.type != "single_node" or shape.gpus_per_node is None:
         return None

@@ -1,6 +1,6 @@
 """Degrees of the training mesh, from [model], the number of ranks and the model's shape.
 
-trainer/parallel/mesh.py builds the mesh; a dry run asks here too, with what the model's config.json says.
+trainer/parallel/mesh.py builds the mesh; a dry run checks the same, with the model's config.json.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ WITHOUT_TP = {
     "minimax_m2": "normalises the queries of all heads together",
     "gpt_oss": "has a sink in every head",
 }
-"""Families whose heads cannot be spread over tp, and why."""
+"""Families whose heads cannot be divided among tp ranks, and why."""
 RECURRENT_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe", "nemotron_h")
-"""Those with layers that pass a state from token to token."""
+"""Families with layers that pass a state from token to token."""
 VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-"""Those with a vision tower."""
+"""Families with a vision tower."""
 _UNCUT = {name: {"tp": "its recurrent layers"} for name in RECURRENT_FAMILIES}
 _UNCUT["nemotron_h"] |= {"cp": "the state of its recurrent layers"}
 SPARSE_FAMILIES = ("glm_moe_dsa", "deepseek_v32")
-"""Those whose queries attend to the keys that an indexer chooses."""
+"""Families whose queries attend to the keys that an indexer chooses."""
 _UNCUT |= {name: {"tp": "its latent attention"} for name in ("deepseek_v3", *SPARSE_FAMILIES)}
-"""Per family: axes that cannot cut it, and what of it stays whole."""
+"""Per family: axes that cannot cut it, and the part that stays whole."""
 
 
 @dataclass(frozen=True)
 class Shape:
     """The numbers of a model that degrees must divide; num_experts is 0 for a dense model.
 
-    num_state_heads: what the heads of the gated delta rule, keys' and values', can be divided by; 0 without them.
+    num_state_heads: greatest common divisor of the heads of the gated delta rule, for keys and values; 0 without them.
     """
 
     num_heads: int
@@ -80,7 +80,7 @@ def read_shape(directory: Path) -> Shape | None:
 
 @dataclass(frozen=True)
 class Degrees:
-    """Sizes of the axes."""
+    """Sizes of the axes of the training mesh."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -99,7 +99,7 @@ class Degrees:
 
 
 def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
-    """The degrees of [model] on a number of ranks; dp_shard is what the others leave.
+    """The degrees of [model] on a number of ranks; dp_shard is the rest.
 
     shape: a Shape, or a model's own config, which has the same fields.
 
@@ -149,7 +149,10 @@ def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
 
 
 def check_vision(section: ModelSection, family: str) -> None:
-    """Raises: ConfigError if [model.vlm] is missing for a model with images, or given for a model of text."""
+    """Check that [model.vlm] is given for models with images and for no others.
+
+    Raises: ConfigError if not.
+    """
     if section.vlm is None and family in VISION_FAMILIES:
         raise ConfigError(
             f"[model]: a {family} has a vision tower; add [model.vlm], which says whether to train it"
@@ -162,15 +165,12 @@ def check_vision(section: ModelSection, family: str) -> None:
 
 
 def find_plain_degrees(section: ModelSection, world_size: int) -> Degrees:
-    """The degrees for a model of transformers': its weights are sharded, its layers are not cut.
+    """The degrees for a model of transformers, whose weights are sharded and whose layers are not cut.
 
     Raises: ConfigError naming the key.
     """
-    for key, what in (
-        ("tp", "the features of its layers"),
-        ("cp", "the tokens of a row"),
-        ("ep", "its experts"),
-    ):
+    parts = {"tp": "the features of its layers", "cp": "the tokens of a row", "ep": "its experts"}
+    for key, what in parts.items():
         if (value := getattr(section, key)) not in (1, "auto"):
             raise ConfigError(
                 f"[model] {key} = {value} cuts {what}, which only modules of our own can; a model of transformers' "
@@ -181,7 +181,10 @@ def find_plain_degrees(section: ModelSection, world_size: int) -> Degrees:
 
 
 def _check_uncut(section: ModelSection, shape: Any) -> None:
-    """Raises: ConfigError for an axis that the layers of this family cannot be cut by."""
+    """Check that no axis cuts layers of a family that must stay whole.
+
+    Raises: ConfigError naming the axis.
+    """
     uncut = _UNCUT.get(getattr(shape, "family", ""), {})
     for key, what in uncut.items():
         if (value := getattr(section, key)) != 1:

@@ -99,7 +99,7 @@ RULES: Rules = {
              "{0.path} trains no role; set at least {0.path}.assistant = true"),
         Rule("trainer_gpu_ids",
              lambda s: s.trainer_gpu_ids and len(set(s.trainer_gpu_ids)) < len(s.trainer_gpu_ids),
-             "{0.path} = {0.value}: a GPU stands there twice"),
+             "{0.path} = {0.value}: a GPU is named twice"),
         Rule("trainer_gpu_ids deployment.num_train_gpus",
              other_count,
              "{0.path} = {0.value} are {it}, not {1}"),

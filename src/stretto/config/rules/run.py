@@ -21,7 +21,7 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]*")
 
 
 def other_step(resume: ResumeSection) -> str | None:
-    """The step in the name of the directory, if it is not the given one."""
+    """The step in the directory's name, if another one is given."""
     named = None if resume.dir is None else CHECKPOINT.search(resume.dir.as_posix())
     return named[1] if named and resume.step not in (None, int(named[1])) else None
 
@@ -43,11 +43,11 @@ PROTECTED = (
     "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", STATUS_FD_VAR,
     SUPERVISED_VAR,
 )  # fmt: skip
-"""Variables that the launcher gives to processes."""
+"""Environment variables that the launcher sets for its processes."""
 
 
 def protected(section: Any) -> Iterator[tuple[str, str]]:
-    """Variables that are not the user's to set."""
+    """Environment variables that the launcher sets."""
     for name in section.env_vars:
         if name in PROTECTED:
             way = "give GPUs as trainer_gpu_ids and inference_gpu_ids" if "CUDA" in name else "leave it out"
@@ -55,7 +55,7 @@ def protected(section: Any) -> Iterator[tuple[str, str]]:
 
 
 def other_lengths(data: FileData) -> Iterator[tuple[str, str]]:
-    """Lists about several data sets that are not as long as there are data sets."""
+    """Lists about data sets have one item per data set."""
     names = [data.name] if isinstance(data.name, str) else data.name
     shares = None if isinstance(data.probabilities, str) else data.probabilities
     lists: dict[str, Any] = {"subsets": data.subsets, "splits": data.splits, "probabilities": shares}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import itertools
 import math
@@ -13,14 +14,14 @@ from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.rule import Each, Rule, Rules
 from stretto.config.sections.deployment import SlurmSection
 
-Found = Iterator[tuple[str, str] | tuple[str, str, Any]]
+Faults = Iterator[tuple[str, str] | tuple[str, str, Any]]
 TIME = re.compile(r"(\d+-\d+(:\d+(:\d+)?)?|\d+(:\d+(:\d+)?)?|UNLIMITED|INFINITE)")
 OPTION = re.compile(r"[a-z][a-z0-9-]*")
 WRITTEN = frozenset(
     {"array", "chdir", "error", "exclusive", "job-name", "mem", "no-requeue", "nodes", "ntasks"}
     | {"ntasks-per-node", "open-mode", "output", "requeue", "signal", "wrap"}
 )
-"""Options of sbatch that the script has already, or that it does not work with."""
+"""Options of sbatch that the script sets, or with which it does not work."""
 HOST = re.compile(r"[\w.-]+|(?=.*:.*:)[\da-fA-F:.]+(%[\w.-]+)?")
 """A name or an address of a machine, those of IPv6 without brackets."""
 NODES = re.compile(r"([^\[\],]+)(?:\[([\d,-]+)\])?(?:,|$)")
@@ -58,19 +59,16 @@ def seconds(time: str) -> float:
     return 86400 * int(days or 0) + sum(part * unit // 60**index for index, part in enumerate(parts))
 
 
-def option_faults(section: SlurmSection) -> Found:
-    """Values that would break the script or are no option of sbatch."""
+def option_faults(section: SlurmSection) -> Faults:
+    """Values that would break the script, or that are not options of sbatch."""
     for key, value in section:
         if key != "pre_run_command" and isinstance(value, str) and (not value or re.search(r"\s", value)):
             yield key, "{0}: one word is needed, for it is an option of sbatch; leave it out for None"
     for option, value in section.extra.items():
         own = option.replace("-", "_")
         if not OPTION.fullmatch(option):
-            yield (
-                "extra",
-                '{0.path}: "{it}" is no long option of sbatch; write it as in --constraint, without the dashes',
-                option,
-            )
+            rule = '{0.path}: "{it}" is no long option of sbatch; write it as in --constraint, without the dashes'
+            yield "extra", rule, option
         elif own in SlurmSection.model_fields and own != "extra":
             yield "extra", "{0.path}: {it} is a key of [slurm]; give it there", option
         elif option in WRITTEN:
@@ -81,7 +79,7 @@ def option_faults(section: SlurmSection) -> Found:
         yield "time", "{0} is no time of Slurm; write minutes, H:MM:SS or D-HH:MM:SS"
 
 
-def node_list_faults(section: SlurmSection) -> Found:
+def node_list_faults(section: SlurmSection) -> Faults:
     """Lists of nodes that cannot be read, name a node twice, or contradict each other."""
     lists: dict[str, list[str]] = {}
     for key in ("nodelist", "exclude"):
@@ -96,7 +94,7 @@ def node_list_faults(section: SlurmSection) -> Found:
         yield "nodelist exclude", "{0} and {1} both name {it}; leave it out of one", both[0]
 
 
-def host_faults(cfg: Any) -> Found:
+def host_faults(cfg: Any) -> Faults:
     """Hosts that are not names or addresses of machines, or that others cannot reach."""
     at = "" if isinstance(cfg, InferenceConfig) else "deployment."
     hosts = getattr(cfg.deployment if at else cfg, "hosts", None) or ()
@@ -118,34 +116,25 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def placed_faults(cfg: Any, section: str, way_out: str) -> Found:
-    """Keys that say which machines run the command, where `section` finds them."""
+def placed_faults(cfg: Any, section: str, way_out: str) -> Faults:
+    """Keys that name machines, although `section` has a cluster choose them."""
     at = "" if isinstance(cfg, InferenceConfig) else "deployment."
     owner = cfg.deployment if at else cfg
     for key in ("hosts", "node_rank"):
         if getattr(owner, key, None) is not None:
-            yield (
-                f"{at}{key} {section}",
-                f"{{0.path}}: with [{section}] the job's nodes are not known before it starts; leave it out; {way_out}",
-            )
+            rule = f"with [{section}] the job's nodes are not known before it starts; leave it out; {way_out}"
+            yield f"{at}{key} {section}", f"{{0.path}}: {rule}"
 
 
-def job_faults(cfg: Any) -> Found:
-    """[slurm] against the command that is submitted."""
+def job_faults(cfg: Any) -> Faults:
+    """[slurm] goes with the rest of the command that it submits."""
     if cfg.slurm is None:
         return
     yield from placed_faults(cfg, "slurm", "slurm.nodelist asks for certain nodes")
-    needed = cfg.num_nodes
-    try:
-        wanted = node_names(cfg.slurm.nodelist or "")
-    except ValueError:
-        wanted = []
-    if len(wanted) > needed:
-        rule = f"names {len(wanted)} nodes, and the plan has {needed}"
-        yield (
-            "slurm.nodelist deployment",
-            f"{{0}} {rule}; leave {len(wanted) - needed} out, or raise the deployment",
-        )
+    with contextlib.suppress(ValueError):  # another rule reports a list that cannot be read
+        if (more := len(node_names(cfg.slurm.nodelist or "")) - cfg.num_nodes) > 0:
+            rule = f"names {more + cfg.num_nodes} nodes, and the plan has {cfg.num_nodes}"
+            yield "slurm.nodelist deployment", f"{{0}} {rule}; leave {more} out, or raise the deployment"
     if isinstance(cfg, InferenceConfig):
         if "finish_within_s" in cfg.slurm.model_fields_set:
             rule = "servers have no step to finish and nothing to save, and end with the job's time; leave it out"
@@ -156,10 +145,8 @@ def job_faults(cfg: Any) -> Found:
         rule = "{0} is {it} s, all of which is for the end, {1}; raise it, or lower the latter"
         yield "slurm.time slurm.finish_within_s", rule, limit
     if cfg.slurm.requeue and cfg.ckpt is None:
-        yield (
-            "slurm.requeue ckpt",
-            "{0} without checkpoints would begin anew every time; set it to false, or keep [ckpt]",
-        )
+        rule = "{0} without checkpoints would begin again every time; set it to false, or keep [ckpt]"
+        yield "slurm.requeue ckpt", rule
 
 
 ON_ONE_MACHINE = "{0.path} names what is on one machine; with {1} leave it out"

@@ -1,7 +1,7 @@
 """Known faults of vLLM 0.32 for a model, by its config.json, so that they are reported early.
 
-Found by running every family of docs/add_a_model.md in the CPU build: tests/contract/families. What is said of CPUs was
-not tried on GPUs.
+The faults were found by running every family of docs/add_a_model.md in the CPU build: tests/contract/families. Those of
+CPUs were not tried on GPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CPU_BLOCK_SIZE = 32
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 EMBEDDED = 'use inference.engine = "embedded"'
 OWN_HEAD_FAMILIES = ("glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "nemotron_h", "deepseek_v3")
-"""vLLM gives these an output head of their own, also if the checkpoint has none: its logits would be random."""
+"""vLLM gives these a separate output head, also if the checkpoint has none: its logits would be random."""
 
 BFLOAT16_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
 
@@ -43,28 +43,27 @@ class ServedModel:
 
     @property
     def is_latent(self) -> bool:
-        """True if it caches one small vector per token (latent attention)."""
+        """Whether it caches one small vector per token (latent attention)."""
         return self.config.get("kv_lora_rank") is not None
 
     @property
     def is_recurrent(self) -> bool:
-        """True if some of its layers keep a state."""
+        """Whether some of its layers keep a state."""
         return self.family in RECURRENT_FAMILIES
 
     @property
     def has_vision(self) -> bool:
-        """True if it has a vision tower."""
+        """Whether it has a vision tower."""
         return self.config.get("vision_config") is not None
 
     @property
     def head_dim(self) -> int:
-        return self.config.get("head_dim") or self._number("hidden_size") // self._number(
-            "num_attention_heads"
-        )
+        width = self.config.get("head_dim")
+        return width or self._number("hidden_size") // self._number("num_attention_heads")
 
     @property
     def numbers_per_token(self) -> int:
-        """Numbers that the cache holds for one token, in all layers."""
+        """Numbers in the cache for one token, in all layers."""
         layers = self._number("num_hidden_layers")
         heads = self.config.get("num_key_value_heads") or self._number("num_attention_heads")
         return 2 * layers * heads * self.head_dim
@@ -79,7 +78,10 @@ class ServedModel:
         return value
 
     def check(self) -> None:
-        """Raises: ConfigError if vLLM would compute something else than the model, on any device."""
+        """Check that vLLM computes the same as the model, on any device.
+
+        Raises: ConfigError if not.
+        """
         if self.config.get("tie_word_embeddings") and self.family in OWN_HEAD_FAMILIES:
             raise ConfigError(
                 f"{self.directory}: its output head is the embedding (tie_word_embeddings), but vLLM gives a "
@@ -97,20 +99,19 @@ class ServedModel:
                 f"{file}: rope_parameters has no mrope_interleaved = true, without which vLLM turns tokens of images "
                 f"by other positions than the model; {way_out}"
             )
-        if (
-            self.config.get("num_experts")
-            and self.family != "qwen3_5_moe_text"
-            and not self.config.get("norm_topk_prob")
-        ):
+        has_experts = self.config.get("num_experts") and self.family != "qwen3_5_moe_text"
+        if has_experts and not self.config.get("norm_topk_prob"):
             raise ConfigError(
                 f"{file}: it has no norm_topk_prob = true, without which vLLM does not start; {way_out}"
             )
 
     def check_updates(self) -> None:
-        """Raises: ConfigError if vLLM would keep some of the weights that it was started with, on any device.
+        """Check that updates of weights replace all weights in vLLM, on any device.
 
-        While weights are replaced, parameters are placeholders whose loaders note what comes. vLLM's gpt_oss copies
-        stacked experts and sinks into the placeholders itself; the reload then puts the old ones back.
+        During an update parameters are placeholders whose loaders record the new weights. vLLM's gpt_oss copies stacked
+        experts and sinks into the placeholders itself, and the reload then restores the old ones.
+
+        Raises: ConfigError if some weights would stay as they are.
         """
         if self.family == "gpt_oss":
             raise ConfigError(
@@ -119,7 +120,10 @@ class ServedModel:
             )
 
     def check_on_cpu(self) -> None:
-        """Raises: ConfigError for what vLLM's CPU build cannot run."""
+        """Check that vLLM's CPU build can run the model.
+
+        Raises: ConfigError if it cannot.
+        """
         family, moved = self.family, "computes other log-probabilities than the model, by"
         faults = (
             (family in SPARSE_FAMILIES, f"does not let {family} choose the keys that it attends to"),

@@ -40,7 +40,7 @@ class RejectSection(RatioSection):
 
 
 class CorrectionSection(Section):
-    """What is done about tokens that another policy sampled than the one that is trained."""
+    """Corrections for tokens that another policy than the trained one sampled."""
 
     weights: WeightsSection | None = None
     reject: RejectSection | None = None
@@ -62,7 +62,7 @@ class ReferenceKlSection(Section):
 
 
 class LossSection(Section):
-    """What all policy losses have."""
+    """Keys of all policy losses."""
 
     type: str
     reduction: Reduction = "token"
@@ -163,11 +163,11 @@ Loss = Annotated[
 
 
 class KlShapingSection(Section):
-    """What advantages of tokens have in common."""
+    """Keys of all kinds of token advantages."""
 
     type: str
     kl_coef: float = Field(0.0, ge=0)
-    """Price of a token's divergence from the reference policy (a second model in the trainer), off its reward."""
+    """Weight of a token's divergence from the reference, a second model in the trainer; its reward loses that."""
     kl_estimator: Literal["k1", "k2", "k3", "low_var"] = "k1"
     """Per-token estimator of that divergence; `low_var` is k3 cut at 10."""
     kl_model: str | None = None
@@ -183,7 +183,7 @@ class GaeAdvantages(KlShapingSection):
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount of rewards per trained token."""
     lambd: float = Field(1.0, ge=0, le=1)
-    """1: returns less values (no bias); towards 0 values are trusted more."""
+    """1: returns minus values (no bias); closer to 0, values are trusted more."""
 
 
 class ReturnsAdvantages(KlShapingSection):
@@ -195,21 +195,18 @@ class ReturnsAdvantages(KlShapingSection):
 
 
 class ShapedAdvantages(KlShapingSection):
-    """The sample's own advantage less the price of each token; for algo type `reinforce_plus_plus_baseline`."""
+    """The sample's advantage minus each token's KL penalty; for algo type `reinforce_plus_plus_baseline`."""
 
     type: Literal["shaped"] = "shaped"
 
 
-Advantages = Annotated[
-    GaeAdvantages | ReturnsAdvantages | ShapedAdvantages,
-    Field(discriminator="type"),
-]
+Advantages = Annotated[GaeAdvantages | ReturnsAdvantages | ShapedAdvantages, Field(discriminator="type")]
 
 
 class LengthPenaltySection(Section):
-    """Long members of a group lose reward, more if the group does better; nothing if it solves nothing.
+    """Long rollouts of a group lose reward: more in a good group, nothing in one without success.
 
-    Each weight applies to the longest member, and to the others in proportion.
+    Each weight applies to the longest rollout, and to the others in proportion.
     """
 
     output_weight: float = Field(0.25, ge=0)
@@ -232,7 +229,7 @@ class OverlongSection(Section):
 
 
 class CreditSection(Section):
-    """What all rules of credit but the control have: rewards are shaped first, then compared."""
+    """Keys of most algos: rewards are shaped first, then compared."""
 
     type: str
     length_penalty: LengthPenaltySection | None = None
@@ -240,7 +237,7 @@ class CreditSection(Section):
 
 
 class GroupAlgo(CreditSection):
-    """What rules that compare the members of a group have in common."""
+    """Keys of algos that compare the rollouts of a group."""
 
     whiten: bool = False
     """Afterwards the advantages of the trained tokens of the batch get mean 0 and deviation 1."""
@@ -261,7 +258,7 @@ class DrGrpoAlgo(GroupAlgo):
 
 
 class RlooAlgo(GroupAlgo):
-    """Reward minus the mean of the group's other members."""
+    """Reward minus the mean of the group's other rollouts."""
 
     type: Literal["rloo"] = "rloo"
 
@@ -273,7 +270,7 @@ class MaxRlAlgo(GroupAlgo):
 
 
 class PpoAlgo(CreditSection):
-    """The reward itself, which arrives at the last trained token; [trainer.advantages] and a critic do the rest."""
+    """The reward itself, at the last trained token; [trainer.advantages] and a critic make advantages of it."""
 
     type: Literal["ppo"] = "ppo"
 
@@ -303,12 +300,12 @@ class RaeAlgo(CreditSection):
 
 
 class HierarchicalGrpoAlgo(CreditSection):
-    """Reward minus the mean of those who did the same: for episodes with several players of a role, such as a
+    """Reward minus the mean of the players of the same role: for episodes with several of them, such as a
     proposer and its solvers. A player is called `<role>/<number>`."""
 
     type: Literal["hierarchical_grpo"] = "hierarchical_grpo"
     episode_agents: tuple[str, ...] = Field(min_length=1)
-    """Roles whose players are compared within their episode; those of all others within the group."""
+    """Roles whose players are compared within their episode; all others are compared within the group."""
 
 
 class CustomAlgo(CreditSection):
@@ -337,7 +334,7 @@ class EchoAlgo(CreditSection):
     system: float | None = Field(None, gt=0)
     """Weight of the tokens of system messages."""
     filter: str | None = None
-    """`module:function` that is given a message and says whether it is learned; None: all are."""
+    """`module:function` that is given a message and returns whether it is learned; None: all are."""
 
 
 class ZeroAlgo(Section):

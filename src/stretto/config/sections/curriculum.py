@@ -1,4 +1,4 @@
-"""Which tasks are drawn, which groups are admitted to a batch, and which rollouts are left out of it."""
+"""Which tasks are drawn, which groups make a batch, and which rollouts are left out of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StandardSampler(Section):
 
 
 class DifficultySampler(Section):
-    """Tasks are drawn by how hard they were: each lies in the pool of its running reward."""
+    """Tasks are drawn by difficulty: each is in a pool according to its running reward."""
 
     type: Literal["difficulty_pool"] = "difficulty_pool"
     hard_threshold: float = 0.25
@@ -62,7 +62,7 @@ Gate = Annotated[AdvantageGate | RewardGate, Field(discriminator="type")]
 
 
 class CurriculumSection(Section):
-    """What an environment's tasks are drawn by, and which of its groups may be trained on."""
+    """How the tasks of an environment are drawn, and which of its groups are trained on."""
 
     sampler: Sampler = StandardSampler()
     gates: dict[str, Gate] = Field({})
@@ -88,13 +88,13 @@ class GibberishFilter(FilterSection):
 
 
 class RepetitionFilter(FilterSection):
-    """Flags a rollout with a long run of tokens that were all but certain: it goes round in circles."""
+    """Flags a rollout with a long run of tokens of a probability near 1: it repeats itself."""
 
     type: Literal["repetition"] = "repetition"
     window: int = Field(3000, ge=1)
     """Sampled tokens in a row."""
     prob_threshold: float = Field(0.99, gt=0, le=1)
-    """Probability above which each of them lies."""
+    """Probability that each of them exceeds."""
 
 
 class ZeroAdvantageFilter(FilterSection):

@@ -1,4 +1,4 @@
-"""[deployment], [slurm], [ray], [run], [resume]: where processes run, who starts them, and what the run is called."""
+"""[deployment], [slurm], [ray], [run], [resume]: machines of a run, its name, its start."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class NodesDeployment(Section):
     """Port on the first node where the trainer's ranks meet; those of a critic of its own meet at the next port."""
     lost_after_s: float = Field(45.0, ge=3)
     """Seconds without a sign of life after which a node of the trainer counts as lost, and the run ends, or is started
-    again by Slurm or Ray. A process that is busy or stopped is no lost node."""
+    again by Slurm or Ray. A node whose processes are busy or stopped is not lost."""
 
     @property
     def num_ranks(self) -> int:
@@ -68,7 +68,7 @@ class MultiNodeDeployment(NodesDeployment):
     infer_gpus_per_node: int | None = Field(None, gt=0)
     """GPUs of a node of inference; None: as many as a node of the trainer gives it, gpus_per_node."""
     num_infer_replicas: int = Field(1, gt=0)
-    """Times [inference] as a whole is there, each with nodes and a router of its own."""
+    """Copies of the whole [inference], each with nodes and a router of its own."""
     model_gpus_per_node: int | None = Field(None, gt=0)
     """GPUs of the nodes of [models], which come after those of inference, as many as the models that the run starts
     need; None: as many as a node of inference."""
@@ -143,7 +143,7 @@ class SlurmSection(Section):
 
 
 class RaySection(Section):
-    """Present: a Ray cluster's machines run the command, one for each node of the plan; this process waits for it."""
+    """Present: machines of a Ray cluster run the command, one per node of the plan; this process waits for it."""
 
     address: str | None = None
     """Address of the cluster's head, such as 10.0.0.1:6379; None: RAY_ADDRESS, else the cluster of this machine."""

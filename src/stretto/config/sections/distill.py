@@ -11,13 +11,26 @@ from stretto.config.section import Section
 TEACHER_KEY_VAR = "TEACHER_API_KEY"
 
 WITHOUT_REWARD = ("opd", "opsd", "sft")
-"""Algos that report the reward and do not train on it: their tokens are in no rl component."""
+"""Algos that report the reward and do not train on it: their tokens have no policy loss."""
 
 WITHOUT_BEHAVIOR = ("sft",)
-"""Algos that learn tokens as they are given: nobody asks how probable they were when they were sampled."""
+"""Algos that learn tokens as given: log-probabilities of their sampling are not used."""
 
 
-class TeacherSection(Section):
+class RequestsSection(Section):
+    """Keys of all clients of engines."""
+
+    api_key_var: str = "VLLM_API_KEY"
+    """Environment variable with the API key, if there is one."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Deadline of one request, which generates, scores or plays one sample or group."""
+    ready_timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for an engine to become healthy."""
+    max_retries: int = Field(3, ge=0)
+    """Retries of a request that failed for reasons of infrastructure."""
+
+
+class TeacherSection(RequestsSection):
     """A frozen model behind an engine: ours, or vLLM. It must have the policy's tokenizer.
 
     `rl` starts an engine of its own where there is a model and no base_url.
@@ -28,13 +41,6 @@ class TeacherSection(Section):
     model: str | None = None
     """Model named in requests; None: the engine's only one. Without base_url: the directory that `rl` serves."""
     api_key_var: str = TEACHER_KEY_VAR
-    """Environment variable that holds the API key, when there is one."""
-    timeout_s: float = Field(600.0, gt=0)
-    """Deadline of one request, which scores or plays one sample."""
-    ready_timeout_s: float = Field(600.0, gt=0)
-    """Longest wait for it to become healthy."""
-    max_retries: int = Field(3, ge=0)
-    """Retries of a request that failed for reasons of infrastructure."""
 
 
 class TaughtAlgo(Section):
@@ -64,7 +70,7 @@ class OpsdAlgo(Section):
     demo_key: str = "demonstration"
     """Key of a task's data that holds its demonstration; without it the environment's `demonstration(task)`."""
     template: str = "Here is how it can be done:\n\n{demonstration}\n\nNow answer in your own words."
-    """System message that the teacher sees before everything else; {demonstration} stands in it once."""
+    """System message that the teacher sees before everything else; it must have {demonstration} once."""
 
 
 class SftAlgo(TaughtAlgo):
@@ -75,4 +81,4 @@ class SftAlgo(TaughtAlgo):
 
     type: Literal["sft"] = "sft"
     min_reward: float | None = None
-    """Rollouts of less reward are not trained on; None: all are."""
+    """Rollouts with a lower reward are not trained on; None: all are."""

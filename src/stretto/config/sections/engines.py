@@ -12,13 +12,13 @@ from pydantic import Field
 from stretto.config.section import Section
 
 STORE_VARIABLE = "STRETTO_MOONCAKE"
-"""Environment variable of an engine: where the store of caches is, as JSON."""
+"""Environment variable of an engine: the address of the store of caches, as JSON."""
 ADMITTED = "/admitted"
-"""Route on which an engine says that it may be given work: what a router asks."""
+"""Route for routers: whether an engine accepts work."""
 PEERS_VAR = "STRETTO_PEERS"
-"""Environment variable of an engine over several nodes: addresses of its servers on the others, with spaces between."""
+"""Environment variable of an engine over several nodes: addresses of its other servers, separated by spaces."""
 HOLD_VAR = "STRETTO_HOLD"
-"""Environment variable: set, an engine is not admitted before it was given this run's weights."""
+"""Environment variable: if set, an engine accepts no work before it has this run's weights."""
 
 RouterType = Literal["vllm", "dynamo", "llm-d"]
 VllmPolicy = Literal[
@@ -31,11 +31,11 @@ POLICIES: dict[str, tuple[str, ...]] = {"vllm": get_args(VllmPolicy), "dynamo": 
 CACHE_AWARE_OPTIONS = (
     "balance_abs_threshold", "balance_rel_threshold", "cache_threshold", "eviction_interval_secs", "max_tree_size"
 )  # fmt: skip
-"""Options of the router that do something with policy = "cache_aware" alone."""
+"""Options of the router that do something only with policy = "cache_aware"."""
 
 
 class RouterSection(Section):
-    """What stands before several engines; a single engine has one too if a key of this section is given."""
+    """The router before several engines; a single engine has one only if a key here is given."""
 
     type: RouterType = "vllm"
     """`vllm`: vllm-router; `dynamo`: NVIDIA Dynamo's frontend, which `make dynamo` installs; `llm-d`: llm-d's endpoint
@@ -51,7 +51,7 @@ class RouterSection(Section):
     interpreter: str | None = None
     """The Python that has Dynamo; None: that of `make dynamo`."""
     extra: dict[str, Any] = Field({})
-    """Any other option of vllm-router's, `cb_failure_threshold = 3`, or of Dynamo's frontend."""
+    """Any other option of vllm-router, such as `cb_failure_threshold = 3`, or of Dynamo's frontend."""
 
     @classmethod
     def _derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def cache_aware_options(extra: Iterable[str]) -> list[str]:
 
 
 class EnginesSection(Section):
-    """What all shapes of a deployment have."""
+    """Keys and sizes of all kinds of deployment."""
 
     type: str
 
@@ -105,7 +105,7 @@ class SingleNode(EnginesSection):
 
 
 class NodesSection(EnginesSection):
-    """What engines over several nodes have."""
+    """Keys of engines over several nodes."""
 
     gpus_per_node: int = Field(8, gt=0)
     """GPUs of a node."""
@@ -121,7 +121,7 @@ class MultiNode(NodesSection):
 
     type: Literal["multi_node"] = "multi_node"
     num_nodes: int = Field(2, gt=0)
-    """Nodes."""
+    """Nodes of all engines."""
     nodes_per_engine: int = Field(1, gt=0)
     """Nodes that share the tensor and pipeline parallel ranks of an engine, tp x pp / nodes_per_engine GPUs of each."""
     backend_port: int | None = Field(None, ge=1, le=65535)
@@ -171,17 +171,17 @@ class Disaggregated(NodesSection):
     decode_port: int = Field(8200, ge=1, le=65535)
     """Port of the engines that write replies."""
     side_channel_port: int = Field(5600, ge=1, le=65535)
-    """First port on which engines tell each other where caches lie."""
+    """First port on which engines exchange the places of caches."""
     prefill_env_overrides: dict[str, str] = Field({})
     """Environment of the engines that read prompts."""
     decode_env_overrides: dict[str, str] = Field({})
     """Environment of the engines that write replies."""
     prefill_vllm_overrides: dict[str, Any] = Field({})
-    """Options of vLLM's for the engines that read prompts alone, `enable_dbo = true`."""
+    """Options of vLLM for the engines that read prompts, such as `enable_dbo = true`."""
     decode_vllm_overrides: dict[str, Any] = Field({})
-    """Options of vLLM's for the engines that write replies alone, `max_num_seqs = 96`."""
+    """Options of vLLM for the engines that write replies, such as `max_num_seqs = 96`."""
     is_local: bool = False
-    """All engines on this machine, one process each, with inference.parallel: to try the shape out."""
+    """All engines are on this machine, one process each, with inference.parallel: for a test of the shape."""
 
     @property
     def num_nodes(self) -> int:
@@ -220,18 +220,18 @@ class EngineGroup(Section):
     """Engines of one shape."""
 
     num_engines: int = Field(1, ge=0)
-    """Engines; 0: none, where `idle_gpus` stands alone."""
+    """Engines of this shape; 0 in a group that has only `idle_gpus`."""
     tp: int | None = Field(None, gt=0)
     """Tensor parallel degree of each; None: inference.parallel.tp. Above the GPUs of a node several nodes share its
     ranks."""
     overrides: dict[str, Any] = Field({})
-    """Keys of [inference], and options of vLLM's, that these engines have otherwise, `max_num_seqs = 96`."""
+    """Keys of [inference], and options of vLLM, with other values for these engines, such as `max_num_seqs = 96`."""
     idle_gpus: int = Field(0, ge=0)
-    """GPUs after these engines that the run gives to nobody, for processes of your own. Over several machines only: on
-    one, inference_gpu_ids leaves out what it does not name."""
+    """GPUs after these engines that the run leaves free, for processes of your own. Over several machines only: on one,
+    leave them out of inference_gpu_ids."""
 
     def path(self, at: str, key: str) -> str:
-        """Where a key of [inference] stands for the engines of this group, which is at a path."""
+        """The path of a key of [inference] for the engines of this group, whose own path is `at`."""
         if key == "parallel.tp" and self.tp is not None:
             return f"{at}.tp"
         if key == "vllm_extra" and self.overrides:
@@ -246,7 +246,7 @@ class EngineGroups(NodesSection):
 
     type: Literal["groups"] = "groups"
     groups: list[EngineGroup] = Field(min_length=1)
-    """Groups, each with what its engines have otherwise."""
+    """Groups of engines."""
     num_nodes: int = Field(1, gt=0)
     """Nodes of all groups together."""
     backend_port: int | None = Field(None, ge=1, le=65535)

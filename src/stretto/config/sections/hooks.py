@@ -9,7 +9,7 @@ from pydantic import Field
 from stretto.config.section import Section
 
 ENVIRONMENTS = "environments"
-"""Instead of a function that makes the evals."""
+"""The value of eval_function for the environments' own rollouts."""
 
 
 class HooksSection(Section):

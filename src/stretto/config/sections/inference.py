@@ -29,9 +29,9 @@ GROUP_KEYS = (
     "max_num_batched_tokens", "enable_prefix_caching", "enable_expert_parallel", "enable_dbo", "enable_eplb",
     "use_deep_gemm", "enforce_eager",
 )  # fmt: skip
-"""Keys of [inference] in which groups of engines may differ; in the others all engines are alike."""
+"""Keys of [inference] that may differ between groups of engines."""
 KEY_VAR = "VLLM_API_KEY"
-"""Environment variable of an engine's process: its key, where the config has none."""
+"""Environment variable of an engine's process: its API key, if the config has none."""
 
 
 class ServerSection(Section):
@@ -42,10 +42,10 @@ class ServerSection(Section):
     port: int = Field(8000, ge=1, le=65535)
     """TCP port."""
     max_waiting_requests: int = Field(4096, gt=0)
-    """Requests that may wait; one more is answered with 429."""
+    """Requests that may wait; further ones are answered with 429."""
     max_open_bytes: int | None = Field(None, gt=0)
-    """Bytes of all requests that wait or run, which pixels of images make large; one beyond them is answered with 429,
-    unless it is the only one. None: an eighth of the machine's memory."""
+    """Bytes of all requests that wait or run, which images make large; further ones are answered with 429, but not
+    the only one. None: an eighth of the machine's memory."""
 
 
 class ParallelSection(Section):
@@ -79,7 +79,7 @@ class Placed:
 
 
 def misfit(key: str, value: Any) -> str | None:
-    """What is wrong with the value of a key of [inference], in words."""
+    """What is wrong with the value of a key of [inference]; None if it is valid."""
     try:
         InferenceSection.model_validate({key: value}, strict=True)
     except ValidationError as error:
@@ -97,7 +97,7 @@ class ServedAdaptersSection(Section):
     max_lora_rank: int = Field(16, gt=0, le=512)
     """Largest rank; vLLM takes the next of 8, 16, 32, 64, 128, 256, 320, 512."""
     target_modules: tuple[str, ...] = Field(SERVED_LORA_TARGETS, min_length=1)
-    """Layers that vLLM's adapters may stand beside. `experts` is served on GPUs only."""
+    """Layers that adapters in vLLM may have. `experts` is served on GPUs only."""
 
 
 class InferenceSection(Section):
@@ -125,8 +125,8 @@ class InferenceSection(Section):
     api_key: str | None = None
     """Key that clients must send as a bearer token, on every route but /health, /liveness and /admitted. None: that of
     the environment variable VLLM_API_KEY (with `rl` the one that client.api_key_var names), which stays out of files
-    and of command lines. Where that is not set either, `rl` over several nodes makes one from the run's secret; else
-    everybody may send requests."""
+    and of command lines. Where that is not set either, `rl` over several nodes derives one from the run's secret; else
+    anyone may send requests."""
     max_model_len: int | None = Field(None, gt=0)
     """Longest prompt plus reply, tokens; None: the model's limit."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
@@ -143,9 +143,9 @@ class InferenceSection(Section):
     enable_prefix_caching: bool = True
     """Reuse the cache of equal prefixes with equal salt."""
     enable_return_routed_experts: bool = False
-    """Answer with the experts that computed each token of a mixture of experts, for trainer.enable_router_replay."""
+    """Return the experts that computed each token of a mixture of experts, for trainer.enable_router_replay."""
     enable_return_sampling_mask: bool = False
-    """Answer with the tokens that top_k, top_p and min_p left to draw each from, for orchestrator.train.replay."""
+    """Return, for each token, those that top_k, top_p and min_p left to draw it from, for orchestrator.train.replay."""
     enable_expert_parallel: bool | None = None
     """Spread the experts of a mixture over all devices of the engine; None: where deployment.type = "disaggregated"
     takes several nodes, else not. vLLM only."""
@@ -160,14 +160,14 @@ class InferenceSection(Section):
     enforce_eager: bool | None = None
     """No compilation and no CUDA graphs; None: on a CPU. vLLM only."""
     vllm_extra: dict[str, Any] = Field({})
-    """Any other option of vLLM's, `long_prefill_token_threshold = 4096`. One that has a key here is that key."""
+    """Any other option of vLLM, such as `long_prefill_token_threshold = 4096`. Options that are keys here set those."""
     max_restarts: int | None = Field(None, ge=0)
     """Restarts of each engine that ends, and one more per hour that it ran since; None: 0 for a single engine,
     else 3."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads; None: given out by the launcher."""
     seed: int = 0
-    """Seed of requests that bring none."""
+    """Seed of requests without one."""
     env_vars: dict[str, str] = Field({})
     """Environment variables of the engines."""
     log: LogSection = LogSection()
@@ -179,7 +179,7 @@ class InferenceSection(Section):
 
     @property
     def num_gpus(self) -> int:
-        """Devices of all engines, where those of a disaggregated deployment are on one machine."""
+        """Devices of all engines, if those of a disaggregated deployment are on one machine."""
         shape, parallel = self.deployment, self.parallel
         counts = [(shape.num_engines, parallel.tp)]
         if isinstance(shape, EngineGroups):
@@ -190,13 +190,15 @@ class InferenceSection(Section):
 
     @property
     def gpus_with_idle(self) -> int:
-        """Devices of all engines, and those that groups leave idle."""
+        """Devices of all engines, and idle ones of groups."""
         is_grouped = isinstance(self.deployment, EngineGroups)
         return self.placed()[-1].first_gpu if is_grouped else self.num_gpus
 
     def of_group(self, group: EngineGroup) -> InferenceSection:
-        """The section of the engines of one group, as if there were no others. Values that no engine can have, which
-        the rules refuse, are left out."""
+        """The section of the engines of one group, as if there were no others.
+
+        Values that are not valid, which the rules refuse, are left out.
+        """
         named = {name.replace("-", "_"): value for name, value in group.overrides.items()}
         own = {name: value for name, value in named.items() if name in GROUP_KEYS and not misfit(name, value)}
         extra = {name: value for name, value in named.items() if name not in GROUP_KEYS}
@@ -217,7 +219,7 @@ class InferenceSection(Section):
         return [*found, Placed(len(self.deployment.groups), gpu, 0)]
 
     def vllm_only(self) -> dict[str, Any]:
-        """What is set here and no other engine than vLLM does."""
+        """Settings that only vLLM supports, with their values."""
         if isinstance(shape := self.deployment, EngineGroups):
             found = {"deployment.num_nodes": shape.num_nodes} if shape.num_nodes > 1 else {}
             for index, group in enumerate(shape.groups):

@@ -45,8 +45,8 @@ class ScratchSection(Section):
     tokenizer: Literal["letters"] = "letters"
     """Tokenizer to build beside it: `letters` has one token per character and Qwen3's chat tokens."""
     phrases: tuple[str, ...] = ()
-    """Texts that become one token each in that tokenizer, beside the characters: what stands in every prompt, such as
-    the description of a tool, then costs a few tokens instead of hundreds."""
+    """Texts that are one token each in that tokenizer, beside the characters: a text of every prompt, such as the
+    description of a tool, then takes a few tokens instead of hundreds."""
     hidden_size: int = Field(64, gt=0)
     """Width of the residual stream."""
     intermediate_size: int = Field(256, gt=0)
@@ -68,7 +68,7 @@ class ScratchSection(Section):
     say which way round a square matrix is."""
     has_expert_bias: bool = False
     """Give routers a bias on the choice of experts, which `trainer.moe_bias_update_rate` moves. Only the embedded
-    engine and the trainer know it."""
+    engine and the trainer support it."""
     sliding_window: int = Field(64, gt=0)
     """Tokens that a token sees in layers with a window (`gpt_oss`, `afmoe`, `laguna`), itself included."""
     index_topk: int = Field(64, gt=0)
@@ -119,9 +119,9 @@ class ActivationCheckpointSection(Section):
     """Compute activations again in the backward pass instead of keeping them."""
 
     mode: Literal["full", "selective"] = "full"
-    """`full`: of a block only its input is kept; `selective`: only the parts named in `targets` are computed again."""
+    """`full`: only a block's input is kept; `selective`: only the parts named in `targets` are computed again."""
     freq: int = Field(1, gt=0)
-    """Blocks 0, freq, 2 freq, ... do so; the others keep everything."""
+    """Only blocks 0, freq, 2 freq, ... do so; the others keep everything."""
     targets: tuple[
         Literal["norm", "attn_proj", "mlp", "routed_experts", "mla_up_proj", "linear_attn"], ...
     ] = ("norm",)
@@ -150,9 +150,9 @@ class VisionSection(Section):
     """The policy sees images: required for a model with a vision tower, refused for any other."""
 
     vision_encoder_attr: str = "model.visual"
-    """Where the model has its vision tower. Our own modules have it there; another place is refused."""
+    """Path of the vision tower in the model. Our own modules have this one; others are refused."""
     language_model_attr: str = "model.language_model"
-    """Where the model has its decoder; as `vision_encoder_attr`."""
+    """Path of the decoder in the model; as `vision_encoder_attr`."""
     freeze_vision_encoder: bool = True
     """Do not train the vision tower; false: train it too, sharded per block. It is published either way."""
     max_patches: int | None = Field(None, gt=0)
@@ -215,8 +215,8 @@ class ModelSection(Section):
     deepep_token_chunk_size: int | None = Field(None, gt=0)
     """Rows that DeepEP sends at once, which bounds its buffers; None: all of a pass."""
     reshard_after_forward: bool = True
-    """Give up a block's gathered weights after its forward pass and gather them again in the backward pass; false:
-    faster, and all weights are in memory."""
+    """Free a block's gathered weights after its forward pass and gather them again in the backward pass; false: faster,
+    and all weights are in memory."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks."""
     fsdp_cpu_offload: bool = False
@@ -224,7 +224,7 @@ class ModelSection(Section):
     optim_cpu_offload: bool = False
     """Keep optimizer state in CPU memory between updates, which stream it through the GPU; needs a GPU."""
     ac: ActivationCheckpointSection | None = None
-    """Present: less memory for activations, for computing them twice."""
+    """Present: activations take less memory and are computed twice."""
     ac_offloading: ActivationOffloadSection | None = None
     """Present: what is kept for the backward pass waits in CPU memory."""
     compile: CompileSection | None = None
@@ -258,5 +258,5 @@ class RendererSection(Section):
     clear_thinking: bool | None = None
     """Leave the thinking of earlier turns out of prompts; None: as the family does. Only the GLM-5 families have it."""
     settings: dict[str, Any] = Field({})
-    """What else the family's template lets one choose, such as `thinking_retention = "all"`, `preserve_thinking`,
-    `truncate_history_thinking` or `reasoning_effort`; a name that it does not know is refused with those it knows."""
+    """Further settings of the family's template, such as `thinking_retention = "all"`, `preserve_thinking`,
+    `truncate_history_thinking` or `reasoning_effort`; an unknown name is refused with a list of the known ones."""

@@ -38,12 +38,12 @@ class TrackioSection(Section):
 
 
 class HeartbeatSection(Section):
-    """A request after every step, for a service that alarms when none comes."""
+    """A request after every step, to a service that raises an alarm when none comes."""
 
     url: str
-    """Address that is asked, `https://...`."""
+    """Address of the request, `https://...`."""
     min_interval_s: float = Field(10.0, ge=0)
-    """Seconds between two requests at least."""
+    """Least seconds between two requests."""
 
 
 class PrometheusSection(Section):
@@ -56,7 +56,7 @@ class PrometheusSection(Section):
 
 
 class MonitorsSection(Section):
-    """A section that is present is a monitor that is on."""
+    """Each section that is present turns on a monitor."""
 
     samples_interval: int | None = Field(10, gt=0)
     """Steps between two tables of trained rollouts with histograms of their rewards and lengths, for trackers; None:

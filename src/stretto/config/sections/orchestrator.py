@@ -9,14 +9,14 @@ from pydantic import Field
 from stretto.config.section import Section
 from stretto.config.sections.algorithm import Algo, GrpoAlgo
 from stretto.config.sections.curriculum import CurriculumSection, Filter, Gate, TruncatedFilter
-from stretto.config.sections.distill import TaughtAlgo, TeacherSection
+from stretto.config.sections.distill import RequestsSection, TaughtAlgo, TeacherSection
 from stretto.config.sections.hooks import HooksSection
 from stretto.config.sections.model import RendererSection
 from stretto.config.sections.run import RunKeys
 
 
-class ClientSection(Section):
-    """How engines are reached."""
+class ClientSection(RequestsSection):
+    """Addresses of engines, and how requests are sent to them."""
 
     base_url: list[str] | str = "http://127.0.0.1:8000/v1"
     """OpenAI-style address of the engine or router; a list spreads rollouts over several."""
@@ -24,14 +24,6 @@ class ClientSection(Section):
     """Name of the policy for hooks, besides `actor`: get_model_url(args, name)."""
     admin_base_url: list[str] | None = None
     """Addresses of the engines themselves for admin calls; None: the same as base_url."""
-    api_key_var: str = "VLLM_API_KEY"
-    """Environment variable that holds the API key, when there is one."""
-    timeout_s: float = Field(600.0, gt=0)
-    """Deadline of one generate request."""
-    ready_timeout_s: float = Field(600.0, gt=0)
-    """Longest wait for an engine to become healthy."""
-    max_retries: int = Field(3, ge=0)
-    """Retries of a request that failed for reasons of infrastructure."""
     headers: dict[str, str] = Field({})
     """Headers of every request."""
     headers_from_env: dict[str, str] = Field({})
@@ -56,7 +48,7 @@ class ClientSection(Section):
 
 
 class SamplingOverrides(Section):
-    """How one environment is sampled; None: as the others."""
+    """How one environment is sampled; None: like the others."""
 
     temperature: float | None = Field(None, ge=0, le=2)
     """0 is greedy."""
@@ -142,11 +134,11 @@ class TrainEnvSection(EnvSection):
 
 
 class ReplaySection(Section):
-    """top_p, top_k and min_p in training: engines say which tokens each token was drawn from, and the trainer takes its
-    probability among the same. With `rl` this also sets inference.enable_return_sampling_mask."""
+    """top_p, top_k and min_p in training: engines return the tokens that each token was drawn from, and the trainer
+    computes its probability among the same. With `rl` this also sets inference.enable_return_sampling_mask."""
 
     max_tokens: int = Field(1024, gt=0)
-    """Most tokens that one may be drawn from: the top_k of replies that are cut otherwise and name none. Each is four
+    """Most tokens that one may be drawn from; with top_p or min_p and without top_k, this is the top_k. Each takes four
     bytes of a batch."""
 
 
@@ -159,7 +151,7 @@ class TrainSection(Section):
 
 
 class EvalEnvSection(EnvSection):
-    """One environment that is evaluated on; what is None is as in [eval]."""
+    """One environment for evals; None: the value of [eval]."""
 
     interval: int | None = Field(None, gt=0)
     """Steps between evals of it."""
@@ -208,11 +200,11 @@ class EvalSection(Section):
         if version == 0 and self.skip_first_step:
             return False
         intervals = [own.interval or self.interval for own in self.env] or [self.interval]
-        return any(comes(interval, version, end=end) for interval in intervals)
+        return any(is_at_interval(interval, version, end=end) for interval in intervals)
 
 
-def comes(interval: int | None, version: int, *, end: int | None) -> bool:
-    """Is a version at the interval, or the first or last one?"""
+def is_at_interval(interval: int | None, version: int, *, end: int | None) -> bool:
+    """Whether a version is at the interval, or the first or last one."""
     is_interval = interval is not None and version % interval == 0
     return version == 0 or is_interval or (end is not None and version >= end)
 
@@ -227,29 +219,29 @@ class LedgerSection(Section):
 
 
 class FixedConcurrency(Section):
-    """As many as max_inflight_rollouts and the bound on staleness allow."""
+    """As many rollouts as max_inflight_rollouts and the bound on staleness allow."""
 
     type: Literal["fixed"] = "fixed"
 
 
 class AdaptiveConcurrency(Section):
-    """As many as the engines take: more, step by step, while they have room; fewer, at once, when they have not."""
+    """As many rollouts as the engines take: more, step by step, while they have room, else fewer, at once."""
 
     type: Literal["adaptive"] = "adaptive"
     min_rollouts: int = Field(16, gt=0)
-    """Never fewer."""
+    """Least number of rollouts."""
     max_rollouts: int | None = Field(None, gt=0)
-    """Never more; None: what max_inflight_rollouts or the slots of the batches allow."""
+    """Greatest number; None: what max_inflight_rollouts or the slots of the batches allow."""
     initial_rollouts: int | None = Field(None, gt=0)
-    """At the start; None: min_rollouts."""
+    """Number at the start; None: min_rollouts."""
     interval_s: float = Field(2.0, gt=0)
-    """Seconds between two looks at the engines."""
+    """Seconds between two checks of the engines."""
     increase: int = Field(16, gt=0)
-    """Rollouts more after a look that found room."""
+    """Rollouts that are added after a check that found room."""
     decrease: float = Field(0.8, gt=0, lt=1)
-    """Share that is left after a look that found none."""
+    """Factor of the number after a check that found none."""
     cache_low: float = Field(0.8, gt=0, le=1)
-    """There is room while less of the cache than this is used (mean over engines) ..."""
+    """There is room while less than this share of the cache is used (mean over engines) ..."""
     cache_high: float = Field(0.95, gt=0, le=1)
     """... and none above this."""
     waiting_high: float = Field(8.0, ge=0)
@@ -274,10 +266,10 @@ class OrchestratorKeys(Section):
     curriculum: CurriculumSection = CurriculumSection()
     """The curriculum of environments that have none of their own."""
     debug: Literal["rollouts", "training"] | None = None
-    """One half of the run alone. rollouts: there is no trainer, batches are made, counted and dropped, and the engines
+    """Run only one half. rollouts: there is no trainer, batches are made, counted and dropped, and the engines
     keep the weights they start with. training: there are no engines, and hooks.rollout_function gives saved ones."""
     frozen_models: dict[str, TeacherSection] = Field({})
-    """By name: other frozen models that hooks ask, and where they run. `rl` fills it in from [models]."""
+    """By name: other frozen models that hooks use, and where they run. `rl` fills it in from [models]."""
     teacher: TeacherSection | None = None
     batch_size: int = Field(128, gt=0)
     """Rollouts in one training step; a multiple of group_size."""
@@ -351,7 +343,7 @@ class OrchestratorKeys(Section):
         return (section and section.algo) or self.algo
 
     def algo_path(self, env: str) -> str:
-        """Where the credit of an environment stands, for messages."""
+        """The path of the credit of an environment, for messages."""
         for index, section in enumerate(self.env):
             if (section.name or section.id) == env and section.algo is not None:
                 return f"orchestrator.env.{index}.algo"
@@ -377,11 +369,11 @@ class OrchestratorKeys(Section):
         return self.curriculum_of(self.env_of(env)).gates
 
     def curriculum_of(self, section: TrainEnvSection | None) -> CurriculumSection:
-        """What an environment's tasks are drawn by, and which of its groups are trained on."""
+        """The curriculum of an environment."""
         return (section and section.curriculum) or self.curriculum
 
     def eval_as_trained(self) -> EvalSection | None:
-        """[eval] with the reply length of training, unless it sets its own."""
+        """[eval] with the reply length of training, unless it has its own."""
         if self.eval is None:
             return None
         limit = self.eval.sampling.max_completion_tokens or self.train.sampling.max_completion_tokens

@@ -20,7 +20,7 @@ from stretto.config.sections.transport import (
 
 
 class ColocateSection(Section):
-    """Present: trainer and engines take turns on the same devices: one puts its memory away before the other takes its
+    """Present: trainer and engines take turns on the same devices: one frees its memory before the other allocates its
     own. Steps are synchronous."""
 
     offload_train: bool = True
@@ -35,10 +35,10 @@ class ColocateSection(Section):
 
 class ServiceRunSection(Section):
     """Present (`--service URL`): a training service trains this run's adapter and samples from it (`stretto serve`);
-    only the orchestrator and a process that stands for the trainer are here."""
+    only the orchestrator and a stand-in for the trainer run here."""
 
     SHORT: ClassVar[str] = "url"
-    """What a text in place of the table is."""
+    """The key that a text in place of the table sets."""
 
     url: str = "http://127.0.0.1:8700"
     """Address of the service."""
@@ -48,12 +48,12 @@ class ServiceRunSection(Section):
     """Micro batches of a step are sent in requests of about so many bytes; the service takes up to 256 MiB."""
 
     def engine_url(self, run_name: str) -> str:
-        """Where the service speaks an engine's API for a run."""
+        """The address at which the service offers an engine's API for a run."""
         return f"{self.url.rstrip('/')}/runs/{name_at_service(run_name)}/engine"
 
 
 def name_at_service(run_name: str) -> str:
-    """A run's name as services have it: letters, digits, dots, `_` and `-`."""
+    """A run's name in a service: letters, digits, dots, `_` and `-`."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", run_name)
 
 

@@ -42,11 +42,11 @@ class FileData(Section):
     stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
     """With probabilities: an epoch has every row of every data set, or ends with the first that has no more."""
     shuffle: bool = True
-    """Take the rows in a new order every epoch; false: in theirs, those of several data sets one after another."""
+    """Take the rows in a new random order every epoch; false: in the order of the data."""
     streaming: bool = False
     """Read a data set of the Hub without a copy on disk; the rows that are trained on are in memory in any case."""
     convert: str | None = None
-    """`module:function`, which makes each row another, before its keys are read."""
+    """`module:function` that converts each row before its keys are read."""
     input_key: str | None = None
     """Key of the conversation, or with `output_key` of the prompt; None: `messages`, or `prompt` and `completion`."""
     output_key: str | None = None

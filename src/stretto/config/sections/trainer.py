@@ -14,7 +14,7 @@ from stretto.config.sections.run import RunKeys
 
 
 class OptimSection(Section):
-    """What all optimizers have."""
+    """Keys of all optimizers."""
 
     type: str
     lr: float = Field(1e-6, gt=0)
@@ -97,7 +97,7 @@ class ConstantScheduler(Section):
 
 
 class FallingScheduler(Section):
-    """What schedules that fall have."""
+    """Keys of schedules that fall."""
 
     type: str
     warmup_steps: Steps = 10
@@ -124,7 +124,7 @@ Scheduler = Annotated[ConstantScheduler | LinearScheduler | CosineScheduler, Fie
 
 
 class CriticPlacement(Section):
-    """Present: the critic has ranks of its own, beside the policy's, as processes `critic`."""
+    """Present: the critic has ranks of its own, processes `critic` beside the policy's."""
 
     num_workers: int = Field(1, gt=0)
     """Its data-parallel ranks, each cp x tp processes as the policy's are; they divide the policy's number."""
@@ -139,7 +139,7 @@ class CriticSection(Section):
 
     load: str | None = None
     """Directory or name of a model of the policy's family to start from: a critic that was saved, a reward model,
-    or a language model, which gets a new output that says 0. None: the model that the policy starts from."""
+    or a language model, which gets a new output that is 0. None: the model that the policy starts from."""
     save: Path | None = None
     """Directory of its exports, one `step_N` whenever the policy's weights are exported; None: RUN/critic."""
     lr: float | None = Field(None, gt=0)
@@ -180,7 +180,7 @@ class CkptSection(Section):
     keep_interval: int | None = Field(None, ge=1)
     """With keep_last: checkpoints of steps that are multiples of it are kept as well."""
     is_async: bool = True
-    """Train on while a checkpoint is written; takes a copy of the state in CPU memory."""
+    """Continue training while a checkpoint is written; needs a copy of the state in CPU memory."""
     weights: CkptWeightsSection | None = CkptWeightsSection()
     """Present: also write Hugging Face weights."""
     output_dir: Path | None = None
@@ -263,7 +263,7 @@ class RankKeys(Section):
 
 
 class TrainerKeys(RankKeys):
-    """What only the trainer process has."""
+    """Keys of the trainer process alone."""
 
     optim: Optim = AdamWOptim()
     scheduler: Scheduler = ConstantScheduler()

@@ -47,7 +47,7 @@ class DeltaSection(Section):
 
 
 class WeightsSection(Section):
-    """What every weight transport has: the check that engines compute with what they were sent; sending changes."""
+    """Keys of all weight transports: checks of what engines received, and sending only changes."""
 
     delta: DeltaSection | None = None
     """Send only the elements that changed; None: all weights every time."""

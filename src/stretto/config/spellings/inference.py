@@ -33,7 +33,7 @@ VLLM_KEYS = {
     "return_sampling_mask": "enable_return_sampling_mask",
     **{key: key for key in _SAME_IN_VLLM},
 }
-"""Options of vLLM's that are keys of [inference], also where vllm_extra has them: each has one value."""
+"""Options of vLLM that are keys of [inference], also when given in vllm_extra: each has one value."""
 
 
 def options(defaults: Mapping[str, Any]) -> tuple[Row, ...]:
@@ -158,19 +158,19 @@ SIDES = (("num_prefill_nodes", "num_prefill_replicas"), ("num_decode_nodes", "nu
 
 
 def nodes_of_one(values: Mapping[Path, Any]) -> dict[Path, int]:
-    """Nodes of one engine where a file of 0.6 counts those of all engines of a side together.
+    """Nodes of one engine, if a file of 0.6 counts those of all engines of a side.
 
-    It does so if deployment.num_infer_nodes is what both sides have in all, and not what their engines would take each.
+    It does so if deployment.num_infer_nodes is the sum of both sides as given, and not of nodes x engines.
     """
     at = ("inference", "deployment")
-    wanted = values.get(("deployment", "num_infer_nodes"))
+    total = values.get(("deployment", "num_infer_nodes"))
     given = [[values.get((*at, key), 1) for key in side] for side in SIDES]
     if not all(isinstance(each, int) and each > 0 for side in given for each in side):
         return {}
-    is_total = sum(nodes for nodes, _ in given) == wanted and all(
+    is_total = sum(nodes for nodes, _ in given) == total and all(
         nodes % engines == 0 for nodes, engines in given
     )
-    if not is_total or sum(nodes * engines for nodes, engines in given) == wanted:
+    if not is_total or sum(nodes * engines for nodes, engines in given) == total:
         return {}
     return {(*at, key): nodes // engines for (key, _), (nodes, engines) in zip(SIDES, given) if engines > 1}
 

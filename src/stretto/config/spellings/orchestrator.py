@@ -242,7 +242,7 @@ FILTERS = Table("orchestrator", "OrchestratorKeys", old(
 
 
 _BELOW = 1e-6
-"""Pools end at a threshold and those of prime-rl's buffer began at it: a mean reward of 1 is easy with 1."""
+"""Our pools end at a threshold and those of prime-rl's buffer began at it: with 1, a mean reward of 1 is easy."""
 
 
 def pools_of_buffer(values: Mapping[Path, Any], spelled: Mapping[Path, str]) -> dict[Path, Any]:

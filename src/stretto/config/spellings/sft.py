@@ -7,10 +7,7 @@ from stretto.config.spellings.run import BENCH, NO_EXPERIMENTS
 from stretto.config.spellings.trainer import NOT_OPTIM, PROFILE, SNAPSHOTS
 
 EQUAL = (("data.probabilities", "equal"),)
-SFT_DATA = {
-    "sft": "file",
-    "fake": Instead(BENCH),
-}
+SFT_DATA = {"sft": "file", "fake": Instead(BENCH)}
 
 SFT = Table("", "SFTConfig", (
     *all_same({"model": NO_DEFAULT, "tokenizer": NO_DEFAULT, "optim": NO_DEFAULT, "scheduler": NO_DEFAULT,

@@ -5,72 +5,57 @@ Other than the spellings of prime-rl, these names are not accepted; a message na
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 _TABLE = """
-learning_rate actor_learning_rate                       trainer.optim.lr optim.lr
-critic_learning_rate                                    trainer.critic.lr
-weight_decay l2                                         trainer.optim.weight_decay optim.weight_decay
-max_grad_norm clip_grad grad_clip max_norm              trainer.optim.max_norm optim.max_norm
-lr_scheduler_type lr_scheduler lr_decay_style           trainer.scheduler.type scheduler.type
-warmup_ratio num_warmup_steps lr_warmup_ratio           trainer.scheduler.warmup_steps scheduler.warmup_steps
-num_generations n_samples_per_prompt rollout_n n        orchestrator.group_size eval.group_size
-per_device_train_batch_size train_batch_size            orchestrator.batch_size batch_size
-rollout_batch_size global_batch_size ppo_mini_batch_size orchestrator.batch_size batch_size
-num_train_epochs total_epochs num_epochs epochs         max_epochs max_steps
-total_training_steps num_rollout train_iters            max_steps
-beta kl_coef init_kl_coef kl_loss_coef                  trainer.loss.kl_tau
-loss_type policy_loss                                   trainer.loss.type
-advantage_estimator adv_estimator                       orchestrator.algo.type
-model_name_or_path pretrain hf_checkpoint model_id      model.name model
-model_name                                              model.name model
-betas adam_beta1 adam_betas                             trainer.optim.betas1 optim.betas1
-advantage advantages_type                               orchestrator.algo
-environment environments env_id                         orchestrator.env
-every save_every                                        ckpt.interval
-temp                                                    orchestrator.train.sampling.temperature
-dataset_name train_files prompt_data dataset            orchestrator.env.0.args.path data.name
-max_completion_length max_new_tokens response_length    orchestrator.train.sampling.max_completion_tokens
-max_response_length generate_max_len                    orchestrator.train.sampling.max_completion_tokens
-rollout_max_response_len                                orchestrator.train.sampling.max_completion_tokens
-max_prompt_length max_seq_length max_length             seq_len
-max_len                                                 inference.max_model_len seq_len
-rollout_temperature                                     orchestrator.train.sampling.temperature
-save_steps save_freq save_interval                      ckpt.interval
-save_total_limit                                        ckpt.keep_last
-resume_from_checkpoint                                  resume
-eval_steps test_freq eval_interval                      orchestrator.eval.interval eval.interval
-report_to logger use_wandb                              monitors.wandb
-use_vllm                                                inference.engine engine
-vllm_gpu_memory_utilization                             inference.gpu_memory_utilization gpu_memory_utilization
-rollout_num_gpus                                        deployment.num_infer_gpus
-actor_num_gpus_per_node nproc_per_node n_gpus_per_node  deployment.num_train_gpus
-bf16 fp16 torch_dtype                                   model.dtype
-gradient_checkpointing recompute                        model.ac
-lora_r lora_rank r                                       model.lora.rank
-use_peft use_lora peft_config                           model.lora
-lora_alpha                                              model.lora.alpha
-tensor_model_parallel_size tensor_parallel_size         model.tp parallel.tp
-context_parallel_size sequence_parallel_size            model.cp
-expert_model_parallel_size                              model.ep
-reward_funcs reward_model custom_rm_path reward_function orchestrator.env.0.args.reward
-async_steps max_staleness staleness                     orchestrator.max_off_policy_steps orchestrator.max_async_level
+learning_rate actor_learning_rate -> trainer.optim.lr optim.lr
+critic_learning_rate -> trainer.critic.lr
+weight_decay l2 -> trainer.optim.weight_decay optim.weight_decay
+max_grad_norm clip_grad grad_clip max_norm -> trainer.optim.max_norm optim.max_norm
+lr_scheduler_type lr_scheduler lr_decay_style -> trainer.scheduler.type scheduler.type
+warmup_ratio num_warmup_steps lr_warmup_ratio -> trainer.scheduler.warmup_steps scheduler.warmup_steps
+num_generations n_samples_per_prompt rollout_n n -> orchestrator.group_size eval.group_size
+per_device_train_batch_size train_batch_size -> orchestrator.batch_size batch_size
+rollout_batch_size global_batch_size ppo_mini_batch_size -> orchestrator.batch_size batch_size
+num_train_epochs total_epochs num_epochs epochs -> max_epochs max_steps
+total_training_steps num_rollout train_iters -> max_steps
+beta kl_coef init_kl_coef kl_loss_coef -> trainer.loss.kl_tau
+loss_type policy_loss -> trainer.loss.type
+advantage_estimator adv_estimator -> orchestrator.algo.type
+model_name_or_path pretrain hf_checkpoint model_id -> model.name model
+model_name -> model.name model
+betas adam_beta1 adam_betas -> trainer.optim.betas1 optim.betas1
+advantage advantages_type -> orchestrator.algo
+environment environments env_id -> orchestrator.env
+every save_every -> ckpt.interval
+temp -> orchestrator.train.sampling.temperature
+dataset_name train_files prompt_data dataset -> orchestrator.env.0.args.path data.name
+max_completion_length max_new_tokens response_length -> orchestrator.train.sampling.max_completion_tokens
+max_response_length generate_max_len -> orchestrator.train.sampling.max_completion_tokens
+rollout_max_response_len -> orchestrator.train.sampling.max_completion_tokens
+max_prompt_length max_seq_length max_length -> seq_len
+max_len -> inference.max_model_len seq_len
+rollout_temperature -> orchestrator.train.sampling.temperature
+save_steps save_freq save_interval -> ckpt.interval
+save_total_limit -> ckpt.keep_last
+resume_from_checkpoint -> resume
+eval_steps test_freq eval_interval -> orchestrator.eval.interval eval.interval
+report_to logger use_wandb -> monitors.wandb
+use_vllm -> inference.engine engine
+vllm_gpu_memory_utilization -> inference.gpu_memory_utilization gpu_memory_utilization
+rollout_num_gpus -> deployment.num_infer_gpus
+actor_num_gpus_per_node nproc_per_node n_gpus_per_node -> deployment.num_train_gpus
+bf16 fp16 torch_dtype -> model.dtype
+gradient_checkpointing recompute -> model.ac
+lora_r lora_rank r -> model.lora.rank
+use_peft use_lora peft_config -> model.lora
+lora_alpha -> model.lora.alpha
+tensor_model_parallel_size tensor_parallel_size -> model.tp parallel.tp
+context_parallel_size sequence_parallel_size -> model.cp
+expert_model_parallel_size -> model.ep
+reward_funcs reward_model custom_rm_path reward_function -> orchestrator.env.0.args.reward
+async_steps max_staleness staleness -> orchestrator.max_off_policy_steps orchestrator.max_async_level
 """
-
-
-def _pairs() -> Iterator[tuple[str, tuple[str, ...]]]:
-    for line in _TABLE.strip().splitlines():
-        words = line.split()
-        paths = tuple(word for word in words if "." in word or word in _ROOT_KEYS)
-        for word in words:
-            if word not in paths:
-                yield word, paths
-
-
-_ROOT_KEYS = {"batch_size", "max_epochs", "max_steps", "model", "seq_len", "resume", "engine"} | {
-    "gpu_memory_utilization"
-}
-SYNONYMS: dict[str, tuple[str, ...]] = dict(_pairs())
+_ROWS = [line.split(" -> ") for line in _TABLE.strip().splitlines()]
+SYNONYMS = {name: tuple(paths.split()) for names, paths in _ROWS for name in names.split()}
 """By the last part of a name, in lower case with underscores: keys of any verb that it may mean."""
 
 

@@ -54,11 +54,11 @@ MODEL = Table("trainer.model", "ModelSection", (
             unless=("deepgemm_fp8", "grouped_mm", "torch")),
     refused("quantization.recipe", None, "it belongs to mxfp8, which is not here; write fp8 = true", unless=()),
     refused("quantization.enable_a2a", None, "it belongs to mxfp8, which is not here; write fp8 = true", unless=()),
-    refused("index_cache.topk_freq", 1, "which layers choose keys anew stands in the model's config.json: "
+    refused("index_cache.topk_freq", 1, "the model's config.json says which layers choose keys anew: "
             "index_topk_freq, which trainer and engines read"),
-    refused("index_cache.topk_pattern", None, "which layers choose keys anew stands in the model's config.json: "
+    refused("index_cache.topk_pattern", None, "the model's config.json says which layers choose keys anew: "
             "index_topk_pattern, which trainer and engines read"),
-    refused("index_cache", None, "it stands in the model's config.json, which trainer and engines read",
+    refused("index_cache", None, "write it into the model's config.json, which trainer and engines read",
             unless=("None", {})),
     *all_same({"freeze_moe_router": False, "lora": None, "lora.rank": 16, "lora.alpha": 32.0, "lora.dropout": 0.0,
                "lora.target_modules": NO_DEFAULT}),

@@ -26,7 +26,7 @@ from stretto.base.status import report
 from stretto.base.watch import Watch
 from stretto.chat.render import Renderer
 from stretto.config.root import EvalConfig
-from stretto.config.sections.orchestrator import EvalSection, SamplingSection, comes
+from stretto.config.sections.orchestrator import EvalSection, SamplingSection, is_at_interval
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.orchestrator.batch.user_rollouts import DataSource, UserRolloutFunction
 from stretto.orchestrator.build import eval_run_info, open_env
@@ -83,7 +83,7 @@ class Evaluator:
         else:
             scores = []
             for plan in self._plans:
-                if not comes(plan.interval, version, end=end):
+                if not is_at_interval(plan.interval, version, end=end):
                     continue
                 scores.append(await self._play_env(plan, version, "sampled", plan.group_size))
                 if self.section.greedy:
