@@ -164,7 +164,7 @@ def _place_faults(section: InferenceSection, shape: EngineGroups) -> Iterator[tu
         if place.num_gpus <= node < first + place.num_gpus:
             yield own, f"{{1.path}}: {which}, over its end; let groups fill nodes, large engines first"
         elif place.num_gpus > node and (first or place.num_gpus % node):
-            rule = f"an engine larger than a node has whole nodes; give a multiple of {node}"
+            rule = f"larger than a node, it has whole nodes; give it a multiple of {node}"
             yield own, f"{{1.path}}: {which}: {rule}"
         elif place.num_gpus > node and section.parallel.dp > 1:
             rule = "nodes share the ranks of TP and PP of an engine without data parallelism; leave it out"

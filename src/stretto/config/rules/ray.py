@@ -61,7 +61,7 @@ def job_faults(cfg: Any) -> Faults:
         rule = f"{{0}} puts {cfg.num_nodes} nodes on one machine; use STRICT_SPREAD"
         yield "ray.strategy deployment", rule
     if not isinstance(cfg, InferenceConfig) and cfg.ray.max_restarts and cfg.ckpt is None:
-        rule = "{0} without checkpoints would begin again every time; set it to 0, or keep [ckpt]"
+        rule = "{0} without checkpoints would begin anew every time; set it to 0, or keep [ckpt]"
         yield "ray.max_restarts ckpt", rule
 
 

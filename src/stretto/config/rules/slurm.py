@@ -145,7 +145,7 @@ def job_faults(cfg: Any) -> Faults:
         rule = "{0} is {it} s, all of which is for the end, {1}; raise it, or lower the latter"
         yield "slurm.time slurm.finish_within_s", rule, limit
     if cfg.slurm.requeue and cfg.ckpt is None:
-        rule = "{0} without checkpoints would begin again every time; set it to false, or keep [ckpt]"
+        rule = "{0} without checkpoints would begin anew every time; set it to false, or keep [ckpt]"
         yield "slurm.requeue ckpt", rule
 
 
