@@ -101,7 +101,7 @@ async def test_every_rank_gets_its_own_batches_once_and_in_order(
         for rank, got in enumerate(await asyncio.gather(*taking)):
             for step, batch in enumerate(got, 1):
                 assert_same(batch, batches(step)[rank])
-            assert receivers[rank].try_receive(0.0) is None
+            assert receivers[rank].receive(0.0) is None
             receivers[rank].close()
 
 
@@ -127,7 +127,7 @@ async def test_a_step_that_is_sent_again_is_acknowledged_and_not_delivered_again
         for step in (1, 2):
             await sender.send(batches(step, 1))
         assert [batch.step for batch in await taking] == [1, 2]
-        again = asyncio.create_task(asyncio.to_thread(receiver.try_receive, 0.5))
+        again = asyncio.create_task(asyncio.to_thread(receiver.receive, 0.5))
         await sender.send(batches(2, 1))
         assert await again is None
         receiver.close()
@@ -182,10 +182,9 @@ async def test_the_deadline_names_the_ranks_that_did_not_receive(kind: str, run_
         receiver.close()
 
 
-def test_a_rank_that_waits_in_vain_says_for_what(cfg: RolloutTransport, run_dir: RunDir) -> None:
+def test_a_rank_waits_for_a_batch_no_longer_than_it_should(cfg: RolloutTransport, run_dir: RunDir) -> None:
     receiver = connected(cfg, run_dir, 1)
-    with pytest.raises(EngineError, match=r"rank 1 waited 0\.1 s for the first batch"):
-        receiver.receive(0.1)
+    assert receiver.receive(0.1) is None
     receiver.close()
 
 
@@ -393,7 +392,7 @@ async def test_a_rank_outlives_an_orchestrator_that_is_killed(port: ZmqRollouts,
         await sender.send(batches(1, 1))  # as a resumed run may: the rank has it
         await sender.send(batches(2, 1))
         assert [batch.step for batch in await asyncio.to_thread(take, receiver, 2)] == [1, 2]
-        assert receiver.try_receive(0.0) is None
+        assert receiver.receive(0.0) is None
     receiver.close()
 
 

@@ -86,7 +86,7 @@ class Orchestrator:
         timeout_s = self._cfg.batch_timeout_s
         deadline = time.monotonic() + timeout_s
         while not should_stop():
-            batch = self._receiver.try_receive(POLL_S)
+            batch = self._receiver.receive(POLL_S)
             if batch is not None:
                 check_batch(batch, step, self._rank, self._world_size)
                 return batch

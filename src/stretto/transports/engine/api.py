@@ -52,11 +52,12 @@ RESET_PREFIX_CACHE = "/reset_prefix_cache"
 ABORT = "/abort"
 ABORT_REQUESTS = "/abort_requests"
 SESSION_HEADER = "X-Session-ID"
+JSON_HEADERS = {"Content-Type": "application/json"}
 PAUSE_MODES = ("abort", "wait", "keep")
 
 
 class Refusal(StrettoError):
-    """The request is answered with an error: an HTTP status, and a message for its sender."""
+    """Answers a request with an error: an HTTP status, and a message for its sender."""
 
     def __init__(self, message: str, status: int = 400, *, kind: str | None = None) -> None:
         super().__init__(message)
@@ -113,7 +114,7 @@ class GenerateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     token_ids: list[int]
     sampling_params: SamplingBody = SamplingBody()
     prompt_targets: list[list[int]] | None = None
-    """Further tokens to score at each prompt position but the first, -1 for none; only the embedded engine has it."""
+    """Tokens to score at each prompt position after the first, -1 for none; only the embedded engine supports it."""
     model: str | None = None
     request_id: str | None = None
     cache_salt: str | None = None
@@ -170,7 +171,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": (None, {}),
     "priority": (0,),
 }
-"""Values of vLLM's other settings that change nothing; the embedded engine refuses all others."""
+"""Values that have no effect, of vLLM's settings that the embedded engine does not have; it refuses other values."""
 
 
 def require_neutral(body: msgspec.Struct) -> None:
@@ -236,7 +237,7 @@ def token_array(token_ids: Sequence[int], where: str) -> Int32[np.ndarray, " tok
 
 
 def _target_array(rows: list[list[int]] | None) -> Int32[np.ndarray, "positions targets"] | None:
-    """Rows of token ids. Raises: Refusal if they are not of one length."""
+    """Rows of token ids. Raises: Refusal if their lengths differ."""
     if rows is None:
         return None
     if len({len(row) for row in rows}) > 1:
@@ -246,7 +247,7 @@ def _target_array(rows: list[list[int]] | None) -> Int32[np.ndarray, "positions 
 
 
 def decode_generate(data: bytes) -> tuple[GenerateRequest, str | None]:
-    """The request in a body of GENERATE, and the model that it names.
+    """The request in a body of GENERATE, and the name of its model.
 
     Raises: Refusal if the body is not valid.
     """

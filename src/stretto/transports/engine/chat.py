@@ -1,8 +1,8 @@
 """Client that uses any /chat/completions server as an engine for evaluation: text in, text out.
 
-Rollouts are written for token ids. Here an array of ids is a handle: its first element is the index of a message
-list or a reply in a table of this client; the other elements only make the array as long as the reply was, according
-to the server. So the client is both renderer and engine, and environments run on it unchanged. There are no
+Rollouts are written for token ids. Here an array of ids is a handle: its first element is an index into a table of this
+client, which has message lists and replies; the other elements only make the array as long as the server says that the
+reply was. So the client is both renderer and engine, and environments run on it unchanged. There are no
 log-probabilities, so nothing can be trained.
 """
 
@@ -13,41 +13,37 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import msgspec
 import numpy as np
 
 from stretto.base.errors import EngineError
-from stretto.base.runtime import raise_file_limit
 from stretto.records.generate import Completion, GenerateRequest
-from stretto.transports.engine.api import error_message
+from stretto.transports.engine import api, http
 
 if TYPE_CHECKING:
     from jaxtyping import Int32
 
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
-_TRY_AGAIN = (408, 409)
-_FULL = 429
 
 
 class ChatClient:
     """One OpenAI-compatible server; base_url is for example http://host/v1."""
 
     stop_ids: tuple[int, ...] = ()
-    images = image_token_id = None  # the server makes tokens of images too
+    images = image_token_id = None  # the server also tokenizes images
 
     def __init__(
         self, base_url: str, api_key: str | None = None, *, model: str | None = None, timeout_s: float = 600.0,
         max_retries: int = 3, prepare: Callable[[Sequence[dict]], list[dict]] = list,
     ) -> None:  # fmt: skip
-        """prepare: makes of an environment's messages those that JSON can hold."""
+        """prepare: converts the messages of an environment into values that JSON can express."""
         self._prepare = prepare
         self.base_url, self.model = base_url.rstrip("/"), model
         self.timeout_s, self.max_retries = timeout_s, max_retries
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = http.Connections(headers, has_router=False)
         self._texts: list[Any] = []  # by handle: a request's messages and tools, or a reply's message
-        self._session: aiohttp.ClientSession | None = None
 
     # -- methods of a renderer --
 
@@ -58,14 +54,14 @@ class ChatClient:
         return self._handle({"messages": self._prepare(messages), "tools": tools}, 1)
 
     def images_of(self, messages: Sequence[dict]) -> tuple[Any, ...]:
-        """None: images travel in the messages."""
+        """No images beside the tokens: they travel in the messages."""
         return ()
 
     def check_images(self, *_: Any, **__: Any) -> None:
-        """Nothing: handles have no images."""
+        """Nothing to check, for the same reason."""
 
     def pictures(self, *_: Any) -> tuple[Any, ...]:
-        """None, for the same reason."""
+        """No pictures, for the same reason."""
         return ()
 
     def readable(self, token_ids: Int32[np.ndarray, " tokens"]) -> str:
@@ -73,8 +69,7 @@ class ChatClient:
         return self.decode(token_ids)
 
     def extend(self, *_: Any, **__: Any) -> None:
-        """None: every turn is rendered from the beginning, by the server."""
-        return None
+        """None: the server renders every turn from the beginning."""
 
     def parse(self, completion_ids: Int32[np.ndarray, " completion"], *_: Any, **__: Any) -> dict[str, Any]:
         """The message of the reply with this handle."""
@@ -102,9 +97,9 @@ class ChatClient:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        answer = await self._once("GET", "/models", None)
+                        answer = await self._once("GET", "/models")
                         break
-                    except _Transient as error:
+                    except http.Transient as error:
                         cause = str(error)
                         await asyncio.sleep(_BACKOFF_S)
         except TimeoutError:
@@ -134,9 +129,7 @@ class ChatClient:
             raise EngineError(f"{what}: no answer from {self.base_url} in {self.timeout_s:g} s") from None
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._http.close()
 
     async def __aenter__(self) -> ChatClient:
         return self
@@ -191,11 +184,11 @@ class ChatClient:
         while True:
             try:
                 return await self._once("POST", "/chat/completions", body)
-            except _Full:  # does not count as an attempt; timeout_s limits the waiting
+            except http.Full:  # does not count as an attempt; timeout_s limits the waiting
                 await asyncio.sleep(random.uniform(0.5, 1.5) * min(_BACKOFF_S * 2**waits, _MAX_BACKOFF_S))
                 waits += 1
                 continue
-            except _Transient as error:
+            except http.Transient as error:
                 if attempt >= self.max_retries:
                     raise EngineError(
                         f"generate {request_id}: {error} (after {attempt + 1} attempts)"
@@ -203,25 +196,9 @@ class ChatClient:
             await asyncio.sleep(min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S))
             attempt += 1
 
-    async def _once(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
-        if self._session is None:
-            raise_file_limit()
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-            timeout = aiohttp.ClientTimeout(total=None)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+    async def _once(self, method: str, path: str, body: bytes | None = None) -> dict[str, Any]:
         url = self.base_url + path
-        headers = {"Content-Type": "application/json"} if body is not None else {}
-        try:
-            async with self._session.request(method, url, data=body, headers=headers) as response:
-                data = await response.read()
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
-            raise _Transient(f"{url}: {type(error).__name__}: {error}") from error
-        if response.status != 200:
-            message = f"{url}: HTTP {response.status}: {error_message(data)}"
-            if response.status == _FULL:
-                raise _Full(message)
-            is_transient = response.status in _TRY_AGAIN or response.status >= 500
-            raise _Transient(message) if is_transient else EngineError(message)
+        data = await self._http.request(method, url, body, api.JSON_HEADERS if body is not None else None)
         try:
             answer = msgspec.json.decode(data)
         except msgspec.DecodeError as cause:
@@ -229,11 +206,3 @@ class ChatClient:
         if not isinstance(answer, dict):
             raise EngineError(f"{url}: expected a JSON object, received a {type(answer).__name__}")
         return answer
-
-
-class _Transient(Exception):
-    """An attempt failed because of the infrastructure; it can be repeated."""
-
-
-class _Full(_Transient):
-    """The server accepts no more requests at the moment."""

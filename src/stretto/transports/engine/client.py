@@ -33,11 +33,10 @@ logger = logging.getLogger(__name__)
 _MAX_ABORTS = 10  # of one request before it is an error
 _POLL_S = 0.05
 _ROUTER_TIMEOUT_S = 120.0
-_HEADERS = {"Content-Type": "application/json"}
 
 
 class EngineClient:
-    """All engines of a run; urls may end in /v1, admin_urls are the engines behind a router."""
+    """All engines of a run; urls may end in /v1; admin_urls: the engines, if urls are a router's."""
 
     def __init__(
         self, urls: Iterable[str], admin_urls: Iterable[str] | None = None, api_key: str | None = None, *,
@@ -55,12 +54,12 @@ class EngineClient:
         self._is_routed = self.urls != self.admin_urls
         fixed = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = http.Connections(fixed | dict(headers or {}), has_router=self._is_routed)
-        self._manifest: WeightManifest | None = None
+        self._manifest: WeightManifest | None = None  # of the newest version
         self._receivers: dict[str, updates.Receivers] = {}
         self.recovery_timeout_s = recovery_timeout_s
         self._load_between_steps: set[str] = set()  # engines that load weights between two steps
-        self._asleep: set[str] = set()  # api.SLEEP_TAGS that engines have put away
-        self._sleep_level: int | None = None  # at which they sleep; None: they never did
+        self._asleep: set[str] = set()  # those of api.SLEEP_TAGS whose memory engines have freed
+        self._sleep_level: int | None = None  # of the last sleep; None: engines never slept
         self._failed_once: set[str] = set()  # live engines that failed to load the newest version once
         self._liveness_timeout_s = liveness_timeout_s
         self.fleet = Fleet(
@@ -97,9 +96,9 @@ class EngineClient:
     async def _generate_samples(self, request: GenerateRequest) -> list[Completion]:
         """The samples of one HTTP request."""
         body = api.encode_generate(request, request.adapter or self.model)
-        headers = _HEADERS
+        headers = api.JSON_HEADERS
         if request.session_id is not None:
-            headers = {**_HEADERS, **dict.fromkeys(self._session_headers, request.session_id)}
+            headers = headers | dict.fromkeys(self._session_headers, request.session_id)
         data = await self._dispatch.send(f"generate {request.request_id}", body, headers, request.session_id)
         return decode_completions(request, data)
 
@@ -108,7 +107,7 @@ class EngineClient:
 
         Raises: EngineError naming those that are not.
         """
-        # Not the router: it is ready only when it has accepted an engine, and that is after the first weights.
+        # Not the router, which is ready only when it has accepted an engine, after the first weights.
         waiting = dict.fromkeys(self.admin_urls, "no answer yet")
 
         async def poll(url: str) -> None:
@@ -142,10 +141,10 @@ class EngineClient:
             async with self.fleet.updating:
                 if len(self.admin_urls) > 1:
                     await self._group_nodes(self.fleet.ready())
-                # An engine that came back just now holds the previous version; one that comes back later loads this.
+                # An engine that has just come back has the previous version; one that comes back later loads this one.
                 self._manifest = manifest
                 failures = await self._load_all(self.fleet.whole_engines(to_retry) or self.fleet.ready())
-            # If engines receive together, one that dies makes the others fail: the live ones are retried.
+            # If engines receive together, a dying one makes the others fail, which then try again.
             to_retry = []
             for url, error in failures.items():
                 if self.fleet.nodes[url].state is EngineState.DOWN:
@@ -195,11 +194,11 @@ class EngineClient:
         return self.fleet.generation
 
     async def watch(self) -> None:
-        """Detect engines that die or hang, and readmit them when they are back; runs for ever."""
+        """Mark engines that die or hang as down, and readmit them when they are back; runs for ever."""
         await self.fleet.watch()
 
     async def _check_alive(self, url: str, *, is_idle: bool = False) -> None:
-        """is_idle: nothing should be loading there, so that its workers must answer.
+        """Check that an engine is alive; is_idle: it loads no weights, so that its workers must answer too.
 
         Raises: EngineError if it is not alive.
         """
@@ -217,7 +216,7 @@ class EngineClient:
         """Load the newest version on an engine that comes back, on all its nodes."""
         self._load_between_steps.difference_update(urls)
         if self._sleep_level is not None and "weights" in self._asleep:
-            # The trainer has the device. With the others it wakes, and loads the next version.
+            # The trainer uses the device: this engine wakes up with the others, and then loads the next version.
             await _gather_all(self._admin(url, _sleep_route(self._sleep_level)) for url in urls)
             return
         if self._sleep_level is not None:  # one that did not answer may sleep
@@ -229,10 +228,7 @@ class EngineClient:
             await _gather_all(self._admin(url, f"{api.WAKE_UP}?tags=kv_cache") for url in urls)
 
     async def _group_nodes(self, urls: Iterable[str]) -> None:
-        """Ask new addresses to which engine they belong.
-
-        The nodes of one engine go down and come back together.
-        """
+        """Record which addresses are nodes of one engine: these go down and come back together."""
         unknown = [url for url in urls if url not in self._receivers]
         answers = await asyncio.gather(*map(self._fetch_receivers, unknown), return_exceptions=True)
         for answer in answers:
@@ -246,7 +242,7 @@ class EngineClient:
             self.fleet.group_nodes(together)
 
     async def _fetch_receivers(self, url: str) -> updates.Receivers:
-        """What the engine at this address says of its receiving processes; asked once."""
+        """Number of receiving processes at this address, and the engine's name; cached."""
         if url not in self._receivers:
             answer = await self._admin(url, api.WORLD_SIZE, method="GET")
             self._receivers[url] = updates.decode_receivers(answer)
@@ -266,7 +262,7 @@ class EngineClient:
         """Load the newest version on one engine; if a call fails, the engine stays paused.
 
         An engine that loads between two steps gets UPDATE_WEIGHTS only. After a failure it gets all calls again,
-        because another engine may run at this address by then.
+        because a different engine may run at this address then.
         """
         manifest = self._manifest
         assert manifest is not None
@@ -280,7 +276,7 @@ class EngineClient:
         started = await self._admin(url, api.START_UPDATE)
         await self._admin(url, api.UPDATE_WEIGHTS, update)
         await self._admin(url, api.FINISH_UPDATE, updates.encode_finish(manifest.version))
-        if not self._asleep:  # else there is no cache for requests that wait; when it is woken, they go on
+        if not self._asleep:  # else waiting requests have no cache; they continue when the engine is woken
             await self._admin(url, api.RESUME)
         if updates.decode_started(started):
             self._load_between_steps.add(url)
@@ -299,7 +295,7 @@ class EngineClient:
                 await asyncio.sleep(_POLL_S)
 
     async def _check_router(self, url: str) -> None:
-        """Whether a router has an engine: by READINESS, or, where it has no such route, by the models that it serves.
+        """Check that a router has an engine: by READINESS, or by its models if it has no such route.
 
         Raises: http.Transient if it has none.
         """
@@ -314,9 +310,8 @@ class EngineClient:
     ) -> dict[str, Float32[np.ndarray, " tokens"]]:
         """Logprobs of these tokens by engine: float32 [tokens] in nats; the first is 0.
 
-        name: request id and cache salt, so that no prefix cached under other weights is used. image: what their
-        placeholders show. One of several engines
-        that dies meanwhile is marked down and left out.
+        name: request id and cache salt, so that no prefix cached under other weights is used. image: for the
+        placeholders in the tokens. One of several engines that dies meanwhile is marked down and left out.
         """
         request = GenerateRequest(
             request_id=name,
@@ -342,15 +337,15 @@ class EngineClient:
                 )
             return scores
 
-        ready, found = self.fleet.ready(), {}
+        ready, by_engine = self.fleet.ready(), {}
         for url, result in zip(ready, await asyncio.gather(*map(score, ready), return_exceptions=True)):
             if not isinstance(result, BaseException):
-                found[url] = result
+                by_engine[url] = result
             elif isinstance(result, EngineError) and len(self.admin_urls) > 1 and await self._is_dead(url):
                 await self.fleet.mark_down(url, str(result))
             else:
                 raise result
-        return found
+        return by_engine
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """End these requests with the tokens they have; None: all requests."""
@@ -368,12 +363,12 @@ class EngineClient:
         await self._all("POST", api.LOAD_ADAPTER, body)
 
     async def adapters(self) -> set[str]:
-        """Names of the adapters that any engine that is up has loaded."""
+        """Names of the adapters that at least one ready engine has loaded."""
         answers = await self._all("GET", api.MODELS)
         return {name for answer in answers for name in api.adapter_names(answer)}
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter on every engine that is up."""
+        """Unload an adapter on every engine that is up."""
         await self._all("POST", api.UNLOAD_ADAPTER, msgspec.json.encode({"lora_name": name}))
 
     async def metrics(self) -> dict[str, float]:
@@ -391,22 +386,22 @@ class EngineClient:
         await self._http.close()
 
     async def sleep(self, level: int) -> None:
-        """Have every engine free its memory: level 1 keeps the weights in that of the host, level 2 drops them.
+        """Have every engine free its memory: level 1 keeps the weights in host memory, level 2 drops them.
 
-        Requests are ended. One that comes later waits in its engine until weights and cache are woken.
+        Running requests end. A later one waits in its engine until both tags are woken.
         """
         async with self.fleet.updating:
             self._asleep, self._sleep_level = {*api.SLEEP_TAGS}, level
-            await self._tell_all(_sleep_route(level))
+            await self._admin_ready(_sleep_route(level))
 
     async def wake_up(self, tag: str) -> None:
-        """Have every engine take memory again: `weights`, then, with new ones loaded, `kv_cache`."""
+        """Have every engine allocate memory again: for `weights`, and, after these are loaded, for `kv_cache`."""
         async with self.fleet.updating:
             self._asleep.discard(tag)
-            await self._tell_all(f"{api.WAKE_UP}?tags={tag}")
+            await self._admin_ready(f"{api.WAKE_UP}?tags={tag}")
 
-    async def _tell_all(self, path: str) -> None:
-        """Make the same call to every engine that is up; of several, one that fails is down.
+    async def _admin_ready(self, path: str) -> None:
+        """Make the same call to every engine that is up; if there are several, one that fails is marked down.
 
         Raises: EngineError if there is one engine and it fails.
         """
@@ -428,7 +423,7 @@ class EngineClient:
                 while True:
                     try:
                         return await self.fleet.while_up(
-                            url, self._http.request(method, url + path, body, _HEADERS)
+                            url, self._http.request(method, url + path, body, api.JSON_HEADERS)
                         )
                     except http.Full:
                         await asyncio.sleep(FULL_S)
@@ -454,9 +449,9 @@ async def _gather_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
 
 
 async def _gather_loads(loads: list[asyncio.Task[None]], grace_s: float | None) -> list[BaseException | None]:
-    """The outcome of each load; when one has failed, the others have grace_s left (None: no limit).
+    """The outcome of each load; when one has failed, the others end within grace_s (None: no limit).
 
-    Engines that receive together wait for one that failed until the deadline of the transport, which is long.
+    Otherwise engines that receive together wait for the failed one until the transport's deadline, which is long.
     """
     try:
         _, running = await asyncio.wait(loads, return_when=asyncio.FIRST_EXCEPTION)
@@ -466,7 +461,7 @@ async def _gather_loads(loads: list[asyncio.Task[None]], grace_s: float | None) 
         for load in (late := [load for load in loads if not load.done()]):
             load.cancel()
     outcomes = await asyncio.gather(*loads, return_exceptions=True)
-    too_late = EngineError(f"no end of its update {grace_s} s after that of another engine had failed")
+    too_late = EngineError(f"its update did not end within {grace_s} s after that of another engine failed")
     return [too_late if load in late else outcome for load, outcome in zip(loads, outcomes)]
 
 

@@ -1,4 +1,4 @@
-"""The answer to a request for tokens, both directions: completions with their log-probabilities and versions.
+"""Encodes and decodes the answer to a request for tokens: completions with their log-probabilities and versions.
 
 The JSON is that of vLLM's `/inference/v1/generate`. Servers call `encode_completions`, clients `decode_completions`;
 arrays travel as base64 of .npy files.
@@ -102,7 +102,7 @@ def decode_routed_experts(
 def decode_sampling_mask(
     request: GenerateRequest, mask: list[list[int]] | None, num_tokens: int
 ) -> Support | None:
-    """The tokens that each completion token was drawn from; None if the request cuts nothing.
+    """The tokens from which each completion token was drawn; None if the request does not truncate sampling.
 
     Raises: WireError if the mask has another number of tokens.
     """
@@ -122,12 +122,12 @@ def encode_prompt_logprobs(request: GenerateRequest, completion: Completion) -> 
     if completion.prompt_logprobs is None:
         return None
     pairs = zip(request.prompt_ids.tolist(), completion.prompt_logprobs.tolist())
-    found: list[Any] = [{str(i): {"logprob": x}} for i, x in pairs]
+    entries: list[Any] = [{str(i): {"logprob": x}} for i, x in pairs]
     if completion.top_prompt_ids is not None and completion.top_prompt_logprobs is not None:
-        rows = zip(found, completion.top_prompt_ids.tolist(), completion.top_prompt_logprobs.tolist())
+        rows = zip(entries, completion.top_prompt_ids.tolist(), completion.top_prompt_logprobs.tolist())
         for entry, ids, logprobs in rows:
             entry |= {str(i): {"logprob": x} for i, x in zip(ids, logprobs)}
-    return [None, *found[1:]]
+    return [None, *entries[1:]]
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class _Usage(msgspec.Struct, frozen=True):
 
 
 class _Carried(msgspec.Struct, frozen=True):
-    """What a router that has no fields for it carries unseen: launch/run/dynamo_router.py puts it there."""
+    """Fields that launch/run/dynamo_router.py adds, because Dynamo's router drops those that it does not know."""
 
     weight_versions: dict[str, list[_Span]] = {}
     usage: _Usage | None = None

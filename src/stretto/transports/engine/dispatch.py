@@ -1,12 +1,12 @@
-"""Which engine gets a request for tokens, when it is sent again, and how long it waits for room.
+"""Sends requests for tokens: chooses the engine, tries again after failures, and waits while an engine is full.
 
 The turns of a rollout have a session id and go to the engine to which it hashes, where their prefix is cached; other
 requests go to the engine with the fewest running requests. Failures:
 
-    connection refused or cut, 5xx, 409    infrastructure: retried within the deadline, on another engine if possible
-    429 (the engine is full)               waits, without counting attempts or time; fails only if the engine has
-                                           rejected all and run none of our requests for recovery_timeout_s
-    any other 4xx                          our own mistake: raised at once, with the server's message
+    no connection, 5xx, 408, 409   infrastructure: retried within the deadline, on another engine if possible
+    429 (the engine is full)       waits, without counting attempts or time; fails only if the engine has rejected all
+                                   and run none of our requests for recovery_timeout_s
+    any other 4xx                  our own mistake: raised at once, with the server's message
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Dispatch:
         self._gates = {url: RequestGate() for url in urls}
 
     async def send(self, what: str, body: bytes, headers: dict[str, str], session_id: str | None) -> bytes:
-        """The answer to one request; what: its name in messages. Raises: EngineError."""
+        """Send a request and return the answer; what: its name in messages. Raises: EngineError."""
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 return await self._until_answered(what, body, headers, session_id, deadline)

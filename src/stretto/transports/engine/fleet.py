@@ -1,4 +1,4 @@
-"""Which engines of a run may get requests: those that answer and hold the current weights.
+"""The states of a run's engines: those that answer and have the current weights get requests.
 
 States of an engine: READY <-> DOWN. It goes DOWN if it does not load a version, or does not answer /liveness in time;
 its running requests are then cancelled, so that they are retried on other engines. It comes back when it answers again
@@ -37,7 +37,7 @@ class EngineNode:
     state: EngineState = EngineState.READY
     reason: str = ""
     since: float = field(default_factory=time.monotonic)
-    """When its state began, monotonic seconds."""
+    """Start of its state, monotonic seconds."""
     requests: set[asyncio.Task] = field(default_factory=set)
     """Running requests on it, which are cancelled when it goes down."""
     other_nodes: frozenset[str] = frozenset()
@@ -81,11 +81,11 @@ class Fleet:
 
     def whole_engines(self, urls: Iterable[str]) -> list[str]:
         """These addresses and the other nodes of their engines, without those that are DOWN."""
-        wanted = {each for url in urls for each in (url, *self.nodes[url].other_nodes)}
-        return [url for url in self.ready() if url in wanted]
+        nodes = {each for url in urls for each in (url, *self.nodes[url].other_nodes)}
+        return [url for url in self.ready() if url in nodes]
 
     async def mark_down(self, url: str, reason: str) -> None:
-        """Give this engine no more requests and cancel those that run on it."""
+        """Send no more requests to this engine, and cancel those that run on it."""
         if self.nodes[url].state is EngineState.DOWN:
             return
         await self._mark_down(url, reason)
@@ -107,7 +107,7 @@ class Fleet:
             self._changed.notify_all()
 
     async def watch(self) -> None:
-        """Check every engine again and again, mark dead ones down, and readmit those that answer."""
+        """Check every engine at intervals, mark dead ones down, and readmit those that answer again."""
         await asyncio.gather(*(self._watch(node) for node in self.nodes.values()))
 
     async def _watch(self, node: EngineNode) -> None:
@@ -140,7 +140,7 @@ class Fleet:
                 node.reason = str(error)
                 logger.warning("engine %s answers again, but loads no weights: %s", node.url, error)
                 return
-            self.generation += 1  # what was done for the engines that were up is not done for this one
+            self.generation += 1  # calls made meanwhile to the engines that were up did not reach this one
             for each in together:
                 down_s = time.monotonic() - each.since
                 each.state, each.reason, each.since = EngineState.READY, "", time.monotonic()
@@ -167,9 +167,9 @@ class Fleet:
         return self.ready()
 
     async def while_up(self, url: str, call: Coroutine[Any, Any, bytes]) -> bytes:
-        """Make a call to one engine; a host that is cut off is silent, and the call ends when its engine goes down.
+        """Make a call to one engine, which ends when the engine goes down: an unreachable host never answers.
 
-        Raises: http.Transient then, and whatever the call raises.
+        Raises: http.Transient then, and the errors of the call.
         """
         node = self.nodes.get(url)
         if node is None or len(self.nodes) == 1:
@@ -188,6 +188,6 @@ class Fleet:
 
 
 def _is_cancelled() -> bool:
-    """Whether this task itself was cancelled, rather than what it waits for."""
+    """Whether this task itself was cancelled, rather than the call for which it waits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

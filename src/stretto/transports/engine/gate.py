@@ -1,4 +1,4 @@
-"""Limit of concurrent requests to one engine, learnt from the requests that it rejects as too many (HTTP 429)."""
+"""Limits concurrent requests to one engine; the limit is learnt from requests that it rejects (HTTP 429)."""
 
 from __future__ import annotations
 

@@ -10,14 +10,15 @@ from stretto.base.errors import EngineError
 from stretto.base.runtime import raise_file_limit
 from stretto.transports.engine import api
 
-_TRY_AGAIN = (409,)  # the engine has not noticed yet that this request's previous connection is closed
+_TRY_AGAIN = (408, 409)
+"""408: timed out on the way; 409: the engine has not noticed yet that the request's last connection is closed."""
 _REFUSED = (400, 413, 422)
 _NO_ENGINE = (b"Model not found", b"no generate-capable model is registered")
 """In answers of routers that have no engine for a request."""
 
 
 class RequestRefused(EngineError):
-    """An engine refuses a request for what is in it: it would refuse it again."""
+    """An engine refuses a request because of its content, and would refuse it again."""
 
 
 class Transient(Exception):
@@ -33,7 +34,7 @@ class Full(Transient):
 
 
 class Connections:
-    """Open connections to engines, and to a router if `has_router`; every request has these headers."""
+    """Connections to engines, and to a router if `has_router`; every request has these headers."""
 
     def __init__(self, headers: Mapping[str, str], *, has_router: bool) -> None:
         self._headers, self._has_router = headers, has_router
@@ -56,7 +57,7 @@ class Connections:
         if response.status == 200:
             return data
         message = f"{url}: HTTP {response.status}: {api.error_message(data)}"
-        # Dynamo's frontend forgets the model while it has no engine, and lists it before it can be asked.
+        # Dynamo's frontend does not know the model while it has no engine, and lists it before it can serve it.
         has_no_engine = (
             self._has_router and response.status == 404 and any(text in data for text in _NO_ENGINE)
         )

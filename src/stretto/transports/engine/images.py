@@ -1,8 +1,8 @@
-"""Images beside the tokens of a request, both directions: `features` of the generate route.
+"""Encodes and decodes the images beside the tokens of a request: `features` of the generate route.
 
-The form is vLLM's: hashes, places of the placeholders, and per image a msgpack of its arrays in base64. The prompt's
-token ids travel as they are, so what the engine sees is what the orchestrator rendered. Reading executes nothing, and
-every shape is checked.
+The form is vLLM's: hashes, positions of the placeholders, and per image a msgpack of its arrays in base64. The prompt's
+token ids are sent unchanged, so that the engine sees exactly what the orchestrator rendered. Reading executes nothing,
+and every shape is checked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DTYPES: dict[str, type[np.generic]] = {"float32": np.float32, "int64": np.int64
 
 
 class PlaceBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the placeholders of one image stand in the prompt."""
+    """Position of one image's placeholders in the prompt."""
 
     offset: int
     length: int
@@ -42,7 +42,7 @@ class FeaturesBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 @dataclass(frozen=True)
 class VisionSizes:
-    """What a model's config.json says of the images that it takes."""
+    """Sizes of the images that a model takes, from its config.json."""
 
     dim: int  # numbers of one patch
     merge_size: int  # patches along one side of what becomes one token
@@ -83,10 +83,10 @@ def refusal_reason(request: GenerateRequest, sizes: VisionSizes | None) -> str |
 
 
 def encode_features(request: GenerateRequest) -> FeaturesBody | None:
-    """The images of a request; None if it has none.
+    """The images of a request; None if it has none. Raises: DataError if images and placeholders do not fit.
 
-    An engine keeps what its vision tower made of an image by the hash, so that this has the cache salt in it: weights
-    may have changed. Raises: DataError if images and placeholders do not fit.
+    An engine caches the output of its vision tower by the image's hash. So the hash includes the cache salt, because
+    weights may have changed.
     """
     if not request.images:
         return None
@@ -104,7 +104,7 @@ def decode_features(
 ) -> tuple[tuple[Image, ...], int | None]:
     """The images of a request and their placeholder; () and None if it has none.
 
-    Their hashes are those of the pixels, whatever the sender calls them: an engine keeps what it computed by hash.
+    Their hashes are computed from the pixels, not taken from the sender, because engines cache results by hash.
 
     Raises: DataError that names the field, if the images are damaged or their placeholders are not in the prompt.
     """
@@ -139,7 +139,7 @@ def _places(request: GenerateRequest) -> list[PlaceBody]:
 
 def _placeholder(places: list[PlaceBody], token_ids: Sequence[int]) -> int:
     """The token at all these places."""
-    end, found = 0, set()
+    end, tokens = 0, set()
     for i, place in enumerate(places):
         if place.offset < end or place.length < 1 or place.offset + place.length > len(token_ids):
             raise DataError(
@@ -147,12 +147,12 @@ def _placeholder(places: list[PlaceBody], token_ids: Sequence[int]) -> int:
                 f"it and in the prompt of {len(token_ids)} tokens"
             )
         end = place.offset + place.length
-        found |= set(token_ids[place.offset : end])
-    if len(found) != 1:
+        tokens |= set(token_ids[place.offset : end])
+    if len(tokens) != 1:
         raise DataError(
-            f"features.mm_placeholders: the tokens there are {sorted(found)[:8]}; all placeholders are one token"
+            f"features.mm_placeholders: the tokens there are {sorted(tokens)[:8]}; all placeholders are one token"
         )
-    return found.pop()
+    return tokens.pop()
 
 
 def _encode_item(image: Image) -> str:

@@ -1,4 +1,4 @@
-"""Bodies and answers of a weight update's routes (api.py): START_UPDATE, UPDATE_WEIGHTS, FINISH_UPDATE, WORLD_SIZE."""
+"""Bodies and answers of the routes of a weight update: START_UPDATE, UPDATE_WEIGHTS, FINISH_UPDATE, WORLD_SIZE."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stretto.transports.engine.api import decode_json
 
 
 class UpdateInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which version an engine shall load, and the group with which it receives it."""
+    """The version that an engine loads, and the group with which it receives the version."""
 
     manifest: WeightManifest
     group: WeightGroup | None = None

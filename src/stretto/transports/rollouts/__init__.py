@@ -32,4 +32,4 @@ def build_receiver(cfg: RolloutTransport, run_dir: RunDir, rank: int, session: s
     if isinstance(cfg, ZmqRollouts):
         return ZmqReceiver(cfg, run_dir.path.name, load_secret(run_dir), rank, session)
     assert isinstance(cfg, FilesystemRollouts), cfg
-    return FilesystemReceiver(cfg, run_dir, rank)
+    return FilesystemReceiver(run_dir, rank)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from stretto.base.errors import EngineError, WireError
+from stretto.base.errors import WireError
 from stretto.records.sample import TrainBatch
 
 
@@ -32,16 +32,11 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """The end of one trainer rank; received arrays are read-only."""
 
-    def receive(self, timeout_s: float | None = None) -> TrainBatch:
-        """The next step's batch.
+    def receive(self, timeout_s: float) -> TrainBatch | None:
+        """The next step's batch, None if none came in time.
 
-        Raises: EngineError if none came in time (default: timeout_s of the transport), WireError if the
-        orchestrator is of another run or version.
+        Raises: WireError if the orchestrator is of another run or version.
         """
-        ...
-
-    def try_receive(self, timeout_s: float) -> TrainBatch | None:
-        """The next step's batch, None if none came in time."""
         ...
 
     def close(self) -> None: ...
@@ -77,12 +72,3 @@ def check_batches(batches: list[TrainBatch], world_size: int) -> int:
     assert [batch.rank for batch in batches] == list(range(world_size)), "one batch per rank, in rank order"
     assert len({batch.step for batch in batches}) == 1, "all ranks train the same step"
     return batches[0].step
-
-
-def no_batch_error(gate: StepGate, source: str, timeout_s: float) -> EngineError:
-    """The error of a rank that received no batch in time."""
-    last_step = gate.last_step
-    which = "the first batch" if last_step is None else f"the batch of step {last_step + 1}"
-    return EngineError(
-        f"trainer rank {gate.rank} waited {timeout_s:g} s for {which} from {source}; see the log there."
-    )

@@ -1,9 +1,9 @@
 """Batches as files RUN/rollouts/step_N/rank_K.bin, for machines that share a file system but no network port.
 
-Three small files per rank, each replaced atomically, do what sockets would do: `rank_K.hello` (the rank is there, and
-its session), `rank_K.next` (the step to read, for that session), `rank_K.ack` (a copy of the offer that was read).
-Both sides poll a known file name, with a pause that grows from 1 to 100 ms; directories are never listed. The
-sessions distinguish current files from those of an earlier incarnation of the run.
+Three small files per rank, each replaced atomically, take the place of a socket: `rank_K.hello` (the session of the
+running rank), `rank_K.next` (the step to read, for that session), `rank_K.ack` (a copy of the offer that was read).
+Both ends poll a known file name, with a pause that grows from 1 to 100 ms; directories are never listed. The sessions
+distinguish current files from those of an earlier incarnation of the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stretto.base.paths import RunDir
 from stretto.config.sections.transport import FilesystemRollouts
 from stretto.records.codec import decode_blob, encode_blob
 from stretto.records.sample import TrainBatch
-from stretto.transports.rollouts.delivery import StepGate, check_batches, no_batch_error
+from stretto.transports.rollouts.delivery import StepGate, check_batches
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +101,7 @@ class FilesystemSender:
 class FilesystemReceiver:
     """The end of one rank; `receive` reads and acknowledges batches in the caller's thread."""
 
-    def __init__(self, cfg: FilesystemRollouts, run_dir: RunDir, rank: int) -> None:
-        self._cfg = cfg
+    def __init__(self, run_dir: RunDir, rank: int) -> None:
         self._run_dir = run_dir
         self._rank = rank
         self._gate = StepGate(rank)
@@ -111,14 +110,7 @@ class FilesystemReceiver:
         run_dir.rollouts.mkdir(parents=True, exist_ok=True)
         write_atomic(_path(run_dir, rank, "hello"), self._session.encode())
 
-    def receive(self, timeout_s: float | None = None) -> TrainBatch:
-        timeout_s = self._cfg.timeout_s if timeout_s is None else timeout_s
-        batch = self.try_receive(timeout_s)
-        if batch is None:
-            raise no_batch_error(self._gate, str(self._run_dir.rollouts), timeout_s)
-        return batch
-
-    def try_receive(self, timeout_s: float) -> TrainBatch | None:
+    def receive(self, timeout_s: float) -> TrainBatch | None:
         deadline, pause = time.monotonic() + timeout_s, FIRST_PAUSE_S
         while True:
             if (batch := self._read_offer()) is not None:

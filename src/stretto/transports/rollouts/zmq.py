@@ -22,7 +22,7 @@ from stretto.records.codec import BytesLike, decode, decode_blob, encode, encode
 from stretto.records.control import Register
 from stretto.records.sample import MicroBatch, TrainBatch
 from stretto.transports.link import LinkClient, LinkServer, Peer
-from stretto.transports.rollouts.delivery import StepGate, check_batches, no_batch_error
+from stretto.transports.rollouts.delivery import StepGate, check_batches
 from stretto.transports.stream import Wire
 
 WIRE = "rollouts"
@@ -69,17 +69,10 @@ class ZmqReceiver(LinkClient[TrainBatch]):
 
     def __init__(self, cfg: ZmqRollouts, run: str, secret: Secret, rank: int, session: str) -> None:
         super().__init__(_wire(cfg), secret)
-        self._cfg, self._gate = cfg, StepGate(rank)
+        self._gate = StepGate(rank)
         self._start(Register(rank=rank, run_id=run, session=session))
 
-    def receive(self, timeout_s: float | None = None) -> TrainBatch:
-        timeout_s = self._cfg.timeout_s if timeout_s is None else timeout_s
-        batch = self.try_receive(timeout_s)
-        if batch is None:
-            raise no_batch_error(self._gate, f"the orchestrator at {self._wire.address}", timeout_s)
-        return batch
-
-    def try_receive(self, timeout_s: float) -> TrainBatch | None:
+    def receive(self, timeout_s: float) -> TrainBatch | None:
         return next(iter(self._pop_messages(timeout_s, at_most=1)), None)
 
     def _decode_message(self, body: Sequence[BytesLike]) -> TrainBatch | None:

@@ -1,7 +1,7 @@
 """Signed messages between trainer and engines at a TCP store, which accepts any connection.
 
-Every publisher has a key of its own, new at each start and sent only in manifests: who has it can tell the messages of
-others, and the store of another publisher. Messages are deleted when all have read them.
+Every publisher has a key of its own, new at each start and sent only in manifests. With it a process recognises forged
+messages, and the store of another publisher. Messages are deleted when all receivers have read them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FOREVER = timedelta(days=365)
 
 
 class Board:
-    """Signed messages at a store, by name; only who has the key can make valid ones."""
+    """Signed messages at a store, by name; only a process with the key can make valid ones."""
 
     def __init__(self, store: TCPStore, key: str) -> None:
         self.store = store
@@ -41,7 +41,7 @@ class Board:
         self.store.set(name, f"{self._sign(name, message)} {message}")
 
     def wait(self, name: str, timeout_s: float, what: str) -> str:
-        """Wait for the message with this name; what: who sends it, for error messages.
+        """Wait for the message with this name; what: its sender, for error messages.
 
         Raises: WireError if there is none in time, or its signature is wrong; DistNetworkError if the store is gone.
         """
@@ -54,7 +54,7 @@ class Board:
     def pop(self, name: str) -> str:
         """Wait for a message as long as the store lives, delete it and return it.
 
-        Raises: WireError if its signature is wrong. It is not deleted then: the real one might just replace it.
+        Raises: WireError if its signature is wrong; it stays then, because the real one may be replacing it.
         """
         self.store.wait([name], FOREVER)
         message = self._verified(name, self.store.get(name), f"weight_broadcast: {name}")

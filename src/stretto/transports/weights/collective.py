@@ -12,9 +12,9 @@ trainer rank t that has something to send:
                     buckets' checksums (on CPUs)
 
 A process group is named after the request for which it was made. It is used again if the sender and all receivers hold
-it, with the same ranks; otherwise all make a new one. During an update nobody holds it, so that a group in which one
-process failed is never used again. A process that was restarted holds none, so that nobody waits in a group with a dead
-one. Engines recognise a restarted trainer by its key, and drop what they have of the dead one.
+it, with the same ranks; otherwise all make a new one. A process gives it up during an update, so that a group in which
+one process failed is never used again. A restarted process holds none, so that no process waits in a group with a dead
+one. Engines recognise a restarted trainer by its key, and drop the groups and the connection of the dead one.
 
 Receivers take one bucket of each sender in turn and start to receive the next ones early, so that several senders work
 at the same time. gloo on CPUs, NCCL on GPUs. Receivers wait for each other at the board before they enter a group. If
@@ -84,7 +84,7 @@ class SendRequest(msgspec.Struct, frozen=True):
     version: int
     request: str
     world_size: int
-    held: str | None  # the process group that all receivers hold
+    held: str | None  # name of the process group that all receivers hold; None if there is none
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -152,9 +152,9 @@ class CollectivePublisher:
             _fill(buffers[-1], bucket)
         with self._lock:
             self._buckets[version] = buffers
-        own = RankShards((f"rank {self._rank}",), (), tuple(entries))
+        part = RankShards((f"rank {self._rank}",), (), tuple(entries))
         return build_manifest(
-            self._ranks.gather(own, RankShards),
+            self._ranks.gather(part, RankShards),
             version=version,
             transport="collective",
             location=msgspec.json.encode(self._location).decode(),
@@ -316,18 +316,18 @@ class CollectiveReceiver(Receiver):
     def _wait_for_receivers(self, board: Board, held: Mapping[int, HeldGroup]) -> dict[int, str]:
         """Wait until all receivers are ready; returns the process groups that all of them hold, by sender."""
         ranks = self._rank + 1, self._group.world_size + 1
-        own = {sender: group.name for sender, group in held.items() if (group.rank, group.size) == ranks}
+        names = {sender: group.name for sender, group in held.items() if (group.rank, group.size) == ranks}
         what = f"weights of version {self.manifest.version}: receiver"
         messages = board.exchange(
             f"join/{self._group.request}",
             self._rank,
             self._group.world_size,
-            msgspec.json.encode(own).decode(),
+            msgspec.json.encode(names).decode(),
             what,
             self._location.timeout_s,
         )
         others = [msgspec.json.decode(message, type=dict[int, str]) for message in messages]
-        return {sender: name for sender, name in own.items() if all(o.get(sender) == name for o in others)}
+        return {sender: name for sender, name in names.items() if all(o.get(sender) == name for o in others)}
 
     def _request(self, board: Board, sender: int, held: str | None) -> None:
         group = self._group

@@ -1,4 +1,4 @@
-"""Delta updates: send only what changed, through another weight transport, for wires that are slower than memory.
+"""Delta updates: send only changed elements, through another weight transport, for wires slower than memory.
 
 Between two steps about 99 % of bfloat16 weights keep their bits. The publisher remembers what it published last and
 sends either all tensors (a snapshot) or only changes: for each changed tensor its changed elements, or the whole
@@ -353,10 +353,10 @@ class DeltaReceiver(Receiver):
             for name, tensor in tensors:
                 self._words(writer, index[name])[:] = _words_of(tensor)
         else:
-            found = {name: np.frombuffer(tensor_bytes(tensor), np.uint8) for name, tensor in tensors}
-            for rank in sorted(name.removeprefix("table ") for name in found if name.startswith("table ")):
-                table = msgspec.msgpack.decode(found[f"table {rank}"].data, type=ChangeTable)
-                self._apply_changes(link, base, table, found[f"gaps {rank}"], found[f"values {rank}"], writer)
+            parts = {name: np.frombuffer(tensor_bytes(tensor), np.uint8) for name, tensor in tensors}
+            for rank in sorted(name.removeprefix("table ") for name in parts if name.startswith("table ")):
+                table = msgspec.msgpack.decode(parts[f"table {rank}"].data, type=ChangeTable)
+                self._apply_changes(link, base, table, parts[f"gaps {rank}"], parts[f"values {rank}"], writer)
         writer.commit(link.version)
 
     def _apply_changes(
@@ -383,10 +383,10 @@ class DeltaReceiver(Receiver):
             else:
                 words[decode_gaps(gaps[gap_start : gap_start + change.gap_bytes])] = value
                 gap_start += change.gap_bytes
-            if (found := checksum_of_bytes(words.data)) != change.checksum:
+            if (checksum := checksum_of_bytes(words.data)) != change.checksum:
                 name = self.manifest.tensors[change.index].name
                 raise Mismatch(
-                    f"{name} has the checksum {found:#010x} after the changes of version {link.version}, but "
+                    f"{name} has the checksum {checksum:#010x} after the changes of version {link.version}, but "
                     f"{change.checksum:#010x} at the trainer."
                 )
 

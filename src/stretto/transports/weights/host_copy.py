@@ -6,9 +6,9 @@ releases when a process dies:
 
     NAME.users  shared, while a process lives   the last process removes the files; new ones remove those of dead runs
     NAME.lock   exclusive, while writing        one process updates the copy, the others wait
-    NAME        shared, while loading           a writer waits for those that still load the previous version
+    NAME        shared, while loading           a writer waits for processes that still load the previous version
 
-A writer that waits too long makes a new file and leaves the old one to its readers.
+A writer that has waited for READERS_S makes a new file and leaves the old one to its readers.
 """
 
 from __future__ import annotations
@@ -30,17 +30,14 @@ from stretto.base.files import COPY, lock_within, open_locked, remove_unowned, u
 from stretto.transports.weights.layout import HEAD_BYTES, shard_head, version_of
 
 READERS_S = 10.0
-"""Longest time that a writer waits for those that load the previous version."""
+"""Longest wait of a writer for processes that load the previous version."""
 WRITER_S = 600.0
-"""Longest time that a reader waits for a writer."""
+"""Longest wait of a reader for a writer."""
 _LOCK_TRY_S = 0.05
 
 
 class HostCopy:
-    """This process's access to the copy of one chain of versions.
-
-    num_bytes: size of all tensors.
-    """
+    """This process's access to the copy of one chain of versions; num_bytes: size of all tensors."""
 
     def __init__(self, directory: Path, name: str, num_bytes: int) -> None:
         if not directory.is_dir():
@@ -103,7 +100,7 @@ class HostCopy:
             raise
 
     def close(self) -> None:
-        """Give up the access; the last process removes the files."""
+        """End this process's access; the last process removes the files."""
         if self._users_fd >= 0:
             unlock(self._users_fd)
             self._users_fd = -1

@@ -2,9 +2,8 @@
 
 Publishing copies the tensors into buckets on the GPU, so that the trainer can continue; the manifest has CUDA's
 handles of the buckets. An engine opens them, loads from them, and closes them. Both processes must see the same GPU;
-it is identified by its UUID, because its number may differ between them.
-
-A handle is a few bytes, which only a process of the same user on the same machine can open.
+it is identified by its UUID, because its number may differ between them. A handle is a few bytes, which only a process
+of the same user on the same machine can open.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where processes meet for collectives: a TCP store and sockets at one address only, that of the cluster's network.
+"""TCP stores and gloo groups that use one address only, that of the cluster's network.
 
-By itself torch's store listens at all addresses of a machine, and gloo at the one that the machine's own name has,
-which other nodes often cannot reach. The store accepts any connection: it is for private networks.
+By default torch's store listens at all addresses of a machine, and gloo at the address of the machine's own name, which
+other nodes often cannot reach. The store accepts any connection: it is for private networks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stretto.base.errors import WireError
 _SIOCGIFADDR = 0x8915
 _INTERFACE_VARS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _chosen: set[str] = set()
-"""Interfaces that this process has named in them, not the user."""
+"""Values that this process, not the user, has given to these variables."""
 
 
 def create_store(host: str, port: int, timeout_s: float, title: str) -> TCPStore:
@@ -69,15 +69,15 @@ def use_interface_to(host: str) -> None:
 
 
 def gloo_device_to(host: str) -> Any:
-    """gloo's listener at the address from which this machine reaches `host`; or as the user has said."""
-    # By interface gloo takes its IPv4 address, if it has one; the others may be known by that of IPv6.
+    """gloo's listener at the address from which this machine reaches `host`, or at the user's interface."""
+    # Not by interface: gloo would use its IPv4 address, while other processes may use IPv6.
     if (name := os.environ.get("GLOO_SOCKET_IFNAME")) and name not in _chosen:
         return ProcessGroupGloo.create_device(interface=name)
     return ProcessGroupGloo.create_device(hostname=find_address(host))
 
 
 def new_gloo_group(store: TCPStore, prefix: str, rank: int, size: int, timeout_s: float) -> Any:
-    """A gloo group that torch does not register, beside whatever groups a process has."""
+    """A gloo group that torch does not register, so that the other groups of a process are not affected."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout, options._devices = timedelta(seconds=timeout_s), [gloo_device_to(store.host)]
     return ProcessGroupGloo(PrefixStore(prefix, store), rank, size, options)
