@@ -135,7 +135,7 @@ def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
         remedy = "update stretto" if written > SCHEMA else "read it with the stretto that wrote it"
         older = "the ledger" if written < SCHEMA else "this stretto"
         raise DataError(
-            f"{path}: ledger schema {written}, this stretto knows {SCHEMA}; {older} is older: {remedy}."
+            f"{path}: has ledger schema {written}, this stretto reads schema {SCHEMA}; {older} is older: {remedy}."
         )
 
 

@@ -455,7 +455,7 @@ def _flush(run_dir: RunDir, segments: Sequence[Path]) -> None:
                 flush(path)
         flush_parents(run_dir.segment(0), run_dir.path.parent)
     except OSError as cause:
-        raise EngineError(f"{run_dir.ledger}: {cause}; the disk does not take the ledger.") from cause
+        raise EngineError(f"{run_dir.ledger}: {cause}; the ledger cannot be written to the disk.") from cause
 
 
 def _lock(run_dir: RunDir) -> int:

@@ -50,7 +50,7 @@ def describe_suspects(manifest: WeightManifest) -> str:
     if experts := [name for name in names if ".experts." in name]:
         suspects.append(f"the {len(experts)} tensors of experts ({experts[0]} ...), which engines pack")
     if not suspects:
-        suspects.append(f"all {len(names)} tensors, no kind stands out ({names[0]} ... {names[-1]})")
+        suspects.append(f"all {len(names)} tensors, none in particular ({names[0]} ... {names[-1]})")
     return "Suspect " + "; and ".join(suspects) + "."
 
 

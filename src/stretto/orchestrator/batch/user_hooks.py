@@ -325,7 +325,7 @@ def _apply_row(train: TrainSample, sample: Sample, row: dict[str, Any], seq_len:
         )
     if train.images and sample.tokens != train.token_ids.tolist():
         raise EnvError(
-            "its tokens were changed, and it shows images, which stand at its placeholders; mask tokens instead"
+            "its tokens were changed, but its images belong to their placeholders; mask tokens instead"
         )
     sample.rollout_top_p_token_ids = sample.rollout_top_p_token_lengths = None  # the run has its own
     sample.check()

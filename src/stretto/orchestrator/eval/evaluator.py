@@ -34,9 +34,10 @@ from stretto.orchestrator.eval.examples import Row, example_rows, log_rows
 from stretto.orchestrator.eval.results import (
     EvalScore,
     build_eval_score,
+    sample_lines,
+    user_sample_lines,
     write_results,
     write_samples,
-    write_user_samples,
 )
 from stretto.orchestrator.groups.buffer import Slot
 from stretto.orchestrator.rollout.play import Draw, GenerationClient
@@ -116,7 +117,9 @@ class Evaluator:
                 for name, entry in data.items() if self._run_dir is not None else ():
                     path = self._samples_path(version, name, "sampled")
                     if self.section.save_samples and entry.get("samples"):
-                        await write_user_samples(path, name, entry, self._player.renderer, version, task_ids)
+                        renderer = self._player.renderer
+                        lines = user_sample_lines(name, entry, renderer, version, task_ids)
+                        await write_samples(path, lines)
                 return [function.build_score(name, entry, version, time_s) for name, entry in data.items()]
         except StrettoError as error:  # even if an engine failed: the eval is lost, not the run
             raise EnvError(str(error)) from error
@@ -154,7 +157,7 @@ class Evaluator:
         self.played[env.name if mode == "sampled" else f"{env.name}/{mode}"] = groups
         if self._run_dir is not None and self.section.save_samples:
             path = self._samples_path(version, env.name, mode)
-            await write_samples(path, groups, self._player.renderer, mode, version)
+            await write_samples(path, sample_lines(groups, self._player.renderer, mode, version))
         rows = example_rows(
             groups, self._player.renderer, mode, version=version, count=self.section.log_samples
         )

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import comb
 from pathlib import Path
@@ -86,72 +86,69 @@ def _mean_at_k(
     return {size: float(np.mean(values)) for size, values in estimates.items() if values}
 
 
-async def write_samples(
-    path: Path, groups: Sequence[Group], renderer: Renderer, mode: str, version: int
-) -> None:
-    """Write one line per rollout (prompt, reply, reward and more), atomically.
-
-    Other tasks of the event loop run between two groups.
-    """
+async def write_samples(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write lines of JSON, one per rollout, atomically; other tasks of the event loop run between two lines."""
     with _open_atomic(path) as file:
-        for group in groups:
-            for rollout in group.rollouts:
-                line = {
-                    "version": version,
-                    "env": rollout.task.env,
-                    "mode": mode,
-                    "task_id": rollout.task.task_id,
-                    "member": rollout.member,
-                    "reward": rollout.reward,
-                    "status": str(rollout.status),
-                    "error": rollout.error,
-                    "metrics": rollout.metrics,
-                    "num_turns": rollout.num_turns,
-                    "num_tokens": rollout.num_sampled_tokens,
-                    "branches": [branch_texts(branch, renderer) for branch in rollout.branches],
-                }
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
             await asyncio.sleep(0)
 
 
-async def write_user_samples(
-    path: Path,
+def sample_lines(
+    groups: Sequence[Group], renderer: Renderer, mode: str, version: int
+) -> Iterator[dict[str, Any]]:
+    """Prompt, reply, reward and more of each rollout."""
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        yield {
+            "version": version,
+            "env": rollout.task.env,
+            "mode": mode,
+            "task_id": rollout.task.task_id,
+            "member": rollout.member,
+            "reward": rollout.reward,
+            "status": str(rollout.status),
+            "error": rollout.error,
+            "metrics": rollout.metrics,
+            "num_turns": rollout.num_turns,
+            "num_tokens": rollout.num_sampled_tokens,
+            "branches": [branch_texts(branch, renderer) for branch in rollout.branches],
+        }
+
+
+def user_sample_lines(
     name: str,
     entry: Mapping[str, Any],
     renderer: Renderer,
     version: int,
     task_ids: Mapping[int | None, str],
-) -> None:
-    """Write the samples of a user's eval function for one data set, as `write_samples` does.
+) -> Iterator[dict[str, Any]]:
+    """The same of the samples of a user's eval function for one data set.
 
     task_ids: by group_index, for samples of held-out tasks.
     """
     samples, rewards = entry["samples"], entry["rewards"]
     members: Counter[int | None] = Counter()
-    with _open_atomic(path) as file:
-        for index, sample in enumerate(samples):
-            start = len(sample.tokens) - sample.response_length
-            texts = {"prompt": sample.prompt, "reply": sample.response}
-            if sample.tokens:
-                ids = np.asarray(sample.tokens, np.int32)
-                texts = {"prompt": renderer.readable(ids[:start]), "reply": renderer.readable(ids[start:])}
-            line = {
-                "version": version,
-                "env": name,
-                "mode": "sampled",
-                "task_id": task_ids.get(sample.group_index),
-                "member": members[sample.group_index],
-                "reward": float(rewards[index]) if len(rewards) == len(samples) else None,
-                "status": STATUSES[sample.status],
-                "error": None,
-                "metrics": {},
-                "num_turns": 1,
-                "num_tokens": sample.effective_response_length,
-                "branches": [texts],
-            }
-            members[sample.group_index] += 1
-            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-            await asyncio.sleep(0)
+    for index, sample in enumerate(samples):
+        start = len(sample.tokens) - sample.response_length
+        texts = {"prompt": sample.prompt, "reply": sample.response}
+        if sample.tokens:
+            ids = np.asarray(sample.tokens, np.int32)
+            texts = {"prompt": renderer.readable(ids[:start]), "reply": renderer.readable(ids[start:])}
+        yield {
+            "version": version,
+            "env": name,
+            "mode": "sampled",
+            "task_id": task_ids.get(sample.group_index),
+            "member": members[sample.group_index],
+            "reward": float(rewards[index]) if len(rewards) == len(samples) else None,
+            "status": STATUSES[sample.status],
+            "error": None,
+            "metrics": {},
+            "num_turns": 1,
+            "num_tokens": sample.effective_response_length,
+            "branches": [texts],
+        }
+        members[sample.group_index] += 1
 
 
 @contextmanager

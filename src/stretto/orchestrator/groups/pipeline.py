@@ -216,7 +216,7 @@ class GroupPipeline:
         logger.warning("group %d failed (%d of %s in a row): %s", group.group_id, count, env, cause)
         if count >= self.cfg.max_failed_groups:
             kind = error_type_of(cause)
-            remedy = ". Mend that code; where it raised, the log has the first traceback"
+            remedy = ". Correct that code; the log has the first traceback"
             raise kind(
                 f"{count} groups in a row failed (max_failed_groups); the last one, "
                 f"group {group.group_id} of {env}: {cause}{remedy if issubclass(kind, EnvError) else ''}"
