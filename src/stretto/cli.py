@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 from stretto.base.errors import ConfigError, StrettoError
-from stretto.signals import end_command, start_command, unwind_at_signals
+from stretto.signals import end_command, start_command
 
 SUMMARIES = {
     "rl": "reinforcement learning: inference, orchestrator and trainer together",
@@ -44,15 +45,8 @@ SUMMARIES = {
 }
 
 
-_RUN_VERBS = (
-    *("rl", "sft", "trainer", "critic", "orchestrator", "inference", "eval", "evals"),
-    *("serve", "hub", "tenants"),
-)
-"""Verbs with a configuration; the others take words of their own."""
-
-
 def main(words: list[str] | None = None) -> int:
-    """Run `stretto <verb> ...`; words is None if this process is the command, with words of its own."""
+    """Run `stretto <verb> ...` and return the exit status; words: None takes those of this process."""
     if words is None:
         start_command()
         return end_command(main(sys.argv[1:]))
@@ -71,44 +65,19 @@ def main(words: list[str] | None = None) -> int:
     return run_verb(verb, rest, command=f"stretto {verb}")
 
 
-def main_rl() -> int:
-    """Console script `rl`."""
-    return _run_command("rl")
-
-
-def main_vime() -> int:
-    """Console script `vime`."""
-    return _run_command("vime")
-
-
-def main_sft() -> int:
-    """Console script `sft`."""
-    return _run_command("sft")
-
-
-def main_trainer() -> int:
-    """Console script `trainer`."""
-    return _run_command("trainer")
-
-
-def main_orchestrator() -> int:
-    """Console script `orchestrator`."""
-    return _run_command("orchestrator")
-
-
-def main_inference() -> int:
-    """Console script `inference`."""
-    return _run_command("inference")
-
-
-def main_eval() -> int:
-    """Console script `eval`."""
-    return _run_command("eval")
-
-
 def _run_command(verb: str) -> int:
+    """Run a verb as the console script of its name."""
     start_command()
     return end_command(run_verb(verb, sys.argv[1:]))
+
+
+main_rl = partial(_run_command, "rl")
+main_vime = partial(_run_command, "vime")
+main_sft = partial(_run_command, "sft")
+main_trainer = partial(_run_command, "trainer")
+main_orchestrator = partial(_run_command, "orchestrator")
+main_inference = partial(_run_command, "inference")
+main_eval = partial(_run_command, "eval")
 
 
 def run_verb(verb: str, words: list[str], *, command: str | None = None) -> int:
@@ -122,13 +91,15 @@ def run_verb(verb: str, words: list[str], *, command: str | None = None) -> int:
     if "-V" in words or "--version" in words:
         return _print_version()
     try:
-        if verb not in _RUN_VERBS:
-            return _run_plain_verb(verb, words)
-        if wanted := [index for index, word in enumerate(words) if word in ("-h", "--help")]:
-            return _print_help(verb, command, " ".join(words[wanted[0] + 1 : wanted[0] + 2]).lstrip("-"))
-        from stretto.verbs import run_config_verb
+        from stretto import verbs
 
-        code = run_config_verb(verb, words, command)
+        if verb == "completion":
+            return _completion(words)
+        if verb in verbs.PLAIN_VERBS:
+            return verbs.run_plain_verb(verb, words)
+        if (word := verbs.word_after_help(words)) is not None:
+            return _print_help(verb, command, word)
+        code = verbs.run_config_verb(verb, words, command)
         sys.stdout.flush()
         return code
     except ConfigError as error:
@@ -158,7 +129,7 @@ def _print_to_pipe(text: str) -> int:
 
 
 def _leave_pipe() -> int:
-    """The reader of a pipe (`| head`) has gone; without this, the flush at exit would fail again."""
+    """Write to nowhere from now on: the reader of the pipe (`| head`) has ended, and the flush at exit would fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
 
@@ -178,48 +149,6 @@ def _unexpected(error: Exception) -> str:
     )
 
 
-def _run_plain_verb(verb: str, words: list[str]) -> int:
-    """Run a verb that takes words of its own, and no configuration."""
-    match verb:
-        case "completion":
-            return _completion(words)
-        case "vime":
-            from stretto.verbs import run_vime as run
-        case "init":
-            from stretto.launch.project import init as run
-        case "demo":
-            from stretto.launch.demo import demo as run
-        case "runs":
-            from stretto.view.commands import runs as run
-        case "show":
-            from stretto.view.commands import show as run
-        case "rollouts":
-            from stretto.view.commands import rollouts as run
-        case "plot":
-            from stretto.view.commands import plot as run
-        case "view":
-            from stretto.view.page.command import view as run
-        case "push":
-            from stretto.view.push import push as run
-        case "plan":
-            from stretto.foresee.command import plan as run
-        case "pod":
-            from stretto.launch.kubernetes.run import main as run
-        case "status":
-            from stretto.launch.control import status as run
-        case "logs":
-            from stretto.launch.control import logs as run
-        case "stop":
-            from stretto.launch.control import stop as run
-        case "stacks":
-            from stretto.launch.stacks import stacks as run
-        case _:
-            from stretto.doctor.command import doctor as run
-
-            unwind_at_signals()
-    return run(words)
-
-
 def _completion(words: list[str]) -> int:
     from stretto.config.describe import ROOTS
     from stretto.config.shells.completion import SHELLS, completion_script
@@ -231,10 +160,11 @@ def _completion(words: list[str]) -> int:
     return 0
 
 
-def _print_help(verb: str, command: str, wanted: str) -> int:
-    from stretto.config.describe import ROOTS, help_text
+def _print_help(verb: str, command: str, word: str) -> int:
+    from stretto.config.describe import help_text
+    from stretto.verbs import root_of
 
-    print(help_text(command, ROOTS[verb], wanted), end="")
+    print(help_text(command, root_of(verb), word), end="")
     return 0
 
 

@@ -331,6 +331,7 @@ SCREENS: dict[str, Callable[..., str]] = {
     "orchestrator": orchestrator,
     "inference": inference,
     "eval": evaluate,
+    "evals": evaluate,
     "serve": serve,
     "hub": serve,
     "tenants": serve,

@@ -1,8 +1,8 @@
-"""What signals do to a command before it runs a verb, while it runs, and after it has ended.
+"""What signals do to a command before its verb runs, while it runs, and after it has ended.
 
 Before a verb has something to finish, Ctrl-C and SIGTERM end the command at once, with one line: Python's own
 KeyboardInterrupt would become other errors inside imports of native code. A running verb may handle them itself.
-After it has ended they cannot change its exit status.
+After the verb has ended they cannot change the exit status.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _SIGNAL_LINES = {signal.SIGINT: b"interrupted\n", signal.SIGTERM: b"terminated\n"}
-_signals: list[signal.Signals] = []  # those that this module handles; none unless this process is a command
+_signals: list[
+    signal.Signals
+] = []  # the signals that this module handles; none unless this process is a command
 
 
 def start_command() -> None:
     """Handle signals from now on: this process is a command."""
-    # Registered first, so it runs last. Then Python sets handled signals to their default action, which kills.
+    # Registered first, so it runs last. After that Python resets handled signals to their default action, which kills.
     atexit.register(_ignore_signals)
     # A signal that is ignored stays ignored: shells do that for commands in the background.
     _signals[:] = [number for number in _SIGNAL_LINES if signal.getsignal(number) is not signal.SIG_IGN]
     for number in _signals:
         signal.signal(number, _end_at_once)
-    # A scheduler's request to finish the step: a verb that has none yet goes on until it has.
+    # A scheduler's request to finish the step. A verb that trains no step yet ignores it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
@@ -45,7 +47,7 @@ def restore_python_signals() -> None:
 
 
 def unwind_at_signals() -> None:
-    """Let SIGINT and SIGTERM raise, so that what was started is ended and temporary files are removed."""
+    """Let SIGINT and SIGTERM raise, so that started processes are ended and temporary files removed."""
 
     def unwind(number: int, frame: FrameType | None) -> None:
         _ignore_signals()  # a second one would leave the rest

@@ -1,6 +1,6 @@
-"""What each verb with a configuration does: load it, then run it, print it or look at what it would do.
+"""What each verb does. One with a configuration loads it, then runs it, prints it or shows what it would do.
 
-Heavy libraries are imported only when a verb needs them: a dry run imports neither torch nor transformers.
+A verb's modules are imported when it is called: a dry run imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -16,23 +16,55 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from stretto.config.root import (
-        EvalConfig,
-        EvalsConfig,
-        InferenceConfig,
-        OrchestratorConfig,
-        RLConfig,
-        RunRoot,
-        ServeConfig,
-        SFTConfig,
-        TrainerConfig,
-    )
+    from stretto.config.root import InferenceConfig, RLConfig, RunRoot, SFTConfig, TrainerConfig
+
+PLAIN_VERBS = {
+    "vime": "stretto.verbs:run_vime",
+    "init": "stretto.launch.project:init",
+    "demo": "stretto.launch.demo:demo",
+    "runs": "stretto.view.commands:runs",
+    "show": "stretto.view.commands:show",
+    "rollouts": "stretto.view.commands:rollouts",
+    "plot": "stretto.view.commands:plot",
+    "view": "stretto.view.page.command:view",
+    "push": "stretto.view.push:push",
+    "plan": "stretto.foresee.command:plan",
+    "pod": "stretto.launch.kubernetes.run:main",
+    "status": "stretto.launch.control:status",
+    "logs": "stretto.launch.control:logs",
+    "stop": "stretto.launch.control:stop",
+    "stacks": "stretto.launch.stacks:stacks",
+    "doctor": "stretto.doctor.command:doctor",
+}
+"""Verbs that take words of their own, and the function that gets them."""
+
+
+def _function(path: str) -> Callable[..., int]:
+    """The function `module:name`; its module is imported now."""
+    from importlib import import_module
+
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def run_plain_verb(verb: str, words: list[str]) -> int:
+    """Run a verb of PLAIN_VERBS; the exit status."""
+    run = _function(PLAIN_VERBS[verb])
+    if verb == "doctor":
+        unwind_at_signals()
+    return run(words)
+
+
+def word_after_help(words: list[str]) -> str | None:
+    """The word after --help, without its dashes; "" if it is the last word, None if there is no --help."""
+    index = next((index for index, word in enumerate(words) if word in ("-h", "--help")), None)
+    return None if index is None else " ".join(words[index + 1 : index + 2]).lstrip("-")
 
 
 def _rl(cfg: RLConfig, words: list[str]) -> int:
     from stretto.launch.run.rl import main as run
 
-    if cfg.slurm is None and cfg.ray is None:  # else other machines have the functions
+    if cfg.slurm is None and cfg.ray is None:  # otherwise the functions are on other machines
         _check_trainer_hooks(cfg)
     if cfg.service is not None:
         _check_service(cfg)
@@ -40,7 +72,7 @@ def _rl(cfg: RLConfig, words: list[str]) -> int:
 
 
 def _check_service(cfg: RLConfig) -> None:
-    """Ask the training service whether it takes the run; with --clean, end an earlier one of its name there.
+    """Ask the training service whether it accepts the run; with --clean, end an earlier run of that name there.
 
     Raises: ConfigError with its reason.
     """
@@ -83,11 +115,7 @@ def _sft(cfg: SFTConfig, words: list[str]) -> int:
 
 def _elsewhere(cfg: SFTConfig | InferenceConfig) -> int:
     """Run the command on the machines that Slurm or Ray hands out."""
-    if cfg.slurm is not None:
-        from stretto.launch.slurm.submit import main as run
-    else:
-        from stretto.launch.ray.run import main as run
-    return run(cfg)
+    return _function(f"stretto.launch.{'ray.run' if cfg.slurm is None else 'slurm.submit'}:main")(cfg)
 
 
 def _check_first_rows(cfg: SFTConfig) -> None:
@@ -104,32 +132,23 @@ def _check_first_rows(cfg: SFTConfig) -> None:
                 next(rows, None)
 
 
+def _process(path: str, *, computes: bool = False) -> Callable[[Any, list[str]], int]:
+    """A verb that runs one process, by the function at `path`; computes: it uses torch in this process."""
+
+    def run(cfg: RunRoot, words: list[str]) -> int:
+        if computes:
+            _let_waiting_threads_sleep()
+        main = _function(path)
+        restore_python_signals()
+        return main(cfg)
+
+    return run
+
+
 def _trainer(cfg: TrainerConfig, words: list[str]) -> int:
     if cfg.service is not None:
-        from stretto.service.runs.bridge import main as bridge
-
-        restore_python_signals()
-        return bridge(cfg)
-    _let_waiting_threads_sleep()
-    from stretto.trainer.rl import main as run
-
-    restore_python_signals()
-    return run(cfg)
-
-
-def _critic(cfg: TrainerConfig, words: list[str]) -> int:
-    _let_waiting_threads_sleep()
-    from stretto.trainer.critic_ranks import main as run
-
-    restore_python_signals()
-    return run(cfg)
-
-
-def _orchestrator(cfg: OrchestratorConfig, words: list[str]) -> int:
-    from stretto.orchestrator.main import main as run
-
-    restore_python_signals()
-    return run(cfg)
+        return _process("stretto.service.runs.bridge:main")(cfg, words)
+    return _process("stretto.trainer.rl:main", computes=True)(cfg, words)
 
 
 def _inference(cfg: InferenceConfig, words: list[str]) -> int:
@@ -172,59 +191,31 @@ def _let_waiting_threads_sleep() -> None:
     os.environ.setdefault("KMP_BLOCKTIME", "0")
 
 
-def _eval(cfg: EvalConfig, words: list[str]) -> int:
-    from stretto.orchestrator.eval.verb import main as run
-
-    restore_python_signals()
-    return run(cfg)
-
-
-def _evals(cfg: EvalsConfig, words: list[str]) -> int:
-    from stretto.orchestrator.eval.follow import main as run
-
-    restore_python_signals()
-    return run(cfg)
-
-
-def _serve(cfg: ServeConfig, words: list[str]) -> int:
-    from stretto.launch.run.service import main as run
-
-    return run(cfg)
-
-
-def _hub(cfg: ServeConfig, words: list[str]) -> int:
-    from stretto.service.main import main as run
-
-    restore_python_signals()
-    return run(cfg)
-
-
-def _tenants(cfg: ServeConfig, words: list[str]) -> int:
-    _let_waiting_threads_sleep()
-    from stretto.trainer.tenants.main import main as run
-
-    restore_python_signals()
-    return run(cfg)
-
-
-VERBS: dict[str, Callable[[Any, list[str]], int]] = {
-    "rl": _rl,
-    "sft": _sft,
-    "trainer": _trainer,
-    "critic": _critic,
-    "orchestrator": _orchestrator,
-    "inference": _inference,
-    "eval": _eval,
-    "evals": _evals,
-    "serve": _serve,
-    "hub": _hub,
-    "tenants": _tenants,
+VERBS: dict[str, tuple[str, Callable[[Any, list[str]], int]]] = {
+    "rl": ("RLConfig", _rl),
+    "sft": ("SFTConfig", _sft),
+    "trainer": ("TrainerConfig", _trainer),
+    "critic": ("TrainerConfig", _process("stretto.trainer.critic_ranks:main", computes=True)),
+    "orchestrator": ("OrchestratorConfig", _process("stretto.orchestrator.main:main")),
+    "inference": ("InferenceConfig", _inference),
+    "eval": ("EvalConfig", _process("stretto.orchestrator.eval.verb:main")),
+    "evals": ("EvalsConfig", _process("stretto.orchestrator.eval.follow:main")),
+    "serve": ("ServeConfig", lambda cfg, words: _function("stretto.launch.run.service:main")(cfg)),
+    "hub": ("ServeConfig", _process("stretto.service.main:main")),
+    "tenants": ("ServeConfig", _process("stretto.trainer.tenants.main:main", computes=True)),
 }
-"""What runs a verb with its config; words: the command line after the verb."""
+"""The class of a verb's config in config/root.py, and what runs it; words: the command line after the verb."""
+
+
+def root_of(verb: str) -> type[RunRoot]:
+    """The class of a verb's config."""
+    from stretto.config import root
+
+    return getattr(root, VERBS[verb][0])
 
 
 def run_config_verb(verb: str, words: list[str], command: str) -> int:
-    """Load the config of a verb, and run it, print it or look at what it would do."""
+    """Load the config of a verb, then run it, print it or show what it would do; the exit status."""
     if verb in ("rl", "sft"):
         from stretto.config.traced import VARIABLE, split_profile_flag
 
@@ -235,38 +226,24 @@ def run_config_verb(verb: str, words: list[str], command: str) -> int:
         from stretto.bench.shape import Shape
 
         bench, words = Shape.parse(verb, words)
-    from stretto.config import root
     from stretto.config.load import load
 
-    roots: dict[str, type[RunRoot]] = {
-        "rl": root.RLConfig,
-        "sft": root.SFTConfig,
-        "trainer": root.TrainerConfig,
-        "critic": root.TrainerConfig,
-        "orchestrator": root.OrchestratorConfig,
-        "inference": root.InferenceConfig,
-        "eval": root.EvalConfig,
-        "evals": root.EvalsConfig,
-        "serve": root.ServeConfig,
-        "hub": root.ServeConfig,
-        "tenants": root.ServeConfig,
-    }
-    cfg = load(roots[verb], _own_flags(verb, words), verb=command)
+    cfg = load(root_of(verb), _own_flags(verb, words), verb=command)
     os.environ.update(cfg.env_vars)  # before torch is imported
     if cfg.print_config:
         return _print_config(cfg)
-    if cfg.dry_run and verb != "inference":  # which may be a plan of several processes
+    if cfg.dry_run and verb != "inference":  # its dry run may be a plan of several processes
         return _dry_run(verb, cfg)
     if bench is not None and not cfg.dry_run:
         from stretto.bench.command import bench as run
 
         unwind_at_signals()
         return run(cfg, bench)
-    return VERBS[verb](cfg, words)
+    return VERBS[verb][1](cfg, words)
 
 
 def _own_flags(verb: str, words: list[str]) -> list[str]:
-    """The words with vLLM's and its router's flags as keys of ours."""
+    """The words, in which flags of vLLM and its router have become keys of ours."""
     from stretto.config.flags.router import rewrite_router_flags
 
     if verb == "rl":
@@ -288,10 +265,11 @@ def _own_flags(verb: str, words: list[str]) -> list[str]:
 
 
 def run_vime(words: list[str]) -> int:
-    if wanted := [index for index, word in enumerate(words) if word in ("-h", "--help")]:
+    """Run `vime`, which is `rl` with the flags of vime; the exit status."""
+    if (word := word_after_help(words)) is not None:
         from stretto.vime.flags.pages import help_text
 
-        print(help_text(" ".join(words[wanted[0] + 1 : wanted[0] + 2]).lstrip("-")), end="")
+        print(help_text(word), end="")
         return 0
     from stretto.vime.flags.command import read_command
 

@@ -1,14 +1,15 @@
-"""Files that are complete or absent, and files that a living process holds.
+"""Files that are complete or absent, and files that a living process has locked.
 
 Atomic writes: a file is durable once its bytes are on disk (fsync of the file) and its name is (fsync of its
-directory). Locks (flock): the kernel releases a lock when its holder dies, however, and in any PID namespace. So an
-unlocked file means that its owner is dead. A lock belongs to an open file description, which child processes and
-mappings share.
+directory). Locks (flock): the kernel releases a lock when its holder dies, in whatever way and in whatever PID
+namespace. So an unlocked file means that its owner is dead. A lock belongs to an open file description, which child
+processes and mappings share.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 PUBLISHED, COPY = "stretto-weights-", "stretto-copy-"
 """Prefixes of the names of weights in shared memory (transports/weights/shm.py, host_copy.py)."""
@@ -82,6 +84,15 @@ def write_atomic(path: Path, content: bytes, *, is_durable: bool = False, mode: 
             file.write(content)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if the file is missing, is incomplete or holds something else."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
 # -- locks --
 
 
@@ -127,8 +138,19 @@ def unlock(fd: int) -> None:
     os.close(fd)
 
 
+def write_holder(fd: int) -> None:
+    """Write this process's number into a file that it has locked, for `holder`."""
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+
+
+def read_holder(fd: int) -> str:
+    """The number of the process that locked this file last; "" if none wrote it."""
+    return os.pread(fd, 32, 0).decode(errors="replace").strip()
+
+
 def holder(path: Path) -> str | None:
-    """What the process that holds the lock wrote into the file, its number; None if nobody holds it."""
+    """The number of the process that holds the lock of a file; None if no process holds it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -137,7 +159,7 @@ def holder(path: Path) -> str | None:
         if try_lock(fd, is_shared=True):
             fcntl.flock(fd, fcntl.LOCK_UN)
             return None
-        return os.pread(fd, 32, 0).decode(errors="replace").strip() or None
+        return read_holder(fd) or None
     finally:
         os.close(fd)
 

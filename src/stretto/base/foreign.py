@@ -1,4 +1,4 @@
-"""Calls into user code: find it by import path, call it under one guard, name file and line of what fails or blocks."""
+"""Calls into user code: import it, call it under one guard, and name file and line of code that fails or blocks."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _PACKAGE = str(Path(__file__).parents[1])
 _LEAK = "it cancelled a scope or task of its own and did not catch that"
 
 
-ELSEWHERE = {
+REPLACEMENTS = {
     "vime": "; import its names from stretto.vime: Sample, post, get_model_url, RolloutFnTrainOutput and others",
 }
-"""Packages that code written for them imports, and where their names are here."""
+"""Advice for packages that user code may import because it was written for them: what to import instead."""
 
 
 @cache
@@ -70,7 +70,7 @@ def load_module(name: str, what: str) -> ModuleType:
         if cause.name is not None and f"{name}.".startswith(f"{cause.name}."):
             message = f"{what}: no module {cause.name!r} on the Python path or in this directory"
             raise ConfigError(message) from cause
-        advice = ELSEWHERE.get((cause.name or "").partition(".")[0], "")
+        advice = REPLACEMENTS.get((cause.name or "").partition(".")[0], "")
         raise ConfigError(f"{what}: {error_location(cause)}: {cause}{advice}") from cause
     except (Exception, SystemExit) as cause:  # an imported script may call sys.exit
         reason: Any = cause
@@ -124,11 +124,11 @@ def call(function: Callable[..., Any], inputs: Any, kwargs: dict[str, Any], wher
 def guarded(
     kind: type[StrettoError], where: str, *, describe: Callable[[BaseException], str] | None = None
 ) -> Iterator[None]:
-    """Turn whatever user code raises inside into `kind`.
+    """Turn any exception of the user code inside into `kind`, with `where`, file and line in its message.
 
     A StrettoError and a cancellation of this task pass unchanged.
 
-    describe: makes the text after `where` from the exception; default: location and text.
+    describe: returns the text after `where` for an exception; default: location and text.
     """
     describe = describe or (lambda error: describe_error(error, num_ours=2))
     try:
@@ -136,34 +136,30 @@ def guarded(
     except (Exception, SystemExit, asyncio.CancelledError) as cause:
         if isinstance(cause, StrettoError) or (isinstance(cause, asyncio.CancelledError) and is_cancelled()):
             raise
-        if issubclass(
-            kind, EnvError
-        ):  # the run goes on: what is raised again and again is logged in full once
+        if issubclass(kind, EnvError):  # the run goes on, and the same error may be raised many times
             _log_first(where, cause)
         raise kind(f"{where}: {describe(cause)}") from cause
 
 
 _logged: set[tuple[type[BaseException], str]] = set()
-_MOST_LOGGED = 50
+_MAX_LOGGED = 50
 
 
 def _log_first(where: str, error: BaseException) -> None:
     """Log the whole traceback of an error, once per type and line."""
     key = (type(error), error_location(error))
-    if key not in _logged and len(_logged) < _MOST_LOGGED:
+    if key not in _logged and len(_logged) < _MAX_LOGGED:
         _logged.add(key)
-        kind = type(error).__name__
-        logger.warning(
-            "%s: the first %s at this place; the log has its traceback", where, kind, exc_info=error
-        )
+        text = "%s: the first %s at this place; the log has its traceback"
+        logger.warning(text, where, type(error).__name__, exc_info=error)
 
 
 async def call_async(work: Callable[[], Any], where: str) -> Any:
     """Call a user's function; if it returns an awaitable, await that in a task of its own.
 
-    In its own task, a cancellation that leaks out of the user's code can be told apart from one of this task.
+    Because of that task, a cancellation that leaks out of the user's code is distinguished from one of this task.
 
-    Raises: EnvError, beginning with `where`, for whatever the function raises, SystemExit and CancelledError too.
+    Raises: EnvError, beginning with `where`, for any exception of the function, also SystemExit and CancelledError.
     """
     with guarded(EnvError, where):
         returned = work()
@@ -198,7 +194,7 @@ def describe_error_briefly(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Type and text of an exception; for CancelledError and SystemExit, what happened."""
+    """Type and text of an exception; for CancelledError and SystemExit, what the code did."""
     if isinstance(error, asyncio.CancelledError):
         return f"CancelledError, though nobody cancelled it: {_LEAK}"
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
@@ -216,15 +212,10 @@ def error_location(error: BaseException) -> str:
 
 def innermost_location(frames: list[traceback.FrameSummary]) -> str:
     """`file:line in function` of the innermost frame outside the standard library."""
-    stdlib = sysconfig.get_path("stdlib")
-    user_frames = [
-        f
-        for f in frames
-        if not f.filename.startswith("<frozen")
-        and (not f.filename.startswith(stdlib) or "site-packages" in f.filename)
-    ]
     if not frames:
         return "somewhere"
+    outside = ("<frozen", sysconfig.get_path("stdlib"))
+    user_frames = [f for f in frames if not f.filename.startswith(outside) or "site-packages" in f.filename]
     frame = (user_frames or frames)[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
@@ -234,30 +225,30 @@ def innermost_location(frames: list[traceback.FrameSummary]) -> str:
 
 @contextmanager
 def warn_when_blocked(after_s: float = BLOCKED_S) -> Iterator[None]:
-    """Log a warning with file and line while user code blocks the running event loop, which holds up all rollouts.
+    """Log a warning with file and line while user code blocks the running event loop, and with it all rollouts.
 
-    The same place is named again when it blocks for twice as long.
+    The warning is repeated for the same place when it blocks for twice as long.
     """
     loop, thread, tick_s = asyncio.get_running_loop(), threading.get_ident(), after_s / 4
-    is_done, turned_at = threading.Event(), 0.0
+    is_done, ticked_at = threading.Event(), 0.0
 
-    def turn() -> None:
-        nonlocal turned_at
-        turned_at = time.monotonic()
+    def tick() -> None:
+        nonlocal ticked_at
+        ticked_at = time.monotonic()
         if not is_done.is_set():
-            loop.call_later(tick_s, turn)
+            loop.call_later(tick_s, tick)
 
     def watch() -> None:
-        named: dict[str, float] = {}  # seconds, by place
-        looked_at = time.monotonic()
+        warned_s: dict[str, float] = {}  # how long it had blocked at the last warning, by place
+        checked_at = time.monotonic()
         while not is_done.wait(tick_s):
-            late_s = time.monotonic() - looked_at - tick_s  # this process was stopped, or had no processor
-            looked_at = time.monotonic()
-            blocked_s = looked_at - turned_at - late_s
+            late_s = time.monotonic() - checked_at - tick_s  # this process was stopped, or had no processor
+            checked_at = time.monotonic()
+            blocked_s = checked_at - ticked_at - late_s
             if blocked_s < after_s or (place := _place_in_user_code(thread)) is None:
                 continue
-            if blocked_s >= 2 * named.get(place, 0.0):
-                named[place] = blocked_s
+            if blocked_s >= 2 * warned_s.get(place, 0.0):
+                warned_s[place] = blocked_s
                 logger.warning(
                     "%s has blocked the event loop for %.1f s; all rollouts wait meanwhile. Await there, or give the "
                     "environment its own processes (num_workers in [[orchestrator.env]])",
@@ -265,7 +256,7 @@ def warn_when_blocked(after_s: float = BLOCKED_S) -> Iterator[None]:
                     blocked_s,
                 )
 
-    turn()
+    tick()
     threading.Thread(target=watch, name="warn_when_blocked", daemon=True).start()
     try:
         yield
@@ -274,7 +265,7 @@ def warn_when_blocked(after_s: float = BLOCKED_S) -> Iterator[None]:
 
 
 def _place_in_user_code(thread: int) -> str | None:
-    """`file:line in function` of the innermost user's frame of what the event loop runs in a thread."""
+    """`file:line in function` of the innermost frame of user code that the event loop of a thread runs."""
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None and not frame.f_code.co_filename.endswith("asyncio/events.py"):
         name = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""The keeper: a helper process that cleans up after its parent, however the parent ended.
+"""The keeper: a helper process that cleans up after its parent, in whatever way the parent has ended.
 
 The kernel kills a direct child together with its parent (process.py), but not the child's own children, and it leaves
 their shared memory and temporary files. So a process that starts others also starts a keeper, which is this file run
@@ -8,9 +8,9 @@ as a program. It sleeps until its parent has ended, then kills the remaining des
 Descendants are recognised by a mark in their environment, which they inherit even if they leave the process group. The
 mark of a child is `<token>.<number>;`, appended to the marks of its ancestors.
 
-The keeper removes the shared memory that remaining descendants use, and what was reported to it before. Shared memory
-of a single process that was killed from outside before it was reported stays. If the keeper is killed, too, as when a
-scheduler gives a node up, the next one on the machine removes the directory, and the shared memory that was reported.
+The keeper removes the shared memory that remaining descendants use, and the shared memory that was reported to it. If a
+single process is killed from outside before its shared memory was reported, that stays. If the keeper is killed, too,
+as when a scheduler ends a node, the next keeper on the machine removes the directory and the reported shared memory.
 
     STARTED (sleeps on the parent's pidfd) -> SWEEPING -> ended
 
@@ -46,28 +46,27 @@ SHARED = Path("/dev/shm")
 # Names of shared memory of multiprocessing, torch and vLLM. Our own files are locked by their owners (files.py).
 _LIBRARY_NAMES = re.compile(r"psm_|sem\.mp-|torch_|vllm")
 _DIRECTORY = re.compile(PREFIX + r"[0-9a-f]{8}$")
-_NAMES = "shared_memory"  # in the directory: what was reported
+_NAMES = "shared_memory"  # file in the directory: the names that were reported
 _SWEEP_S = 10.0  # a process that survives SIGKILL for longer hangs in the kernel
 _POLL_S = 0.01
 _LONGEST_BASE = 107 - len("/stretto-01234567") - len("/01234567-89ab-cdef-0123-456789abcdef")
-"""Longest path of a temporary directory in which vLLM's socket paths still fit."""
+"""The longest path of a temporary directory that leaves room for vLLM's socket paths."""
 
 
 # -- in the process that starts others --
 
 
 class Keeper:
-    """This process's keeper, seen from this process.
-
-    directory: temporary directory of all descendants, removed with them. None if an ancestor already made one, or if
-    its path would be too long for sockets.
-    """
+    """This process's keeper, seen from this process."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.token = os.urandom(4).hex()
         self._numbers = itertools.count(1)
-        self.directory, locks = None, []
+        self.directory: Path | None = None
+        """Temporary directory of all descendants, removed with them; None if an ancestor has made one, or if its path
+        would be too long for sockets."""
+        locks = []
         base = tempfile.gettempdir()
         if not _DIRECTORY.search(base) and len(base) <= _LONGEST_BASE:
             remove_stale()
@@ -85,7 +84,7 @@ class Keeper:
             start_new_session=True,
             pass_fds=locks,  # the keeper holds the lock as long as it lives
         )
-        # It outlives this process and is never waited for.
+        # Nobody waits for it, since it outlives this process; a returncode prevents Popen's warning about that.
         self._popen.returncode = 0
         for fd in (reports, *locks):
             os.close(fd)
@@ -95,7 +94,7 @@ class Keeper:
         return f"{self.token}.{next(self._numbers)};"
 
     def report_shared_memory(self, names: Iterable[str]) -> None:
-        """Tell the keeper which shared memory to remove at the end, even if nobody uses it then."""
+        """Tell the keeper which shared memory to remove at the end, even if no process uses it then."""
         lines = b"".join(os.fsencode(name) + b"\n" for name in names)
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(self._pipe, lines)
@@ -168,8 +167,8 @@ def _make_directory(token: str) -> tuple[Path, int]:
 def persistent_caches() -> dict[str, str]:
     """Environment variables that keep caches out of the run's temporary directory.
 
-    PyTorch keeps headers that it compiles for a CPU in the temporary directory, whatever it is told: they would be
-    compiled anew in each run, while the kernels that include them are not. So they are not compiled ahead.
+    PyTorch always puts precompiled headers for CPU kernels into the temporary directory: they would be compiled in each
+    run, while the kernels that include them are cached. So headers are not precompiled.
     """
     try:
         user = getpass.getuser()
@@ -185,8 +184,8 @@ def persistent_caches() -> dict[str, str]:
 
 def remove_stale() -> int:
     """Remove the temporary directories of keepers that were killed; returns their number."""
-    found = (path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if _DIRECTORY.search(path.name))
-    return remove_abandoned(found, _remove_directory)
+    paths = Path(tempfile.gettempdir()).glob(f"{PREFIX}*")
+    return remove_abandoned((path for path in paths if _DIRECTORY.search(path.name)), _remove_directory)
 
 
 def _remove_directory(directory: Path) -> None:
@@ -200,24 +199,21 @@ def _remove_directory(directory: Path) -> None:
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Pids of the processes with this mark and of their descendants.
-
-    Without this process, and without keepers.
-    """
-    parents, marked, wanted = {}, set(), mark.encode()
+    """Pids of the processes with this mark and of their descendants, except this process and keepers."""
+    parents, marked, mark_bytes = {}, set(), mark.encode()
     for pid in _pids():
         with suppress(OSError, IndexError):
             state, parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:2]
             if state != b"Z":
                 parents[pid] = int(parent)
-                if wanted in _marks(pid):
+                if mark_bytes in _marks(pid):
                     marked.add(pid)
-    found = [pid for pid in parents if _is_below(pid, marked, parents)]
-    return [pid for pid in found if pid != os.getpid() and not _is_keeper(pid)]
+    descendants = [pid for pid in parents if _is_below(pid, marked, parents)]
+    return [pid for pid in descendants if pid != os.getpid() and not _is_keeper(pid)]
 
 
 def removable_shared_memory(pids: Iterable[int]) -> set[str]:
-    """Names in /dev/shm that these processes use and that nobody else cleans up."""
+    """Names in /dev/shm that these processes use and that belong to libraries, which do not clean up."""
     return {name for name in shared_memory_of(pids) if _LIBRARY_NAMES.match(name)}
 
 
@@ -231,11 +227,9 @@ def shared_memory_of(pids: Iterable[int]) -> set[str]:
 
 
 def kill_marked(mark: str, names: Iterable[str] = ()) -> list[int]:
-    """Kill all processes with this mark and remove their shared memory.
+    """Kill all processes with this mark and remove their shared memory; returns the pids that do not die.
 
-    Returns the pids that do not die.
-
-    names: more shared memory to remove, of processes that have already ended.
+    names: shared memory of processes that have already ended, which is removed, too.
     """
     shared, deadline = set(names), time.monotonic() + _SWEEP_S
     while (alive := marked_processes(mark)) and time.monotonic() < deadline:
@@ -251,9 +245,8 @@ def kill_marked(mark: str, names: Iterable[str] = ()) -> list[int]:
 
 def remove_shared(names: Iterable[str]) -> None:
     """Remove these entries of /dev/shm, except those that a process still uses."""
-    found = {name for name in names if _is_owned(SHARED / name)}
-    if found:
-        for name in found - removable_shared_memory(_pids()):
+    if owned := {name for name in names if _is_owned(SHARED / name)}:
+        for name in owned - removable_shared_memory(_pids()):
             (SHARED / name).unlink(missing_ok=True)
 
 
@@ -304,7 +297,7 @@ def main() -> None:
     """Wait until the parent has ended, then clean up after it."""
     parent, token, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # only the end of its parent ends it
+        signal.signal(number, signal.SIG_IGN)  # it ends only after its parent has ended
     with suppress(ProcessLookupError):
         pidfd = os.pidfd_open(parent)
         if os.getppid() == parent:  # otherwise the parent has ended, and its pid may be another process's
@@ -317,7 +310,7 @@ def main() -> None:
 def _read_reported_names() -> list[str]:
     """Names of shared memory that the parent reported.
 
-    Reads what is there, not to the end of the pipe: another process may still hold it open.
+    It does not wait for the end of the pipe, which another process may hold open.
     """
     os.set_blocking(0, False)
     data = bytearray()

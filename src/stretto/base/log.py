@@ -19,9 +19,7 @@ from stretto.base.paths import RunDir
 from stretto.base.status import adopt_pipe, report
 
 _NOISY = ("asyncio", "aiohttp.access", "matplotlib", "PIL", "urllib3", "filelock", "httpx")
-
-
-_MOST_ECHOED = 600  # characters
+_MAX_ECHOED_CHARS = 600
 
 
 class _TextFormatter(logging.Formatter):
@@ -53,7 +51,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _ConsoleEcho(logging.Handler):
-    """Shows warnings at the run's console, too; each kind (its text before values) once."""
+    """Shows warnings at the run's console, too; each kind (the text without values) once."""
 
     def __init__(self, role: str) -> None:
         super().__init__(logging.WARNING)
@@ -63,7 +61,8 @@ class _ConsoleEcho(logging.Handler):
         kind = (record.name, str(record.msg))
         if kind not in self._echoed:
             self._echoed.add(kind)
-            report("warning", role=self._role, text=record.getMessage().partition("\n")[0][:_MOST_ECHOED])
+            text = record.getMessage().partition("\n")[0][:_MAX_ECHOED_CHARS]
+            report("warning", role=self._role, text=text)
 
 
 def setup(
@@ -99,7 +98,7 @@ def setup(
     logging.captureWarnings(True)
     try:
         faulthandler.enable(file=2)
-        # On a terminal nobody would look for them, and `stretto stacks` reads the log.
+        # To the log, because `stretto stacks` reads the stacks there.
         streams = [handler.stream for handler in handlers if isinstance(handler, logging.FileHandler)]
         files = [stream.fileno() for stream in streams if stream is not None]
         faulthandler.register(signal.SIGUSR1, file=files[0] if files else 2)
@@ -115,10 +114,7 @@ def _is_stderr(path: Path) -> bool:
 
 
 class RateLimitedLogger:
-    """Logs at most one warning per period, with the number dropped before it.
-
-    For warnings that an outsider can cause.
-    """
+    """Logs at most one warning per period, with the number of those dropped; for warnings that outsiders can cause."""
 
     def __init__(self, logger: logging.Logger, period_s: float = 60.0) -> None:
         self._logger, self._period_s = logger, period_s

@@ -16,6 +16,16 @@ from stretto.base.files import atomic_path
 _STEP = re.compile(r"step_(\d+)$")
 
 
+class _Below:
+    """Makes an attribute of RunDir: the path of this name below the run directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The paths of one run."""
@@ -31,123 +41,77 @@ class RunDir:
     def __str__(self) -> str:
         return str(self.path)
 
+    def of_node(self, node: int) -> RunDir:
+        """The directory of another node than the first: its configs and logs. Nodes may share this directory."""
+        return RunDir(self.path.with_name(f"{self.path.name}-node-{node}"))
+
     # -- what the launcher writes --
 
-    @property
-    def configs(self) -> Path:
-        """Directory of the resolved configs."""
-        return self.path / "configs"
+    configs = _Below("configs")
+    """Directory of the resolved configs."""
 
     def config(self, name: str) -> Path:
         """A resolved config: `run`, the whole run's, and those of engines and evals."""
         return self.configs / f"{name}.json"
 
-    @property
-    def plan(self) -> Path:
-        """The process plan."""
-        return self.path / "plan.json"
+    plan = _Below("plan.json")
+    """The process plan."""
+    launch = _Below("launch.json")
+    """Who runs the run: a launcher on some host, or a job."""
+    nodes = _Below("nodes.json")
+    """Hosts of a run on several nodes; by this file the other nodes recognise the first one's directory."""
+    slurm = _Below("slurm")
+    """Directory of the Slurm job: its script, its config and its log."""
+    finish_marker = _Below("slurm/finish")
+    """Exists once a Slurm job was asked to finish its step."""
+    ray = _Below("ray")
+    """Directory of a run on a Ray cluster: its config, its state, and what the nodes print."""
+    lock = _Below("run.lock")
+    """Locked (flock) by the launcher while the run is live.
 
-    @property
-    def launch(self) -> Path:
-        """Who runs it: a launcher on some host, or a job."""
-        return self.path / "launch.json"
-
-    @property
-    def nodes(self) -> Path:
-        """The hosts of a run over several, by which the others recognise the first one's directory."""
-        return self.path / "nodes.json"
-
-    @property
-    def slurm(self) -> Path:
-        """Directory of the job: its script, its config and its log."""
-        return self.path / "slurm"
-
-    @property
-    def finish_marker(self) -> Path:
-        """Exists once a job of Slurm has been asked to finish its step."""
-        return self.slurm / "finish"
-
-    @property
-    def ray(self) -> Path:
-        """Directory of a run on a Ray cluster: its config, its state, and what the nodes print."""
-        return self.path / "ray"
-
-    @property
-    def lock(self) -> Path:
-        """Locked (flock) by the launcher while the run is live.
-
-        Processes that were started alone hold a shared lock on it.
-        """
-        return self.path / "run.lock"
+    Processes that were started alone hold a shared lock on it.
+    """
 
     def part_lock(self, role: str) -> Path:
         """Locked by an orchestrator or trainer that was started alone."""
         return self.path / f"run.{role}.lock"
 
-    @property
-    def secret(self) -> Path:
-        """The secret by which the run's processes recognise each other; mode 0600 (base/secret.py)."""
-        return self.path / "secret"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
+    secret = _Below("secret")
+    """The secret by which the run's processes recognise each other; mode 0600 (base/secret.py)."""
+    logs = _Below("logs")
 
     def log(self, role: str) -> Path:
         """Standard output and error of a process."""
         return self.logs / f"{role}.log"
 
-    @property
-    def dumps(self) -> Path:
-        """Directory of the stacks and queue depths of stalled processes."""
-        return self.path / "dumps"
-
-    @property
-    def profiles(self) -> Path:
-        """Directory of traces of torch's operations at chosen steps."""
-        return self.path / "profiles"
-
-    @property
-    def curve(self) -> Path:
-        """Picture of the learning curve."""
-        return self.path / "curve.png"
+    dumps = _Below("dumps")
+    """Directory of the stacks and queue depths of stalled processes."""
+    profiles = _Below("profiles")
+    """Directory of traces of torch's operations at chosen steps."""
+    curve = _Below("curve.png")
+    """Picture of the learning curve."""
 
     # -- what the processes write --
 
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.sqlite"
-
-    @property
-    def tokens(self) -> Path:
-        """Directory of the segments: append-only files of rollout tokens."""
-        return self.path / "tokens"
+    ledger = _Below("ledger.sqlite")
+    tokens = _Below("tokens")
+    """Directory of the segments: append-only files of rollout tokens."""
 
     def segment(self, index: int) -> Path:
         return self.tokens / f"segment_{index:06d}.bin"
 
-    @property
-    def trained_tokens(self) -> Path:
-        """Directory of the debugging export, one file per step."""
-        return self.path / "tokens_trained"
+    trained_tokens = _Below("tokens_trained")
+    """Directory of the debugging export, one file per step."""
 
     def metrics(self, role: str) -> Path:
         return self.path / "metrics" / f"{role}.jsonl"
 
-    @property
-    def evals(self) -> Path:
-        """Directory of eval results and samples, one per version."""
-        return self.path / "evals"
-
-    @property
-    def evals_end(self) -> Path:
-        """Written by `sft` after its last version; the evaluating process then finishes."""
-        return self.evals / "END"
-
-    @property
-    def eval_model(self) -> Path:
-        """Start model of the evaluating engine of `sft`, if the model is made from scratch."""
-        return self.evals / "model"
+    evals = _Below("evals")
+    """Directory of eval results and samples, one per version."""
+    evals_end = _Below("evals/END")
+    """Written by `sft` after its last version; the evaluating process then finishes."""
+    eval_model = _Below("evals/model")
+    """Start model of the evaluating engine of `sft`, if the model is made from scratch."""
 
     def eval_results(self, version: int) -> Path:
         """Results of the eval of a version; written last, when the eval is complete."""
@@ -156,20 +120,13 @@ class RunDir:
     def eval(self, version: int) -> Path:
         return self.evals / f"version_{version}"
 
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def tokenizer(self) -> Path:
-        """Directory of the tokenizer built for a model made from scratch."""
-        return self.path / "tokenizer"
+    summary = _Below("summary.json")
+    tokenizer = _Below("tokenizer")
+    """Directory of the tokenizer built for a model made from scratch."""
 
     # -- checkpoints and weights --
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    checkpoints = _Below("checkpoints")
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step}"
@@ -186,41 +143,31 @@ class RunDir:
         """Newest step whose checkpoint is complete."""
         return max(self.complete_checkpoints(), default=None)
 
-    @property
-    def weights(self) -> Path:
-        """Directory of the Hugging Face exports."""
-        return self.path / "weights"
+    weights = _Below("weights")
+    """Directory of the Hugging Face exports."""
 
     def weights_step(self, step: int) -> Path:
         return self.weights / f"step_{step}"
 
-    @property
-    def latest_weights(self) -> Path:
-        """Link to the newest export."""
-        return self.weights / "latest"
+    latest_weights = _Below("weights/latest")
+    """Link to the newest export."""
 
     def link_latest_weights(self, step: int) -> None:
         """Point `latest` at the export of `step`, atomically."""
         with atomic_path(self.latest_weights) as link:
             link.symlink_to(self.weights_step(step).name)
 
-    @property
-    def critic(self) -> Path:
-        """Directory of the critic's exports, one `step_N` per export."""
-        return self.path / "critic"
+    critic = _Below("critic")
+    """Directory of the critic's exports, one `step_N` per export."""
 
     # -- wires that are files --
 
-    @property
-    def broadcasts(self) -> Path:
-        return self.path / "broadcasts"
+    broadcasts = _Below("broadcasts")
 
     def broadcast(self, version: int) -> Path:
         return self.broadcasts / f"version_{version}"
 
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts"
+    rollouts = _Below("rollouts")
 
     def rollout(self, step: int, rank: int) -> Path:
         return self.rollouts / f"step_{step}" / f"rank_{rank}.bin"

@@ -49,17 +49,17 @@ class PortClaims:
 
 
 def in_url(host: str) -> str:
-    """A host as it stands in a URL: an IPv6 address in brackets, everything else as it is."""
+    """A host in the form that URLs have: an IPv6 address in brackets, everything else unchanged."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def is_ipv6(host: str) -> bool:
-    """Whether a host, an address or a name, has IPv6 addresses alone."""
+    """Whether a host, given as an address or a name, has only IPv6 addresses."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
         return ":" in host
-    return all(family == socket.AF_INET6 for family, *_ in found)
+    return all(family == socket.AF_INET6 for family, *_ in infos)
 
 
 def is_free(host: str, port: int) -> bool:
@@ -83,7 +83,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def open_near(host: str, port: int, num_tried: int = 20) -> socket.socket | None:
-    """A listening socket at the first free port from `port` on, or at any; None if this machine cannot listen there."""
+    """A listening socket at the first free port from `port` on, else at any port; None if the machine cannot listen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for each in [*range(port, port + num_tried), 0]:
         try:
@@ -94,12 +94,12 @@ def open_near(host: str, port: int, num_tried: int = 20) -> socket.socket | None
 
 
 def is_own_address(host: str) -> bool:
-    """Whether `host` is an address of this machine, that is, one can listen on it."""
+    """Whether `host` is an address of this machine, that is, a process can listen on it."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in infos:
         with socket.socket(family, kind, protocol) as probe:
             try:
                 probe.bind(address)
@@ -113,7 +113,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def open_url(request: str | urllib.request.Request, timeout_s: float) -> AbstractContextManager[HTTPResponse]:
-    """Ask a server of the run's; never through a proxy of the environment, which leads out of the cluster.
+    """Send a request to a server of the run, never through the environment's proxy, which leads out of the cluster.
 
     Raises: OSError (urllib.error.HTTPError for a status from 400 on).
     """
@@ -121,7 +121,7 @@ def open_url(request: str | urllib.request.Request, timeout_s: float) -> Abstrac
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """This machine's own address on the way to another; None if there is no way, or no such name. Sends nothing."""
+    """This machine's address on the route to another host; None without a route or such a name. Sends nothing."""
     try:
         for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
             with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 # Runs in the child's process before its program: it asks the kernel to send SIGKILL when the parent's thread ends
 # (1 is PR_SET_PDEATHSIG, which survives exec). A separate program, because preexec_fn is unsafe with threads.
-# What schedulers send to all processes of a job is meant for the launcher, which tells its children what to do.
+# The child ignores what schedulers send to all processes of a job: the launcher gets it too, and stops its children.
 _DIE_WITH_PARENT = """
 import ctypes, os, sys
 from _signal import SIGHUP, SIGUSR2, SIG_IGN, signal
@@ -44,8 +44,9 @@ TRAIN_NODES_VAR = "STRETTO_TRAIN_NODES"
 """Environment variable of the first rank: the addresses of the trainer's nodes, for messages."""
 LOST_AFTER_VAR = "STRETTO_LOST_AFTER_S"
 """Environment variable of the ranks: seconds of silence after which a node of the trainer is lost."""
-EARN_S = 3600.0
-"""A process that ran for so long has earned one of its restarts back."""
+RESTART_EARNED_S = 3600.0
+"""A process that ran for this long may be started again once more."""
+EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 EXIT_LOST = 75
 """Exit code of a process that ends because another node is lost; another machine may take its place."""
 
@@ -76,10 +77,8 @@ def visible_gpus() -> list[str]:
         listing = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False
         )
-        return [
-            str(i)
-            for i, _ in enumerate(line for line in listing.stdout.splitlines() if line.startswith("GPU "))
-        ]
+        num_gpus = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+        return [str(index) for index in range(num_gpus)]
     return []
 
 
@@ -109,24 +108,24 @@ def device_env(gpus: Sequence[str]) -> dict[str, str]:
 
 
 class Restarts:
-    """How often something may still be started anew: `most` times, and once more per hour that it has run since.
+    """How often a process may still be restarted: `most` times, and once more per hour that it has run since.
 
-    So a process that ends at each start is given up soon, and one that is killed now and then is always started anew.
+    So a process that ends at each start is soon given up, and one that is killed now and then is always restarted.
     """
 
     def __init__(self, most: int) -> None:
         self._most, self._used = most, 0
 
     def left(self, ran_s: float) -> int:
-        """How many are left to a process that ran for so many seconds since it was last started."""
+        """Restarts that are left; ran_s: seconds that the process has run since its last start."""
         return self._most - self._counted(ran_s)
 
     def use(self, ran_s: float) -> None:
-        """Count a restart of a process that ran for so many seconds."""
+        """Count one restart of a process that has run for ran_s seconds."""
         self._used = self._counted(ran_s) + 1
 
     def _counted(self, ran_s: float) -> int:
-        return max(0, self._used - int(ran_s / EARN_S))
+        return max(0, self._used - int(ran_s / RESTART_EARNED_S))
 
 
 @dataclass
@@ -136,13 +135,16 @@ class Child:
     name: str
     popen: subprocess.Popen[bytes]
     log: Path
-    log_start: int  # size of the log file when this process was started, in bytes
+    log_start: int
+    """Size of the log file when this process was started, in bytes."""
     pidfd: int
-    mark: str  # identifies its descendants (keeper.py)
+    mark: str
+    """Identifies its descendants (keeper.py)."""
     started_at: float = field(default_factory=time.monotonic)
-    has_leftovers: bool = False  # it has ended, and other processes of its group still run
-    # Names of the shared memory that it and its descendants used when they were asked to end.
+    has_leftovers: bool = False
+    """It has ended, and other processes of its group still run."""
     _shared: set[str] = field(default_factory=set)
+    """Names of the shared memory that it and its descendants used when they were asked to end."""
 
     @property
     def pid(self) -> int:
@@ -238,7 +240,7 @@ class Child:
 
 
 def bound(argv: Sequence[str]) -> list[str]:
-    """The command as one that the kernel kills when the thread that starts it ends."""
+    """The command in a form that the kernel kills when the thread that started it ends."""
     return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *argv]
 
 
@@ -307,6 +309,11 @@ async def _still_running(children: Iterable[Child], timeout_s: float) -> list[Ch
     for task in late:
         task.cancel()
     return [waits[task] for task in late]
+
+
+def exit_status(returncode: int) -> int:
+    """The status with which a command ends like its child: that of the child, or 128 + the number of its signal."""
+    return returncode if returncode >= 0 else 128 - returncode
 
 
 def describe_exit(returncode: int) -> str:

@@ -20,26 +20,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
-from stretto.base.files import try_lock, write_atomic
+from stretto.base.files import read_holder, try_lock, write_atomic, write_holder
 from stretto.base.paths import RunDir
 
 logger = logging.getLogger(__name__)
 
-# These are left by a dry run, by another node that started earlier, or by a run that was stopped before its first
-# step; they are no reason to refuse a new run.
+# Left by a dry run, by another node that started earlier, or by a run that was stopped before its first step: a new
+# run is not refused because of them.
 _HARMLESS = frozenset(
     {"configs", "plan.json", "run.lock", "run.orchestrator.lock", "run.trainer.lock", "dry_run", "secret"}
     | {"logs", "dumps", "tokenizer", "launch.json", "nodes.json", "slurm", "ray"}
 )
-# What else a run that trained no step may have left: it is deleted when a new run takes its name.
+# Left, too, by a run that trained no step: a new run of the same name deletes them.
 _UNTRAINED = frozenset(
     {"ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", "metrics", "tokens", "evals"}
     | {"broadcasts", "rollouts", "summary.json"}
 )
 JOB_VAR = "STRETTO_JOB"
-"""Set in a scheduler's job, whose submission is recorded in RUN/launch.json already."""
+"""Set in a scheduler's job, which is recorded in RUN/launch.json since its submission."""
 COMMAND_VAR = "STRETTO_COMMAND"
-"""Set where other words than the user's have started a run: the user's, for messages that say how to continue it."""
+"""The command line that the user typed, where another one started the run; for messages that say how to continue."""
 CHECKPOINT = re.compile(r"/checkpoints/step_(\d+)$")
 """The end of a checkpoint's path."""
 _LOCK_WAIT_S = 10.0  # the children of a killed launcher have ended by then
@@ -74,8 +74,8 @@ def claim(
 ) -> Claim:
     """Create, check and lock the run directory; empty it first if `clean`.
 
-    origin: with `resume`, the run or checkpoint directory from which a new run starts. checkpoints: the directory
-    that has the checkpoints of runs, each in a directory of its name; None: they are in the run's own.
+    origin: with `resume`, the run or checkpoint directory from which a new run starts. checkpoints: another directory
+    for the checkpoints of runs, with one directory per run name; None: they are in the run directory.
 
     Raises: ConfigError if the directory holds another run, has nothing to resume from, or is in use.
     """
@@ -121,7 +121,7 @@ def claim_part(run: RunDir, role: str, *, is_new: bool, clean: bool) -> Iterator
         stack.callback(os.close, _lock(run, run.lock, is_shared=True))
         stack.callback(os.close, _lock(run, run.part_lock(role)))
         complete = run.complete_checkpoints()
-        found = [f"checkpoints of steps {_steps(complete)}"] if complete else []
+        found = [f"checkpoints of steps {_listing([*map(str, complete)])}"] if complete else []
         if role == "orchestrator" and run.ledger.exists():
             found.append("a ledger")
         if is_new and found:
@@ -135,10 +135,7 @@ def claim_part(run: RunDir, role: str, *, is_new: bool, clean: bool) -> Iterator
 
 
 def drop_unfinished(run: RunDir) -> None:
-    """Delete incomplete checkpoints and exports of a killed run.
-
-    Nobody may be writing any now.
-    """
+    """Delete incomplete checkpoints and exports of a killed run; no process may be writing any now."""
     complete = {run.checkpoint(step) for step in run.complete_checkpoints()}
     _delete(path for path in run.checkpoints.glob("step_*") if path not in complete)
     for exports in (run.weights, run.critic):
@@ -168,9 +165,9 @@ def discard(run: RunDir) -> None:
 
 
 def _link_checkpoints(run: RunDir, directory: Path) -> None:
-    """Let RUN/checkpoints be a link to the directory of the run's name in another directory.
+    """Make RUN/checkpoints a link to `directory`/<name of the run>.
 
-    Raises: ConfigError if there are checkpoints in either place that would be hidden or mixed.
+    Raises: ConfigError if checkpoints in one of the two places would be hidden or mixed with others.
     """
     target = Path(os.path.abspath(directory.expanduser())) / run.path.name
     link = run.checkpoints
@@ -179,8 +176,8 @@ def _link_checkpoints(run: RunDir, directory: Path) -> None:
         return
     if link.is_symlink() or link.exists():
         raise ConfigError(
-            f"ckpt.output_dir: the checkpoints of this run are in {link.resolve()}, not in {target}; give the key as "
-            "it was, or move them there and let the former be a link to it"
+            f"ckpt.output_dir: the checkpoints of this run are in {link.resolve()}, not in {target}; give the key its "
+            "former value, or move them there and replace the former directory by a link to it"
         )
     if any(target.glob("step_*")):
         raise ConfigError(
@@ -195,13 +192,9 @@ def _link_checkpoints(run: RunDir, directory: Path) -> None:
 
 
 def _delete_linked(run: RunDir) -> None:
-    """Delete the checkpoints of a run whose RUN/checkpoints is a link, which is deleted as a file."""
+    """Delete checkpoints behind a link: `_delete` removes the link alone."""
     if run.checkpoints.is_symlink():
         _delete(run.checkpoints.glob("step_*"))
-
-
-def _steps(steps: list[int]) -> str:
-    return _listing([str(step) for step in steps])
 
 
 def check(
@@ -374,8 +367,8 @@ def _lock(run: RunDir, path: Path, *, is_shared: bool = False) -> int:
         raise _unusable(run.path, cause) from cause
     deadline = time.monotonic() + _LOCK_WAIT_S
     while not try_lock(fd, is_shared=is_shared):
-        holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
-        # Its launcher was killed and the children are about to end: wait for them.
+        holder = read_holder(fd)
+        # The launcher was killed and its children are about to end: wait for them.
         if holder and not _is_alive(holder) and time.monotonic() < deadline:
             time.sleep(0.05)
             continue
@@ -385,8 +378,7 @@ def _lock(run: RunDir, path: Path, *, is_shared: bool = False) -> int:
             f"run {run.path.name!r} in {run} is in use{part} by process {holder or 'unknown'}. Wait for it, "
             f"stop it (kill {holder or '<pid>'}), or give this run another name with --run.name."
         )
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    write_holder(fd)
     return fd
 
 

@@ -26,9 +26,9 @@ from stretto.base.paths import RunDir
 SECRET_VAR = "STRETTO_RUN_SECRET"
 MIN_CHARS = 32
 ADMIN = "admin"
-"""Name of who may see and change everything in a service."""
+"""Name of the user who may see and change everything in a service."""
 PREFIX = "tml-"
-"""Begin of the tokens that are made: clients of Tinker accept no others."""
+"""Beginning of new tokens: clients of Tinker accept no others."""
 _WRITTEN_WITHIN_S = 5.0  # longest time between creating and writing the file
 _POLL_S = 0.05
 
@@ -56,8 +56,8 @@ def load_secret(run: RunDir) -> Secret:
 
     Raises: ConfigError if other users can read it or it is too short.
     """
-    if (given := _from_environment()) is not None:
-        return given
+    if (secret := _from_environment()) is not None:
+        return secret
     _make(run.secret)
     return _read(run.secret)
 
@@ -65,12 +65,12 @@ def load_secret(run: RunDir) -> Secret:
 def find_secret(run: RunDir, timeout_s: float, who: str = "this node") -> Secret:
     """The secret that another host's launcher writes to a shared run directory; waits for it.
 
-    who: the node that looks for it, in messages.
+    who: this node's name in messages.
 
-    Raises: ConfigError if there is none in time, for example because the hosts share no file system.
+    Raises: ConfigError if there is none within timeout_s, for example because the hosts share no file system.
     """
     deadline = time.monotonic() + timeout_s
-    while (given := _from_environment()) is None and not run.secret.exists():
+    while (secret := _from_environment()) is None and not run.secret.exists():
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"{who} does not have the run's secret: there is no {run.secret} and {SECRET_VAR} is not set. "
@@ -78,7 +78,7 @@ def find_secret(run: RunDir, timeout_s: float, who: str = "this node") -> Secret
                 f"{MIN_CHARS} or more random characters on each (openssl rand -hex 32)."
             )
         time.sleep(_POLL_S)
-    return given or _read(run.secret)
+    return secret or _read(run.secret)
 
 
 def without_secret() -> dict[str, str]:
@@ -128,9 +128,9 @@ def _checked(text: str, where: str) -> Secret:
 
 
 def prepare_tokens(path: Path, given: Mapping[str, str | None]) -> dict[str, str]:
-    """The token of every user and of the admin: the given one, the one in the file, or a new one; the file has them.
+    """Tokens of all users and of the admin: the given one, the one in the file, or a new one; the file gets them all.
 
-    Raises: ConfigError for a user with the admin's name, for equal tokens and for a file that is damaged.
+    Raises: ConfigError for a user with the admin's name, for equal tokens, and for a damaged file.
     """
     if ADMIN in given:
         raise ConfigError(f"[service.users.{ADMIN}]: the admin has this name; choose another")

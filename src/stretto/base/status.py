@@ -1,14 +1,14 @@
 """Status lines for the console: one JSON object per line on a pipe from a run's processes to the launcher.
 
 `report(kind, **fields)` is the writing end; `launch/run/console.py` reads and renders. The pipe's file
-descriptor is in the environment variable STRETTO_STATUS_FD; a process started alone has none and logs the
-same line instead. A field that is missing or None is not shown. The first report that is neither a note nor early
+descriptor is in the environment variable STRETTO_STATUS_FD; a process that was started alone has none and logs the
+same line instead. Fields that are missing or None are not shown. The first report that is neither a note nor early
 tells the launcher that the process handles SIGINT and has work to finish: install signal handlers before it.
 
     phase    text, is_early                what the run does until the first step ("waiting for the engine"); early:
-                                           no rollout has started yet, so nothing is lost if the run ends. The first
-                                           one says that config, data and the user's code have been checked: the
-                                           launcher starts the other processes
+                                           no rollout has started yet, so nothing is lost if the run ends. At the first
+                                           one, config, data and the user's code have been checked: the launcher starts
+                                           the other processes
     note     text                          a line that stays visible ("resumed from step 40: 37 rollouts reused")
     step     step, max_steps, time_s       one trained step
              reward, loss, mismatch_kl     means over the batch; mismatch_kl in nats
@@ -16,7 +16,7 @@ tells the launcher that the process handles SIGINT and has work to finish: insta
              staleness, staleness_max      versions between sampling and training, mean and max
              tokens_per_s                  trained tokens over wall time
              waits                         {process: fraction of the step, 0..1, in which it was idle}
-    progress text, done, total             how far a part is: an eval, a checkpoint, a download; gone when
+    progress text, done, total             how far a part is: an eval, a checkpoint, a download; it ends when
                                            done = total
     warning  role, text                    a warning of any process (base/log.py), once per kind
     engine   url, state, reason            an engine that is "down"; the launcher restarts it
@@ -33,7 +33,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +43,15 @@ STATUS_FD_VAR = "STRETTO_STATUS_FD"
 SUPERVISED_VAR = "STRETTO_SUPERVISED"
 """Set for children of a launcher, which sends SIGINT for an orderly end and SIGTERM for a quick one."""
 FINISH_VAR = "STRETTO_FINISH"
-"""Set in a job: the file that exists once the job has been asked to finish, which a process may have been too young to
-hear."""
+"""Set in a job: a file that exists once the job has been asked to finish, perhaps before a process handled signals."""
 DEVICES_FREE = "devices_free"
-"""Kind of a status line of the orchestrator: engines sleep, so that what waits for their devices may be started."""
+"""Kind of a status line of the orchestrator: engines sleep, so processes that wait for their devices can start."""
 KINDS = frozenset(
     {"phase", "note", "step", "eval", "summary", "engine", "warning", "ready", "progress", DEVICES_FREE}
 )
 
 FIRST_SHOWN_S, SHOWN_EVERY_S = 1.0, 0.5
-"""Seconds: shorter work has no progress of its own."""
+"""When progress is first reported, and how often after that; shorter work reports none."""
 
 _pipe: int | None = None
 
@@ -65,7 +64,7 @@ def is_supervised() -> bool:
 def stop_signals() -> tuple[signal.Signals, ...]:
     """Signals that ask to finish the step and save.
 
-    Without a launcher that is also SIGTERM, which a preemption sends, and SIGUSR2, which our jobs send.
+    Without a launcher these include SIGTERM, which preemption sends, and SIGUSR2, which our jobs send.
     """
     if is_supervised():
         return (signal.SIGINT,)
@@ -112,9 +111,9 @@ def report(kind: str, **fields: Any) -> None:
 
 @contextmanager
 def growing(text: str, total_bytes: float, count: Callable[[], float]) -> Iterator[None]:
-    """Report how far something is that grows on a disk, in megabytes, if it takes longer than FIRST_SHOWN_S.
+    """Report the progress of something that is written to a disk, in megabytes, if it takes longer than FIRST_SHOWN_S.
 
-    count: bytes there are now; called in a thread.
+    count: returns the bytes written so far; called in a thread.
     """
     has_ended, total = threading.Event(), max(round(total_bytes / 1e6), 1)
 
@@ -122,7 +121,7 @@ def growing(text: str, total_bytes: float, count: Callable[[], float]) -> Iterat
         wait_s, is_shown = FIRST_SHOWN_S, False
         while not has_ended.wait(wait_s):
             wait_s, is_shown = SHOWN_EVERY_S, True
-            # What is done goes away: the end is said below, once it has come.
+            # Less than the total, which would end the progress: that is reported below, after the end.
             report("progress", text=text, done=min(int(count() / 1e6), total - 1), total=total)
         if is_shown:
             report("progress", text=text, done=total, total=total)
@@ -137,13 +136,11 @@ def growing(text: str, total_bytes: float, count: Callable[[], float]) -> Iterat
 
 
 def bytes_below(directory: Path) -> int:
-    """Bytes of the files in a directory, of which some may vanish meanwhile; 0 if it is not there."""
+    """Bytes of the files in a directory, some of which may vanish meanwhile; 0 if the directory does not exist."""
     total = 0
     for path in directory.glob("*"):
-        try:
+        with suppress(FileNotFoundError):
             total += path.stat().st_size
-        except FileNotFoundError:
-            continue
     return total
 
 
@@ -153,11 +150,11 @@ def _plain(value: Any) -> Any:
     return item() if callable(item) else str(value)
 
 
-# -- how its numbers and texts are written --
+# -- how numbers and texts are written --
 
 
 def printable(text: str) -> str:
-    """The text with a space for each control character: nothing that a terminal would obey."""
+    """The text with a space for each control character, so that it cannot change the terminal."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 

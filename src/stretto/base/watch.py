@@ -1,12 +1,12 @@
-"""Stall watchdog: a process that makes no progress dumps its state and ends, instead of holding machines for ever.
+"""Stall watchdog: a process that makes no progress dumps its state and ends, instead of occupying machines for ever.
 
-What may be slow without being stuck, like the import of a user's module, is only logged (`warn_when_slow`).
+Work that may be slow without being stuck, like the import of a user's module, is only logged (`warn_when_slow`).
 
 States: WATCHING -> CLOSED (by its owner) or STALLED (no progress for stall_timeout_s; the process ends with exit
-code 70). Code that completes something calls `progress(what)`; a thread checks how long ago that was. The first call
-begins the count: waiting for other processes to start has deadlines of its own. Native code that never releases the
-interpreter lock is caught too, from the beginning: faulthandler's own thread ends the process with exit code 1 if the
-watching thread cannot run.
+code 70). Code that completes something calls `progress(what)`; a thread checks how long ago that was. The time counts
+from the first call: before it, waits for other processes have deadlines of their own. Native code that never releases
+the interpreter lock is detected too, from the beginning: faulthandler's own thread ends the process with exit code 1 if
+the watching thread cannot run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Watch:
         self.state = WatchState.WATCHING
         self._gauges = gauges
         self._on_stall = on_stall
-        self._last: tuple[str, float] | None = None  # what was completed, when
+        self._last: tuple[str, float] | None = None  # what was completed last, and when
         self._closing = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -151,17 +151,14 @@ class Watch:
 
 
 def _awaiting(task: asyncio.Task[Any]) -> Iterator[tuple[FrameType, int]]:
-    """All frames of a suspended task, down to where it waits.
-
-    `Task.print_stack` shows only the outermost one.
-    """
-    waits_in: Any = task.get_coro()
-    while waits_in is not None:
-        frame = getattr(waits_in, "cr_frame", None) or getattr(waits_in, "gi_frame", None)
+    """All frames of a suspended task, down to the one that waits; `Task.print_stack` shows only the outermost."""
+    coroutine: Any = task.get_coro()
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
         if frame is None:
             return
         yield frame, frame.f_lineno
-        waits_in = getattr(waits_in, "cr_await", None) or getattr(waits_in, "gi_yieldfrom", None)
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
 
 
 @contextmanager

@@ -151,7 +151,7 @@ def _command_flags(cls: type[Section], width: int) -> list[str]:
 def _common_help(verb: str, cls: type[Section], width: int) -> str:
     known = {path: key for path, _, key in reversed(list(all_paths(cls)))}
     lines = [_USAGE.format(verb=verb, about=_about(cls)), "", "Set most often:"]
-    for path in COMMON_KEYS[cls].split():
+    for path in next(COMMON_KEYS[base] for base in cls.__mro__ if base in COMMON_KEYS).split():
         flag = f"  --{path.replace('_', '-')}"
         about = " ".join(known[path].doc.split()).partition(". ")[0].removesuffix(".")
         lines += textwrap.wrap(f"{flag:<52}{about}", width, subsequent_indent=" " * 54)

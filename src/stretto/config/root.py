@@ -87,6 +87,12 @@ class RunRoot(Section):
         """Every file name of the run."""
         return RunDir(self.run_path)
 
+    @property
+    def start_options(self) -> dict[str, Any]:
+        """Arguments of base/rundir.py's `check` and `claim`: how the run starts."""
+        step, origin = (None, None) if self.resume is None else (self.resume.step, self.resume.dir)
+        return {"resume": self.resume is not None, "step": step, "clean": self.clean, "origin": origin}
+
     def _process_data(self, section: Section, *shared: str) -> dict[str, Any]:
         """The data of a process's root: its section, the shared keys, and those of every root."""
         own = {key: getattr(section, key) for key in type(section).model_fields}

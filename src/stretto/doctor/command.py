@@ -1,7 +1,8 @@
-"""`stretto doctor [CONFIG]`: one line per thing looked at, and what to type where something will go wrong.
+"""`stretto doctor [CONFIG]`: one line per check, and what to type where something will go wrong.
 
-Without a config: this machine. With one: also what the run needs here, and at every host of its deployment on which
-the same command is started. Exit status 1 if something will fail. Nothing is changed, started for long, or downloaded.
+Without a config it checks this machine. With one it also checks what the run needs here, and on every host of its
+deployment on which the same command is started. Exit status 1 if something will fail. It changes and downloads nothing,
+and starts nothing that lasts.
 """
 
 from __future__ import annotations
@@ -16,26 +17,28 @@ from pathlib import Path
 
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.doctor import machine, software
-from stretto.doctor.finding import Check, Finding, State, as_text, guarded, run_checks, verdict
+from stretto.doctor.finding import Check, Finding, State, as_text, bad, good, guarded, run_checks, verdict
 
 WAIT_S = 60.0
 ANY_ADDRESS = "0.0.0.0"
 
 
 def doctor(words: Sequence[str]) -> int:
-    """Look, print, and say by the exit status whether something will fail."""
-    given, rest = _parse(words)
-    if given.listen is not None:
-        return _listen(given)
-    if given.peer is not None:
+    """Run the checks and print their findings; the exit status, 1 if something will fail."""
+    options, rest = _parse(words)
+    if options.listen is not None:
+        return _listen(options)
+    if options.peer is not None:
         from stretto.doctor.hosts import pair
 
-        return _print(pair(given.peer, given.wait), [], is_json=given.json)
-    words = _as_words(rest)
+        return _print(pair(options.peer, options.wait), [], is_json=options.json)
+    words = list(rest)
     if not words:
-        return _print(run_checks(machine_checks(Path("outputs"))), [], is_json=given.json)
-    findings, edits = _check_config(words, given.wait)
-    return _print(findings, edits, is_json=given.json)
+        return _print(run_checks(machine_checks(Path("outputs"))), [], is_json=options.json)
+    if not words[0].startswith(("-", "@")):
+        words.insert(0, "@")  # `rl.toml` is short for `@ rl.toml`
+    findings, edits = _check_config(words, options.wait)
+    return _print(findings, edits, is_json=options.json)
 
 
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -60,22 +63,14 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="wait for --peer of another host, and measure",
     )
     parser.add_argument("--peer", metavar="HOST[:PORT]", help="measure the way to a host with --listen")
-    given, rest = parser.parse_known_args(list(words))
-    if not 0 <= given.wait < math.inf:
-        raise ConfigError(f"--wait {given.wait:g}: give seconds, 0 or more")
-    return given, rest
-
-
-def _as_words(rest: Sequence[str]) -> list[str]:
-    """The words of a config: `rl.toml` is short for `@ rl.toml`."""
-    words = list(rest)
-    if words and not words[0].startswith(("-", "@")):
-        words.insert(0, "@")
-    return words
+    options, rest = parser.parse_known_args(list(words))
+    if not 0 <= options.wait < math.inf:
+        raise ConfigError(f"--wait {options.wait:g}: give seconds, 0 or more")
+    return options, rest
 
 
 def machine_checks(directory: Path) -> list[tuple[str, Check]]:
-    """What is looked at without a config; directory: where runs are written."""
+    """The checks without a config; directory: where runs are written."""
     return [
         ("python", machine.python),
         ("packages", software.requirements),
@@ -94,7 +89,7 @@ def machine_checks(directory: Path) -> list[tuple[str, Check]]:
 
 
 def _check_config(words: list[str], wait_s: float) -> tuple[list[Finding], list[list[tuple[str, str]]]]:
-    """What was found for a config, and edits that make it fit if it does not."""
+    """The findings for a config, and edits that make it fit if it does not."""
     from stretto.config.root import RLConfig, SFTConfig
     from stretto.doctor import configs, hosts
     from stretto.doctor.edits import smallest_edits, without_gpus
@@ -105,7 +100,7 @@ def _check_config(words: list[str], wait_s: float) -> tuple[list[Finding], list[
         verb, cfg = configs.load_config(words)
     except ConfigError as error:
         found = run_checks(machine_checks(Path("outputs")))
-        found.append(Finding("config", State.BAD, str(error)))
+        found.append(bad("config", str(error)))
         root = configs.likeliest_root(words)
         return found, smallest_edits(words, str(error), root, configs.why_not)
     cfg = hosts.in_job(cfg)
@@ -114,9 +109,9 @@ def _check_config(words: list[str], wait_s: float) -> tuple[list[Finding], list[
     findings, edits = run_checks(machine_checks(cfg.output_dir.expanduser())), []
     try:
         fit = configs.check_fit(cfg)
-        findings.append(Finding("config", State.GOOD, f"of `{verb}`: {fit}"))
+        findings.append(good("config", f"of `{verb}`: {fit}"))
     except StrettoError as error:
-        findings.append(Finding("config", State.BAD, str(error)))
+        findings.append(bad("config", str(error)))
         edits = smallest_edits(words, str(error), type(cfg), configs.why_not, without_gpus(cfg))
     findings += configs.check_config(cfg)
     if isinstance(cfg, RLConfig | SFTConfig) and not edits:
@@ -132,19 +127,19 @@ def _check_config(words: list[str], wait_s: float) -> tuple[list[Finding], list[
     return findings, edits
 
 
-def _listen(given: argparse.Namespace) -> int:
+def _listen(options: argparse.Namespace) -> int:
     from stretto.doctor.hosts import listen_for
     from stretto.doctor.network import PORT
 
-    host, _, port = given.listen.rpartition(":") if ":" in given.listen else (given.listen, "", "")
+    host, _, port = options.listen.rpartition(":") if ":" in options.listen else (options.listen, "", "")
     if port and not port.isdecimal():
-        raise ConfigError(f"--listen {given.listen}: give HOST:PORT")
+        raise ConfigError(f"--listen {options.listen}: give HOST:PORT")
     where = host.strip("[]") or ANY_ADDRESS, int(port or PORT)
-    print(f"listening at {where[0]}:{where[1]} for {given.wait:.0f} s; on the other host: "
+    print(f"listening at {where[0]}:{where[1]} for {options.wait:.0f} s; on the other host: "
           f"stretto doctor --peer HERE:{where[1]}", file=sys.stderr, flush=True)  # fmt: skip
     code = 1
-    for findings in listen_for(*where, given.wait):
-        code = _print(findings, [], is_json=given.json)
+    for findings in listen_for(*where, options.wait):
+        code = _print(findings, [], is_json=options.json)
         sys.stdout.flush()
     if code:
         print("no peer came, or a way is bad", file=sys.stderr)

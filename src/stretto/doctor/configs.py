@@ -1,4 +1,4 @@
-"""What the doctor looks at for one config: whether it loads, what would start here, models, code, disk, servers."""
+"""The doctor's checks of one config: whether it loads, what would start here, models, code, disk, servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stretto.config.root import EvalConfig, InferenceConfig, RLConfig, SFTConfig
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import CkptSection, num_kept
 from stretto.data.hub_model import find_local, look_up, size
-from stretto.doctor.finding import Finding, State, guarded
+from stretto.doctor.finding import Finding, bad, good, guarded, note, warn
 from stretto.doctor.machine import gib
 from stretto.doctor.model_files import check_files, num_parameters
 from stretto.doctor.rollouts import check_rollouts
@@ -43,9 +43,7 @@ CONNECT_TIMEOUT_S = 3.0
 
 
 def load_config(words: Sequence[str]) -> tuple[str, Config]:
-    """The verb that the words belong to, and its config.
-
-    The verb whose keys they are is found by trying.
+    """The first verb whose config loads from the words, and this config.
 
     Raises: ConfigError of the verb that knows most of the keys.
     """
@@ -55,13 +53,13 @@ def load_config(words: Sequence[str]) -> tuple[str, Config]:
             return verb, load(root, list(words), verb=verb)
         except ConfigError as error:
             if verb == "rl" and names_whole_run(words):
-                raise  # `inference` would take its part of the file, and judge that alone
+                raise  # `inference` would load only its part of the file
             errors[verb] = error
     raise errors[_likeliest(errors)]
 
 
 def likeliest_root(words: Sequence[str]) -> type[Config]:
-    """The root of a config that does not load."""
+    """The root of a config that does not load: that of the verb which knows most of the keys."""
     errors = {}
     for verb, root in ROOTS.items():
         try:
@@ -77,9 +75,9 @@ def _likeliest(errors: Mapping[str, ConfigError]) -> str:
 
 
 def check_fit(cfg: Config) -> str:
-    """What this machine would start for a config, in a few words; nothing is started.
+    """What this machine would start for a config, as a short text; starts nothing.
 
-    Raises: ConfigError with the first reason why it cannot.
+    Raises: ConfigError with the first reason why it cannot start.
     """
     if isinstance(cfg, RLConfig):
         plan = check_here(cfg)
@@ -108,7 +106,7 @@ def machines(count: int) -> str:
 
 
 def check_config(cfg: Config) -> Iterator[Finding]:
-    """Every line about a config, but for `check_fit`'s."""
+    """All findings about a config except that of `check_fit`."""
     for name, check in (
         ("run directory", _check_directory),
         ("models", _check_models),
@@ -123,18 +121,16 @@ def check_config(cfg: Config) -> Iterator[Finding]:
 def _check_directory(cfg: Config) -> Iterator[Finding]:
     if isinstance(cfg, InferenceConfig | EvalConfig):
         return
-    resume = cfg.resume
-    step, origin = (None, None) if resume is None else (resume.step, resume.dir)
     try:
-        rundir.check(cfg.run_dir, resume=resume is not None, step=step, clean=cfg.clean, origin=origin)
+        rundir.check(cfg.run_dir, **cfg.start_options)
     except ConfigError as error:
-        yield Finding("run directory", State.BAD, str(error))
+        yield bad("run directory", str(error))
         return
-    yield Finding("run directory", State.GOOD, f"{cfg.run_path} can be used")
+    yield good("run directory", f"{cfg.run_path} can be used")
 
 
 def _models(cfg: Config) -> list[tuple[str, bool]]:
-    """Names of models, and whether their weights are needed."""
+    """Names of models, each with whether its weights are needed."""
     if isinstance(cfg, RLConfig):
         return models_of(cfg)
     if isinstance(cfg, SFTConfig):
@@ -153,7 +149,7 @@ def _check_models(cfg: Config) -> Iterator[Finding]:
 
 
 def _check_length(cfg: Config, name: str, directory: Path) -> Iterator[Finding]:
-    """Whether rows are longer than the positions that the model knows."""
+    """Whether seq_len is longer than the model's max_position_embeddings."""
     longest = read_model_file(directory).get("max_position_embeddings")
     length = getattr(cfg, "seq_len", None)
     if not isinstance(longest, int) or not isinstance(length, int) or length <= longest:
@@ -161,16 +157,13 @@ def _check_length(cfg: Config, name: str, directory: Path) -> Iterator[Finding]:
     text = f"seq_len = {length} is longer than its max_position_embeddings = {longest}"
     reply = cfg.orchestrator.train.sampling.max_completion_tokens if isinstance(cfg, RLConfig) else None
     if isinstance(cfg, SFTConfig):
-        yield Finding(
-            f"model {name}", State.NOTE, f"{text}: several examples share a row; longer ones are cut"
-        )
+        yield note(f"model {name}", f"{text}: several examples share a row; longer ones are cut")
     elif reply is not None and reply < longest:
         text = f"{text}: several rollouts share a row, with {reply} tokens per reply"
-        yield Finding(f"model {name}", State.NOTE, f"{text}; a longer conversation would be noise")
+        yield note(f"model {name}", f"{text}; a longer conversation would be noise")
     else:
-        yield Finding(
+        yield warn(
             f"model {name}",
-            State.WARN,
             f"{text}: replies beyond that are noise, or refused",
             f"--seq-len {longest}",
         )
@@ -182,16 +175,14 @@ def _missing_model(name: str, has_weights: bool) -> Finding:
     except ConfigError as error:
         if has_weights:
             fix = "or make it first, if a warm-up (sft) makes it"
-            return Finding(f"model {name}", State.BAD, str(error), fix)
+            return bad(f"model {name}", str(error), fix)
         fix = "give a directory with tokenizer.json; without tokenizer.name it is the model's own"
-        return Finding(f"tokenizer {name}", State.BAD, str(error).split("; give ")[0], fix)
+        return bad(f"tokenizer {name}", str(error).split("; give ")[0], fix)
     text = f"is not here; would be downloaded, {offer}"
     if offer.missing_bytes > offer.free_bytes:
         fix = f"set HF_HOME to a disk with {size(offer.missing_bytes)} free"
-        return Finding(
-            f"model {name}", State.BAD, f"{text}, and {offer.cache} has {size(offer.free_bytes)}", fix
-        )
-    return Finding(f"model {name}", State.NOTE, text, f"hf download {name} does it beforehand")
+        return bad(f"model {name}", f"{text}, and {offer.cache} has {size(offer.free_bytes)}", fix)
+    return note(f"model {name}", text, f"hf download {name} does it beforehand")
 
 
 def _check_room(cfg: Config) -> Iterator[Finding]:
@@ -209,19 +200,19 @@ def _check_room(cfg: Config) -> Iterator[Finding]:
         path for path in (cfg.run_path.absolute(), *cfg.run_path.absolute().parents) if path.exists()
     )
     free = shutil.disk_usage(there).free
-    # While a checkpoint is written, all that are kept are still there.
+    # While a checkpoint is written, the ones that are kept are all still there.
     needed = each * (count + 1)
     text = f"up to {count + 1} of {gib(each)} each: {gib(needed)}; {gib(free)} are free"
     if needed > free:
         fits = max(1, int(free // each) - 1) if each <= free / 2 else None
         fix = f"--ckpt.keep-last {fits}" if fits else "--output-dir on a larger disk"
-        yield Finding("checkpoints", State.BAD, text, fix)
+        yield bad("checkpoints", text, fix)
     else:
-        yield Finding("checkpoints", State.GOOD, text)
+        yield good("checkpoints", text)
 
 
 def _checkpoint_bytes(model: ModelSection, ckpt: CkptSection, num: int) -> int:
-    """An estimate: adapters alone are small; weights beside a checkpoint are exported in 16 bits."""
+    """An estimate of a checkpoint's size, with the weights exported beside it; adapters alone are small."""
     exported = BYTES_PER_EXPORTED * num if ckpt.weights is not None else 0
     return exported + (num // 50 if model.lora is not None else BYTES_PER_PARAMETER * num)
 
@@ -234,13 +225,13 @@ def _check_code(cfg: Config) -> Iterator[Finding]:
         found = check_sft_records(cfg)
     if found:
         names = dict.fromkeys(f"{what} {name}" for what, name in found)
-        yield Finding("code and data", State.GOOD, ", ".join(names))
+        yield good("code and data", ", ".join(names))
 
 
 def _check_rollouts(cfg: Config) -> Iterator[Finding]:
     if isinstance(cfg, RLConfig):
         if cfg.model.scratch is None and find_local(name := _tokenizer_of(cfg), has_weights=False) is None:
-            yield Finding("rollouts", State.NOTE, f"none was played: the tokenizer of {name} is not here")
+            yield note("rollouts", f"none was played: the tokenizer of {name} is not here")
             return
         yield from check_rollouts(cfg.orchestrator_config())
 
@@ -250,7 +241,7 @@ def _tokenizer_of(cfg: RLConfig) -> str:
 
 
 def _check_servers(cfg: Config) -> Iterator[Finding]:
-    """Engines that others have started, and teachers."""
+    """Whether engines and teachers that this run does not start answer."""
     sections = []
     if isinstance(cfg, RLConfig):
         if cfg.inference is None:
@@ -269,10 +260,10 @@ def _server(key: str, url: str) -> Finding:
     address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
     try:
         with socket.create_connection(address, CONNECT_TIMEOUT_S):
-            return Finding(f"server {url}", State.GOOD, "answers")
+            return good(f"server {url}", "answers")
     except OSError as error:
         text = f"{key}: nobody listens there: {error.strerror or error}"
-        return Finding(f"server {url}", State.BAD, text, "start it, or correct the key")
+        return bad(f"server {url}", text, "start it, or correct the key")
 
 
 def why_not(words: Sequence[str]) -> str | None:

@@ -1,7 +1,8 @@
 """The smallest edits that make a config fit: other values of the keys that its error names, each tried by planning.
 
-An edit is a flag and its value, as it would be typed. What is offered has been tried: with it the config loads, and
-this machine could start the run. One edit is preferred to two, and a value near the given one to one far away.
+An edit is a flag and its value, as the user would type it. With the edits that are offered the config loads, and this
+machine could start the run: each has been tried. One edit is preferred to two, and a value near the config's to one
+that is far from it.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ def smallest_edits(
     why_not: Callable[[Sequence[str]], str | None],
     gpu_edits: Sequence[Edit] = (),
 ) -> list[list[Edit]]:
-    """Sets of edits with which a config fits, the smallest first; [] if none was found in TRY_S.
+    """Sets of edits with which a config fits, the smallest first; [] if none was found within TRY_S.
 
-    words: the command line that does not fit; error: why. why_not: the same of another command line, None if it fits.
-    gpu_edits: those of `without_gpus`, of which as few as possible are offered.
+    words: the command line that does not fit. error: its message. why_not: returns the error of another command line,
+    None if that fits. gpu_edits: the edits of `without_gpus`; as few of them as possible are offered.
     """
     deadline = time.monotonic() + TRY_S
     level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # doubts about what is only tried
+    logging.disable(logging.WARNING)  # warnings about configs that are only tried
     try:
         first = list(_candidates(error, root))
         found: list[list[Edit]] = []
@@ -73,7 +74,7 @@ def smallest_edits(
             found.append(_needed(words, gpu_edits, why_not))
         if found:
             return found
-        for edit, left in next_errors:  # it solved one fault, and another is left
+        for edit, left in next_errors:  # the edit removed one error, and another is left
             for other in _candidates(left, root):
                 if time.monotonic() > deadline:
                     return []
@@ -87,7 +88,7 @@ def smallest_edits(
 def _needed(
     words: Sequence[str], edits: Sequence[Edit], why_not: Callable[[Sequence[str]], str | None]
 ) -> list[Edit]:
-    """The edits of a set with which a config fits, without those that it fits without, too."""
+    """The edits of a set without those that the config does not need in order to fit."""
     kept = list(edits)
     for edit in edits:
         fewer = [other for other in kept if other != edit]
@@ -97,7 +98,7 @@ def _needed(
 
 
 def without_gpus(cfg: Section) -> list[Edit]:
-    """Edits that take back every key with which a config asks for GPUs."""
+    """Edits that reset every key with which a config requests GPUs."""
     edits = []
     for key, values in GPU_KEYS:
         value: Any = cfg
@@ -134,17 +135,9 @@ def _numbers(error: str, root: type[Section]) -> Iterator[tuple[str, int]]:
 
 def _keys(name: str, root: type[Section]) -> Iterable[str]:
     """Paths of the root that a message may mean with this name."""
-    tables = (
-        "",
-        "deployment.",
-        "orchestrator.",
-        "trainer.",
-        "inference.",
-        "model.",
-        "inference.parallel.",
-        "ckpt.",
-    )
-    return dict.fromkeys(table + name for table in tables if table + name in _paths(root))
+    tables = ("", "deployment", "orchestrator", "trainer", "inference", "model", "inference.parallel", "ckpt")
+    paths = (f"{table}.{name}".lstrip(".") for table in tables)
+    return dict.fromkeys(path for path in paths if path in _paths(root))
 
 
 @cache
@@ -153,7 +146,7 @@ def _paths(root: type[Section]) -> frozenset[str]:
 
 
 def _values_near(given: int, key: str) -> Iterable[int]:
-    """Other values: halves and doubles, divisors and multiples, neighbours; of a port the next ones."""
+    """Other values: halves and doubles, divisors and multiples, neighbours; for a port, the next ones."""
     if key.endswith("port"):
         return range(given + 1, given + 1 + NEAR)
     near = itertools.chain(
@@ -162,7 +155,7 @@ def _values_near(given: int, key: str) -> Iterable[int]:
         (given * by for by in (2, 3, 4)),
         (1, 2, 4, 8),
     )
-    return sorted({value for value in near if value > 0})  # the given one may be what the message advises
+    return sorted({value for value in near if value > 0})  # with `given`, which the message may advise
 
 
 def flag(key: str) -> str:
@@ -171,10 +164,10 @@ def flag(key: str) -> str:
 
 
 def written(edits: Sequence[Edit]) -> str:
-    """A set of edits as it would be typed."""
+    """A set of edits as the user would type it."""
     return " ".join(itertools.chain.from_iterable(edits))
 
 
-def as_text(found: Sequence[Sequence[Edit]]) -> str:
-    """What to type, one line per choice."""
-    return "\n".join(f"    {written(edits)}" for edits in found)
+def as_text(choices: Sequence[Sequence[Edit]]) -> str:
+    """The edits to type, one line per choice."""
+    return "\n".join(f"    {written(edits)}" for edits in choices)

@@ -1,4 +1,4 @@
-"""One line of the doctor: what was looked at, whether it is good, and what to type if it is not."""
+"""One line of the doctor: what was checked, whether it is good, and what to type if it is not."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class State(StrEnum):
     """How serious a finding is; only BAD makes the command fail."""
 
     GOOD = "good"
-    NOTE = "note"  # is missing, and only some runs need it
-    WARN = "warn"  # runs, and will be slow or may fail later
-    BAD = "bad"  # will fail
+    NOTE = "note"  # something is missing that only some runs need
+    WARN = "warn"  # a run will be slow, or may fail later
+    BAD = "bad"  # a run will fail
 
 
 MARKS = {State.GOOD: "ok", State.NOTE: "--", State.WARN: "!!", State.BAD: "NO"}
@@ -30,24 +30,40 @@ MARKS = {State.GOOD: "ok", State.NOTE: "--", State.WARN: "!!", State.BAD: "NO"}
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one thing.
-
-    text: the fact, or what will go wrong. fix: what to type or change; "" if it is good. host: where it was found;
-    "" for this machine alone.
-    """
+    """The result of one check."""
 
     name: str
+    """What was checked."""
     state: State
     text: str
+    """The fact, or what will go wrong."""
     fix: str = ""
+    """What to type or change; "" if nothing is wrong."""
     host: str = ""
+    """Where it was found; "" for this machine alone."""
 
     def as_json(self) -> dict[str, Any]:
         return {key: str(getattr(self, key)) for key in ("host", "name", "state", "text", "fix")}
 
 
+def good(name: str, text: str) -> Finding:
+    return Finding(name, State.GOOD, text)
+
+
+def note(name: str, text: str, fix: str = "") -> Finding:
+    return Finding(name, State.NOTE, text, fix)
+
+
+def warn(name: str, text: str, fix: str = "") -> Finding:
+    return Finding(name, State.WARN, text, fix)
+
+
+def bad(name: str, text: str, fix: str = "", host: str = "") -> Finding:
+    return Finding(name, State.BAD, text, fix, host)
+
+
 def finding_of(data: Any, host: str) -> Finding:
-    """A finding that another host has sent: texts of bounded length, and nothing that a terminal would obey."""
+    """A finding that another host has sent, with texts of bounded length and without control characters."""
     data = data if isinstance(data, dict) else {}
     texts = {key: printable(str(data.get(key, "")))[:MAX_CHARS] for key in ("name", "state", "text", "fix")}
     state = State(texts["state"]) if texts["state"] in list(State) else State.WARN
@@ -58,26 +74,26 @@ Check = Callable[[], Iterator[Finding]]
 
 
 def run_checks(checks: Sequence[tuple[str, Check]], num_threads: int = 8) -> list[Finding]:
-    """What checks find, in their order; they run at the same time. An error of one becomes its finding."""
+    """The findings of all checks, which run at the same time, in the order of the checks."""
     with ThreadPoolExecutor(num_threads) as pool:
-        found = pool.map(lambda each: guarded(*each), checks)
-    return [finding for findings in found for finding in findings]
+        results = pool.map(lambda each: guarded(*each), checks)
+    return [finding for findings in results for finding in findings]
 
 
 def guarded(name: str, check: Check) -> list[Finding]:
-    """What a check finds; an error becomes a finding too, because the others are still of use."""
+    """The findings of a check; an error becomes a finding too, so that other checks go on."""
     found: list[Finding] = []
     try:
         found.extend(check())
     except StrettoError as error:
-        found.append(Finding(name, State.BAD, str(error)))
+        found.append(bad(name, str(error)))
     except Exception as error:
-        found.append(Finding(name, State.WARN, f"could not be looked at: {type(error).__name__}: {error}"))
+        found.append(warn(name, f"could not be looked at: {type(error).__name__}: {error}"))
     return found
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """One line per finding, wrapped; what to type stands below it."""
+    """One line per finding, wrapped, with what to type below it."""
     if not findings:
         return ""
     names = [f"{finding.host}: {finding.name}" if finding.host else finding.name for finding in findings]

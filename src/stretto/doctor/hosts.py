@@ -1,9 +1,8 @@
-"""The hosts of a deployment: the same command is started on each, and the first one hears the others.
+"""The hosts of a deployment: the same command is started on each, and the others report to the first.
 
-Nobody logs in anywhere. By hand one starts `stretto doctor CONFIG` on every host, as one starts the run; inside a job
-of Slurm `srun stretto doctor CONFIG` does so. Every other host connects to the first, at the port of control, which the
-run will need too: it sends what it has found, measures the way, and looks for a file that the first has written into
-the directory of runs.
+The user starts `stretto doctor CONFIG` on every host, in the same way as the run; inside a Slurm job by `srun stretto
+doctor CONFIG`. Every other host connects to the first one at the control port, which the run needs, too. It sends its
+findings, measures the network, and looks for a file that the first host has written into the directory of runs.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from stretto.base.errors import ConfigError, WireError
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig
 from stretto.doctor.configs import Config
-from stretto.doctor.finding import Finding, State
+from stretto.doctor.finding import Finding, bad, good, note, warn
 from stretto.doctor.network import PORT, Peer, findings_of, listen, new_token
 from stretto.launch.plan.nodes import find_node_rank
 from stretto.launch.run.node_checks import check_others
@@ -28,7 +28,7 @@ _SHARED = "shared directory"
 
 
 def in_job(cfg: Config) -> Config:
-    """Inside a job of Slurm: the config with the hosts of that job, as its nodes will get it; else as it is."""
+    """Inside a Slurm job, the config with the hosts of that job, as its nodes will get it; else the same config."""
     if isinstance(cfg, EvalConfig) or JOB_VAR not in os.environ or cfg.slurm is None:
         return cfg
     hosts = nodes_of(os.environ[JOB_VAR])[: cfg.num_nodes]
@@ -41,28 +41,27 @@ def in_job(cfg: Config) -> Config:
 
 
 def hosts_of(cfg: Config) -> list[str]:
-    """Addresses of the hosts of a deployment over several; [] if there is one, or they are not known yet."""
+    """Addresses of the hosts of a deployment; [] if it has only one host, or they are not known yet."""
     if isinstance(cfg, EvalConfig) or cfg.num_nodes == 1:
         return []
     return (cfg.hosts if isinstance(cfg, InferenceConfig) else cfg.deployment.hosts) or []
 
 
 def elsewhere(cfg: Config, command: str) -> Iterator[Finding]:
-    """What was not looked at, because other machines will run it, and how to look there."""
+    """Notes about machines that were not checked, and the command that checks them."""
     if isinstance(cfg, EvalConfig):
         return
     if cfg.slurm is not None:
         fix = f"salloc -N {cfg.num_nodes} (with your partition), then: srun --ntasks-per-node=1 {command}"
-        yield Finding("Slurm", State.NOTE, "the job's machines were not looked at, only this one", fix)
+        yield note("Slurm", "the job's machines were not looked at, only this one", fix)
     elif cfg.ray is not None:
         fix = f"on each machine of the cluster: {command} --no-ray"
-        yield Finding("Ray", State.NOTE, "the cluster's machines were not looked at, only this one", fix)
+        yield note("Ray", "the cluster's machines were not looked at, only this one", fix)
     elif cfg.num_nodes > 1 and not hosts_of(cfg):
         key = "--hosts" if isinstance(cfg, InferenceConfig) else "--deployment.hosts"
         fix = f'on each host: {command} {key} \'["host-0", "host-1"]\''
-        yield Finding(
+        yield note(
             "hosts",
-            State.NOTE,
             f"{cfg.num_nodes} machines, and none is named: only this one was looked at",
             fix,
         )
@@ -72,7 +71,7 @@ class HostReports:
     """This host among those of a deployment: the first listens, the others report to it."""
 
     def __init__(self, cfg: Config, hosts: Sequence[str]) -> None:
-        """Raises: ConfigError if this machine is none of the hosts."""
+        """Raises: ConfigError if this machine is not one of the hosts."""
         self.hosts = list(hosts)
         is_serving = isinstance(cfg, InferenceConfig)
         rank = cfg.node_rank if is_serving else cfg.deployment.node_rank  # type: ignore[union-attr]
@@ -82,12 +81,12 @@ class HostReports:
         self.directory = cfg.output_dir.expanduser().absolute()  # type: ignore[union-attr]
 
     def reach(self) -> Iterator[Finding]:
-        """Whether the network has a way to the others."""
+        """Whether the network has a route to the others."""
         check_others(self.hosts, self.node, self.key)
-        yield Finding("hosts", State.GOOD, f"node {self.node} of {len(self.hosts)} has a way to the others")
+        yield good("hosts", f"node {self.node} of {len(self.hosts)} has a way to the others")
 
     def receive(self, wait_s: float) -> list[Finding]:
-        """On the first host: what the others have found, and the ways to them."""
+        """On the first host: the findings of the others, and the measurements of the network."""
         token = new_token()
         missing = set(range(1, len(self.hosts)))
         found: list[Finding] = []
@@ -98,11 +97,11 @@ class HostReports:
                 f"node 0 cannot listen at {self.hosts[0]}:{self.port} ({error.strerror}), where the others report"
             ) from error
         with listener, _marker(self.directory, token):
-            for meeting in listen(listener, token, wait_s=wait_s, is_renewed=True) if missing else ():
-                node = meeting.node
+            for report in listen(listener, token, wait_s=wait_s, is_renewed=True) if missing else ():
+                node = report.node
                 name = f"node {node}" if node in missing else f"node {node}?"
                 missing.discard(node or 0)
-                found += [_renamed(each, f"{name}, {meeting.host}") for each in meeting.findings]
+                found += [replace(each, host=f"{name}, {report.host}") for each in report.findings]
                 if not missing:
                     break
         for node in sorted(missing):
@@ -110,11 +109,11 @@ class HostReports:
                 f"start the same command on {self.hosts[node]}, and open port {self.port} on {self.hosts[0]}"
             )
             text = f"no report came from it within {wait_s:.0f} s"
-            found.append(Finding("report", State.BAD, text, fix, f"node {node}, {self.hosts[node]}"))
+            found.append(bad("report", text, fix, f"node {node}, {self.hosts[node]}"))
         return found
 
     def send(self, findings: Sequence[Finding], wait_s: float) -> list[Finding]:
-        """On another host: report to the first, and measure the way to it; what that showed.
+        """On another host: report to the first, and measure the network; returns the further findings.
 
         Raises: WireError if the first host does not answer.
         """
@@ -126,13 +125,9 @@ class HostReports:
 
     def _find_marker(self, token: str) -> Finding:
         if token and _marker_file(self.directory, token).exists():
-            return Finding(_SHARED, State.GOOD, f"{self.directory} is that of the first host")
+            return good(_SHARED, f"{self.directory} is that of the first host")
         text = f"{self.directory} is not that of the first host, which checkpoints and weights as files need"
-        return Finding(_SHARED, State.WARN, text, "put --output-dir on a file system that all hosts mount")
-
-
-def _renamed(finding: Finding, host: str) -> Finding:
-    return Finding(finding.name, finding.state, finding.text, finding.fix, host)
+        return warn(_SHARED, text, "put --output-dir on a file system that all hosts mount")
 
 
 def _marker_file(directory: Path, token: str) -> Path:
@@ -141,7 +136,7 @@ def _marker_file(directory: Path, token: str) -> Path:
 
 @contextmanager
 def _marker(directory: Path, token: str) -> Iterator[None]:
-    """A file that other hosts look for while this lasts; where it cannot be written, they do not find it."""
+    """Context in which a file exists for which other hosts look; if it cannot be written, they do not find it."""
     file, was_there = _marker_file(directory, token), directory.is_dir()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -157,9 +152,9 @@ def _marker(directory: Path, token: str) -> Iterator[None]:
 
 
 def pair(address: str, wait_s: float) -> list[Finding]:
-    """Measure the way to a host that runs `stretto doctor --listen`.
+    """Measure the network to a host that runs `stretto doctor --listen`.
 
-    Raises: WireError if it does not answer; ConfigError for something that is no address.
+    Raises: WireError if the host does not answer; ConfigError for an invalid address.
     """
     host, _, port = address.rpartition(":") if address.count(":") == 1 else (address, "", "")
     if port and not port.isdecimal():
@@ -172,7 +167,7 @@ def pair(address: str, wait_s: float) -> list[Finding]:
 
 
 def listen_for(host: str, port: int, wait_s: float) -> Iterator[list[Finding]]:
-    """What peers measure, one after another, for wait_s seconds.
+    """The findings of peers that connect within wait_s seconds, one peer after another.
 
     Raises: WireError if this machine cannot listen there.
     """
@@ -185,5 +180,5 @@ def listen_for(host: str, port: int, wait_s: float) -> Iterator[list[Finding]]:
             f"cannot listen at {host}:{port}: {error}; give an address of this machine"
         ) from error
     with listener:
-        for meeting in listen(listener, new_token(), wait_s=wait_s):
-            yield meeting.findings
+        for report in listen(listener, new_token(), wait_s=wait_s):
+            yield report.findings

@@ -1,4 +1,4 @@
-"""Whether the processes of a config fit into memory, as `stretto plan` foresees it, and edits that help."""
+"""Whether the processes of a config fit into memory, as `stretto plan` predicts it, and edits that help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.data.hub_model import is_hub_name
 from stretto.doctor.edits import MOST_OFFERED, Edit, written
-from stretto.doctor.finding import Finding, State
+from stretto.doctor.finding import Finding, bad, good, note
 from stretto.doctor.machine import gib, output_of
 from stretto.foresee.command import all_memory
 from stretto.foresee.hardware import GPUS, find_hardware
@@ -24,34 +24,32 @@ NO_EDIT = "`stretto plan` shows what takes it; more GPUs, or a smaller model"
 
 
 def check_memory(cfg: RLConfig | SFTConfig, words: Sequence[str]) -> Iterator[Finding]:
-    """One line per kind of process; for one that does not fit, the smallest edit that helps."""
+    """A finding per kind of process; for one that does not fit, with the smallest edit that helps."""
     gpu = _gpu()
     if gpu == "":
-        yield Finding(
-            "memory", State.NOTE, "of this GPU is not in the table; `stretto plan --gpu NAME` takes another"
-        )
+        yield note("memory", "of this GPU is not in the table; `stretto plan --gpu NAME` takes another")
         return
     name = cfg.model.name
     if cfg.model.scratch is None and not is_hub_name(name) and not Path(name).expanduser().is_dir():
-        yield Finding("memory", State.NOTE, "is not foreseen: the model is not here")
+        yield note("memory", "is not foreseen: the model is not here")
         return
     try:
         foreseen = memories(cfg, gpu)
-    except ConfigError as error:  # the model is not here; its own line says so
-        yield Finding("memory", State.NOTE, f"is not foreseen: {error}")
+    except ConfigError as error:  # the model is not here, which another finding says
+        yield note("memory", f"is not foreseen: {error}")
         return
     for memory in foreseen:
         text = f"{memory.who}: {gib(memory.peak.total)} of {gib(memory.capacity_bytes)} at most, foreseen"
         if memory.fits:
-            yield Finding("memory", State.GOOD, text)
+            yield good("memory", text)
         else:
             edits = saving_edits(cfg, words, [memory.who])
             fix = written(edits[0]) if edits else NO_EDIT
-            yield Finding("memory", State.BAD, f"{text}, while: {memory.peak.name}", fix)
+            yield bad("memory", f"{text}, while: {memory.peak.name}", fix)
 
 
 def memories(cfg: RLConfig | SFTConfig, gpu: str | None) -> list[Memory]:
-    """What each kind of process will take."""
+    """The predicted memory of each kind of process."""
     hardware = None if gpu is None else find_hardware(gpu, 1)
     return all_memory(build_setup(cfg, hardware=hardware))
 
@@ -59,9 +57,9 @@ def memories(cfg: RLConfig | SFTConfig, gpu: str | None) -> list[Memory]:
 def saving_edits(
     cfg: RLConfig | SFTConfig, words: Sequence[str], whos: Collection[str] | None = None
 ) -> list[list[Edit]]:
-    """Sets of edits with which these processes fit, the smallest change to what is learned first; [] if none suffices.
+    """Sets of edits with which these processes fit, the smallest change to training first; [] if none is enough.
 
-    whos: names of processes; None: all of them. Two edits are offered only where one does not suffice.
+    whos: names of processes; None: all of them. Two edits are offered only if no single one is enough.
     """
     gpu = _gpu()
     single = [[edit] for edit in _savings(cfg)]
@@ -74,7 +72,7 @@ def saving_edits(
 
 
 def _savings(cfg: RLConfig | SFTConfig) -> list[Edit]:
-    """What takes less memory, the smallest change to what is learned first."""
+    """Edits that save memory, the smallest change to training first."""
     optim = "--optim.type" if isinstance(cfg, SFTConfig) else "--trainer.optim.type"
     shorter = [("--seq-len", str(cfg.seq_len // by)) for by in (2, 4) if cfg.seq_len // by >= 256]
     return [("--model.ac.mode", "full"), *shorter, (optim, "sgd"), ("--model.lora.rank", "16")]
@@ -84,7 +82,7 @@ def _fits(
     cfg: RLConfig | SFTConfig, words: Sequence[str], gpu: str | None, whos: Collection[str] | None
 ) -> bool:
     level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # doubts about what is only tried
+    logging.disable(logging.WARNING)  # warnings about configs that are only tried
     try:
         changed = load(type(cfg), words, verb="sft" if isinstance(cfg, SFTConfig) else "rl")
         return all(memory.fits for memory in memories(changed, gpu) if whos is None or memory.who in whos)
@@ -95,7 +93,7 @@ def _fits(
 
 
 def _gpu() -> str | None:
-    """The table's name of this machine's GPUs; None without GPUs; "" for one that is not in the table."""
+    """This machine's GPUs by their name in foresee's table; None without GPUs, "" if the table does not have them."""
     if not visible_gpus():
         return None
     listing = output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]) or ""

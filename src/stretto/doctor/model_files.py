@@ -1,4 +1,4 @@
-"""Whether the files of a model directory are whole: a download that broke off is the usual fault; reads headers."""
+"""Whether the files of a model directory are complete; reads their headers. The usual fault is an aborted download."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stretto.base.errors import DataError
-from stretto.doctor.finding import Finding, State
+from stretto.doctor.finding import Finding, bad, good, note
 from stretto.doctor.machine import gib
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -18,33 +18,33 @@ _MAX_HEADER = 100 << 20
 
 
 def check_files(name: str, directory: Path) -> Iterator[Finding]:
-    """A line about the weights of a model, and one about its tokenizer and chat template."""
+    """A finding about the weights of a model, and one about its chat template if it has none."""
     title = f"model {name}"
     try:
-        sizes = {file: whole_size(directory / file)[0] for file in weight_files(directory)}
+        sizes = {file: read_size(directory / file)[0] for file in weight_files(directory)}
     except DataError as error:
         fix = f"delete that file and fetch the model again: hf download {name} (or copy it whole)"
-        yield Finding(title, State.BAD, str(error), fix)
+        yield bad(title, str(error), fix)
         return
     text = f"{directory}: {len(sizes)} file{'s' * (len(sizes) != 1)} of weights, {gib(sum(sizes.values()))}, all whole"
-    yield Finding(title, State.GOOD, text)
+    yield good(title, text)
     has_template = (directory / "chat_template.jinja").is_file() or _has_template(directory)
     if (directory / "tokenizer.json").is_file() and not has_template:
         text = "has a tokenizer and no chat template of its own: [renderer] decides how messages are written"
-        yield Finding(title, State.NOTE, text)
+        yield note(title, text)
 
 
 def weight_files(directory: Path) -> list[str]:
-    """The files of weights that the directory's index names.
+    """The files of weights that the directory's index names; without an index, all that it has.
 
     Raises: DataError if there are none, or the index is damaged.
     """
     index = directory / INDEX
     if not index.is_file():
-        found = sorted(path.name for path in directory.glob("*.safetensors"))
-        if not found:
+        names = sorted(path.name for path in directory.glob("*.safetensors"))
+        if not names:
             raise DataError(f"{directory}: no {SINGLE}, and no {INDEX}: there are no weights")
-        return found
+        return names
     try:
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -52,17 +52,17 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def num_parameters(directory: Path) -> int:
-    """Numbers in the files of weights.
+    """Parameters in the files of weights.
 
     Raises: DataError for a damaged file.
     """
-    return sum(whole_size(directory / file)[1] for file in weight_files(directory))
+    return sum(read_size(directory / file)[1] for file in weight_files(directory))
 
 
-def whole_size(file: Path) -> tuple[int, int]:
-    """Bytes and numbers in a file of weights that is as long as its header says.
+def read_size(file: Path) -> tuple[int, int]:
+    """Bytes of a complete file of weights, and parameters in it.
 
-    Raises: DataError that says what is wrong with it.
+    Raises: DataError that says what is wrong with the file.
     """
     try:
         with file.open("rb") as opened:

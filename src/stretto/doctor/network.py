@@ -1,4 +1,4 @@
-"""Two hosts measure the way between them: `stretto doctor --listen` on one, `--peer HOST:PORT` on the other.
+"""Two hosts measure the network between them: `stretto doctor --listen` on one, `--peer HOST:PORT` on the other.
 
     peer                                    listener
     hello: who it is, what it has found  ->
@@ -8,7 +8,7 @@
     go                                   -> pieces for a second, then an end
     what it has measured                 ->
 
-Control lines are JSON of bounded size. Both ends are here. Nothing of a run is sent, and what comes is only shown.
+Control lines are JSON of bounded size. Both ends are here. No data of a run is sent, and received texts are only shown.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 from stretto.base.errors import WireError
 from stretto.base.status import printable
-from stretto.doctor.finding import Finding, State, finding_of
+from stretto.doctor.finding import Finding, finding_of, good, warn
 
 PORT = 8766
 MAX_LINE = 1 << 20
@@ -41,17 +41,19 @@ _TOKEN_BYTES = 16
 
 @dataclass(frozen=True)
 class Link:
-    """The way from a peer to a listener, as the peer has measured it."""
+    """The network between a peer and a listener, as the peer has measured it."""
 
     up_bytes_per_s: float
+    """From the peer to the listener."""
     down_bytes_per_s: float
     round_trip_s: float
-    clock_offset_s: float  # the listener's clock less the peer's
+    clock_offset_s: float
+    """The listener's clock minus the peer's."""
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """What a listener has learned from one peer."""
+class Report:
+    """What a listener has received from one peer."""
 
     host: str
     node: int | None
@@ -60,20 +62,20 @@ class Meeting:
 
 
 def findings_of(link: Link, way: str) -> Iterator[Finding]:
-    """Bandwidth and clocks of a way; way: `a to b`."""
+    """Findings about bandwidth and clocks; way: `a to b`."""
     up, down = (8 * speed / 1e9 for speed in (link.up_bytes_per_s, link.down_bytes_per_s))
     text = f"{up:.2f} Gbit/s there, {down:.2f} Gbit/s back, round trip {1e3 * link.round_trip_s:.2f} ms"
     if min(up, down) < SLOW_GBIT_PER_S:
         fix = "give addresses of the fast network in deployment.hosts (ip -br addr), or NCCL_SOCKET_IFNAME"
-        yield Finding(f"TCP {way}", State.WARN, f"{text}: one stream carries weights slowly", fix)
+        yield warn(f"TCP {way}", f"{text}: one stream carries weights slowly", fix)
     else:
-        yield Finding(f"TCP {way}", State.GOOD, text)
+        yield good(f"TCP {way}", text)
     offset = f"{1e3 * link.clock_offset_s:+.1f} ms (half a round trip is the error)"
     if abs(link.clock_offset_s) > MAX_OFFSET_S + link.round_trip_s:
         text = f"{offset}: merged logs and the timeline are out of order"
-        yield Finding(f"clocks {way}", State.WARN, text, "timedatectl set-ntp true on both")
+        yield warn(f"clocks {way}", text, "timedatectl set-ntp true on both")
     else:
-        yield Finding(f"clocks {way}", State.GOOD, offset)
+        yield good(f"clocks {way}", offset)
 
 
 # -- the listener --
@@ -81,10 +83,10 @@ def findings_of(link: Link, way: str) -> Iterator[Finding]:
 
 def listen(
     listener: socket.socket, token: str, *, wait_s: float, is_renewed: bool = False
-) -> Iterator[Meeting]:
-    """Meet peers, one after another, until the caller has enough or wait_s has passed.
+) -> Iterator[Report]:
+    """Yield the reports of peers, one after another, until wait_s has passed.
 
-    is_renewed: wait_s counts from the last peer, because many are met one after another; QUEUE_FACTOR times at most.
+    is_renewed: wait_s counts from the last peer, since peers wait for each other; at most QUEUE_FACTOR times.
     """
     start = time.monotonic()
     deadline = start + wait_s
@@ -94,13 +96,13 @@ def listen(
             connection, _ = listener.accept()
         except TimeoutError:
             return
-        with contextlib.suppress(OSError, WireError), connection:  # a stranger, or a peer that has ended
-            yield _meet(connection, token)
+        with contextlib.suppress(OSError, WireError), connection:  # it is no peer, or has disconnected
+            yield _receive_report(connection, token)
             if is_renewed:
                 deadline = min(time.monotonic(), start + QUEUE_FACTOR * wait_s) + wait_s
 
 
-def _meet(connection: socket.socket, token: str) -> Meeting:
+def _receive_report(connection: socket.socket, token: str) -> Report:
     connection.settimeout(TIMEOUT_S)
     with connection.makefile("rwb") as file:
         hello = _receive(file)
@@ -117,12 +119,8 @@ def _meet(connection: socket.socket, token: str) -> Meeting:
     host = printable(str(hello.get("host", "?")))[:100]
     listed = [*_listed(hello.get("findings")), *_listed(measured.get("findings"))][:MAX_FINDINGS]
     node = hello.get("node")
-    return Meeting(
-        host,
-        node if isinstance(node, int) else None,
-        _link(measured.get("link")),
-        [finding_of(each, host) for each in listed],
-    )
+    node = node if isinstance(node, int) else None
+    return Report(host, node, _link(measured.get("link")), [finding_of(each, host) for each in listed])
 
 
 def _listed(value: Any) -> list[Any]:
@@ -133,19 +131,19 @@ def _link(data: Any) -> Link:
     try:
         return Link(**{name: float(data[name]) for name in Link.__dataclass_fields__})
     except (TypeError, KeyError, ValueError) as error:
-        raise WireError(f"a peer that measures otherwise: {error}") from error
+        raise WireError(f"the peer has sent no valid measurement: {error}") from error
 
 
 # -- the peer --
 
 
 class Peer:
-    """The connecting end; `measure` is called once, then `close` hands over what was found."""
+    """The connecting end; `measure` is called once, then `close` sends the findings."""
 
     def __init__(self, host: str, port: int, *, wait_s: float = 0.0) -> None:
-        """Connect; for wait_s seconds again and again, because the other host may be started later.
+        """Connect; try again for wait_s seconds, because the other host may be started later.
 
-        Raises: WireError if nobody answers.
+        Raises: WireError if the other host does not answer.
         """
         deadline = time.monotonic() + wait_s
         while True:
@@ -164,13 +162,13 @@ class Peer:
         self.token = ""
 
     def measure(self, findings: Sequence[Finding] = (), node: int | None = None) -> Link:
-        """Say hello with what was found here, and measure the way.
+        """Send the findings of this host, and measure the network.
 
-        Raises: WireError if the other end is no doctor, or goes away.
+        Raises: WireError if the other end is no doctor, or disconnects.
         """
         with _wire_errors():
             hello = {"stretto": "doctor", "host": socket.gethostname(), "node": node}
-            # Peers are met one after another: until its turn comes, this one waits.
+            # The listener serves peers one after another: this one may wait for its turn.
             self._connection.settimeout(max(TIMEOUT_S, QUEUE_FACTOR * self._wait_s))
             _send(self._file, hello | {"findings": [finding.as_json() for finding in findings]})
             answer = _receive(self._file)
@@ -197,7 +195,7 @@ class Peer:
         return end - start, there - (start + end) / 2
 
     def close(self, link: Link, findings: Sequence[Finding] = ()) -> None:
-        """Tell the listener what was measured, and hang up."""
+        """Send the listener the measurement, and disconnect."""
         with _wire_errors(), self._connection:
             listed = [finding.as_json() for finding in findings]
             _send(self._file, {"link": asdict(link), "findings": listed})
@@ -205,7 +203,7 @@ class Peer:
 
 
 def new_token() -> str:
-    """A name that nobody guesses."""
+    """A name that cannot be guessed."""
     return secrets.token_hex(_TOKEN_BYTES)
 
 
@@ -230,12 +228,12 @@ def _send(file: BinaryIO, message: dict[str, Any]) -> None:
 def _receive(file: BinaryIO) -> dict[str, Any]:
     line = file.readline(MAX_LINE)
     try:
-        found = json.loads(line)
+        message = json.loads(line)
     except ValueError as error:
         raise WireError("not a doctor's message") from error
-    if not isinstance(found, dict):
+    if not isinstance(message, dict):
         raise WireError("not a doctor's message")
-    return found
+    return message
 
 
 def _send_pieces(file: BinaryIO) -> None:
@@ -249,7 +247,7 @@ def _send_pieces(file: BinaryIO) -> None:
 
 
 def _receive_pieces(file: BinaryIO) -> int:
-    """Receive pieces until the end; how many bytes they were."""
+    """Receive pieces until the end; their number of bytes."""
     num_bytes, end = 0, time.monotonic() + TIMEOUT_S
     while file.read(1) == b"\1":
         num_bytes += len(file.read(len(PIECE)))

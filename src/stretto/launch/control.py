@@ -1,13 +1,11 @@
-"""`stretto status|logs|stop RUN`: looks at a run that was started somewhere, and ends it.
+"""`stretto status|logs|stop RUN`: shows how far a run is, and ends it, wherever it was started.
 
-RUN/launch.json says who runs it: a launcher on some host (base/rundir.py writes it), a job of Slurm (slurm/submit.py),
-or a command that has machines of a Ray cluster (ray/run.py). That one says in RUN/ray/state.json how far it is, and
-looks for RUN/ray/stop.
+RUN/launch.json says who runs it: a launcher on some host (base/rundir.py writes it), a Slurm job (slurm/submit.py), or
+a command on a Ray cluster (ray/run.py). The latter writes its state to RUN/ray/state.json, and looks for RUN/ray/stop.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.base.files import holder, write_atomic
+from stretto.base.files import holder, read_json, write_atomic
 from stretto.base.paths import RunDir
 from stretto.base.status import duration
 from stretto.launch.slurm import commands as slurm
@@ -26,15 +24,16 @@ from stretto.monitors.file import read_metrics
 from stretto.view.state import describe
 
 FOLLOW_S = 0.5
-LEADS = ("orchestrator", "sft", "inference")
-"""Whose log is shown if none is named, the first that there is."""
+FINISHES = "finishes its step, saves a checkpoint and ends; --now ends it at once"
+DEFAULT_LOGS = ("job", "orchestrator", "sft", "inference")
+"""If no log is named, the first of these that exists is shown."""
 
 
 def status(words: list[str]) -> int:
     """`stretto status RUN`: who runs it, how far it is, and where its logs are."""
     parser = ArgumentParser("stretto status", description="how far a run is, and who runs it")
     parser.add_argument("run", type=Path, help="the run's directory")
-    run = _run(parser.parse_args(words).run)
+    run = find_run(parser.parse_args(words).run)
     rows = {"run": str(run), **_launcher(run), **_progress(run), "logs": ", ".join(_logs(run)) or "none yet"}
     sys.stdout.write("".join(f"{name:<6} {text}\n" for name, text in rows.items()))
     return 0
@@ -44,19 +43,18 @@ def logs(words: list[str]) -> int:
     """`stretto logs RUN [NAME] [--follow]`: the end of a process's log."""
     parser = ArgumentParser("stretto logs", description="the end of a log of a run")
     parser.add_argument("run", type=Path, help="the run's directory")
-    parser.add_argument(
-        "name", nargs="?", help="a process, such as trainer_1, or job; default: the one that leads"
-    )
+    default = "default: the job's, else that of the orchestrator, of sft or of inference"
+    parser.add_argument("name", nargs="?", help=f"a process, such as trainer_1, or job; {default}")
     parser.add_argument("-n", "--lines", type=int, default=20, help="lines to begin with (20)")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until Ctrl-C")
-    given = parser.parse_args(words)
-    run = _run(given.run)
-    found = _logs(run)
-    name = given.name or next((name for name in ("job", *LEADS, *found) if name in found), None)
-    if name not in found:
-        have = ", ".join(found) or "none yet"
+    options = parser.parse_args(words)
+    run = find_run(options.run)
+    paths = _logs(run)
+    name = options.name or next((name for name in (*DEFAULT_LOGS, *paths) if name in paths), None)
+    if name not in paths:
+        have = ", ".join(paths) or "none yet"
         raise ConfigError(f"{run} has no log {name or ''!r}; there are: {have}.")
-    _show(found[name], max(0, given.lines), follow=given.follow)
+    _show(paths[name], max(0, options.lines), follow=options.follow)
     return 0
 
 
@@ -69,22 +67,25 @@ def stop(words: list[str]) -> int:
     parser.add_argument(
         "--now", action="store_true", help="end at once; finished steps and rollouts are kept"
     )
-    given = parser.parse_args(words)
-    run = _run(given.run)
-    record = _record(run)
+    options = parser.parse_args(words)
+    run = find_run(options.run)
+    record = read_json(run.launch)
     match record.get("by"):
         case "slurm":
-            done = _stop_job(run, record, now=given.now)
+            message = _stop_job(run, record, now=options.now)
         case "ray":
-            done = _stop_on_ray(run, now=given.now)
+            message = _stop_on_ray(run, now=options.now)
         case _:
-            done = _stop_local(run, record, now=given.now)
-    sys.stdout.write(done + "\n")
+            message = _stop_local(run, now=options.now)
+    sys.stdout.write(message + "\n")
     return 0
 
 
-def _run(path: Path) -> RunDir:
-    """Raises: ConfigError if there is no run in the directory."""
+def find_run(path: Path) -> RunDir:
+    """The run in a directory.
+
+    Raises: ConfigError if there is none.
+    """
     run = RunDir(path.expanduser())
     if not run.launch.exists() and not run.configs.is_dir():
         raise ConfigError(
@@ -93,19 +94,31 @@ def _run(path: Path) -> RunDir:
     return run
 
 
-def _record(run: RunDir) -> dict[str, Any]:
-    try:
-        found = json.loads(run.launch.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def launcher_pid(run: RunDir, verb: str) -> int | None:
+    """The process of this host that holds a run; None if the run is not running.
+
+    verb: what the user typed, for messages.
+
+    Raises: ConfigError if the process is on another host.
+    """
+    if (pid := holder(run.lock)) is None:
+        return None
+    host = read_json(run.launch).get("host")
+    if host not in (None, socket.gethostname()):
+        raise ConfigError(f"{run} runs on {host}; run `stretto {verb} {run}` there.")
+    if not pid.isdigit() or not Path(f"/proc/{pid}").exists():
+        raise ConfigError(
+            f"{run} is held by process {pid}, which is not on this host; run `stretto {verb} {run}` where it was "
+            "started."
+        )
+    return int(pid)
 
 
 # -- who runs it --
 
 
 def _launcher(run: RunDir) -> dict[str, str]:
-    record = _record(run)
+    record = read_json(run.launch)
     if record.get("by") == "slurm":
         return {"job": _job_text(record["job"]), "state": describe(run)["state"]}
     if record.get("by") == "ray":
@@ -127,17 +140,16 @@ def _job_text(job: str) -> str:
 
 
 def _ray_text(run: RunDir, record: dict[str, Any]) -> str:
-    try:
-        found = json.loads((run.ray / "state.json").read_text())
-    except (OSError, ValueError):
-        found = {"state": "starting", "text": "", "restarts": 0}
-    about = f"{found['state']} on Ray{': ' if found['text'] else ''}{found['text']}"
-    if found["restarts"]:
-        about += f"; started again {found['restarts']} times"
+    status = read_json(run.ray / "state.json") or {"state": "starting", "text": "", "restarts": 0}
+    text = f"{status['state']} on Ray{': ' if status['text'] else ''}{status['text']}"
+    if status["restarts"]:
+        text += f"; started again {status['restarts']} times"
     who = f"job {record['job']}" if "job" in record else f"process {record['pid']}"
-    if holder(run.ray / "lock") is None and found["state"] != "ended":
-        return f"ended: {who} on {record['host']}, which waited for it, is gone; it was {about}"
-    return about if found["state"] == "ended" else f"{about}; {who} on {record['host']} waits for it"
+    if status["state"] == "ended":
+        return text
+    if holder(run.ray / "lock") is None:
+        return f"ended: {who} on {record['host']}, which waited for it, is gone; it was {text}"
+    return f"{text}; {who} on {record['host']} waits for it"
 
 
 # -- how far it is --
@@ -157,23 +169,20 @@ def _progress(run: RunDir) -> dict[str, str]:
 
 
 def _of_max_steps(run: RunDir) -> str:
-    try:
-        most = json.loads(run.config("run").read_text()).get("max_steps")
-    except (OSError, ValueError):
-        return ""
-    return f" of {most}" if most else ""
+    max_steps = read_json(run.config("run")).get("max_steps")
+    return f" of {max_steps}" if max_steps else ""
 
 
 # -- logs --
 
 
 def _logs(run: RunDir) -> dict[str, Path]:
-    """Logs by name: those of processes on every node, and that of the job."""
+    """Logs by name: that of the job, and those of the processes on every node."""
     nodes = sorted(run.path.parent.glob(f"{run.path.name}-node-*/logs/*.log"))
-    found = {path.stem: path for path in [*nodes, *sorted(run.logs.glob("*.log"))] if path.stem != "launcher"}
+    paths = {path.stem: path for path in [*nodes, *sorted(run.logs.glob("*.log"))] if path.stem != "launcher"}
     jobs = [path for path in (run.slurm / "job.log", run.ray / "job.log") if path.exists()]
     newest = max(jobs, key=lambda path: path.stat().st_mtime, default=None)
-    return ({} if newest is None else {"job": newest}) | found
+    return ({} if newest is None else {"job": newest}) | paths
 
 
 def _show(path: Path, num_lines: int, *, follow: bool) -> None:
@@ -202,30 +211,22 @@ def _stop_job(run: RunDir, record: dict[str, Any], *, now: bool) -> str:
         return f"job {job}, which was {queued.state}, is cancelled"
     write_atomic(run.finish_marker, b"")
     slurm.ask_to_finish(job)
-    return f"job {job} finishes its step, saves a checkpoint and ends; --now ends it at once"
+    return f"job {job} {FINISHES}"
 
 
 def _stop_on_ray(run: RunDir, *, now: bool) -> str:
     if holder(run.ray / "lock") is None:
         return f"{run} is not running"
     write_atomic(run.ray / "stop", b"now\n" if now else b"finish\n")
-    how = "ends at once" if now else "finishes its step, saves a checkpoint and ends; --now ends it at once"
-    return f"{run}, on Ray, {how}"
+    return f"{run}, on Ray, {'ends at once' if now else FINISHES}"
 
 
-def _stop_local(run: RunDir, record: dict[str, Any], *, now: bool) -> str:
+def _stop_local(run: RunDir, *, now: bool) -> str:
     """Raises: ConfigError if the launcher is on another host."""
-    if (pid := holder(run.lock)) is None:
+    if (pid := launcher_pid(run, "stop")) is None:
         return f"{run} is not running"
-    host = record.get("host")
-    if host not in (None, socket.gethostname()):
-        raise ConfigError(f"{run} runs on {host}; run `stretto stop {run}` there.")
-    if not pid.isdigit() or not Path(f"/proc/{pid}").exists():
-        raise ConfigError(
-            f"{run} is held by process {pid}, which is not on this host; stop it where it was started."
-        )
-    os.kill(int(pid), signal.SIGINT)
+    os.kill(pid, signal.SIGINT)
     if now:
-        os.kill(int(pid), signal.SIGTERM)
+        os.kill(pid, signal.SIGTERM)
         return f"process {pid} ends at once"
-    return f"process {pid} finishes its step, saves a checkpoint and ends; --now ends it at once"
+    return f"process {pid} {FINISHES}"

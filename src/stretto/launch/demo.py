@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from stretto.base.errors import ConfigError
+from stretto.base.process import exit_status
 
 DEFAULT = "sort_letters"
 USAGE = """\
@@ -34,7 +35,7 @@ def examples() -> dict[str, Path]:
 def demo(words: Sequence[str]) -> int:
     """Run both stages of an example; the exit status of the first that fails.
 
-    Raises: ConfigError for an example that is not there.
+    Raises: ConfigError for an unknown example.
     """
     if {"-h", "--help"} & set(words):
         sys.stdout.write("\n".join([USAGE, *(f"  {name}" for name in examples())]) + "\n")
@@ -52,7 +53,7 @@ def demo(words: Sequence[str]) -> int:
 
 
 def _run(words: list[str]) -> int:
-    """Run a command to its end. Ctrl-C reaches it from the terminal, SIGTERM is passed on; it says what it does."""
+    """Run a command to its end; its exit status. Ctrl-C reaches it from the terminal, SIGTERM is passed on."""
     with subprocess.Popen(words) as child:
 
         def pass_on(number: int, frame: FrameType | None) -> None:
@@ -65,9 +66,9 @@ def _run(words: list[str]) -> int:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
+    return exit_status(code)
 
 
 def _short(path: Path) -> str:
-    """The path as one would type it."""
+    """The path as a user would type it."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

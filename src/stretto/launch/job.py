@@ -1,8 +1,8 @@
 """A command that other machines run: what Slurm (slurm/) and Ray (ray/) have in common.
 
-In: a checked root with a section for one of them. What hands out machines runs the same verb on each with the same
-config file, which has no such section; each node then plans the run as it does by hand and starts its own processes.
-All nodes see the run directory.
+In: a checked root with a [slurm] or [ray] section. The scheduler runs the same verb on each machine, with a config file
+without that section; each node then plans the run and starts its own processes, as it does when started by hand. All
+nodes see the run directory.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from stretto.base.paths import RunDir
 from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.launch.plan.nodes import plan_nodes
-from stretto.launch.plan.plan import ProcessSpec
+from stretto.launch.plan.placement import gpu_counts, gpu_ids
+from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.run.ranks import plan_ranks
 from stretto.launch.run.serve import plan_serving
 
 JobConfig = RLConfig | SFTConfig | InferenceConfig
 VERBS: dict[type, str] = {RLConfig: "rl", SFTConfig: "sft", InferenceConfig: "inference"}
 RESUME = "--resume --resume.step None --resume.dir None --resume.skip-progress false"
-"""Words with which a run that was interrupted continues from its own latest checkpoint."""
+"""Flags with which an interrupted run continues from its own latest checkpoint."""
 
 
 def hosts_key(cfg: JobConfig) -> str:
@@ -30,18 +31,19 @@ def hosts_key(cfg: JobConfig) -> str:
     return "--hosts" if isinstance(cfg, InferenceConfig) else "--deployment.hosts"
 
 
-def check_run(cfg: JobConfig) -> None:
-    """Raises: ConfigError if the run directory cannot be used as the command says."""
-    if isinstance(cfg, InferenceConfig):
-        return
-    resume = cfg.resume
-    step, origin = (None, None) if resume is None else (resume.step, resume.dir)
+def check_run(cfg: JobConfig) -> RunDir:
+    """The run's directory, as an absolute path.
+
+    Raises: ConfigError if it cannot be used as the command says.
+    """
     run = RunDir(cfg.run_path.absolute())
-    rundir.check(run, resume=resume is not None, step=step, clean=cfg.clean, origin=origin)
+    if not isinstance(cfg, InferenceConfig):
+        rundir.check(run, **cfg.start_options)
+    return run
 
 
 def write_config(cfg: JobConfig, run: RunDir, path: Path) -> None:
-    """Write the config that every node loads: that of the command, with absolute paths."""
+    """Write the config that every node loads: the command's, with absolute paths and without its scheduler."""
     data = dump(cfg) | {"output_dir": str(run.path.parent), "run": {"name": run.path.name}}
     for section in ("slurm", "ray"):
         del data[section]
@@ -50,7 +52,7 @@ def write_config(cfg: JobConfig, run: RunDir, path: Path) -> None:
 
 
 def processes_by_node(cfg: JobConfig) -> list[list[ProcessSpec]]:
-    """What each node will start, as a dry run plans it; empty for a machine that plans by what it has.
+    """The processes of each node, as a dry run plans them; [] for one node, which plans for the machine that it gets.
 
     Raises: ConfigError if the deployment cannot be planned.
     """
@@ -63,14 +65,14 @@ def processes_by_node(cfg: JobConfig) -> list[list[ProcessSpec]]:
         processes = plan_serving(planned, planned.run_dir).processes
     else:
         return []
-    found: list[list[ProcessSpec]] = [[] for _ in range(cfg.num_nodes)]
+    by_node: list[list[ProcessSpec]] = [[] for _ in range(cfg.num_nodes)]
     for spec in processes:
-        found[spec.node].append(spec)
-    return found
+        by_node[spec.node].append(spec)
+    return by_node
 
 
 def gpus_by_node(cfg: JobConfig, nodes: list[list[ProcessSpec]]) -> list[int]:
-    """GPUs that the processes of each node take; those that are named or counted where nothing is planned."""
+    """GPUs that each node's processes take; without a plan (one node), those that the config names or counts."""
     return [len({gpu for spec in specs for gpu in spec.devices}) for specs in nodes] or [_gpus_of_one(cfg)]
 
 
@@ -79,8 +81,7 @@ def _gpus_of_one(cfg: JobConfig) -> int:
         return 0 if cfg.device == "cpu" else cfg.num_gpus
     if isinstance(cfg, SFTConfig):
         return cfg.num_ranks if cfg.trainer_gpu_ids or cfg.deployment.num_train_gpus else 0
-    shape, parts = cfg.deployment, ("train", "infer", "teacher", "critic")
-    ids = (cfg.trainer_gpu_ids, cfg.inference_gpu_ids, cfg.teacher_gpu_ids, cfg.critic_gpu_ids)
+    ids = gpu_ids(cfg)
     named = {gpu for each in ids for gpu in each or ()}
-    counted = sum(getattr(shape, f"num_{part}_gpus") or 0 for part, given in zip(parts, ids) if given is None)
+    counted = sum(count or 0 for count, each in zip(gpu_counts(cfg), ids) if each is None)
     return max(len(named) + counted, max(named, default=-1) + 1)

@@ -1,4 +1,4 @@
-"""`stretto init DIR`: a small project that works as it stands, to be changed into one's own."""
+"""`stretto init DIR`: writes a small project that runs unchanged, as a start for the user's own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from stretto.base.errors import ConfigError
 
 ENVIRONMENT = '''\
-"""The task of this project. What an environment may do besides: docs/environments.md of stretto."""
+"""The task of this project. What else an environment can do: docs/environments.md of stretto."""
 
 import random
 
@@ -23,7 +23,7 @@ class Vowels(SingleTurnEnv):
     name = "vowels"
 
     def tasks(self, split):
-        """Tasks by their number; those of "eval" are never trained on."""
+        """Tasks by their index; those of "eval" are never trained on."""
 
         def make(index):
             letters = random.Random(f"{split}-{index}").sample("abcdefghij", 6)
@@ -32,7 +32,7 @@ class Vowels(SingleTurnEnv):
         return TaskSource(make)
 
     def prompt(self, task):
-        """What the model is asked: a text, or a list of messages."""
+        """The prompt of a task: a text, or a list of messages."""
         return task.data["letters"]
 
     def score(self, task, text):
@@ -42,7 +42,7 @@ class Vowels(SingleTurnEnv):
 
 SFT = """\
 # A tiny model, made from scratch and warmed up on solved tasks: `sft @ sft.toml`.
-# With a model of your own leave this file out and name the model in rl.toml.
+# If you have a model of your own, you do not need this file: name the model in rl.toml.
 
 max_steps = 60
 seq_len = 2048
@@ -110,16 +110,16 @@ FILES = {"envs.py": ENVIRONMENT, "sft.toml": SFT, "rl.toml": RL, "README.md": RE
 
 
 def init(words: Sequence[str]) -> int:
-    """Write the project into a directory that is empty or not there.
+    """Write the project into an empty or new directory.
 
     Raises: ConfigError for a directory that has other files.
     """
     parser = argparse.ArgumentParser(
         prog="stretto init",
-        description="Write a small project that works as it stands: environment, configuration, README.",
+        description="Write a small project that runs unchanged: environment, configuration, README.",
         allow_abbrev=False,
     )
-    parser.add_argument("directory", help="where to; it is made if it is not there")
+    parser.add_argument("directory", help="where to write it; made if it does not exist")
     name = parser.parse_args(list(words)).directory
     directory = Path(name)
     try:

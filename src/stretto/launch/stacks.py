@@ -1,9 +1,9 @@
 """`stretto stacks RUN`: what every process of a run is doing now, also when it hangs.
 
-Our own processes answer SIGUSR1 with the stacks of all threads in their log (base/log.py): the handler is in C and
-does not need a running interpreter. py-spy reads the stacks of others, such as those of vLLM or of an environment, from
-outside if it is installed and allowed to; else the kernel says what they wait for. A process that does not handle
-the signal never gets it: it would end.
+Our own processes write the stacks of all threads to their log at SIGUSR1 (base/log.py): the handler is in C and does
+not need a running interpreter. The signal is not sent to a process that does not handle it, since it would end. The
+stacks of such processes, of vLLM or of an environment for example, are read by py-spy, if it is installed and may do
+so; otherwise the kernel says what they wait for.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
-from stretto.base.files import holder, lock_within, write_atomic
-from stretto.base.paths import RunDir
+from stretto.base.files import lock_within, write_atomic
+from stretto.launch.control import find_run, launcher_pid
 
 SCRIPTS = ("rl", "vime", "sft", "trainer", "orchestrator", "inference", "eval")
 ANSWER_S, QUIET_S, POLL_S, LOCK_S = 3.0, 0.15, 0.05, 60.0
@@ -35,7 +35,7 @@ _FIRST_LINE = re.compile(rb"^(Current thread|Thread) 0x", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Seen:
+class Process:
     """A process of a run, as /proc shows it."""
 
     pid: int
@@ -59,62 +59,36 @@ def stacks(words: list[str]) -> int:
     )
     parser.add_argument("run", type=Path, help="the run's directory")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    given = parser.parse_args(words)
-    run = RunDir(given.run.expanduser())
-    top = find_launcher(run)
-    seen = processes()
+    options = parser.parse_args(words)
+    run = find_run(options.run)
+    if (launcher := launcher_pid(run, "stacks")) is None:
+        raise ConfigError(f"{run} is not running; the stacks of its stalled processes are in {run.dumps}.")
     run.dumps.mkdir(parents=True, exist_ok=True)
-    with _alone(run.dumps / ".lock"):
-        found = {each.title: stack_of(each) for each in below(top, seen)}
-    text = "".join(f"== {title}\n{stack.rstrip()}\n\n" for title, stack in found.items())
+    with _locked(run.dumps / ".lock"):
+        by_title = {each.title: stack_of(each) for each in below(launcher, processes())}
+    text = "".join(f"== {title}\n{stack.rstrip()}\n\n" for title, stack in by_title.items())
     file = run.dumps / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     write_atomic(file, text.encode())
-    sys.stdout.write(json.dumps(found, indent=2) + "\n" if given.json else text)
-    sys.stderr.write(
-        f"{len(found)} process{'es' * (len(found) != 1)} of {socket.gethostname()}; written to {file}\n"
-    )
+    sys.stdout.write(json.dumps(by_title, indent=2) + "\n" if options.json else text)
+    count = f"{len(by_title)} process{'es' * (len(by_title) != 1)}"
+    sys.stderr.write(f"{count} of {socket.gethostname()}; written to {file}\n")
     return 0
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """One command at a time: answers of two would stand in each other's."""
+def _locked(lock: Path) -> Iterator[None]:
+    """Hold a lock file, so that the stacks that two commands ask for are not mixed in the logs."""
     with lock.open("a") as file:
-        lock_within(file.fileno(), LOCK_S)  # else the answers are mixed, and still of use
+        lock_within(file.fileno(), LOCK_S)  # mixed stacks are still of use
         yield
-
-
-def find_launcher(run: RunDir) -> int:
-    """The process that holds a run.
-
-    Raises: ConfigError if there is no run, or it does not run on this host.
-    """
-    if not run.launch.exists() and not run.configs.is_dir():
-        raise ConfigError(
-            f"{run} is no run directory; give <output_dir>/<run.name>, which the command printed."
-        )
-    pid = holder(run.lock)
-    if pid is None:
-        raise ConfigError(
-            f"{run} is not running; what its processes did when they stalled is in {run.dumps}."
-        )
-    try:
-        host = json.loads(run.launch.read_text()).get("host")
-    except (OSError, ValueError, AttributeError):
-        host = None
-    if host not in (None, socket.gethostname()):
-        raise ConfigError(f"{run} runs on {host}; run `stretto stacks {run}` there.")
-    if not pid.isdigit() or not Path(f"/proc/{pid}").exists():
-        raise ConfigError(f"{run} is held by process {pid}, which is not on this host.")
-    return int(pid)
 
 
 # -- processes --
 
 
-def processes() -> dict[int, Seen]:
+def processes() -> dict[int, Process]:
     """All processes of this host, by number."""
-    found = {}
+    by_pid = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
@@ -123,68 +97,62 @@ def processes() -> dict[int, Seen]:
             words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except (OSError, ValueError):
             continue  # it has ended meanwhile
-        found[int(entry.name)] = Seen(int(entry.name), parent, tuple(filter(None, words)))
-    return found
+        by_pid[int(entry.name)] = Process(int(entry.name), parent, tuple(filter(None, words)))
+    return by_pid
 
 
-def below(top: int, seen: Mapping[int, Seen]) -> Iterator[Seen]:
+def below(top: int, by_pid: Mapping[int, Process]) -> Iterator[Process]:
     """A process and its descendants, parents first."""
-    if top in seen:
-        yield seen[top]
-    for child in sorted(pid for pid, each in seen.items() if each.parent == top):
-        yield from below(child, seen)
+    if top in by_pid:
+        yield by_pid[top]
+    for child in sorted(pid for pid, each in by_pid.items() if each.parent == top):
+        yield from below(child, by_pid)
 
 
 # -- stacks --
 
 
-def stack_of(process: Seen) -> str:
+def stack_of(process: Process) -> str:
     """The stacks of a process, by the first way that works."""
-    if log := _own_log(process.pid):
+    if log := _stack_log(process.pid):
         try:
             before = log.stat().st_size
             os.kill(process.pid, signal.SIGUSR1)
-            if answer := _answer(log, before):
-                return answer
+            if stacks := _read_stacks(log, before):
+                return stacks
         except OSError:
             pass  # it has ended meanwhile, or its log was deleted
     return _py_spy(process.pid) or _from_kernel(process.pid)
 
 
-def _own_log(pid: int) -> Path | None:
-    """The file to which a process writes its stacks at SIGUSR1; None if it does not handle the signal so.
+def _stack_log(pid: int) -> Path | None:
+    """The log to which a process writes its stacks at SIGUSR1; None if it does not handle the signal that way.
 
-    Its standard error, where that is a file; else a log of its own that it has open.
+    Of the logs that it has open, the one with the lowest file descriptor: standard error, if that is a log.
     """
+    proc = Path("/proc") / str(pid)
     try:
-        status = (Path("/proc") / str(pid) / "status").read_text()
+        status = (proc / "status").read_text()
         caught = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt"))
-        opened = [
-            Path(os.readlink(fd)) for fd in sorted((Path("/proc") / str(pid) / "fd").iterdir(), key=_number)
-        ]
-        words = (Path("/proc") / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        fds = sorted((proc / "fd").iterdir(), key=lambda fd: int(fd.name))
+        opened = [Path(os.readlink(fd)) for fd in fds]
+        words = (proc / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except (OSError, StopIteration, ValueError):
         return None
     if not caught >> (signal.SIGUSR1 - 1) & 1 or not _is_ours(words):
         return None
-    logs = [
-        path for path in opened if path.suffix == ".log" and path.parent.name == "logs" and path.is_file()
-    ]
-    return logs[0] if logs else None
+    logs = (path for path in opened if path.suffix == ".log" and path.parent.name == "logs")
+    return next((path for path in logs if path.is_file()), None)
 
 
 def _is_ours(words: Sequence[str]) -> bool:
-    """Does the command line run stretto, as a module or as one of its scripts?"""
+    """Whether the command line runs stretto, as a module or as one of its scripts."""
     names = [Path(word).name for word in words[:8]]
     return any(name.partition(".")[0] == "stretto" for name in names) or any(n in SCRIPTS for n in names[:2])
 
 
-def _number(fd: Path) -> int:
-    return int(fd.name)
-
-
-def _answer(log: Path, start: int) -> str:
-    """The stacks that were appended to a log; "" if none came in time. Lines that others logged are left out."""
+def _read_stacks(log: Path, start: int) -> str:
+    """The stacks written to a log after `start` bytes, without other lines; "" if none came within ANSWER_S."""
     deadline, size, changed_at = time.monotonic() + ANSWER_S, start, time.monotonic()
     while (now := time.monotonic()) < deadline:
         if (grown := log.stat().st_size) != size:
@@ -205,27 +173,22 @@ def _answer(log: Path, start: int) -> str:
 def _py_spy(pid: int) -> str:
     program = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
     try:
-        done = subprocess.run(
+        return subprocess.run(
             [program, "dump", "--nonblocking", "--pid", str(pid)],
-            capture_output=True, text=True, timeout=PY_SPY_TIMEOUT_S, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
+            capture_output=True, text=True, timeout=PY_SPY_TIMEOUT_S, check=True,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def _from_kernel(pid: int) -> str:
-    """What the kernel tells about a process whose stack nobody can read."""
-    found = {}
-    for name in ("wchan", "syscall"):
-        try:
-            found[name] = (Path("/proc") / str(pid) / name).read_text().split()[:1]
-        except OSError:
-            continue
+    """The state of a process, and where in the kernel it waits; for one whose stacks cannot be read."""
+    proc, waits = Path("/proc") / str(pid), "?"
+    with suppress(OSError):
+        waits = " ".join((proc / "wchan").read_text().split()[:1]) or "?"
     try:
-        fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        state = (proc / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "it has ended meanwhile"
-    waits = " ".join(found.get("wchan") or ["?"])
     hint = "" if shutil.which("py-spy") else "; pip install py-spy shows stacks of Python"
-    return f"state {fields[0]}, waits in {waits}{hint}"
+    return f"state {state}, waits in {waits}{hint}"

@@ -105,23 +105,16 @@ def _prepare_run_dir(cfg: SFTConfig, stack: ExitStack) -> tuple[tuple[str, int] 
     Returns: directory and step to resume from, and what has changed in the configuration since.
     """
     run, resume = cfg.run_dir, cfg.resume
-    step, origin = (None, None) if resume is None else (resume.step, resume.dir)
     if not os.environ.get(SUPERVISED_VAR):
-        claim = rundir.claim(
-            run,
-            resume=resume is not None,
-            step=step,
-            clean=cfg.clean,
-            origin=origin,
-            checkpoints=None if cfg.ckpt is None else cfg.ckpt.output_dir,
-        )
+        checkpoints = None if cfg.ckpt is None else cfg.ckpt.output_dir
+        claim = rundir.claim(run, **cfg.start_options, checkpoints=checkpoints)
         stack.callback(claim.close)
     run.configs.mkdir(parents=True, exist_ok=True)
-    changed = changes(run.config("run"), cfg) if resume is not None and origin is None else []
+    changed = changes(run.config("run"), cfg) if resume is not None and resume.dir is None else []
     write_json(run.config("run"), dump(cfg))
     if resume is None:
         return None, changed
-    origin_run, step = rundir.find_checkpoint(run, step, origin)
+    origin_run, step = rundir.find_checkpoint(run, resume.step, resume.dir)
     return (str(origin_run), step), changed
 
 

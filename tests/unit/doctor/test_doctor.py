@@ -425,3 +425,10 @@ def test_bad_input_is_one_message(words: list[str], text: str, tmp_path, monkeyp
     assert cli.main(["doctor", *words]) != 0
     shown = capsys.readouterr()
     assert text in shown.out + shown.err and "Traceback" not in shown.err
+
+
+def test_an_empty_CC_means_the_default_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cc").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CC", "")
+    assert [finding.text for finding in software.compiler()] == [str(tmp_path / "cc")]

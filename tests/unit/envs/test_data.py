@@ -160,7 +160,9 @@ def test_missing_empty_and_unreadable_files_are_named_in_the_error(renderer, tmp
         load(renderer, tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"has no sft_rows"):
         load_examples(EnvData(id=f"{__name__}:Unsolved"), renderer, ASSISTANT, 64, 0)
-    with pytest.raises(EnvError, match=r"Mistaken': sft_rows: KeyError: 'answer'"):
+    with pytest.raises(
+        EnvError, match=r"Mistaken': sft_rows: .*test_data.py:\d+ in sft_rows: KeyError: 'answer'"
+    ):
         load_examples(EnvData(id=f"{__name__}:Mistaken"), renderer, ASSISTANT, 64, 0)
 
 

@@ -17,6 +17,7 @@ from stretto.config.describe import COMMON_KEYS, ROOTS, help_text, markdown
 from stretto.config.load import dump, load
 from stretto.config.section import all_paths
 from stretto.config.spellings.synonyms import SYNONYMS
+from stretto.dry_run import SCREENS
 
 ROOT = Path(__file__).parents[3]
 
@@ -66,6 +67,21 @@ def test_help_shows_every_key_with_meaning_and_default(verb: str) -> None:
         elif len(key.sections) != 1:
             rows = [part.split("\n  --", 1)[0] for part in words.split(f"\n  {flag}")[1:]]
             assert any(key.doc in row and ("default: " in row or "required" in row) for row in rows), flag
+
+
+@pytest.mark.parametrize("verb", verbs.VERBS)
+def test_every_verb_with_a_configuration_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([verb, "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"usage: stretto {verb} ") and "--output-dir" in out and not err
+
+
+def test_the_overview_has_every_verb() -> None:
+    assert set(cli.SUMMARIES) == {*verbs.VERBS, *verbs.PLAIN_VERBS, "completion"}
+
+
+def test_every_verb_with_a_configuration_has_a_dry_run() -> None:
+    assert set(SCREENS) == set(verbs.VERBS)
 
 
 def test_help_of_a_word_shows_only_its_keys(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,10 +59,10 @@ from stretto.base import process
 from stretto.base.paths import RunDir
 from stretto.launch.run.console import Console
 from stretto.launch.run.supervisor import STOP_SIGNALS, Supervisor, Timeouts
-from stretto.launch.plan.plan import ProcessSpec
+from stretto.launch.plan.processes import ProcessSpec
 directory, stand_in = Path(sys.argv[1]), sys.argv[2]
 given = eval(sys.argv[3])
-most, process.EARN_S = given.pop("max_restarts", 0), given.pop("earn_s", process.EARN_S)
+most, process.RESTART_EARNED_S = given.pop("max_restarts", 0), given.pop("earn_s", process.RESTART_EARNED_S)
 timeouts = Timeouts(**given)
 specs = [
     ProcessSpec(role, 0, 1, (sys.executable, "-c", stand_in, role, plan, str(directory)), {}, (), 1, {}, most)

@@ -21,7 +21,7 @@ from stretto.base.status import SUPERVISED_VAR
 from stretto.config.load import PARTS, dump, load, shown_text
 from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.launch.plan import plan as planning
-from stretto.launch.plan.plan import ProcessSpec
+from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.table import process_table, table
 
 

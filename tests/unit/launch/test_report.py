@@ -307,8 +307,7 @@ def test_a_verb_is_typed_by_name_where_the_shell_finds_it_and_never_as_the_shell
     assert report.program("sft").endswith("python -m stretto sft")
 
 
-def test_a_run_without_metrics_ends_without_a_curve(tmp_path: Path, finished: LaunchPlan) -> None:
+def test_a_run_without_metrics_ends_without_a_curve(finished: LaunchPlan) -> None:
     finished.run.metrics("orchestrator").unlink()
     text = report.ending(finished, is_complete=True, stopped_early=False)
     assert "next:" in text and not finished.run.curve.exists()
-    assert report.read_summary(RunDir(tmp_path / "nowhere")) == {}

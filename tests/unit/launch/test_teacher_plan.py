@@ -13,6 +13,7 @@ from stretto.base import ports, process
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig
+from stretto.config.sections.engines import HOLD_VAR
 from stretto.launch.plan import placement
 from stretto.launch.plan import plan as planning
 
@@ -53,7 +54,7 @@ def test_the_teacher_is_a_process_of_its_own_that_the_orchestrator_knows(tmp_pat
     assert orchestrator.teacher.base_url == f"http://127.0.0.1:{served.server.port}/v1"
     assert orchestrator.teacher.model == "models/teacher"
     # A router or engine waits for the run's weights; the teacher gets none.
-    assert planning.HOLD_VAR in plan.processes[1].env and planning.HOLD_VAR not in teacher.env
+    assert HOLD_VAR in plan.processes[1].env and HOLD_VAR not in teacher.env
     assert orchestrator == plan.config.orchestrator_config()
 
 

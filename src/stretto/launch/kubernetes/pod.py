@@ -1,14 +1,14 @@
-"""What a Kubernetes pod knows of its run: who it is, where the others are, and which processes of the plan are its own.
+"""A Kubernetes pod's view of its run: which pod it is, where the others are, and which processes of the plan it starts.
 
 The chart (deploy/helm/stretto) gives every pod the same config and these variables:
 
     POD_NAME            <StatefulSet>-<ordinal>; the ordinal is the number of the node
     POD_IP              the address to listen at
     HEADLESS_SERVICE    domain of the StatefulSet's pods: pod i is <StatefulSet>-<i>.<HEADLESS_SERVICE>
-    STATEFUL_REPLICAS   how many they are
+    STATEFUL_REPLICAS   the number of these pods
     STRETTO_PODS        JSON: name, service, replicas, GPUs, ports of the release's StatefulSets; the router's host
 
-Nothing is asked of the Kubernetes API: a pod needs no rights there. run.py starts the processes.
+A pod needs no rights in the Kubernetes API, because it does not use it. run.py starts the processes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.placement import replaced
-from stretto.launch.plan.plan import LaunchPlan, ProcessSpec, helper_processes
+from stretto.launch.plan.plan import LaunchPlan
+from stretto.launch.plan.processes import ProcessSpec, helper_processes
 from stretto.launch.plan.routers import plan_registrars, plan_router
 
 PODS_VAR = "STRETTO_PODS"
@@ -51,7 +52,7 @@ class StatefulSet:
     gpus: int = 0
     """GPUs of one pod."""
     ports: Mapping[str, int] = field(default_factory=dict)
-    """The values' ports of its service: port, and of the trainer ncclPort and rendezvousPort."""
+    """Ports of its service, by their names in the chart's values: port; for the trainer, ncclPort, rendezvousPort."""
 
     @property
     def hosts(self) -> list[str]:
@@ -61,15 +62,15 @@ class StatefulSet:
 
 @dataclass(frozen=True)
 class Pod:
-    """This pod, and the pods of the others."""
+    """This pod, and those of all roles."""
 
     role: str
     ordinal: int
     ip: str
     sets: Mapping[str, StatefulSet]
-    """By role; none for a role that the release does not have."""
+    """By role; without the roles that the release does not have."""
     router: str | None
-    """Host of the router's service; None: no pod is a router."""
+    """Host of the router's service; None: the release has no router pod."""
 
     @property
     def host(self) -> str:
@@ -84,17 +85,17 @@ def find_pod(role: str, env: Mapping[str, str] = os.environ) -> Pod:
     """
     if role not in ROLES:
         raise ConfigError(f"stretto pod: {role!r} is no part of a run; give one of {', '.join(ROLES)}")
-    sets, router = _read_pods(_given(env, PODS_VAR))
+    sets, router = _read_pods(_variable(env, PODS_VAR))
     if missing := [each for each in ("orchestrator", "trainer", role) if each not in sets]:
         raise ConfigError(f"{PODS_VAR} has no {missing[0]}: {IN_CHART}; is this pod of another release?")
-    ordinal = find_ordinal(_given(env, "POD_NAME"))
+    ordinal = find_ordinal(_variable(env, "POD_NAME"))
     mine = sets[role]
     if ordinal >= mine.replicas:
         raise ConfigError(
             f"pod {env['POD_NAME']} is beyond the {mine.replicas} that {role}.replicas says, and the run has no work "
             f"for it; scale with `helm upgrade --set {role}.replicas={ordinal + 1}`, not with `kubectl scale`"
         )
-    return Pod(role, ordinal, _given(env, "POD_IP"), sets, router)
+    return Pod(role, ordinal, _variable(env, "POD_IP"), sets, router)
 
 
 def find_ordinal(pod_name: str) -> int:
@@ -102,14 +103,14 @@ def find_ordinal(pod_name: str) -> int:
 
     Raises: ConfigError for another name.
     """
-    if (found := re.search(r"-(\d+)$", pod_name)) is None:
+    if (match := re.search(r"-(\d+)$", pod_name)) is None:
         raise ConfigError(
             f"POD_NAME = {pod_name!r} does not end in an ordinal, as the pods of a StatefulSet do"
         )
-    return int(found[1])
+    return int(match[1])
 
 
-def _given(env: Mapping[str, str], name: str) -> str:
+def _variable(env: Mapping[str, str], name: str) -> str:
     if not (text := env.get(name, "")):
         raise ConfigError(f"`stretto pod` needs the environment variable {name}; {IN_CHART}")
     return text
@@ -128,7 +129,7 @@ def _read_pods(text: str) -> tuple[dict[str, StatefulSet], str | None]:
 
 
 def load_config(pod: Pod, words: Sequence[str]) -> RLConfig:
-    """The run's config with the shape of the cluster as further flags, so that every rule judges the whole.
+    """The run's config with the shape of the cluster as further flags, so that the rules check all of it.
 
     words: `@ FILE.toml` and flags, as those of `rl`.
 
@@ -171,16 +172,16 @@ def _trainer_flags(pod: Pod) -> dict[str, Any]:
 
 
 def _wire_flags(pod: Pod, cfg: RLConfig) -> dict[str, Any]:
-    """Addresses of the orchestrator's wires: it listens at its pod's, the others know its name."""
+    """Addresses of the orchestrator's wires: it listens at its pod's IP, the others use its name in DNS."""
     host = pod.ip if pod.role == "orchestrator" else pod.sets["orchestrator"].hosts[0]
     wires = [wire for wire in ("control", "rollout_transport") if hasattr(getattr(cfg, wire), "host")]
     return {f"{wire}.host": host for wire in wires}
 
 
 def _engine_flags(pod: Pod, section: InferenceSection | None) -> dict[str, Any]:
-    """The shape of inference: that of the config if it takes several nodes, else one engine (or several) per pod.
+    """The shape of inference: the config's if it takes several nodes, else one or several engines per pod.
 
-    Raises: ConfigError if the pods are not as many as the shape takes.
+    Raises: ConfigError if the number of pods does not fit the shape.
     """
     trainers, engines = pod.sets["trainer"].hosts, pod.sets.get("inference")
     if section is None:
@@ -212,7 +213,7 @@ def _engine_flags(pod: Pod, section: InferenceSection | None) -> dict[str, Any]:
 
 
 def _check_router(pod: Pod, cfg: RLConfig) -> None:
-    """Raises: ConfigError if the release has a router's pod and the plan nothing for it."""
+    """Raises: ConfigError if the release has a router pod that the plan has no process for."""
     section = cfg.inference
     if section is not None and section.router is not None and section.router.type == "dynamo":
         raise ConfigError(
@@ -243,9 +244,9 @@ def _is_plain(section: InferenceSection) -> bool:
 def plan_pods(
     cfg: RLConfig, pod: Pod, run: RunDir, resume_step: int | None = None, secret: Secret | None = None
 ) -> LaunchPlan:
-    """The plan of the whole run: that of several nodes, with pods of their own for orchestrator and router."""
+    """The plan of the whole run: as for several nodes, with pods of their own for orchestrator and router."""
     section = cfg.inference
-    if section is not None and _is_plain(section):  # one router for all, or none: not one for each
+    if section is not None and _is_plain(section):  # all engines have one router, or none
         plan = plan_nodes(replaced(cfg, "inference.router", None), run, resume_step, secret)
         plan = _with_router(plan, pod, section)
     else:
@@ -261,26 +262,25 @@ def plan_pods(
 
 
 def _gpu_notes(pod: Pod, plan: LaunchPlan) -> list[str]:
-    """What is said of GPUs that inference pods have and do not use.
+    """A note about GPUs of inference pods that are not used.
 
-    Raises: ConfigError if they have too few.
+    Raises: ConfigError if the pods have too few.
     """
-    given = pod.sets["inference"].gpus if "inference" in pod.sets else 0
+    count = pod.sets["inference"].gpus if "inference" in pod.sets else 0
     specs = [spec for spec in plan.processes if spec.role == "inference"]
-    used = max(
-        Counter(node for node, _ in {(s.node, gpu) for s in specs for gpu in s.devices}).values(), default=0
-    )
-    if not given or not used or used == given:
+    by_node = Counter(node for node, _ in {(spec.node, gpu) for spec in specs for gpu in spec.devices})
+    used = max(by_node.values(), default=0)
+    if not count or not used or used == count:
         return []
-    said = f"inference.gpu.count = {given}, and [inference] takes {used} in each pod"
-    ways = "[inference] parallel, deployment.num_replicas or deployment.gpus_per_node"
-    if used > given:
-        raise ConfigError(f"{said}; raise the count, or lower {ways}")
-    return [f"{said}: the others are idle; lower the count, or raise {ways}"]
+    fact = f"inference.gpu.count = {count}, and [inference] takes {used} in each pod"
+    keys = "[inference] parallel, deployment.num_replicas or deployment.gpus_per_node"
+    if used > count:
+        raise ConfigError(f"{fact}; raise the count, or lower {keys}")
+    return [f"{fact}: the others are idle; lower the count, or raise {keys}"]
 
 
 def _with_router(plan: LaunchPlan, pod: Pod, section: InferenceSection) -> LaunchPlan:
-    """The plan with the release's router before all engines, or the one that runs elsewhere."""
+    """The plan with the release's router in front of all engines, or with the router that runs elsewhere."""
     if section.router is None or plan.engines is None:
         return plan
     hosts = pod.sets["inference"].hosts
@@ -300,7 +300,7 @@ def _with_router(plan: LaunchPlan, pod: Pod, section: InferenceSection) -> Launc
 
 
 def _with_url(plan: LaunchPlan, url: str) -> LaunchPlan:
-    """The plan with one address for rollouts."""
+    """The plan in which all rollouts go to one address."""
     assert plan.engines is not None
     root = replaced(plan.config, "orchestrator.client.base_url", f"{url}/v1")
     return dataclasses.replace(plan, config=root, engines=dataclasses.replace(plan.engines, base_urls=(url,)))
@@ -312,9 +312,9 @@ def own_processes(plan: LaunchPlan, pod: Pod) -> list[ProcessSpec]:
 
 
 def with_newest_checkpoint(cfg: RLConfig, run: RunDir) -> RLConfig:
-    """The config that continues this run where its newest checkpoint stands, if it has one.
+    """The config that continues this run from its newest checkpoint, if it has one.
 
-    Raises: ConfigError if max_steps lies before that step.
+    Raises: ConfigError if max_steps is below that checkpoint's step.
     """
     if (step := run.latest_complete_checkpoint()) is None:
         return cfg

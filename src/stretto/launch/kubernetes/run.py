@@ -1,15 +1,16 @@
-"""`stretto pod ROLE @ FILE.toml`: runs a pod's part of a run, answers the kubelet's probes, and ends in order.
+"""`stretto pod ROLE @ FILE.toml`: runs this pod's part of a run, answers the kubelet's probes, and ends in order.
 
     wait for names in DNS -> resume from the newest checkpoint, if there is one -> start this pod's processes
-    -> one ends, or SIGTERM: the others are asked to finish, too -> exit; the kubelet starts the container anew
+    -> one ends, or SIGTERM: the others are asked to finish, too -> exit; the kubelet restarts the container
 
-Kubernetes restarts whatever ends, so a process does not wait for what a restart solves: a trainer that meets an
-orchestrator of another step, or a lock that is still held, ends with a message and is started again. At SIGTERM
-orchestrator and trainer finish their step and save, if they have begun. After the run's last step they would begin
-anew, so the pod stays, idle.
+Kubernetes restarts a container that ends. So a trainer that meets an orchestrator of another step, or a lock that is
+still held, does not wait: it ends with a message and is started again. At SIGTERM orchestrator and trainer finish their
+step and save, if they have begun. After the run's last step a restarted container would begin the run again, so the pod
+stays, idle.
 
-Probes, at PROBE_PORT: /live while this process runs; /ready if the pod's processes do their work: engines are healthy,
-the router has a healthy engine, a trainer's first version is published, the orchestrator plays rollouts.
+Probes, at PROBE_PORT: /live answers while this process runs; /ready answers 200 if the pod's processes do their work:
+engines are healthy, the router has a healthy engine, a trainer's first version is published, the orchestrator plays
+rollouts.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from stretto.base import log, process, rundir
 from stretto.base.errors import EngineError
+from stretto.base.files import read_json
 from stretto.base.paths import RunDir
 from stretto.base.ports import in_url
 from stretto.base.process import Child
 from stretto.base.secret import load_secret
-from stretto.base.status import STATUS_FD_VAR, SUPERVISED_VAR
 from stretto.config.load import write_json
 from stretto.config.root import RLConfig
 from stretto.config.sections.inference import KEY_VAR
@@ -50,8 +52,9 @@ from stretto.launch.kubernetes.pod import (
 )
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.nodes import with_config_dir
-from stretto.launch.plan.plan import ProcessSpec
+from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.table import table
+from stretto.launch.run.supervisor import StatusPipe
 from stretto.monitors.base import find_trackers
 
 logger = logging.getLogger(__name__)
@@ -60,16 +63,16 @@ USAGE = "usage: stretto pod orchestrator|trainer|inference|router @ FILE.toml [-
 PROBE_PORT = 8081
 PROBE_TIMEOUT_S = 5.0
 NAMES_TIMEOUT_S = 600.0
-SUMMARY_TIMEOUT_S = 60.0  # the trainer ends before the orchestrator has written the summary
+SUMMARY_TIMEOUT_S = 60.0
 END_S = 120.0  # between the end of the first of a pod's processes and that of the others
-GRACE_S = 5.0  # between SIGTERM and SIGKILL for one that did not end
+GRACE_S = 5.0  # between SIGTERM and SIGKILL
 POLL_S = 0.5
 HEALTH_ROUTES = {"inference": "/health", "router": "/readiness"}
-"""What answers 200 once a server does its work, by role."""
+"""The route that answers 200 once a server does its work, by role."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a pod's part; the exit status. With --dry-run print it, and start nothing."""
+    """Run this pod's part; the exit status. With --dry-run print it, and start nothing."""
     if not words or words[0] in ("-h", "--help"):
         print(f"{USAGE}\nAll other words are those of `rl`: `rl --help` lists them.")
         return 0 if words else 2
@@ -121,14 +124,14 @@ def _stop_event() -> asyncio.Event:
 
 
 def _claimed(cfg: RLConfig, pod: Pod) -> AbstractContextManager[None]:
-    """Hold this part of the run; what the run directory has decides later whether it is resumed."""
+    """Context that holds this pod's part of the run; `_prepare` decides later whether the run is resumed."""
     if pod.role not in ("orchestrator", "trainer") or pod.ordinal:
         return nullcontext()
     return rundir.claim_part(cfg.run_dir, pod.role, is_new=False, clean=cfg.clean)
 
 
 def _names(pod: Pod, cfg: RLConfig) -> list[str]:
-    """Hosts that this pod's processes need from the start."""
+    """Hosts that must have a name in DNS before this pod's processes start."""
     if pod.role == "trainer":
         return [pod.sets["orchestrator"].hosts[0], pod.sets["trainer"].hosts[0]]
     section = cfg.inference
@@ -139,9 +142,9 @@ def _names(pod: Pod, cfg: RLConfig) -> list[str]:
 
 
 async def _wait_for_names(names: Sequence[str], stop: asyncio.Event) -> bool:
-    """Wait until DNS knows these hosts; False if the pod was stopped first.
+    """Wait until DNS knows these hosts; False if the pod is stopped first.
 
-    Raises: EngineError naming those that it does not know in time.
+    Raises: EngineError naming the hosts that DNS does not know after NAMES_TIMEOUT_S.
     """
     deadline, shown = time.monotonic() + NAMES_TIMEOUT_S, ""
     while unknown := [name for name in names if not await asyncio.to_thread(_is_known, name)]:
@@ -175,8 +178,8 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
     return True
 
 
-def _prepare(cfg: RLConfig, pod: Pod, own: RunDir) -> list[ProcessSpec]:
-    """Write the configs of this pod's processes to a directory of its own; the processes."""
+def _prepare(cfg: RLConfig, pod: Pod, pod_dir: RunDir) -> list[ProcessSpec]:
+    """Write the configs of this pod's processes to pod_dir; returns the processes."""
     run = cfg.run_dir
     cfg = with_newest_checkpoint(cfg, run)
     has_none = pod.role == "orchestrator" and run.latest_complete_checkpoint() is None
@@ -187,32 +190,27 @@ def _prepare(cfg: RLConfig, pod: Pod, own: RunDir) -> list[ProcessSpec]:
     plan = plan_pods(cfg, pod, run, cfg.resume and cfg.resume.step, load_secret(run))
     if pod.role == "orchestrator":
         planning.write(plan, run.path)
-    planning.write(plan, own.path)
+    planning.write(plan, pod_dir.path)
     for engine in plan.engines.engines if plan.engines is not None else ():
-        # Without the run's name it writes no log file: that of several pods would be one.
-        path = own.config(engine.name)
+        # Without the run's name it writes no log file: several pods would write the same one.
+        path = pod_dir.config(engine.name)
         write_json(path, json.loads(path.read_text()) | {"run": {}})
     mine = own_processes(plan, pod)
     logger.info("%s", _title(pod, mine))
     for note in plan.notes:
         logger.info("note: %s", note)
-    return [with_config_dir(spec, run, own) for spec in mine]
+    return [with_config_dir(spec, run, pod_dir) for spec in mine]
 
 
 def set_aside(run: RunDir) -> Path | None:
-    """Move what an orchestrator without a checkpoint has left to RUN/stopped/N; that directory, None if there is none.
+    """Move what an orchestrator left without a checkpoint to RUN/stopped/N; that directory, None if it left nothing.
 
-    A run without a checkpoint cannot be resumed, and nothing is deleted here.
+    A run without a checkpoint cannot be resumed, and a pod deletes nothing.
     """
     if not run.ledger.exists():
         return None
-    parts = [
-        *run.path.glob("ledger.sqlite*"),
-        run.tokens,
-        run.evals,
-        run.rollouts,
-        run.metrics("orchestrator"),
-    ]
+    parts = [*run.path.glob("ledger.sqlite*"), run.tokens, run.evals, run.rollouts]
+    parts.append(run.metrics("orchestrator"))
     stopped = run.path / "stopped"
     target = stopped / str(len(list(stopped.iterdir())) + 1 if stopped.is_dir() else 1)
     for path in parts:
@@ -233,52 +231,37 @@ class PodProcesses:
         self._run_dir = run
         self._children: dict[str, Child] = {}
         self._specs: dict[str, ProcessSpec] = {}
-        self._ready: set[str] = set()  # processes that have said so
-        self._partial: dict[str, bytes] = {}  # of a status line, by process
+        self._pipes: list[StatusPipe] = []
+        self._ready: set[str] = set()  # names of processes that have reported that they do their work
 
     def start(self, specs: Iterable[ProcessSpec]) -> None:
-        """Start processes: the output of servers and of the first trainer rank is this pod's, the others have logs."""
+        """Start processes. Servers and the first trainer rank write to this pod's output, the others to their logs."""
         for spec in specs:
             self._specs[spec.name] = spec
-            self._children[spec.name] = self._start(
-                spec, is_shown=spec.role != "trainer" or not self._children
-            )
+            is_shown = spec.role != "trainer" or not self._children
+            self._children[spec.name] = self._start(spec, is_shown=is_shown)
 
     def _start(self, spec: ProcessSpec, *, is_shown: bool) -> Child:
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        asyncio.get_running_loop().add_reader(reader, self._read, reader, spec.name)
-        env = {**spec.env, STATUS_FD_VAR: str(writer), SUPERVISED_VAR: "1"}
-        try:
-            log_file = self._run_dir.log(spec.name)
-            return process.start(
-                spec.name, spec.argv, env=env, log=log_file, pass_fds=(writer,), is_shown=is_shown
-            )
-        finally:
-            os.close(writer)
+        pipe = StatusPipe(lambda status: self._on_status(spec.name, status))
+        self._pipes.append(pipe)
+        pipe.open()
+        env, log_file = spec.env | pipe.env(), self._run_dir.log(spec.name)
+        child = process.start(
+            spec.name, spec.argv, env=env, log=log_file, pass_fds=(pipe.writer,), is_shown=is_shown
+        )
+        pipe.close_writer()
+        return child
 
-    def _read(self, reader: int, name: str) -> None:
-        """Show status lines as the process itself would, and note who is ready."""
-        try:
-            data = os.read(reader, 1 << 16)
-        except BlockingIOError:
-            return
-        if not data:
-            asyncio.get_running_loop().remove_reader(reader)
-            os.close(reader)
-            return
-        *lines, self._partial[name] = (self._partial.get(name, b"") + data).split(b"\n")
-        for line in lines:
-            status = json.loads(line)
-            if status["kind"] == "ready" or not (
-                status.get("is_early") or status["kind"] in ("note", "warning")
-            ):
-                self._ready.add(name)
-            if status["kind"] not in ("ready", "warning"):
-                logger.info("%s", line.decode())
+    def _on_status(self, name: str, status: dict[str, Any]) -> None:
+        """Log a status line as the process itself would, and note that the process is ready."""
+        kind = status["kind"]
+        if kind == "ready" or not (status.get("is_early") or kind in ("note", "warning")):
+            self._ready.add(name)
+        if kind not in ("ready", "warning"):
+            logger.info("%s", json.dumps(status))
 
     async def wait(self, stop: asyncio.Event) -> int:
-        """Wait for the end of all, or of one that failed; at a stop they are asked to finish. The exit status."""
+        """Wait until all have ended or one has failed; when `stop` is set, ask them to finish. The exit status."""
         ended = {asyncio.create_task(child.wait()): child for child in self._children.values()}
         stopping = asyncio.create_task(stop.wait())
         code, deadline = 0, None
@@ -291,23 +274,20 @@ class PodProcesses:
                 for child in [ended.pop(task) for task in done if task is not stopping]:
                     how = process.describe_exit(child.returncode or 0)
                     logger.info("%s ended: %s", child.name, how)
-                    code = code or self._status_of(child)
-                    deadline = deadline or (
-                        None if stopping.done() else time.monotonic() + (0 if code else END_S)
-                    )
+                    code = code or process.exit_status(child.returncode or 0)
+                    if deadline is None and not stopping.done():
+                        deadline = time.monotonic() + (0 if code else END_S)
             return code
         finally:
             stopping.cancel()
             for task in ended:
                 task.cancel()
             await process.stop(self._children.values(), grace_s=GRACE_S)
-
-    def _status_of(self, child: Child) -> int:
-        returncode = child.returncode or 0
-        return returncode if returncode >= 0 else 128 - returncode
+            for pipe in self._pipes:
+                pipe.close()
 
     def _ask_to_end(self) -> None:
-        """SIGINT lets a process finish its step and save, if it has begun to work; SIGTERM ends others quickly."""
+        """Let processes that have begun to work finish their step and save (SIGINT), and end the others (SIGTERM)."""
         for name, child in self._children.items():
             can_finish = name in self._ready
             logger.info("SIGTERM: %s %s", name, "finishes its step and saves" if can_finish else "ends")
@@ -316,13 +296,13 @@ class PodProcesses:
     # -- readiness --
 
     async def missing(self) -> list[str]:
-        """Names of processes that do not do their work yet, with the reason."""
+        """For each process that does not do its work yet, its name and the reason."""
         if self.is_idle:
             return []
         if not self._specs:
             return ["the pod's processes have not been started"]
-        asked = [await self._fault(spec) for spec in self._specs.values()]
-        return [fault for fault in asked if fault is not None]
+        faults = [await self._fault(spec) for spec in self._specs.values()]
+        return [fault for fault in faults if fault is not None]
 
     async def _fault(self, spec: ProcessSpec) -> str | None:
         if (route := HEALTH_ROUTES.get(spec.role)) is not None:
@@ -373,20 +353,17 @@ async def _probes(pod: Pod, processes: PodProcesses) -> AsyncIterator[None]:
 
 
 def _has_ended(pod: Pod, cfg: RLConfig) -> bool:
-    """Whether the run has trained its last step; engines and the router serve on all the same."""
+    """Whether the run has trained its last step. False for engines and the router, which go on serving."""
     if pod.role not in ("orchestrator", "trainer") or cfg.max_steps is None:
         return False
-    try:
-        summary = json.loads(cfg.run_dir.summary.read_text())
-    except (OSError, ValueError):
-        return False
-    return summary["steps"] >= cfg.max_steps
+    return read_json(cfg.run_dir.summary).get("steps", 0) >= cfg.max_steps
 
 
 async def _has_ended_soon(pod: Pod, cfg: RLConfig) -> bool:
+    """As `_has_ended`, after waiting for the summary: the trainer ends before the orchestrator has written it."""
     newest = cfg.run_dir.latest_complete_checkpoint()
     if newest is not None and newest < (cfg.max_steps or newest + 1):
-        return False  # all were asked to end: the run goes on when they are back
+        return False  # all processes were asked to end: the run goes on when they are started again
     deadline = time.monotonic() + SUMMARY_TIMEOUT_S
     while not (has_ended := _has_ended(pod, cfg)) and time.monotonic() < deadline:
         await asyncio.sleep(POLL_S)

@@ -7,11 +7,11 @@ processes (one per node); each is a `stretto inference` with its own section. Th
     single_node        num_replicas engines on the first node
     multi_node         one engine per node; with enable_expert_parallel one engine over all nodes (wide EP): each of
                        its processes serves requests and balances them over its own devices; with nodes_per_engine
-                       its nodes share the ranks of TP and PP, and the process of the first one serves requests
-    groups             engines of differing shape, one after another on the GPUs of the nodes
+                       an engine's nodes share its TP and PP ranks, and only the first one's process serves requests
+    groups             engines of different shapes, one after another on the GPUs of the nodes
     disaggregated      separate engines for prefill and decode, each over nodes as above; NIXL moves the KV caches
 
-Rollouts go to the router. Admin calls go to every engine: the router would pass a call to one of them only.
+Rollouts go to the router. Admin calls go to every engine, since the router would pass a call to only one of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from stretto.launch.plan.specs import EngineSpec, EnginesPlan, HelperSpec, Role
 BACKEND_OFFSET = 100
 NIXL = "NixlConnector"
 STORE_ADDRESS_VAR = "MC_TCP_BIND_ADDRESS"
-"""Where others reach a process of Mooncake; by itself it takes one of the machine's addresses."""
+"""The address of a Mooncake process for others; without it, Mooncake picks one of the machine's addresses."""
 
 
 def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: bool = False) -> EnginesPlan:
@@ -88,7 +88,7 @@ def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: boo
 
 
 def has_router(section: InferenceSection) -> bool:
-    """True for several engines, and for one if the user configured a router."""
+    """Whether a router is started: for several engines, and for one engine if the user configured a router."""
     shape = section.deployment
     if section.router is None:
         return False
@@ -98,7 +98,7 @@ def has_router(section: InferenceSection) -> bool:
 
 
 def is_wide(section: InferenceSection) -> bool:
-    """Whether all nodes are one engine whose data-parallel ranks they share."""
+    """Whether all nodes form one engine and share its data-parallel ranks."""
     shape = section.deployment
     if not isinstance(shape, MultiNode) or not section.enable_expert_parallel:
         return False
@@ -106,11 +106,7 @@ def is_wide(section: InferenceSection) -> bool:
 
 
 def plan_replicas(
-    section: InferenceSection,
-    hosts: Sequence[str],
-    num_replicas: int,
-    *,
-    is_cpu: bool = False,
+    section: InferenceSection, hosts: Sequence[str], num_replicas: int, *, is_cpu: bool = False
 ) -> EnginesPlan:
     """Plan [inference] num_replicas times, each replica with its own nodes and router.
 
@@ -126,29 +122,24 @@ def plan_replicas(
         own = _with_router_port(section, replica) if has_unguarded_router(section) else section
         plan = plan_engines(own, hosts[first : first + each], is_cpu=is_cpu)
 
-        def moved(specs: Sequence[Any], replica: int = replica, first: int = first) -> tuple[Any, ...]:
-            return tuple(replace(s, name=f"replica_{replica}_{s.name}", node=first + s.node) for s in specs)
-
-        parts.append(
-            EnginesPlan(
-                moved(plan.engines),
-                moved(plan.routers),
-                moved(plan.stores),
-                plan.base_urls,
-                plan.admin_urls,
-                moved(plan.registrars),
+        moved = {
+            name: tuple(
+                replace(spec, name=f"replica_{replica}_{spec.name}", node=first + spec.node)
+                for spec in getattr(plan, name)
             )
-        )
-    joined = {
-        part.name: tuple(itertools.chain.from_iterable(getattr(each, part.name) for each in parts))
-        for part in fields(EnginesPlan)
+            for name in ("engines", "routers", "stores", "registrars")
+        }
+        parts.append(replace(plan, **moved))
+    whole = {
+        field.name: tuple(itertools.chain.from_iterable(getattr(part, field.name) for part in parts))
+        for field in fields(EnginesPlan)
     }
     # All replicas may be behind one router that runs elsewhere.
-    return EnginesPlan(**joined | {"base_urls": tuple(dict.fromkeys(joined["base_urls"]))})
+    return EnginesPlan(**whole | {"base_urls": tuple(dict.fromkeys(whole["base_urls"]))})
 
 
 def _with_router_port(section: InferenceSection, replica: int) -> InferenceSection:
-    """The section with this replica's router on a port of its own: routers that are not guarded are on one node."""
+    """The section with a port of its own for this replica's router: routers without a key are all on one node."""
     shape = section.deployment
     port = (shape.router_port or section.server.port) + replica
     return section.model_copy(update={"deployment": shape.model_copy(update={"router_port": port})})
@@ -177,19 +168,19 @@ def _process_section(
     parallel = section.parallel if dp is None else section.parallel.model_copy(update={"dp": dp})
     server = section.server.model_copy(update={"port": port})
     own = {"server": server, "parallel": parallel, "vllm_extra": extra, "deployment": SingleNode()}
-    own["router"] = RouterSection()  # the default: only the plan knows of a router
+    own["router"] = RouterSection()  # the default, since an engine has nothing to do with the router
     if section.engine == "auto" and section.vllm_only():
         own["engine"] = "vllm"
     return section.model_copy(update=own)
 
 
 def _with_listen_address(engine: EngineSpec, hosts: Sequence[str]) -> EngineSpec:
-    """Let the engine listen where other nodes reach it, unless the user gave an address."""
+    """The engine, listening where other nodes reach it unless the user gave an address."""
     server = engine.section.server
-    listening = listen_address(server.host, hosts[engine.node])
-    if listening == server.host:
-        return engine  # an engine that is alone then chooses its own: inference/server.py
-    own = engine.section.model_copy(update={"server": server.model_copy(update={"host": listening})})
+    host = listen_address(server.host, hosts[engine.node])
+    if host == server.host:
+        return engine  # inference/server.py chooses the address of an engine that is alone
+    own = engine.section.model_copy(update={"server": server.model_copy(update={"host": host})})
     return replace(engine, section=own)
 
 
@@ -202,36 +193,33 @@ def _replicas(section: InferenceSection, *, is_routed: bool) -> list[EngineSpec]
     if count == 1 and not is_routed:
         return [EngineSpec("inference", "engine", 0, section, num_gpus=gpus)]
     first = _backend_port(section, is_routed=is_routed)
-    if count == 1:
-        return [EngineSpec("inference", "engine", 0, _process_section(section, first), num_gpus=gpus)]
-    ports = [first + replica for replica in range(count)]
+    names = ["inference"] if count == 1 else [f"inference_{replica}" for replica in range(count)]
     return [
-        EngineSpec(f"inference_{i}", "engine", 0, _process_section(section, port), num_gpus=gpus)
-        for i, port in enumerate(ports)
+        EngineSpec(name, "engine", 0, _process_section(section, first + replica), num_gpus=gpus)
+        for replica, name in enumerate(names)
     ]
 
 
 def _engines_of_nodes(section: InferenceSection, shape: MultiNode, hosts: Sequence[str]) -> list[EngineSpec]:
     dp, port = section.parallel.dp, _backend_port(section, is_routed=has_router(section))
     each = shape.num_nodes if is_wide(section) else shape.nodes_per_engine
-    found = []
+    rpc_port = shape.data_parallel_rpc_port
+    engines = []
     for first in range(0, shape.num_nodes, each):
         name = "inference" if each == shape.num_nodes else f"inference_{first // each}"
         nodes = range(first, first + each)
-        found += _engine_over_nodes(
-            section, name, "engine", nodes, port, hosts, dp, shape.data_parallel_rpc_port
-        )
-    return found
+        engines += _engine_over_nodes(section, name, "engine", nodes, port, hosts, dp, rpc_port)
+    return engines
 
 
 def _groups(section: InferenceSection, shape: EngineGroups, hosts: Sequence[str]) -> list[EngineSpec]:
-    """Engines in the order of their groups; those of a node have ports one after another."""
+    """Engines in the order of their groups; engines on the same node have consecutive ports."""
     port = _backend_port(section, is_routed=has_router(section))
-    if section.engine == "auto" and section.vllm_only():  # one of them needs it, and all are the same engine
+    if section.engine == "auto" and section.vllm_only():  # all groups use the same engine
         section = section.model_copy(update={"engine": "vllm"})
     num_gpus = shape.gpus_per_node if shape.num_nodes > 1 else section.placed()[-1].first_gpu
     on_node: Counter[int] = Counter()
-    found = []
+    engines = []
     for number, place in enumerate(section.placed()[:-1]):
         node, first = divmod(place.first_gpu, num_gpus)
         own = section.of_group(shape.groups[place.group])
@@ -245,26 +233,19 @@ def _groups(section: InferenceSection, shape: EngineGroups, hosts: Sequence[str]
             own.parallel.dp,
             shape.data_parallel_rpc_port,
         )
-        found += [replace(spec, first_gpu=first) for spec in specs]
+        engines += [replace(spec, first_gpu=first) for spec in specs]
         on_node[node] += 1
-    return found
+    return engines
 
 
 def _engine_over_nodes(
-    section: InferenceSection,
-    name: str,
-    role: Role,
-    nodes: Sequence[int],
-    port: int,
-    hosts: Sequence[str],
-    dp: int,
-    rpc_port: int,
-    **vllm: Any,
-) -> list[EngineSpec]:
+    section: InferenceSection, name: str, role: Role, nodes: Sequence[int], port: int, hosts: Sequence[str],
+    dp: int, rpc_port: int, **vllm: Any,
+) -> list[EngineSpec]:  # fmt: skip
     """One engine over these nodes, one process on each.
 
-    Nodes divide its data-parallel ranks: each process serves requests on its own. Or they divide the TP and PP ranks of
-    an engine without data parallelism: only the first one serves requests.
+    The nodes divide its data-parallel ranks, and each process serves requests on its own; or they divide the TP and PP
+    ranks of an engine without data parallelism, and only the first process serves requests.
     """
     local = dp // len(nodes)
     num_gpus = section.parallel.gpus_per_rank * dp // len(nodes)
@@ -332,7 +313,7 @@ def _disaggregated(
 
 
 def _with_options(section: InferenceSection, options: Mapping[str, Any]) -> InferenceSection:
-    """The section with some options of vLLM's, as keys of ours where there are some."""
+    """The section with options of vLLM: as our own keys where we have them, else in vllm_extra."""
     keys = {VLLM_KEYS.get(name.replace("-", "_"), ""): value for name, value in options.items()}
     own = {key: value for key, value in keys.items() if key}
     extra = {name: value for name, value in options.items() if name.replace("-", "_") not in VLLM_KEYS}
@@ -360,7 +341,7 @@ def _disaggregated_options(
     if is_cpu:
         return {"kv_transfer_config": connector | {"kv_buffer_device": "cpu"}}
     options: dict[str, Any] = {"kv_transfer_config": connector}
-    # If None, the engine uses expert parallelism for models that have experts: vllm/command.py.
+    # With None, the engine uses expert parallelism for models that have experts (vllm/command.py).
     if section.enable_expert_parallel or (section.enable_expert_parallel is None and not shape.is_local):
         low = {"prefill": "deepep_high_throughput", "decode": "deepep_low_latency"}
         options["all2all_backend"] = low[role]
@@ -376,33 +357,30 @@ def _with_offload(
     offload = section.kv_cache_offload
     if offload is None:
         return engines, ()
-    found = []
+    with_offload = []
     for engine in engines:
-        connectors = [offload_connector(section)]
+        connector = offload_connector(section)
         if (other := engine.section.vllm_extra.get("kv_transfer_config")) is not None:
-            connectors.insert(0, other)
-        one = connectors[0]
-        if len(connectors) > 1:
-            one = {
+            both = {"connectors": [other, connector]}
+            connector = {
                 "kv_connector": "MultiConnector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {"connectors": connectors},
+                "kv_connector_extra_config": both,
             }
-        extra = engine.section.vllm_extra | {"kv_transfer_config": one}
+        extra = engine.section.vllm_extra | {"kv_transfer_config": connector}
         update = {
             "vllm_extra": extra,
             "enable_prefix_caching": True,
             "kv_cache_offload": None,
             "engine": "vllm",
         }
-        own = engine.section.model_copy(update=update)
         env = engine.env
         if isinstance(offload, MooncakeOffload):
             env = env | _store_env(offload, hosts) | {STORE_ADDRESS_VAR: hosts[engine.node]}
-        found.append(replace(engine, section=own, env=env))
-    return found, _stores(offload, hosts[: section.deployment.num_nodes]) if isinstance(
-        offload, MooncakeOffload
-    ) else ()
+        with_offload.append(replace(engine, section=engine.section.model_copy(update=update), env=env))
+    if not isinstance(offload, MooncakeOffload):
+        return with_offload, ()
+    return with_offload, _stores(offload, hosts[: section.deployment.num_nodes])
 
 
 def offload_connector(section: InferenceSection) -> dict[str, Any]:
@@ -419,7 +397,7 @@ def offload_connector(section: InferenceSection) -> dict[str, Any]:
 
 
 def _store_env(offload: MooncakeOffload, hosts: Sequence[str]) -> dict[str, str]:
-    """Where engines find the store; inference/vllm/launch.py writes it to the file that vLLM reads."""
+    """The addresses of the store for engines; inference/vllm/launch.py writes them to the file that vLLM reads."""
     config = {
         "mode": "standalone-store",
         "metadata_server": f"http://{in_url(hosts[0])}:{offload.metadata_port}/metadata",

@@ -1,7 +1,8 @@
 """Checks the config against the model's config.json before anything starts: mesh degrees, and unused keys.
 
-If a model of the Hub is not here, only its config.json is downloaded. Nothing is checked if there is none: a warm-up
-may still make the model, or the Hub cannot be reached.
+If a model of the Hub is not here, only its config.json is downloaded. Without a config.json nothing is checked: a
+warm-up may still make the model, or the Hub cannot be reached. A file that cannot be read is reported by the process
+that loads the model, with a better message.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def check_model(model: ModelSection, num_ranks: int, path: str, *, has_replay: b
     try:
         shape = read_shape(directory)
     except (OSError, ValueError, KeyError):
-        return  # the process that loads it says what is wrong with it
+        return
     if model.impl == "hf":
         shape = None
     try:
@@ -58,9 +59,9 @@ def check_model(model: ModelSection, num_ranks: int, path: str, *, has_replay: b
 
 
 def _check_targets(directory: Path, targets: Sequence[str], where: str) -> None:
-    """Check that adapters are for layers that the model has, or that other models have.
+    """Check that adapters are for layers that this model or another one has.
 
-    Raises: ConfigError naming those that no model has, with the nearest.
+    Raises: ConfigError naming a layer that no model has, and the nearest name.
     """
     names = layer_names(directory)
     if not names:
@@ -82,7 +83,7 @@ def layer_names(directory: Path) -> set[str]:
             with (directory / "model.safetensors").open("rb") as file:
                 tensors = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     except (OSError, ValueError, KeyError, OverflowError):
-        return set()  # not here, or the process that loads it says what is wrong with it
+        return set()
     names = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if name.endswith(".weight")}
     return {name for name in names if not any(word in name for word in ("norm", "embed", "conv"))}
 
@@ -96,7 +97,7 @@ def check_trainable(directory: Path, impl: str, where: str) -> None:
         hf = json.loads((directory / "config.json").read_text())
         method = (hf.get("quantization_config") or {}).get("quant_method")
     except (OSError, ValueError, AttributeError):
-        return  # the process that loads it says what is wrong with it
+        return
     if method is None or (method == "mxfp4" and impl != "custom"):  # transformers expands mxfp4
         return
     raise ConfigError(
@@ -106,7 +107,7 @@ def check_trainable(directory: Path, impl: str, where: str) -> None:
 
 
 def check_engine_model(cfg: RLConfig) -> None:
-    """Check the engines' checkpoint, if it is another than the one that is trained.
+    """Check the engines' checkpoint, if it is not the one that is trained.
 
     Raises: ConfigError if it is another network, or does not fit quantize_in_weight_transfer or [model.lora].
     """
@@ -121,17 +122,15 @@ def check_engine_model(cfg: RLConfig) -> None:
     try:
         trained, other = (json.loads((path / "config.json").read_text()) for path in (there, here))
     except (OSError, ValueError):
-        return  # the process that loads it says what is wrong with it
+        return
     check_same_network(trained, other, (cfg.model.name, served))
     _check_tokens(there, here, (cfg.model.name, served))
     quantization = other.get("quantization_config")
     check_quantize(wire.quantize_in_weight_transfer, served, is_quantized=quantization is not None)
     if quantization is None:
         return
-    if (method := quantization.get("quant_method")) != "fp8" or quantization.get("weight_block_size") != [
-        128,
-        128,
-    ]:
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if method != "fp8" or block != [128, 128]:
         raise ConfigError(
             f"inference.model = {served!r}: its quantization_config is {method}, and weights can be sent to engines in "
             "fp8 of 128 x 128 blocks only; give such a checkpoint, or the model that is trained"
@@ -144,18 +143,18 @@ def check_engine_model(cfg: RLConfig) -> None:
 
 
 def _check_tokens(there: Path, here: Path, names: tuple[str, str]) -> None:
-    """Check the tokenizers of two model directories, where both are on this machine."""
+    """Check that two model directories have the same tokens, if both have a tokenizer on this machine."""
     files = [directory / "tokenizer.json" for directory in (there, here)]
     try:
         texts = [file.read_bytes() for file in files]
         if texts[0] != texts[1]:
             check_same_tokens(json.loads(texts[0]), json.loads(texts[1]), names)
     except (OSError, ValueError):
-        return  # not here, or the process that loads it says what is wrong with it
+        return
 
 
 def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:
-    """Models that a run loads, by name; False for those of which it needs the tokenizer only."""
+    """Names of the models that a run loads, each with False if it needs only the tokenizer."""
     teacher, trainer = cfg.teacher_inference, cfg.trainer
     names = [] if cfg.model.scratch is not None else [cfg.model.name]
     sections = (cfg.inference, teacher, *(each for each in cfg.models.values() if each.base_url is None))
@@ -164,14 +163,13 @@ def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:
     names += [trainer.advantages.kl_model] if trainer.advantages and trainer.advantages.kl_model else []
     names = [name for name in names if cfg.model.scratch is None or name != cfg.model.name]
     tokenizers = [cfg.tokenizer.name] if cfg.tokenizer.name is not None else []
-    is_remote = {cfg.model.name} if cfg.service is not None else set()
-    return [(name, name not in is_remote) for name in dict.fromkeys(names)] + [
-        (name, False) for name in tokenizers
-    ]
+    remote = {cfg.model.name} if cfg.service is not None else set()
+    models = [(name, name not in remote) for name in dict.fromkeys(names)]
+    return models + [(name, False) for name in tokenizers]
 
 
 def check_served(section: InferenceSection, name: str, *, is_cpu: bool, is_updated: bool = False) -> None:
-    """Check that the engine computes this model.
+    """Check that the engine supports this model.
 
     is_cpu: engines run without GPUs. is_updated: they get new weights.
 
@@ -183,7 +181,7 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool, is_updat
     try:
         model = ServedModel.of(directory)
     except (OSError, ValueError):
-        return  # the process that loads it says what is wrong with it
+        return
     if section.chosen_engine(has_gpu=not is_cpu) == "embedded":
         return
     model.check()

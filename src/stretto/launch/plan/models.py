@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims
 from stretto.config.root import FrozenModelSection, RLConfig
 from stretto.config.rules.engine import shape_of
 from stretto.config.sections.distill import TeacherSection
-from stretto.launch.plan.placement import GPU_HOST_THREADS, client_host, free_port, replaced
+from stretto.launch.plan.placement import client_url, free_port, gpu_names, replaced
 
-MODEL_PORT = 8060  # of the first model's engine if none is given: the first free one from here
+MODEL_PORT = 8060  # of the first model's engine if none is given: the first free port from here
 
 
 def role_of(name: str) -> str:
@@ -24,46 +25,50 @@ def started_models(cfg: RLConfig) -> Iterator[tuple[str, FrozenModelSection]]:
     return ((name, section) for name, section in cfg.models.items() if section.base_url is None)
 
 
-def with_model_ports(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLConfig:
-    """Find ports for the models' engines, and tell the orchestrator where every model is."""
-    places = dict(cfg.orchestrator.frozen_models)
-    models = dict(cfg.models)
-    for name, section in cfg.models.items():
-        url = section.base_url
-        if url is None:
-            key, is_given = f"models.{name}.server.port", "port" in section.server.model_fields_set
-            first = section.server.port if is_given else MODEL_PORT
-            port = free_port(key, section.server.host, first, is_given, ports)
-            if port != first and is_given:
-                notes.append(f"{key} is {port}, since {first} is taken on this machine")
-            server = section.server.model_copy(update={"port": port})
-            models[name] = section.model_copy(update={"server": server})
-            url = f"http://{client_host(server.host)}:{port}/v1"
-        places[name] = TeacherSection(base_url=url, model=section.served_model_name or section.model)
-    cfg = cfg.model_copy(update={"models": models})
-    return replaced(cfg, "orchestrator.frozen_models", places)
+def with_model_ports(cfg: RLConfig, ports: PortClaims) -> RLConfig:
+    """The root with a free port of this machine for each model that the run starts."""
+
+    def listen(name: str) -> tuple[str, int]:
+        server = cfg.models[name].server
+        is_given = "port" in server.model_fields_set
+        first = server.port if is_given else MODEL_PORT
+        return server.host, free_port(f"models.{name}.server.port", server.host, first, is_given, ports)
+
+    return _with_servers(cfg, listen, {})
 
 
 def with_model_hosts(cfg: RLConfig, hosts: Sequence[str]) -> RLConfig:
-    """Let models on nodes of their own listen there, and tell the orchestrator where every model is.
+    """The root with models that listen on nodes of their own, with the key of the policy's engines.
 
-    hosts: addresses of the nodes from the first one on that has models. They have the key of the policy's engines.
+    hosts: addresses of the nodes, from the first one that has models.
+    """
+    names = list(cfg.models)
+
+    def listen(name: str) -> tuple[str, int]:
+        server = cfg.models[name].server
+        port = server.port if "port" in server.model_fields_set else MODEL_PORT + names.index(name)
+        return hosts[cfg.model_places[name][0]], port
+
+    return _with_servers(cfg, listen, {"api_key_var": cfg.orchestrator.client.api_key_var})
+
+
+def _with_servers(
+    cfg: RLConfig, listen: Callable[[str], tuple[str, int]], options: dict[str, Any]
+) -> RLConfig:
+    """The root in which the orchestrator has the address of every model.
+
+    listen: host and port of a model that the run starts. options: keys of such a model in the orchestrator's config.
     """
     places, models = dict(cfg.orchestrator.frozen_models), dict(cfg.models)
-    key_var = cfg.orchestrator.client.api_key_var
-    for index, (name, section) in enumerate(cfg.models.items()):
+    for name, section in cfg.models.items():
         known = TeacherSection(base_url=section.base_url, model=section.served_model_name or section.model)
         if section.base_url is None:
-            host = hosts[cfg.model_places[name][0]]
-            is_given = "port" in section.server.model_fields_set
-            port = section.server.port if is_given else MODEL_PORT + index
+            host, port = listen(name)
             server = section.server.model_copy(update={"host": host, "port": port})
             models[name] = section.model_copy(update={"server": server})
-            url = f"http://{client_host(host)}:{port}/v1"
-            known = known.model_copy(update={"base_url": url, "api_key_var": key_var})
+            known = known.model_copy(update={"base_url": client_url(server), **options})
         places[name] = known
-    cfg = cfg.model_copy(update={"models": models})
-    return replaced(cfg, "orchestrator.frozen_models", places)
+    return replaced(replaced(cfg, "models", models), "orchestrator.frozen_models", places)
 
 
 def num_gpus(section: FrozenModelSection) -> int:
@@ -74,30 +79,23 @@ def num_gpus(section: FrozenModelSection) -> int:
 
 
 def assign_model_gpus(cfg: RLConfig, taken: set[str], gpus: Sequence[str]) -> dict[str, list[str]]:
-    """GPUs of each model's engines: the ones named, else those that nobody has; none on a machine without.
+    """GPUs of each model's engines: the ones named, else free ones; none on a machine without GPUs.
 
     Raises: ConfigError if there are too few.
     """
-    found: dict[str, list[str]] = {}
+    by_model: dict[str, list[str]] = {}
     for name, section in started_models(cfg):
-        wanted = num_gpus(section) * bool(gpus)
+        needed = num_gpus(section) * bool(gpus)
         if section.gpu_ids is not None:
-            found[name] = [gpus[index] if index < len(gpus) else str(index) for index in section.gpu_ids]
+            by_model[name] = gpu_names(section.gpu_ids, gpus)
             continue
         free = [gpu for gpu in gpus if gpu not in taken]
-        if len(free) < wanted:
+        if len(free) < needed:
             raise ConfigError(
-                f"models.{name} takes {wanted} GPUs ({shape_of(section)}), and {len(free)} of this machine's "
+                f"models.{name} takes {needed} GPUs ({shape_of(section)}), and {len(free)} of this machine's "
                 f"{len(gpus)} are free; lower it, name shared ones as models.{name}.gpu_ids, or set "
                 f'models.{name}.device = "cpu"'
             )
-        found[name] = free[:wanted]
-        taken = taken | set(found[name])
-    return found
-
-
-def model_threads(section: FrozenModelSection, threads: dict[str, int], gpus: Sequence[str]) -> int:
-    """CPU threads of a model's engine."""
-    if section.num_threads is not None:
-        return section.num_threads
-    return GPU_HOST_THREADS if gpus else max(threads.get("inference", 1), 1)
+        by_model[name] = free[:needed]
+        taken = taken | set(by_model[name])
+    return by_model

@@ -1,26 +1,31 @@
 """Assigns this machine's ports, GPUs, GPU memory and CPU threads to the processes of a run.
 
-In: a checked RLConfig. Out: a copy with free ports, threads and shares of memory filled in. `notes` collects what was
-decided for the user, one sentence each. A value that the user gave is kept or refused, never changed.
+In: a checked RLConfig. Out: a copy with free ports, threads and shares of memory filled in. Each decision made for the
+user adds a sentence to `notes`. A value that the user gave is kept or refused, never changed.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from stretto.base import process
 from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims, in_url
-from stretto.config.root import RLConfig
+from stretto.config.root import RLConfig, RunRoot
 from stretto.config.rules.engine import shape_of
-from stretto.config.sections.inference import InferenceSection
+from stretto.config.sections.inference import InferenceSection, ServerSection
 from stretto.config.sections.model import dtype_on
 from stretto.launch.plan.engines import BACKEND_OFFSET, has_router, plan_engines
 from stretto.launch.plan.specs import EnginesPlan
 
+Root = TypeVar("Root", bound=RunRoot)
+
 _PORTS_TRIED = 200
-TEACHER_PORT = 8050  # of the teacher's engine if none is given: the first free one from here
+TEACHER_PORT = 8050  # of the teacher's engine if none is given: the first free port from here
+PARTS = ("trainer", "inference", "teacher", "critic")
+"""Parts of a run whose GPUs are named by `<part>_gpu_ids`, or counted by deployment.num_<part>_gpus."""
 BFLOAT16_TOLERANCE = 0.1  # canary tolerance in nats; 0.013 was measured
 MOST_THREADS = 16  # per process; with more, small matrix products get slower
 GPU_HOST_THREADS = 4  # a process whose work is on a GPU only feeds it
@@ -38,53 +43,39 @@ def replaced(section: Any, path: str, value: Any) -> Any:
 def with_free_ports(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLConfig:
     """Move each default port that is taken to the next free one; a port that the user gave must be free."""
     for wire in ("control", "rollout_transport", "weight_broadcast"):
-        listener = getattr(cfg, wire)
-        if not hasattr(listener, "port"):
-            continue
-        is_given = "port" in listener.model_fields_set
-        port = free_port(f"{wire}.port", listener.host, listener.port, is_given, ports)
-        if port != listener.port:
-            notes.append(f"{wire}.port is {port}, since {listener.port} is taken on this machine")
-            cfg = replaced(cfg, f"{wire}.port", port)
-    cfg = _with_critic_port(cfg, ports, notes)
-    cfg = _with_teacher_port(cfg, ports, notes)
+        if hasattr(getattr(cfg, wire), "port"):
+            cfg = with_free_port(cfg, wire, ports, notes)
+    if cfg.critic_placement is not None:
+        cfg = with_free_port(cfg, "trainer.critic.placement", ports, notes)
+    if cfg.teacher_inference is not None:
+        cfg = with_free_port(cfg, "teacher_inference.server", ports, notes, default=TEACHER_PORT)
+        url = client_url(cfg.teacher_inference.server)
+        cfg = replaced(cfg, "orchestrator.teacher.base_url", url)
     if cfg.inference is None:
         return cfg
-    server, client = cfg.inference.server, cfg.orchestrator.client
     # If the user gave the orchestrator an address, the engine must listen on that port.
-    is_given = "port" in server.model_fields_set or "base_url" in client.model_fields_set
-    port = free_port("inference.server.port", server.host, server.port, is_given, ports)
-    if port != server.port:
-        notes.append(f"inference.server.port is {port}, since {server.port} is taken on this machine")
-        cfg = replaced(cfg, "inference.server.port", port)
-        cfg = replaced(cfg, "orchestrator.client.base_url", f"http://{client_host(server.host)}:{port}/v1")
-    return cfg
-
-
-def _with_critic_port(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLConfig:
-    """Find a port where policy and critic meet."""
-    if (place := cfg.critic_placement) is None:
+    is_given = "base_url" in cfg.orchestrator.client.model_fields_set
+    port = cfg.inference.server.port
+    cfg = with_free_port(cfg, "inference.server", ports, notes, is_given=is_given)
+    if cfg.inference.server.port == port:
         return cfg
-    key = "trainer.critic.placement.port"
-    port = free_port(key, place.host, place.port, "port" in place.model_fields_set, ports)
-    if port == place.port:
-        return cfg
-    notes.append(f"{key} is {port}, since {place.port} is taken on this machine")
-    return replaced(cfg, key, port)
+    return replaced(cfg, "orchestrator.client.base_url", client_url(cfg.inference.server))
 
 
-def _with_teacher_port(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLConfig:
-    """Find a port for the teacher's engine and set it in the orchestrator's config too."""
-    if cfg.teacher_inference is None:
-        return cfg
-    server = cfg.teacher_inference.server
-    is_given = "port" in server.model_fields_set
-    first = server.port if is_given else TEACHER_PORT
-    port = free_port("teacher_inference.server.port", server.host, first, is_given, ports)
+def with_free_port(
+    cfg: Root, path: str, ports: PortClaims, notes: list[str], *, default: int | None = None, is_given: bool = False
+) -> Root:  # fmt: skip
+    """A root with a free port for the listener at `path`; another one than the default adds a note.
+
+    default: None: that of the section. is_given: the port may not be moved, though the user did not write this key.
+    """
+    listener = functools.reduce(getattr, path.split("."), cfg)
+    is_given = is_given or "port" in listener.model_fields_set
+    first = listener.port if is_given or default is None else default
+    port = free_port(f"{path}.port", listener.host, first, is_given, ports)
     if port != first:
-        notes.append(f"teacher_inference.server.port is {port}, since {first} is taken on this machine")
-    cfg = replaced(cfg, "teacher_inference.server", server.model_copy(update={"port": port}))
-    return replaced(cfg, "orchestrator.teacher.base_url", f"http://{client_host(server.host)}:{port}/v1")
+        notes.append(f"{path}.port is {port}, since {first} is taken on this machine")
+    return cfg if port == listener.port else replaced(cfg, f"{path}.port", port)
 
 
 def local_engines(cfg: RLConfig) -> EnginesPlan | None:
@@ -111,24 +102,16 @@ def with_engine_ports(
     cfg: RLConfig, engines: EnginesPlan | None, ports: PortClaims, notes: list[str]
 ) -> tuple[RLConfig, EnginesPlan | None]:
     """Find free ports for engines behind a router, and set all addresses in the orchestrator's config."""
-    if (
-        engines is None
-        or cfg.inference is None
-        or (not has_router(cfg.inference) and len(engines.engines) == 1)
-    ):
+    if engines is None or cfg.inference is None:
+        return cfg, engines
+    if len(engines.engines) == 1 and not has_router(cfg.inference):
         return cfg, engines
     host = cfg.inference.server.host
     shape = cfg.inference.deployment
     if shape.type in ("single_node", "groups") and shape.backend_port is None:
-        first = next(
-            (
-                port
-                for port in range(cfg.inference.server.port + BACKEND_OFFSET, 65000)
-                if all(ports.claim(host, port + i) for i in range(shape.num_engines))
-            ),
-            None,
-        )
-        if first is None:
+        candidates = range(cfg.inference.server.port + BACKEND_OFFSET, 65000)
+        are_free = lambda port: all(ports.claim(host, port + i) for i in range(shape.num_engines))
+        if (first := next(filter(are_free, candidates), None)) is None:
             raise ConfigError(
                 "inference.deployment.backend_port: no range of free ports was found; give its first port"
             )
@@ -142,8 +125,8 @@ def with_engine_ports(
 
 
 def with_engines(cfg: RLConfig, engines: EnginesPlan) -> RLConfig:
-    """The orchestrator's client knows these engines."""
-    urls, admin = ([f"{url}/v1" for url in found] for found in (engines.base_urls, engines.admin_urls))
+    """The root in which the orchestrator's client has the addresses of these engines."""
+    urls, admin = ([f"{url}/v1" for url in each] for each in (engines.base_urls, engines.admin_urls))
     cfg = replaced(cfg, "orchestrator.client.base_url", urls if len(urls) > 1 else urls[0])
     if any(engine.role == "prefill" for engine in engines.engines):
         cfg = replaced(cfg, "orchestrator.client.split_samples", True)
@@ -173,16 +156,29 @@ def client_host(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, in_url(host))
 
 
+def client_url(server: ServerSection) -> str:
+    """The base URL at which this machine reaches an engine's server."""
+    return f"http://{client_host(server.host)}:{server.port}/v1"
+
+
 # -- devices and threads --
 
 
-def asks_for_gpus(cfg: RLConfig) -> bool:
-    """Is this a dry run whose config names or counts GPUs? It is planned as if they were there."""
+def gpu_ids(cfg: RLConfig) -> list[list[int] | None]:
+    """The GPU ids that the config names for each of PARTS."""
+    return [cfg.trainer_gpu_ids, cfg.inference_gpu_ids, cfg.teacher_gpu_ids, cfg.critic_gpu_ids]
+
+
+def gpu_counts(cfg: RLConfig) -> list[int | None]:
+    """The number of GPUs that [deployment] gives each of PARTS."""
     shape = cfg.deployment
-    counts = (shape.num_train_gpus, shape.num_infer_gpus, shape.num_teacher_gpus, shape.num_critic_gpus)
-    ids = (cfg.trainer_gpu_ids, cfg.inference_gpu_ids, cfg.teacher_gpu_ids, cfg.critic_gpu_ids)
-    wants_cuda = cfg.inference is not None and cfg.inference.device == "cuda"
-    return cfg.dry_run and (any(counts) or any(ids) or wants_cuda)
+    return [shape.num_train_gpus, shape.num_infer_gpus, shape.num_teacher_gpus, shape.num_critic_gpus]
+
+
+def asks_for_gpus(cfg: RLConfig) -> bool:
+    """Whether this is a dry run whose config names or counts GPUs, which is planned as if they were there."""
+    needs_cuda = cfg.inference is not None and cfg.inference.device == "cuda"
+    return cfg.dry_run and (any(gpu_counts(cfg)) or any(gpu_ids(cfg)) or needs_cuda)
 
 
 def planned_gpus(cfg: RLConfig, engines: EnginesPlan | None, notes: list[str]) -> list[str]:
@@ -190,26 +186,15 @@ def planned_gpus(cfg: RLConfig, engines: EnginesPlan | None, notes: list[str]) -
     gpus = process.visible_gpus()
     if not asks_for_gpus(cfg):
         return gpus
-    named = (cfg.trainer_gpu_ids, cfg.inference_gpu_ids, cfg.teacher_gpu_ids, cfg.critic_gpu_ids)
     models = [each for each in cfg.models.values() if each.base_url is None and each.device != "cpu"]
-    ids = [id for ids in (*named, *(each.gpu_ids for each in models)) for id in ids or ()]
-    shape = cfg.deployment
-    engine_gpus = _engine_gpus(cfg, engines) if shape.num_infer_gpus is None else shape.num_infer_gpus
+    ids = [id for ids in (*gpu_ids(cfg), *(each.gpu_ids for each in models)) for id in ids or ()]
     teacher = 0 if cfg.teacher_inference is None else cfg.teacher_inference.parallel.num_gpus
-    parts = (
-        engine_gpus if cfg.inference_gpu_ids is None else 0,
-        (cfg.num_train_ranks if shape.num_train_gpus is None else shape.num_train_gpus)
-        if cfg.trainer_gpu_ids is None and cfg.colocate is None
-        else 0,
-        (teacher if shape.num_teacher_gpus is None else shape.num_teacher_gpus)
-        if cfg.teacher_gpu_ids is None
-        else 0,
-        (cfg.num_critic_ranks if shape.num_critic_gpus is None else shape.num_critic_gpus)
-        if cfg.critic_gpu_ids is None
-        else 0,
-        sum(each.num_gpus for each in models if each.gpu_ids is None),
-    )
-    total = max(len(set(ids)) + sum(parts), max(ids, default=-1) + 1)
+    defaults = (cfg.num_train_ranks, _engine_gpus(cfg, engines), teacher, cfg.num_critic_ranks)
+    num_unnamed = sum(each.num_gpus for each in models if each.gpu_ids is None)
+    for part, named, count, default in zip(PARTS, gpu_ids(cfg), gpu_counts(cfg), defaults):
+        if named is None and not (part == "trainer" and cfg.colocate is not None):
+            num_unnamed += default if count is None else count
+    total = max(len(set(ids)) + num_unnamed, max(ids, default=-1) + 1)
     if total <= len(gpus):
         return gpus
     missing = sorted(index for index in ids if index >= len(gpus)) or range(len(gpus), total)
@@ -252,41 +237,43 @@ def assign_gpus(
     trainer_ids = cfg.trainer_gpu_ids
     if trainer_ids is None:
         ranks = cfg.num_train_ranks
-        wanted = (
-            cfg.deployment.num_train_gpus if cfg.deployment.num_train_gpus is not None else ranks * bool(gpus)
-        )
-        wanted = 0 if cfg.service is not None else wanted  # what stands for the trainer computes nothing
+        count = cfg.deployment.num_train_gpus
+        needed = ranks * bool(gpus) if count is None else count
+        needed = (
+            0 if cfg.service is not None else needed
+        )  # with a service, the trainer's process computes nothing
         free = [index for index in range(len(gpus)) if index not in inference_ids]
         if cfg.colocate is not None:
-            free = _colocated(inference_ids, wanted)
+            free = _colocated(inference_ids, needed)
         counted = (cfg.deployment.num_train_gpus, cfg.deployment.num_infer_gpus)
-        if all(counted) and len(free) < wanted and cfg.inference_gpu_ids is None:
+        if all(counted) and len(free) < needed and cfg.inference_gpu_ids is None:
             raise ConfigError(
                 f"deployment.num_train_gpus = {counted[0]} and num_infer_gpus = {counted[1]} need {sum(counted)} GPUs, "
                 f"and this machine shows {len(gpus)}; lower them, or name shared ones with trainer_gpu_ids and "
                 "inference_gpu_ids"
             )
-        trainer_ids = free[:wanted] if len(free) >= wanted else list(range(wanted))
+        trainer_ids = free[:needed] if len(free) >= needed else list(range(needed))
         if (shared := sorted(set(trainer_ids) & set(inference_ids))) and cfg.colocate is None:
             which = ", ".join(map(str, shared))
             notes.append(f"trainer and inference share GPU {which}: this machine shows {len(gpus)} in all")
     keys = "trainer_gpu_ids, inference_gpu_ids or deployment"
     _check_gpus_exist(keys, {*trainer_ids, *inference_ids}, gpus, cfg, notes)
-
-    def name(index: int) -> str:
-        return gpus[index] if index < len(gpus) else str(index)
-
-    return [name(index) for index in trainer_ids], [name(index) for index in inference_ids]
+    return gpu_names(trainer_ids, gpus), gpu_names(inference_ids, gpus)
 
 
-def _colocated(engine_gpus: Sequence[int], wanted: int) -> list[int]:
-    """GPUs of a trainer that has those of the engines.
+def gpu_names(ids: Iterable[int], gpus: Sequence[str]) -> list[str]:
+    """CUDA's names of GPUs by index; the index itself for a GPU that this machine does not show."""
+    return [gpus[index] if index < len(gpus) else str(index) for index in ids]
 
-    Raises: ConfigError if that are not as many.
+
+def _colocated(engine_gpus: Sequence[int], needed: int) -> list[int]:
+    """GPUs of a trainer that shares those of the engines.
+
+    Raises: ConfigError if the trainer needs more or fewer.
     """
-    if wanted and len(engine_gpus) != wanted:
+    if needed and len(engine_gpus) != needed:
         raise ConfigError(
-            f"[colocate]: the trainer takes {wanted} GPUs and the engines {len(engine_gpus)}, and they take turns on "
+            f"[colocate]: the trainer takes {needed} GPUs and the engines {len(engine_gpus)}, and they take turns on "
             "the same; make deployment.num_train_gpus (or num_train_workers x cp x tp) equal to the engines' "
             "inference.parallel x num_replicas"
         )
@@ -298,20 +285,20 @@ def assign_critic_gpus(cfg: RLConfig, taken: set[str], gpus: Sequence[str], note
 
     Raises: ConfigError if there are too few.
     """
-    ids, wanted = cfg.critic_gpu_ids, cfg.num_critic_ranks * bool(gpus)
+    ids, needed = cfg.critic_gpu_ids, cfg.num_critic_ranks * bool(gpus)
     if cfg.deployment.num_critic_gpus is not None:
-        wanted = cfg.deployment.num_critic_gpus * bool(cfg.num_critic_ranks)
+        needed = cfg.deployment.num_critic_gpus * bool(cfg.num_critic_ranks)
     if ids is None:
         free = [index for index, gpu in enumerate(gpus) if gpu not in taken]
-        if len(free) < wanted:
+        if len(free) < needed:
             raise ConfigError(
-                f"the critic takes {wanted} GPUs of its own (trainer.critic.placement), and {len(free)} of the "
+                f"the critic takes {needed} GPUs of its own (trainer.critic.placement), and {len(free)} of the "
                 f"{len(gpus)} that this machine shows are free; lower num_workers, name shared ones with "
                 "critic_gpu_ids, or leave trainer.critic.placement out: then it is on the trainer's ranks"
             )
-        ids = free[:wanted]
+        ids = free[:needed]
     _check_gpus_exist("critic_gpu_ids", ids, gpus, cfg, notes)
-    return [gpus[index] if index < len(gpus) else str(index) for index in ids]
+    return gpu_names(ids, gpus)
 
 
 def assign_teacher_gpus(cfg: RLConfig, taken: set[str], gpus: Sequence[str], notes: list[str]) -> list[str]:
@@ -321,22 +308,22 @@ def assign_teacher_gpus(cfg: RLConfig, taken: set[str], gpus: Sequence[str], not
         return []
     ids = cfg.teacher_gpu_ids
     if ids is None:
-        wanted = cfg.deployment.num_teacher_gpus
-        wanted = engine.parallel.num_gpus * bool(gpus) if wanted is None else wanted
+        count = cfg.deployment.num_teacher_gpus
+        needed = engine.parallel.num_gpus * bool(gpus) if count is None else count
         free = [index for index, gpu in enumerate(gpus) if gpu not in taken]
-        ids = free[:wanted] if len(free) >= wanted else list(range(wanted))
+        ids = free[:needed] if len(free) >= needed else list(range(needed))
     _check_gpus_exist("teacher_gpu_ids or deployment", ids, gpus, cfg, notes)
-    return [gpus[index] if index < len(gpus) else str(index) for index in ids]
+    return gpu_names(ids, gpus)
 
 
 def _check_gpus_exist(
-    keys: str, wanted: Iterable[int], gpus: Sequence[str], cfg: RLConfig, notes: list[str]
+    keys: str, ids: Iterable[int], gpus: Sequence[str], cfg: RLConfig, notes: list[str]
 ) -> None:
-    """Check that the GPUs that these keys ask for are there; a dry run only notes missing ones.
+    """Check that this machine has the GPUs that these keys name; a dry run only notes missing ones.
 
     Raises: ConfigError if GPUs are missing and this is not a dry run.
     """
-    if missing := sorted(index for index in wanted if index >= len(gpus)):
+    if missing := sorted(index for index in ids if index >= len(gpus)):
         which = ", ".join(map(str, missing))
         message = f"{keys} ask for GPU {which}, but this machine shows {len(gpus)}"
         if not cfg.dry_run:
@@ -418,8 +405,8 @@ def with_threads(cfg: RLConfig, threads: dict[str, int]) -> RLConfig:
     return cfg if cfg.inference is None else replaced(cfg, "inference.num_threads", threads["inference"])
 
 
-def teacher_threads(section: InferenceSection, threads: dict[str, int], gpus: list[str]) -> int:
-    """CPU threads of the teacher's engine: as many as the policy's, whose tokens it scores."""
+def frozen_engine_threads(section: InferenceSection, engine_threads: int, gpus: Sequence[str]) -> int:
+    """CPU threads of a teacher's or a frozen model's engine; engine_threads: those of the policy's engine."""
     if section.num_threads is not None:
         return section.num_threads
-    return GPU_HOST_THREADS if gpus else max(threads["inference"], 1)
+    return GPU_HOST_THREADS if gpus else max(engine_threads, 1)

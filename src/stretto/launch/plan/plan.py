@@ -10,81 +10,54 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from stretto.base import process
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
 from stretto.base.secret import Secret
 from stretto.config.load import dump, write_json
-from stretto.config.root import EvalConfig, FrozenModelSection, InferenceConfig, RLConfig
+from stretto.config.root import EvalConfig, RLConfig
 from stretto.config.section import Section
-from stretto.config.sections.engines import HOLD_VAR
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
 from stretto.config.sections.orchestrator import EnvSection, EvalSection
-from stretto.launch.plan.models import (
-    assign_model_gpus,
-    model_threads,
-    role_of,
-    started_models,
-    with_model_ports,
-)
+from stretto.launch.plan.models import assign_model_gpus, role_of, started_models, with_model_ports
 from stretto.launch.plan.placement import (
     assign_critic_gpus,
     assign_gpus,
     assign_teacher_gpus,
     assign_threads,
     free_port,
+    frozen_engine_threads,
     local_engines,
     planned_gpus,
     replaced,
     share_gpu_memory,
     share_with_teacher,
-    teacher_threads,
     with_canary_tolerance,
     with_engine_ports,
     with_free_ports,
     with_threads,
 )
+from stretto.launch.plan.processes import (
+    RENDEZVOUS_PORT,
+    ProcessSpec,
+    client_key_env,
+    engine_key_env,
+    engine_process,
+    helper_processes,
+    model_process,
+    orchestrator_process,
+    rank_processes,
+    section_of,
+    teacher_process,
+    with_engine_key,
+)
 from stretto.launch.plan.routers import with_reachable_host
-from stretto.launch.plan.specs import EngineSpec, EnginesPlan
-
-ENGINE_RESTARTS = 3
-RENDEZVOUS_PORT = 29500  # where trainer ranks find each other; the first free one from here
-
-
-@dataclass(frozen=True)
-class ProcessSpec:
-    """One process to start. `name` is its role, with its rank if there are several."""
-
-    role: str
-    rank: int
-    num_ranks: int
-    argv: tuple[str, ...]
-    env: dict[str, str]
-    devices: tuple[str, ...]
-    """CUDA names of the GPUs that it sees; empty: CPU only."""
-    threads: int
-    ports: dict[str, int]
-    """Ports that it listens on, by purpose."""
-    max_restarts: int = 0
-    """How often it is started anew when it ends; the run goes on meanwhile."""
-    node: int = 0
-    """Which of the plan's hosts it runs on."""
-    waits_for_devices: bool = False
-    """Whether it is started when the engines, which have its devices, sleep."""
-
-    @property
-    def name(self) -> str:
-        return self.role if self.num_ranks == 1 else f"{self.role}_{self.rank}"
+from stretto.launch.plan.specs import EnginesPlan
 
 
 @dataclass(frozen=True)
@@ -101,27 +74,25 @@ class BatchShape:
     most_micro_batches: int
     """Per rank, if every rollout fills a row."""
     tokens: int | None = None
-    """Tokens with which a batch is complete before it has so many prompts; None: every batch has them."""
+    """Tokens with which a batch is complete, even with fewer prompts; None: every batch has `prompts`."""
 
     def __str__(self) -> str:
         few, most = self.fewest_micro_batches, self.most_micro_batches
         span = f"{few}" if few == most else f"{few} to {most}"
         ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
-        most_of_all, ends = "", ""
+        up_to, ends = "", ""
         if self.tokens is not None:
-            most_of_all, ends = (
-                "up to ",
-                f"; a batch ends with the group that brings it to {self.tokens} tokens",
-            )
+            up_to = "up to "
+            ends = f"; a batch ends with the group that brings it to {self.tokens} tokens"
         return (
-            f"{most_of_all}{self.prompts} prompts x group of {self.group_size} = {self.rollouts} rollouts = "
+            f"{up_to}{self.prompts} prompts x group of {self.group_size} = {self.rollouts} rollouts = "
             f"{ranks} x {span} micro batches (rows of up to {self.row_tokens} tokens, packed){ends}"
         )
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Everything that `rl` needs to start the run, and a dry run to print it."""
+    """What `rl` starts, and a dry run prints."""
 
     run: RunDir
     config: RLConfig
@@ -147,7 +118,7 @@ class LaunchPlan:
     ) -> LaunchPlan:
         """Build a plan from a resolved root.
 
-        Raises: ConfigError for memory of GPUs that is to be recorded where the trainer has none.
+        Raises: ConfigError if GPU memory is to be recorded and the trainer has no GPU.
         """
         batch = batch_shape(cfg)
         snapshots, trainers = cfg.trainer.memory_profiler_path, [s for s in processes if s.role == "trainer"]
@@ -163,19 +134,19 @@ class LaunchPlan:
 
         Engines have files of their own, since their ports, addresses and options of vLLM come from the plan.
         """
-        found: dict[str, Section] = {"run": self.config, "eval": eval_config(self.config, self.run)}
+        configs: dict[str, Section] = {"run": self.config, "eval": eval_config(self.config, self.run)}
         if self.config.teacher_inference is not None:
-            found["teacher"] = self.config.teacher_config()
+            configs["teacher"] = self.config.teacher_config()
         for name, section in started_models(self.config):
-            found[role_of(name)] = own = self.config.model_config_of(name)
+            configs[role_of(name)] = own = self.config.model_config_of(name)
             if (num_nodes := section.deployment.num_nodes) > 1:
                 first = len(self.hosts) - self.config.num_model_nodes + self.config.model_places[name][0]
                 hosts = list(self.hosts[first : first + num_nodes])
-                found[role_of(name)] = own.model_copy(update={"hosts": hosts})
+                configs[role_of(name)] = own.model_copy(update={"hosts": hosts})
         if self.engines is not None:
             section = self.config.inference_config()
-            found |= {engine.name: section_of(section, engine) for engine in self.engines.engines}
-        return found
+            configs |= {engine.name: section_of(section, engine) for engine in self.engines.engines}
+        return configs
 
 
 def plan(
@@ -202,7 +173,7 @@ def plan(
     with contextlib.ExitStack() as stack:
         claims = stack.enter_context(contextlib.closing(PortClaims())) if ports is None else ports
         cfg = with_free_ports(cfg, claims, notes)
-        cfg = with_model_ports(cfg, claims, notes)
+        cfg = with_model_ports(cfg, claims)
     engines = local_engines(cfg)
     with contextlib.ExitStack() as stack:
         claims = stack.enter_context(contextlib.closing(PortClaims())) if ports is None else ports
@@ -221,190 +192,65 @@ def plan(
     cfg = share_with_teacher(cfg, set(teacher_gpus) & taken, notes)
     cfg = with_canary_tolerance(cfg, trains_on_gpus=bool(trainer_gpus), samples_on_gpus=bool(inference_gpus))
     threads = assign_threads(cfg, trainer_gpus, inference_gpus, notes)
-    if cfg.teacher_inference is not None:
-        threads["teacher"] = teacher_threads(cfg.teacher_inference, threads, teacher_gpus)
     cfg = with_threads(cfg, threads)
     engines = local_engines(cfg)
-    if cfg.resume is not None:
-        resume = cfg.resume.model_copy(update={"step": resume_step})
-        cfg = cfg.model_copy(update={"resume": resume})
-    cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"name": cfg.run_name})})
+    cfg = with_run(cfg, resume_step)
     gpus_of = {"inference": inference_gpus, "trainer": trainer_gpus, "critic": critic_gpus}
-    processes = _processes(cfg, run, engines, threads, gpus_of, rendezvous, keyed)
-    if cfg.teacher_inference is not None:
-        processes.insert(0, _teacher_process(cfg, run, threads["teacher"], teacher_gpus))
+    processes = _processes(cfg, run, engines, gpus_of, rendezvous, keyed)
+    if (teacher := cfg.teacher_inference) is not None:
+        num_threads = frozen_engine_threads(teacher, threads["inference"], teacher_gpus)
+        processes.insert(0, teacher_process(cfg, run, num_threads, teacher_gpus))
     if cfg.orchestrator.debug == "rollouts":
         processes = [spec for spec in processes if spec.role not in ("trainer", "critic")]
     for name, section in started_models(cfg):
         own = model_gpus[name]
-        processes.insert(0, model_process(run, name, section, model_threads(section, threads, own), own))
+        num_threads = frozen_engine_threads(section, threads["inference"], own)
+        processes.insert(0, model_process(run, name, section, num_threads, own))
     return LaunchPlan.of(run, cfg, engines, processes, notes=notes)
 
 
+def with_run(cfg: RLConfig, resume_step: int | None) -> RLConfig:
+    """The root with the run's name and the step to resume from filled in."""
+    if cfg.resume is not None:
+        cfg = replaced(cfg, "resume.step", resume_step)
+    return replaced(cfg, "run.name", cfg.run_name)
+
+
 # -- processes and batch --
-
-
-def rank_env(rank: int, local_rank: int, num_ranks: int, host: str, port: int) -> dict[str, str]:
-    """The environment variables that torch.distributed reads; none for a single rank."""
-    if num_ranks == 1:
-        return {}
-    env = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(num_ranks)}
-    return env | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-
-
-def section_of(cfg: InferenceConfig, engine: EngineSpec) -> InferenceConfig:
-    """The config of one engine's process."""
-    own = {key: getattr(engine.section, key) for key in type(engine.section).model_fields}
-    return cfg.model_copy(update=own)
 
 
 def _processes(
     cfg: RLConfig,
     run: RunDir,
     engines: EnginesPlan | None,
-    threads: dict[str, int],
     gpus_of: Mapping[str, list[str]],
     rendezvous: Sequence[int],
     keyed: InferenceSection | None,
 ) -> list[ProcessSpec]:
     """gpus_of: by role. rendezvous: ports of the trainer's and the critic's ranks. keyed: [inference] with its key."""
-
-    spec = partial(_spec, cfg, run, threads)
     processes = []
     key_env = {}
     if cfg.inference is not None and keyed is not None and engines is not None:
         # Routers send an engine nothing until it has this run's weights: it starts with those of the model.
-        hold = {HOLD_VAR: "1"} if cfg.orchestrator.debug is None else {}
+        is_held = cfg.orchestrator.debug is None
         engine_key = engine_key_env(keyed, cfg.orchestrator.client.api_key_var)
-        inference_gpus = gpus_of["inference"]
-        gpus = iter(inference_gpus)
-        count = len(engines.engines)
+        free = iter(gpus_of["inference"])
         for rank, engine in enumerate(engines.engines):
-            own = inference_gpus if count == 1 else list(itertools.islice(gpus, engine.num_gpus))
-            ports = {"http": engine.section.server.port}
-            env = {**hold, **engine.env, **engine_key}
-            processes.append(spec("inference", rank, count, own, ports, env, config=engine.name))
+            gpus = list(free if len(engines.engines) == 1 else itertools.islice(free, engine.num_gpus))
+            processes.append(
+                engine_process(cfg.inference, engines, run, rank, gpus, is_held=is_held, key_env=engine_key)
+            )
         processes += helper_processes(engines, router_env=engine_key)
         key_env |= client_key_env(keyed, cfg.orchestrator.client.api_key_var)
     if cfg.orchestrator.teacher is not None and cfg.teacher_inference is not None:
-        variable = cfg.orchestrator.teacher.api_key_var
-        key_env |= client_key_env(cfg.teacher_inference, variable)
-    ports = {"control": cfg.control.port}
-    if cfg.rollout_transport.type == "zmq":
-        ports["rollouts"] = cfg.rollout_transport.port
-    processes.append(spec("orchestrator", 0, 1, [], ports, key_env))
-    for role, ranks, port in zip(
-        ("trainer", "critic"), (cfg.num_train_ranks, cfg.num_critic_ranks), rendezvous
-    ):
-        for rank in range(ranks):
-            env, names = rank_env(rank, rank, ranks, "127.0.0.1", port), gpus_of[role]
-            own = names if len(names) < ranks else [names[rank]] if names else []
-            ports = {}
-            if role == "trainer" and rank == 0 and cfg.critic_placement is not None:
-                ports["critic"] = cfg.critic_placement.port
-            waits = role == "trainer" and cfg.trainer_waits_for_devices
-            rank_spec = spec(role, rank, ranks, own, ports, env)
-            processes.append(dataclasses.replace(rank_spec, waits_for_devices=waits))
+        key_env |= client_key_env(cfg.teacher_inference, cfg.orchestrator.teacher.api_key_var)
+    processes.append(orchestrator_process(cfg, run, key_env))
+    sizes = {"trainer": cfg.num_train_ranks, "critic": cfg.num_critic_ranks}
+    for (role, size), port in zip(sizes.items(), rendezvous):
+        names = gpus_of[role]
+        gpus = [names if len(names) < size else names[rank : rank + 1] for rank in range(size)]
+        processes += rank_processes(cfg, run, role, gpus, ["127.0.0.1"], port)
     return processes
-
-
-def _spec(
-    cfg: RLConfig,
-    run: RunDir,
-    threads: Mapping[str, int],
-    role: str,
-    rank: int,
-    num_ranks: int,
-    gpus: Sequence[str],
-    ports: dict[str, int],
-    env: Mapping[str, str],
-    config: str = "run",
-) -> ProcessSpec:
-    """One process of `num_ranks` of its role, which loads this config of the run; threads: by role."""
-    argv = (sys.executable, "-m", "stretto", role, "@", str(run.config(config)))
-    env = {**process.thread_env(threads[role]), **process.device_env(gpus), **env}
-    restarts = 0
-    if role == "inference" and cfg.inference is not None:
-        default = 0 if num_ranks == 1 else ENGINE_RESTARTS
-        restarts = default if cfg.inference.max_restarts is None else cfg.inference.max_restarts
-    return ProcessSpec(role, rank, num_ranks, argv, env, tuple(gpus), threads[role], ports, restarts)
-
-
-def helper_processes(
-    engines: EnginesPlan, first_node: int = 0, router_env: Mapping[str, str] = MappingProxyType({})
-) -> list[ProcessSpec]:
-    """Cache stores, routers and registrars as processes.
-
-    first_node: the number of their node 0. router_env: the engines' key, which routers ask for too.
-    """
-    roles = {"kv_store": engines.stores, "router": engines.routers, "registrar": engines.registrars}
-    specs = []
-    for role, helpers in roles.items():
-        for rank, helper in enumerate(helpers):
-            env = process.thread_env(1) | helper.env | ({} if role == "kv_store" else dict(router_env))
-            ports = {} if helper.port is None else {"http": helper.port}
-            spec = ProcessSpec(role, rank, len(helpers), helper.argv, env, (), 1, ports, ENGINE_RESTARTS)
-            specs.append(dataclasses.replace(spec, node=first_node + helper.node))
-    return specs
-
-
-def client_key_env(section: InferenceSection, client_var: str, variable: str | None = None) -> dict[str, str]:
-    """The engine's API key for its clients, as an environment: from the config, else from client_var; {} if none.
-
-    variable: under which name; None: client_var.
-    """
-    key = section.api_key or os.environ.get(client_var)
-    return {variable or client_var: key} if key else {}
-
-
-def engine_key_env(section: InferenceSection, client_var: str | None) -> dict[str, str]:
-    """The environment in which an engine finds the key that its clients send, and no other key.
-
-    client_var: the variable that its clients read; None if it has no clients.
-    """
-    others = {} if client_var == KEY_VAR else {KEY_VAR: ""}
-    return others | ({} if client_var is None else client_key_env(section, client_var, KEY_VAR))
-
-
-def with_engine_key(cfg: RLConfig, secret: Secret | None) -> tuple[InferenceSection | None, list[str]]:
-    """[inference] with the API key of engines that other hosts reach; also a note that says where it comes from.
-
-    First choice is the config, then the environment; else every node makes the same key from the run's secret. That
-    key is given to processes in their environment, and the configs that are written do not have it.
-    """
-    section = cfg.inference
-    if section is None or section.api_key is not None:
-        return section, []
-    if os.environ.get(variable := cfg.orchestrator.client.api_key_var):
-        return section, [f"the engines' key is that of {variable}: it must be set on every node"]
-    if secret is not None:
-        section = section.model_copy(update={"api_key": secret.text_key("inference.api_key")})
-    return section, [
-        "inference.api_key is made from the run's secret: engines answer the run's own processes alone"
-    ]
-
-
-def _teacher_process(cfg: RLConfig, run: RunDir, threads: int, gpus: list[str]) -> ProcessSpec:
-    """The teacher's engine; it never gets new weights."""
-    section = cfg.teacher_inference
-    assert section is not None
-    argv = (sys.executable, "-m", "stretto", "inference", "@", str(run.config("teacher")))
-    env = {**process.thread_env(threads), **process.device_env(gpus)}
-    teacher = cfg.orchestrator.teacher
-    env |= engine_key_env(section, None if teacher is None else teacher.api_key_var)
-    ports = {"http": section.server.port}
-    return ProcessSpec("teacher", 0, 1, argv, env, tuple(gpus), threads, ports, section.max_restarts or 0)
-
-
-def model_process(
-    run: RunDir, name: str, section: FrozenModelSection, threads: int, gpus: list[str]
-) -> ProcessSpec:
-    """The engines of a frozen model; they never get new weights."""
-    role = role_of(name)
-    argv = (sys.executable, "-m", "stretto", "inference", "@", str(run.config(role)))
-    env = {**process.thread_env(threads), **process.device_env(gpus)}
-    ports = {"http": section.server.port}
-    return ProcessSpec(role, 0, 1, argv, env, tuple(gpus), threads, ports, section.max_restarts or 0)
 
 
 def eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
@@ -417,7 +263,7 @@ def eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
             "model": str(run.latest_weights),
             "eval": section.model_dump(exclude={"interval", "skip_first_step", "retrigger_on_resume"})
             | {"env": [env.model_dump(exclude={"interval"}) for env in section.env] or trained},
-            # Without the run's port, which may be in use then: a free one is found.
+            # Without the run's port, which may be taken by then: the eval takes a free one.
             "inference": engine.model_dump(exclude={"model": True, "api_key": True, "server": {"port"}}),
             "renderer": cfg.orchestrator.renderer,
             "tokenizer": cfg.tokenizer,
@@ -458,7 +304,7 @@ def write(plan: LaunchPlan, directory: Path) -> None:
     for name, config in plan.configs().items():
         data = dump(config)
         if name == "eval":
-            del data["inference"]["model"]  # another spelling of the root's model
+            del data["inference"]["model"]  # it repeats the root's model
             del data["inference"]["server"]["port"]
         write_json(target.config(name), data)
     write_json(target.plan, as_json(plan))

@@ -1,11 +1,11 @@
-"""Plans what stands before several engines: a router that is started with them, or one that runs elsewhere.
+"""Plans the router in front of several engines: it is started with them, or runs elsewhere.
 
-    vllm      vllm-router: started here, or at `address`, where a registrar (launch/run/register.py) per node enters
-              the node's engines
+    vllm      vllm-router: started here, or already running at `address`; there, a registrar per node
+              (launch/run/register.py) adds the node's engines to the router's list
     dynamo    Dynamo's frontend with a worker for each engine, in a Python that has Dynamo (launch/run/dynamo_router.py)
-    llm-d     runs in Kubernetes alone, where the chart starts it and it finds engines by their labels
+    llm-d     only in Kubernetes, where the chart starts it and it finds engines by their labels
 
-What calls a router sees no difference: transports/engine/client.py.
+The client of a router (transports/engine/client.py) is the same for all of them.
 """
 
 from __future__ import annotations
@@ -34,22 +34,25 @@ DYNAMO_MODES = {
     "kv": ("--router-mode", "kv", "--no-router-kv-events"),
     "session_affinity": ("--router-mode", "round-robin", "--router-session-affinity-ttl-secs", "86400"),
 }
-"""Flags of Dynamo's frontend by policy, where it is not a mode of that name. Engines report no cache events: in kv mode
-Dynamo remembers what it has sent where."""
+"""Flags of Dynamo's frontend for policies that are not the name of one of its modes. Engines report no cache events: in
+kv mode Dynamo records which prompts it has sent to which engine."""
 
 
 def listen_address(host: str, node: str) -> str:
-    """Replace loopback, the default, by the node's address: other machines cannot reach loopback."""
+    """The node's address instead of loopback, the default, which other machines cannot reach."""
     return node if host == LOOPBACK and node != "localhost" else host
 
 
 def has_unguarded_router(section: InferenceSection | None) -> bool:
-    """Whether the router that is started asks nobody for the engines' key."""
+    """Whether the router that is started accepts requests without the engines' key."""
     return section is not None and section.router is not None and section.router.type == "dynamo"
 
 
 def with_reachable_host(section: InferenceSection) -> InferenceSection:
-    """The section with engines where a router on another machine reaches them, unless the user gave an address."""
+    """The section with engines that listen where a router on another machine reaches them.
+
+    An address that the user gave stays.
+    """
     router, server = section.router, section.server
     if router is None or router.address is None or "host" in server.model_fields_set:
         return section
@@ -63,22 +66,18 @@ def with_reachable_host(section: InferenceSection) -> InferenceSection:
 def plan_router(
     router: RouterSection, engines: Sequence[EngineSpec], hosts: Sequence[str], section: InferenceSection
 ) -> tuple[HelperSpec, str]:
-    """The router before engines on these hosts, and its address; it is on the first."""
+    """The router in front of engines on these hosts, and its address, which is on the first host."""
     port = section.deployment.router_port or section.server.port
     if has_unguarded_router(section):
-        return _dynamo(router, engines, hosts, section, LOOPBACK, port), f"http://{LOOPBACK}:{port}"
-    host = listen_address(section.server.host, hosts[0])
-    return _vllm_router(router, engines, hosts, section, host, port), f"http://{in_url(hosts[0])}:{port}"
+        return _dynamo(router, engines, hosts, section), f"http://{LOOPBACK}:{port}"
+    return _vllm_router(router, engines, hosts, section), f"http://{in_url(hosts[0])}:{port}"
 
 
 def _vllm_router(
-    router: RouterSection,
-    engines: Sequence[EngineSpec],
-    hosts: Sequence[str],
-    section: InferenceSection,
-    host: str,
-    port: int,
+    router: RouterSection, engines: Sequence[EngineSpec], hosts: Sequence[str], section: InferenceSection
 ) -> HelperSpec:
+    host = listen_address(section.server.host, hosts[0])
+    port = section.deployment.router_port or section.server.port
     words = ["--host", host, "--port", str(port), "--policy", router.policy]
     if isinstance(section.deployment, Disaggregated):
         words += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
@@ -86,14 +85,14 @@ def _vllm_router(
             words += [f"--{engine.role}", engine.url(hosts)]
     else:
         words += ["--worker-urls", *(engine.url(hosts) for engine in engines)]
-    # High limits: rollouts may take long, and the orchestrator itself limits their number and retries them.
+    # The limits are high because rollouts may take long, and the orchestrator limits their number and retries them.
     options: dict[str, Any] = {
         "health_check_endpoint": ADMITTED,
         "health_check_interval_secs": 2,
         "health_failure_threshold": 2,
         "health_success_threshold": 1,
         "worker_startup_timeout_secs": 1800,
-        "worker_startup_check_interval": 1,  # 30 s otherwise, for which a run whose engines are ready waits
+        "worker_startup_check_interval": 1,  # the default is 30 s, for which a run with ready engines would wait
         "request_timeout_secs": 7200,
         "max_concurrent_requests": 65536,
         "log_level": "warning",
@@ -114,18 +113,13 @@ def dynamo_python(router: RouterSection) -> str:
 
 
 def _dynamo(
-    router: RouterSection,
-    engines: Sequence[EngineSpec],
-    hosts: Sequence[str],
-    section: InferenceSection,
-    host: str,
-    port: int,
+    router: RouterSection, engines: Sequence[EngineSpec], hosts: Sequence[str], section: InferenceSection
 ) -> HelperSpec:
     script = Path(__file__).parent.parent / "run" / "dynamo_router.py"
-    model = section.model or ""
+    model, port = section.model or "", section.deployment.router_port or section.server.port
     words = [dynamo_python(router), "-P", str(script), "--model", str(Path(model).expanduser().absolute())]
     words += ["--name", section.served_model_name or model, "--engines", *(e.url(hosts) for e in engines)]
-    words += ["--", "--http-host", host, "--http-port", str(port)]
+    words += ["--", "--http-host", LOOPBACK, "--http-port", str(port)]
     words += DYNAMO_MODES.get(router.policy, ("--router-mode", router.policy.replace("_", "-")))
     for name, value in router.extra.items():
         option = f"--{name.replace('_', '-')}"
@@ -142,9 +136,9 @@ def _dynamo(
 def plan_registrars(
     router: RouterSection, engines: Sequence[EngineSpec], hosts: Sequence[str]
 ) -> tuple[HelperSpec, ...]:
-    """Per node, the process that enters its engines in the router at `address`.
+    """Per node, the process that adds its engines to the list of the router at `address`.
 
-    None for engines that read or write only, which a vllm-router takes at its own start alone.
+    () for prefill and decode engines, which vllm-router accepts only when it starts.
     """
     if router.type != "vllm" or router.address is None or any(engine.role != "engine" for engine in engines):
         return ()
@@ -156,9 +150,9 @@ def plan_registrars(
 
 
 def check_router(section: InferenceSection | None, *, is_dry_run: bool = False) -> str | None:
-    """Look whether what the router needs is there; what is not, in words, if this is a dry run and it may come yet.
+    """Check that the router can be used; in a dry run, returns what is missing as a message.
 
-    Raises: ConfigError for a router at `address` that does not answer or takes no engines, and without Dynamo.
+    Raises: ConfigError for a router at `address` that does not answer or accepts no engines, and if Dynamo is missing.
     """
     router = None if section is None else section.router
     if router is None:
@@ -179,7 +173,7 @@ def check_router(section: InferenceSection | None, *, is_dry_run: bool = False) 
 
 
 def _unanswered(address: str) -> str | None:
-    """Why nothing can be said of a router yet; None if something answers there."""
+    """A message if nothing answers at the router's address; None if something does."""
     try:
         with open_url(address.rstrip("/") + "/liveness", ANSWER_TIMEOUT_S):
             return None

@@ -27,11 +27,11 @@ class EngineSpec:
     num_nodes: int = 1
     """Processes of the whole engine, one per node."""
     first_gpu: int | None = None
-    """Its first GPU on the node; None: the one after those of the engines before it."""
+    """Its first GPU on the node; None: the next one after the GPUs of the engine before it."""
 
     @property
     def is_served(self) -> bool:
-        """Whether this process takes requests; of an engine that shares its ranks among nodes the first one does."""
+        """Whether this process takes requests. If nodes share the ranks of an engine, only the first one does."""
         return self.section.vllm_extra.get("headless") is not True
 
     def url(self, hosts: Sequence[str]) -> str:
@@ -40,27 +40,27 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class HelperSpec:
-    """A process that is not an engine: a router, a registrar, the store's master, or one node's part of the store."""
+    """A process beside the engines: a router, a registrar, the cache store's master, or one node's part of it."""
 
     name: str
     node: int
     argv: tuple[str, ...]
     port: int | None = None
-    """Where it listens; None: it does not."""
+    """The port on which it listens; None: it does not listen."""
     env: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class EnginesPlan:
-    """All processes of inference, and where to reach them."""
+    """All processes of inference, and their addresses."""
 
     engines: tuple[EngineSpec, ...]
     routers: tuple[HelperSpec, ...]
     stores: tuple[HelperSpec, ...]
     """The processes of the KV cache store that all engines share: the master, then one per node."""
     base_urls: tuple[str, ...]
-    """Where rollouts go."""
+    """Addresses for rollouts."""
     admin_urls: tuple[str, ...]
-    """Every engine process that takes requests, for admin calls."""
+    """Addresses for admin calls: every engine process that takes requests."""
     registrars: tuple[HelperSpec, ...] = ()
-    """Per node, the process that enters its engines in a router that runs elsewhere."""
+    """Per node, the process that adds its engines to the list of a router that runs elsewhere."""

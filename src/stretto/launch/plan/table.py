@@ -1,4 +1,4 @@
-"""The plan of a run as text: what it trains, and its processes, like ones in one line."""
+"""The plan of a run as text: what it trains, and its processes, with equal ones in one line."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import TypeVar
 from stretto.base import process
 from stretto.config.sections.deployment import ResumeSection
 from stretto.launch.plan.models import role_of, started_models
-from stretto.launch.plan.plan import LaunchPlan, ProcessSpec
+from stretto.launch.plan.plan import LaunchPlan
+from stretto.launch.plan.processes import ProcessSpec
 
 T = TypeVar("T")
 
-MOST_LINES = 12
-"""A longer table has one line for like processes of several nodes."""
+MAX_LINES = 12
+"""A longer table has one line for equal processes of several nodes."""
 
 
 def process_table(processes: Sequence[ProcessSpec], hosts: Sequence[str]) -> str:
@@ -25,35 +26,33 @@ def process_table(processes: Sequence[ProcessSpec], hosts: Sequence[str]) -> str
     header = ("process", *["node"] * bool(hosts), "threads", "devices", "ports")
     lines = _joined([[spec] for spec in processes], _are_ranks_of_a_node)
     by_line = [[line] for line in lines]
-    if len(lines) > MOST_LINES:
+    if len(lines) > MAX_LINES:
         by_line = _joined(by_line, _use_nodes_alike)
-    rows = [_row(nodes, hosts) for nodes in by_line]
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    text = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (header, *rows)
-    ]
+    table = [header, *(_row(nodes, hosts) for nodes in by_line)]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table]
     text.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(text)
 
 
 def _joined(groups: list[list[T]], are_alike: Callable[[T, T], bool]) -> list[list[T]]:
-    """Groups of one, joined where neighbours are alike."""
-    found: list[list[T]] = []
+    """Groups with one member each, joined with their neighbours where these are alike."""
+    joined: list[list[T]] = []
     for group in groups:
-        if found and are_alike(found[-1][-1], group[0]):
-            found[-1] += group
+        if joined and are_alike(joined[-1][-1], group[0]):
+            joined[-1] += group
         else:
-            found.append(group)
-    return found
+            joined.append(group)
+    return joined
 
 
 def _are_ranks_of_a_node(one: ProcessSpec, other: ProcessSpec) -> bool:
-    """Processes of one role and node that listen on no port."""
+    """Whether both have the same role and node, and listen on no port."""
     return not one.ports and not other.ports and (one.role, one.node) == (other.role, other.node)
 
 
 def _use_nodes_alike(one: Sequence[ProcessSpec], other: Sequence[ProcessSpec]) -> bool:
-    """Processes of two nodes that differ only in their node, and in ports beside the one for HTTP."""
+    """Whether the processes differ only in their node, and in ports other than the one for HTTP."""
 
     def of(specs: Sequence[ProcessSpec]) -> tuple[object, ...]:
         first = specs[0]
@@ -64,7 +63,7 @@ def _use_nodes_alike(one: Sequence[ProcessSpec], other: Sequence[ProcessSpec]) -
 
 
 def _row(nodes: Sequence[Sequence[ProcessSpec]], hosts: Sequence[str]) -> tuple[str, ...]:
-    """The cells of a line for processes by node."""
+    """The cells of the line for these processes; nodes: the processes of each node."""
     specs = [spec for node in nodes for spec in node]
     first, last = specs[0], specs[-1]
     places = [f"{node}: {host}" for node, host in enumerate(hosts)] or [""]
@@ -84,7 +83,7 @@ def _devices(specs: Sequence[ProcessSpec]) -> str:
 
 
 def _ports(specs: Sequence[ProcessSpec]) -> str:
-    """`http:8100 nixl:5600-5607`: the ports of all, from the lowest to the highest of each name."""
+    """`http:8100 nixl:5600-5607`: for each name of a port, the lowest and the highest port of all processes."""
     by_name: dict[str, set[int]] = {}
     for spec in specs:
         for name, port in spec.ports.items():
@@ -97,7 +96,7 @@ def _ports(specs: Sequence[ProcessSpec]) -> str:
 
 
 def resume_text(section: ResumeSection) -> str:
-    """From where a run resumes, in words."""
+    """A text that says from where a run resumes."""
     of_another = f" of {section.dir}" if section.dir is not None else ""
     if section.skip_progress:
         return f"begins with what was learned up to step {section.step}{of_another}"

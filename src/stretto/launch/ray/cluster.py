@@ -1,6 +1,6 @@
-"""Ray, as far as [ray] needs it: machines, a placement group, an actor in each bundle. The only file that imports it.
+"""The part of Ray that [ray] needs: machines, a placement group, an actor in each bundle.
 
-Nothing here outlives this process: group and actors are its own, and Ray ends them when it ends.
+The only file that imports Ray. Ray ends group and actors when this process ends.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ from typing import Any
 
 from stretto.base.errors import ConfigError, EngineError
 from stretto.config.rules.ray import HEAD
-from stretto.launch.ray.node import Node, Seen
-from stretto.launch.ray.placing import Bundle, Machine, Placed
+from stretto.launch.ray.node import MachineInfo, Node
+from stretto.launch.ray.placing import CORE_RESOURCES, Bundle, Machine, Place
 
-LOOK_S = 120.0  # a worker of Ray that starts imports much
+DESCRIBE_TIMEOUT_S = 120.0  # a worker of Ray imports much when it starts
 UNREACHABLE_S = 60.0
-PROBE_S = 10.0
-NAMED = ("CPU", "GPU")
+PROBE_TIMEOUT_S = 10.0
 
 
 class NodeLost(Exception):
-    """The machine, or the worker on it, is gone; the text is Ray's reason."""
+    """The machine, or the worker on it, is lost; the text is Ray's reason."""
 
 
 class Cluster:
-    """A connection to a cluster that runs already."""
+    """A connection to a running cluster."""
 
     def __init__(self, address: str | None) -> None:
-        """Raises: ConfigError if Ray is not installed, or no cluster answers there, or RAY_ADDRESS names none."""
+        """Raises: ConfigError if Ray is not installed, no cluster answers, or RAY_ADDRESS is no cluster's address."""
         where = address or os.environ.get("RAY_ADDRESS") or "auto"
-        if where != "auto" and not HEAD.fullmatch(where):  # "local" would start a cluster
+        if where != "auto" and not HEAD.fullmatch(where):  # Ray would start a cluster for "local"
             raise ConfigError(
                 f"[ray]: RAY_ADDRESS = {where} is no address of a cluster's head: the dashboard's is for `ray job` "
                 "alone; give HOST:PORT, such as 10.0.0.1:6379, as ray.address, or unset RAY_ADDRESS on a machine of "
@@ -48,36 +47,31 @@ class Cluster:
                 f'`pip install "stretto[ray]"` ({cause}), or leave [ray] out (--ray None) to run here.'
             ) from cause
         self._ray = ray
-        # Ray prints the end of a lost machine's log, even with log_to_driver=False; run.py says which was lost.
+        # Ray prints the end of a lost machine's log, even with log_to_driver=False; run.py reports lost machines.
         ray._private.worker.print_to_stdstream = lambda *_, **__: None
         try:
             probe(where)
             # Variables and logs of the nodes do not go through Ray: its dashboard would show them.
             ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as cause:
-            known = "ray.address" if address else "RAY_ADDRESS" if where != "auto" else "ray.address = None"
+        except (RuntimeError, ValueError, OSError) as cause:
+            source = "ray.address" if address else "RAY_ADDRESS" if where != "auto" else "ray.address = None"
             reason = " ".join(str(cause).split())[:300]
             raise ConfigError(
-                f"[ray]: no Ray cluster answers at {where} ({known}): {reason} Start one (`ray start --head` on the "
+                f"[ray]: no Ray cluster answers at {where} ({source}): {reason} Start one (`ray start --head` on the "
                 "first machine, `ray start --address HEAD:6379` on the others), run this on one of its machines, or "
                 "submit it: ray job submit --address http://HEAD:8265 -- rl @ ..."
             ) from cause
 
     def machines(self) -> list[Machine]:
-        """The live machines, with what they have and what of it is free."""
+        """The live machines, with all their resources and the free ones."""
         from ray._private.state import available_resources_per_node
 
         free = available_resources_per_node()
-        return [
-            Machine(
-                node["NodeID"], node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {})
-            )
-            for node in self._ray.nodes()
-            if node["Alive"]
-        ]
+        nodes = [(node["NodeID"], node) for node in self._ray.nodes() if node["Alive"]]
+        return [Machine(id, n["NodeManagerAddress"], n["Resources"], free.get(id, {})) for id, n in nodes]
 
     def place(self, bundles: Sequence[Bundle], strategy: str) -> Group:
-        """Ask for a placement group; it is there when Group.is_ready."""
+        """Request a placement group; Ray has placed it once Group.is_ready."""
         return Group(self._ray, bundles, strategy)
 
     def close(self) -> None:
@@ -85,14 +79,14 @@ class Cluster:
 
 
 def probe(address: str) -> None:
-    """Raises: OSError if nothing listens at HOST:PORT: Ray itself tries for minutes, and says so again and again."""
+    """Raises: OSError if nothing listens at HOST:PORT. Ray itself would try for minutes, with a message each time."""
     host, _, port = address.rpartition(":")
     if port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
 
 
 class Group:
-    """A placement group, and an actor in each of its bundles. States: asked for -> ready -> removed."""
+    """A placement group, and an actor in each of its bundles. States: requested -> ready -> removed."""
 
     def __init__(self, ray: Any, bundles: Sequence[Bundle], strategy: str) -> None:
         from ray.util.placement_group import placement_group
@@ -106,8 +100,8 @@ class Group:
         """Wait for the machines, up to timeout_s."""
         return bool(self._group.wait(timeout_s))
 
-    def start_actors(self, machines: Sequence[Machine]) -> tuple[list[Placed], list[Seen]]:
-        """Start an actor in each bundle; the places, and what the actors see, by bundle.
+    def start_actors(self, machines: Sequence[Machine]) -> tuple[list[Place], list[MachineInfo]]:
+        """Start an actor in each bundle; returns their places and their machines, by bundle.
 
         Raises: NodeLost if one does not start; ConfigError if stretto is not on its machine.
         """
@@ -115,27 +109,25 @@ class Group:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as In
 
         ids = placement_group_table(self._group)["bundles_to_node_id"]
-        known = {machine.id: machine for machine in machines}
+        addresses = {machine.id: machine.address for machine in machines}
         remote = self._ray.remote(Node)
         for index, bundle in enumerate(self._bundles):
             claims = bundle.claims
             options = {
                 "num_cpus": claims.get("CPU", 0),
                 "num_gpus": claims.get("GPU", 0),
-                "resources": {name: amount for name, amount in claims.items() if name not in NAMED},
+                "resources": {name: amount for name, amount in claims.items() if name not in CORE_RESOURCES},
                 "scheduling_strategy": In(self._group, index, placement_group_capture_child_tasks=False),
                 "max_restarts": 0,
-                "enable_task_events": False,  # each look at its console would be one
+                "enable_task_events": False,  # each poll would be an event
             }
             self._actors.append(remote.options(**options).remote())
-        asked = [actor.describe.remote() for actor in self._actors]
-        where = [
-            known[ids[index]].address if ids[index] in known else ids[index] for index in range(len(ids))
-        ]
-        seen = []
-        for index, ref in enumerate(asked):
+        calls = [actor.describe.remote() for actor in self._actors]
+        where = [addresses.get(ids[index], ids[index]) for index in range(len(ids))]
+        infos = []
+        for index, call in enumerate(calls):
             try:
-                seen.append(_get(self._ray, ref, LOOK_S, where[index]))
+                infos.append(_get(self._ray, call, DESCRIBE_TIMEOUT_S, where[index]))
             except NodeLost as cause:
                 if "import" in str(cause):
                     raise ConfigError(
@@ -143,14 +135,14 @@ class Group:
                         "dependencies, in the Python of `ray start` on every machine."
                     ) from cause
                 raise
-        return [Placed(i, ids[i], where[i], seen[i].gpus) for i in range(len(ids))], seen
+        return [Place(i, ids[i], where[i], infos[i].gpus) for i in range(len(ids))], infos
 
-    def remote_node(self, place: Placed, number: int) -> RemoteNode:
+    def remote_node(self, place: Place, number: int) -> RemoteNode:
         """The actor at a place, as the node of that number."""
         return RemoteNode(self._ray, self._actors[place.bundle], place, number)
 
     def remove(self) -> None:
-        """End the actors, and with them what still runs, and give the machines back."""
+        """End the actors, and with them what still runs there, and release the machines."""
         from ray.util.placement_group import remove_placement_group
 
         for actor in self._actors:
@@ -159,14 +151,14 @@ class Group:
 
 
 class RemoteNode:
-    """A node of the plan, from here."""
+    """A node of the plan, seen from the process that placed it."""
 
-    def __init__(self, ray: Any, actor: Any, place: Placed, number: int) -> None:
+    def __init__(self, ray: Any, actor: Any, place: Place, number: int) -> None:
         self.place = place
         self.number = number
         self._ray = ray
         self._actor = actor
-        self._asked: Any = None
+        self._poll: Any = None  # the call that has not been answered yet
         self._answered_at = time.monotonic()
 
     def start(self, argv: list[str], env: dict[str, str], log: str, cwd: str) -> Any:
@@ -177,66 +169,61 @@ class RemoteNode:
         """Begin to end it; `result` waits for it."""
         return self._actor.end.remote()
 
-    def signal(self, number: int) -> Any:
-        return self._actor.signal.remote(number)
+    def signal(self, number: int) -> None:
+        """Send the command a signal."""
+        self._actor.signal.remote(number)
 
     def result(self, call: Any, timeout_s: float) -> Any:
-        """The answer to a call. Raises: NodeLost; EngineError if the actor fails there."""
+        """The result of a call. Raises: NodeLost; EngineError if the actor fails there."""
         return _get(self._ray, call, timeout_s, str(self))
 
     def __str__(self) -> str:
         return f"node {self.number} ({self.place.address})"
 
     def poll(self) -> tuple[str, int | None] | None:
-        """What it has written since, and its exit code; None if the answer is still on its way.
+        """The command's new output and its exit code; None if the answer has not come yet.
 
         Raises: NodeLost; EngineError if the actor fails there.
         """
-        if self._asked is None:
-            self._asked = self._actor.poll.remote()
-        done, _ = self._ray.wait([self._asked], timeout=0)
+        if self._poll is None:
+            self._poll = self._actor.poll.remote()
+        done, _ = self._ray.wait([self._poll], timeout=0)
         if not done:
             if time.monotonic() - self._answered_at > UNREACHABLE_S:
                 raise NodeLost(f"no answer for {UNREACHABLE_S:g} s")
             return None
-        asked, self._asked = self._asked, None
+        call, self._poll = self._poll, None
         try:
-            answer = self._ray.get(asked)
+            answer = _get(self._ray, call, None, str(self))
         except self._ray.exceptions.ActorUnavailableError as error:
-            # It may be back: Ray says so as soon as a connection breaks.
+            # Ray raises this as soon as a connection breaks; the node may answer again.
             if time.monotonic() - self._answered_at > UNREACHABLE_S:
                 raise NodeLost(_reason(error)) from error
             return None
-        except self._ray.exceptions.RayTaskError as error:
-            raise _failure(error, str(self)) from error
-        except self._ray.exceptions.RayError as error:
-            raise NodeLost(_reason(error)) from error
         self._answered_at = time.monotonic()
         return answer
 
 
-def _get(ray: Any, ref: Any, timeout_s: float, who: str) -> Any:
+def _get(ray: Any, call: Any, timeout_s: float | None, who: str) -> Any:
+    """The result of a call. timeout_s: None if the result is there already, so that a broken connection is an error.
+
+    Raises: NodeLost; EngineError if the actor fails; ActorUnavailableError, only without timeout_s.
+    """
     try:
-        return ray.get(ref, timeout=timeout_s)
+        return ray.get(call, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
         raise NodeLost(f"no answer for {timeout_s:g} s") from error
     except ray.exceptions.RayTaskError as error:
-        raise _failure(error, who) from error
+        raise EngineError(f"[ray]: the actor of {who} failed: {_reason(error)}") from error
     except ray.exceptions.RayError as error:
+        if timeout_s is None and isinstance(error, ray.exceptions.ActorUnavailableError):
+            raise
         raise NodeLost(_reason(error)) from error
 
 
-def _failure(error: Exception, who: str) -> EngineError:
-    """An exception in an actor, and the node where it was raised."""
-    return EngineError(f"[ray]: the actor of {who} failed: {_reason(error)}")
-
-
 def _reason(error: Exception) -> str:
-    """Ray's reason in one line, without what it says about itself first."""
+    """Ray's reason in one line: the last line that is not about the actor itself."""
+    about_actor = ("The actor died unexpectedly", "class_name:", "actor_id:")
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
-    lines = [
-        line
-        for line in lines
-        if not line.startswith(("The actor died unexpectedly", "class_name:", "actor_id:"))
-    ]
+    lines = [line for line in lines if not line.startswith(about_actor)]
     return (lines[-1] if lines else type(error).__name__)[:300]

@@ -1,8 +1,8 @@
-"""A node of the plan on a machine of a Ray cluster: an actor that starts the command there and tells how it goes.
+"""A node of the plan on a machine of a Ray cluster: an actor that starts the command there and returns its output.
 
-States: placed -> started -> ended. The command ends with the actor, however that ends: the kernel kills its launcher,
-whose keeper ends the rest (base/keeper.py). The actor has none, for Ray kills all children of a worker that ends. This
-file imports no Ray: cluster.py makes the actor.
+States: placed -> started -> ended. The command ends with the actor, in whatever way that ends: the kernel kills the
+command's launcher, whose keeper ends the rest (base/keeper.py). The actor itself has no keeper, because Ray kills all
+children of a worker that ends. This file does not import Ray: cluster.py makes the actor.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.base.process import bound
+from stretto.base.process import bound, device_env
 from stretto.base.rundir import JOB_VAR
 from stretto.base.secret import SECRET_VAR
 
-NOT_OURS = ("SLURM_", "RAY_JOB_CONFIG_JSON", "RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", SECRET_VAR)
-"""Beginnings of variables that belong to what has started Ray."""
+NOT_PASSED = ("SLURM_", "RAY_JOB_CONFIG_JSON", "RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", SECRET_VAR)
+"""Beginnings of the names of variables that are about Ray itself, or about what started it."""
 END_S = 12.0  # the launcher needs some seconds to end its processes
 
 
 @dataclass(frozen=True)
-class Seen:
+class MachineInfo:
     """A machine as the actor sees it."""
 
     host: str
     user: str
+    """Who runs Ray there."""
     gpus: tuple[str, ...]
+    """CUDA's names of the GPUs that the actor has."""
 
 
 class Node:
@@ -43,18 +45,18 @@ class Node:
         self._log = Path()
         self._read = 0
 
-    def describe(self) -> Seen:
-        """Who and where this is."""
+    def describe(self) -> MachineInfo:
+        """The machine on which the actor runs."""
         try:
             user = getpass.getuser()
         except (KeyError, OSError):
             user = str(os.getuid())
-        return Seen(socket.gethostname(), user, tuple(_sorted_gpus()))
+        return MachineInfo(socket.gethostname(), user, tuple(_sorted_gpus()))
 
     def start(self, argv: list[str], env: dict[str, str], log: str, cwd: str) -> str:
-        """Start the command; what is in the way, "" if it has started.
+        """Start the command; why it cannot start, "" if it has started.
 
-        env: comes with the call, which Ray keeps nowhere, because it may hold keys.
+        env: an argument of the call, because it may hold keys and Ray does not store calls.
         """
         config, python = argv[argv.index("@") + 1], argv[0]
         if not os.access(python, os.X_OK):
@@ -70,27 +72,26 @@ class Node:
         except OSError as cause:
             user = self.describe().user
             return f"cannot write {log} as user {user}: {cause.strerror}; make output_dir writable there"
-        for name in [name for name in os.environ if name.startswith(NOT_OURS)]:
+        for name in [name for name in os.environ if name.startswith(NOT_PASSED)]:
             del os.environ[name]
-        own = {"CUDA_VISIBLE_DEVICES": ",".join(_sorted_gpus()), JOB_VAR: "ray"}
-        place = Path(cwd) if Path(cwd).is_dir() else None
-        self._read = self._log.stat().st_size if self._log.exists() else 0
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **env, **device_env(_sorted_gpus()), JOB_VAR: "ray"}
+        self._read = self._log.stat().st_size
         with self._log.open("ab") as output, _ctrl_c_unblocked():
             self._child = subprocess.Popen(
                 bound(argv),
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **env, **own},
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                cwd=place,
+                cwd=cwd if Path(cwd).is_dir() else None,
             )
         return ""
 
     def poll(self) -> tuple[str, int | None]:
-        """What the command has written since the last call, and its exit code, None while it runs."""
+        """What the command has written since the last call, and its exit code (None while it runs)."""
         assert self._child is not None, "not started"
-        code = self._child.poll()  # first: what it wrote before it ended is then read
+        code = self._child.poll()  # before reading, so that everything it wrote is read
         with self._log.open("rb") as file:
             file.seek(self._read)
             data = file.read()
@@ -107,7 +108,7 @@ class Node:
         """End the command at once: its launcher ends its processes."""
         if self._child is None:
             return
-        for number in (signal.SIGINT, signal.SIGTERM):  # the second one does not wait for the end of the step
+        for number in (signal.SIGINT, signal.SIGTERM):  # at the second one it does not finish the step
             self._child.send_signal(number)
         try:
             self._child.wait(END_S)
@@ -119,7 +120,7 @@ class Node:
 
 @contextmanager
 def _ctrl_c_unblocked() -> Iterator[None]:
-    """A worker of Ray blocks SIGINT, and so would what it starts."""
+    """Unblock SIGINT: a worker of Ray blocks it, and its children would inherit that."""
     before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         yield
@@ -128,6 +129,6 @@ def _ctrl_c_unblocked() -> Iterator[None]:
 
 
 def _sorted_gpus() -> list[str]:
-    """The GPUs that Ray has given to this actor, in the order of their numbers."""
+    """The GPUs that Ray assigned to this actor, in the order of their numbers."""
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return sorted(names, key=lambda name: (int(name) if name.isdigit() else 0, name))

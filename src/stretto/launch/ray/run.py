@@ -1,13 +1,14 @@
-"""A command with [ray]: waits for machines of the cluster, runs the command on each, and stays until it has ended.
+"""A command with [ray]: waits for machines of the cluster, runs the command on each, and follows it to its end.
 
 States (RUN/ray/state.json, for `stretto status`):
 
-    waiting     Ray has not given all machines yet; ends at ray.wait_s
+    waiting     Ray has not placed all nodes yet; fails after ray.wait_s
     running     the command runs on every node; what the first one prints is printed here
-    finishing   at Ctrl-C or `stretto stop`: the first node finishes its step and saves; a second one ends all at once
-    ended       from any of them
+    finishing   after Ctrl-C or `stretto stop`: the first node finishes its step and saves; a second request ends all
+                nodes at once
+    ended       from any other state
 
-A machine that is lost ends the command on the others; then it waits again, and the run resumes from its latest
+If a machine is lost, the command is ended on the others, and the run is placed again and resumes from its latest
 checkpoint, `ray.max_restarts` times. A command that fails by itself is not started again. This process holds
 RUN/ray/lock.
 """
@@ -15,7 +16,6 @@ RUN/ray/lock.
 from __future__ import annotations
 
 import getpass
-import json
 import logging
 import os
 import shlex
@@ -28,12 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError, EngineError, StrettoError
-from stretto.base.files import try_lock, write_atomic
+from stretto.base.files import lock_within
 from stretto.base.paths import RunDir
-from stretto.base.process import EXIT_LOST, Restarts
+from stretto.base.process import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_LOST, Restarts, exit_status
 from stretto.base.rundir import COMMAND_VAR
 from stretto.base.secret import SECRET_VAR
 from stretto.config import traced
+from stretto.config.load import write_json
 from stretto.config.root import InferenceConfig, RLConfig
 from stretto.config.sections.inference import KEY_VAR
 from stretto.launch.job import RESUME, VERBS, JobConfig, check_run, hosts_key, processes_by_node, write_config
@@ -44,22 +45,22 @@ from stretto.launch.ray.record import hold, record
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
-SAY_EVERY_S = 30.0
-SAY_AFTER_S = 2.0  # machines that are free are there by then
+WAIT_MESSAGE_INTERVAL_S = 30.0
+WAIT_MESSAGE_AFTER_S = 2.0  # free machines are placed before that
 LOST_WITHIN_S = 20.0
-"""Ray needs this long to notice a lost machine; others may notice it before, and fail."""
-FAIL_S = 10.0  # for the first node to end by itself, and to say why, when another has failed
+"""Ray needs this long to notice a lost machine; processes on other machines may notice it earlier, and fail."""
+FAIL_S = 10.0  # for the first node to end by itself and print why, after another has failed
 END_S = 30.0
 LOCK_S = 120.0
-EXIT_CONFIG, EXIT_INTERRUPTED = 2, 130
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the command ended on all nodes; lost: which machine was lost, if one was."""
+    """How the command ended on all nodes."""
 
     code: int
     lost: str = ""
+    """The message about a lost machine; "" if none was lost."""
 
 
 def main(cfg: JobConfig) -> int:
@@ -70,11 +71,10 @@ def main(cfg: JobConfig) -> int:
     section = cfg.ray
     assert section is not None, "a root without [ray] is not placed"
     bundles, env = plan_bundles(cfg), passed_env(cfg)
-    check_run(cfg)
-    run = RunDir(cfg.run_path.absolute())
+    run = check_run(cfg)
     with closing(Cluster(section.address)) as cluster, hold(run):
         write_config(cfg, run, run.ray / f"{VERBS[type(cfg)]}.json")
-        write_atomic(run.launch, json.dumps(record(cfg)).encode() + b"\n")
+        write_json(run.launch, record(cfg))
         job = RayJob(cfg, run, bundles, env, cluster)
         with _signals(job):
             return job.run()
@@ -83,20 +83,20 @@ def main(cfg: JobConfig) -> int:
 def passed_env(cfg: JobConfig) -> dict[str, str]:
     """Variables that every node gets: ray.env, ray.pass_env, and the keys of the run that are set here.
 
-    Raises: ConfigError if one that is named is not set.
+    Raises: ConfigError if a variable of ray.pass_env is not set.
     """
     assert cfg.ray is not None
     if unset := [name for name in cfg.ray.pass_env if name not in os.environ]:
         raise ConfigError(f"ray.pass_env: {', '.join(unset)} is not set here; export it, or leave it out.")
-    own = [SECRET_VAR, KEY_VAR, traced.VARIABLE]
+    run_keys = [SECRET_VAR, KEY_VAR, traced.VARIABLE]
     if isinstance(cfg, RLConfig):
-        own.append(cfg.orchestrator.client.api_key_var)
-    names = [*cfg.ray.pass_env, *(name for name in own if os.environ.get(name))]
+        run_keys.append(cfg.orchestrator.client.api_key_var)
+    names = [*cfg.ray.pass_env, *(name for name in run_keys if os.environ.get(name))]
     return cfg.ray.env | {name: os.environ[name] for name in names}
 
 
 class RayJob:
-    """A command on a cluster, from its placement to its end."""
+    """A command on a cluster, with all its restarts."""
 
     def __init__(
         self, cfg: JobConfig, run: RunDir, bundles: Sequence[Bundle], env: dict[str, str], cluster: Cluster
@@ -107,18 +107,18 @@ class RayJob:
         self._env = env
         self._cluster = cluster
         self._is_planned = bool(processes_by_node(cfg))
-        self._asked = 0  # times that it was asked to end
+        self._num_requests = 0  # to end
         self._num_restarts, self._restarts = 0, Restarts(cfg.ray.max_restarts)
         self._hosts: list[str] = []
         self._log = run.ray / "job.log"
         (run.ray / "stop").unlink(missing_ok=True)
 
     def ask_to_end(self) -> None:
-        """Once: finish the step; twice: end at once."""
-        self._asked += 1
+        """The first call: finish the step; the second: end at once."""
+        self._num_requests += 1
 
     def run(self) -> int:
-        """Place, start, follow, as often as machines are lost; the exit status."""
+        """Place, start and follow the command, again each time a machine is lost; the exit status."""
         code = 1
         try:
             code = self._run()
@@ -137,25 +137,22 @@ class RayJob:
             if not outcome.lost:
                 return outcome.code
             ran_s = time.monotonic() - started
-            if self._is_asked() or not self._restarts.left(ran_s):
-                why = (
-                    "it was being stopped"
-                    if self._is_asked()
-                    else f"ray.max_restarts = {self._section.max_restarts}"
-                )
-                self._say(f"{outcome.lost}. The run is not started again: {why}")
+            why = f"ray.max_restarts = {self._section.max_restarts}"
+            if (is_stopping := self._must_end()) or not self._restarts.left(ran_s):
+                why = "it was being stopped" if is_stopping else why
+                self._print(f"{outcome.lost}. The run is not started again: {why}")
                 return 1
             self._restarts.use(ran_s)
             self._num_restarts += 1
             words, where = self._restart_words()
             times = f"restart {self._num_restarts}, {self._restarts.left(0.0)} more allowed"
-            self._say(f"{outcome.lost}. {where}, {times}")
+            self._print(f"{outcome.lost}. {where}, {times}")
             self._wait_for_lock()
 
     def _attempt(self, words: list[str]) -> Outcome:
         group = self._place()
         if group is None:
-            self._say("stopped before Ray had all machines")
+            self._print("stopped before Ray had all machines")
             return Outcome(EXIT_INTERRUPTED)
         nodes: list[RemoteNode] = []
         try:
@@ -168,7 +165,7 @@ class RayJob:
             group.remove()
 
     def _restart_words(self) -> tuple[list[str], str]:
-        """The words with which the run goes on, and what to say about it."""
+        """The flags with which the command is started again, and a message that says where it continues."""
         if isinstance(self._cfg, InferenceConfig):
             return [], "The servers are started again"
         step = self._run_dir.latest_complete_checkpoint()
@@ -179,32 +176,31 @@ class RayJob:
     # -- placing --
 
     def _place(self) -> Group | None:
-        """Wait for the machines; None if asked to end before.
+        """Wait for the machines; None if the run is stopped meanwhile.
 
         Raises: ConfigError that says what is missing after ray.wait_s.
         """
         strategy, wait_s = self._section.strategy, self._section.wait_s
         group = self._cluster.place(self._bundles, strategy)
-        begun, said_at, said = time.monotonic(), 0.0, ""
+        started_at = time.monotonic()
+        next_message_at, shown = started_at + WAIT_MESSAGE_AFTER_S, ""
         self._set_state("waiting", "for Ray")
         try:
             while not group.is_ready(1.0):
-                if self._is_asked():
+                if self._must_end():
                     group.remove()
                     return None
                 now = time.monotonic()
-                lack = (
-                    missing(self._bundles, self._cluster.machines(), strategy)
-                    or "Ray has not placed them yet"
-                )
-                if now - begun > wait_s:
+                lack = missing(self._bundles, self._cluster.machines(), strategy)
+                lack = lack or "Ray has not placed them yet"
+                if now - started_at > wait_s:
                     raise ConfigError(
                         f"[ray]: after {wait_s:g} s {lack}. Add machines or end what has them, lower what [deployment] "
                         "and [inference] take, or raise ray.wait_s."
                     )
-                if now - begun > SAY_AFTER_S and lack != said and (not said or now - said_at > SAY_EVERY_S):
-                    said_at, said = now, lack
-                    self._say(f"waiting up to {wait_s:g} s for machines: {lack}")
+                if now > next_message_at and lack != shown:
+                    next_message_at, shown = now + WAIT_MESSAGE_INTERVAL_S, lack
+                    self._print(f"waiting up to {wait_s:g} s for machines: {lack}")
                     self._set_state("waiting", lack)
         except BaseException:
             group.remove()
@@ -218,18 +214,18 @@ class RayJob:
 
         Raises: NodeLost; ConfigError that names the node where it cannot start.
         """
-        placed, seen = group.start_actors(self._cluster.machines())
-        order = in_order(self._bundles, placed)
+        places, infos = group.start_actors(self._cluster.machines())
+        order = in_order(self._bundles, places)
         me = getpass.getuser()
         for place in order:
-            if (user := seen[place.bundle].user) != me:
+            if (user := infos[place.bundle].user) != me:
                 raise ConfigError(
                     f"[ray]: {place.address} runs Ray as {user}, and you are {me}: the run's files are its owner's "
                     "alone; run this as the user of `ray start`."
                 )
         self._hosts = addresses(order, self._num_restarts)
         nodes = [group.remote_node(place, number) for number, place in enumerate(order)]
-        self._say(self._header(nodes, [seen[place.bundle].host for place in order]))
+        self._print(self._header(nodes, [infos[place.bundle].host for place in order]))
         calls = [node.start(*self._command(node.number, words)) for node in nodes]
         for node, call in zip(nodes, calls):
             if fault := node.result(call, END_S):
@@ -238,7 +234,7 @@ class RayJob:
         return nodes
 
     def _command(self, number: int, words: list[str]) -> tuple[list[str], dict[str, str], str, str]:
-        """What a node starts: words, environment, log, directory."""
+        """What a node starts: command line, environment, log, working directory."""
         verb, key = VERBS[type(self._cfg)], hosts_key(self._cfg)
         argv = [sys.executable, "-m", "stretto", verb, "@", str(self._run_dir.ray / f"{verb}.json")]
         if self._is_planned:
@@ -259,10 +255,10 @@ class RayJob:
     # -- following --
 
     def _follow(self, nodes: Sequence[RemoteNode]) -> Outcome:
-        """Until the first node has ended, one has failed, or a machine is lost."""
+        """Print what the nodes write until the first one has ended, one has failed, or a machine is lost."""
         codes: dict[int, int] = {}
         failed_at: float | None = None
-        told = False
+        is_finishing = False
         while True:
             for node in nodes:
                 if node.number in codes:
@@ -275,40 +271,37 @@ class RayJob:
                     self._show(node.number, answer[0])
                     codes |= {} if answer[1] is None else {node.number: answer[1]}
             failed = {number: code for number, code in codes.items() if code}
-            if EXIT_LOST in failed.values() and not self._is_asked():
-                return Outcome(1, "a node of the trainer has fallen silent, and Ray has not missed it")
+            if EXIT_LOST in failed.values() and not self._must_end():
+                return Outcome(1, "a node of the trainer no longer answers, and Ray has not noticed it")
             if codes.get(0) == 0:
                 return Outcome(0)
-            if failed and failed_at is None:
-                failed_at = time.monotonic()
-            if (
-                failed
-                and failed_at is not None
-                and self._is_final(failed, time.monotonic() - failed_at, len(nodes))
-            ):
-                return Outcome(self._failed(failed))
-            if self._is_asked() and not told:
-                told = True
+            if failed:
+                failed_at = failed_at or time.monotonic()
+                if self._is_final(failed, time.monotonic() - failed_at, len(nodes)):
+                    return Outcome(self._report_failure(failed))
+            if self._must_end() and not is_finishing:
+                is_finishing = True
                 nodes[0].signal(signal.SIGINT)
                 self._set_state("finishing", "the first node finishes its step")
-            if self._asked > 1:
-                self._say("stopped at once")
+            if self._num_requests > 1:
+                self._print("stopped at once")
                 return Outcome(EXIT_INTERRUPTED)
             time.sleep(POLL_S)
 
     def _is_final(self, failed: dict[int, int], since_s: float, num_nodes: int) -> bool:
-        """Whether nodes have failed by themselves, and not because a machine is lost that Ray has not missed yet."""
-        is_sure = num_nodes == 1 or EXIT_CONFIG in failed.values() or self._is_asked()
+        """Whether nodes have failed by themselves, not because of a lost machine that Ray has not noticed yet."""
+        is_sure = num_nodes == 1 or EXIT_CONFIG in failed.values() or self._must_end()
         return since_s > (0 if 0 in failed else FAIL_S) if is_sure else since_s > LOST_WITHIN_S
 
-    def _failed(self, failed: dict[int, int]) -> int:
-        number, code = next(iter(sorted(failed.items())))
-        if number > 0 and not self._is_asked():
-            self._say(f"node {number} has failed with exit status {code}: the others are ended")
-        return code if code > 0 else 128 - code
+    def _report_failure(self, failed: dict[int, int]) -> int:
+        """Print which node failed; the exit status. failed: exit codes by node."""
+        number, code = min(failed.items())
+        if number > 0 and not self._must_end():
+            self._print(f"node {number} has failed with exit status {code}: the others are ended")
+        return exit_status(code)
 
     def _end(self, nodes: Sequence[RemoteNode]) -> None:
-        """End what still runs, on all nodes together."""
+        """End what still runs, on all nodes at the same time."""
         calls = [(node, node.end()) for node in nodes]
         for node, call in calls:
             try:
@@ -322,34 +315,31 @@ class RayJob:
         """Wait until the run's processes on a lost machine have ended, too: they write into the same directory."""
         if not self._run_dir.lock.exists():
             return
-        fd, deadline = os.open(self._run_dir.lock, os.O_RDWR), time.monotonic() + LOCK_S
-        try:
-            while not try_lock(fd):
-                if time.monotonic() > deadline:
-                    raise EngineError(
-                        f"[ray]: a process of the lost machine still has {self._run_dir} after {LOCK_S:g} s; make sure "
-                        "that it has ended, and continue with --resume."
-                    )
-                time.sleep(POLL_S)
-        finally:
-            os.close(fd)
+        with self._run_dir.lock.open("rb+") as file:
+            if not lock_within(file.fileno(), LOCK_S):
+                raise EngineError(
+                    f"[ray]: a process of the lost machine still has {self._run_dir} after {LOCK_S:g} s; make sure "
+                    "that it has ended, and continue with --resume."
+                )
 
-    # -- what is asked, said and noted --
+    # -- requests to end; output --
 
-    def _is_asked(self) -> bool:
-        """Whether it shall end: by a signal, or by `stretto stop`, which writes a file."""
+    def _must_end(self) -> bool:
+        """Whether the run was asked to end, by a signal or by `stretto stop`, which writes a file."""
         with suppress(OSError):
-            self._asked = max(self._asked, 2 if "now" in (self._run_dir.ray / "stop").read_text() else 1)
-        return self._asked > 0
+            is_now = "now" in (self._run_dir.ray / "stop").read_text()
+            self._num_requests = max(self._num_requests, 2 if is_now else 1)
+        return self._num_requests > 0
 
     def _show(self, number: int, text: str) -> None:
+        """Print and log the output of a node, with its number before each line unless it is the first node."""
         if number > 0:
             text = "".join(f"node {number}: {line}\n" for line in text.splitlines() if line.strip())
         self._write(text)
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._show(0, f"{text}\n")
 
     def _write(self, text: str) -> None:
@@ -358,7 +348,7 @@ class RayJob:
 
     def _set_state(self, state: str, text: str) -> None:
         data = {"state": state, "text": text, "restarts": self._num_restarts}
-        write_atomic(self._run_dir.ray / "state.json", json.dumps(data).encode() + b"\n")
+        write_json(self._run_dir.ray / "state.json", data)
 
 
 @contextmanager

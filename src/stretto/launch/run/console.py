@@ -1,7 +1,7 @@
-"""The console of a run: one line per step, and on a terminal a few lines below them that are drawn anew (footer.py).
+"""The console of a run: one line per step, and on a terminal a footer of a few lines that is redrawn (footer.py).
 
 In: status lines (schema in base/status.py) and texts. A pipe, a file and a terminal that cannot move its cursor
-(TERM=dumb) get no such lines, and step lines at most every half second; the last one is always written.
+(TERM=dumb) get no footer, and step lines at most every half second; the last one is always written.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from stretto.launch.run.footer import Footer, time_left
 
 _MIN_INTERVAL_S = 0.5  # between step lines in a pipe
 _REDRAW_S = 0.1
-_TICK_S = 1.0  # between drawings while nothing is shown
-_MIN_PROGRESS_S = 15.0  # between lines about one part in a pipe
+_TICK_S = 1.0  # between drawings without new lines
+_MIN_PROGRESS_S = 15.0  # between lines about the progress of one part in a pipe
 _WIDE_COLUMNS = 150
 
 
 class Console:
-    """Writes lines above those that are drawn anew. Not thread-safe."""
+    """Writes lines above the footer. Not thread-safe."""
 
     def __init__(
         self, stream: TextIO, *, max_steps: int | None = None, clock: Callable[[], float] = time.monotonic
@@ -43,7 +43,7 @@ class Console:
         self._is_closed = False
 
     def show(self, status: Mapping[str, Any]) -> None:
-        """Show one status line; a kind that this version does not know is ignored."""
+        """Show one status line; unknown kinds are ignored."""
         kind = status.get("kind")
         if kind == "step":
             self._show_step(status)
@@ -69,19 +69,19 @@ class Console:
                 self.line(text)
 
     def tick(self) -> None:
-        """Draw anew now and then, so that times go on while nothing is shown."""
+        """Redraw the footer every _TICK_S, so that its times advance."""
         if self._drawn and self._clock() - self._drawn_at >= _TICK_S:
             self._draw(is_forced=True)
 
     def line(self, text: str) -> None:
-        """Write lines above those that are drawn."""
+        """Write a text above the footer."""
         if not text:
             return
         self._write_delayed_line()
         self._write(text)
 
     def close(self) -> None:
-        """Write a delayed step line, and remove what is drawn."""
+        """Write a delayed step line, and remove the footer."""
         self._write_delayed_line()
         self._clear()
         self._is_closed = True
@@ -92,7 +92,7 @@ class Console:
         footer = self._footer
         footer.add_step(status)
         left_s = None
-        if footer.max_steps and not self._is_tty:  # on a terminal the bar has it
+        if footer.max_steps and not self._is_tty:  # on a terminal the footer shows it
             left_s = time_left(footer.arrivals, footer.max_steps)
         is_wide = not self._is_tty or shutil.get_terminal_size().columns >= _WIDE_COLUMNS
         text = step_line(status, footer.max_steps, left_s=left_s, is_wide=is_wide)
@@ -105,8 +105,8 @@ class Console:
 
     def _write_delayed_line(self) -> None:
         if self._delayed_line is not None:
-            held, self._delayed_line = self._delayed_line, None
-            self._write(held)
+            line, self._delayed_line = self._delayed_line, None
+            self._write(line)
             self._printed_at = self._clock()
 
     def _write(self, text: str) -> None:
@@ -126,7 +126,7 @@ class Console:
             self.line(f"{text} {done}/{total}")
 
     def _clear(self) -> None:
-        """Remove what is drawn; a terminal that has become narrower has broken long lines into several."""
+        """Remove the footer; a terminal that has become narrower wraps its long lines."""
         if self._drawn:
             columns = max(shutil.get_terminal_size().columns, 1)
             rows = sum(max(1, -(-len(line) // columns)) for line in self._drawn)
@@ -149,16 +149,16 @@ class Console:
         self._flush()
 
     def _put(self, text: str) -> None:
-        with self._while_it_is_there():
+        with self._ignore_closed_terminal():
             self._stream.write(text)
 
     def _flush(self) -> None:
-        with self._while_it_is_there():
+        with self._ignore_closed_terminal():
             self._stream.flush()
 
     @contextmanager
-    def _while_it_is_there(self) -> Iterator[None]:
-        """Where the terminal was closed nothing more is shown: the run still has to stop and save."""
+    def _ignore_closed_terminal(self) -> Iterator[None]:
+        """If the terminal was closed, write to nowhere from now on: the run still has to stop and save."""
         try:
             yield
         except OSError as error:

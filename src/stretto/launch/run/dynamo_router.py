@@ -1,15 +1,15 @@
-"""Dynamo's frontend before engines that are not Dynamo's: run by a Python that has Dynamo, not by ours.
+"""Dynamo's frontend in front of engines that are not Dynamo's; run by a Python that has Dynamo.
 
     PYTHON -P dynamo_router.py --model DIRECTORY --name NAME --engines URL... -- FLAGS OF dynamo.frontend
 
 In: addresses of engines with the routes of transports/engine/api.py. Out: the frontend, which chooses an engine for
-each request to /inference/v1/generate. Dynamo knows engines as workers on its own wire. So every engine has a worker
-here: it enters Dynamo's list while its engine is admitted, leaves it when the engine does not answer, and hands the
-request on as it came. The answer comes back token by token with log-probabilities; what Dynamo has no field for
-(versions of the weights, cached tokens) travels in `kv_transfer_params`, which it does not look into.
+each request to /inference/v1/generate. For Dynamo, engines are workers on its own wire. So every engine has a worker
+here: it joins Dynamo's list while its engine is admitted, leaves the list when the engine does not answer, and passes
+requests on unchanged. The answer has tokens and log-probabilities; for what Dynamo has no field for (versions of the
+weights, cached tokens) it uses `kv_transfer_params`, which Dynamo does not read.
 
-All of Dynamo is in this process: workers, frontend and their list, which is a directory of files. Its own wires listen
-at 127.0.0.1 on ports that the system chooses.
+All of Dynamo is in this process: workers, frontend and their list, which is a directory of files. Its wires listen at
+127.0.0.1 on ports that the system chooses.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ ADMITTED = "/admitted"
 CAPABILITY = "vllm_inference_v1_generate"
 BLOCK_TOKENS = 16
 POLL_S = 0.5
-TIMEOUT_S = 10.0  # for an engine to say whether it is admitted
-WAIT = (409, 429, 503)  # the engine is full or starting: Dynamo answers 503, and the client asks again
+TIMEOUT_S = 10.0  # for an engine's answer to /admitted
+RETRY_STATUSES = (
+    409,
+    429,
+    503,
+)  # the engine is full or starting: Dynamo answers 503, and the client tries again
 
 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the frontend handles it
-    own, frontend = _split(sys.argv[1:])
-    options = _options(own)
+    at = sys.argv.index("--")
+    options, frontend = _options(sys.argv[1:at]), sys.argv[at + 1 :]
     with tempfile.TemporaryDirectory(prefix="stretto-dynamo-") as directory:
         os.environ.update(dict.fromkeys(LOOPBACK, "127.0.0.1"))
         os.environ.update(
@@ -50,11 +54,6 @@ def main() -> None:
         os.environ.setdefault("DYN_LOG", "warn")
         sys.argv = [sys.argv[0], *frontend, "--discovery-backend", "file"]
         asyncio.run(_run(options))
-
-
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    at = words.index("--")
-    return words[:at], words[at + 1 :]
 
 
 def _options(words: list[str]) -> argparse.Namespace:
@@ -82,17 +81,17 @@ async def _run(options: argparse.Namespace) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             await frontend
         for task in done:
-            task.result()  # raises what has ended it
+            task.result()  # raises the error that ended it
 
 
 class Worker:
-    """One engine, as Dynamo sees it."""
+    """One engine, as a worker of Dynamo."""
 
     def __init__(self, http: Any, url: str, rank: int, options: argparse.Namespace) -> None:
         self.http, self.url, self.rank, self.options = http, url, rank, options
 
     async def watch(self) -> None:
-        """Be a worker of Dynamo's while the engine is admitted; runs for ever."""
+        """Serve as a worker of Dynamo while the engine is admitted; runs for ever."""
         while True:
             if await self._is_admitted():
                 await self._serve()
@@ -106,14 +105,14 @@ class Worker:
             return False
 
     async def _serve(self) -> None:
-        """Enter Dynamo's list; leave it when the engine is no longer admitted."""
+        """Join Dynamo's list; leave it when the engine is no longer admitted."""
         from dynamo.llm import ModelInput, ModelRuntimeConfig, ModelType, WorkerType, register_model
         from dynamo.runtime import DistributedRuntime
 
         runtime = DistributedRuntime(asyncio.get_running_loop(), "file", "tcp")
         endpoint = runtime.endpoint("stretto.engines.generate")
-        about = ModelRuntimeConfig()
-        about.set_engine_specific(CAPABILITY, "true")
+        model_config = ModelRuntimeConfig()
+        model_config.set_engine_specific(CAPABILITY, "true")
         serving = asyncio.ensure_future(endpoint.serve_endpoint(self.generate, graceful_shutdown=False))
         try:
             await register_model(
@@ -122,7 +121,7 @@ class Worker:
                 endpoint,
                 self.options.model,
                 self.options.name,
-                runtime_config=about,
+                runtime_config=model_config,
                 kv_cache_block_size=BLOCK_TOKENS,
                 worker_type=WorkerType.Aggregated,
             )
@@ -136,26 +135,26 @@ class Worker:
                 await serving
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
-        """Hand one request to the engine; Dynamo's chunks of its answer, one per sample."""
+        """Send one request to the engine; yields its answer as Dynamo's chunks, one per sample."""
         from dynamo.llm.exceptions import HttpError
 
         body = {**request["extra_args"]["vllm_tito"], "token_ids": request["token_ids"]}
-        asking = asyncio.create_task(self._ask(body))
+        post = asyncio.create_task(self._post(body))
         stopped = asyncio.ensure_future(context.async_killed_or_stopped())
         try:
-            await asyncio.wait([asking, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
+            await asyncio.wait([post, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if not post.done():
                 return
-            status, answer = asking.result()
+            status, answer = post.result()
         finally:
-            asking.cancel()  # the engine ends a request whose client is gone
+            post.cancel()  # the engine ends a request whose client has disconnected
             stopped.cancel()
         if status != 200:
-            raise HttpError(503 if status in WAIT else status, str(answer)[:1000])
+            raise HttpError(503 if status in RETRY_STATUSES else status, str(answer)[:1000])
         for chunk in chunks(answer):
             yield chunk
 
-    async def _ask(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post(self, body: dict[str, Any]) -> tuple[int, Any]:
         key = os.environ.get("VLLM_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
@@ -167,25 +166,22 @@ class Worker:
 
 
 def chunks(answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """An engine's answer as Dynamo takes it from its workers: one chunk per sample."""
+    """An engine's answer in the form of Dynamo's workers: one chunk per sample."""
     choices = answer["choices"]
     versions = {str(choice["index"]): choice.get("weight_versions") or [] for choice in choices}
     more = {"stretto": {"weight_versions": versions, "usage": answer.get("usage")}}
-    found = []
-    for choice in choices:
-        data = {
-            key: choice[key] for key in ("routed_experts", "sampling_mask") if choice.get(key) is not None
+    optional = ("routed_experts", "sampling_mask")
+    return [
+        {
+            "index": choice["index"],
+            "token_ids": choice["token_ids"],
+            "log_probs": [token["logprob"] for token in choice["logprobs"]["content"]],
+            "finish_reason": choice["finish_reason"],
+            "engine_data": {key: choice[key] for key in optional if choice.get(key) is not None}
+            | {"kv_transfer_params": more},
         }
-        found.append(
-            {
-                "index": choice["index"],
-                "token_ids": choice["token_ids"],
-                "log_probs": [token["logprob"] for token in choice["logprobs"]["content"]],
-                "finish_reason": choice["finish_reason"],
-                "engine_data": {**data, "kv_transfer_params": more},
-            }
-        )
-    return found
+        for choice in choices
+    ]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What stands below the lines of a run on a terminal: progress, reward as a sparkline, who waits, alerts.
+"""The footer below the lines of a run on a terminal: progress, reward as a sparkline, waits, alerts.
 
-In: the status lines of a run, in order. Out: lines of text without colours, none wider than asked for. Progress of
-parts (an eval, a checkpoint) has a bar of its own with the time that is left.
+In: the status lines of a run, in order. Out: lines of text without colours, none wider than the given width. Parts that
+are under way (an eval, a checkpoint) have a progress bar each, with the time that is left.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from stretto.base.status import duration, quantity
 
@@ -22,6 +22,18 @@ REWARDS = 200
 SHOWN_ALERTS = 2
 LEVELS = "▁▂▃▄▅▆▇█"
 SLOW_PHASE_S = 3.0
+
+
+class Part(NamedTuple):
+    """A part of the run that is under way, such as an eval."""
+
+    started_at: float
+    """Seconds of the footer's clock, as updated_at."""
+    updated_at: float
+    first_done: int
+    """How much was done when it was first reported."""
+    done: int
+    total: int
 
 
 class Footer:
@@ -35,25 +47,22 @@ class Footer:
         self._arrivals: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._rewards: deque[float] = deque(maxlen=REWARDS)
         self._status: Mapping[str, Any] = {}
-        self._parts: dict[
-            str, tuple[float, float, int, int]
-        ] = {}  # text -> first time, now, first done, done, ...
-        self._totals: dict[str, int] = {}
+        self._parts: dict[str, Part] = {}
         self._alerts: deque[str] = deque(maxlen=SHOWN_ALERTS)
         self._num_alerts = 0
 
     @property
     def arrivals(self) -> list[tuple[int, float]]:
-        """Steps and when they came, the latest ones."""
+        """The latest steps, each with the time at which it was reported."""
         return list(self._arrivals)
 
     def set_phase(self, text: str) -> None:
-        """What the run does while it trains no step; "" if it does."""
+        """Set what the run does while no step is trained; "" once steps are trained."""
         if text != self._phase:
             self._phase, self._phase_at = text, self._clock()
 
     def add_step(self, status: Mapping[str, Any]) -> None:
-        """A step that is trained."""
+        """Add a trained step."""
         self.step = int(status.get("step", 0))
         self.max_steps = status.get("max_steps") or self.max_steps
         self._arrivals.append((self.step, self._clock()))
@@ -63,31 +72,28 @@ class Footer:
             self._rewards.append(float(reward))
 
     def add_alert(self, text: str) -> None:
-        """A warning of any process."""
+        """Add a warning of any process."""
         self._num_alerts += 1
         self._alerts.append(text)
 
     def set_progress(self, text: str, done: int, total: int) -> None:
-        """How far a part is; it goes away when it is done."""
+        """Set how far a part is; it is removed when it is done."""
         if done >= total:
             self._parts.pop(text, None)
             return
         now = self._clock()
-        started_at, _, first, _ = self._parts.get(text, (now, now, done, done))
-        self._parts[text] = (started_at, now, first, done)
-        self._totals[text] = total
+        before = self._parts.get(text, Part(now, now, done, done, total))
+        self._parts[text] = Part(before.started_at, now, before.first_done, done, total)
 
     def lines(self, width: int) -> list[str]:
         """The lines, each of at most width characters."""
-        found = [self._main(width), *self._details(width)]
-        found += [
-            part_line(text, *part, self._totals[text], width=width) for text, part in self._parts.items()
-        ]
+        lines = [self._main(width), *self._details(width)]
+        lines += [part_line(text, part, width=width) for text, part in self._parts.items()]
         if self._num_alerts:
-            found += [f"! {text}" for text in self._alerts]
+            lines += [f"! {text}" for text in self._alerts]
             if self._num_alerts > len(self._alerts):
-                found[-1] += f"  ({self._num_alerts} warnings)"
-        return [line.replace("\n", " ")[: max(width, 1)] for line in found]
+                lines[-1] += f"  ({self._num_alerts} warnings)"
+        return [line.replace("\n", " ")[: max(width, 1)] for line in lines]
 
     def _main(self, width: int) -> str:
         if self._phase:
@@ -104,11 +110,11 @@ class Footer:
         """Reward and waits, once there are two steps."""
         if len(self._arrivals) < 2:
             return []
-        found = []
+        lines = []
         if len(self._rewards) > 1:
             low, high = min(self._rewards), max(self._rewards)
-            about = f" {self._rewards[-1]:.3f} ({low:.3f} to {high:.3f})"
-            found.append(f"reward {sparkline(self._rewards, max(width - 7 - len(about), 8))}{about}")
+            numbers = f" {self._rewards[-1]:.3f} ({low:.3f} to {high:.3f})"
+            lines.append(f"reward {sparkline(self._rewards, max(width - 7 - len(numbers), 8))}{numbers}")
         status, parts = self._status, []
         if waits := status.get("waits"):
             parts.append("waits: " + " ".join(f"{who} {share:.0%}" for who, share in waits.items()))
@@ -116,7 +122,7 @@ class Footer:
             parts.append(f"{quantity(speed)} tok/s")
         if (staleness := status.get("staleness")) is not None:
             parts.append(f"staleness {staleness:.1f}")
-        return [*found, " | ".join(parts)] if parts else found
+        return [*lines, " | ".join(parts)] if parts else lines
 
 
 def bar(share: float, width: int) -> str:
@@ -127,19 +133,19 @@ def bar(share: float, width: int) -> str:
     return "━" * filled + "╌" * (BAR_CELLS - filled) + " "
 
 
-def part_line(
-    text: str, started_at: float, now: float, first: int, done: int, total: int, *, width: int
-) -> str:
+def part_line(text: str, part: Part, *, width: int) -> str:
     """`━━━╌╌╌  40%  eval 40/100  12s left`; without the bar on a narrow terminal."""
-    left = (now - started_at) / (done - first) * (total - done) if done > first else None
-    ending = "" if left is None else f"  {duration(left)} left"
+    ending, done, total = "", part.done, part.total
+    if done > part.first_done:
+        time_per_unit = (part.updated_at - part.started_at) / (done - part.first_done)
+        ending = f"  {duration(time_per_unit * (total - done))} left"
     if width < NARROW:
         return f"{text} {done}/{total}{ending}"
     return f"{bar(done / total, width)}{done / total:4.0%}  {text} {done}/{total}{ending}"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values as blocks of eight heights, the latest on the right; means where there are more than width."""
+    """The values as blocks of eight heights, the latest on the right; if there are more than width, their means."""
     width = max(1, min(width, len(values)))
     values = list(values)
     edges = [round(index * len(values) / width) for index in range(width + 1)]

@@ -1,7 +1,7 @@
 """The page beside a run: `stretto view RUN` in a process of its own, which ends with the launcher.
 
-The launcher opens the port and says the address at once; a browser that comes before the process waits for it. The run
-needs nothing of the page: if it does not start or dies, nothing else happens.
+The launcher opens the port and prints the address at once; a browser that connects before the process has started waits
+for it. The run does not need the page: it goes on if the page does not start or dies.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from stretto.base.rundir import JOB_VAR
 logger = logging.getLogger(__name__)
 
 VARIABLE = "STRETTO_VIEW"
-"""Set to 0: no run started from this shell has a page."""
+"""Set to 0, runs that are started from this shell have no page."""
 HOST, PORT = "127.0.0.1", 8765
 _END_S = 2.0
 
 
 @contextmanager
 def beside(run: RunDir, *, is_wanted: bool) -> Iterator[str | None]:
-    """Context in which the run's page is served; its address.
+    """Context in which the run's page is served; yields its address.
 
-    None if it is not wanted, in a scheduler's job (nobody sits at that machine), or where no port is free.
+    Without a page, in a scheduler's job (no browser runs on that machine), or if no port is free, it yields None.
     """
     if not is_wanted or os.environ.get(VARIABLE) == "0" or JOB_VAR in os.environ:
         yield None
@@ -40,7 +40,7 @@ def beside(run: RunDir, *, is_wanted: bool) -> Iterator[str | None]:
     if listener is None:
         yield None
         return
-    with listener:  # the page's process has its own: if it dies, browsers are refused and do not wait
+    with listener:  # closed here, so that browsers are refused and do not wait if the page's process dies
         address = f"http://{HOST}:{listener.getsockname()[1]}/"
         popen = _start(run, listener)
     try:

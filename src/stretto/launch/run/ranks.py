@@ -1,11 +1,11 @@
-"""`sft` on several ranks, of this machine or of several: starts them as torchrun would.
+"""`sft` on several ranks, on one machine or on several: starts them as torchrun would.
 
-    claim the run directory -> start one process per rank -> wait: all ended, one failed, or a signal came
-    at a signal rank 0 is asked to finish, and tells the others; at a second one all are stopped (supervisor.py)
+    claim the run directory -> start one process per rank -> wait until all have ended, one fails, or a signal comes
+    at the first signal rank 0 is asked to finish, and stops the other ranks; at the second all are stopped
 
-Rank 0 has the terminal; the others write to RUN/logs/sft_<rank>.log. Every rank has the same command line as this
-process. On several machines each starts the same command: the first one claims the run, all start their own ranks,
-which meet there. What a rank does is in trainer/sft.py.
+Rank 0 writes to the terminal, the others to RUN/logs/sft_<rank>.log. Every rank has the same command line as this
+process. On several machines the same command is started on each: the first machine claims the run, each starts its own
+ranks, and the ranks meet on the first. What a rank does is in trainer/sft.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from contextlib import closing
 
 from stretto.base import log, process, rundir
 from stretto.base.errors import ConfigError
-from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
 from stretto.base.status import SUPERVISED_VAR
 from stretto.config.root import SFTConfig
@@ -29,11 +28,10 @@ from stretto.launch.plan.nodes import (
     check_ports,
     check_reachable,
     find_node_rank,
-    nodes_env,
     on_visible_gpus,
 )
 from stretto.launch.plan.placement import free_port
-from stretto.launch.plan.plan import RENDEZVOUS_PORT, ProcessSpec, rank_env
+from stretto.launch.plan.processes import RENDEZVOUS_PORT, ProcessSpec, nodes_env, rank_env
 from stretto.launch.plan.table import process_table
 from stretto.launch.run import node_checks
 from stretto.launch.run.supervisor import Supervisor, Timeouts, serve
@@ -48,7 +46,7 @@ GPUS_KEY = "deployment.gpus_per_node"
 
 
 def start_ranks(cfg: SFTConfig, words: Sequence[str]) -> int | None:
-    """Start the ranks that the config asks for; the exit status. None if this process is a rank itself.
+    """Start the config's ranks and wait for them; the exit status. None if this process is a rank itself.
 
     words: the command line, without the verb.
 
@@ -71,23 +69,15 @@ def start_ranks(cfg: SFTConfig, words: Sequence[str]) -> int | None:
 
 
 def _fetch_model(cfg: SFTConfig) -> None:
-    """Download the model before ranks start, if it is not here: each would wait for it."""
+    """Download the model, if it is not here, before ranks start that would wait for it."""
     if cfg.model.scratch is None:
         fetch(cfg.model.name)
 
 
 def _claim(cfg: SFTConfig) -> rundir.Claim:
-    run, resume = cfg.run_dir, cfg.resume
-    step, origin = (None, None) if resume is None else (resume.step, resume.dir)
-    claim = rundir.claim(
-        run,
-        resume=resume is not None,
-        step=step,
-        clean=cfg.clean,
-        origin=origin,
-        checkpoints=None if cfg.ckpt is None else cfg.ckpt.output_dir,
-    )
-    log.setup("launcher", run, cfg.log.level, cfg.log.json_logging, is_quiet=True)
+    checkpoints = None if cfg.ckpt is None else cfg.ckpt.output_dir
+    claim = rundir.claim(cfg.run_dir, **cfg.start_options, checkpoints=checkpoints)
+    log.setup("launcher", cfg.run_dir, cfg.log.level, cfg.log.json_logging, is_quiet=True)
     return claim
 
 
@@ -102,12 +92,13 @@ def _spec(
     cfg: SFTConfig, words: Sequence[str], devices: Sequence[str], port: int, rank: int, num_local: int = 0,
     hosts: Sequence[str] = (LOOPBACK,),
 ) -> ProcessSpec:  # fmt: skip
-    """A rank; num_local: ranks of each machine, 0 if all are on this one."""
-    node, local = divmod(rank, num_local or cfg.num_ranks)
+    """A rank; num_local: ranks per machine, 0 if all are on this one."""
+    num_local = num_local or cfg.num_ranks
+    node, local = divmod(rank, num_local)
     argv = (sys.executable, "-m", "stretto", "sft", *words)
-    threads = cfg.num_threads or max(1, process.num_cores() // (num_local or cfg.num_ranks))
+    threads = cfg.num_threads or max(1, process.num_cores() // num_local)
     env = process.thread_env(threads) | rank_env(rank, local, cfg.num_ranks, hosts[0], port)
-    env |= process.device_env(devices) | {"LOCAL_WORLD_SIZE": str(num_local or cfg.num_ranks)}
+    env |= process.device_env(devices) | {"LOCAL_WORLD_SIZE": str(num_local)}
     if isinstance(shape := cfg.deployment, NodesDeployment):
         env |= nodes_env(rank, num_local, hosts, shape.lost_after_s)
     ports = {"rendezvous": port} if len(hosts) > 1 and rank == 0 else {}
@@ -118,7 +109,7 @@ def _spec(
 
 
 def plan_ranks(cfg: SFTConfig, words: Sequence[str] = ()) -> tuple[list[str], list[ProcessSpec]]:
-    """Hosts and ranks of [deployment] type = "multi_node"; GPUs of a node by their number from 0.
+    """Hosts and ranks of [deployment] type = "multi_node"; each node numbers its GPUs from 0.
 
     Raises: ConfigError if hosts are missing, too many, or given twice.
     """
@@ -141,7 +132,7 @@ def _start_node(cfg: SFTConfig, shape: NodesDeployment, words: Sequence[str]) ->
     """Run this machine's ranks; None if this process is the only rank."""
     hosts, specs = plan_ranks(cfg, words)
     node = find_node_rank(shape.node_rank, hosts, "deployment.node_rank")
-    own, run = [spec for spec in specs if spec.node == node], cfg.run_dir
+    mine, run = [spec for spec in specs if spec.node == node], cfg.run_dir
     node_checks.check_num_gpus(shape.gpus_per_node, node, hosts[node], GPUS_KEY)
     if len(specs) == 1:
         os.environ |= process.device_env(process.visible_gpus()[: shape.gpus_per_node])
@@ -149,14 +140,14 @@ def _start_node(cfg: SFTConfig, shape: NodesDeployment, words: Sequence[str]) ->
     check_reachable(hosts, node)
     if len(hosts) > 1:
         node_checks.check_others(hosts, node, HOSTS_KEY)
-        check_ports(own, node, hosts[node], "deployment.rendezvous_port")
-    own = on_visible_gpus(own)
+        check_ports(mine, node, hosts[node], "deployment.rendezvous_port")
+    mine = on_visible_gpus(mine)
     _fetch_model(cfg)
     if node == 0:
         with closing(_claim(cfg)) as claim:
             node_checks.announce(run, hosts)
             try:
-                code = _lead(cfg, own, claim)
+                code = _lead(cfg, mine, claim)
             finally:
                 slurm.end_other_nodes()
             if code == process.EXIT_LOST:
@@ -164,10 +155,10 @@ def _start_node(cfg: SFTConfig, shape: NodesDeployment, words: Sequence[str]) ->
             return code
     if cfg.ckpt is not None:
         node_checks.check_shared(run, hosts, node, "each rank writes its part of a checkpoint there")
-    directory = RunDir(run.path.with_name(f"{run.path.name}-node-{node}"))
-    directory.path.mkdir(parents=True, exist_ok=True)
-    log.setup("launcher", directory, cfg.log.level, cfg.log.json_logging, is_quiet=True)
-    return serve(own, directory, f"node {node} of {len(hosts)}, {hosts[node]}", STALL_S)
+    node_dir = run.of_node(node)
+    node_dir.path.mkdir(parents=True, exist_ok=True)
+    log.setup("launcher", node_dir, cfg.log.level, cfg.log.json_logging, is_quiet=True)
+    return serve(mine, node_dir, f"node {node} of {len(hosts)}, {hosts[node]}", STALL_S)
 
 
 def table(cfg: SFTConfig) -> str:
@@ -180,11 +171,11 @@ def table(cfg: SFTConfig) -> str:
 
 
 def find_gpus(cfg: SFTConfig) -> list[str]:
-    """The GPU of each rank; empty if ranks run on the CPU, or if the config names and counts none.
+    """The GPU of each rank; [] if ranks run on the CPU, or if the config neither names nor counts GPUs.
 
     Raises: ConfigError if GPUs are missing.
     """
-    if cfg.deployment.type == "multi_node":  # each node looks for its own
+    if cfg.deployment.type == "multi_node":  # each node finds its own
         return []
     gpus, ids, count = process.visible_gpus(), cfg.trainer_gpu_ids, cfg.deployment.num_train_gpus
     if not gpus:

@@ -1,12 +1,12 @@
-"""Keeps a router's list of engines true: enters engines that may be given work, and takes out those that may not.
+"""Keeps a router's list of engines correct: adds engines that can take requests, and removes those that cannot.
 
     python -m stretto.launch.run.register ROUTER ENGINE...
 
-A process of its own beside the engines of a node, for a vllm-router that runs elsewhere (`inference.router.address`).
-An engine is on the list while it answers /admitted with 200: it is healthy and, in a run, holds the run's weights. So
-one that is killed leaves within a second, and enters again when its launcher has started it anew and the run has
-given it the current weights. The list itself is read again every time, so a router that lost it gets it back. At
-the end all of them leave.
+A process beside the engines of a node, for a vllm-router that runs elsewhere (`inference.router.address`). An engine is
+on the list while it answers /admitted with 200: it is healthy and, in a run, has the run's weights. So an engine that
+is killed is removed within a second, and added again when its launcher has restarted it and it has loaded the current
+weights. The list is read from the router each time, so a router that has lost it gets it back. At the end all engines
+are removed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 ADMITTED_TIMEOUT_S = 10.0
-ROUTER_TIMEOUT_S = 30.0  # it asks an engine itself before it answers /add_worker
+ROUTER_TIMEOUT_S = 30.0  # it sends a request to the engine before it answers /add_worker
 
 
 class Registrar:
@@ -41,35 +41,39 @@ class Registrar:
     def __init__(self, router: str, engines: Sequence[str]) -> None:
         self.router, self.engines = router.rstrip("/"), tuple(engines)
         self._pool = ThreadPoolExecutor(len(self.engines))
-        self._is_reached = True
+        self._is_reachable = True
 
     def run(self, stop: threading.Event) -> None:
-        """Correct the list again and again until `stop` is set, then take all engines out."""
+        """Correct the list every POLL_S until `stop` is set, then remove all engines."""
         while not stop.wait(POLL_S):
             self.correct(dict(zip(self.engines, self._pool.map(is_admitted, self.engines))))
         self.correct(dict.fromkeys(self.engines, False))
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def correct(self, wanted: dict[str, bool]) -> None:
-        """Enter and take out engines, where the list differs; a router that does not answer is asked again later."""
+    def correct(self, admitted: dict[str, bool]) -> None:
+        """Add and remove engines where the list differs; a router that does not answer is tried again later.
+
+        admitted: whether each engine should be on the list.
+        """
         try:
             listed = json.loads(self._call("GET", "/list_workers"))["urls"]
-            for engine, is_wanted in wanted.items():
-                if is_wanted == (engine in listed):
+            for engine, is_admitted in admitted.items():
+                if is_admitted == (engine in listed):
                     continue
-                route = "/add_worker" if is_wanted else "/remove_worker"
+                route = "/add_worker" if is_admitted else "/remove_worker"
                 self._call("POST", f"{route}?url={quote(engine, safe='')}")
-                logger.info("%s %s %s", engine, "entered" if is_wanted else "left", self.router)
+                action = "added to" if is_admitted else "removed from"
+                logger.info("%s was %s the list of %s", engine, action, self.router)
         except (OSError, ValueError, KeyError) as error:
-            if self._is_reached:
+            if self._is_reachable:
                 logger.warning(
-                    "the router's list of engines cannot be corrected; trying again: %s", _said(error)
+                    "the router's list of engines cannot be corrected; trying again: %s", _text(error)
                 )
-            self._is_reached = False
+            self._is_reachable = False
             return
-        if not self._is_reached:
+        if not self._is_reachable:
             logger.info("the router %s answers again", self.router)
-        self._is_reached = True
+        self._is_reachable = True
 
     def _call(self, method: str, path: str) -> bytes:
         key = os.environ.get(KEY_VAR)
@@ -80,7 +84,7 @@ class Registrar:
 
 
 def is_admitted(engine: str) -> bool:
-    """Whether this engine may be given work."""
+    """Whether this engine can take requests."""
     try:
         with open_url(engine + ADMITTED, ADMITTED_TIMEOUT_S) as answer:
             return answer.status == 200
@@ -88,7 +92,7 @@ def is_admitted(engine: str) -> bool:
         return False
 
 
-def _said(error: Exception) -> str:
+def _text(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
         return f"{error.url}: HTTP {error.code}: {error.read()[:200].decode(errors='replace')}"
     return f"{type(error).__name__}: {error}"

@@ -7,7 +7,6 @@ text, and the curve as RUN/curve.png. matplotlib is imported only when a curve i
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 import os
@@ -21,22 +20,24 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import EngineError, boundary
+from stretto.base.files import read_json
 from stretto.base.paths import RunDir
 from stretto.base.rundir import COMMAND_VAR
 from stretto.base.status import duration, quantity
-from stretto.launch.plan.plan import LaunchPlan, ProcessSpec
+from stretto.launch.plan.plan import LaunchPlan
+from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.table import resume_text
 from stretto.monitors.file import moving_mean, read_metrics
 
 logger = logging.getLogger(__name__)
 
-VIME_FLAG = "--hf-checkpoint"  # of every command line of vime's, and of no other
+VIME_FLAG = "--hf-checkpoint"  # in every command line of vime, and in no other
 _CURVE_CELLS = (64, 10)  # columns, lines
 _RAW, _SMOOTH, _SAMPLED, _GREEDY, _INK = "#a9c7e8", "#1f5fa8", "#d1495b", "#2a9d6f", "#333333"
 
 
 def header(plan: LaunchPlan, changed: Sequence[str] = ()) -> str:
-    """The lines before the first step: run, batch, processes, logs, changed keys of a resumed run, notes."""
+    """The lines before the first step: run, batch, processes, logs, changed keys of a resumed run, and notes."""
     start = "" if plan.config.resume is None else f", {resume_text(plan.config.resume)}"
     placement = ", ".join(f"{spec.name} on {_placed(spec)}" for spec in plan.processes)
     lines = [
@@ -60,7 +61,7 @@ def ending(plan: LaunchPlan, *, is_complete: bool, stopped_early: bool) -> str:
     if not is_complete:
         return _how_to_continue(plan)
     parts: list[str] = []
-    if summary := read_summary(plan.run):
+    if summary := read_json(plan.run.summary):
         parts.append(summary_table(summary))
     if len((curve := Curve.read(plan.run)).steps) >= 2:
         parts.append(curve.as_text())
@@ -86,14 +87,6 @@ def _locations(plan: LaunchPlan, stopped_early: bool) -> str:
             f"stopped early  {f'saved as checkpoint {step}' if step else 'no checkpoint was asked for'}"
         )
     return "\n".join(lines)
-
-
-def read_summary(run: RunDir) -> dict[str, Any]:
-    """The contents of summary.json; {} if the run wrote none."""
-    try:
-        return json.loads(run.summary.read_text())
-    except (OSError, ValueError):
-        return {}
 
 
 def summary_table(summary: Mapping[str, Any]) -> str:
@@ -122,7 +115,7 @@ def summary_table(summary: Mapping[str, Any]) -> str:
 
 
 def next_commands(plan: LaunchPlan) -> list[str]:
-    """Commands that can be copied, for the directory that the run was started in."""
+    """Commands to copy, for the directory in which the run was started."""
     commands = []
     if plan.run.latest_weights.exists():
         commands.append(f"{program('eval')} @ {shlex.quote(str(plan.run.config('eval')))}")
@@ -154,10 +147,10 @@ def resume_command(run: RunDir) -> str:
 def restart_command(run: RunDir, argv: Sequence[str] | None = None, *, keeps_resume: bool = False) -> str:
     """The command of this process without --clean, --max-steps and, unless keeps_resume, the --resume options.
 
-    A run that was started by flags of vime's is named by its config: these options are those of `rl`.
+    For a run that was started by `vime` it is `rl` with the run's config, since these options are those of `rl`.
     """
-    given = shlex.split(os.environ.get(COMMAND_VAR, "")) or sys.argv[1:]
-    words = list(given if argv is None else argv)
+    typed = shlex.split(os.environ.get(COMMAND_VAR, "")) or sys.argv[1:]
+    words = list(typed if argv is None else argv)
     if any(word.partition("=")[0] == VIME_FLAG for word in words):
         words = ["@", str(run.config("run"))]
     if words[:1] == ["rl"]:
@@ -176,12 +169,12 @@ def restart_command(run: RunDir, argv: Sequence[str] | None = None, *, keeps_res
 
 
 def program(verb: str) -> str:
-    """How to type this installation's command for a verb: its name if the shell finds it, else its path."""
-    # `eval` alone is the shell's own command
+    """The command for a verb as the user can type it: its name if the shell finds it, else its path."""
+    # `eval` alone is a command of the shell.
     name, rest = ("stretto", " eval") if verb == "eval" else (verb, "")
     beside_python = Path(sys.executable).with_name(name)
-    found = shutil.which(name)
-    if found and Path(found).resolve() == beside_python.resolve():
+    in_shell = shutil.which(name)
+    if in_shell and Path(in_shell).resolve() == beside_python.resolve():
         return name + rest
     if beside_python.exists():
         is_below = beside_python.is_relative_to(Path.cwd())
@@ -218,7 +211,7 @@ class Curve:
         return moving_mean(self.rewards)
 
     def bounds(self) -> tuple[float, float]:
-        """Lowest and highest reward shown: those there are with a margin, inside 0 to 1 if all are."""
+        """The lowest and the highest reward with a margin; within 0 and 1 if all rewards are."""
         values = [*self.rewards, *(value for _, value in (*self.sampled, *self.greedy))]
         low, high = min(values), max(values)
         margin = max(0.05 * (high - low), 0.01)

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 from stretto.base import log, process, rundir
 from stretto.base.errors import ConfigError
@@ -26,7 +25,8 @@ from stretto.launch.plan import nodes
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.model_check import check_engine_model, check_model, check_served, models_of
 from stretto.launch.plan.placement import asks_for_gpus
-from stretto.launch.plan.plan import LaunchPlan, ProcessSpec
+from stretto.launch.plan.plan import LaunchPlan
+from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.routers import check_router
 from stretto.launch.ray import run as on_ray
 from stretto.launch.run import node_checks, page
@@ -64,13 +64,11 @@ def main(cfg: RLConfig) -> int:
         if node > 0:
             return _run_other_node(cfg, run, node)
     check_router(cfg.inference)
-    rundir.check(
-        run, **_resume_options(cfg)
-    )  # before gigabytes are downloaded for a run that is then refused
+    rundir.check(run, **cfg.start_options)  # before gigabytes are downloaded for a run that is then refused
     _fetch_models(cfg)
-    elsewhere = None if cfg.ckpt is None else cfg.ckpt.output_dir
+    checkpoints = None if cfg.ckpt is None else cfg.ckpt.output_dir
     with (
-        closing(rundir.claim(run, **_resume_options(cfg), checkpoints=elsewhere)) as claim,
+        closing(rundir.claim(run, **cfg.start_options, checkpoints=checkpoints)) as claim,
         closing(PortClaims()) as ports,
     ):
         plan = _plan(cfg, run, claim.resume_step, ports, load_secret(run))
@@ -102,11 +100,11 @@ def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
 
     Its configs and logs are in RUN-node-<rank>: nodes may share RUN itself, and only the first one claims it.
     """
-    own = RunDir(run.path.with_name(f"{run.path.name}-node-{node}"))
+    node_dir = run.of_node(node)
     step = None
     if cfg.resume is not None:
         step = cfg.resume.step
-        # A node with engines only need not see checkpoints; a rank that misses one says so.
+        # A node that has only engines may not see checkpoints. A rank that misses one fails with a message.
         with suppress(ConfigError):
             _, step = rundir.find_checkpoint(run, step, cfg.resume.dir)
     who = f"node {node}, {nodes.node_hosts(cfg)[node]},"
@@ -116,28 +114,27 @@ def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
     _fetch_models(cfg)
     if (why := node_checks.needs_shared(plan.config, mine)) is not None:
         node_checks.check_shared(run, plan.hosts, node, why)
-    own.path.mkdir(parents=True, exist_ok=True)
-    planning.write(plan, own.path)
-    log.setup("launcher", own, cfg.log.level, cfg.log.json_logging, is_quiet=True)
-    specs = [nodes.with_config_dir(spec, run, own) for spec in nodes.on_visible_gpus(mine)]
+    node_dir.path.mkdir(parents=True, exist_ok=True)
+    planning.write(plan, node_dir.path)
+    log.setup("launcher", node_dir, cfg.log.level, cfg.log.json_logging, is_quiet=True)
+    specs = [nodes.with_config_dir(spec, run, node_dir) for spec in nodes.on_visible_gpus(mine)]
     title = f"node {node} of {len(plan.hosts)}, {plan.hosts[node]}"
-    if all(spec.role not in ("trainer", "critic") for spec in mine) and (
-        note := node_checks.unused_gpus(node_checks.num_gpus(mine))
-    ):
+    trains = any(spec.role in ("trainer", "critic") for spec in mine)
+    if not trains and (note := node_checks.unused_gpus(node_checks.num_gpus(mine))):
         title = f"note: {note}\n{title}"
-    return serve(specs, own, title, cfg.orchestrator.stall_timeout_s)
+    return serve(specs, node_dir, title, cfg.orchestrator.stall_timeout_s)
 
 
 def _check_node(specs: Sequence[ProcessSpec], node: int, hosts: Sequence[str]) -> None:
     """Raises: ConfigError if this node lacks GPUs or ports for its processes."""
     nodes.check_ports(specs, node, hosts[node], PORT_KEYS)
-    node_checks.check_gpus(specs, node, hosts[node], GPU_KEYS)
+    node_checks.check_num_gpus(node_checks.num_gpus(specs), node, hosts[node], GPU_KEYS)
 
 
 def check_here(cfg: RLConfig) -> LaunchPlan:
-    """The plan of a run that this machine, or this node of several, could start now; starts and writes nothing.
+    """The plan of a run, after checking that this machine (or this node of several) could start it now.
 
-    Raises: ConfigError with the first reason why it could not.
+    Starts and writes nothing. Raises: ConfigError with the first reason why the run could not start.
     """
     _check_shape(cfg)
     find_trackers(cfg.monitors)
@@ -153,11 +150,11 @@ def check_here(cfg: RLConfig) -> LaunchPlan:
 
 
 def plan_only(cfg: RLConfig) -> tuple[LaunchPlan, Path]:
-    """The plan of a run that is not started, and the directory that its configs and plan.json are written to."""
+    """Plan a run without starting it; the plan, and the directory to which configs and plan.json are written."""
     run = cfg.run_dir
     _check_shape(cfg)
-    plan = _plan(cfg, run, rundir.check(run, **_resume_options(cfg)))
-    # The configs of an existing run are its record: a dry run does not overwrite them.
+    plan = _plan(cfg, run, rundir.check(run, **cfg.start_options))
+    # A dry run does not overwrite the configs of an existing run, which record how that was started.
     directory = run.path / "dry_run" if rundir.is_used(run) else run.path
     planning.write(plan, directory)
     return plan, directory
@@ -178,7 +175,7 @@ def _check_shape(cfg: RLConfig) -> None:
 
 
 def _check_model(cfg: RLConfig) -> None:
-    """Refuse a model directory that is missing before --clean deletes anything and processes start."""
+    """Raises: ConfigError if there is no such model; called before --clean deletes anything."""
     name = cfg.model.name
     if cfg.model.scratch is not None or find_config(name) is not None:
         return
@@ -195,7 +192,7 @@ def _check_model(cfg: RLConfig) -> None:
 
 
 def _fetch_models(cfg: RLConfig) -> None:
-    """Download what of the run's models and tokenizers is not here, before processes start that would wait for it."""
+    """Download the run's models and tokenizers that are not here, before processes start that would wait for them."""
     for name, has_weights in models_of(cfg):
         fetch(name, has_weights=has_weights, say=_write_line)
 
@@ -205,16 +202,11 @@ def _write_line(text: str) -> None:
     sys.stdout.flush()
 
 
-def _resume_options(cfg: RLConfig) -> dict[str, Any]:
-    """Arguments of rundir.claim: whether to resume, from where, and whether to delete what is there."""
-    resume, clean = cfg.resume, cfg.clean
-    if resume is None:
-        return {"resume": False, "step": None, "clean": clean}
-    return {"resume": True, "step": resume.step, "clean": clean, "origin": resume.dir}
-
-
 def _run(plan: LaunchPlan, claim: rundir.Claim, changed: list[str]) -> int:
-    """changed: what a resumed run has otherwise than it had."""
+    """Run the plan's processes and report how the run ended; the exit status.
+
+    changed: config keys of a resumed run that have changed, with their values.
+    """
     from stretto.launch.run import report
 
     console = Console(sys.stdout, max_steps=plan.config.max_steps)
@@ -238,7 +230,7 @@ def _run(plan: LaunchPlan, claim: rundir.Claim, changed: list[str]) -> int:
             rundir.discard(plan.run)
         return code
     if code and not supervisor.has_begun and not plan.run.latest_complete_checkpoint():
-        return code  # the message is all there is to say: nothing has been trained
+        return code  # nothing has been trained: the error message is enough
     console.line(report.ending(plan, is_complete=code == 0, stopped_early=supervisor.was_asked_to_finish))
     return code
 
@@ -257,7 +249,7 @@ def _supervisor(plan: LaunchPlan, claim: rundir.Claim, console: Console) -> Supe
 
 
 def likely_causes(plan: LaunchPlan) -> dict[str, str]:
-    """What may have ended a process that did not say why, by role."""
+    """By role, what may have ended a process that logged no reason."""
     names = [env.name or env.id for env in plan.config.orchestrator.env if env.num_workers is None]
     if not names:
         return {}

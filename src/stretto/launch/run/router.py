@@ -1,15 +1,15 @@
 """The vllm-router with the engines' key: `python -m stretto.launch.run.router --worker-urls ...`.
 
-By itself vllm-router asks nobody for a key. It passes on the one that a client sends, but to prefill and decode engines
-it sends its own, OPENAI_API_KEY, whoever asks; and anybody may change its list of engines. With VLLM_API_KEY in the
-environment all routes of this one require that key, /readiness and /add_worker too.
+By itself vllm-router requires no key. It passes on the key that a client sends, but to prefill and decode engines it
+sends its own, OPENAI_API_KEY, for every client; and every client may change its list of engines. With VLLM_API_KEY in
+the environment all routes of this router require that key, /readiness and /add_worker too.
 
-vllm-router asks a URL whether a key is right, and remembers the answer for ever. So it must not ask an engine, which
-may not be ready yet: a child process answers, which ends when the router does. A thread could not: the router never
-gives up Python's lock.
+vllm-router sends a key to a URL to check it, and caches the answer for ever. The URL must not be an engine's, which may
+not be ready yet: a child process answers, which ends with the router. A thread could not answer, because the router
+never releases Python's lock.
 
-Its own metrics have a port of their own, which is chosen when it starts: by default all routers of a host take the
-same one, and a port that the launcher chose could be taken by then.
+Its metrics have a port that is chosen when it starts: by default all routers of a host use the same one, and a port
+that the launcher chose could be taken by then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHECK_TIMEOUT_S = 5.0
 
 def main(words: Sequence[str]) -> None:
     """Run vllm-router with its own options until SIGTERM."""
-    os.environ.pop(ENGINES_KEY_VAR, None)  # a user's key for something else
+    os.environ.pop(ENGINES_KEY_VAR, None)  # the user's key for another service
     urls = []
     if key := os.environ.get(KEY_VAR):
         os.environ[ENGINES_KEY_VAR] = key
@@ -48,24 +48,24 @@ def main(words: Sequence[str]) -> None:
 
 
 def free_port() -> int:
-    """A port on which nothing of this machine listens."""
+    """A free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("0.0.0.0", 0))
         return probe.getsockname()[1]
 
 
 def start_key_check(key: str) -> str:
-    """Start a process that answers 200 to requests with this key, else 401; its URL, on this machine alone.
+    """Start a process that answers 200 to requests with this key, else 401; returns its URL.
 
-    It ends when this process does.
+    It listens on loopback, and ends when this process does.
     """
 
     class Check(BaseHTTPRequestHandler):
         timeout = CHECK_TIMEOUT_S
 
         def do_GET(self) -> None:
-            given = self.headers.get("Authorization", "").encode("latin-1")  # the bytes that came
-            is_right = hmac.compare_digest(given, f"Bearer {key}".encode())
+            header = self.headers.get("Authorization", "").encode("latin-1")  # the bytes as they were sent
+            is_right = hmac.compare_digest(header, f"Bearer {key}".encode())
             self.send_response(200 if is_right else 401)
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -74,14 +74,14 @@ def start_key_check(key: str) -> str:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Check)
-    ends, _held = os.pipe()
+    reader, _writer = os.pipe()
     if os.fork() == 0:
-        os.close(_held)
+        os.close(_writer)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        os.read(ends, 1)  # ends with the last process that holds the other end: the router
+        os.read(reader, 1)  # returns when the router, which holds the other end, has ended
         os._exit(0)
-    os.close(ends)
+    os.close(reader)
     server.server_close()
     return f"http://127.0.0.1:{server.server_address[1]}/"
 

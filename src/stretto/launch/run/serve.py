@@ -1,7 +1,7 @@
 """`inference` with several processes: several engines, a router, a KV cache store.
 
-It uses the plan of `rl` (launch/plan/engines.py) without a run, on one machine or on the nodes of `hosts`: each node
-starts the same command and runs its own processes.
+It plans engines as `rl` does (launch/plan/engines.py), without a run, for one machine or for the nodes of `hosts`: the
+same command is started on each node, and runs that node's processes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from stretto.launch.plan.engines import plan_engines
 from stretto.launch.plan.nodes import (
     check_hosts,
     check_ports,
-    engine_processes,
     find_node_rank,
     on_visible_gpus,
     with_config_dir,
 )
 from stretto.launch.plan.placement import client_host
-from stretto.launch.plan.plan import ProcessSpec, section_of
+from stretto.launch.plan.processes import ProcessSpec, engine_processes, section_of
 from stretto.launch.plan.routers import check_router, with_reachable_host
 from stretto.launch.plan.specs import EnginesPlan
 from stretto.launch.plan.table import process_table
@@ -37,7 +36,7 @@ STALL_S = 600.0
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """The processes that `inference` starts, and their nodes."""
+    """The processes that `inference` starts, and the addresses of their nodes."""
 
     hosts: tuple[str, ...]
     engines: EnginesPlan
@@ -45,7 +44,7 @@ class ServingPlan:
 
 
 def plan_serving(cfg: InferenceConfig, run: RunDir) -> ServingPlan:
-    """Plan engines, router and store of one [inference].
+    """Plan the engines, router and cache store of an [inference] section.
 
     Raises: ConfigError if there are fewer hosts, or GPUs on this machine, than the deployment needs.
     """
@@ -73,12 +72,15 @@ def plan_serving(cfg: InferenceConfig, run: RunDir) -> ServingPlan:
         )
     shown = cfg.model_copy(update={"device": "cpu"}) if is_cpu else cfg
     key = {} if cfg.key is None else {KEY_VAR: cfg.key}
-    specs = engine_processes(shown, engines, run, is_held=False, names=gpus, key_env=key)
+    specs = engine_processes(shown, engines, run, is_held=False, gpus=gpus, key_env=key)
     return ServingPlan(tuple(hosts), engines, tuple(specs))
 
 
 def main(cfg: InferenceConfig, *, dry_run: bool) -> int | InferenceConfig:
-    """Serve until stopped, or print the plan; the exit status, or the config if this process is enough."""
+    """Serve until stopped, or print the plan; the exit status.
+
+    Returns the engine's config if there is only one process, which is then this one.
+    """
     run = cfg.run_dir
     missing = check_router(cfg, is_dry_run=dry_run)
     plan = plan_serving(cfg, run)
@@ -90,18 +92,19 @@ def main(cfg: InferenceConfig, *, dry_run: bool) -> int | InferenceConfig:
         sys.stdout.write(f"NOT READY: {missing}\n" if missing else "")
         return 0
     node = find_node_rank(cfg.node_rank, plan.hosts, "node_rank") if len(plan.hosts) > 1 else 0
-    own = run if len(plan.hosts) == 1 else RunDir(run.path.with_name(f"{run.path.name}-node-{node}"))
-    specs = [with_config_dir(spec, run, own) for spec in plan.processes if spec.node == node]
-    ways = "--server.port, --deployment.backend-port, --deployment.router-port"
-    check_ports(specs, node, plan.hosts[node], ways)
+    node_dir = run if len(plan.hosts) == 1 else run.of_node(node)
+    specs = [with_config_dir(spec, run, node_dir) for spec in plan.processes if spec.node == node]
+    keys = "--server.port, --deployment.backend-port, --deployment.router-port"
+    check_ports(specs, node, plan.hosts[node], keys)
     if len(plan.hosts) > 1:
         node_checks.check_others(plan.hosts, node, "hosts")
-        node_checks.check_gpus(specs, node, plan.hosts[node], "a degree of parallel")
+        num_gpus = node_checks.num_gpus(specs)
+        node_checks.check_num_gpus(num_gpus, node, plan.hosts[node], "a degree of parallel")
         specs = on_visible_gpus(specs)
-    write(plan, cfg, own)
-    log.setup("launcher", own, cfg.log.level, cfg.log.json_logging, is_quiet=True)
+    write(plan, cfg, node_dir)
+    log.setup("launcher", node_dir, cfg.log.level, cfg.log.json_logging, is_quiet=True)
     title = f"inference at {', '.join(plan.engines.base_urls)}"
-    return supervisor.serve(specs, own, title, STALL_S)
+    return supervisor.serve(specs, node_dir, title, STALL_S)
 
 
 def unused_gpus(cfg: InferenceConfig) -> str | None:

@@ -1,7 +1,7 @@
-"""`serve`: plans a training service, starts engines, trainer ranks and the hub under one supervisor, and says where.
+"""`serve`: plans a training service, and runs engines, trainer ranks and the hub under one supervisor.
 
-All is on this machine. A process that ends is started anew: the hub finds all runs in RUN/service, and gives the ranks
-the state of each.
+All processes are on this machine. One that ends is restarted: the hub finds all runs in RUN/service, and sends the
+ranks the state of each.
 """
 
 from __future__ import annotations
@@ -23,17 +23,23 @@ from stretto.config.sections.inference import KEY_VAR, ServedAdaptersSection
 from stretto.data.hub_model import fetch, find_config
 from stretto.launch.plan.engines import plan_engines
 from stretto.launch.plan.model_check import check_model, check_served
-from stretto.launch.plan.nodes import engine_processes
-from stretto.launch.plan.placement import GPU_HOST_THREADS, client_host, free_port, replaced
-from stretto.launch.plan.plan import RENDEZVOUS_PORT, ProcessSpec, rank_env, section_of
+from stretto.launch.plan.placement import GPU_HOST_THREADS, client_host, free_port, replaced, with_free_port
+from stretto.launch.plan.processes import (
+    RENDEZVOUS_PORT,
+    ProcessSpec,
+    engine_processes,
+    rank_env,
+    section_of,
+    stretto_process,
+)
 from stretto.launch.plan.specs import EnginesPlan
 from stretto.launch.plan.table import process_table
 from stretto.launch.run import supervisor
 
 STALL_S = 7 * 24 * 3600.0
-"""A service may be silent for as long as nobody asks."""
+"""A service may be silent for as long as it gets no requests."""
 GRACE_S = 25.0
-"""Between SIGTERM and SIGKILL: the hub has all runs saved first, which takes at most service/main.py's SAVE_S."""
+"""Between SIGTERM and SIGKILL: the hub first lets all runs be saved, within SAVE_S of service/main.py."""
 RESTARTS = 100
 CONFIG = "service"
 
@@ -52,16 +58,12 @@ class ServicePlan:
 def plan(cfg: ServeConfig, ports: PortClaims) -> ServicePlan:
     """Plan the processes of a service on this machine.
 
-    Raises: ConfigError if the model, a port or GPUs are not there.
+    Raises: ConfigError if the model, a port or GPUs are missing.
     """
     _check(cfg)
     notes: list[str] = []
     for key in ("service", "control"):
-        section = getattr(cfg, key)
-        port = free_port(f"{key}.port", section.host, section.port, "port" in section.model_fields_set, ports)
-        if port != section.port:
-            notes.append(f"{key}.port is {port}, since {section.port} is taken on this machine")
-            cfg = replaced(cfg, f"{key}.port", port)
+        cfg = with_free_port(cfg, key, ports, notes)
     gpus = process.visible_gpus()
     inference = engines = None
     engine_gpus: list[str] = []
@@ -83,17 +85,13 @@ def plan(cfg: ServeConfig, ports: PortClaims) -> ServicePlan:
     processes = []
     if inference is not None and engines is not None:
         key = {} if inference.key is None else {KEY_VAR: inference.key}
-        specs = engine_processes(
-            inference, engines, run, is_held=False, names=engine_gpus or None, key_env=key
-        )
+        specs = engine_processes(inference, engines, run, is_held=False, gpus=engine_gpus, key_env=key)
         processes += [
             dataclasses.replace(spec, max_restarts=max(spec.max_restarts, RESTARTS)) for spec in specs
         ]
     processes += _ranks(cfg, run, trainer_gpus, ports)
-    argv = (sys.executable, "-m", "stretto", "hub", "@", str(run.config(CONFIG)))
-    env = process.thread_env(1) | process.device_env([])
     hub_ports = {"http": cfg.service.port, "control": cfg.control.port}
-    processes.append(ProcessSpec("hub", 0, 1, argv, env, (), 1, hub_ports, RESTARTS))
+    processes.append(stretto_process("hub", run, CONFIG, (), 1, {}, hub_ports, max_restarts=RESTARTS))
     return ServicePlan(cfg, inference, engines, tuple(processes), tuple(notes))
 
 
@@ -118,7 +116,7 @@ def with_engines(cfg: ServeConfig, ports: PortClaims) -> InferenceConfig:
 
 
 def _threads(cfg: ServeConfig) -> int:
-    """CPU threads of each rank and engine: the cores are shared out."""
+    """CPU threads of each rank and engine, which divide the cores among them."""
     parts = cfg.trainer.num_ranks + cfg.inference.deployment.num_engines
     return max(1, process.num_cores() // parts)
 
@@ -126,34 +124,34 @@ def _threads(cfg: ServeConfig) -> int:
 def _ranks(cfg: ServeConfig, run: RunDir, gpus: list[str], ports: PortClaims) -> list[ProcessSpec]:
     count = cfg.trainer.num_ranks
     port = free_port("rendezvous", "127.0.0.1", RENDEZVOUS_PORT, False, ports)
-    argv = (sys.executable, "-m", "stretto", "tenants", "@", str(run.config(CONFIG)))
     threads = cfg.trainer.num_threads or (GPU_HOST_THREADS if gpus else _threads(cfg))
     specs = []
     for rank in range(count):
+        env = cfg.trainer.env_vars | rank_env(rank, rank, count, "127.0.0.1", port)
+        more = {"rank": rank, "num_ranks": count, "max_restarts": cfg.trainer.max_restarts}
         own = gpus[rank : rank + 1]
-        env = process.thread_env(threads) | process.device_env(own) | cfg.trainer.env_vars
-        env |= rank_env(rank, rank, count, "127.0.0.1", port)
-        specs.append(
-            ProcessSpec("tenants", rank, count, argv, env, tuple(own), threads, {}, cfg.trainer.max_restarts)
-        )
+        specs.append(stretto_process("tenants", run, CONFIG, own, threads, env, {}, **more))
     return specs
 
 
 def _gpus(gpus: list[str], ids: list[int] | None, count: int, first: int) -> list[str]:
-    """GPUs of one part. Raises: ConfigError if they are not there."""
+    """GPUs of one part of the service.
+
+    Raises: ConfigError if this machine does not have them.
+    """
     if not gpus:
         return []
-    wanted = list(range(first, first + count)) if ids is None else ids
-    if len(wanted) < count or max(wanted, default=-1) >= len(gpus):
+    ids = list(range(first, first + count)) if ids is None else ids
+    if len(ids) < count or max(ids, default=-1) >= len(gpus):
         raise ConfigError(
-            f"the service needs GPU {', '.join(map(str, wanted))}, and this machine shows {len(gpus)}; lower "
+            f"the service needs GPU {', '.join(map(str, ids))}, and this machine shows {len(gpus)}; lower "
             "trainer.num_ranks or inference.parallel, or name others with trainer_gpu_ids and inference_gpu_ids"
         )
-    return [gpus[index] for index in wanted]
+    return [gpus[index] for index in ids]
 
 
 def _check(cfg: ServeConfig) -> None:
-    """Refuse what could not start, before anything does."""
+    """Raises: ConfigError if the service could not start; called before any process starts."""
     if cfg.model.scratch is not None:
         raise ConfigError("[model.scratch]: a service needs a model that exists; make one with `sft`")
     if cfg.model.lora is not None:
@@ -225,7 +223,10 @@ def main(cfg: ServeConfig) -> int:
 
 
 def _clean(run: RunDir) -> None:
-    """Delete a service with all its runs. Raises: ConfigError if it runs, or the directory is something else."""
+    """Delete a service with all its runs.
+
+    Raises: ConfigError if the service runs, or the directory is not that of a service.
+    """
     if run.path.exists() and any(run.path.iterdir()) and not (run.path / "service").is_dir():
         raise ConfigError(f"--clean: {run} is not the directory of a service; nothing was deleted")
     with rundir.claim_part(run, "service", is_new=False, clean=False):

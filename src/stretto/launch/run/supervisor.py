@@ -1,13 +1,14 @@
 """Starts the processes of a command on this machine, watches them, and ends them together.
 
-`rl` (rl.py), `inference` with several processes (serve.py) and `sft` with several ranks (ranks.py) use it. One process
-may lead: the orchestrator of `rl`, rank 0 of `sft`. It is asked to finish at the first signal, and ends first. An
-orchestrator is also started first and alone: the others follow when it reports that it has checked everything.
+Used by `rl` (rl.py), `inference` with several processes (serve.py), `sft` with several ranks (ranks.py) and `serve`
+(service.py). One process may lead: the orchestrator of `rl`, rank 0 of `sft`. At the first signal it is asked to
+finish, and it ends first. An orchestrator is also started first and alone: the others follow when it reports that it
+has checked everything.
 
 States: RUNNING -> FINISHING (after the first signal: the lead finishes its step and a checkpoint is saved) -> ENDED;
 from both, STOPPING when a process fails, a deadline passes, or a second signal comes. The children are in process
 groups of their own, so Ctrl-C reaches only the launcher; the kernel kills them when it dies. SIGUSR2, which a job sends
-to all nodes, asks the lead to finish and nobody else.
+to all nodes, asks only the lead to finish.
 """
 
 from __future__ import annotations
@@ -30,24 +31,23 @@ from urllib.parse import urlsplit
 from stretto.base import process
 from stretto.base.errors import ENDED_FIRST
 from stretto.base.paths import RunDir
-from stretto.base.process import Child, Restarts
+from stretto.base.process import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, Child, Restarts
 from stretto.base.status import DEVICES_FREE, STATUS_FD_VAR, SUPERVISED_VAR, was_asked_to_finish
 from stretto.base.watch import EXIT_STALLED
-from stretto.launch.plan.plan import ProcessSpec
+from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.run.console import Console
 
 logger = logging.getLogger(__name__)
 
 STALL_SLACK_S = 60.0  # the processes' own watchdogs fire first and say more
 RESTART_GRACE_S = 2.0
-LAST_WORDS_S = 3.0  # for other processes to say why they end when one has failed
-WEDGED_AFTER_S = 60.0  # after its start; before, an engine may be loading its model
+LAST_MESSAGES_S = 3.0  # for other processes to log why they end when one has failed
+WEDGED_AFTER_S = 60.0  # after its start; before that, an engine may be loading its model
 SERVERS = ("inference", "teacher", "router", "registrar", "kv_store", "tenants", "hub")
-"""Roles that never end by themselves; so do those that begin with MODELS."""
+"""Roles that never end by themselves; those that begin with MODELS do not either."""
 MODELS = "model_"
 FINISH = signal.SIGUSR2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, FINISH)
-EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 
 class RunState(StrEnum):
@@ -79,7 +79,7 @@ def serve(
     *,
     grace_s: float = Timeouts.grace_s,
 ) -> int:
-    """Run processes without an orchestrator; servers alone run until they are stopped, which may take grace_s."""
+    """Run processes without an orchestrator; if all are servers, until a signal comes. grace_s: see Timeouts."""
     console = Console(sys.stdout, max_steps=None)
     names = ", ".join(spec.name for spec in specs)
     console.line(f"{title}: {names}\n  logs     {run.logs}")
@@ -99,12 +99,12 @@ def last_error(child: Child) -> list[str]:
 
 
 def is_reason(line: str) -> bool:
-    """Does this last line of a log say why the process ended?"""
+    """Whether this last line of a log says why the process ended."""
     return line.startswith("error: ") or re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line) is not None
 
 
 def is_server(spec: ProcessSpec) -> bool:
-    """Does this process never end by itself?"""
+    """Whether this process never ends by itself."""
     return spec.role in SERVERS or spec.role.startswith(MODELS)
 
 
@@ -121,9 +121,9 @@ class Supervisor:
         pass_fds: Sequence[int] = (),
         likely_causes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """console: None if the first process leads and has the terminal; it then says itself what it does.
+        """console: None if the first process leads and writes to the terminal itself.
 
-        likely_causes: per role, what may have ended a process that did not say why.
+        likely_causes: by role, what may have ended a process that logged no reason.
         """
         self.state = RunState.RUNNING
         self.was_asked_to_finish = False
@@ -136,18 +136,18 @@ class Supervisor:
         self._likely_causes = likely_causes
         self._children: dict[str, Child] = {}
         leads = [spec.name for spec in specs if console is None or spec.role == "orchestrator"]
-        # Without one, another node tells these processes when to end: trainer ranks end by themselves, servers go on.
+        # Without a lead, processes of another node end these trainer ranks; servers go on until a signal comes.
         self._lead = leads[0] if leads else None
         self._are_servers = all(map(is_server, specs))
         self._restarts = {spec.name: Restarts(spec.max_restarts) for spec in specs}
-        self._status = _StatusPipe(self._on_status)
+        self._status = StatusPipe(self._on_status)
         self._stop_now = asyncio.Event()
         self._has_checked = asyncio.Event()
         self._are_devices_free = False
         if console is None or self._lead is None:
             self._has_checked.set()
-        # Is there something to finish? A status line of the orchestrator says so.
         self.has_begun = console is None
+        """There is work to finish: a status line of the orchestrator has reported it."""
         self._must_finish = False
         self._last_status_at = time.monotonic()
         self._finish_deadline: float | None = None
@@ -158,7 +158,9 @@ class Supervisor:
         with _handle_signals(self._on_signal):
             try:
                 self._status.open()
-                if self._console is not None and was_asked_to_finish():  # else the lead looks for itself
+                if (
+                    self._console is not None and was_asked_to_finish()
+                ):  # without a console the lead checks it
                     self._on_signal(FINISH)
                 return await self._watch()
             finally:
@@ -167,9 +169,8 @@ class Supervisor:
                 self.state = RunState.ENDED
 
     def _start(self, spec: ProcessSpec) -> Child:
-        env, fds = {**spec.env, SUPERVISED_VAR: "1"}, list(self._pass_fds)
+        env, fds = spec.env | self._status.env(), list(self._pass_fds)
         if self._status.writer >= 0:
-            env[STATUS_FD_VAR] = str(self._status.writer)
             fds.append(self._status.writer)
         is_shown = self._console is None and spec.name == self._lead
         path = self._run_dir.log(spec.name)
@@ -178,7 +179,7 @@ class Supervisor:
         return child
 
     def _start_due(self, running: dict[asyncio.Task, Child]) -> None:
-        """Start the lead, the others once it has checked everything, and last who takes devices after engines."""
+        """Start the lead; the others once it has checked everything; last, those that wait for devices of engines."""
         for spec in self._specs.values():
             is_due = spec.name == self._lead or (
                 self._has_checked.is_set() and (self._are_devices_free or not spec.waits_for_devices)
@@ -222,7 +223,7 @@ class Supervisor:
                 task.cancel()
 
     async def _restart(self, child: Child) -> Child:
-        """Start a server that has ended anew; its clients try elsewhere or wait for it."""
+        """Start a server again that has ended; its clients use another one or wait."""
         returncode = child.returncode
         assert returncode is not None
         restarts = self._restarts[child.name]
@@ -243,7 +244,7 @@ class Supervisor:
         return restarted
 
     def _kill_wedged(self, url: str) -> None:
-        """Kill an engine that no longer answers, if it runs and may be started anew."""
+        """Kill an engine that no longer answers, if it runs and may be restarted."""
         port = urlsplit(url).port
         for spec in self._specs.values():
             child = self._children.get(spec.name)
@@ -258,7 +259,7 @@ class Supervisor:
     # -- what ends a run --
 
     async def _cause(self, child: Child, running: Mapping[asyncio.Task, Child]) -> Child:
-        """The process that ended first, if this one failed for that: the lead, or one that it names."""
+        """The process whose end made this one fail: the lead, or the process that its message names; else itself."""
         lead = self._children.get(self._lead or "")
         line = next((line for line in last_error(child) if ENDED_FIRST in line), None)
         if line is None:
@@ -268,25 +269,24 @@ class Supervisor:
         if lead is None:
             return child
         if ends := [task for task, other in running.items() if other is lead]:
-            await asyncio.wait(ends, timeout=LAST_WORDS_S)
+            await asyncio.wait(ends, timeout=LAST_MESSAGES_S)
         return lead if lead.returncode else child
 
     async def _failed(self, child: Child, running: Mapping[asyncio.Task, Child]) -> int:
-        """Say which process failed, and how; the exit status."""
+        """Show which process failed, and how; the exit status."""
         returncode = child.returncode
         assert returncode is not None
         if self._console is None and self._lead is not None:
             if running:
-                await asyncio.wait(running, timeout=LAST_WORDS_S)
+                await asyncio.wait(running, timeout=LAST_MESSAGES_S)
             lead = self._children[self._lead].returncode
             if lead == EXIT_CONFIG or (lead and child.name == self._lead and lead > 0):
-                return lead  # it has written its error to the terminal
+                return lead  # it wrote its error to the terminal
         self._status.read()
         reason = [] if self.has_begun or returncode not in (EXIT_FAILED, EXIT_CONFIG) else last_error(child)
-        if reason:  # nothing has been trained, and what is wrong is known: that is all there is to say
-            self._show(
-                "\n".join([*reason, f"  (from {child.name}; its log is {child.log})"]), is_failure=True
-            )
+        if reason:  # nothing has been trained, and the error is known: nothing else needs to be shown
+            where = f"  (from {child.name}; its log is {child.log})"
+            self._show("\n".join([*reason, where]), is_failure=True)
             logger.error("%s ended: %s", child.name, reason[0])
             return returncode
         how = process.describe_exit(returncode)
@@ -305,7 +305,7 @@ class Supervisor:
             lines.append(f"  {cause}")
         logger.error("%s ended: %s", child.name, how)
         self._show("\n".join(lines), is_failure=True)
-        return process.EXIT_LOST if returncode == process.EXIT_LOST else EXIT_FAILED
+        return EXIT_LOST if returncode == EXIT_LOST else EXIT_FAILED
 
     def _stopped_by_signal(self) -> int:
         if self._lead is None:
@@ -318,7 +318,7 @@ class Supervisor:
         return 0
 
     def _overdue(self, working: list[str]) -> int | None:
-        """If a deadline has passed: say which processes were waited for; the exit status."""
+        """If a deadline has passed, show which processes are late; the exit status, None if none has passed."""
         now, timeouts = time.monotonic(), self._timeouts
         names = ", ".join(working)
         if self._lead not in working and self._end_deadline is None:
@@ -351,7 +351,7 @@ class Supervisor:
         if running and set(running) != {"inference"}:
             self._show(f"stopped {', '.join(running)} in {time.monotonic() - started:.1f}s")
 
-    # -- what comes in --
+    # -- status lines and signals --
 
     def _on_status(self, status: dict) -> None:
         if status.get("kind") not in ("note", "warning", "progress"):
@@ -374,11 +374,11 @@ class Supervisor:
         if number == FINISH and (self._lead is None or self.state is not RunState.RUNNING):
             return
         if number == FINISH and not self.has_begun:
-            self._must_finish = True  # its first step: an early request is no reason to lose the start
+            self._must_finish = True  # after the first step: an early request should not waste the start
             return
         can_finish = self.state is RunState.RUNNING and self.has_begun
         if self._lead is not None and (can_finish or self._console is None):
-            # Nothing says whether a lead that has the terminal can finish yet: until then it ignores FINISH.
+            # A lead that has the terminal does not report whether it can finish; until it can, it ignores FINISH.
             is_request = number == FINISH and self._console is None
             self._children[self._lead].signal(FINISH if is_request else signal.SIGINT)
         if not can_finish:
@@ -392,7 +392,7 @@ class Supervisor:
         self._show(f"{name}: finishing this step, then saving a checkpoint{once_more}")
 
     def _show(self, text: str, *, is_failure: bool = False) -> None:
-        """Write it to the console; without one, only failures, since the lead has the terminal."""
+        """Write a text to the console; without a console only failures, since the lead has the terminal."""
         if self._console is not None:
             self._console.line(text)
         elif is_failure:
@@ -417,8 +417,8 @@ def _handle_signals(on_signal: Callable[[signal.Signals], None]) -> Iterator[Non
             signal.signal(number, signal.SIG_IGN)
 
 
-class _StatusPipe:
-    """The reading end of the run's status lines (schema in base/status.py)."""
+class StatusPipe:
+    """The reading end of status lines of processes (schema in base/status.py)."""
 
     def __init__(self, on_status: Callable[[dict], None]) -> None:
         self._reader, self.writer = os.pipe()
@@ -430,21 +430,25 @@ class _StatusPipe:
         """Begin to read."""
         asyncio.get_running_loop().add_reader(self._reader, self.read)
 
+    def env(self) -> dict[str, str]:
+        """Environment variables of a process that writes to the pipe; it needs the file descriptor `writer`, too."""
+        return {SUPERVISED_VAR: "1"} | ({} if self.writer < 0 else {STATUS_FD_VAR: str(self.writer)})
+
     def close_writer(self) -> None:
-        """Leave the writing end to the run's processes: the pipe ends with the last of them."""
+        """Leave the writing end to the processes: the pipe ends with the last of them."""
         if self.writer >= 0:
             os.close(self.writer)
         self.writer = -1
 
     def close(self) -> None:
-        """Read what is left, then stop."""
+        """Read the rest, then stop."""
         self.close_writer()
         self.read()
         asyncio.get_running_loop().remove_reader(self._reader)
         os.close(self._reader)
 
     def read(self) -> None:
-        """Take in what has been written so far."""
+        """Read what has been written so far, and call on_status for each line."""
         while True:
             try:
                 data = os.read(self._reader, 1 << 16)

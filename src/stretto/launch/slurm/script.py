@@ -3,11 +3,13 @@
 In: a checked root with a [slurm] section. Out: a `Job`, whose script runs the same command on every node, by one srun
 or, where the run can go on without some of the nodes, by steps.py:
 
-    time is nearly over    Slurm sends the script SIGUSR2; it passes it on to the launchers (the first node finishes its
-                           step and saves, the others wait for it), and queues the job again when all have ended well.
-                           A launcher that starts later finds a marker, RUN/slurm/finish
-    a node is lost         Slurm ends the job and queues it again; one of inference of several replicas is lost alone
-    started again          the run resumes from its latest checkpoint; if it has none it begins anew
+    time is nearly over    Slurm sends SIGUSR2 to the script, which passes it on to the launchers: the first node
+                           finishes its step and saves, the others wait for it. When all have ended without an error,
+                           the script queues the job again. A launcher that starts later finds the marker
+                           RUN/slurm/finish
+    a node is lost         Slurm ends the job and queues it again; a node of inference with several replicas is lost
+                           alone
+    the job starts again   the run resumes from its latest checkpoint, or starts over if it has none
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ ON_EACH_NODE = """\
 
 @dataclass(frozen=True)
 class Job:
-    """What is submitted."""
+    """A job as it is submitted."""
 
     verb: str
     run: RunDir
@@ -87,7 +89,7 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """What the launchers of all nodes print, of all times that the job was started."""
+        """What the launchers of all nodes print, over all starts of the job."""
         return self.run.slurm / "job.log"
 
 
@@ -114,7 +116,7 @@ def plan_job(cfg: JobConfig) -> Job:
 
 
 def _template(section: SlurmSection) -> tuple[str, str]:
-    """The template's text, and how messages call it.
+    """The template's text, and its name in messages.
 
     Raises: ConfigError if it cannot be read.
     """
@@ -131,16 +133,14 @@ def fill(template: str, name: str, parts: Mapping[str, str]) -> str:
 
     Raises: ConfigError for a part that does not exist, or if the command or sbatch's options are missing.
     """
-    found = PLACEHOLDER.findall(template)
+    used = PLACEHOLDER.findall(template)
     known = ", ".join(f"{{{{ {part} }}}}" for part in parts)
-    for part in found:
+    for part in used:
         if part not in parts:
             raise ConfigError(f"{name}: there is no {{{{ {part} }}}}; a template may have {known}.")
     for part in ("options", "command"):
-        if part not in found:
-            raise ConfigError(
-                f"{name} has no {{{{ {part} }}}}, so the job would run nothing of ours; it needs one."
-            )
+        if part not in used:
+            raise ConfigError(f"{name} has no {{{{ {part} }}}}, without which the job does not run stretto.")
     return PLACEHOLDER.sub(lambda match: parts[match[1]], template)
 
 
@@ -148,7 +148,7 @@ def fill(template: str, name: str, parts: Mapping[str, str]) -> str:
 
 
 def _options(cfg: JobConfig, section: SlurmSection, run: RunDir, gpus: int) -> str:
-    given: dict[str, str | int | bool | None] = {
+    options: dict[str, str | int | bool | None] = {
         "job-name": section.job_name or run.path.name,
         "nodes": cfg.num_nodes,
         "ntasks-per-node": 1,
@@ -163,33 +163,31 @@ def _options(cfg: JobConfig, section: SlurmSection, run: RunDir, gpus: int) -> s
         "signal": None if isinstance(cfg, InferenceConfig) else f"B:USR2@{section.finish_within_s}",
     }
     for key in ("partition", "account", "qos", "time", "nodelist", "exclude", "reservation"):
-        given[key] = getattr(section, key)
+        options[key] = getattr(section, key)
     lines = []
-    for option, value in (given | section.extra).items():
+    for option, value in (options | section.extra).items():
         if value is not None and value is not False:
             lines.append(f"#SBATCH --{option}" + ("" if value is True else f"={_word(value)}"))
     return "\n".join(lines)
 
 
 def _word(value: str | int) -> str:
-    """A value in a line of #SBATCH, where quotes are those of a shell."""
+    """A value in a line of #SBATCH, quoted as in a shell where it needs quotes."""
     text = str(value)
     return text if re.fullmatch(r"[^\s\"'\\]+", text) else shlex.quote(text)
 
 
 def _start(cfg: JobConfig) -> str:
-    """The lines that choose the words by which the run starts or continues."""
+    """Shell lines that set `start` to the flags with which the run starts or continues."""
     if isinstance(cfg, InferenceConfig):
         return "start="
     return RESTART.format(first="--clean" if cfg.clean else "", resume=RESUME)
 
 
 def _command(cfg: JobConfig, section: SlurmSection, verb: str) -> str:
-    hosts = (
-        f' \\\n    {hosts_key(cfg)} $(scontrol show hostnames "$SLURM_JOB_NODELIST")'
-        if cfg.num_nodes > 1
-        else ""
-    )
+    hosts = ""
+    if cfg.num_nodes > 1:
+        hosts = f' \\\n    {hosts_key(cfg)} $(scontrol show hostnames "$SLURM_JOB_NODELIST")'
     setup = (section.pre_run_command or "").strip().replace("'", "'\\''")
     setup = "".join(f"    {line}\n" for line in setup.splitlines())
     python = shlex.quote(sys.executable)
@@ -201,34 +199,34 @@ def _command(cfg: JobConfig, section: SlurmSection, verb: str) -> str:
 
 
 def can_lose_nodes(cfg: JobConfig) -> bool:
-    """Whether the run goes on without a node of inference: there is another replica."""
+    """Whether the run goes on without a node of inference, because there is another replica."""
     is_wide = isinstance(cfg, RLConfig) and cfg.deployment.type == "multi_node"
     has_others = is_wide and cfg.inference is not None and cfg.deployment.num_infer_replicas > 1
-    return has_others and cfg.colocate is None  # else each of them is a node of the trainer
+    return has_others and cfg.colocate is None  # with [colocate] each of these nodes also trains
 
 
 # -- GPUs --
 
 
-def _asked_gpus(section: SlurmSection) -> int | None:
-    """The GPUs of a node in [slurm] gres; None if it does not count them."""
-    asked = re.search(r"(?:^|,)gpu(?::[^:,]+)?:(\d+)(?:,|$)", section.gres or "")
-    return int(asked[1]) if asked else None
+def _gres_gpus(section: SlurmSection) -> int | None:
+    """The GPUs per node that [slurm] gres requests; None if it does not count them."""
+    match = re.search(r"(?:^|,)gpu(?::[^:,]+)?:(\d+)(?:,|$)", section.gres or "")
+    return int(match[1]) if match else None
 
 
-def surplus(section: SlurmSection, gpus: int) -> str | None:
-    """A note if [slurm] asks for more GPUs than a node's processes take."""
-    asked = _asked_gpus(section)
-    if asked is None or asked <= gpus or not gpus:
+def unused_gpus(section: SlurmSection, gpus: int) -> str | None:
+    """A note if [slurm] requests more GPUs per node than its processes take."""
+    requested = _gres_gpus(section)
+    if requested is None or requested <= gpus or not gpus:
         return None
-    return f"slurm.gres = {section.gres} gives a node {asked} GPUs, and its processes use {gpus} of them"
+    return f"slurm.gres = {section.gres} gives a node {requested} GPUs, and its processes use {gpus} of them"
 
 
 def _check_gres(section: SlurmSection, gpus: int) -> None:
-    """Raises: ConfigError if [slurm] asks for fewer GPUs than a node's processes take."""
-    asked = _asked_gpus(section)
-    if asked is not None and asked < gpus:
+    """Raises: ConfigError if [slurm] requests fewer GPUs per node than its processes take."""
+    requested = _gres_gpus(section)
+    if requested is not None and requested < gpus:
         raise ConfigError(
-            f"[slurm] gres = {section.gres} gives a node {asked} GPUs, and its processes take {gpus}; ask for "
+            f"[slurm] gres = {section.gres} gives a node {requested} GPUs, and its processes take {gpus}; ask for "
             f"gpu:{gpus}, leave gres out, or lower what [deployment] and [inference] take."
         )

@@ -1,17 +1,17 @@
-"""Runs inside a job of `rl` with several replicas of inference: what the run can lose is lost alone.
+"""Runs a job of `rl` with several replicas of inference: the run goes on when it loses a node of inference.
 
 The job's script starts it on the first node, as `... --lead N --each M SETUP -- COMMAND`:
 
-    nodes of the trainer     N; one step of all. If one of them is lost, the job is queued again.
-    nodes of inference       M for a replica; a step for each node, which is started again whenever it ends
-    a lost inference node    Slurm takes it out of the job, and a job of its own waits for it and does its part when it
-                             is back; if it is lost again, another job does. The orchestrator goes on with the other
-                             engines, and lets those of this node in again. If no replica is whole, the job is queued
-                             again.
-    the first node is lost   nobody is left there to notice, so that two nodes of inference watch it
+    N nodes of the trainer   one step (srun) for all. If one of these nodes is lost, the job is queued again.
+    M nodes per replica      one step per node, which is started again whenever it ends
+    a lost inference node    Slurm takes it out of the job. A job of its own, the stand-in, waits for the node and does
+                             its work when it is back; if the node is lost again, another stand-in is submitted. The
+                             orchestrator goes on with the other engines and admits those of this node again. If no
+                             replica has all its nodes, the job is queued again.
+    the first node is lost   this process is lost, too: two nodes of inference watch the first one
 
-SETUP is what begins every command on a node (bash and its script), COMMAND is `stretto rl` with the hosts. Slurm is
-asked every POLL_S seconds.
+SETUP begins every command on a node (bash and its script), COMMAND is `stretto rl` with the hosts. Slurm is polled
+every POLL_S seconds.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from types import FrameType
 
 from stretto.base.errors import StrettoError
 from stretto.base.paths import RunDir
+from stretto.base.process import exit_status
 from stretto.config.rules.slurm import node_names
 from stretto.launch.plan.nodes import FIRST_NODE_VAR
 from stretto.launch.slurm import commands
@@ -53,15 +54,15 @@ NOT_COPIED = (
     "--no-kill",
     "--job-name",
 )
-"""Options of the job that the job of a single node does not have, or has otherwise."""
+"""Options of the job that a stand-in does not have, or has with other values."""
 SRUN = ("srun", "--cpu-bind=none", "--kill-on-bad-exit=1")
 WATCH = ("bash", "-c", 'trap "" USR2; exec "$@"', "watch", sys.executable, "-m")
-"""Begins the command of a watcher: SIGUSR2 asks the trainer to finish."""
+"""Begins the command of a watcher, which ignores SIGUSR2: that signal asks the trainer to finish."""
 
 
 @dataclass
 class StandIn:
-    """The job that waits for a lost node, and does its part when it is back."""
+    """The job that waits for a lost node, and does the node's work when it is back."""
 
     number: str | None
     """None: Slurm has refused it."""
@@ -70,12 +71,12 @@ class StandIn:
     is_running: bool = False
     """The node is back."""
     is_cancelled: bool = False
-    """By somebody: the node is left alone."""
+    """The user cancelled it: the node stays away."""
 
 
 @dataclass
 class Job:
-    """This job, on its first node."""
+    """This job, seen from its first node."""
 
     number: str
     hosts: list[str]
@@ -87,26 +88,26 @@ class Job:
     run: RunDir
     engines: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     """The step of each inference node that is in the job, by host."""
-    due: dict[str, float] = field(default_factory=dict)
-    """When a step that has ended is started again, monotonic seconds."""
+    restart_at: dict[str, float] = field(default_factory=dict)
+    """When to start a node's step again that has ended, monotonic seconds, by host."""
     stand_ins: dict[str, StandIn] = field(default_factory=dict)
-    """The jobs of nodes that this job has lost, by host."""
+    """The stand-ins for nodes that this job has lost, by host."""
     is_ended_by_slurm: bool = False
-    """Slurm ends all steps; a signal of ours might reach those of the job's next start."""
+    """Slurm ends all steps; a signal sent now could reach those of the job's next start."""
 
     @property
     def stand_in_name(self) -> str:
         return f"node-of-{self.number}"
 
     def step(self, hosts: Sequence[str], words: Sequence[str], *options: str) -> subprocess.Popen[bytes]:
-        """Start a step of one process on each of these nodes, which are neighbours."""
+        """Start a step with one process on each of these nodes, which follow each other in `hosts`."""
         count = str(len(hosts))
         where = (f"--nodes={count}", f"--ntasks={count}", f"--nodelist={','.join(hosts)}")
         env = os.environ | {FIRST_NODE_VAR: str(self.hosts.index(hosts[0]))}
         return subprocess.Popen([*SRUN, *options, *where, *words], env=env)
 
     def start_engines(self, host: str) -> None:
-        self.due.pop(host, None)
+        self.restart_at.pop(host, None)
         self.engines[host] = self.step([host], [*self.setup, *self.command])
 
     # -- lost nodes --
@@ -114,20 +115,21 @@ class Job:
     def restart_ended(self) -> None:
         """Start the step of a node again some time after it has ended.
 
-        Raises: _Refused if the node cannot do its part from the start.
+        Raises: _Refused if the step failed before the run had trained anything.
         """
         for host, step in list(self.engines.items()):
-            if (code := step.poll()) is not None and host not in self.due and host not in self.stand_ins:
+            code = step.poll()
+            if code is not None and host not in self.restart_at and host not in self.stand_ins:
                 if code and not self.run.metrics("orchestrator").exists() and host in self.nodes():
                     raise _Refused(host, code)
                 logger.warning("%s: its step ended with %d; it is started again", host, code)
-                self.due[host] = time.monotonic() + PAUSE_S
-        for host, at in list(self.due.items()):
+                self.restart_at[host] = time.monotonic() + PAUSE_S
+        for host, at in list(self.restart_at.items()):
             if time.monotonic() >= at:
                 self.start_engines(host)
 
     def nodes(self) -> list[str]:
-        """The nodes that the job still has; [] if Slurm does not say."""
+        """The nodes that the job still has; [] if Slurm does not answer."""
         try:
             return commands.nodes_of(self.number)
         except StrettoError as error:
@@ -135,38 +137,38 @@ class Job:
             return []
 
     def find_lost_nodes(self) -> None:
-        """Ask Slurm which nodes the job still has, and let a job wait for each that it has lost."""
+        """Submit a stand-in for each node that Slurm no longer lists."""
         nodes = self.nodes()
         for host in self.hosts[self.num_lead :]:
             if host in self.stand_ins:
                 self.check_stand_in(host, self.stand_ins[host])
             elif nodes and host not in nodes:
-                logger.warning("%s is lost: the run goes on without it, and lets it in again", host)
-                self.due.pop(host, None)
+                logger.warning("%s is lost: the run goes on without it, and admits it again later", host)
+                self.restart_at.pop(host, None)
                 self.submit_stand_in(host)
 
     def submit_stand_in(self, host: str) -> None:
         number = None
         try:
-            number = commands.submit_text(self.stand_in(host))
+            number = commands.submit_text(self.stand_in_script(host))
         except StrettoError as error:
             logger.warning("%s stays away: %s", host, error)
         self.stand_ins[host] = StandIn(number, time.monotonic())
 
     def check_stand_in(self, host: str, stand_in: StandIn) -> None:
-        """Submit another job for a lost node if the last one was lost with it, or was refused."""
+        """Submit another stand-in for a lost node if the last one was lost with it, or was refused."""
         if stand_in.is_cancelled:
             return
         if stand_in.number is not None:
             try:
-                found = commands.find_job(stand_in.number)
+                queued = commands.find_job(stand_in.number)
             except StrettoError as error:
                 logger.warning("%s", error)
                 return
-            was_running, stand_in.is_running = stand_in.is_running, found is not None and found.is_running
-            if commands.is_live(found):
+            was_running, stand_in.is_running = stand_in.is_running, queued is not None and queued.is_running
+            if commands.is_live(queued):
                 return
-            state = "gone" if found is None else found.state
+            state = "gone" if queued is None else queued.state
             if state == "CANCELLED":
                 logger.warning("job %s, for %s, was cancelled: the node stays away", stand_in.number, host)
                 stand_in.is_cancelled = True
@@ -178,41 +180,26 @@ class Job:
 
     @property
     def has_replica(self) -> bool:
-        """Whether one replica has all its nodes, each in this job or in one of its own."""
+        """Whether one replica has all its nodes, each in this job or in a stand-in."""
         away = {host for host, stand_in in self.stand_ins.items() if not stand_in.is_running}
         firsts = range(self.num_lead, len(self.hosts), self.num_each)
         return any(away.isdisjoint(self.hosts[first : first + self.num_each]) for first in firsts)
 
-    def stand_in(self, host: str) -> str:
-        """The script of a job that does the part of a lost node when it is back."""
-        given = (self.run.slurm / "job.sh").read_text().splitlines()
-        options = [line for line in given if line.startswith("#SBATCH ")]
-        kept = [line for line in options if line.split()[1].split("=")[0] not in NOT_COPIED]
-        own = ("--nodes=1", f"--nodelist={host}", f"--job-name={self.stand_in_name}", "--no-requeue")
-        words = [
-            sys.executable,
-            "-m",
-            __spec__.name,
-            "--stand-in",
-            self.hosts[0],
-            *SRUN,
-            *self.setup,
-            *self.command,
-        ]
+    def stand_in_script(self, host: str) -> str:
+        """The script of a stand-in: it does the work of a lost node when the node is back."""
+        lines = (self.run.slurm / "job.sh").read_text().splitlines()
+        options = [line for line in lines if line.startswith("#SBATCH ")]
+        copied = [line for line in options if line.split()[1].split("=")[0] not in NOT_COPIED]
+        added = ("--nodes=1", f"--nodelist={host}", f"--job-name={self.stand_in_name}", "--no-requeue")
+        words = [sys.executable, "-m", __spec__.name, "--stand-in", self.hosts[0]]
         env = f"export STRETTO_JOB={self.number} {FIRST_NODE_VAR}={self.hosts.index(host)}"
-        lines = [
-            "#!/bin/bash",
-            *kept,
-            *(f"#SBATCH {option}" for option in own),
-            env,
-            f"exec {shlex.join(words)}",
-        ]
-        return "\n".join(lines) + "\n"
+        command = f"exec {shlex.join([*words, *SRUN, *self.setup, *self.command])}"
+        return "\n".join(["#!/bin/bash", *copied, *(f"#SBATCH {each}" for each in added), env, command, ""])
 
     # -- the end --
 
     def end_engines(self) -> None:
-        """Let the launchers of inference end their processes, and take back the jobs that wait for nodes."""
+        """Let the launchers of inference end their processes, and cancel the stand-ins."""
         commands.cancel_named(self.stand_in_name)
         if not self.is_ended_by_slurm:
             commands.signal_steps(self.number, "HUP")
@@ -221,7 +208,7 @@ class Job:
             _wait(step, max(0.0, deadline - time.monotonic()))
 
     def requeue(self, why: str) -> bool:
-        """Queue the job again, which ends it; False if it may not be (slurm.requeue = false), and goes on."""
+        """Queue the job again, which ends it; False if it may not be queued again (slurm.requeue = false)."""
         try:
             self.is_ended_by_slurm = commands.requeue(self.number)
         except StrettoError as error:
@@ -231,9 +218,9 @@ class Job:
         return self.is_ended_by_slurm
 
     def has_lost_lead(self) -> bool:
-        """Whether a node of the trainer is no longer there; after a failure, which may be why.
+        """Whether a node of the trainer is lost; called after a failure, which that would explain.
 
-        A job that does not run any more has lost nothing: it was cancelled.
+        False for a job that no longer runs: it was cancelled.
         """
         lead, nodes = self.hosts[: self.num_lead], self.nodes()
         if not nodes or self.is_ended_by_slurm:
@@ -250,7 +237,7 @@ class Job:
 
 
 def _wait(step: subprocess.Popen[bytes], timeout_s: float) -> int:
-    """Wait for a step that was told to end, and kill its srun, and so the step, if it does not; its exit code."""
+    """Wait for the end of a step, and kill its srun, and with it the step, after timeout_s; the exit code."""
     try:
         return step.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -267,29 +254,29 @@ class _Refused(Exception):
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """What the job's script starts; the exit status of the run."""
+    """Run the part that the words name: the job's steps, a watcher or a stand-in; the exit status."""
     parser = ArgumentParser()
     parser.add_argument("--lead", type=int, default=1)
     parser.add_argument("--each", type=int, default=1)
     parser.add_argument("--stand-in", metavar="FIRST_HOST")
     parser.add_argument("--watch", metavar="FIRST_HOST")
     parser.add_argument("words", nargs=REMAINDER)
-    given = parser.parse_args(words)
+    options = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="job | %(message)s", stream=sys.stderr)
-    if given.watch:
-        return watch(os.environ["SLURM_JOB_ID"], given.watch)
-    if given.stand_in:
-        return stand_in(os.environ["STRETTO_JOB"], given.stand_in, given.words)
-    at = given.words.index("--")
-    setup, command = given.words[:at], given.words[at + 1 :]
+    if options.watch:
+        return watch(os.environ["SLURM_JOB_ID"], options.watch)
+    if options.stand_in:
+        return stand_in(os.environ["STRETTO_JOB"], options.stand_in, options.words)
+    at = options.words.index("--")
+    setup, command = options.words[:at], options.words[at + 1 :]
     hosts = node_names(os.environ["SLURM_JOB_NODELIST"])
     run = RunDir(Path(setup[-1]).parent.parent)  # RUN/slurm/rl.json
-    return run_steps(Job(os.environ["SLURM_JOB_ID"], hosts, given.lead, given.each, setup, command, run))
+    return run_steps(Job(os.environ["SLURM_JOB_ID"], hosts, options.lead, options.each, setup, command, run))
 
 
 def run_steps(job: Job) -> int:
-    """Run the job's steps until the trainer's has ended; its exit status."""
-    commands.cancel_named(job.stand_in_name)  # of the time before the job was queued again
+    """Run the job's steps until that of the trainer has ended; its exit status."""
+    commands.cancel_named(job.stand_in_name)  # those of the job's earlier start
     lead = job.step(job.hosts[: job.num_lead], [*job.setup, *job.command])
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -302,25 +289,25 @@ def run_steps(job: Job) -> int:
         job.step([host], watcher, "--overlap")
         for host in job.hosts[job.num_lead : job.num_lead + NUM_WATCHERS]
     ]
-    status, asked_at = None, time.monotonic()
+    status, polled_at = None, time.monotonic()
     for host in job.hosts[job.num_lead :]:
         job.start_engines(host)
     try:
         while (status := lead.poll()) is None:
             time.sleep(1.0)
             job.restart_ended()
-            if time.monotonic() - asked_at > POLL_S:
-                asked_at = time.monotonic()
+            if time.monotonic() - polled_at > POLL_S:
+                polled_at = time.monotonic()
                 job.find_lost_nodes()
             if not job.has_replica:
                 if not job.requeue("no replica of inference has all its nodes"):
                     lead.terminate()
                 status = _wait(lead, END_S)
                 break
-    except _Refused as why:
-        logger.error("%s", why)
+    except _Refused as refused:
+        logger.error("%s", refused)
         lead.terminate()
-        status = why.code
+        status = refused.code
         _wait(lead, END_S)
     finally:
         job.end_engines()
@@ -329,11 +316,11 @@ def run_steps(job: Job) -> int:
             watching.wait()
     if status and job.has_lost_lead():
         job.requeue("a node of the trainer is lost")
-    return status if status >= 0 else 128 - status
+    return exit_status(status)
 
 
 def watch(number: str, first: str) -> int:
-    """On a node of inference: queue the job again if its first node is lost, and with it what would notice."""
+    """On a node of inference: queue the job again if its first node is lost, where `run_steps` runs."""
     while True:
         time.sleep(POLL_S)
         try:
@@ -348,7 +335,7 @@ def watch(number: str, first: str) -> int:
 
 
 def stand_in(number: str, first: str, words: Sequence[str]) -> int:
-    """In the job of a node that was lost and is back: do its part, as long as the run's job runs."""
+    """In the job of a node that was lost and is back: do its work, as long as the run's job runs."""
     logger.warning("%s is back", os.environ.get("SLURMD_NODENAME", "the node"))
     while _is_there(number, first):
         step = subprocess.Popen(words)
@@ -363,7 +350,7 @@ def stand_in(number: str, first: str, words: Sequence[str]) -> int:
 
 
 def _is_there(number: str, host: str) -> bool:
-    """Whether a job runs and has this node; taken for granted while Slurm does not answer."""
+    """Whether a job runs and has this node; True while Slurm does not answer."""
     try:
         return host in commands.nodes_of(number)
     except StrettoError as error:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from stretto.base.errors import ConfigError, DataError, EnvError, StrettoError, boundary
+from stretto.base.errors import ConfigError, DataError, EnvError, StrettoError
+from stretto.base.foreign import guarded
 from stretto.chat.render import Message, Renderer
 from stretto.config.sections.sft import Data, EnvData, FileData, LossMaskSection
 from stretto.data.image_columns import column_of, with_images
@@ -189,7 +190,7 @@ def _rows_of_environment(data: EnvData, seed: int) -> Iterator[Row]:
     env = load_environment(data.id, data.args)
     if not hasattr(env, "sft_rows"):
         raise ConfigError(f"[data] environment {data.id!r} has no sft_rows: it cannot solve its own tasks.")
-    with boundary(EnvError, f"[data] environment {data.id!r}: sft_rows"):
+    with guarded(EnvError, f"[data] environment {data.id!r}: sft_rows"):
         rows = list(env.sft_rows(data.num_rows, seed))
     for i, row in enumerate(rows):
         yield parse_row(row, f"environment {data.id}, row {i}")

@@ -23,7 +23,7 @@ from stretto.launch.ray.node import Node
 from stretto.launch.ray.placing import (
     Bundle,
     Machine,
-    Placed,
+    Place,
     addresses,
     in_order,
     missing,
@@ -178,21 +178,21 @@ def test_the_same_machines_have_the_same_numbers_every_time() -> None:
         trains, serves = ["10.0.0.10", "10.0.0.9"], ["10.0.0.2", "10.0.0.30"]
         rng.shuffle(trains)
         rng.shuffle(serves)
-        placed = [Placed(index, address, address) for index, address in enumerate(trains + serves)]
+        placed = [Place(index, address, address) for index, address in enumerate(trains + serves)]
         rng.shuffle(placed)
         order = in_order(bundles, placed)
         assert [place.address for place in order] == ["10.0.0.9", "10.0.0.10", "10.0.0.2", "10.0.0.30"]
         assert addresses(order, 0) == [place.address for place in order]
-    one = [Placed(0, "m", "10.0.0.1", ("10", "11")), Placed(1, "m", "10.0.0.1", ("2", "3"))]
+    one = [Place(0, "m", "10.0.0.1", ("10", "11")), Place(1, "m", "10.0.0.1", ("2", "3"))]
     assert [place.gpus[0] for place in in_order(EIGHT[:2], one)] == ["2", "10"]
 
 
 def test_nodes_on_one_machine_have_loopback_addresses_and_mixtures_are_refused() -> None:
-    same = [Placed(n, f"m{n}", "10.0.0.1") for n in range(3)]
+    same = [Place(n, f"m{n}", "10.0.0.1") for n in range(3)]
     assert addresses(same, 0) == ["127.0.1.1", "127.0.1.2", "127.0.1.3"]
     assert addresses(same, 1)[0] == "127.0.2.1" and addresses(same[:1], 1) == ["10.0.0.1"]
     with pytest.raises(ConfigError, match=r"nodes 0, 1, 2 of the plan are all on 10.0.0.1, .*STRICT_SPREAD"):
-        addresses([*same, Placed(3, "m9", "10.0.0.9")], 0)
+        addresses([*same, Place(3, "m9", "10.0.0.9")], 0)
 
 
 def test_gpus_are_those_that_the_machine_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

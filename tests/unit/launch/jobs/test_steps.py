@@ -83,7 +83,7 @@ def test_a_node_that_is_lost_again_gets_another_job(
 
 
 def test_the_job_that_waits_for_a_node_has_the_options_of_the_first_but_one_node(job: Job) -> None:
-    text = job.stand_in("d")
+    text = job.stand_in_script("d")
     options = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     assert [line.removeprefix("#SBATCH --") for line in options] == [
         "ntasks-per-node=1",

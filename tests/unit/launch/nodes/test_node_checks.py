@@ -57,7 +57,8 @@ def test_too_few_gpus_are_said_by_the_node_that_has_them(tmp_path, monkeypatch):
         own = [spec for spec in found.processes if spec.node == node]
         words = f"node {node}, {found.hosts[node]}: its processes take {needed} GPUs, and this machine shows 2 GPUs"
         with pytest.raises(ConfigError, match=words):
-            node_checks.check_gpus(own, node, found.hosts[node], "deployment.gpus_per_node")
+            num_gpus = node_checks.num_gpus(own)
+            node_checks.check_num_gpus(num_gpus, node, found.hosts[node], "deployment.gpus_per_node")
     node_checks.check_num_gpus(2, 0, "a", "deployment.gpus_per_node")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     node_checks.check_num_gpus(0, 0, "a", "deployment.gpus_per_node")

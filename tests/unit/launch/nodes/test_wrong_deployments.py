@@ -184,7 +184,9 @@ STARTS = {
         "rl @ slurm.toml --slurm.gres gpu:h200:4", "gres = gpu:h200:4 gives a node 4 GPUs, and its processes take 8"
     ),
     "no template": ("rl @ slurm.toml --slurm.template-path gone", 'template_path = "gone" cannot be read: '),
-    "a template without a command": ("rl @ slurm.toml --slurm.template-path idle", "has no {{ command }}, so the job"),
+    "a template without a command": (
+        "rl @ slurm.toml --slurm.template-path idle", "has no {{ command }}, without which the job"
+    ),
     "a template without options": ("rl @ slurm.toml --slurm.template-path bare", "has no {{ options }}"),
     "a template with a typo": (
         "rl @ slurm.toml --slurm.template-path typo", "there is no {{ comand }}; a template may have {{ options }}, "
