@@ -34,7 +34,6 @@ from stretto.orchestrator.dry_run import (
     check_user_code,
     preview,
 )
-from stretto.service.runs.client import check
 
 WIDTH = 118
 PROMPT_LINES = 14
@@ -70,6 +69,8 @@ def _service(cfg: RLConfig) -> Rows:
     """
     if cfg.service is None:
         return []
+    from stretto.service.runs.client import check  # imports aiohttp
+
     try:
         found = check(cfg.trainer_config(), may_exist=cfg.resume is not None or cfg.clean)
     except ConnectionError as error:
