@@ -24,7 +24,7 @@ from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.models.attention import PackedLayout
 from stretto.models.decoder import Decoder
 from stretto.models.fp8.checkpoint import BlockLayout, round_inputs, to_8_bits
-from stretto.models.fp8.reference import Reference, use_fp8
+from stretto.models.fp8.reference import Kernels, use_fp8
 from stretto.models.hub import build_model, export_tensors, load_tensors, random_model
 from stretto.records.generate import GenerateRequest, SamplingParams
 
@@ -94,7 +94,7 @@ def measure(family: str, dtype: torch.dtype, count: int) -> dict[str, float]:
     for trainer in ("plain", "8 bits"):
         policy = build_policy(family, dtype)
         if trainer == "8 bits":
-            use_fp8(policy.model.layers, Reference())
+            use_fp8(policy.model.layers, Kernels())
         for engine, rows in samples.items():
             log_ratio = np.concatenate([score(policy, ids) - logprobs for ids, logprobs in rows])
             found[f"{trainer} x {engine}"] = float(np.mean(np.expm1(log_ratio) - log_ratio))

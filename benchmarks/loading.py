@@ -57,7 +57,7 @@ def write_model(directory: Path, num_bytes: int) -> int:
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
         max_position_embeddings=512,
-        **FAMILIES["llama"].fields({}),
+        **FAMILIES["llama"].constants,
     )
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(to_hf(cfg, dtype="float32")))

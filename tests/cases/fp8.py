@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from stretto.models.fp8.reference import (
+    Kernels,
     Quantized,
-    Reference,
     RowGroups,
     quantize_blocks,
     quantize_columns,
@@ -25,7 +25,7 @@ def assert_kernels_agree(
 
     is_interpreted: by triton's interpreter, whose 8-bit rounding loses the carry from 1.96875 to 2.
     """
-    reference = Reference()
+    reference = Kernels()
     for counts, dim, num_out in CASES:
         generator = torch.Generator().manual_seed(0)
         rows = sum(counts)

@@ -11,7 +11,7 @@ from tiny import build_policy, documents, pack
 
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
-from stretto.models.fp8.reference import Reference, RowGroups, multiply
+from stretto.models.fp8.reference import Kernels, RowGroups, multiply
 from stretto.trainer.learner import Learner
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +48,7 @@ def test_product_and_both_gradients_are_off_by_about_0_037(kernels, counts):
         for shape in ((rows, dim), (len(counts), out, dim), (rows, out))
     )
     results = []
-    for way in (kernels.find_kernels(torch.device("cuda")), Reference(), None):
+    for way in (kernels.find_kernels(torch.device("cuda")), Kernels(), None):
         ours, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
         if way is None:
             parts = [part @ one.T for part, one in zip(ours.split(counts), w)]

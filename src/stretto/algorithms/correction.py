@@ -29,7 +29,7 @@ Level = Literal["token", "sequence", "geometric"]
 
 
 def needs_sample_index(cfg: CorrectionSection) -> bool:
-    """Does the correction use more than one token at a time?"""
+    """True if the correction uses more than one token at a time."""
     levels = [section.level for section in (cfg.weights, cfg.reject) if section is not None]
     return cfg.veto is not None or any(level != "token" for level in levels)
 

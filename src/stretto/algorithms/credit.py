@@ -46,17 +46,6 @@ def grpo(
     return advantages
 
 
-def dr_grpo(
-    rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
-) -> Float[np.ndarray, " members"]:
-    """A_i = R_i - mean(R), float64 [members]: grpo, never divided by the standard deviation.
-
-    Source: Dr. GRPO, arXiv:2503.20783, section 3.1. Its other half, no division by the reply's length, is
-    reduction = "constant" of the loss.
-    """
-    return grpo(rewards, is_counted)
-
-
 def rloo(
     rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
 ) -> Float[np.ndarray, " members"]:
@@ -82,37 +71,16 @@ def max_rl(
     return advantages / mean if mean > 0 else np.zeros(len(rewards))
 
 
-def ppo(
+def no_baseline(
     rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
 ) -> Float[np.ndarray, " members"]:
-    """A_i = R_i, float64 [members]; the trainer subtracts its critic's values."""
-    return np.where(is_counted, rewards, 0.0)
+    """A_i = R_i, float64 [members], for estimators whose baseline is not that of the group.
 
-
-def reinforce_plus_plus(
-    rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
-) -> Float[np.ndarray, " members"]:
-    """A_i = R_i, float64 [members]; the batch's mean is the baseline (`whiten`).
+    ppo: the trainer subtracts its critic's values. reinforce_plus_plus: the baseline is the batch's mean (`whiten`).
+    rae: `role_conditioned` subtracts the baseline in the batch.
 
     Source: REINFORCE++, arXiv:2501.03262, section 3.1. Discount and KL penalty are in advantages.py.
     """
-    return np.where(is_counted, rewards, 0.0)
-
-
-def reinforce_plus_plus_baseline(
-    rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
-) -> Float[np.ndarray, " members"]:
-    """A_i = R_i - mean(R), float64 [members]; whitened over the batch afterwards.
-
-    Source: REINFORCE++-baseline, arXiv:2501.03262, section 3.2. The KL penalty is in advantages.py.
-    """
-    return grpo(rewards, is_counted)
-
-
-def rae(
-    rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
-) -> Float[np.ndarray, " members"]:
-    """A_i = R_i, float64 [members]; `role_conditioned` subtracts the baseline in the batch."""
     return np.where(is_counted, rewards, 0.0)
 
 
@@ -126,7 +94,7 @@ def role_conditioned(
     """A_i = R_i - b, float64 [members], and the updated baseline b of one agent.
 
     b <- decay * b + (1 - decay) * R_i for each counted member in turn. It begins at 0; each agent of each environment
-    has its own.
+    has a separate b.
 
     Source: role-conditioned advantage estimation of SPIRAL, arXiv:2506.24119. Differs: all members of a group are
     compared with b as it was before the group; in the paper a reward updates b before it is compared.
@@ -165,7 +133,7 @@ def zero(
 def has_distinct_rewards(
     rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
 ) -> bool:
-    """Do the counted members differ in reward?"""
+    """True if the counted members differ in reward."""
     counted = rewards[is_counted]
     return len(counted) > 1 and bool(counted.max() > counted.min())
 
@@ -173,18 +141,20 @@ def has_distinct_rewards(
 ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {
     "echo": grpo,  # beside a cross-entropy loss
     "grpo": grpo,
-    "dr_grpo": dr_grpo,
+    "dr_grpo": grpo,
     "rloo": rloo,
     "max_rl": max_rl,
-    "ppo": ppo,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "rae": rae,
+    "ppo": no_baseline,
+    "reinforce_plus_plus": no_baseline,
+    "reinforce_plus_plus_baseline": grpo,
+    "rae": no_baseline,
     "zero": zero,
 }
+"""By `algo.type`.
 
-WITHOUT_GROUP_BASELINE = frozenset({"ppo", "reinforce_plus_plus", "rae"})
-"""Estimators whose baseline is not the group's; it comes with the batch."""
+dr_grpo: grpo that is never divided by the standard deviation (Dr. GRPO, arXiv:2503.20783, section 3.1); the other half
+of that paper, no division by the reply's length, is reduction = "constant" of the loss. reinforce_plus_plus_baseline:
+grpo whose advantages are whitened over the batch (arXiv:2501.03262, section 3.2)."""
 
 
 def has_group_signal(
@@ -193,12 +163,12 @@ def has_group_signal(
     is_counted: Bool[np.ndarray, " members"],
     advantages: Float[np.ndarray, " members"],
 ) -> bool:
-    """Does a group have a signal under the estimator `kind`?
+    """True if a group has signal under the estimator `kind`.
 
     Estimators with a batch-level baseline: if any rollout is counted. `zero`: if rewards differ, so that it draws the
     same tasks as grpo. Others: if an advantage is not 0.
     """
-    if kind in WITHOUT_GROUP_BASELINE:
+    if ADVANTAGE_ESTIMATORS.get(kind) is no_baseline:
         return bool(is_counted.any())
     return has_distinct_rewards(rewards, is_counted) if kind == "zero" else bool(advantages.any())
 

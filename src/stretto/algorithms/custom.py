@@ -1,4 +1,4 @@
-"""A user's own loss or advantage estimator: what it gets and what it must return.
+"""A user's loss or advantage estimator: its arguments, and what it must return.
 
     def my_loss(inputs: LossInputs, **kwargs) -> Tensor | LossOutputs        # [trainer.loss] type = "custom"
     def my_credit(inputs: CreditInputs, **kwargs) -> Sequence[float]         # [orchestrator.algo], as well

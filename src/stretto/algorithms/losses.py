@@ -49,15 +49,15 @@ class TokenStreams:
     """The sample of each token; required if `needs_samples`."""
 
     def filled_in(self, logprobs: Float[Tensor, " tokens"]) -> TokenStreams:
-        """The streams with the trainer's own log-probabilities where the sampler's are not known (nan).
+        """The streams with the trainer's log-probabilities where the sampler's are unknown (nan).
 
-        logprobs: of this pass; they are used where the policy before the step is that of this pass.
+        logprobs: those of this pass, used if the policy before the step is that of this pass.
         """
         is_unknown = self.behavior_logprobs.isnan()
         if not is_unknown.any():
             return self
-        own = logprobs.detach() if self.old_logprobs is None else self.old_logprobs
-        return replace(self, behavior_logprobs=torch.where(is_unknown, own, self.behavior_logprobs))
+        filler = logprobs.detach() if self.old_logprobs is None else self.old_logprobs
+        return replace(self, behavior_logprobs=torch.where(is_unknown, filler, self.behavior_logprobs))
 
     @property
     def samples(self) -> SampleIndex:
@@ -68,9 +68,9 @@ class TokenStreams:
 UserCorrection = Callable[[Tensor, Tensor, TokenStreams], tuple[Tensor, Tensor, dict[str, Tensor]]]
 """(losses per token, log-probabilities of the policy before the step, streams) -> losses, weights, sums for metrics."""
 UserReducer = Callable[[Tensor, Tensor, TokenStreams, bool], Tensor]
-"""(losses and weights per token, streams, whether all tokens count alike) -> their sum over samples or tokens."""
+"""(losses and weights per token, streams, True if all tokens count alike) -> their sum over samples or tokens."""
 UserLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-"""(function that sums values per token as the config reduces them) -> the loss, a sum of that kind; such metrics."""
+"""(function that sums values per token by the config's reduction) -> loss and metrics, each a sum of that function."""
 
 
 @dataclass(frozen=True)
@@ -80,58 +80,42 @@ class UserFunctions:
     correct: UserCorrection | None = None
     """Corrects losses and weights, after the correction of the config."""
     reduce: UserReducer | None = None
-    """Sums the policy's losses per token, in the place of `reduce_rl`."""
+    """Sums the policy's losses per token, instead of `reduce_rl`."""
     loss: UserLoss | None = None
-    """Is the whole component: policy loss, entropy bonus and reference KL of the config are left out."""
+    """Replaces the whole component: policy loss, entropy bonus and reference KL of the config are not computed."""
 
 
 TokenLoss = Callable[[Tensor, TokenStreams, Any], PolicyLoss]
 """(logprobs, streams with rl weights, section of its type) -> losses per token."""
 
+
+def _per_token(loss: Callable[..., PolicyLoss], **options: str) -> TokenLoss:
+    """A loss of policy_loss.py whose `options` are these fields of its section."""
+
+    def compute(logprobs: Tensor, s: TokenStreams, cfg: Any) -> PolicyLoss:
+        values = {name: getattr(cfg, field) for name, field in options.items()}
+        return loss(logprobs, s.behavior_logprobs, s.advantages, **values)
+
+    return compute
+
+
+_CLIP = {"clip_low": "clip_low", "clip_high": "clip_high"}
+_TAUS = {"adv_tau": "adv_tau", "kl_tau": "kl_tau"}
 POLICY_LOSSES: dict[str, TokenLoss] = {
-    "default": lambda logprobs, s, cfg: dppo_kl(
-        logprobs,
-        s.behavior_logprobs,
-        s.advantages,
-        mask_low=cfg.dppo_mask_low,
-        mask_high=cfg.dppo_mask_high,
-        adv_tau=cfg.adv_tau,
-        kl_tau=cfg.kl_tau,
-    ),
-    "ipo": lambda logprobs, s, cfg: ipo(
-        logprobs,
-        s.behavior_logprobs,
-        s.advantages,
-        threshold=cfg.ipo_threshold,
-        adv_tau=cfg.adv_tau,
-        kl_tau=cfg.kl_tau,
-    ),
-    "ppo": lambda logprobs, s, cfg: ppo(
-        logprobs,
-        s.behavior_logprobs,
-        s.advantages,
-        clip_low=cfg.clip_low,
-        clip_high=cfg.clip_high,
-        clip_dual=cfg.clip_dual,
-    ),
+    "default": _per_token(dppo_kl, mask_low="dppo_mask_low", mask_high="dppo_mask_high", **_TAUS),
+    "ipo": _per_token(ipo, threshold="ipo_threshold", **_TAUS),
+    "ppo": _per_token(ppo, clip_dual="clip_dual", **_CLIP),
     "reinforce": lambda logprobs, s, cfg: reinforce(logprobs, s.advantages),
     "gspo": lambda logprobs, s, cfg: gspo(
-        logprobs,
-        s.behavior_logprobs,
-        s.advantages,
-        s.samples,
-        s.rl_weights != 0,
-        clip_low=cfg.clip_low,
-        clip_high=cfg.clip_high,
+        logprobs, s.behavior_logprobs, s.advantages, s.samples, s.rl_weights != 0,
+        clip_low=cfg.clip_low, clip_high=cfg.clip_high,
     ),
-    "cispo": lambda logprobs, s, cfg: cispo(
-        logprobs, s.behavior_logprobs, s.advantages, clip_low=cfg.clip_low, clip_high=cfg.clip_high
-    ),
-}
+    "cispo": _per_token(cispo, **_CLIP),
+}  # fmt: skip
 
 
 def needs_samples(cfg: LossSection) -> bool:
-    """Does the loss use more than one token at a time?"""
+    """True if the loss uses more than one token at a time."""
     is_corrected = cfg.correction is not None and needs_sample_index(cfg.correction)
     return cfg.type in ("gspo", "custom") or cfg.reduction == "sample" or is_corrected
 
@@ -240,15 +224,15 @@ def _rl_component(
 
 
 def _users_loss(
-    own: UserLoss, streams: TokenStreams, counts: TokenCounts, cfg: LossSection
+    user_loss: UserLoss, streams: TokenStreams, counts: TokenCounts, cfg: LossSection
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The rl component as a user's function computes it, and sums for metrics."""
     weights, denominator = streams.rl_weights, rl_denominator(counts, cfg)
     assert weights is not None
-    value, metrics = own(lambda values: reduce_rl(values, weights, streams, counts, cfg) * denominator)
+    value, metrics = user_loss(lambda values: reduce_rl(values, weights, streams, counts, cfg) * denominator)
     num_members = (weights != 0).sum()
     sums = {"rl_tokens": num_members, "is_masked_low": 0 * num_members, "is_masked_high": 0 * num_members}
-    # A mean over the tokens of the step is made of these: scaled so that it is the mean over what was summed.
+    # The caller divides metrics by the step's tokens; they were summed over counts of `denominator` instead.
     sums |= {f"rl/{name}": each * (counts.rl / denominator) for name, each in metrics.items()}
     return value / denominator, sums
 
@@ -290,7 +274,7 @@ def reduce_rl(
 
 
 def rl_denominator(counts: TokenCounts, cfg: LossSection) -> float:
-    """What the sum of the rl component over all micro batches and ranks is divided by."""
+    """The divisor of the rl component's sum over all micro batches and ranks."""
     if cfg.reduction == "token":
         return max(counts.rl, 1)
     if cfg.reduction == "rollout":

@@ -26,6 +26,7 @@ from stretto.base.process import visible_gpus
 from stretto.base.runtime import freeze_objects, keep_freed_memory, raise_file_limit
 from stretto.base.status import is_supervised
 from stretto.config.sections.engines import ADMITTED, HOLD_VAR
+from stretto.data.hub_model import fetch
 from stretto.inference.boundary import (
     MAX_ADMIN_BYTES,
     RUNNER_SETTINGS,
@@ -38,7 +39,7 @@ from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.inference.embedded.engine import Engine, EngineState
 from stretto.inference.openai import OpenAIRoutes
 from stretto.inference.update_order import UpdateOrder
-from stretto.models.hub import dtype_of, find_model, load_model
+from stretto.models.hub import dtype_of, load_model
 from stretto.models.tracing.tracer import Tracer
 from stretto.records.generate import GenerateRequest
 from stretto.transports.engine import api, updates
@@ -265,7 +266,7 @@ def model_directory(cfg: InferenceConfig) -> Path:
     """The directory of the model. Raises: ConfigError if it is not configured or does not exist."""
     if cfg.model is None:
         raise ConfigError("[inference] model is missing; give the directory of a model.")
-    return find_model(cfg.model)
+    return fetch(cfg.model)
 
 
 def main(cfg: InferenceConfig) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from stretto.models.native.training import NativeAttention, find_training_kernels
 from stretto.models.parts.mixers.documents import Documents
-from stretto.models.parts.mixers.key_choice import KeyChoice, Sight, attend_chosen
+from stretto.models.parts.mixers.key_choice import KeyChoice, VisibleKeys, attend_chosen
 from stretto.models.parts.short_attention import AttentionCall, ShortAttention
 from stretto.models.parts.sinks import attend_with_sinks
 from stretto.models.parts.windows import cut_segments
@@ -36,15 +36,15 @@ Attend = Callable[..., Tensor]
 """(layer, q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], limits) -> [tokens, heads, head_dim].
 
 q and k are rotated by their positions already; scores are scaled by head_dim ** -0.5 and causal within a sequence.
-limits: a `Limits`, which layers that have none leave out."""
+limits: a `Limits`; layers without limits leave it out."""
 
 
 class Limits(NamedTuple):
-    """What a layer's attention has besides the causal mask.
+    """The limits of a layer's attention besides the causal mask.
 
-    window: how many tokens a token sees, itself included. sinks: a logit per head (parts/sinks.py). keys: which of the
-    keys that it sees a token attends to (parts/mixers/key_choice.py); None: all. They have one head then, and v
-    is the first dims of k.
+    window: how many tokens a token sees, itself included; None: all. sinks: a logit per head (parts/sinks.py). keys:
+    which of these tokens it attends to (parts/mixers/key_choice.py); None: all of them. If keys are chosen, k has one
+    head, and v is its first dims.
     """
 
     window: int | None
@@ -55,10 +55,10 @@ class Limits(NamedTuple):
 PAD_STEP = 8
 """Short segments are padded to a multiple of this many tokens, so that similar lengths share a call."""
 MAX_PADDED_KEYS = 512
-"""Segments with more keys share calls only with equal shapes: padding them would cost more than it saves."""
+"""Segments with more keys share a call only if their shapes are equal: padding would cost more than it saves."""
 MAX_NATIVE_KEYS = 512
-"""Rows without longer segments use kernels in C where there are some (native/training.py): they pad nothing, and skip
-the half that causality hides."""
+"""Rows without longer segments use kernels in C if the machine has them (native/training.py): they pad nothing, and
+skip the half that causality hides."""
 MAX_SHORT_KEYS = 64
 """Up to this many keys, parts/short_attention.py beats the CPU's flash kernel; at 92 they are equal."""
 
@@ -67,8 +67,8 @@ MAX_SHORT_KEYS = 64
 class PackedLayout:
     """Segments of a row: segment s is tokens cu_seqlens[s]:cu_seqlens[s + 1].
 
-    A segment is a document, unless `parents` is given: then segment s continues segment parents[s] (-1: it
-    starts a document). A parent has no parent itself.
+    Without `parents` each segment is a document; with them segment s continues segment parents[s], or starts a
+    document if that is -1. A parent has no parent itself.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -78,8 +78,13 @@ class PackedLayout:
     """Positions in a row with images (parts/image_positions.py); None: tokens are rotated by `position_ids`."""
 
     @property
+    def has_parents(self) -> bool:
+        """True if a segment continues another one."""
+        return self.parents is not None and any(parent >= 0 for parent in self.parents)
+
+    @property
     def rotations(self) -> Int[Tensor, "*axes tokens"]:
-        """The positions by which queries and keys are rotated."""
+        """The positions by which queries and keys are rotated: of tokens, or of images too."""
         return self.position_ids if self.image_positions is None else self.image_positions
 
     @cached_property
@@ -96,14 +101,14 @@ class PackedLayout:
 
     @cached_property
     def documents(self) -> Documents:
-        """The documents, for mixers that do not attend; there must be no segments with a parent."""
-        assert self.parents is None or max(self.parents, default=-1) < 0, "a state cannot be shared"
+        """The documents, for recurrent mixers; no segment may have a parent."""
+        assert not self.has_parents, "a state cannot be shared"
         return Documents(self.cu_seqlens, self.device)
 
     @cached_property
     def attend(self) -> Attend:
         """Attention over these segments."""
-        if self.parents is None or all(parent < 0 for parent in self.parents):
+        if not self.has_parents:
             return packed_attention(self.cu_seqlens, self.device)
         return prefix_attention(self.cu_seqlens, self.parents, self.device)
 
@@ -143,8 +148,8 @@ def _attend_in_calls(bounds: Sequence[int], parents: Sequence[int], device: torc
     native = NativeAttention(ends, parents_of)
 
     @functools.cache
-    def sight(device: torch.device) -> Sight:
-        return Sight.of(bounds, parents, device)
+    def visible(device: torch.device) -> VisibleKeys:
+        return VisibleKeys.of(bounds, parents, device)
 
     @functools.cache
     def plan(window: int | None) -> _CallPlan:
@@ -152,12 +157,12 @@ def _attend_in_calls(bounds: Sequence[int], parents: Sequence[int], device: torc
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
         if limits.keys is not None:
-            return attend_chosen(limits.keys, q, k, v, sight(q.device))
+            return attend_chosen(limits.keys, q, k, v, visible(q.device))
         is_plain = limits.sinks is None and (limits.window is None or native.longest <= limits.window)
         if (
             is_plain
             and 0 < native.longest <= MAX_NATIVE_KEYS
-            and native.takes(q, k, v)
+            and native.fits(q, k, v)
             and (kernels := find_training_kernels(q, k, v)) is not None
         ):
             return native(q, k, v, kernels)
@@ -169,7 +174,7 @@ def _attend_in_calls(bounds: Sequence[int], parents: Sequence[int], device: torc
 def _build_calls(
     ends: np.ndarray, parents: np.ndarray, window: int | None, device: torch.device | None
 ) -> list[AttentionCall]:
-    """The calls of layers with this window; without one, or if no document is longer, each segment is in one call."""
+    """The calls of layers with this window; segments are cut only if a document is longer than the window."""
     lengths = np.diff(ends)
     if len(lengths) == 0:
         return []
@@ -181,7 +186,7 @@ def _build_calls(
 
 
 class _CallPlan:
-    """The calls of some layers, and where their results belong."""
+    """The calls of layers with one window, and the order of their results."""
 
     def __init__(self, calls: list[AttentionCall], num_rows: int) -> None:
         self.calls = calls
@@ -205,9 +210,9 @@ class _CallPlan:
 
 
 def _result_index(calls: Sequence[AttentionCall], num_rows: int, start: int) -> Int[Tensor, " rows"] | None:
-    """The index of each row's result if the results of `calls` begin at `start`; None if in order.
+    """The index of each row's result if the results of `calls` begin at `start`; None if they are in order.
 
-    A row that is not a query of these calls has its result before `start`, at its own index.
+    A row that is no query of these calls has its result before `start`, at the row's index.
     """
     if not calls:
         return None
@@ -243,8 +248,8 @@ def _build_call(
 ) -> AttentionCall:
     """The call for these segments, padded to the longest of them.
 
-    A segment's keys are those of its prefix, then its own; both are padded at the end. The bias hides the padding of a
-    prefix; the padding of a segment comes after all of its queries, so causality hides it.
+    A segment's keys are those of its prefix, then those of the segment; both are padded at the end. The bias hides the
+    padding of a prefix; the padding of a segment comes after all of its queries, so causality hides it.
     """
     lengths = np.diff(bounds)
     rows, is_real = _padded_rows(bounds[segments], lengths[segments])
@@ -252,11 +257,11 @@ def _build_call(
     queries = torch.from_numpy(rows).to(device)
     keys, bias = queries, None
     if parents[segments[0]] >= 0:
-        seen, is_seen = _padded_rows(bounds[parents[segments]], lengths[parents[segments]])
-        keys = torch.from_numpy(np.concatenate((seen, rows), axis=1)).to(device)
-        if not is_seen.all():
+        prefix, is_prefix = _padded_rows(bounds[parents[segments]], lengths[parents[segments]])
+        keys = torch.from_numpy(np.concatenate((prefix, rows), axis=1)).to(device)
+        if not is_prefix.all():
             num = rows.shape[1]
-            is_hidden = np.broadcast_to(~is_seen[:, None], (len(segments), num, seen.shape[1]))
+            is_hidden = np.broadcast_to(~is_prefix[:, None], (len(segments), num, prefix.shape[1]))
             is_later = np.broadcast_to(np.triu(np.ones((num, num), bool), 1), (len(segments), num, num))
             hidden = np.concatenate((is_hidden, is_later), axis=2)
             bias = torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))).to(device)
@@ -270,10 +275,7 @@ def _build_call(
 
 
 def _padded_rows(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row indices [segments, longest], and a mask of those that are no padding.
-
-    Padding repeats a segment's first row.
-    """
+    """Row indices [segments, longest], and False in a mask where they are padding: a segment's first row again."""
     offsets = np.arange(lengths.max())
     is_real = offsets < lengths[:, None]
     return starts[:, None] + np.where(is_real, offsets, 0), is_real
@@ -296,9 +298,8 @@ def _run_call(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tenso
 def _causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     """Causal attention of segments, queries aligned with the last keys.
 
-    q: [segments, queries, heads, dim]; k, v: [segments, keys, kv heads, dim].
-
-    bias: [segments, queries, keys], added to the scores instead of the causal mask.
+    q: [segments, queries, heads, dim]; k, v: [segments, keys, kv heads, dim]. bias: [segments, queries, keys], added to
+    the scores instead of the causal mask.
     """
     queries, keys = q.shape[1], k.shape[1]
     mask = None
@@ -328,10 +329,7 @@ def _supports_varlen(q: Tensor) -> bool:
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int | None) -> Tensor:
-    """Flash attention over all documents in one kernel.
-
-    Keys and values are repeated for their query heads.
-    """
+    """Flash attention over all documents in one kernel; keys and values are repeated for their query heads."""
     repeats = q.shape[1] // k.shape[1]
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
@@ -339,13 +337,5 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: i
     longest = max(b - a for a, b in pairwise(bounds))
     kernel = _varlen_kernel()
     assert kernel is not None
-    return kernel(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
-        window_size=(-1 if window is None else window - 1, 0),
-    )
+    window_size = (-1 if window is None else window - 1, 0)
+    return kernel(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window_size)

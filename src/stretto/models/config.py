@@ -1,6 +1,6 @@
 """Reads the shape of a network from a Hugging Face config.json, and writes it.
 
-Settings that our decoder does not support are refused here, by name, before any tensor is allocated.
+Settings that our decoder does not support are refused here by name, before any tensor is allocated.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ from stretto.base.errors import DataError
 from stretto.config.model_file import family_of
 from stretto.models.families import FAMILIES
 from stretto.models.families.rope_keys import parse_rope, rope_to_hf
-from stretto.models.family import Family
-from stretto.models.shape import ModelConfig, MoEShape, Rope
+from stretto.models.family import Family, Keys, scratch_rope
+from stretto.models.shape import ModelConfig, MoEShape
 
 if TYPE_CHECKING:
     from stretto.config.sections.model import ScratchSection
 
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
+_KEYS = Keys(
+    vocab_size="vocab_size",
+    hidden_size="hidden_size",
+    intermediate_size="intermediate_size",
+    num_layers="num_hidden_layers",
+    num_heads="num_attention_heads",
+    max_position_embeddings="max_position_embeddings",
+    rms_norm_eps=("rms_norm_eps", 1e-6),
+    tie_word_embeddings=("tie_word_embeddings", False),
+    initializer_range=("initializer_range", 0.02),
 )
+"""Fields of ModelConfig and their keys in the config.json of every family."""
 _FIXED_VALUES = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
 
 
@@ -42,16 +46,14 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
             'use impl = "hf"'
         )
     raw, hf = hf, _supported(hf, family, where)
-    num_heads, num_kv_heads = (
-        hf["num_attention_heads"],
-        hf.get("num_key_value_heads") or hf["num_attention_heads"],
-    )
+    num_heads = hf["num_attention_heads"]
+    num_kv_heads = hf.get("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
         raise DataError(
             f"{where}: num_attention_heads {num_heads} must be a multiple of "
             f"num_key_value_heads {num_kv_heads}"
         )
-    fields = family.fields(hf)
+    fields = {**family.constants, **family.keys.read(hf), **family.fields(hf)}
     _check_moe(fields.get("moe"), where)
     if "rope" not in fields:
         fields["rope"] = parse_rope(
@@ -63,20 +65,11 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
         )
     shape = {
         "family": family.name,
-        "vocab_size": hf["vocab_size"],
-        "hidden_size": hf["hidden_size"],
-        "intermediate_size": hf["intermediate_size"],
-        "num_layers": hf["num_hidden_layers"],
-        "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": hf.get("head_dim") or hf["hidden_size"] // num_heads,
-        "rms_norm_eps": hf.get("rms_norm_eps", 1e-6),
-        "tie_word_embeddings": hf.get("tie_word_embeddings", False),
-        "max_position_embeddings": hf["max_position_embeddings"],
-        "initializer_range": hf.get("initializer_range", 0.02),
         "hf": dict(raw),
     }
-    cfg = ModelConfig(**shape | fields)
+    cfg = ModelConfig(**_KEYS.read(hf) | shape | fields)
     _check_layers(cfg, where)
     if any(rule.may_be_swapped for rule in family.weights):
         _check_square(cfg, where)
@@ -92,7 +85,7 @@ def _supported(hf: dict[str, Any], family: Family, where: str) -> dict[str, Any]
     """
     hf = family.normalise(dict(family.defaults) | hf)
     hf = {name: hf[key] for key, name in family.key_aliases.items() if key in hf} | hf
-    missing = [key for key in _REQUIRED + family.required if hf.get(key) is None]
+    missing = [key for key in _KEYS.required + family.required if hf.get(key) is None]
     if missing:
         raise DataError(
             f"{where}: no value for {', '.join(missing)}; a {family.name} config.json must give every one"
@@ -116,10 +109,12 @@ def scratch_config(
 ) -> ModelConfig:
     """The shape of a model from scratch; token_ids (eos_token_id, ...) go into its config.json.
 
-    image_token_id: of a model with images; None if only sizes are asked for.
+    image_token_id: the placeholder of a model with images; None if only sizes are needed.
     """
     placeholder = token_ids.pop("image_token_id", None)
-    fields = {"rope": Rope(theta=10_000.0)} | FAMILIES[scratch.family].scratch(scratch)
+    family = FAMILIES[scratch.family]
+    fields = {"rope": scratch_rope(family.rotary_fraction), **family.constants, **family.keys.read({})}
+    fields |= family.scratch(scratch)
     if scratch.vision is not None and isinstance(placeholder, int):
         fields["vision"] = replace(fields["vision"], image_token_id=placeholder)
     cfg = ModelConfig(
@@ -142,7 +137,7 @@ def scratch_config(
 def _check_layers(cfg: ModelConfig, where: str) -> None:
     if cfg.layers and len(cfg.layers) != cfg.num_layers:
         raise DataError(
-            f"{where}: layer_types or what else is given by layer has {len(cfg.layers)} entries for "
+            f"{where}: layer_types, or another setting by layer, has {len(cfg.layers)} entries for "
             f"{cfg.num_layers} layers"
         )
     if wrong := [layer.num_heads for layer in cfg.layers if layer.num_heads % cfg.num_kv_heads]:
@@ -155,7 +150,7 @@ def _check_layers(cfg: ModelConfig, where: str) -> None:
 
 
 def _check_square(cfg: ModelConfig, where: str) -> None:
-    """Refuse experts whose file does not say which way round they are: transformers and vLLM read it differently."""
+    """Refuse square experts, which may be stored either way round: transformers and vLLM read them differently."""
     assert cfg.moe is not None
     if cfg.hidden_size in (cfg.moe.intermediate_size, 2 * cfg.moe.intermediate_size):
         raise DataError(
@@ -195,9 +190,9 @@ def _check_vision(cfg: ModelConfig, raw: dict[str, Any], where: str) -> None:
             f"image_token_id = {shape.image_token_id} must be less than vocab_size = {cfg.vocab_size}",
         ),
     )
-    for is_wrong, words in faults:
+    for is_wrong, message in faults:
         if is_wrong:
-            raise DataError(f"{where}: {words}")
+            raise DataError(f"{where}: {message}")
 
 
 def to_hf(cfg: ModelConfig, **extra: Any) -> dict[str, Any]:
@@ -209,22 +204,15 @@ def to_hf(cfg: ModelConfig, **extra: Any) -> dict[str, Any]:
     flat = {
         "architectures": [family.architecture],
         "model_type": cfg.family,
-        "vocab_size": cfg.vocab_size,
-        "hidden_size": cfg.hidden_size,
-        "intermediate_size": cfg.intermediate_size,
-        "num_hidden_layers": cfg.num_layers,
-        "num_attention_heads": cfg.num_heads,
+        **_KEYS.write(cfg),
         "num_key_value_heads": cfg.num_kv_heads,
         "head_dim": cfg.head_dim,
         "hidden_act": "silu",
         "rope_parameters": rope_to_hf(cfg.rope, has_fraction=family.rotary_fraction is not None),
-        "rms_norm_eps": cfg.rms_norm_eps,
-        "tie_word_embeddings": cfg.tie_word_embeddings,
-        "max_position_embeddings": cfg.max_position_embeddings,
         "attention_dropout": 0.0,
-        "initializer_range": cfg.initializer_range,
         "use_cache": True,
-    } | family.to_hf(cfg)
+    }
+    flat |= family.keys.write(cfg) | family.to_hf(cfg)
     return family.nest(flat, cfg) | extra
 
 

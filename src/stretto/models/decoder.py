@@ -49,7 +49,7 @@ def build_mlp(cfg: ModelConfig) -> MLP | PlainMLP:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, with normalised queries and keys, sinks and a gate if the family has them."""
+    """Grouped-query attention; with normalised queries and keys, sinks and a gate if the family has them."""
 
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -95,14 +95,14 @@ class Attention(nn.Module):
         Float[Tensor, "tokens kv_heads head_dim"],
         Float[Tensor, "tokens q_size"] | None,
     ]:
-        """Queries, keys and values, rotated by position; and the gates that `queries` computes."""
+        """Queries, keys and values, normalised and rotated; and the gates that `queries` computes."""
         q, gate = self.queries(x)
         return *self.turn(q, self.k_proj(x), self.v_proj(x), angles), gate
 
     def queries(
         self, x: Float[Tensor, "tokens dim"]
     ) -> tuple[Float[Tensor, "tokens q_size"], Float[Tensor, "tokens q_size"] | None]:
-        """Queries, not yet rotated; and gates, where one product computes both."""
+        """Queries, not yet rotated; and gates if one product computes both, else None."""
         return self.q_proj(x), None
 
     def turn(
@@ -116,7 +116,7 @@ class Attention(nn.Module):
         Float[Tensor, "tokens kv_heads head_dim"],
         Float[Tensor, "tokens kv_heads head_dim"],
     ]:
-        """Results of the products by head, normalised and rotated."""
+        """Queries, keys and values by head from the results of the products, normalised and rotated."""
         if self.is_norm_joint:
             q, k = self.q_norm(q), self.k_norm(k)
         by_head = (-1, self.head_dim)  # unflatten, because view fails with 0 tokens
@@ -133,7 +133,7 @@ class Attention(nn.Module):
         v: Float[Tensor, "tokens kv_heads value_dim"],
         attend: Attend,
     ) -> Float[Tensor, "tokens mixed"]:
-        """Values mixed by attention, within the limits of this layer."""
+        """The attended values of all heads, within the limits of this layer."""
         if self.window is None and self.sinks is None:
             return attend(layer, q, k, v).flatten(1)
         return attend(layer, q, k, v, Limits(self.window, self.sinks)).flatten(1)
@@ -141,16 +141,16 @@ class Attention(nn.Module):
     def gated(
         self, attended: Float[Tensor, "rows q_size"], gate: Float[Tensor, "rows gates"]
     ) -> Float[Tensor, "rows q_size"]:
-        """Mixed values times the activation of the gate's product."""
-        how = self.gate
-        gate = gate.sigmoid() if how.activation == "sigmoid" else F.softplus(gate.float()).to(gate.dtype)
-        if not how.is_per_head:
+        """Attended values times the activation of the gate's product."""
+        is_sigmoid = self.gate.activation == "sigmoid"
+        gate = gate.sigmoid() if is_sigmoid else F.softplus(gate.float()).to(gate.dtype)
+        if not self.gate.is_per_head:
             return attended * gate
         return (attended.unflatten(-1, (-1, self.head_dim)) * gate.unsqueeze(-1)).flatten(1)
 
 
 class PairedAttention(Attention):
-    """Attention whose q_proj computes a gate beside each query; what is attended is multiplied by its sigmoid."""
+    """Attention whose q_proj computes a gate beside each query; attended values are multiplied by its sigmoid."""
 
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__(cfg, layer)
@@ -169,7 +169,7 @@ class Block(nn.Module):
     """A mixer of tokens, then an MLP or a mixture of experts, each on the normalised residual stream.
 
     The mixer is attention or recurrent; a family may have blocks with only one of the two halves. If the family has
-    post norms, what they compute is normalised as well.
+    post norms, the results of both are normalised as well.
     """
 
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
@@ -197,7 +197,7 @@ class Block(nn.Module):
 
     @property
     def mixer(self) -> nn.Module | None:
-        """The module through which a token sees those before it; None for a block with an MLP only."""
+        """The module that lets a token see earlier ones; None for a block with an MLP only."""
         return getattr(self, "linear_attn" if self.is_recurrent else "self_attn", None)
 
     @property
@@ -250,13 +250,13 @@ class Decoder(nn.Module):
     """token ids -> hidden states; logits are hidden @ output_weight.T (lm_head.py)."""
 
     layout: BlockLayout | None = None
-    """Which weights its checkpoint has in 8 bits, for an engine; None: none."""
+    """In an engine: which weights the checkpoint has in 8 bits; None: none of them."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.config = cfg
         self.shares_prefixes = not cfg.has_recurrence
-        """True: `hidden` supports layouts whose segments continue others."""
+        """True if `hidden` supports layouts whose segments continue others."""
         self.model = Stack(cfg)
         if not cfg.tie_word_embeddings:
             self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
@@ -276,7 +276,7 @@ class Decoder(nn.Module):
 
     @cached_property
     def unsharded_names(self) -> frozenset[str]:
-        """Parameters that every rank has whole: expert biases, float32, without gradients."""
+        """Names of the parameters that every rank has whole: expert biases, float32, without gradients."""
         return frozenset(name for name, _ in self.named_parameters() if name.endswith("expert_bias"))
 
     def forward(
@@ -292,8 +292,8 @@ class Decoder(nn.Module):
         """Hidden states of all tokens, or only of `rows`: the last block then computes no others.
 
         position_ids: [3, tokens] in a row with images (parts/image_positions.py).
-        documents: where recurrent mixers start anew, or what they go on from; a model with such mixers needs it.
-        images: what the tower encodes, or has encoded before.
+        documents: where recurrent mixers start anew, or the states that they continue; a model with such mixers needs
+        it. images: those that the tower encodes in this pass, or their vectors from an earlier one.
         """
         x = self.embed(token_ids)
         vectors = self.model.visual(images) if isinstance(images, ImageBatch) else images
@@ -319,27 +319,27 @@ class Decoder(nn.Module):
     ) -> Float[Tensor, "rows dim"]:
         """Hidden states of packed documents, each as if it were alone in the row.
 
-        With images, the layout has their tokens' positions.
+        With images, the layout has the positions of their tokens.
         """
         documents = layout.documents if self.config.has_recurrence else None
         return self(token_ids, layout.rotations, layout.attend, rows, routing, documents, images)
 
     def embed(self, token_ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens dim"]:
-        """The embeddings of tokens, times the family's factor."""
+        """The embeddings of tokens, times `embedding_scale`."""
         x, scale = self.model.embed_tokens(token_ids), self.config.embedding_scale
         return x if scale == 1.0 else x * scale
 
     def angles(self, position_ids: Int[Tensor, "*axes tokens"], dtype: torch.dtype) -> list[Angles | None]:
-        """By layer: cos and sin of these positions, computed once for all layers that rotate equally."""
-        cfg, found = self.config, {None: None}
+        """cos and sin of these positions by layer, computed once per rotation; None: a layer without one."""
+        cfg, by_rope = self.config, {None: None}
         for rope in cfg.ropes:
             table = self._angle_tables.get(rope)
             if table is None or table.cos.device != position_ids.device or table.cos.dtype != dtype:
                 table = self._angle_tables[rope] = angle_table(
                     rope, cfg.head_dim, cfg.max_position_embeddings, position_ids.device, dtype
                 )
-            found[rope] = table.select(position_ids, rope.sections)
-        return [found[rope] for rope in self._rope_by_layer]
+            by_rope[rope] = table.select(position_ids, rope.sections)
+        return [by_rope[rope] for rope in self._rope_by_layer]
 
 
 def _select_rows(x: Tensor, rows: Tensor | None) -> Tensor:

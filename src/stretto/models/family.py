@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from stretto.base.errors import DataError
 from stretto.models.shape import LayerAttention, ModelConfig, MoEShape, Rope
 
 if TYPE_CHECKING:
     from stretto.config.sections.model import ScratchSection
 
+MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+"""The linear layers of a gated MLP."""
 DENSE_TP_PLAN: dict[str, str] = {
     "model.embed_tokens": "vocab",
     "model.layers.{layer}.self_attn.q_proj": "column",
@@ -26,7 +29,7 @@ DENSE_TP_PLAN: dict[str, str] = {
     "model.layers.{layer}.mlp.down_proj": "row",
     "lm_head": "vocab",
 }
-"""Module -> how its weight is cut over the tensor-parallel axis.
+"""Module -> how its weight is divided over the tensor-parallel axis.
 
 column: by output features (weight dim 0, bias too). row: by input features (weight dim 1; the partial sums
 are added over the axis, the bias once). vocab: by vocabulary (dim 0). Other modules are whole on every rank."""
@@ -36,9 +39,7 @@ are added over the axis, the bias once). vocab: by vocabulary (dim 0). Other mod
 class WeightRule:
     """Parameters with other names or another layout in a checkpoint.
 
-    `{layer}` is a number on both sides.
-
-    may_be_swapped: a checkpoint may have the last two dims the other way round.
+    `{layer}` is the same number on both sides. may_be_swapped: a checkpoint may have the last two dims swapped.
 
     One of ours and several of theirs: ours is theirs concatenated along dim 0 (each has the same number of rows).
     Several of ours and one of theirs: theirs is ours concatenated. `{expert}` in theirs: ours has one more dim in
@@ -58,51 +59,105 @@ class WeightRule:
         return "{expert}" in self.theirs[0]
 
 
+def renamed_in_layers(names: Mapping[str, str]) -> tuple[WeightRule, ...]:
+    """Rules for weights below `model.layers.N.` that only have other names: ours -> theirs."""
+    prefix = "model.layers.{layer}"
+    return tuple(WeightRule((f"{prefix}.{ours}",), (f"{prefix}.{theirs}",)) for ours, theirs in names.items())
+
+
 STACKED_EXPERTS = (
     WeightRule(
         ("model.layers.{layer}.mlp.experts.gate_up_proj",),
         tuple(f"model.layers.{{layer}}.mlp.experts.{{expert}}.{part}_proj.weight" for part in ("gate", "up")),
     ),
-    WeightRule(
-        ("model.layers.{layer}.mlp.experts.down_proj",),
-        ("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",),
-    ),
+    *renamed_in_layers({"mlp.experts.down_proj": "mlp.experts.{expert}.down_proj.weight"}),
 )
 """The experts of most families: one tensor per expert and matrix in a checkpoint."""
-EXPERT_BIAS = WeightRule(
-    ("model.layers.{layer}.mlp.gate.expert_bias",),
-    ("model.layers.{layer}.mlp.gate.e_score_correction_bias",),
-)
+EXPERT_BIAS = renamed_in_layers({"mlp.gate.expert_bias": "mlp.gate.e_score_correction_bias"})
 """The bias on the choice of experts under its usual name."""
+SHARED_EXPERT = renamed_in_layers(
+    {f"mlp.shared_experts.{part}.weight": f"mlp.shared_expert.{part}.weight" for part in MLP_LINEARS}
+)
+"""The MLP beside the experts, where checkpoints name it in the singular."""
+
+
+class Keys(dict[str, str | tuple[str, Any]]):
+    """Fields of a shape and their keys in config.json: key, or (key, default) if it is not required."""
+
+    def __or__(self, other: Mapping[str, str | tuple[str, Any]]) -> Keys:
+        return Keys({**self, **other})
+
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields from a config.json; required keys were checked before."""
+        return {
+            field: hf[entry] if isinstance(entry, str) else hf.get(*entry) for field, entry in self.items()
+        }
+
+    def write(self, shape: Any) -> dict[str, Any]:
+        """The reverse: keys of config.json from the attributes of a shape."""
+        return {
+            entry if isinstance(entry, str) else entry[0]: getattr(shape, field)
+            for field, entry in self.items()
+        }
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The keys that have no default."""
+        return tuple(entry for entry in self.values() if isinstance(entry, str))
+
+
+ATTENTION_BIAS = Keys(out_bias=("attention_bias", False), qkv_bias=("attention_bias", False))
+"""One key for the biases of all projections of attention, as most families have it."""
+MOE_KEYS = Keys(
+    num_experts="num_experts", top_k="num_experts_per_tok", intermediate_size="moe_intermediate_size"
+)
+"""Fields of MoEShape and their most common keys."""
+LOCAL_MOE_KEYS = MOE_KEYS | {"num_experts": "num_local_experts", "intermediate_size": "intermediate_size"}
+"""The same for families whose MLPs are all experts."""
+GROUPED_MOE_KEYS = MOE_KEYS | {
+    "num_experts": "n_routed_experts",
+    "norm_topk_prob": ("norm_topk_prob", True),
+    "num_groups": ("n_group", 1),
+    "top_groups": ("topk_group", 1),
+    "gate_scale": ("routed_scaling_factor", 1.0),
+}
+"""Fields of MoEShape as DeepSeek's config.json names them."""
+BALANCED_SIGMOID = {"is_sigmoid": True, "has_expert_bias": True}
+"""Options of MoEShape for a router with sigmoid scores and a bias that balances loads."""
 
 
 @dataclass(frozen=True)
 class Family:
     """One `model_type` of Hugging Face configs.
 
-    fields: reads the settings of config.json that only this family has, as fields of ModelConfig.
-    to_hf: the inverse: these settings as keys of config.json.
+    constants: fields of ModelConfig that are equal for all models of this family.
+    keys: fields of ModelConfig with a key of config.json, none of them required.
+    fields: reads all other settings of config.json that only this family has, as fields of ModelConfig.
+    to_hf: the inverse of `fields`: these settings as keys of config.json.
     required: keys that a config.json of this family must have.
-    defaults: what keys mean that config.json leaves out, where transformers has a value of its own for this family.
+    defaults: values of keys that config.json leaves out, if transformers has other defaults for this family.
     fixed_values: keys that are supported with one value only (a missing key counts as that value).
     key_aliases: other names of keys that some versions of transformers write.
-    normalise: gives a config.json the usual keys, where a family has others.
+    normalise: replaces the family's special keys by the usual ones.
     nest: the inverse: a config.json of this family from the usual keys.
-    text_prefix: what names of the decoder's weights begin with in a checkpoint.
+    text_prefix: the prefix of the decoder's weights in a checkpoint.
     layer_types: the values of `layer_types` that are supported.
     weights: weights whose names or layout differ from the checkpoint's.
-    tp_plan: how modules are cut over tensor-parallel ranks.
-    rotary_fraction: share of a head's dims that is rotated if config.json does not say; None: always all.
-    rotary_sections: `Rope.sections` of a model with images, if config.json does not say.
-    is_rotary_interleaved: neighbouring dims are rotated (parts/rope.py).
-    has_windows: layers may have sliding windows; `fields` reads them from layer_types.
-    scratch: the fields of ModelConfig special to this family for a model that is created from scratch.
+    tp_plan: how modules are divided over tensor-parallel ranks.
+    rotary_fraction: share of a head's dims that is rotated if config.json has none; None: always all.
+    rotary_sections: `Rope.sections` of a model with images if config.json has none.
+    is_rotary_interleaved: True if neighbouring dims are rotated (parts/rope.py).
+    has_windows: True if layers may have sliding windows; `fields` reads them from layer_types.
+    scratch: for a model that is created from scratch: fields of ModelConfig besides `constants` and the defaults of
+    `keys`.
     """
 
     name: str
     architecture: str
-    fields: Callable[[dict[str, Any]], dict[str, Any]]
-    to_hf: Callable[[ModelConfig], dict[str, Any]]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    keys: Keys = field(default_factory=Keys)
+    fields: Callable[[dict[str, Any]], dict[str, Any]] = lambda hf: {}
+    to_hf: Callable[[ModelConfig], dict[str, Any]] = lambda cfg: {}
     required: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed_values: Mapping[str, Any] = field(default_factory=dict)
@@ -120,23 +175,58 @@ class Family:
     scratch: Callable[[ScratchSection], dict[str, Any]] = lambda scratch: {}
 
 
-def scratch_moe(scratch: ScratchSection, first_dense: int = 0, **options: Any) -> MoEShape:
-    """The mixture of a model from scratch; blocks before `first_dense` are dense."""
+def sparse_layers(hf: dict[str, Any], first_sparse: int) -> tuple[int, ...]:
+    """The layers with experts by `mlp_layer_types`; those from `first_sparse` on if config.json has no such list.
+
+    Raises: DataError for a list of another length, or with other kinds.
+    """
+    count, kinds = hf["num_hidden_layers"], hf.get("mlp_layer_types")
+    if kinds is None:
+        return tuple(range(min(first_sparse, count), count))
+    if len(kinds) != count or set(kinds) - {"dense", "sparse"}:
+        raise DataError(
+            f'config.json: mlp_layer_types must give "dense" or "sparse" for each of the {count} layers, not {kinds}'
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+
+
+def mlp_layer_types(cfg: ModelConfig) -> list[str]:
+    """The reverse of `sparse_layers`."""
+    return ["sparse" if cfg.is_sparse(layer) else "dense" for layer in range(cfg.num_layers)]
+
+
+def first_sparse_layer(cfg: ModelConfig) -> int:
+    """The number of blocks before the first one with experts."""
+    return cfg.moe.sparse_layers[0] if cfg.moe.sparse_layers else cfg.num_layers
+
+
+def scratch_moe(scratch: ScratchSection, first_sparse: int = 0, **options: Any) -> MoEShape:
+    """The mixture of a model from scratch; blocks before `first_sparse` are dense."""
     return MoEShape(
         num_experts=scratch.num_experts,
         top_k=scratch.num_experts_per_tok,
         intermediate_size=scratch.moe_intermediate_size,
-        norm_topk_prob=True,
-        sparse_layers=tuple(range(min(first_dense, scratch.num_layers - 1), scratch.num_layers)),
+        sparse_layers=tuple(range(min(first_sparse, scratch.num_layers - 1), scratch.num_layers)),
         **{"has_expert_bias": scratch.has_expert_bias} | options,
     )
+
+
+def scratch_rope(fraction: float | None = None) -> Rope:
+    """The rotation of a model from scratch; fraction: the family's `rotary_fraction`."""
+    return Rope(theta=10_000.0, fraction=fraction or 1.0)
 
 
 def scratch_layers(
     scratch: ScratchSection, is_windowed: Callable[[int], bool], *, rotates_all: bool = True
 ) -> tuple[LayerAttention, ...]:
     """The attention of a model from scratch with windows in some layers; rotates_all=False: only these rotate."""
-    rope = Rope(theta=10_000.0)
+    rope = scratch_rope()
     windowed = LayerAttention(scratch.num_heads, rope, scratch.sliding_window)
     whole = LayerAttention(scratch.num_heads, rope if rotates_all else None)
     return tuple(windowed if is_windowed(layer) else whole for layer in range(scratch.num_layers))
+
+
+def scratch_shared_moe(scratch: ScratchSection, first_sparse: int = 0, **options: Any) -> MoEShape:
+    """The same with one shared expert, a sigmoid router and a bias that balances loads."""
+    options = BALANCED_SIGMOID | {"shared_size": scratch.moe_intermediate_size} | options
+    return scratch_moe(scratch, first_sparse, **options)

@@ -3,9 +3,9 @@
 Weights that multiply the same rows (q, k and v; gate and up) are stacked in one tensor, of which the model's
 parameters are views: parameters keep their names, and an update of a parameter takes effect in the next pass. The pass
 computes what decoder.py does, which is its slow reference; mixtures of experts use their module (moe.py). In float32 a
-norm is four operations, and the matrix product adds the residual; with kernels in C (native/) whatever is between two
-products is one call. In other dtypes every rounding is that of the
-modules, so that the engine stays as close to the trainer as possible.
+norm is four operations, and the matrix product adds the residual; with kernels in C (native/) everything between two
+products is one call. In other dtypes every rounding is that of the modules, so that the engine stays as close to the
+trainer as possible.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 MatrixAddends = Callable[[str], RowMatrices]
-"""For a parameter name: what the adapters of a pass's rows add to the matrix."""
+"""(parameter name) -> the addends that the adapters of a pass's rows have for this matrix."""
 
 Adapt = Callable[[str, Tensor, Tensor], None]
 """(parameter name, x [rows, in], out [rows, out]): add the outputs of this parameter's adapters to `out`."""
@@ -44,11 +44,12 @@ NativeAttend = Callable[[int, Tensor, Tensor | None, Tensor | None], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class FusedLinear:
-    """Several linear layers over the same rows as one: x @ weight.T + bias."""
+    """Several linear layers over the same rows, computed as one: x @ weight.T + bias."""
 
     weight: Float[Tensor, "out in"]
     bias: Float[Tensor, " out"] | None
-    columns: tuple[tuple[str, slice], ...]  # name of each layer's weight, and its columns of the result
+    columns: tuple[tuple[str, slice], ...]
+    """The name of each layer's weight, and the columns of the result that it computes."""
 
     def __call__(self, x: Float[Tensor, "rows in"], adapt: Adapt | None) -> Float[Tensor, "rows out"]:
         out = F.linear(x, self.weight, self.bias)
@@ -75,25 +76,27 @@ class FusedLinear:
 
 
 MLPPair = tuple[FusedLinear, FusedLinear]
-"""gate and up, down"""
+"""(gate and up, down) of a gated MLP."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
     qkv: FusedLinear
-    gate: FusedLinear | None  # of the attended values
+    gate: FusedLinear | None
+    """The gate of the attended values."""
     output_proj: FusedLinear
-    mlp: MLPPair | None  # of a dense block; of the MLP beside the experts; None: experts only
+    mlp: MLPPair | None
+    """The MLP of a dense block, or the one beside the experts; None: experts only."""
     experts: MoE | None
 
 
 class _Norms:
-    """RMSNorms of one width: their weights as rows of one tensor, which each pass scales."""
+    """RMSNorms of one width, with their weights as rows of one tensor, which each pass scales."""
 
     def __init__(
         self, norms: Sequence[RMSNorm], repeats: Sequence[int] = (1,), kernels: Kernels | None = None
     ) -> None:
-        """repeats: in each group of len(repeats) norms, norm i is used for repeats[i] heads."""
+        """repeats: in each group of len(repeats) norms, norm i serves repeats[i] heads."""
         self.kernels = kernels
         self.eps, dim = norms[0].eps, len(norms[0].weight)
         self.weights = pack_parameters([norm.weight for norm in norms]).view(-1, dim)
@@ -129,7 +132,7 @@ class FusedDecoder:
     """`Decoder.forward` over the same parameters, with fused layers."""
 
     def __init__(self, model: Decoder, kernels: Kernels | None = None) -> None:
-        """kernels: compute what is between the products; `attend` is then a `NativeAttend`."""
+        """kernels: they compute everything between the products; `attend` is then a `NativeAttend`."""
         cfg, self.model, self.kernels = model.config, model, kernels
         self.heads, self.kv_heads, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         blocks = list(model.model.layers)
@@ -147,11 +150,16 @@ class FusedDecoder:
 
     @property
     def linears(self) -> list[FusedLinear]:
-        """All fused layers; the output head and experts are not among them."""
-        found = []
+        """All fused layers, without the output head and the experts."""
+        linears = []
         for layer in self.layers:
-            found += [layer.qkv, layer.output_proj, *(layer.mlp or ()), *([layer.gate] if layer.gate else [])]
-        return found
+            linears += [
+                layer.qkv,
+                layer.output_proj,
+                *(layer.mlp or ()),
+                *([layer.gate] if layer.gate else []),
+            ]
+        return linears
 
     def __call__(
         self,
@@ -190,7 +198,8 @@ class FusedDecoder:
             if layer.experts is not None:
                 x = x + layer.experts.route(after, i, routing, None)
             if layer.mlp is not None:
-                x = self._mlp(layer.mlp, x, after, adapt)
+                gate_up, down = layer.mlp
+                x = down.add_to(x, self._gated(gate_up(after, adapt)), adapt)
             if images is not None:
                 x = images.add(i, x)
         return normed(x, weights[-1])
@@ -231,24 +240,20 @@ class FusedDecoder:
     def _feed_forward(
         self, layer: _Layer, x: Float[Tensor, "rows dim"], number: int, routing: Routing, adapt: Adapt | None
     ) -> Float[Tensor, "rows dim"]:
-        """What the experts and the MLP of a block compute, without the residual stream."""
+        """The results of a block's experts and MLP, without the residual stream."""
         out = None if layer.experts is None else layer.experts.route(x, number, routing, None)
         if layer.mlp is None:
             return out
         gate_up, down = layer.mlp
-        gate, up = gate_up(x, adapt).chunk(2, dim=-1)
-        dense = down(F.silu(gate).mul_(up), adapt)
+        dense = down(self._gated(gate_up(x, adapt)), adapt)
         return dense if out is None else out + dense
 
-    def _mlp(
-        self, mlp: MLPPair, x: Float[Tensor, "rows dim"], normed: Tensor, adapt: Adapt | None
-    ) -> Float[Tensor, "rows dim"]:
-        """x + down(silu(gate) * up)."""
-        gate_up, down = mlp
+    def _gated(self, gate_up: Float[Tensor, "rows both"]) -> Float[Tensor, "rows dim"]:
+        """silu(gate) * up."""
         if self.kernels is not None:
-            return down.add_to(x, self.kernels.silu_product(gate_up(normed, adapt)), adapt)
-        gate, up = gate_up(normed, adapt).chunk(2, dim=-1)
-        return down.add_to(x, F.silu(gate).mul_(up), adapt)
+            return self.kernels.silu_product(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
 
 
 class ModuleDecoder:
@@ -260,7 +265,7 @@ class ModuleDecoder:
         self.model = model
         self._adapt: Adapt | None = None
         self.linears: list[FusedLinear] = []
-        # Its input is not the rows of a pass: adapters come as matrices.
+        # kv_b_proj is not applied to the rows of a pass, so adapters are added to its matrix.
         self.expansions = {
             f"model.layers.{block.layer}.self_attn.kv_b_proj.weight": block.mixer
             for block in model.model.layers
@@ -291,10 +296,10 @@ class ModuleDecoder:
         finally:
             self._adapt = None  # hooks of several engines may be on one model
 
-    def use_matrices(self, of: MatrixAddends) -> None:
-        """Where layers that are used as matrices find the adapters of a pass."""
+    def use_matrices(self, addends: MatrixAddends) -> None:
+        """Give layers that are used as matrices the adapters of a pass."""
         for name, mixer in self.expansions.items():
-            mixer.addends = of(name)
+            mixer.addends = addends(name)
 
     def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def add_adapters(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
@@ -323,10 +328,7 @@ def _fuse(block: Block, name: str) -> _Layer:
         mlp, path = experts.shared_experts, f"{path}.shared_experts"
     pair = None
     if isinstance(mlp, MLP):
-        pair = (
-            _fuse_linears(mlp, path, "gate_proj", "up_proj"),
-            _fuse_linears(mlp, path, "down_proj"),
-        )
+        pair = (_fuse_linears(mlp, path, "gate_proj", "up_proj"), _fuse_linears(mlp, path, "down_proj"))
     return _Layer(qkv, gate, output_proj, pair, experts)
 
 
@@ -344,7 +346,7 @@ def _fuse_linears(parent: nn.Module, path: str, *names: str) -> FusedLinear:
 def pack_parameters(parts: Sequence[nn.Parameter]) -> Float[Tensor, "rows ..."]:
     """Stack parameters in one tensor, of which they become views.
 
-    Their memory is moved only if they are not stacked already: two engines may share a model.
+    Their memory is copied only if they are not stacked already: two engines may share a model.
     """
     first, size, address = parts[0].data, sum(len(part) for part in parts), parts[0].data_ptr()
     end = first.storage_offset() * first.itemsize + sum(part.nbytes for part in parts)

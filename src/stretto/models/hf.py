@@ -1,9 +1,9 @@
 """Any causal language model of transformers, with the training interface of our decoder.
 
-It is for the trainer only: there is no KV cache and no `Attend`. Rows are packed; a family whose transformers code is
-known to separate packed documents gets the row as it is, all others get one padded row per document, because in five of
-eleven families tested tokens see other documents of the row, without an error. `use_cache=False` always: with a cache
-this happens in the other families too.
+It is for the trainer only: there is no KV cache and no `Attend`. Rows are packed. A family whose transformers code
+separates packed documents, by test, gets the row as it is; all others get one padded row per document, because in five
+of eleven tested families tokens see other documents of the row, without an error. `use_cache` is always False: with a
+cache this happens in the other families too.
 
 On several ranks a model is built on the meta device (`build_meta_hf_model`) and each rank reads its shards of files,
 as for our decoder. Where transformers stacks or splits tensors of a checkpoint, `find_tensor_map` finds the layout by
@@ -123,7 +123,7 @@ class HFDecoder(nn.Module):
 
 
 class _HFModelConfig:
-    """The fields of ModelConfig that learner and export need."""
+    """The fields of ModelConfig that the learner and exports need."""
 
     moe = None  # routers of transformers models cannot be controlled
 
@@ -172,7 +172,7 @@ def _build_on_meta(
 
 
 def _unloadable(directory: str | Path, cause: Exception) -> DataError:
-    """What transformers says of a model that it does not load, in fewer words if it does not know the family."""
+    """The error for a model that transformers does not load; shorter than its own if it does not know the family."""
     if "does not recognize this architecture" not in str(cause):
         return DataError(f"{directory}: transformers cannot load it: {cause}")
     name = hub.read_json(Path(directory) / "config.json").get("model_type")
@@ -232,12 +232,12 @@ def find_tensor_map(decoder: HFDecoder, only: Collection[str] | None = None) -> 
             continue
         hf_name, shape = name.removeprefix("model."), tuple(parameter.shape)
         shapes[name] = shape
-        # The number of experts must be the real one; for other weights four rows are enough to find the layout.
+        # The number of experts must be the real one; to find the layout of other weights four rows are enough.
         probed = (shape[0], 4, 3) if len(shape) == 3 else (4, 3, 2, 2, 2)[: len(shape)]
         numbers = torch.arange(math.prod(probed)).view(probed)
         try:
-            found = revert_weight_conversion(decoder.model, {hf_name: numbers})
-            slices += [_find_slice(name, shape, theirs, part, probed) for theirs, part in found.items()]
+            parts = revert_weight_conversion(decoder.model, {hf_name: numbers})
+            slices += [_find_slice(name, shape, theirs, part, probed) for theirs, part in parts.items()]
         except (ValueError, AssertionError, KeyError, IndexError, RuntimeError) as cause:
             raise ConfigError(
                 f'[model] impl = "hf": how transformers makes {hf_name!r} of the tensors of a {decoder.config.family} '
@@ -249,7 +249,7 @@ def find_tensor_map(decoder: HFDecoder, only: Collection[str] | None = None) -> 
 def _find_slice(
     name: str, shape: tuple[int, ...], theirs: str, part: Tensor, probed: tuple[int, ...]
 ) -> SharedSlice:
-    """The slice of a parameter of `shape` that `part` is, from its numbers.
+    """Which slice of a parameter of `shape` is `part`, found by its numbers.
 
     Raises: ValueError when they are not a slice.
     """
@@ -265,13 +265,13 @@ def _find_slice(
     return SharedSlice(name, starts, lengths, theirs, (0,) * (len(shape) - lead), lead)
 
 
-def _check_complete(directory: str | Path, found: Mapping[str, Any]) -> None:
-    """transformers fills what it does not find with random numbers.
+def _check_complete(directory: str | Path, loading_info: Mapping[str, Any]) -> None:
+    """Refuse a model with missing or mismatched tensors, which transformers would fill with random numbers.
 
-    found: what it says of missing and mismatched tensors. Raises: DataError if there are any.
+    Raises: DataError that names them.
     """
-    faults = [f"{name} is missing" for name in sorted(found["missing_keys"])]
-    for name, theirs, ours in sorted(found["mismatched_keys"], key=str):
+    faults = [f"{name} is missing" for name in sorted(loading_info["missing_keys"])]
+    for name, theirs, ours in sorted(loading_info["mismatched_keys"], key=str):
         faults.append(f"{name} is {list(theirs)}, and config.json makes it {list(ours)}")
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
@@ -300,7 +300,7 @@ def load_hf_model(
     if method not in (None, "mxfp4"):
         raise refusal
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -310,7 +310,7 @@ def load_hf_model(
         )
     except (OSError, ValueError, KeyError) as cause:
         raise _unloadable(directory, cause) from cause
-    _check_complete(directory, found)
+    _check_complete(directory, loading_info)
     if getattr(model, "is_quantized", False):
         raise refusal
     decoder = HFDecoder(model.to(device).train())
@@ -320,11 +320,11 @@ def load_hf_model(
 
 @torch.no_grad()
 def check_output_head(decoder: HFDecoder, where: str) -> None:
-    """Refuse a family whose logits are not hidden @ output_weight.T.
-
-    That is, they are soft-capped, scaled or have a bias.
+    """Refuse a family whose logits are not hidden @ output_weight.T, but soft-capped, scaled, or with a bias.
 
     Known settings are checked by name, because a soft cap hardly changes small logits; then the logits are compared.
+
+    Raises: DataError.
     """
     config = decoder.model.config.get_text_config()
     changes = [

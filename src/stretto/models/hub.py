@@ -25,7 +25,6 @@ from stretto.base.errors import DataError
 from stretto.base.status import report
 from stretto.config.model_file import family_of
 from stretto.config.sections.model import Dtype, ScratchSection, dtype_on
-from stretto.data.hub_model import fetch
 from stretto.models.config import parse_config, scratch_config
 from stretto.models.decoder import Decoder
 from stretto.models.families import FAMILIES
@@ -64,21 +63,11 @@ TOKENIZER_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files beside the weights that say how text and pictures become their tokens."""
+"""Files beside the weights that define how text and pictures become tokens."""
 MAX_SHARD_BYTES = 5 * 10**9
 
 SHOWN_AFTER_S = 0.5
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-
-def find_model(name: str, *, has_weights: bool = True) -> Path:
-    """The model directory `name`, or the snapshot of that model of the Hub, which is downloaded if it is not here.
-
-    has_weights: False if its tokenizer is enough.
-
-    Raises: ConfigError as `fetch`.
-    """
-    return fetch(name, has_weights=has_weights)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -93,7 +82,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def load_config(directory: str | Path, *, may_be_quantized: bool = False) -> ModelConfig:
     """The config.json of a model directory, as ModelConfig.
 
-    may_be_quantized: whoever asks reads its weights by its `load_layout`.
+    may_be_quantized: True if the caller reads the weights by `load_layout`; else a quantized model is refused.
     """
     path = Path(directory) / "config.json"
     hf = read_json(path)
@@ -103,7 +92,9 @@ def load_config(directory: str | Path, *, may_be_quantized: bool = False) -> Mod
 
 
 def load_layout(directory: str | Path) -> BlockLayout | None:
-    """Which weights of a model directory are in 8 bits; None if it is not quantized. Its index is enough, or its file.
+    """Which weights of a model directory are in 8 bits; None if it is not quantized.
+
+    Only the names of its tensors are read: from its index, or from its one file.
 
     Raises: DataError for quantization of another kind.
     """
@@ -116,12 +107,12 @@ def load_layout(directory: str | Path) -> BlockLayout | None:
     if (directory / _SINGLE).is_file():
         return parse_layout(quantization, (name for name, _ in read_file(directory / _SINGLE)), str(path))
     raise DataError(
-        f"{directory}: neither {_SINGLE} nor {_INDEX}, so nothing says which weights are in 8 bits"
+        f"{directory}: neither {_SINGLE} nor {_INDEX}, so it is unknown which weights are in 8 bits"
     )
 
 
 def has_custom_module(directory: str | Path) -> bool:
-    """True if our decoder supports the model of a directory: impl = "auto" then means "custom"."""
+    """True if our decoder supports the model of a directory; impl = "auto" then means "custom"."""
     path = Path(directory) / "config.json"
     hf = read_json(path)
     if family_of(hf) not in FAMILIES:
@@ -134,7 +125,7 @@ def has_custom_module(directory: str | Path) -> bool:
 
 
 def build_model(cfg: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """A module with uninitialised weights; `load_tensors` or `load_slices` sets them."""
+    """A decoder with uninitialised weights, which `load_tensors` or `load_slices` sets."""
     with torch.device("meta"):
         model = Decoder(cfg)
     return model.to(dtype).to_empty(device=device)
@@ -144,7 +135,7 @@ def build_model(cfg: ModelConfig, dtype: torch.dtype, device: torch.device | str
 class CheckpointReader:
     """The checkpoint of a module on the meta device.
 
-    read: gives the name, shape and lazy tensor of every weight.
+    read: returns the name, shape and lazy tensor of every weight.
     """
 
     directory: Path
@@ -152,7 +143,7 @@ class CheckpointReader:
 
 
 def build_meta_model(directory: str | Path, dtype: torch.dtype) -> Decoder:
-    """A module on the meta device with a `checkpoint_reader` (see `load_slices`)."""
+    """A decoder on the meta device, whose `checkpoint_reader` has its weights (see `load_slices`)."""
     directory = Path(directory)
     with torch.device("meta"):
         model = Decoder(load_config(directory))
@@ -176,7 +167,7 @@ def load_model(
 ) -> Decoder:
     """Our decoder with the weights of a model directory (for `impl = "hf"` see hf.py).
 
-    may_be_quantized: those in 8 bits are expanded to dtype, and their products round their inputs.
+    may_be_quantized: weights in 8 bits are expanded to dtype, and their products round their inputs.
 
     Raises: DataError when the directory is missing, incomplete, truncated, or of an unknown family.
     """
@@ -225,7 +216,7 @@ def export_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor]], where: str = "weights") -> None:
-    """Copy named tensors into the model in place; every weight must be given once.
+    """Copy named tensors into the model in place; every weight must be among them once.
 
     Raises: DataError if one is missing, unknown or has a wrong shape. The model is then partly overwritten.
     """
@@ -243,7 +234,7 @@ def load_slices(
 ) -> None:
     """Copy checkpoint tensors (name, shape, lazy tensor) into slices of parameters.
 
-    Only what the targets need is read: a rank reads the bytes of its slices.
+    Only the parts that the targets need are read: a rank reads the bytes of its slices.
 
     Raises: DataError if one is missing, unknown or has a wrong shape. The targets are then partly overwritten.
     """
@@ -257,7 +248,7 @@ def load_slices(
         if name not in needed:
             continue
         if getattr(source, "dtype", None) is torch.float8_e4m3fn:
-            raise DataError(f"{where}: tensor {name!r} is in 8 bits, and its scales are not known here")
+            raise DataError(f"{where}: tensor {name!r} is in 8 bits, and its scales are unknown")
         try:
             table.copy_in(name, shape, source, targets)
         except DataError as error:
@@ -271,17 +262,17 @@ def load_slices(
 def read_tensors(directory: Path) -> Iterator[tuple[str, tuple[int, ...], LazyTensor]]:
     """(name, shape, lazy tensor) per tensor of a directory; indexing reads the bytes.
 
-    A console sees how far that is, if it takes longer than SHOWN_AFTER_S.
+    The progress is reported to the console if reading takes longer than SHOWN_AFTER_S.
     """
-    found = [each for path in _weight_files(directory) for each in read_file(path)]
+    tensors = [each for path in _weight_files(directory) for each in read_file(path)]
     text, shown_at, is_shown = f"loading {directory}", time.monotonic() + SHOWN_AFTER_S, False
-    for index, (name, tensor) in enumerate(found):
+    for index, (name, tensor) in enumerate(tensors):
         yield name, tensor.shape, tensor
         if (now := time.monotonic()) >= shown_at:
-            report("progress", text=text, done=index, total=len(found))
+            report("progress", text=text, done=index, total=len(tensors))
             shown_at, is_shown = now + SHOWN_AFTER_S, True
     if is_shown:
-        report("progress", text=text, done=len(found), total=len(found))
+        report("progress", text=text, done=len(tensors), total=len(tensors))
 
 
 def map_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
@@ -292,7 +283,7 @@ def map_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_hf(model: nn.Module, directory: str | Path, tokenizer_dir: str | Path | None = None) -> None:
-    """Write a model directory for transformers and vLLM, with a tokenizer if given."""
+    """Write a model directory for transformers and vLLM, with the tokenizer of tokenizer_dir if it is not None."""
     dtype = next(model.parameters()).dtype
     save_model_directory(dtype, directory, tokenizer_dir, model.config.hf, export_tensors(model))
 
@@ -306,7 +297,7 @@ def save_model_directory(
 ) -> None:
     """Write a model directory with this config.json and these tensors.
 
-    tensors: None if other code writes them.
+    tensors: None if other code writes the weights.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -339,7 +330,7 @@ def copy_tokenizer(source: str | Path, directory: str | Path) -> None:
 
 
 def _is_redundant(name: str, cfg: ModelConfig) -> bool:
-    """True for tensors that some checkpoints have although the network computes them."""
+    """True for tensors of some checkpoints that the network computes itself or does not have."""
     if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and cfg.tie_word_embeddings):
         return True
     if name.startswith("mtp."):

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 MASKED_LOGIT = -1e30
-"""Logit of a token that could not be sampled: its probability is 0; finite, so that 0 log 0 is not NaN."""
+"""Logit of a token outside the support. Its probability is 0; it is finite so that 0 log 0 is not NaN."""
 MAX_SAVED_LOGITS = 1 << 21
 """Up to this many logits (8 MiB) the forward pass saves its probabilities for the backward pass."""
 _CAST_ROWS = 512
-"""Rows of a 16-bit head that a CPU casts to float32 at a time, so that the copy fits in its caches."""
+"""Rows of a 16-bit head that are cast to float32 at a time on a CPU, so that the copy fits in its caches."""
 
 
 def token_logprobs(
@@ -37,11 +37,9 @@ def token_logprobs(
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """Per token, log p(target) and the entropy, both float32 in nats.
 
-    The distribution is softmax(hidden @ output_weight.T / temperatures).
-
-    Both are float32 in nats; the entropy has a gradient only with entropy_grad. `chunk` tokens are computed at a time,
-    or all if they have few logits (MAX_SAVED_LOGITS). support: the softmax of a token is over its support and the
-    target only.
+    p is softmax(hidden @ output_weight.T / temperatures). The entropy has a gradient only with entropy_grad. `chunk`
+    tokens are computed at a time, or all if they have few logits (MAX_SAVED_LOGITS). support: the softmax of a token
+    is over its support and the target only.
     """
     return _TokenLogprobs.apply(hidden, output_weight, targets, temperatures, chunk, entropy_grad, support)
 
@@ -131,7 +129,7 @@ class _TokenLogprobs(torch.autograd.Function):
             d_logits = probs * -scale[:, None]
             d_logits.scatter_add_(1, targets[rows, None], scale[:, None])
             if entropy is not None:
-                # d entropy / d logits = -p (log p + entropy) / temperature, 0 where p is
+                # d entropy / d logits = -p (log p + entropy) / temperature, which is 0 where p is 0
                 scale = grad_entropy[rows] / temperatures[rows]
                 slope = torch.special.entr(probs).sub_(probs * entropy[rows, None])
                 d_logits += slope.mul_(scale[:, None])

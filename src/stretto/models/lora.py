@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.models.fp8.reference import RowGroups, multiply, product
-from stretto.models.moe import Experts
+from stretto.models.moe import EXPERT_PARAMETERS, Experts
 from stretto.models.safetensors_file import read_file
 from stretto.models.tensor_map import Region, TensorMap, region_of
 
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _HALVES = ("lora_A", "lora_B")
-EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 
 Times = Callable[[Tensor, Tensor], Tensor]
 """(rows sorted by expert, weights [experts, out, in]) -> every row times its expert's weight."""
@@ -74,7 +73,7 @@ def adapted_rows(
     scaling: float,
     dropout: float,
 ) -> Float[Tensor, "*rows out"]:
-    """What an adapter adds to the products of these rows with the weight beside it."""
+    """scaling * B A x for these rows: what an adapter adds to the products with its weight."""
     low = F.linear(dropped(x, dropout), a)
     return scaling * F.linear(low, b)
 
@@ -102,16 +101,16 @@ class LoRAExperts(Experts):
         def times(rows: Tensor, weight: Tensor) -> Tensor:
             return F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
 
-        return self._gated_mlp(x, counts, times)
+        return self._adapted_mlp(x, counts, times)
 
     def _loop(self, x: Float[Tensor, "rows dim"], counts: list[int]) -> Tensor:
         def times(rows: Tensor, weight: Tensor) -> Tensor:
             pairs = zip(rows.split(counts), weight.unbind())
             return torch.cat([F.linear(part, w) for part, w in pairs if len(part)])
 
-        return self._gated_mlp(x, torch.tensor(counts, device=x.device), times)
+        return self._adapted_mlp(x, torch.tensor(counts, device=x.device), times)
 
-    def _gated_mlp(self, x: Tensor, counts: Tensor, times: Times) -> Tensor:
+    def _adapted_mlp(self, x: Tensor, counts: Tensor, times: Times) -> Tensor:
         base = times
         if self.kernels is not None:
             groups, kernels = RowGroups.of(counts, len(x)), self.kernels
@@ -119,11 +118,10 @@ class LoRAExperts(Experts):
             def base(rows: Tensor, weight: Tensor) -> Tensor:
                 return multiply(rows, weight, groups, kernels)
 
-        adapted = lambda rows, name: self.add_biases(self._adapted(rows, name, base, times), name, counts)
-        return adapted(self.gated(adapted(x, "gate_up_proj")), "down_proj")
+        return self._gated_mlp(x, counts, lambda rows, name: self._adapted(rows, name, base, times))
 
     def _padded(self, x: Tensor, counts: list[int], multiple: int, *, is_tiled: bool) -> Tensor:
-        raise AssertionError("padded experts are for engines, which have their own adapter layers")
+        raise AssertionError("padded experts are for engines, whose adapter layers are others")
 
     def _adapted(self, x: Tensor, name: str, base: Times, times: Times) -> Tensor:
         first, second = getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")
@@ -138,42 +136,39 @@ class LoRAExperts(Experts):
 
 
 def dropped(x: Float[Tensor, "*rows dim"], share: float) -> Float[Tensor, "*rows dim"]:
-    """Dropout while gradients are computed; without them the result must equal the engine's."""
+    """Dropout while gradients are computed; without gradients the result must equal the engine's."""
     return F.dropout(x, share) if share and torch.is_grad_enabled() else x
 
 
 def attach_adapters(policy: nn.Module, lora: LoRASection, seed: int = 0) -> None:
     """Add adapters to the layers that [model.lora] names, and freeze all other weights.
 
-    Raises: ConfigError when no layer has one of the names, or when the output head has.
+    Raises: ConfigError if no layer has one of the names, or if the output head has.
     """
-    # Built now, because it must not contain the adapters' parameters.
+    # The map is cached now, because it must not contain the adapters' parameters.
     _ = getattr(policy, "tensor_map", None)
     policy.requires_grad_(False)
-    generator = torch.Generator().manual_seed(seed)
-    found = dict.fromkeys(lora.target_modules, 0)
+    num_layers = dict.fromkeys(lora.target_modules, 0)
     for path, module in list(policy.named_modules()):
         name = path.rpartition(".")[2]
-        if name not in found or not isinstance(module, nn.Linear | Experts):
+        if name not in num_layers or not isinstance(module, nn.Linear | Experts):
             continue
         if isinstance(module, nn.Linear) and module.weight is policy.output_weight:
             raise ConfigError(f"[model.lora] target_modules: {name} is the output head, which has no adapter")
         layer = LoRALinear(module, lora) if isinstance(module, nn.Linear) else LoRAExperts(module, lora)
-        for key, parameter in layer.named_parameters():
-            if key.endswith("lora_A"):
-                fill_uniform(parameter, generator)
-            elif key.endswith("lora_B"):
-                nn.init.zeros_(parameter)
         policy.get_submodule(path.rpartition(".")[0]).add_module(name, layer)
-        found[name] += 1
-    if absent := [name for name, count in found.items() if not count]:
+        num_layers[name] += 1
+    if absent := [name for name, count in num_layers.items() if not count]:
         logger.info("[model.lora] target_modules that this model does not have: %s", ", ".join(absent))
-    if not any(found.values()):
+    if not any(num_layers.values()):
         raise ConfigError(
             f"[model.lora] target_modules = {', '.join(lora.target_modules)}: this model has no layer of these names"
         )
+    for name, values in initial_values(policy, seed):
+        parameter = policy.get_parameter(name)
+        parameter.data.copy_(values(tuple(parameter.shape)))
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    logger.info("LoRA: %d parameters are trained, in %d layers", trained, sum(found.values()))
+    logger.info("LoRA: %d parameters are trained, in %d layers", trained, sum(num_layers.values()))
 
 
 @torch.no_grad()
@@ -184,15 +179,12 @@ def fill_uniform(parameter: Float[Tensor, " ..."], generator: torch.Generator) -
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """A policy's weights by name, merged with their adapters on access.
-
-    The last merged weight is cached.
-    """
+    """A policy's weights by name, merged with their adapters on access; the last merged weight is cached."""
 
     def __init__(self, policy: nn.Module) -> None:
-        found = {name: parameter.detach() for name, parameter in policy.named_parameters()}
-        self._tensors = {name: tensor for name, tensor in found.items() if not is_adapter_parameter(name)}
-        has_adapters = len(self._tensors) < len(found)
+        tensors = {name: parameter.detach() for name, parameter in policy.named_parameters()}
+        self._tensors = {name: tensor for name, tensor in tensors.items() if not is_adapter_parameter(name)}
+        has_adapters = len(self._tensors) < len(tensors)
         self._pairs = {
             f"{path}.{name}": pair
             for path, module in (policy.named_modules() if has_adapters else ())
@@ -219,15 +211,20 @@ def is_adapter_parameter(name: str) -> bool:
     return name.endswith(_HALVES)
 
 
+def _adapters_of(module: nn.Module) -> Iterator[tuple[str, str, str]]:
+    """(weight, A, B) by parameter name for the adapter pairs of one layer."""
+    if isinstance(module, LoRALinear):
+        yield "weight", *_HALVES
+    elif isinstance(module, LoRAExperts):
+        for name in EXPERT_PARAMETERS:
+            yield name, f"{name}_lora_A", f"{name}_lora_B"
+
+
 def pair_names(policy: nn.Module) -> Iterator[tuple[str, str, str, float]]:
     """(weight, A, B, scaling) for every adapter pair of a policy, by parameter names."""
     for path, module in policy.named_modules():
-        if isinstance(module, LoRALinear):
-            yield f"{path}.weight", f"{path}.lora_A", f"{path}.lora_B", module.scaling
-        elif isinstance(module, LoRAExperts):
-            for name in EXPERT_PARAMETERS:
-                weight = f"{path}.{name}"
-                yield weight, f"{weight}_lora_A", f"{weight}_lora_B", module.scaling
+        for names in _adapters_of(module):
+            yield *(f"{path}.{name}" for name in names), module.scaling
 
 
 def initial_values(
@@ -244,33 +241,25 @@ def initial_values(
         fill_uniform(values, generator)
         return values
 
-    for path, module in policy.named_modules():
-        if isinstance(module, LoRALinear | LoRAExperts):
-            for key, _ in module.named_parameters():
-                if key.endswith("lora_A"):
-                    yield f"{path}.{key}", uniform
-                elif key.endswith("lora_B"):
-                    yield f"{path}.{key}", torch.zeros
+    for _, a, b, _ in pair_names(policy):
+        yield a, uniform
+        yield b, torch.zeros
 
 
 def _peft_root(policy: nn.Module) -> nn.Module:
-    """The module from which PEFT's names start; inside HFDecoder the transformers model."""
+    """The module at which PEFT's names start; for an HFDecoder its transformers model."""
     return getattr(policy, "wrapped", policy)
 
 
 def peft_name(policy: nn.Module, name: str) -> str:
-    """A parameter's name as PEFT has it."""
+    """A parameter's name in PEFT's files, without its prefix."""
     return name if _peft_root(policy) is policy else name.removeprefix("model.")
 
 
 def _pairs_of(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, Tensor, float]]]:
     """(parameter name, (A, B, scaling)) for the adapter pairs of one layer."""
-    if isinstance(module, LoRALinear):
-        yield "weight", (module.lora_A.detach(), module.lora_B.detach(), module.scaling)
-    elif isinstance(module, LoRAExperts):
-        for name in EXPERT_PARAMETERS:
-            a, b = getattr(module, f"{name}_lora_A"), getattr(module, f"{name}_lora_B")
-            yield name, (a.detach(), b.detach(), module.scaling)
+    for name, a, b in _adapters_of(module):
+        yield name, (getattr(module, a).detach(), getattr(module, b).detach(), module.scaling)
 
 
 def merge_pair(
@@ -288,9 +277,7 @@ def merge_pair(
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter: pairs (A, B) by our parameter names.
-
-    A name is such as "model.layers.0.self_attn.q_proj.weight".
+    """An adapter: pairs (A, B) by our parameter names, for example "model.layers.0.self_attn.q_proj.weight".
 
     A is [rank, in] and B [out, rank]; for experts [experts, rank, in] and [experts, out, rank].
     """
@@ -349,20 +336,23 @@ class Adapter:
             yield f"{_PREFIX}{path}.lora_B.weight", b
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], where: str = "adapter") -> None:
-        """Raises: DataError when it does not fit a model with parameters of these shapes."""
+        """Check that the adapter fits a model with parameters of these shapes.
+
+        Raises: DataError if it does not.
+        """
         for name, (a, b) in self.pairs.items():
             if name not in shapes:
                 raise DataError(
                     f"{where}: this model has no {name.removesuffix('.weight')} that can be adapted"
                 )
-            wanted = tuple(shapes[name])
-            got = (*a.shape[:-2], b.shape[-2], a.shape[-1])
-            if got != wanted or a.shape[-2] != b.shape[-1]:
+            expected = tuple(shapes[name])
+            adapted = (*a.shape[:-2], b.shape[-2], a.shape[-1])
+            if adapted != expected or a.shape[-2] != b.shape[-1]:
                 shape = f"A {list(a.shape)} and B {list(b.shape)}"
-                raise DataError(f"{where}: {name} has {shape}, which do not fit a weight of {list(wanted)}")
+                raise DataError(f"{where}: {name} has {shape}, which do not fit a weight of {list(expected)}")
 
     def delta(self, name: str, region: Region) -> Float32[Tensor, "... rows columns"]:
-        """What the adapter adds to this region of a parameter, float32."""
+        """The addend of this region of a parameter, float32."""
         a, b = self.pairs[name]
         *lead, rows, columns = region
         for part in lead:
@@ -373,7 +363,7 @@ class Adapter:
 def _to_peft(name: str, a: Tensor, b: Tensor) -> tuple[str, Tensor, Tensor]:
     """A pair under PEFT's name and in its layout.
 
-    PEFT nests its wrappers of the parameters of one module, the first innermost, and concatenates experts.
+    PEFT nests the wrappers of one module's parameters, the first parameter innermost, and concatenates experts.
     """
     path, _, parameter = name.rpartition(".")
     if parameter == "weight":
@@ -451,9 +441,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def load_adapter(directory: str | Path) -> Adapter:
-    """Load the adapter of a PEFT directory.
+    """The adapter of a PEFT directory.
 
-    Raises: DataError when it is missing, damaged, or of an unsupported kind.
+    Raises: DataError if it is missing, damaged, or of an unsupported kind.
     """
     directory = Path(directory)
     path = directory / CONFIG

@@ -23,11 +23,15 @@ if TYPE_CHECKING:
     from stretto.models.shape import ModelConfig, MoEShape
 
 
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+"""The stacked matrices of `Experts`."""
+
+
 class Experts(nn.Module):
     """Gated MLPs of all experts, stacked.
 
-    gate_up_proj: [experts, 2 * inter, dim], gate first or in turn (without gates the up projection only); down_proj:
-    [experts, dim, inter]. If they are transposed, the last two dims are swapped.
+    gate_up_proj: [experts, 2 * inter, dim], gate first or rows of gate and up in turn (without gates: up only).
+    down_proj: [experts, dim, inter]. If they are stored transposed, the last two dims are swapped.
     """
 
     def __init__(self, hidden_size: int, shape: MoEShape) -> None:
@@ -42,10 +46,10 @@ class Experts(nn.Module):
                 setattr(self, f"{name}_bias", nn.Parameter(torch.empty(num, rows)))
         self.use_grouped_mm = True
         self.round_input: Callable[[Tensor], Tensor] | None = None
-        """What the rows of a product go through first, if the matrices are in 8 bits (fp8/checkpoint.py)."""
+        """Rounds the inputs of products if the matrices were in 8 bits (fp8/checkpoint.py); None: not rounded."""
 
     def share_weights_of(self, base: Experts) -> None:
-        """Become experts with the weights and settings of others."""
+        """Initialise with the weights and settings of other experts."""
         nn.Module.__init__(self)
         self.shape, self.use_grouped_mm, self.round_input = base.shape, base.use_grouped_mm, base.round_input
         for name, parameter in base.named_parameters(recurse=False):
@@ -60,7 +64,7 @@ class Experts(nn.Module):
         return getattr(self, f"{name}_bias") if self.shape.has_product_biases else None
 
     def gated(self, gate_up: Float[Tensor, "rows both"]) -> Float[Tensor, "rows inter"]:
-        """silu(gate) * up or what the family has instead, from the products with both."""
+        """silu(gate) * up, or the family's activation, from the products with both."""
         if self.shape.is_plain:
             return F.relu(gate_up).square()
         if self.shape.is_interleaved:
@@ -89,21 +93,27 @@ class Experts(nn.Module):
     def add_biases(
         self, out: Float[Tensor, "rows out"], name: str, counts: Int[Tensor, " experts"]
     ) -> Float[Tensor, "rows out"]:
-        """The products of rows sorted by expert, with the experts' biases if there are any."""
+        """The products of rows sorted by expert plus the experts' biases, if there are any."""
         bias = self.bias(name)
         if bias is None:
             return out
         experts = torch.arange(len(counts), device=out.device)
         return out + bias.index_select(0, experts.repeat_interleave(counts, output_size=len(out)))
 
+    def _gated_mlp(
+        self,
+        x: Float[Tensor, "rows dim"],
+        counts: Int[Tensor, " experts"],
+        times: Callable[[Tensor, str], Tensor],
+    ) -> Float[Tensor, "rows dim"]:
+        """The gated MLPs of rows sorted by expert; times: rows times a matrix by its name, without biases."""
+        hidden = self.add_biases(times(x, "gate_up_proj"), "gate_up_proj", counts)
+        return self.add_biases(times(self.gated(hidden), "down_proj"), "down_proj", counts)
+
     def _grouped(self, x: Tensor, counts: Tensor) -> Tensor:
         offsets = counts.cumsum(0, dtype=torch.int32)
-
-        def times(rows: Tensor, name: str) -> Tensor:
-            product = F.grouped_mm(rows, self.matrix(name).transpose(1, 2), offs=offsets)
-            return self.add_biases(product, name, counts)
-
-        return times(self.gated(times(x, "gate_up_proj")), "down_proj")
+        times = lambda rows, name: F.grouped_mm(rows, self.matrix(name).transpose(1, 2), offs=offsets)
+        return self._gated_mlp(x, counts, times)
 
     def _loop(self, x: Tensor, counts: list[int]) -> Tensor:
         experts = self._unbind()
@@ -123,13 +133,12 @@ class Experts(nn.Module):
     def _unbind(self) -> list[tuple[Tensor | None, ...]]:
         """By expert: both weights [out, in], both biases.
 
-        unbind, because the gradient of each weight[e] would be as large as the whole stack.
+        They are unbound, because the gradient of a weight[e] would be as large as the whole stack.
         """
-        names = ("gate_up_proj", "down_proj")
-        weights = [self.matrix(name).unbind() for name in names]
+        weights = [self.matrix(name).unbind() for name in EXPERT_PARAMETERS]
         if not self.shape.has_product_biases:
             return [(*pair, None, None) for pair in zip(*weights)]
-        return list(zip(*weights, *(self.bias(name).unbind() for name in names)))
+        return list(zip(*weights, *(self.bias(name).unbind() for name in EXPERT_PARAMETERS)))
 
     def _mlp(
         self,
@@ -184,10 +193,10 @@ class MoE(nn.Module):
         return routed if self.shared_experts is None else routed + self.share(x)
 
     def share(self, x: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
-        """The part of the MLP that every token uses."""
+        """The output of the MLP that every token uses."""
         shared = self.shared_experts(x)
         if self.gate.shape.has_shared_gate:
-            # In two columns: torch computes what is left of 32 numbers with other roundings, and rows come by 16.
+            # In two columns, so that 16 rows are 32 numbers: torch rounds the rest of a vector of 32 in another way.
             shared = self.shared_expert_gate(x).repeat(1, 2).sigmoid()[:, :1] * shared
         return shared
 
@@ -198,7 +207,7 @@ class MoE(nn.Module):
         routing: Routing,
         rows: Int[Tensor, " tokens"] | None,
     ) -> Float[Tensor, "tokens dim"]:
-        """The part of the chosen experts."""
+        """The gated sum of the chosen experts' outputs."""
         chosen, gates = self.gate(x, layer, routing, rows)
         experts = chosen.flatten()
         order = experts.argsort(stable=True)

@@ -28,21 +28,22 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     is_truncated: bool = True
-    """The bounds of yarn's ramp are whole dims."""
+    """True if the bounds of yarn's ramp are rounded to whole dims."""
     fraction: float = 1.0
     """Share of the dims of a head that is rotated; the others are left as they are."""
     is_interleaved: bool = False
     """True: pairs of neighbours are rotated, False: dim i with dim i + half."""
     sections: tuple[int, ...] = ()
-    """How many of the pairs turn by time, by height and by width, in models with images. Every third pair, beginning
-    with the second and third, is one of height and width until there are as many; all others turn by time."""
+    """In models with images: how many pairs are rotated by time, by height and by width. Beginning with the second (and
+    third) pair, every third one is rotated by height (and width) until there are that many; all others by time."""
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What of attention may differ between layers. rope: None if queries and keys are not rotated.
+    """The settings of attention that may differ between layers.
 
-    window: how many tokens a token sees, itself and those just before it; None: all earlier ones.
+    rope: None if queries and keys are not rotated. window: how many tokens a token sees, itself and those just before
+    it; None: all earlier ones.
     """
 
     num_heads: int
@@ -52,9 +53,9 @@ class LayerAttention:
 
 @dataclass(frozen=True)
 class AttentionGate:
-    """Attended values are multiplied by an activation of a linear layer of the block's input.
+    """Attended values are multiplied by an activation of a linear layer over the block's input.
 
-    name: of that layer. is_per_head: one gate for a head, else one for each of its dims.
+    name: the name of that layer. is_per_head: True: one gate per head, False: one per dim of a head.
     """
 
     name: str
@@ -77,12 +78,13 @@ class MoEShape:
     num_experts: int
     top_k: int
     intermediate_size: int
-    norm_topk_prob: bool
     sparse_layers: tuple[int, ...]
+    norm_topk_prob: bool = True
+    """True if the gates of a token's experts are divided by their sum."""
     has_expert_bias: bool = False
     """True if a bias on the scores that choose experts (not on the gates) is moved to balance their loads."""
     is_sigmoid: bool = False
-    """Scores are sigmoids of the logits, one by one; False: their softmax."""
+    """Scores are the sigmoid of each logit; False: the softmax of all."""
     num_groups: int = 1
     top_groups: int = 1
     """Experts are chosen from the best `top_groups` of `num_groups` groups."""
@@ -97,17 +99,17 @@ class MoEShape:
     clamped: ClampedGate | None = None
     """None: experts compute silu(gate) * up."""
     has_product_biases: bool = False
-    """True if both products of an expert have biases."""
+    """True if both matrices of an expert have biases."""
     is_transposed: bool = False
     """Weights of experts are [experts, in, out], as in the family's checkpoints."""
     is_interleaved: bool = False
-    """Rows of gate and up are in turn, instead of all of gate first."""
+    """Rows of gate and up alternate, instead of all of gate first."""
     has_shared_gate: bool = False
-    """True if the result of that MLP is multiplied by sigmoid of a gate."""
+    """True if the result of the shared MLP is multiplied by the sigmoid of a gate."""
     is_plain: bool = False
     """True if experts have no gate (`ModelConfig.has_plain_mlp`)."""
     latent_size: int | None = None
-    """Width of the vectors that experts compute, projected from the residual stream; None: its own."""
+    """Width of the vectors that experts compute with, projected from the residual stream; None: the stream's width."""
 
 
 RECURRENT_MIXERS = ("gated_delta", "mamba")
@@ -135,7 +137,7 @@ class MambaShape:
     state_dim: int
     conv_width: int
     min_step: float
-    """The least step size of a token."""
+    """The smallest step size of a token."""
     has_bias: bool = False
     has_conv_bias: bool = True
 
@@ -147,11 +149,11 @@ class IndexerShape:
     num_heads: int
     head_dim: int
     top_k: int
-    """Keys that a query attends to, at most."""
+    """The most keys that a query attends to."""
     is_interleaved: bool
-    """How the first dims of its vectors are rotated, as `Rope.is_interleaved`."""
+    """True if neighbouring dims of its vectors are rotated (`Rope.is_interleaved`)."""
     sources: tuple[int, ...]
-    """By layer: the layer whose indexer chooses; its own number for a layer that has one."""
+    """For each layer, the layer whose indexer chooses its keys: itself, if it has an indexer."""
 
 
 @dataclass(frozen=True)
@@ -159,12 +161,12 @@ class LatentShape:
     """Multi-head latent attention (parts/mixers/mla.py)."""
 
     query_rank: int | None
-    """Width of the vector that queries are expanded from; None: they are projected at once."""
+    """Width of the vector that queries are expanded from; None: queries are projected directly."""
     rank: int
     """Width of the vector that keys and values are expanded from."""
     plain_dim: int
     rotated_dim: int
-    """Dims of a query and key that are not rotated, and those after them that are."""
+    """Dims of a query and key that are not rotated, and dims after them that are."""
     value_dim: int
     yarn_mscale: float = 0.0
     """`mscale_all_dim` of a YaRN checkpoint."""
@@ -180,7 +182,7 @@ class LatentShape:
 
 @dataclass(frozen=True)
 class VisionShape:
-    """A vision tower (parts/vision.py), and the token that stands for what it computes."""
+    """A vision tower (parts/vision.py), and the token that its vectors replace."""
 
     depth: int
     hidden_size: int
@@ -193,11 +195,11 @@ class VisionShape:
     """Patches along each side that become one token."""
     out_size: int
     grid_side: int
-    """The table of learned positions is a square of this many cells a side."""
+    """The table of learned positions is a square with sides of this many cells."""
     rope_theta: float
     image_token_id: int
     deepstack_blocks: tuple[int, ...] = ()
-    """Blocks whose results the first layers of the decoder add, one each."""
+    """Blocks whose results the first layers of the decoder add, one block per layer."""
 
     @property
     def head_dim(self) -> int:
@@ -238,12 +240,12 @@ class ModelConfig:
     layers: tuple[LayerAttention, ...] = ()
     """By layer; empty: all layers have num_heads heads, `rope`, and see all earlier tokens."""
     has_sinks: bool = False
-    """Each head has a logit that takes a share of the attention and has no value."""
+    """True if each head has a logit that takes part in the softmax and has no value."""
     attention_gate: AttentionGate | None = None
     is_qk_norm_joint: bool = False
-    """True if has_qk_norm normalises all heads together instead of each by itself."""
+    """True if queries and keys are normalised over all heads together instead of each head by itself."""
     has_post_norms: bool = False
-    """The results of attention and MLP are normalised too, before they are added to the residual stream."""
+    """True if the results of attention and MLP are normalised too before they are added to the residual stream."""
     embedding_scale: float = 1.0
     """Factor on the embeddings of tokens."""
     has_centred_norms: bool = False
@@ -284,13 +286,13 @@ class ModelConfig:
 
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:
-        """The different rotations of its layers."""
+        """The different rotations of the layers, each once."""
         ropes = [layer.rope for layer in self.layers] if self.layers else [self.rope]
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     @property
     def layer_types(self) -> list[str]:
-        """The layers in the words of config.json."""
+        """The kinds of attention by layer, as config.json names them."""
         names = {True: "full_attention", False: "sliding_attention"}
         return [names[self.attention(layer).window is None] for layer in range(self.num_layers)]
 
@@ -300,7 +302,7 @@ class ModelConfig:
 
     @property
     def num_prediction_layers(self) -> int:
-        """Layers for multi-token prediction in its checkpoint, which are not part of the network."""
+        """Number of layers for multi-token prediction in its checkpoint, which are not part of the network."""
         keys = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
         return next((self.hf[key] for key in keys if self.hf.get(key)), 0)
 
@@ -311,13 +313,13 @@ class ModelConfig:
 
     @property
     def num_state_heads(self) -> int:
-        """What the heads of the gated delta rule, keys' and values', can be divided by; 0 without them."""
+        """Greatest common divisor of the gated delta rule's numbers of key and value heads; 0 without such layers."""
         shape = self.gated_delta
         return math.gcd(shape.num_key_heads, shape.num_value_heads) if shape else 0
 
     @property
     def has_recurrence(self) -> bool:
-        """True if a layer passes a state from token to token, instead of attending to all tokens before."""
+        """True if a layer passes a state from token to token instead of attending to earlier tokens."""
         return any(mixer in RECURRENT_MIXERS for mixer in self.mixers)
 
     @property

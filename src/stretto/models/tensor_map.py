@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from jaxtyping import Shaped
 
 VISION_PREFIX = "model.visual."
-"""What names of a vision tower begin with, here and in checkpoints."""
+"""The prefix of a vision tower's names, in our modules and in checkpoints."""
 
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]
 
 
 class LazyTensor(Protocol):
-    """A checkpoint's tensor of which slices can be read: a Tensor, or one in a file."""
+    """A checkpoint's tensor that can be read by slices: a Tensor, or one in a file."""
 
     def __getitem__(self, region: Region) -> Shaped[Tensor, " ..."]: ...
 
@@ -56,9 +56,9 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class SharedSlice:
-    """A slice that one of ours and one of theirs have in common.
+    """A slice that one of our parameters and one checkpoint tensor have in common.
 
-    ours[start : start + shape] equals theirs[their_start : ...], after dropping the first `lead` dims of ours (size 1).
+    ours[start : start + shape] equals theirs[their_start : ...], after dropping the first `lead` dims of ours.
     """
 
     ours: str
@@ -66,14 +66,15 @@ class SharedSlice:
     shape: Shape
     theirs: str
     their_start: Shape
-    lead: int  # first dims of ours that theirs does not have
+    lead: int
+    """Number of first dims of ours, each of size 1, that theirs does not have."""
 
     @property
     def their_shape(self) -> Shape:
         return self.shape[self.lead :]
 
     def overlap(self, local: TensorSlice) -> tuple[Region, Region] | None:
-        """The overlap with a slice of ours, in theirs and in local.tensor; None without any."""
+        """The overlap with a slice of ours, as regions of theirs and of local.tensor; None if there is none."""
         low = tuple(max(a, b) for a, b in zip(self.start, local.start))
         ends = zip(self.start, self.shape, local.start, local.tensor.shape)
         high = tuple(min(a + n, b + m) for a, n, b, m in ends)
@@ -89,7 +90,7 @@ class SharedSlice:
 
 
 class _Swapped:
-    """A tensor whose last two dims are the other way round in a checkpoint."""
+    """A checkpoint tensor with its last two dims swapped."""
 
     def __init__(self, source: LazyTensor) -> None:
         self._source = source
@@ -105,26 +106,26 @@ class TensorMap:
     def __init__(
         self, shapes: Mapping[str, Shape], rules: Iterable[WeightRule], text_prefix: str = "model."
     ) -> None:
-        """text_prefix: what names of the decoder begin with in a checkpoint, instead of "model."."""
+        """text_prefix: the prefix of the decoder's names in a checkpoint, instead of "model."."""
         self._text_prefix = text_prefix
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         templates = {template: (rule, at) for rule in rules for at, template in enumerate(rule.ours)}
-        found: list[SharedSlice] = []
+        slices: list[SharedSlice] = []
         swappable: set[str] = set()
         for name, shape in self.shapes.items():
             template, layer = _split_layer(name)
             rule, at = templates.get(template, (WeightRule((template,), (template,)), 0))
             parts = list(self._apply_rule(name, shape, rule, at, layer))
-            found += parts
+            slices += parts
             if rule.may_be_swapped:
                 swappable |= {part.theirs for part in parts}
         self.swappable = frozenset(swappable)
-        """Tensors of theirs that may have their last two dims the other way round."""
-        self._set_slices(found)
+        """Checkpoint tensors whose last two dims may be swapped."""
+        self._set_slices(slices)
 
     @classmethod
     def of(cls, shapes: Mapping[str, Shape], slices: Iterable[SharedSlice]) -> TensorMap:
-        """A map from slices that are known, without rules."""
+        """A map from these slices, without rules."""
         table = cls(shapes, ())
         table._set_slices(slices)
         return table
@@ -133,7 +134,7 @@ class TensorMap:
         self._by_theirs: dict[str, list[SharedSlice]] = {}
         for shared in slices:
             self._by_theirs.setdefault(shared.theirs, []).append(shared)
-        self.their_shapes = {name: _bounds(found) for name, found in self._by_theirs.items()}
+        self.their_shapes = {name: _bounds(parts) for name, parts in self._by_theirs.items()}
 
     def _apply_rule(
         self, name: str, shape: Shape, rule: WeightRule, at: int, layer: str
@@ -165,17 +166,17 @@ class TensorMap:
         return re.sub(r"^model\.", self._text_prefix, name)
 
     def slices_of(self, theirs: str) -> list[SharedSlice]:
-        """The slices of ours that make up a tensor of theirs; empty for an unknown name."""
+        """The slices of our parameters that make up this tensor of a checkpoint; empty for an unknown name."""
         return self._by_theirs.get(theirs, [])
 
     def export(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of theirs made from ours, in a fixed order; views where possible."""
+        """Checkpoint tensors by name from our parameters, in a fixed order; views where possible."""
         for name, slices in self._by_theirs.items():
             views = [tensors[s.ours][region_of(s.start, s.shape)].reshape(s.their_shape) for s in slices]
             yield name, views[0] if len(views) == 1 else torch.cat(views)
 
     def find_needed(self, targets: Mapping[str, TensorSlice]) -> set[str]:
-        """Names of theirs that overlap with any of these slices."""
+        """The names of the checkpoint tensors that overlap with any of these slices."""
         return {
             name
             for name, slices in self._by_theirs.items()
@@ -185,7 +186,7 @@ class TensorMap:
     def copy_in(
         self, name: str, shape: Shape, source: LazyTensor, targets: Mapping[str, TensorSlice]
     ) -> None:
-        """Copy from their tensor `name` into these slices; only the overlaps are read.
+        """Copy from the checkpoint tensor `name` into these slices; only the overlaps are read.
 
         Raises: KeyError if there is no tensor of this name; DataError if its shape is wrong.
         """
@@ -207,7 +208,7 @@ class TensorMap:
 
 
 def as_whole_slices(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, TensorSlice]:
-    """Each tensor as the slice that is the whole of it."""
+    """Each tensor as a slice that covers all of it."""
     return {name: TensorSlice.whole(tensor) for name, tensor in tensors}
 
 
@@ -227,10 +228,10 @@ def _fill(template: str, **values: Any) -> str:
 
 
 def region_of(start: Iterable[int], shape: Iterable[int]) -> Region:
-    """The slices of a tensor's part that begins at `start`."""
+    """The region of this shape that begins at `start`."""
     return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
 
 
 def _bounds(slices: list[SharedSlice]) -> Shape:
-    """The shape of a tensor of theirs, from its slices."""
+    """The shape of a checkpoint tensor, from its slices."""
     return tuple(max(ends) for ends in zip(*(map(sum, zip(s.their_start, s.their_shape)) for s in slices)))

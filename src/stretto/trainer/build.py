@@ -15,6 +15,7 @@ from stretto.config.root import TrainerConfig
 from stretto.config.rules.checkpoints import check_quantize
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import CriticSection
+from stretto.data.hub_model import fetch
 from stretto.models import hub
 from stretto.models.decoder import Decoder
 from stretto.models.fp8.checkpoint import BlockLayout
@@ -81,7 +82,7 @@ def find_engine_layout(cfg: TrainerConfig) -> BlockLayout | None:
     section = cfg.weight_broadcast
     layout = None
     if section.engine_model is not None:
-        layout = hub.load_layout(hub.find_model(section.engine_model, has_weights=False))
+        layout = hub.load_layout(fetch(section.engine_model, has_weights=False))
     check_quantize(section.quantize_in_weight_transfer, section.engine_model, is_quantized=layout is not None)
     if layout is not None:
         logger.info("publishing %d weights in 8 bits, as %s", len(layout.names), section.engine_model)
@@ -132,7 +133,7 @@ def build_critic_alone(cfg: TrainerConfig) -> tuple[Critic, Path]:
     network = load_critic_network(cfg, cfg.critic, tokens)
     critic_size, policy_size = network.config.vocab_size, None
     if cfg.model.scratch is None:
-        policy_size = hub.load_config(hub.find_model(cfg.model.name, has_weights=False)).vocab_size
+        policy_size = hub.load_config(fetch(cfg.model.name, has_weights=False)).vocab_size
     _check_vocabulary(critic_size, policy_size or critic_size)
     mesh = build_mesh(cfg.model, network.config)
     return Critic(network, section=cfg.critic, model=_unadapted(cfg), optim=cfg.optim, mesh=mesh), directory

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from stretto.models.native.put_away import PutAway
+from stretto.models.native.memory_offload import MemoryOffload
 from stretto.trainer.learner import Learner
 from stretto.trainer.network import Network
 from stretto.trainer.parallel.shard import local_tensor
@@ -26,23 +26,23 @@ class TrainerMemory:
 
     def __init__(self, learner: Learner, *, is_moved: bool) -> None:
         self._learner, self._is_moved = learner, is_moved
-        self._away = PutAway()
+        self._away = MemoryOffload()
 
     def put_away(self) -> None:
         """Free the device for the engines."""
-        if not self._is_moved or self._away.is_away:
+        if not self._is_moved or self._away.is_offloaded:
             return
         started = time.perf_counter()
         for network in self._networks():
             network.weights.zero_grad()
-        freed = self._away.put_away(self._tensors(), keeps=True)
+        freed = self._away.offload(self._tensors(), keeps=True)
         logger.debug("put %d bytes away in %.3f s", freed, time.perf_counter() - started)
 
     def bring_back(self) -> None:
         """Bring everything back to the device."""
-        if self._away.is_away:
+        if self._away.is_offloaded:
             started = time.perf_counter()
-            self._away.bring_back()
+            self._away.restore()
             logger.debug("memory is back after %.3f s", time.perf_counter() - started)
 
     def _networks(self) -> list[Network]:

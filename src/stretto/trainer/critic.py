@@ -22,6 +22,7 @@ from stretto.algorithms.value_loss import value_loss
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import ConstantScheduler, CriticSection, Optim
+from stretto.data.hub_model import fetch
 from stretto.models import hub
 from stretto.models.decoder import Decoder
 from stretto.models.families import FAMILIES
@@ -77,7 +78,7 @@ def load_critic(directory: str | Path, *, dtype: torch.dtype, may_be_meta: bool 
 
     Raises: ConfigError for a model with several labels; DataError for a damaged directory.
     """
-    directory = hub.find_model(str(directory))
+    directory = fetch(str(directory))
     cfg = replace(hub.load_config(directory), tie_word_embeddings=False)
     with torch.device("meta"):
         critic = Decoder(cfg)

@@ -29,6 +29,7 @@ from stretto.config.rules.mesh_degrees import check_vision
 from stretto.config.sections.algorithm import CustomLoss, DefaultLoss, LossSection
 from stretto.config.sections.model import ModelSection, TokenizerSection
 from stretto.config.sections.trainer import Optim, Scheduler
+from stretto.data.hub_model import fetch
 from stretto.models import hub
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
@@ -75,7 +76,7 @@ def load_policy(
         check_vision(section, section.scratch.family)
         assert vocab_size is not None, "a scratch model needs the tokenizer's vocabulary size"
         return hub.random_model(section.scratch, vocab_size, **token_ids).to(device=device, dtype=dtype)
-    directory = hub.find_model(section.name)
+    directory = fetch(section.name)
     if section.impl != "hf":
         check_vision(section, hub.read_json(directory / "config.json").get("model_type", "model of text"))
     if section.impl == "hf" or (section.impl == "auto" and not hub.has_custom_module(directory)):
@@ -97,10 +98,10 @@ def find_tokenizer(model: ModelSection, tokenizer: TokenizerSection, run_dir: Ru
 
     def find() -> str:
         if tokenizer.name is not None:
-            return str(hub.find_model(tokenizer.name, has_weights=False))
+            return str(fetch(tokenizer.name, has_weights=False))
         if model.scratch is not None:
             return str(build_scratch_files(run_dir.tokenizer, model.scratch))
-        return str(hub.find_model(model.name))
+        return str(fetch(model.name))
 
     return Path(run_on_lead(find, str))
 

@@ -23,7 +23,7 @@ from stretto.models.fp8.checkpoint import (
     stop_rounding,
     to_8_bits,
 )
-from stretto.models.fp8.reference import Reference, use_fp8
+from stretto.models.fp8.reference import Kernels, use_fp8
 
 IDS = torch.arange(VOCAB)
 LAYOUT = PackedLayout((0, VOCAB), torch.device("cpu"))
@@ -66,7 +66,7 @@ def test_an_engine_loads_it_and_computes_as_the_trainer_in_8_bits(pair):
     policy, whole, quantised = pair
     engine = hub.load_model(quantised, dtype=torch.float32, may_be_quantized=True)
     other = hub.load_model(whole, dtype=torch.float32)
-    assert use_fp8(other.model.layers, Reference()) > 0
+    assert use_fp8(other.model.layers, Kernels()) > 0
     scale = logits(policy).abs().max()
     torch.testing.assert_close(logits(engine) / scale, logits(other) / scale, atol=1e-5, rtol=0)
     assert (logits(engine) - logits(policy)).abs().max() > 0.005 * scale  # and not as the policy
@@ -104,7 +104,7 @@ def test_scales_may_come_after_their_weight(pair):
     assert forwards.keys() == backwards.keys() == {name for name, _ in hub.export_tensors(policy)}
     with pytest.raises(DataError, match="in 8 bits, and has no scales"):
         list(from_8_bits((name, tensor) for name, tensor in found if not name.endswith(SCALE)))
-    with pytest.raises(DataError, match="the scales of a weight that is not there"):
+    with pytest.raises(DataError, match="the scales of a missing weight"):
         list(from_8_bits((name, tensor) for name, tensor in found if name.endswith(SCALE)))
 
 
@@ -134,7 +134,7 @@ def test_a_checkpoint_that_says_8_bits_and_has_none_is_refused(pair, tmp_path):
     with pytest.raises(DataError, match=r"no tensor has scales \(\*_scale_inv\)"):
         parse_layout(QUANTIZATION, ["a.weight"], "here/config.json")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": QUANTIZATION}))
-    with pytest.raises(DataError, match="nothing says which weights are in 8 bits"):
+    with pytest.raises(DataError, match="it is unknown which weights are in 8 bits"):
         hub.load_layout(tmp_path)
     assert hub.load_layout(pair[1]) is None
     with pytest.raises(DataError, match="quantization_config"):  # a trainer takes none

@@ -18,7 +18,7 @@ from stretto.models.fp8.reference import (
     FP8,
     LARGEST,
     Fp8Linear,
-    Reference,
+    Kernels,
     RowGroups,
     dequantize_blocks,
     dequantize_columns,
@@ -62,7 +62,7 @@ def test_product_and_both_gradients_are_off_by_about_0_037():
     x, weight, grad = random(512, 384), random(256, 384, seed=1), random(512, 256, seed=2)
     x.requires_grad_()
     weight.requires_grad_()
-    out = multiply(x, weight[None], RowGroups.one(512, x.device), Reference())
+    out = multiply(x, weight[None], RowGroups.one(512, x.device), Kernels())
     out.backward(grad)
     for got, want in ((out, x @ weight.T), (x.grad, grad @ weight), (weight.grad, grad.T @ x)):
         assert 0.03 < off_by(got, want) < 0.042
@@ -72,7 +72,7 @@ def test_one_tensor_wide_scale_would_be_far_worse_where_rows_differ():
     """The control: blocks are needed to separate small rows from large ones."""
     x, weight = random(256, 256), random(128, 256, seed=1)
     x = x * torch.logspace(-5, 5, 256)[:, None]
-    out = multiply(x, weight[None], RowGroups.one(256, x.device), Reference())
+    out = multiply(x, weight[None], RowGroups.one(256, x.device), Kernels())
     scale = x.abs().max() / LARGEST
     coarse = ((x / scale).to(FP8).float() * scale) @ weight.T
     small = slice(0, 64)
@@ -88,7 +88,7 @@ def test_the_reference_sums_block_by_block_as_a_gpu_does():
         partial = x.values[:, part].float() @ weight.values[0, :, part].float().T
         columns = weight.scales[0, :, block].repeat_interleave(BLOCK)[:150]
         total += partial * x.scales[:, block, None] * columns
-    out = Reference().product(x, weight, RowGroups.one(40, torch.device("cpu")), torch.float32)
+    out = Kernels().product(x, weight, RowGroups.one(40, torch.device("cpu")), torch.float32)
     torch.testing.assert_close(out, total, rtol=1e-4, atol=1e-4)
 
 
@@ -98,14 +98,14 @@ def test_each_group_is_computed_as_if_it_were_alone(counts):
     x, weight, grad = random(num_rows, 200), random(5, 140, 200, seed=1), random(num_rows, 140, seed=2)
     x.requires_grad_()
     weight.requires_grad_()
-    out = multiply(x, weight, RowGroups.of(torch.tensor(counts), num_rows), Reference())
+    out = multiply(x, weight, RowGroups.of(torch.tensor(counts), num_rows), Kernels())
     out.backward(grad)
     for group, rows in enumerate(torch.arange(num_rows).split(counts)):
         if not len(rows):
             assert not weight.grad[group].any()
             continue
         own, w = x.detach()[rows].requires_grad_(), weight.detach()[group].requires_grad_()
-        alone = multiply(own, w[None], RowGroups.one(len(rows), own.device), Reference())
+        alone = multiply(own, w[None], RowGroups.one(len(rows), own.device), Kernels())
         alone.backward(grad[rows])
         pairs = ((out[rows], alone), (x.grad[rows], own.grad), (weight.grad[group], w.grad))
         for got, want in pairs:
@@ -113,7 +113,7 @@ def test_each_group_is_computed_as_if_it_were_alone(counts):
 
 
 def test_no_rows_give_no_rows_and_gradients_of_zeros():
-    layer = Fp8Linear(torch.nn.Linear(160, 130), Reference())
+    layer = Fp8Linear(torch.nn.Linear(160, 130), Kernels())
     out = layer(torch.zeros(0, 160, requires_grad=True))
     out.sum().backward()
     assert out.shape == (0, 130) and not layer.weight.grad.any()
@@ -134,11 +134,11 @@ def test_tiles_cover_every_row_once_and_never_two_groups():
 
 def test_a_layer_has_the_weights_and_the_bias_of_the_one_it_stands_for():
     base = torch.nn.Linear(160, 130)
-    layer = Fp8Linear(base, Reference())
+    layer = Fp8Linear(base, Kernels())
     assert layer.weight is base.weight and layer.state_dict().keys() == base.state_dict().keys()
     x = random(3, 7, 160)
     assert off_by(layer(x), base(x)) < 0.042
-    frozen = Fp8Linear(torch.nn.Linear(160, 130).requires_grad_(False), Reference())
+    frozen = Fp8Linear(torch.nn.Linear(160, 130).requires_grad_(False), Kernels())
     x.requires_grad_()
     frozen(x).sum().backward()
     assert x.grad is not None and frozen.weight.grad is None
@@ -156,4 +156,4 @@ def test_triton_kernels_give_the_reference_in_the_interpreter():
 
 
 def test_the_reference_agrees_with_itself():
-    assert_kernels_agree(Reference(), "cpu")
+    assert_kernels_agree(Kernels(), "cpu")

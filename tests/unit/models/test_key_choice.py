@@ -16,7 +16,7 @@ from stretto.models.parts.mixers.key_choice import (
     NOT_A_KEY,
     IndexVectors,
     KeyChoice,
-    Sight,
+    VisibleKeys,
     attend_chosen,
     choose_keys,
 )
@@ -76,8 +76,8 @@ def test_the_best_keys_are_chosen_and_of_equal_ones_the_earliest(row, top_k):
         np.concatenate((pieces[0], pieces[3])),
     ):
         parts = vectors(num, tokens)
-        sight = Sight.of(bounds, parents, torch.device("cpu"), tokens)
-        got = choose_keys(parts, sight, top_k).numpy()
+        visible_keys = VisibleKeys.of(bounds, parents, torch.device("cpu"), tokens)
+        got = choose_keys(parts, visible_keys, top_k).numpy()
         want = chosen_densely(parts, visible(bounds, parents)[tokens], top_k)
         assert got.shape == (len(tokens), want.sum(1).max())
         for chosen, expected in zip(got, want):
@@ -95,8 +95,8 @@ def test_attention_and_gradients_equal_a_masked_softmax(row):
     slopes = torch.randn(num, HEADS, VALUE, generator=generator, dtype=torch.float64)
     q, k = q.requires_grad_(), k.requires_grad_()
     choice = KeyChoice(0, 6, 0.3, {}, vectors(num))
-    sight = Sight.of(bounds, parents, torch.device("cpu"))
-    out = attend_chosen(choice, q, k.unsqueeze(1), k.unsqueeze(1)[..., :VALUE], sight)
+    visible_keys = VisibleKeys.of(bounds, parents, torch.device("cpu"))
+    out = attend_chosen(choice, q, k.unsqueeze(1), k.unsqueeze(1)[..., :VALUE], visible_keys)
     got = torch.autograd.grad((out * slopes).sum(), (q, k))
     mask = torch.from_numpy(chosen_densely(choice.vectors, visible(bounds, parents), 6))
     scores = (torch.einsum("qhd,kd->qhk", q, k) * 0.3).masked_fill(~mask.unsqueeze(1), float("-inf"))
@@ -115,13 +115,13 @@ def test_the_loss_of_an_index_is_its_divergence_from_the_attention(row):
     parts = IndexVectors(
         *(torch.randn(part.shape, generator=generator).requires_grad_() for part in vectors(num))
     )
-    sight = Sight.of(bounds, parents, torch.device("cpu"))
+    visible_keys = VisibleKeys.of(bounds, parents, torch.device("cpu"))
 
     def run(scale: float | None) -> tuple[torch.Tensor, ...]:
         inputs = (q.clone().requires_grad_(), k.clone().requires_grad_())
         choice = KeyChoice(0, 6, 0.3, {}, parts, scale, losses)
         keys = inputs[1].unsqueeze(1)
-        out = attend_chosen(choice, inputs[0], keys, keys[..., :VALUE], sight)
+        out = attend_chosen(choice, inputs[0], keys, keys[..., :VALUE], visible_keys)
         return torch.autograd.grad((out * slopes).sum(), (*inputs, *parts), allow_unused=True)
 
     losses: dict[int, torch.Tensor] = {}

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import ModelSection, ScratchSection
+from stretto.data.hub_model import fetch
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.trainer.learner import load_policy
@@ -163,7 +164,7 @@ def test_a_directory_without_config_or_weights_is_named(tmp_path, saved):
 @pytest.mark.parametrize("name", ["nowhere/at-all", "./nowhere", "nowhere"])
 def test_a_model_that_is_nowhere_is_named(name):
     with pytest.raises(ConfigError, match=f"model '{name}': no such directory"):
-        hub.find_model(name)
+        fetch(name)
 
 
 def test_auto_is_the_type_of_the_device():
@@ -189,6 +190,7 @@ def test_an_engine_has_its_model_without_importing_what_compiles(saved):
     """torch._dynamo takes a second to import."""
     code = """
 import sys, torch, stretto.inference.server
+from stretto.data.hub_model import fetch
 from stretto.models import hub
 hub.load_model(sys.argv[1], dtype=torch.float32)
 sys.exit("torch._dynamo" in sys.modules)

@@ -39,7 +39,7 @@ from stretto.models.decoder import Decoder
 from stretto.models.hub import export_tensors, load_tensors
 from stretto.models.lora import Adapter
 from stretto.models.native.kernels import Kernels
-from stretto.models.native.put_away import PutAway
+from stretto.models.native.memory_offload import MemoryOffload
 from stretto.records.generate import GenerateRequest
 from stretto.records.weights import WeightManifest
 
@@ -139,7 +139,7 @@ class EngineCore:
         )
         self.scheduler.returns_supports = settings.enable_return_sampling_mask
         self.version = version
-        self._weights_away, self._cache_away = PutAway(), PutAway()
+        self._weights_away, self._cache_away = MemoryOffload(), MemoryOffload()
         self.requests: dict[str, EngineRequest] = {}
         self._latest_batch: _SamplingBatch | None = None  # from the step before
 
@@ -307,19 +307,19 @@ class EngineCore:
         tensors = self.model.parameters()
         if keeps_weights:
             tensors = (*tensors, *self.model.buffers())
-        freed = self._weights_away.put_away(tensors, keeps=keeps_weights)
-        return freed + image_bytes + self._cache_away.put_away([self.cache.blocks], keeps=False)
+        freed = self._weights_away.offload(tensors, keeps=keeps_weights)
+        return freed + image_bytes + self._cache_away.offload([self.cache.blocks], keeps=False)
 
     def bring_back(self, tags: Iterable[str]) -> bool:
         """Take memory again for `weights` or `kv_cache`; whether all is there."""
         for tag, away in (("weights", self._weights_away), ("kv_cache", self._cache_away)):
-            if tag in tags and away.is_away:
-                away.bring_back()
-        return not (self._weights_away.is_away or self._cache_away.is_away)
+            if tag in tags and away.is_offloaded:
+                away.restore()
+        return not (self._weights_away.is_offloaded or self._cache_away.is_offloaded)
 
     @property
     def are_weights_away(self) -> bool:
-        return self._weights_away.is_away
+        return self._weights_away.is_offloaded
 
     def reset_prefix_cache(self) -> None:
         self.pool.clear_prefix_cache()

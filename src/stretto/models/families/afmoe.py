@@ -1,6 +1,6 @@
 """afmoe (Trinity): sliding windows, gated attention, norms before and after, sigmoid router, a shared expert.
 
-Layers that see everything do not rotate queries and keys. The first blocks are dense.
+Layers without a window do not rotate queries and keys. The first blocks are dense.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ from typing import Any
 
 from stretto.models.families.rope_keys import parse_rope
 from stretto.models.family import (
+    ATTENTION_BIAS,
+    BALANCED_SIGMOID,
     DENSE_TP_PLAN,
+    MOE_KEYS,
     STACKED_EXPERTS,
     Family,
-    WeightRule,
+    first_sparse_layer,
+    renamed_in_layers,
     scratch_layers,
-    scratch_moe,
+    scratch_shared_moe,
 )
 from stretto.models.shape import AttentionGate, LayerAttention, ModelConfig, MoEShape
 
-_LAYER = "model.layers.{layer}"
-_GATE = AttentionGate("gate_proj", "sigmoid")
+_MOE_KEYS = MOE_KEYS | {"gate_scale": ("route_scale", 1.0)}
+_FIXED_VALUES = {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
 
 
 def _fields(hf: dict[str, Any]) -> dict[str, Any]:
@@ -29,86 +33,56 @@ def _fields(hf: dict[str, Any]) -> dict[str, Any]:
     types = hf.get("layer_types") or [
         "sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)
     ]
-    is_windowed = [kind == "sliding_attention" for kind in types]
-    shared = hf.get("num_shared_experts", 2)
+    windowed, whole = LayerAttention(heads, rope, hf["sliding_window"]), LayerAttention(heads, None)
+    num_shared = hf.get("num_shared_experts", 2)
     return {
-        "qkv_bias": hf.get("attention_bias", False),
-        "out_bias": hf.get("attention_bias", False),
-        "attention_gate": _GATE,
-        "has_post_norms": True,
         "embedding_scale": math.sqrt(hf["hidden_size"]) if hf.get("mup_enabled") else 1.0,
-        "layers": tuple(
-            LayerAttention(heads, rope, hf["sliding_window"]) if windowed else LayerAttention(heads, None)
-            for windowed in is_windowed
-        ),
+        "layers": tuple(windowed if kind == "sliding_attention" else whole for kind in types),
         "moe": MoEShape(
-            num_experts=hf["num_experts"],
-            top_k=hf["num_experts_per_tok"],
-            intermediate_size=hf["moe_intermediate_size"],
-            norm_topk_prob=True,
+            **_MOE_KEYS.read(hf),
+            **BALANCED_SIGMOID,
             sparse_layers=tuple(range(hf.get("num_dense_layers", 1), count)),
-            has_expert_bias=True,
-            is_sigmoid=True,
-            gate_scale=hf.get("route_scale", 1.0),
-            shared_size=hf["moe_intermediate_size"] * shared if shared else None,
+            shared_size=hf["moe_intermediate_size"] * num_shared if num_shared else None,
         ),
     }
 
 
 def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
-    moe = cfg.moe
-    assert moe is not None
     return {
-        "attention_bias": cfg.qkv_bias,
+        **_MOE_KEYS.write(cfg.moe),
+        **_FIXED_VALUES,
         "mup_enabled": cfg.embedding_scale != 1.0,
         "layer_types": cfg.layer_types,
         "sliding_window": cfg.window,
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.intermediate_size,
-        "num_dense_layers": moe.sparse_layers[0] if moe.sparse_layers else cfg.num_layers,
-        "score_func": "sigmoid",
-        "route_norm": True,
-        "route_scale": moe.gate_scale,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_shared_experts": (moe.shared_size or 0) // moe.intermediate_size,
+        "num_dense_layers": first_sparse_layer(cfg),
+        "num_shared_experts": (cfg.moe.shared_size or 0) // cfg.moe.intermediate_size,
     }
 
 
 AFMOE = Family(
     name="afmoe",
     architecture="AfmoeForCausalLM",
+    constants={"attention_gate": AttentionGate("gate_proj", "sigmoid"), "has_post_norms": True},
+    keys=ATTENTION_BIAS,
     fields=_fields,
     to_hf=_to_hf,
-    required=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "sliding_window"),
+    required=(*MOE_KEYS.required, "sliding_window"),
     defaults={"head_dim": 128, "rms_norm_eps": 1e-5},
-    fixed_values={
-        "score_func": "sigmoid",
-        "route_norm": True,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_expert_groups": 1,
-        "num_limited_groups": 1,
-    },
-    weights=(
-        *STACKED_EXPERTS,
-        WeightRule((f"{_LAYER}.mlp.gate.weight",), (f"{_LAYER}.mlp.router.gate.weight",)),
-        WeightRule((f"{_LAYER}.mlp.gate.expert_bias",), (f"{_LAYER}.mlp.expert_bias",)),
-        WeightRule(
-            (f"{_LAYER}.post_self_attn_layernorm.weight",), (f"{_LAYER}.post_attention_layernorm.weight",)
-        ),
-        WeightRule((f"{_LAYER}.post_attention_layernorm.weight",), (f"{_LAYER}.pre_mlp_layernorm.weight",)),
+    fixed_values=_FIXED_VALUES | {"num_expert_groups": 1, "num_limited_groups": 1},
+    weights=STACKED_EXPERTS
+    + renamed_in_layers(
+        {
+            "mlp.gate.weight": "mlp.router.gate.weight",
+            "mlp.gate.expert_bias": "mlp.expert_bias",
+            "post_self_attn_layernorm.weight": "post_attention_layernorm.weight",
+            "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
+        }
     ),
-    tp_plan={**DENSE_TP_PLAN, f"{_LAYER}.self_attn.gate_proj": "column"},
+    tp_plan={**DENSE_TP_PLAN, "model.layers.{layer}.self_attn.gate_proj": "column"},
     has_windows=True,
     scratch=lambda scratch: {
-        "attention_gate": _GATE,
-        "has_post_norms": True,
         "embedding_scale": math.sqrt(scratch.hidden_size),
         "layers": scratch_layers(scratch, lambda layer: (layer + 1) % 4 != 0, rotates_all=False),
-        "moe": scratch_moe(
-            scratch, 1, has_expert_bias=True, is_sigmoid=True, shared_size=scratch.moe_intermediate_size
-        ),
+        "moe": scratch_shared_moe(scratch, 1),
     },
 )

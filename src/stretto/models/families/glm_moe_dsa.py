@@ -8,24 +8,18 @@ for multi-token prediction are not read.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import DataError
 from stretto.models.families import deepseek_v3
-from stretto.models.family import EXPERT_BIAS, STACKED_EXPERTS, Family
+from stretto.models.family import Family, Keys, mlp_layer_types, sparse_layers
 from stretto.models.shape import IndexerShape, ModelConfig
 
 if TYPE_CHECKING:
     from stretto.config.sections.model import ScratchSection
 
-_REQUIRED = (*deepseek_v3.REQUIRED, "q_lora_rank")
-_FIXED_VALUES = {
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "moe_layer_freq": 1,
-    "rope_interleave": True,
-}
+_INDEXER_KEYS = Keys(num_heads="index_n_heads", head_dim=("index_head_dim", 128), top_k=("index_topk", 2048))
+"""Fields of IndexerShape and their keys in config.json."""
 _LETTERS = {"F": "full", "S": "shared"}
 
 
@@ -60,103 +54,77 @@ def _sources(types: list[str], num_layers: int, family: str) -> tuple[int, ...]:
     return tuple(sources)
 
 
-def _sparse_layers(hf: dict[str, Any], family: str) -> tuple[int, ...]:
-    count, types = hf["num_hidden_layers"], hf.get("mlp_layer_types")
-    if types is None:
-        return tuple(range(min(hf.get("first_k_dense_replace", 3), count), count))
-    if len(types) != count or set(types) - {"dense", "sparse"}:
-        raise DataError(
-            f'{family}: mlp_layer_types must be "dense" or "sparse" for each of the {count} layers, not {types}'
-        )
-    return tuple(layer for layer, kind in enumerate(types) if kind == "sparse")
-
-
-def _fields_of(family: str, heads: int, *, is_interleaved: bool) -> Any:
-    def fields(hf: dict[str, Any]) -> dict[str, Any]:
-        found, count = deepseek_v3.fields(hf), hf["num_hidden_layers"]
-        types = _indexer_types(hf) if family == "glm_moe_dsa" else ["full"] * count
-        indexer = IndexerShape(
-            num_heads=hf.get("index_n_heads", heads),
-            head_dim=hf.get("index_head_dim", 128),
-            top_k=hf.get("index_topk", 2048),
-            is_interleaved=is_interleaved,
-            sources=_sources(types, count, family),
-        )
-        if indexer.head_dim < found["latent"].rotated_dim or indexer.top_k < 1:
-            raise DataError(
-                f"{family}: index_head_dim = {indexer.head_dim} must be at least qk_rope_head_dim = "
-                f"{found['latent'].rotated_dim}, and index_topk = {indexer.top_k} at least 1"
-            )
-        return found | {
-            "mixers": ("sparse_latent",) * count,
-            "latent": replace(found["latent"], indexer=indexer),
-            "moe": replace(found["moe"], sparse_layers=_sparse_layers(hf, family)),
-        }
-
-    return fields
-
-
 def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
-    """The reverse, with the layers one by one."""
-    assert cfg.latent is not None and cfg.latent.indexer is not None
+    """The reverse of `fields`, with the layers one by one."""
     indexer = cfg.latent.indexer
-    found = {
-        "index_n_heads": indexer.num_heads,
-        "index_head_dim": indexer.head_dim,
-        "index_topk": indexer.top_k,
-        "mlp_layer_types": ["sparse" if cfg.is_sparse(layer) else "dense" for layer in range(cfg.num_layers)],
-    }
+    keys = _INDEXER_KEYS.write(indexer) | {"mlp_layer_types": mlp_layer_types(cfg)}
     if cfg.family == "glm_moe_dsa":
-        found["indexer_types"] = [
+        keys["indexer_types"] = [
             "full" if source == layer else "shared" for layer, source in enumerate(indexer.sources)
         ]
-    return deepseek_v3.to_hf(cfg) | found
+    return deepseek_v3.to_hf(cfg) | keys
 
 
-def _scratch(scratch: ScratchSection, *, is_shared: bool, is_interleaved: bool) -> dict[str, Any]:
-    """deepseek_v3 with an indexer in every layer, or in every second one, whose choice the next one shares."""
-    found = deepseek_v3.scratch(scratch)
-    indexer = IndexerShape(
-        num_heads=scratch.num_heads,
-        head_dim=scratch.head_dim,
-        top_k=scratch.index_topk,
-        is_interleaved=is_interleaved,
-        sources=tuple(layer - layer % 2 if is_shared else layer for layer in range(scratch.num_layers)),
-    )
-    return found | {
-        "mixers": ("sparse_latent",) * scratch.num_layers,
-        "latent": replace(found["latent"], indexer=indexer),
-    }
+def _family(name: str, architecture: str, *, is_interleaved: bool, **defaults: Any) -> Family:
+    """Only layers of glm_moe_dsa share choices; is_interleaved: how the indexer's vectors are rotated."""
+    has_shared = name == "glm_moe_dsa"
 
+    def fields(hf: dict[str, Any]) -> dict[str, Any]:
+        base, count = deepseek_v3.fields(hf), hf["num_hidden_layers"]
+        indexer = IndexerShape(
+            **_INDEXER_KEYS.read(hf),
+            is_interleaved=is_interleaved,
+            sources=_sources(_indexer_types(hf) if has_shared else ["full"] * count, count, name),
+        )
+        if indexer.head_dim < base["latent"].rotated_dim or indexer.top_k < 1:
+            raise DataError(
+                f"{name}: index_head_dim = {indexer.head_dim} must be at least qk_rope_head_dim = "
+                f"{base['latent'].rotated_dim}, and index_topk = {indexer.top_k} at least 1"
+            )
+        return {
+            "mixers": ("sparse_latent",) * count,
+            "latent": replace(base["latent"], indexer=indexer),
+            "moe": replace(base["moe"], sparse_layers=sparse_layers(hf, hf.get("first_k_dense_replace", 3))),
+        }
 
-def _family(name: str, architecture: str, heads: int, *, is_interleaved: bool, **defaults: Any) -> Family:
-    return Family(
+    def scratch(section: ScratchSection) -> dict[str, Any]:
+        """deepseek_v3 with an indexer in every layer, or in every second one, whose choice the next one shares."""
+        base = deepseek_v3.scratch(section)
+        indexer = IndexerShape(
+            num_heads=section.num_heads,
+            head_dim=section.head_dim,
+            top_k=section.index_topk,
+            is_interleaved=is_interleaved,
+            sources=tuple(layer - layer % 2 if has_shared else layer for layer in range(section.num_layers)),
+        )
+        return base | {
+            "mixers": ("sparse_latent",) * section.num_layers,
+            "latent": replace(base["latent"], indexer=indexer),
+        }
+
+    return replace(
+        deepseek_v3.DEEPSEEK_V3,
         name=name,
         architecture=architecture,
-        fields=_fields_of(name, heads, is_interleaved=is_interleaved),
+        fields=fields,
         to_hf=_to_hf,
-        required=_REQUIRED,
+        required=(*deepseek_v3.REQUIRED, "q_lora_rank"),
         defaults={"routed_scaling_factor": 2.5} | defaults,
-        fixed_values=_FIXED_VALUES | {"indexer_rope_interleave": is_interleaved},
-        key_aliases=deepseek_v3.DEEPSEEK_V3.key_aliases,
-        normalise=deepseek_v3.normalise,
+        fixed_values=deepseek_v3.FIXED_VALUES | {"indexer_rope_interleave": is_interleaved},
         layer_types=("indexed_attention",),
-        weights=(*STACKED_EXPERTS, EXPERT_BIAS),
-        rotary_fraction=1.0,
-        is_rotary_interleaved=True,
-        scratch=partial(_scratch, is_shared=name == "glm_moe_dsa", is_interleaved=is_interleaved),
+        scratch=scratch,
     )
 
 
 GLM_MOE_DSA = _family(
     "glm_moe_dsa",
     "GlmMoeDsaForCausalLM",
-    32,
     is_interleaved=True,
+    index_n_heads=32,
     n_group=1,
     topk_group=1,
     rms_norm_eps=1e-5,
 )
 DEEPSEEK_V32 = _family(
-    "deepseek_v32", "DeepseekV32ForCausalLM", 64, is_interleaved=False, n_group=8, topk_group=4
+    "deepseek_v32", "DeepseekV32ForCausalLM", is_interleaved=False, index_n_heads=64, n_group=8, topk_group=4
 )

@@ -6,19 +6,34 @@ stored transposed, as in checkpoints; those in four bits (MXFP4) are not read.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from stretto.models.families.rope_keys import parse_rope
-from stretto.models.family import Family, WeightRule, scratch_layers, scratch_moe
-from stretto.models.shape import ClampedGate, LayerAttention, ModelConfig, MoEShape, Rope
+from stretto.models.family import (
+    LOCAL_MOE_KEYS,
+    Family,
+    Keys,
+    renamed_in_layers,
+    scratch_layers,
+    scratch_moe,
+    scratch_rope,
+)
+from stretto.models.shape import ClampedGate, LayerAttention, ModelConfig, MoEShape
 
-_MLP = "model.layers.{layer}.mlp"
-
+_EXPERTS = {
+    "has_router_bias": True,
+    "has_product_biases": True,
+    "is_transposed": True,
+    "is_interleaved": True,
+}
+_CLAMPS = Keys(alpha=("swiglu_alpha", 1.702), limit=("swiglu_limit", 7.0))
+"""Fields of ClampedGate and their keys in config.json."""
 _YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
-"""The rotation of a config.json that says nothing of it."""
+"""The rotation of a config.json without any."""
 
 
 def _normalise(hf: dict[str, Any]) -> dict[str, Any]:
@@ -29,45 +44,25 @@ def _fields(hf: dict[str, Any]) -> dict[str, Any]:
     rope, heads, count = parse_rope(hf, "config.json"), hf["num_attention_heads"], hf["num_hidden_layers"]
     types = hf.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in range(count)]
     windows = [hf.get("sliding_window") if kind == "sliding_attention" else None for kind in types]
+    clamped = ClampedGate(**_CLAMPS.read(hf))
     return {
-        "has_qk_norm": False,
-        "qkv_bias": hf.get("attention_bias", True),
-        "out_bias": hf.get("attention_bias", True),
-        "has_sinks": True,
         "layers": tuple(LayerAttention(heads, rope, window) for window in windows),
         "moe": MoEShape(
-            num_experts=hf["num_local_experts"],
-            top_k=hf["num_experts_per_tok"],
-            intermediate_size=hf["intermediate_size"],
-            norm_topk_prob=True,
-            sparse_layers=tuple(range(count)),
-            clamped=ClampedGate(hf.get("swiglu_alpha", 1.702), hf.get("swiglu_limit", 7.0)),
-            has_router_bias=True,
-            has_product_biases=True,
-            is_transposed=True,
-            is_interleaved=True,
+            **LOCAL_MOE_KEYS.read(hf), **_EXPERTS, sparse_layers=tuple(range(count)), clamped=clamped
         ),
     }
 
 
 def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
-    moe = cfg.moe
-    assert moe is not None and moe.clamped is not None
-    return {
-        "attention_bias": cfg.qkv_bias,
-        "num_local_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "intermediate_size": moe.intermediate_size,
-        "swiglu_alpha": moe.clamped.alpha,
-        "swiglu_limit": moe.clamped.limit,
-        "layer_types": cfg.layer_types,
-        "sliding_window": cfg.window,
-    }
+    layers = {"layer_types": cfg.layer_types, "sliding_window": cfg.window}
+    return LOCAL_MOE_KEYS.write(cfg.moe) | _CLAMPS.write(cfg.moe.clamped) | layers
 
 
 GPT_OSS = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
+    constants={"has_qk_norm": False, "has_sinks": True},
+    keys=Keys(out_bias=("attention_bias", True), qkv_bias=("attention_bias", True)),
     fields=_fields,
     to_hf=_to_hf,
     required=("num_local_experts", "num_experts_per_tok"),
@@ -80,27 +75,14 @@ GPT_OSS = Family(
     },
     key_aliases={"num_experts": "num_local_experts"},
     normalise=_normalise,
-    weights=(
-        WeightRule((f"{_MLP}.gate.weight",), (f"{_MLP}.router.weight",)),
-        WeightRule((f"{_MLP}.gate.bias",), (f"{_MLP}.router.bias",)),
-    ),
+    weights=renamed_in_layers({"mlp.gate.weight": "mlp.router.weight", "mlp.gate.bias": "mlp.router.bias"}),
     has_windows=True,
     scratch=lambda scratch: {
-        "has_qk_norm": False,
-        "qkv_bias": True,
-        "out_bias": True,
-        "has_sinks": True,
         # vLLM expects YaRN of this family; without a factor it changes nothing.
-        "rope": Rope(theta=10_000.0, kind="yarn", original_max_positions=scratch.max_position_embeddings),
+        "rope": replace(scratch_rope(), kind="yarn", original_max_positions=scratch.max_position_embeddings),
         "layers": scratch_layers(scratch, lambda layer: layer % 2 == 0),
         "moe": scratch_moe(
-            scratch,
-            clamped=ClampedGate(1.702, 7.0),
-            has_router_bias=True,
-            has_product_biases=True,
-            is_transposed=True,
-            is_interleaved=True,
-            has_expert_bias=False,
+            scratch, clamped=ClampedGate(**_CLAMPS.read({})), has_expert_bias=False, **_EXPERTS
         ),
     },
 )

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.models.family import Family, WeightRule, scratch_moe
-from stretto.models.shape import ModelConfig, MoEShape, Rope
+from stretto.models.family import (
+    BALANCED_SIGMOID,
+    LOCAL_MOE_KEYS,
+    Family,
+    WeightRule,
+    renamed_in_layers,
+    scratch_moe,
+    scratch_rope,
+)
+from stretto.models.shape import ModelConfig, MoEShape
 
-_OURS, _THEIRS = "model.layers.{layer}.mlp", "model.layers.{layer}.block_sparse_moe"
+_EXPERT = "model.layers.{layer}.block_sparse_moe.experts.{expert}"
 
 
 def _fields(hf: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "is_qk_norm_joint": True,
-        "moe": MoEShape(
-            num_experts=hf["num_local_experts"],
-            top_k=hf["num_experts_per_tok"],
-            intermediate_size=hf["intermediate_size"],
-            norm_topk_prob=True,
-            sparse_layers=tuple(range(hf["num_hidden_layers"])),
-            has_expert_bias=True,
-            is_sigmoid=True,
-        ),
-    }
+    layers = tuple(range(hf["num_hidden_layers"]))
+    return {"moe": MoEShape(**LOCAL_MOE_KEYS.read(hf), **BALANCED_SIGMOID, sparse_layers=layers)}
 
 
 def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
-    moe = cfg.moe
-    assert moe is not None
-    return {
-        "num_local_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "intermediate_size": moe.intermediate_size,
+    return LOCAL_MOE_KEYS.write(cfg.moe) | {
         "rotary_dim": int(cfg.head_dim * cfg.rope.fraction),
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
@@ -42,6 +35,7 @@ def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
 MINIMAX_M2 = Family(
     name="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
+    constants={"is_qk_norm_joint": True},
     fields=_fields,
     to_hf=_to_hf,
     required=("num_local_experts", "num_experts_per_tok"),
@@ -55,18 +49,18 @@ MINIMAX_M2 = Family(
     },
     key_aliases={"num_experts": "num_local_experts"},
     weights=(
-        WeightRule((f"{_OURS}.gate.weight",), (f"{_THEIRS}.gate.weight",)),
-        WeightRule((f"{_OURS}.gate.expert_bias",), (f"{_THEIRS}.e_score_correction_bias",)),
-        WeightRule(
-            (f"{_OURS}.experts.gate_up_proj",),
-            (f"{_THEIRS}.experts.{{expert}}.w1.weight", f"{_THEIRS}.experts.{{expert}}.w3.weight"),
+        *renamed_in_layers(
+            {
+                "mlp.gate.weight": "block_sparse_moe.gate.weight",
+                "mlp.gate.expert_bias": "block_sparse_moe.e_score_correction_bias",
+                "mlp.experts.down_proj": "block_sparse_moe.experts.{expert}.w2.weight",
+            }
         ),
-        WeightRule((f"{_OURS}.experts.down_proj",), (f"{_THEIRS}.experts.{{expert}}.w2.weight",)),
+        WeightRule(
+            ("model.layers.{layer}.mlp.experts.gate_up_proj",),
+            (f"{_EXPERT}.w1.weight", f"{_EXPERT}.w3.weight"),
+        ),
     ),
     rotary_fraction=1.0,
-    scratch=lambda scratch: {
-        "rope": Rope(theta=10_000.0, fraction=0.5),
-        "is_qk_norm_joint": True,
-        "moe": scratch_moe(scratch, has_expert_bias=True, is_sigmoid=True),
-    },
+    scratch=lambda scratch: {"rope": scratch_rope(0.5), "moe": scratch_moe(scratch, **BALANCED_SIGMOID)},
 )

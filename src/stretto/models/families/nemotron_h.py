@@ -10,7 +10,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import DataError
-from stretto.models.family import Family, WeightRule, scratch_moe
+from stretto.models.family import (
+    BALANCED_SIGMOID,
+    GROUPED_MOE_KEYS,
+    Family,
+    Keys,
+    WeightRule,
+    scratch_shared_moe,
+)
 from stretto.models.shape import LayerAttention, MambaShape, ModelConfig, MoEShape
 
 if TYPE_CHECKING:
@@ -19,103 +26,71 @@ if TYPE_CHECKING:
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 _OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 _MIXERS = {"linear_attention": "mamba", "full_attention": "attention"}
-_MAMBA = {
-    "num_heads": "mamba_num_heads",
-    "head_dim": "mamba_head_dim",
-    "num_groups": "n_groups",
-    "state_dim": "ssm_state_size",
-    "conv_width": "conv_kernel",
-    "min_step": "time_step_min",
-}
+_MAMBA_KEYS = Keys(
+    num_heads="mamba_num_heads",
+    head_dim="mamba_head_dim",
+    num_groups="n_groups",
+    state_dim="ssm_state_size",
+    conv_width="conv_kernel",
+    min_step="time_step_min",
+    has_bias=("use_bias", False),
+    has_conv_bias=("use_conv_bias", True),
+)
 """Fields of MambaShape and their keys in config.json."""
-_MOE_KEYS = (
-    "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size",
-)  # fmt: skip
+_MOE_KEYS = GROUPED_MOE_KEYS | {
+    "shared_size": "moe_shared_expert_intermediate_size",
+    "latent_size": ("moe_latent_size", None),
+}
 
 
 def _normalise(hf: dict[str, Any]) -> dict[str, Any]:
     """The kinds of blocks as `layer_types`, from any of the three ways to give them."""
-    given = hf.get("layers_block_type") or hf.get("layer_types")
-    kinds = [_LETTERS.get(letter, letter) for letter in hf.get("hybrid_override_pattern") or ()]
-    kinds = [_OLD_NAMES.get(kind, kind) for kind in given or kinds]
-    found = {"layer_types": kinds, "num_hidden_layers": len(kinds) or None}
-    return {"time_step_min": 0.001, "layer_norm_epsilon": 1e-5} | hf | found
+    kinds = hf.get("layers_block_type") or hf.get("layer_types")
+    if not kinds:
+        kinds = [_LETTERS.get(letter, letter) for letter in hf.get("hybrid_override_pattern") or ()]
+    kinds = [_OLD_NAMES.get(kind, kind) for kind in kinds]
+    return hf | {"layer_types": kinds, "num_hidden_layers": len(kinds) or None}
+
+
+def _read_mixture(hf: dict[str, Any]) -> MoEShape | None:
+    layers = tuple(layer for layer, kind in enumerate(hf["layer_types"]) if kind == "moe")
+    if not layers:
+        return None
+    if missing := [key for key in _MOE_KEYS.required if hf.get(key) is None]:
+        raise DataError(
+            f"config.json: no value for {', '.join(missing)}; a nemotron_h with experts must give every one"
+        )
+    return MoEShape(**_MOE_KEYS.read(hf), **BALANCED_SIGMOID, sparse_layers=layers, is_plain=True)
 
 
 def _fields(hf: dict[str, Any]) -> dict[str, Any]:
     kinds = hf["layer_types"]
-    moe = None
-    if "moe" in kinds:
-        if missing := [key for key in _MOE_KEYS if hf.get(key) is None]:
-            raise DataError(
-                f"config.json: no value for {', '.join(missing)}; a nemotron_h with experts must give every one"
-            )
-        moe = MoEShape(
-            num_experts=hf["n_routed_experts"],
-            top_k=hf["num_experts_per_tok"],
-            intermediate_size=hf["moe_intermediate_size"],
-            norm_topk_prob=hf.get("norm_topk_prob", True),
-            sparse_layers=tuple(i for i, kind in enumerate(kinds) if kind == "moe"),
-            has_expert_bias=True,
-            is_sigmoid=True,
-            num_groups=hf.get("n_group", 1),
-            top_groups=hf.get("topk_group", 1),
-            gate_scale=hf.get("routed_scaling_factor", 1.0),
-            shared_size=hf["moe_shared_expert_intermediate_size"],
-            is_plain=True,
-            latent_size=hf.get("moe_latent_size"),
-        )
     return {
-        "has_qk_norm": False,
-        "mlp_bias": hf.get("mlp_bias", False),
-        "has_plain_mlp": True,
         "layers": (LayerAttention(hf["num_attention_heads"], None),) * len(kinds),
         "mixers": tuple(_MIXERS.get(kind, "none") for kind in kinds),
         "layers_without_mlp": tuple(i for i, kind in enumerate(kinds) if kind in _MIXERS),
-        "mamba": MambaShape(
-            **{field: hf[key] for field, key in _MAMBA.items()},
-            has_bias=hf.get("use_bias", False),
-            has_conv_bias=hf.get("use_conv_bias", True),
-        ),
-        "moe": moe,
+        "mamba": MambaShape(**_MAMBA_KEYS.read(hf)),
+        "moe": _read_mixture(hf),
     }
 
 
 def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
-    mamba, moe = cfg.mamba, cfg.moe
-    assert mamba is not None
-    names = {mixer: kind for kind, mixer in _MIXERS.items()}
-    kinds = [
-        names.get(mixer, "moe" if cfg.is_sparse(layer) else "mlp") for layer, mixer in enumerate(cfg.mixers)
-    ]
-    found = {
-        "layers_block_type": kinds,
+    kind_of = {mixer: kind for kind, mixer in _MIXERS.items()}
+    keys = _MAMBA_KEYS.write(cfg.mamba) | {
+        "layers_block_type": [
+            kind_of.get(mixer, "moe" if cfg.is_sparse(layer) else "mlp")
+            for layer, mixer in enumerate(cfg.mixers)
+        ],
         "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope.theta},
         "layer_norm_epsilon": cfg.rms_norm_eps,
-        "mlp_bias": cfg.mlp_bias,
-        "use_bias": mamba.has_bias,
-        "use_conv_bias": mamba.has_conv_bias,
         "num_nextn_predict_layers": 0,
     }
-    found |= {key: getattr(mamba, field) for field, key in _MAMBA.items()}
-    if moe is not None:
-        found |= {
-            "n_routed_experts": moe.num_experts,
-            "num_experts_per_tok": moe.top_k,
-            "moe_intermediate_size": moe.intermediate_size,
-            "moe_shared_expert_intermediate_size": moe.shared_size,
-            "moe_latent_size": moe.latent_size,
-            "norm_topk_prob": moe.norm_topk_prob,
-            "n_group": moe.num_groups,
-            "topk_group": moe.top_groups,
-            "routed_scaling_factor": moe.gate_scale,
-        }
-    return found
+    return keys if cfg.moe is None else keys | _MOE_KEYS.write(cfg.moe)
 
 
 def _rules() -> tuple[WeightRule, ...]:
     ours, theirs = "model.layers.{layer}", "backbone.layers.{layer}"
-    found = {
+    names = {
         "model.embed_tokens.weight": "backbone.embeddings.weight",
         "model.norm.weight": "backbone.norm_f.weight",
         f"{ours}.input_layernorm.weight": f"{theirs}.norm.weight",
@@ -133,27 +108,18 @@ def _rules() -> tuple[WeightRule, ...]:
             "fc2_latent_proj",
         ),
     }  # fmt: skip
-    names = [
+    parameters = [
         (part, f"{name}.{kind}") for part in linears for name in linears[part] for kind in ("weight", "bias")
     ]
-    names += [("linear_attn", name) for name in ("A_log", "D", "dt_bias", "norm.weight")]
-    found |= {f"{ours}.{part}.{name}": f"{theirs}.mixer.{name}" for part, name in names}
-    return tuple(WeightRule((mine,), (other,)) for mine, other in found.items())
+    parameters += [("linear_attn", name) for name in ("A_log", "D", "dt_bias", "norm.weight")]
+    names |= {f"{ours}.{part}.{name}": f"{theirs}.mixer.{name}" for part, name in parameters}
+    return tuple(WeightRule((our_name,), (their_name,)) for our_name, their_name in names.items())
 
 
 def _scratch(scratch: ScratchSection) -> dict[str, Any]:
     kinds = [("mamba", "none", "attention", "none")[i % 4] for i in range(scratch.num_layers)]
-    experts = [i for i, kind in enumerate(kinds) if kind == "none"]
-    moe = scratch_moe(
-        scratch,
-        is_sigmoid=True,
-        is_plain=True,
-        shared_size=scratch.moe_intermediate_size,
-        has_expert_bias=True,
-    )
+    experts = tuple(i for i, kind in enumerate(kinds) if kind == "none")
     return {
-        "has_qk_norm": False,
-        "has_plain_mlp": True,
         "layers": (LayerAttention(scratch.num_heads, None),) * len(kinds),
         "mixers": tuple(kinds),
         "layers_without_mlp": tuple(i for i, kind in enumerate(kinds) if kind != "none"),
@@ -165,16 +131,21 @@ def _scratch(scratch: ScratchSection) -> dict[str, Any]:
             conv_width=4,
             min_step=0.001,
         ),
-        "moe": replace(moe, sparse_layers=tuple(experts)) if experts else None,
+        "moe": replace(scratch_shared_moe(scratch, is_plain=True), sparse_layers=experts)
+        if experts
+        else None,
     }
 
 
 NEMOTRON_H = Family(
     name="nemotron_h",
     architecture="NemotronHForCausalLM",
+    constants={"has_qk_norm": False, "has_plain_mlp": True},
+    keys=Keys(mlp_bias=("mlp_bias", False)),
     fields=_fields,
     to_hf=_to_hf,
-    required=tuple(_MAMBA.values()),
+    required=_MAMBA_KEYS.required,
+    defaults={"time_step_min": 0.001, "layer_norm_epsilon": 1e-5},
     fixed_values={"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "sliding_window": None},
     key_aliases={"layer_norm_epsilon": "rms_norm_eps", "num_local_experts": "n_routed_experts"},
     normalise=_normalise,

@@ -14,31 +14,31 @@ from stretto.base.errors import DataError
 from stretto.models.families.dense import QWEN3
 from stretto.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from stretto.models.families.qwen3_moe import QWEN3_MOE
-from stretto.models.family import Family, WeightRule
+from stretto.models.family import Family, Keys, WeightRule, scratch_moe, scratch_rope
 from stretto.models.shape import ModelConfig, Rope, VisionShape
 
 if TYPE_CHECKING:
     from stretto.config.sections.model import ScratchSection
 
 _NESTED = ("text_config", "vision_config")
-_NUMBERS = {
-    "depth": ("depth", 27),
-    "hidden_size": ("hidden_size", 1152),
-    "intermediate_size": ("intermediate_size", 4304),
-    "num_heads": ("num_heads", 16),
-    "in_channels": ("in_channels", 3),
-    "patch_size": ("patch_size", 16),
-    "temporal_patch_size": ("temporal_patch_size", 2),
-    "merge_size": ("spatial_merge_size", 2),
-    "out_size": ("out_hidden_size", 3584),
-}
-"""Fields of VisionShape, their keys in `vision_config`, and what a key that is left out means."""
+_VISION_KEYS = Keys(
+    depth=("depth", 27),
+    hidden_size=("hidden_size", 1152),
+    intermediate_size=("intermediate_size", 4304),
+    num_heads=("num_heads", 16),
+    in_channels=("in_channels", 3),
+    patch_size=("patch_size", 16),
+    temporal_patch_size=("temporal_patch_size", 2),
+    merge_size=("spatial_merge_size", 2),
+    out_size=("out_hidden_size", 3584),
+)
+"""Fields of VisionShape, their keys in `vision_config`, and the defaults."""
 _ROPE_THETA = 10_000.0
 _DEEPSTACK = "deepstack_visual_indexes"
 
 
 def _normalise(hf: dict[str, Any]) -> dict[str, Any]:
-    """The keys of text_config beside the others; whether weights are tied is said outside of it."""
+    """The keys of text_config beside the outer ones; only the outer tie_word_embeddings counts."""
     for key in _NESTED:
         if not isinstance(hf.get(key) or {}, Mapping):
             raise DataError(f"config.json: {key} = {hf[key]!r:.60} must be a table of keys and values")
@@ -53,7 +53,7 @@ def _vision_shape(hf: dict[str, Any], *, has_deepstack: bool) -> VisionShape:
     cells = vision.get("num_position_embeddings", 2304)
     rope = vision.get("rope_parameters") or {}
     return VisionShape(
-        **{field: vision.get(key, default) for field, (key, default) in _NUMBERS.items()},
+        **_VISION_KEYS.read(vision),
         grid_side=int(cells**0.5),
         rope_theta=float(rope.get("rope_theta") or _ROPE_THETA),
         image_token_id=hf["image_token_id"],
@@ -63,8 +63,7 @@ def _vision_shape(hf: dict[str, Any], *, has_deepstack: bool) -> VisionShape:
 
 def _vision_to_hf(cfg: ModelConfig, *, has_deepstack: bool) -> dict[str, Any]:
     shape = cfg.vision
-    assert shape is not None
-    keys = {key: getattr(shape, field) for field, (key, _) in _NUMBERS.items()} | {
+    keys = _VISION_KEYS.write(shape) | {
         "model_type": f"{cfg.family}_vision",
         "num_position_embeddings": shape.grid_side**2,
         "hidden_act": "gelu_pytorch_tanh",
@@ -78,9 +77,8 @@ _SCRATCH_GRID_SIDE = 8
 
 
 def _scratch_vision(scratch: ScratchSection, *, has_deepstack: bool) -> VisionShape:
-    """The tower of a model from scratch; what its first block computes is for the decoder's first layer."""
+    """The tower of a model from scratch; deepstack adds its first block's result after the decoder's first layer."""
     vision = scratch.vision
-    assert vision is not None
     return VisionShape(
         depth=vision.depth,
         hidden_size=vision.hidden_size,
@@ -93,32 +91,32 @@ def _scratch_vision(scratch: ScratchSection, *, has_deepstack: bool) -> VisionSh
         out_size=scratch.hidden_size,
         grid_side=_SCRATCH_GRID_SIDE,
         rope_theta=_ROPE_THETA,
-        image_token_id=0,  # the tokenizer's, which random_model is told
+        image_token_id=0,  # random_model sets that of the tokenizer
         deepstack_blocks=(0,) if has_deepstack else (),
     )
 
 
 def _scratch_rope(scratch: ScratchSection, rope: Rope) -> Rope:
-    """As Qwen's sections: a third of the pairs turns by height, as many by width, the others by time."""
+    """As Qwen's sections: a third of the pairs rotates by height, as many by width, the others by time."""
     pairs = int(scratch.head_dim * rope.fraction) // 2
     height, width = (pairs + 1) // 3, pairs // 3
     return replace(rope, sections=(pairs - height - width, height, width))
 
 
 def _with_vision(text: Family, name: str, architecture: str, *, has_deepstack: bool, **more: Any) -> Family:
-    """The family of `text` with images."""
+    """A family of text with a vision tower."""
 
     def fields(hf: dict[str, Any]) -> dict[str, Any]:
         return text.fields(hf) | {"vision": _vision_shape(hf, has_deepstack=has_deepstack)}
 
     def scratch(section: ScratchSection) -> dict[str, Any]:
-        found = {"rope": Rope(theta=10_000.0)} | text.scratch(section)
-        vision = _scratch_vision(section, has_deepstack=has_deepstack)
-        return found | {"rope": _scratch_rope(section, found["rope"]), "vision": vision}
+        return text.scratch(section) | {
+            "rope": _scratch_rope(section, scratch_rope(text.rotary_fraction)),
+            "vision": _scratch_vision(section, has_deepstack=has_deepstack),
+        }
 
     def nest(flat: dict[str, Any], cfg: ModelConfig) -> dict[str, Any]:
         outer = {key: flat.pop(key) for key in ("architectures", "tie_word_embeddings")}
-        assert cfg.vision is not None
         return outer | {
             "model_type": name,
             "text_config": flat | {"model_type": f"{name}_text"},
@@ -142,13 +140,12 @@ def _with_vision(text: Family, name: str, architecture: str, *, has_deepstack: b
 
 def _moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
     """As qwen3_moe; gates always sum to 1, and experts are stored [experts, in, out]."""
-    found = QWEN3_MOE.fields(hf)
-    return found | {"moe": replace(found["moe"], norm_topk_prob=True, is_transposed=True)}
+    moe = QWEN3_MOE.fields(hf)["moe"]
+    return {"moe": replace(moe, norm_topk_prob=True, is_transposed=True)}
 
 
 def _scratch_moe(scratch: ScratchSection) -> dict[str, Any]:
-    found = QWEN3_MOE.scratch(scratch)
-    return found | {"moe": replace(found["moe"], is_transposed=True)}
+    return {"moe": scratch_moe(scratch, is_transposed=True)}
 
 
 _EXPERTS = tuple(

@@ -20,8 +20,8 @@ def parse_rope(
 ) -> Rope:
     """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4).
 
-    fraction: of the dims of a head, if config.json does not say; None: the family rotates all of them, always.
-    sections: of a model with images, if config.json does not say; (): a model of text.
+    fraction: the share of a head's dims that is rotated if config.json has none; None: the family always rotates all.
+    sections: those of a model with images if config.json has none; (): a model of text.
 
     Raises: DataError for a kind or a setting that is not supported.
     """
@@ -33,11 +33,11 @@ def parse_rope(
             f'{where}: rope_type = {kind!r} is not supported (only {", ".join(_KINDS)}); use impl = "hf"'
         )
     unknown = [key for key in ("mscale", "mscale_all_dim") if raw.get(key)]
-    given = raw.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    if given is None and hf.get("rotary_dim") and hf.get("head_dim"):
-        given = hf["rotary_dim"] / hf["head_dim"]
-    if fraction is None and given not in (None, 1.0):
-        unknown.append(f"partial_rotary_factor = {given}")
+    share = raw.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if share is None and hf.get("rotary_dim") and hf.get("head_dim"):
+        share = hf["rotary_dim"] / hf["head_dim"]
+    if fraction is None and share not in (None, 1.0):
+        unknown.append(f"partial_rotary_factor = {share}")
     if unknown:
         raise DataError(f'{where}: rope_parameters {", ".join(unknown)} not supported; use impl = "hf"')
     if kind != "default" and not raw.get("factor"):
@@ -65,29 +65,32 @@ def parse_rope(
         low_freq_factor=low,
         high_freq_factor=high,
         is_truncated=raw.get("truncate") is not False,
-        fraction=1.0 if fraction is None else float(given or fraction),
+        fraction=1.0 if fraction is None else float(share or fraction),
         is_interleaved=is_interleaved,
         sections=sections,
     )
 
 
 def rope_to_hf(rope: Rope, *, has_fraction: bool = False) -> dict[str, Any]:
-    """`rope_parameters` of config.json; has_fraction: the family rotates a part if nothing is said."""
-    found: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    """`rope_parameters` of config.json.
+
+    has_fraction: the fraction is written even if it is 1, because the family rotates less by default.
+    """
+    keys: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if has_fraction or rope.fraction != 1.0:
-        found["partial_rotary_factor"] = rope.fraction
+        keys["partial_rotary_factor"] = rope.fraction
     if rope.sections:
-        found |= {"mrope_section": list(rope.sections), "mrope_interleaved": True}
+        keys |= {"mrope_section": list(rope.sections), "mrope_interleaved": True}
     if rope.kind != "default":
-        found["factor"] = rope.factor
+        keys["factor"] = rope.factor
     if rope.kind in ("yarn", "llama3"):
-        found["original_max_position_embeddings"] = rope.original_max_positions
+        keys["original_max_position_embeddings"] = rope.original_max_positions
     if rope.kind == "llama3":
-        found |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        keys |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if rope.kind == "yarn":
-        found |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        keys |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
         if rope.attention_factor is not None:
-            found["attention_factor"] = rope.attention_factor
+            keys["attention_factor"] = rope.attention_factor
         if not rope.is_truncated:
-            found["truncate"] = False
-    return found
+            keys["truncate"] = False
+    return keys

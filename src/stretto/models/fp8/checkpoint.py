@@ -1,9 +1,9 @@
-"""Checkpoints with weights in 8 bits, such as zai-org/GLM-5-FP8: to that layout, and back.
+"""Checkpoints with weights in 8 bits, such as zai-org/GLM-5-FP8: conversion to that layout and back.
 
-`X.weight` is float8_e4m3fn there, and `X.weight_scale_inv` has one float32 number per block of 128 x 128, which the
-values are multiplied with. Which weights are in 8 bits is read from the names of the checkpoint's own tensors, so that
-modules_to_not_convert and what its authors left out need not be guessed. Whoever computes with such a checkpoint also
-rounds what its 8-bit weights are multiplied with (activation_scheme "dynamic", tiles of 1 x 128): `round_inputs`.
+In such a checkpoint `X.weight` is float8_e4m3fn, and `X.weight_scale_inv` has one float32 factor per block of 128 x 128
+values. Which weights are in 8 bits follows from the names of the tensors: modules_to_not_convert may be incomplete.
+Programs that compute with such weights also round the inputs of their products (activation_scheme "dynamic", tiles of
+1 x 128): `round_inputs`.
 
 Source: DeepSeek-V3, arXiv:2412.19437, section 3.3, and the checkpoints that name quant_method "fp8". Differs: scales
 are always float32; checkpoints that keep them in bfloat16 are read too.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Shaped
 
 SCALE = "_scale_inv"
-"""Ending of the name of a weight's scales."""
+"""Suffix of the name of a weight's scales."""
 _FIXED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
 Named = tuple[str, Tensor]
 NamedSource = tuple[str, tuple[int, ...], LazyTensor]
@@ -55,9 +55,9 @@ def parse_layout(quantization: Mapping[str, Any], names: Iterable[str], where: s
     Raises: DataError for any other kind of quantization, and if no tensor has scales.
     """
     has_round_scales = quantization.get("scale_fmt") == "ue8m0"
-    found = dict(quantization) | ({"scale_fmt": "float"} if has_round_scales else {})
-    if found.get("weight_block_size") != [BLOCK, BLOCK] or any(
-        found.get(key, value) != value for key, value in _FIXED.items()
+    settings = dict(quantization) | ({"scale_fmt": "float"} if has_round_scales else {})
+    if settings.get("weight_block_size") != [BLOCK, BLOCK] or any(
+        settings.get(key, value) != value for key, value in _FIXED.items()
     ):
         shown = ", ".join(
             f"{key} = {quantization.get(key)!r}" for key in ("quant_method", "fmt", "weight_block_size")
@@ -79,7 +79,7 @@ def parse_layout(quantization: Mapping[str, Any], names: Iterable[str], where: s
 
 @torch.no_grad()
 def to_8_bits(tensors: Iterable[Named], layout: BlockLayout) -> Iterator[Named]:
-    """Named weights with those of the layout in 8 bits, each after its scales; all others as they are."""
+    """Named weights, those of the layout in 8 bits and each after its scales; all others unchanged."""
     for name, tensor in tensors:
         if name not in layout.names:
             yield name, tensor
@@ -91,8 +91,8 @@ def to_8_bits(tensors: Iterable[Named], layout: BlockLayout) -> Iterator[Named]:
 
 def _quantize(weight: Float[Tensor, "*groups out dim"], *, has_round_scales: bool) -> Quantized:
     groups = weight if weight.dim() == 3 else weight[None]
-    found = quantize_blocks(groups, has_round_scales=has_round_scales)
-    return found if weight.dim() == 3 else Quantized(found.values[0], found.scales[0])
+    quantized = quantize_blocks(groups, has_round_scales=has_round_scales)
+    return quantized if weight.dim() == 3 else Quantized(quantized.values[0], quantized.scales[0])
 
 
 # -- back --
@@ -100,7 +100,7 @@ def _quantize(weight: Float[Tensor, "*groups out dim"], *, has_round_scales: boo
 
 @torch.no_grad()
 def from_8_bits(tensors: Iterable[Named]) -> Iterator[Named]:
-    """Named weights with those in 8 bits as float32 and without scales, which may come before or after their weight.
+    """Named weights, those in 8 bits expanded to float32; scales may come before or after their weight.
 
     Raises: DataError if one lacks its scales.
     """
@@ -112,7 +112,7 @@ def from_8_bits(tensors: Iterable[Named]) -> Iterator[Named]:
             continue
         weight, other = name.removesuffix(SCALE), name.removesuffix(SCALE) + ("" if is_scale else SCALE)
         if other not in waiting:
-            waiting[name] = tensor.clone()  # what it is a view of may be gone by then
+            waiting[name] = tensor.clone()  # it may be a view of a buffer that is reused
             continue
         pair = (waiting.pop(other), tensor) if is_scale else (tensor, waiting.pop(other))
         yield weight, _dequantize(*pair)
@@ -122,7 +122,7 @@ def from_8_bits(tensors: Iterable[Named]) -> Iterator[Named]:
 
 @dataclass(frozen=True)
 class _DequantizedTensor:
-    """A weight in 8 bits of a file; indexing it reads all of it."""
+    """A weight of a file in 8 bits; indexing it reads the whole weight."""
 
     values: LazyTensor
     scales: LazyTensor
@@ -134,10 +134,10 @@ class _DequantizedTensor:
 
 
 def lazily_from_8_bits(sources: Iterable[NamedSource], layout: BlockLayout) -> Iterator[NamedSource]:
-    """The same for the tensors of files, of which nothing is read before a slice is asked for."""
-    found = list(sources)
-    scales = {name: source for name, _, source in found if name.endswith(SCALE)}
-    for name, shape, source in found:
+    """The same for the tensors of files; nothing is read before a result is indexed."""
+    sources = list(sources)
+    scales = {name: source for name, _, source in sources if name.endswith(SCALE)}
+    for name, shape, source in sources:
         if name in scales:
             continue
         if name not in layout.names:
@@ -153,25 +153,24 @@ def _dequantize(values: Tensor, scales: Tensor) -> Float[Tensor, "*groups out di
 
 
 def _unpaired(name: str) -> DataError:
-    what = (
-        "the scales of a weight that is not there" if name.endswith(SCALE) else "in 8 bits, and has no scales"
-    )
-    return DataError(f"tensor {name!r} is {what}")
+    is_scale = name.endswith(SCALE)
+    fault = "has the scales of a missing weight" if is_scale else "is in 8 bits, and has no scales"
+    return DataError(f"tensor {name!r} {fault}")
 
 
 # -- computing --
 
 
 def rounded(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
-    """The nearest 8-bit values and scales of rows, as numbers of their own type; does not depend on other rows."""
+    """Rows rounded to 8-bit values and scales, each by itself, in the dtype of x."""
     return dequantize_rows(quantize_rows(x)).to(x.dtype)
 
 
 def round_inputs(model: nn.Module, names: Iterable[str], table: TensorMap | None) -> list[Any]:
-    """Let the products of these weights of a checkpoint round their inputs, until `stop_rounding` gets the hooks.
+    """Let the products of these weights of a checkpoint round their inputs; returns hooks for `stop_rounding`.
 
-    names: checkpoint names; table: where they are in the model, None: in linear layers of the same names below `model.`
-    (models of transformers' before they are sharded).
+    names: checkpoint names. table: where these are in the model; None: in linear layers of the same names below
+    `model.` (transformers models before they are sharded).
     """
     if table is None:
         paths = {f"model.{name.removesuffix('.weight')}" for name in names}

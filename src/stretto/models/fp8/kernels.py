@@ -1,7 +1,7 @@
-"""8-bit matrix products on GPUs (fp8.Kernels) with triton, or DeepGEMM if installed.
+"""8-bit matrix products on GPUs with triton, or with DeepGEMM if it is installed.
 
 Both need compute capability 9.0 (Hopper) or newer. DeepGEMM's grouped products need groups padded to whole tiles
-and inner sizes of whole blocks, and its scales are float32 on Hopper only: other shapes, other GPUs and the
+and inner sizes of whole blocks, and its scales are float32 on Hopper only. So other shapes, other GPUs and the
 gradients of weights use the triton kernels. Import this module only if triton is installed.
 """
 
@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.models.fp8.reference import BLOCK, FP8, LARGEST, SMALLEST_SCALE, Quantized, RowGroups
+from stretto.models.fp8.reference import BLOCK, FP8, LARGEST, SMALLEST_SCALE, Kernels, Quantized, RowGroups
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32
 
 NUM_WARPS, NUM_STAGES = 8, 3
 ROWS = 32
-"""Rows that one program quantizes."""
+"""Rows that one triton program quantizes."""
 
 
 @triton.jit
@@ -153,8 +153,8 @@ def _outer_kernel(
     tl.store(out + places, total, mask=is_out[:, None] & is_in[None, :])
 
 
-class Triton:
-    """fp8.Kernels for any shape."""
+class Triton(Kernels):
+    """Kernels in triton, for any shape."""
 
     name = "triton"
 

@@ -5,8 +5,9 @@ blocks of 128 x 128; products are summed in float32. The weights themselves keep
 exports do not see 8 bits): every pass quantizes them again. The error of a product is about 0.037 of its norm, and so
 is that of both gradients.
 
-`Kernels` computes the products: `Reference` in plain torch on any device, triton and DeepGEMM (fp8/kernels.py) on GPUs.
-All products are grouped: rows are sorted by group, and `RowGroups` has the bounds; a linear layer has one group.
+`Kernels` computes the products in plain torch on any device; its subclasses for GPUs use triton and DeepGEMM
+(fp8/kernels.py). All products are grouped: rows are sorted by group, and `RowGroups` has the bounds; a linear layer has
+one group.
 
 Source: DeepSeek-V3, arXiv:2412.19437, section 3.3. Differs: every linear layer of a block and all experts run
 in 8 bits in all three products; nothing is stored in 8 bits between passes.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ SMALLEST_SCALE = 1e-12 / LARGEST
 
 
 class Quantized(NamedTuple):
-    """8-bit values and the float32 scales they are multiplied with."""
+    """8-bit values, and the float32 scales to multiply them with."""
 
     values: Tensor
     scales: Tensor
@@ -45,8 +46,8 @@ class Quantized(NamedTuple):
 class RowGroups:
     """The bounds of groups of rows, and their division into tiles of at most 128 rows.
 
-    bounds: int32 [groups + 1], from 0 to the number of rows. Tiles never cross groups. Their number is the most that
-    this number of rows and groups can need, so that nothing waits for the device; the last ones may be empty.
+    bounds: int32 [groups + 1], from 0 to the number of rows. Tiles never cross groups. There are as many tiles as this
+    number of rows and groups can need at most, so that nothing waits for the device; the last ones may be empty.
     """
 
     bounds: Int[Tensor, " groups_and_one"]
@@ -91,31 +92,6 @@ class RowGroups:
         rows = torch.arange(self.num_rows, device=self.bounds.device)
         group = torch.searchsorted(self.bounds[1:].long().contiguous(), rows, right=True)
         return self.first_tile[group] * BLOCK + rows - self.bounds[group]
-
-
-class Kernels(Protocol):
-    """Quantization, like the functions of the same names below, and 8-bit products."""
-
-    name: str
-
-    def quantize_rows(self, x: Float[Tensor, "rows dim"]) -> Quantized: ...
-
-    def quantize_blocks(self, weight: Float[Tensor, "groups out dim"]) -> Quantized: ...
-
-    def quantize_columns(self, x: Float[Tensor, "rows dim"], groups: RowGroups) -> Quantized: ...
-
-    def product(
-        self, x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype
-    ) -> Float[Tensor, "rows out"]:
-        """Multiply every row by its group's weight: [rows, in], [groups, out, in] -> [rows, out]."""
-        ...
-
-    def outer(self, grads: Quantized, x: Quantized, groups: RowGroups) -> Float32[Tensor, "groups out dim"]:
-        """Weight gradients per group, float32 [groups, out, in]: sums over a group's rows.
-
-        grads and x come from `quantize_columns` of [rows, out] and [rows, in].
-        """
-        ...
 
 
 def quantize_rows(x: Float[Tensor, "*rows dim"]) -> Quantized:
@@ -181,28 +157,27 @@ def dequantize_columns(x: Quantized, groups: RowGroups) -> Float[Tensor, "dim ro
     return x.values.float() * scales.T
 
 
-class Reference:
-    """Multiplies quantized values in float32 on any device; the reference for GPU kernels."""
+class Kernels:
+    """Quantization and 8-bit products, here in float32 on any device: the reference for GPU kernels."""
 
     name = "the slow reference"
-
-    def quantize_rows(self, x: Float[Tensor, "rows dim"]) -> Quantized:
-        return quantize_rows(x)
-
-    def quantize_blocks(self, weight: Float[Tensor, "groups out dim"]) -> Quantized:
-        return quantize_blocks(weight)
-
-    def quantize_columns(self, x: Float[Tensor, "rows dim"], groups: RowGroups) -> Quantized:
-        return quantize_columns(x, groups)
+    quantize_rows = staticmethod(quantize_rows)
+    quantize_blocks = staticmethod(quantize_blocks)
+    quantize_columns = staticmethod(quantize_columns)
 
     def product(
         self, x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype
     ) -> Float[Tensor, "rows out"]:
+        """Multiply every row by its group's weight: [rows, in], [groups, out, in] -> [rows, out]."""
         rows, weights = dequantize_rows(x), dequantize_blocks(weight)
         parts = rows.split(groups.bounds.diff().tolist())
         return torch.cat([part @ w.T for part, w in zip(parts, weights)]).to(dtype)
 
     def outer(self, grads: Quantized, x: Quantized, groups: RowGroups) -> Float32[Tensor, "groups out dim"]:
+        """Weight gradients per group, float32 [groups, out, in]: sums over a group's rows.
+
+        grads and x come from `quantize_columns` of [rows, out] and [rows, in].
+        """
         sizes = groups.bounds.diff().tolist()
         pairs = zip(
             dequantize_columns(grads, groups).split(sizes, dim=1),
@@ -263,7 +238,7 @@ def product(x: Float[Tensor, "*rows in"], layer: nn.Linear) -> Float[Tensor, "*r
 
 
 class Fp8Experts(Experts):
-    """Experts that multiply in 8 bits, with the weights of others."""
+    """Experts that multiply in 8 bits, with the weights of other experts."""
 
     def __init__(self, base: Experts, kernels: Kernels) -> None:
         self.share_weights_of(base)
@@ -278,17 +253,12 @@ class Fp8Experts(Experts):
     ) -> Float[Tensor, "rows dim"]:
         assert routing.row_multiple is None, "8-bit experts are for training only"
         groups = RowGroups.of(counts, len(x))
-
-        def times(rows: Tensor, name: str) -> Tensor:
-            return self.add_biases(
-                multiply(rows, self.matrix(name).contiguous(), groups, self.kernels), name, counts
-            )
-
-        return times(self.gated(times(x, "gate_up_proj")), "down_proj")
+        times = lambda rows, name: multiply(rows, self.matrix(name).contiguous(), groups, self.kernels)
+        return self._gated_mlp(x, counts, times)
 
 
 def use_fp8(blocks: nn.Module, kernels: Kernels) -> int:
-    """Replace the linear layers and experts of blocks, except routers; how many."""
+    """Replace the linear layers and experts of blocks, except routers; returns how many."""
     count = 0
     for path, module in list(blocks.named_modules()):
         if isinstance(module, nn.Linear):

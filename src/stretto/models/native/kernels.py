@@ -1,7 +1,7 @@
-"""What a decoder's pass does between its matrix products, as one call each.
+"""The operations of a decoder's pass between its matrix products, each as one call.
 
-For float32 on a CPU. A call costs a few microseconds, and an operation of torch as many: in a pass over few rows of a
-small model there are four times fewer calls. Every row is computed by itself, so it has equal bits in every batch.
+For float32 on a CPU. A call costs a few microseconds, as much as an operation of torch, and in a pass over few rows of
+a small model there are four times fewer calls. Every row is computed by itself, so it has equal bits in every batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 LANES = 16
-"""Widths that the kernels work with are multiples of this."""
+"""The kernels support widths that are multiples of this."""
 
 
 class AttentionPass(Structure):
@@ -53,7 +53,7 @@ class Kernels:
 
     @staticmethod
     def find(config: ModelConfig, weight: Float[Tensor, "vocab dim"]) -> Kernels | None:
-        """Kernels for a model with such weights; None if they do not fit it, or cannot be compiled here."""
+        """Kernels for a model with such weights; None if they do not support it or cannot be compiled here."""
         if (
             weight.device.type != "cpu"
             or weight.dtype is not torch.float32
@@ -90,7 +90,7 @@ class Kernels:
 
     def attend(
         self,
-        how: AttentionPass,
+        settings: AttentionPass,
         qkv: Float[Tensor, "rows columns"],
         q_norm: Float[Tensor, " head_dim"] | None,
         k_norm: Float[Tensor, " head_dim"] | None,
@@ -102,9 +102,9 @@ class Kernels:
         reads the keys and values up to each row's position.
         """
         assert qkv.is_contiguous() and cache.is_contiguous()
-        out = qkv.new_empty(how.rows, how.heads * how.head_dim)
+        out = qkv.new_empty(settings.rows, settings.heads * settings.head_dim)
         norms = (None if norm is None else norm.data_ptr() for norm in (q_norm, k_norm))
-        self._attend(byref(how), qkv.data_ptr(), *norms, cache.data_ptr(), out.data_ptr())
+        self._attend(byref(settings), qkv.data_ptr(), *norms, cache.data_ptr(), out.data_ptr())
         return out
 
     def sample(
@@ -113,7 +113,7 @@ class Kernels:
         u: Float[np.ndarray, " rows"],
         is_greedy: Bool[np.ndarray, " rows"] | None,
     ) -> tuple[Int[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
-        """Sample a token per row of softmax(logits) with one uniform number, or take the best; and its logprob."""
+        """The token sampled from softmax(logits) with one uniform number per row, or the likeliest; and its logprob."""
         assert logits.is_contiguous() and u.flags.c_contiguous
         rows, vocab = logits.shape
         tokens, logprobs = np.empty(rows, np.int64), np.empty(rows, np.float32)

@@ -1,8 +1,7 @@
 """Compiles the C files of this folder for this machine, once, and loads them.
 
-The library is kept in $XDG_CACHE_HOME/stretto (or ~/.cache/stretto), under a name made from the source, the compiler
-and the processor.
-Without a C compiler there are no kernels, and their callers use torch's operations.
+The library is kept in $XDG_CACHE_HOME/stretto (or ~/.cache/stretto); its name is a hash of the source, the compiler and
+the processor. Without a C compiler there are no kernels, and their callers use torch's operations.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ def find_library() -> ctypes.CDLL | None:
             _compile(compiler, path)
         return ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
+        message = getattr(error, "stderr", None) or error
         logger.warning(
-            "cannot compile %s, so torch's operations are used, which are slower: %s", _HEADER.parent, said
+            "cannot compile %s, so torch's operations are used, which are slower: %s", _HEADER.parent, message
         )
         return None
 
@@ -55,7 +54,7 @@ def _cache_dir() -> Path:
 
 
 def _fingerprint(compiler: list[str]) -> str:
-    """Hash of what the library depends on; the processor too, because machines may share the directory."""
+    """Hash of all that the library depends on, also the processor, because machines may share the directory."""
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     features = [line for line in lines if line.startswith(("flags", "Features"))][:1]
@@ -68,11 +67,11 @@ def _compile(compiler: list[str], path: Path) -> None:
     """Write the library to `path`, whole or not at all; with OpenMP if the compiler has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        made = Path(directory) / path.name
-        command = [*compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(made), "-lm"]
-        how = {"check": True, "capture_output": True, "text": True, "timeout": _COMPILE_S}
+        unfinished = Path(directory) / path.name
+        command = [*compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(unfinished), "-lm"]
+        options = {"check": True, "capture_output": True, "text": True, "timeout": _COMPILE_S}
         try:
-            subprocess.run([*command, "-fopenmp"], **how)
+            subprocess.run([*command, "-fopenmp"], **options)
         except subprocess.CalledProcessError:
-            subprocess.run(command, **how)
-        made.replace(path)
+            subprocess.run(command, **options)
+        unfinished.replace(path)

@@ -1,4 +1,4 @@
-"""What a training step does between its matrix products, forward and backward, as one call each.
+"""The operations of a training step between its matrix products, forward and backward, each as one call.
 
 For float32 on a CPU. torch computes each of them in several operations, each of which reads and writes memory again. A
 pass with gradients calls the same functions as one without, so their results have equal bits.
@@ -130,8 +130,8 @@ class NativeAttention:
         self.longest = int((self.ends - self.starts + self.prefix_ends - self.prefix_starts).max(initial=0))
         self.num_rows = int(bounds[-1])
 
-    def takes(self, q: Float[Tensor, "*_"], k: Float[Tensor, "*_"], v: Float[Tensor, "*_"]) -> bool:
-        """Whether these have the shapes of `__call__`: the kernels read memory by them, unchecked."""
+    def fits(self, q: Float[Tensor, "*_"], k: Float[Tensor, "*_"], v: Float[Tensor, "*_"]) -> bool:
+        """True if these have the shapes of `__call__`: the kernels read memory by them without a check."""
         (rows, heads, dim), kv_heads = q.shape, k.shape[1]
         is_same = k.shape == v.shape == (rows, kv_heads, dim)
         return is_same and rows == self.num_rows and heads % kv_heads == 0
@@ -205,9 +205,9 @@ class _GateProduct(torch.autograd.Function):
 def find_training_kernels(
     x: Shaped[Tensor, "*_"], *others: Shaped[Tensor, "*_"] | None
 ) -> TrainingKernels | None:
-    """The kernels, if these tensors are plain ones that they can compute with and this machine can compile them.
+    """The kernels, if they support these tensors and this machine can compile them; else None.
 
-    Whether their shapes fit together is the caller's to check.
+    The caller checks that the shapes fit together.
     """
     if x.shape[-1] % LANES or torch.compiler.is_compiling():
         return None

@@ -1,8 +1,8 @@
 """Positions of tokens in rows with images: one row each for time, height and width.
 
-A text token has the same position in all three. The tokens of an image share the position before them as their
-origin, and count from it by frame, line and column of merged patches; the text behind goes on after the larger of lines
-and columns. So positions are smaller than indexes, which attention uses (attention.py).
+A text token has the same position in all three. The tokens of an image start from one origin, and count from it by
+frame, line and column of merged patches; the text behind the image continues after the larger of lines and columns. So
+positions are smaller than indices, which attention uses (attention.py).
 
 Source: Qwen2-VL, arXiv:2409.12191, section 2.1 (M-RoPE).
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def count_features(grids: Int[np.ndarray, "images 3"], merge_size: int) -> Int[np.ndarray, " images"]:
-    """Tokens that each image takes: patches merged by merge_size along both sides."""
+    """The number of tokens of each image: patches merged by merge_size along both sides."""
     return np.asarray(grids, np.int64).prod(axis=1) // merge_size**2
 
 
@@ -42,7 +42,7 @@ def image_positions(
     is_image = np.asarray(token_ids) == image_token_id
     starts = find_images(is_image, grids, merge_size)
     sizes = count_features(grids, merge_size)
-    # What every token adds to the position: 1 for text, for an image its larger side at its first token.
+    # Each text token advances the position by 1, the first token of an image by its larger side.
     steps = (~is_image).astype(np.int64)
     sides = np.asarray(grids, np.int64)[:, 1:].max(axis=1, initial=0) // merge_size
     steps[starts] = sides

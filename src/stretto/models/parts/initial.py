@@ -1,4 +1,4 @@
-"""The weights with which a network from scratch begins, and tables that begin without any."""
+"""Initial weights of a network from scratch, and embedding tables without initial weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _FASTEST_RATE = 16.0
 def build_embedding(num_rows: int, dim: int) -> nn.Embedding:
     """A table with uninitialised weights.
 
-    torch.nn.Embedding draws random numbers, which on the meta device imports torch._dynamo: a second of the start.
+    torch.nn.Embedding draws random numbers, which on the meta device imports torch._dynamo; that takes a second.
     """
     return nn.Embedding.from_pretrained(torch.empty(num_rows, dim), freeze=False)
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, std: float, generator: torch.Generator) -> None:
-    """Matrices are normal with this deviation, biases and sinks 0, norms 1; recurrent mixers as Mamba 2 is.
+    """Draw matrices from a normal of this deviation; biases and sinks are 0, norms 1, recurrent mixers as Mamba 2's.
 
     Per head of a recurrent mixer the rate exp(A_log) is uniform in [1, 16] and the step size, the softplus of dt_bias,
     log-uniform in [0.001, 0.1], so that heads forget at different speeds.

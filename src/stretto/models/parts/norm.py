@@ -2,7 +2,7 @@
 
 On CPUs torch computes its norm with six operations and differentiates each. Kernels in C (native/training.py) do both
 at once; where there are none, the gradient comes from the kernel of torch's layer norm, with mean 0 and with its term
-for the mean added back. On GPUs, and under torch.compile, which fuses operations itself, torch's own norm is called. A
+for the mean added back. On GPUs, and under torch.compile, which fuses operations itself, torch's norm is called. A
 pass without gradients has the same bits as one with them.
 """
 

@@ -31,7 +31,7 @@ class Angles(NamedTuple):
     def select(self, positions: Int[Tensor, "*axes tokens"], sections: tuple[int, ...] = ()) -> Angles:
         """The angles of these positions, from a table by position.
 
-        positions: [3, tokens] for rows with images: by time, height and width, for the pairs that `sections` says.
+        positions: [3, tokens] for rows with images: by time, height and width, each for its `Rope.sections` pairs.
         """
         if positions.dim() == 1:
             cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
@@ -42,7 +42,7 @@ class Angles(NamedTuple):
 
 
 def _axis_by_dim(sections: tuple[int, ...], num_dims: int, device: torch.device) -> Int[Tensor, " dims"]:
-    """0, 1 or 2 for each rotated dim: whether its pair turns by time, height or width."""
+    """0, 1 or 2 for each rotated dim if its pair is rotated by time, height or width."""
     axes = torch.zeros(num_dims // 2, dtype=torch.long)
     for axis in (1, 2):
         axes[axis : 3 * sections[axis] : 3] = axis

@@ -1,11 +1,11 @@
 """The router of a mixture: scores of all experts in float32, the choice of top_k, and their gates.
 
-What families choose by (`MoEShape`): softmax or sigmoid scores; a bias on the choice that is not in the gates; groups
-of experts, of which only the best are chosen from; gates that sum to 1, times a factor; a soft cap on the logits.
+Families differ in (`MoEShape`): softmax or sigmoid scores; a bias on the choice that is not in the gates; a choice from
+the best groups of experts only; gates that sum to 1, times a factor; a soft cap on the logits.
 
-A `Routing` has the options and results of one forward pass for all its routers: choices to replay, choices made, tokens
-per expert. Replayed choices replace the selection only: gates are this router's own scores of the replayed experts, so
-they still get gradients.
+A `Routing` has the options and results of one forward pass for all its routers: choices to replay, recorded choices,
+tokens per expert. Replay changes the selection only: gates are this router's scores of the replayed experts, so they
+still get gradients.
 """
 
 from __future__ import annotations
@@ -27,37 +27,40 @@ if TYPE_CHECKING:
     from stretto.models.shape import MoEShape
 
 _LEAST_SUM = 1e-20
-"""Scores of the chosen experts may all be 0 in float32: a bias or a replay chooses without them."""
+"""Floor of the gates' sum: a bias or a replay may choose experts whose scores are all 0 in float32."""
 
 
 @dataclass
 class Routing:
-    """Options and results of one forward pass for all its routers; a new object for every pass.
-
-    replay: [tokens, layers, top_k], the experts to use, or NO_EXPERT (255 or 65535) in all entries if the router
-    is to choose. row_multiple: pad the rows of each expert to a multiple of this, so that results do not depend on the
-    batch; is_tiled: compute tiles of exactly this many rows. After the pass: `choices` by layer, if is_recording;
-    `loads` (tokens per expert) and `confidence` (scores of the chosen experts, summed over tokens) by layer, if
-    is_measuring. A layer that is computed again for the backward pass uses its `first_choices`. key_choices:
-    by layer, the keys that queries attend to (key_choice.py). index_loss_scale: factor on the loss that trains
-    indexers; None: there is none. index_losses: by layer, that loss without the factor.
-    """
+    """Options and results of one forward pass for all its routers; a new object for every pass."""
 
     replay: Int[Tensor, "tokens layers top_k"] | None = None
+    """The experts to use; NO_EXPERT (255 or 65535) in all entries of a token if the router chooses."""
     is_recording: bool = False
+    """The pass stores `choices`."""
     is_measuring: bool = False
+    """The pass stores `loads` and `confidence`."""
     row_multiple: int | None = None
+    """The rows of each expert are padded to a multiple of this, so that results do not depend on the batch."""
     is_tiled: bool = False
+    """Experts compute tiles of exactly `row_multiple` rows."""
     choices: dict[int, Tensor] = field(default_factory=dict)
+    """By layer: the chosen experts."""
     loads: dict[int, Tensor] = field(default_factory=dict)
+    """By layer: tokens per expert."""
     confidence: dict[int, Tensor] = field(default_factory=dict)
+    """By layer: the scores of the chosen experts, summed over tokens."""
     first_choices: dict[int, Int[Tensor, "tokens top_k"]] = field(default_factory=dict)
+    """By layer: the choices that a layer uses again when it is recomputed for the backward pass."""
     key_choices: dict[int, Int[Tensor, "tokens chosen"]] = field(default_factory=dict)
+    """By layer: the keys that queries attend to (key_choice.py)."""
     index_loss_scale: float | None = None
+    """Factor on the loss that trains indexers; None: there is no such loss."""
     index_losses: dict[int, Tensor] = field(default_factory=dict)
+    """By layer: that loss without the factor."""
 
     def __post_init__(self) -> None:
-        # Computed here, so that the device is waited for once and not in every layer.
+        # Computed here, so that the pass waits for the device once and not in every layer.
         if self.replay is not None:
             missing = is_missing(self.replay)
             has_missing = missing.any(dim=0).tolist()
@@ -143,8 +146,8 @@ class Router(nn.Module):
         biased = scores + self.expert_bias if self.shape.has_expert_bias else scores
         if self.shape.num_groups > self.shape.top_groups:
             biased = self._hide_groups(biased)
-        own = biased.topk(self.shape.top_k, dim=-1).indices
-        return own if replayed is None else torch.where(replayed[1][:, None], own, replayed[0])
+        best = biased.topk(self.shape.top_k, dim=-1).indices
+        return best if replayed is None else torch.where(replayed[1][:, None], best, replayed[0])
 
     def _hide_groups(self, scores: Float[Tensor, "tokens experts"]) -> Float[Tensor, "tokens experts"]:
         """-inf for experts outside the top_groups groups with the largest sums of their two best scores.

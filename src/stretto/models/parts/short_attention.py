@@ -1,4 +1,4 @@
-"""Attention over short segments with its own gradient, for float32 on CPUs.
+"""Attention over short segments with a hand-written gradient, for float32 on CPUs.
 
 Rows are gathered head by head, so that scores, softmax and gradients are batched matrix products over contiguous
 memory. The gradients of all calls are written into one tensor each for q, k and v. Longer segments use torch's flash
@@ -26,24 +26,28 @@ class AttentionCall:
 
     queries: Int[Tensor, "segments queries"]
     keys: Int[Tensor, "segments keys"]
-    is_padding: Bool[Tensor, "segments queries"] | None  # their results are dropped; None: no padding
-    bias: Float[Tensor, "segments queries keys"] | None  # 0 or -inf; None: causal, aligned at the end
-    contiguous_rows: slice | None  # the queries as a slice if they are contiguous, else None
+    is_padding: Bool[Tensor, "segments queries"] | None
+    """Queries whose results are dropped; None: no padding."""
+    bias: Float[Tensor, "segments queries keys"] | None
+    """0 or -inf; None: causal, the last query aligned with the last key."""
+    contiguous_rows: slice | None
+    """The queries as a slice if they are contiguous, else None."""
 
 
 @dataclass(frozen=True)
 class _CallByHead:
-    """A call as indices of rows of head_dim, one per head.
+    """A call as indices of rows of head_dim, one per head: [segments, kv heads, query heads, tokens]."""
 
-    Their order is [segments, kv heads, query heads, tokens].
-    """
-
-    shape: tuple[int, int, int, int]  # segments, kv heads, query rows per kv head, keys
+    shape: tuple[int, int, int, int]
+    """Segments, kv heads, query rows per kv head, keys."""
     queries: Int[Tensor, " rows"]
     keys: Int[Tensor, " rows"]
-    padding: Int[Tensor, " rows"] | None  # indices of `queries`
-    bias: Tensor  # [rows of queries, keys], or [segments, 1, queries, keys]
-    results: slice  # its place among the results of all calls
+    padding: Int[Tensor, " rows"] | None
+    """Indices of `queries`."""
+    bias: Tensor
+    """[rows of queries, keys], or [segments, 1, queries, keys]."""
+    results: slice
+    """Its place among the results of all calls."""
 
 
 class ShortAttention:
@@ -71,9 +75,9 @@ def _split_by_head(
 ) -> tuple[list[_CallByHead], Tensor, int]:
     """Every call by head, the index of each row's result, and the number of results.
 
-    One more result follows, which is 0, for rows without a result.
+    Rows that are no query have the result behind the last one, which is 0.
     """
-    found, start, per_kv = [], 0, heads // kv_heads
+    calls_by_head, start, per_kv = [], 0, heads // kv_heads
     end = sum(call.queries.numel() for call in calls) * heads
     place = torch.full((num_rows * heads,), end, device=calls[0].queries.device)
     for call in calls:
@@ -95,9 +99,10 @@ def _split_by_head(
             else call.bias.unsqueeze(1)
         )
         shape = (segments, kv_heads, per_kv * num_queries, num_keys)
-        found.append(_CallByHead(shape, queries, _by_head(call.keys, kv_heads, 1), padding, bias, results))
+        keys = _by_head(call.keys, kv_heads, 1)
+        calls_by_head.append(_CallByHead(shape, queries, keys, padding, bias, results))
         start = results.stop
-    return found, place, end
+    return calls_by_head, place, end
 
 
 def _by_head(rows: Int[Tensor, "segments tokens"], kv_heads: int, per_kv: int) -> Int[Tensor, " rows"]:
@@ -125,16 +130,16 @@ class _ShortAttention(torch.autograd.Function):
         for call in calls:
             segments, kv_heads, queries, keys = call.shape
             blocks = segments * kv_heads
-            own = by_row[0].index_select(0, call.queries).view(blocks, queries, dim).mul_(scale)
-            seen, values = (x.index_select(0, call.keys).view(blocks, keys, dim) for x in by_row[1:])
+            scaled = by_row[0].index_select(0, call.queries).view(blocks, queries, dim).mul_(scale)
+            keys_seen, values = (x.index_select(0, call.keys).view(blocks, keys, dim) for x in by_row[1:])
             if call.bias.dim() == 2:
-                scores = torch.baddbmm(call.bias, own, seen.mT)
+                scores = torch.baddbmm(call.bias, scaled, keys_seen.mT)
             else:
-                scores = torch.bmm(own, seen.mT)
+                scores = torch.bmm(scaled, keys_seen.mT)
                 scores.view(segments, -1, *call.bias.shape[2:]).add_(call.bias)
             weights = scores.softmax(dim=-1)
             torch.bmm(weights, values, out=out[call.results].view(blocks, queries, dim))
-            saved += [own, seen, values, weights]
+            saved += [scaled, keys_seen, values, weights]
         ctx.save_for_backward(place, *saved)
         ctx.calls = calls
         return out.index_select(0, place).view(q.shape)
@@ -149,16 +154,16 @@ class _ShortAttention(torch.autograd.Function):
         grad_q[-1] = 0
         grad_k, grad_v = grad.new_zeros(2, grad.shape[0] * kv_heads, dim)
         for i, call in enumerate(ctx.calls):
-            own, seen, values, weights = saved[4 * i : 4 * i + 4]
+            scaled, keys_seen, values, weights = saved[4 * i : 4 * i + 4]
             grad_out = by_row.index_select(0, call.queries)
             if call.padding is not None:
                 grad_out.index_fill_(0, call.padding, 0.0)
-            grad_out = grad_out.view(own.shape)
+            grad_out = grad_out.view(scaled.shape)
             grad_v.index_add_(0, call.keys, torch.bmm(weights.mT, grad_out).view(-1, dim))
             grad_weights = torch.bmm(grad_out, values.mT)
             grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
-            torch.bmm(grad_scores, seen, out=grad_q[call.results].view(own.shape))
-            grad_k.index_add_(0, call.keys, torch.bmm(grad_scores.mT, own).view(-1, dim))
+            torch.bmm(grad_scores, keys_seen, out=grad_q[call.results].view(scaled.shape))
+            grad_k.index_add_(0, call.keys, torch.bmm(grad_scores.mT, scaled).view(-1, dim))
         grad_q = grad_q.index_select(0, place).mul_(dim**-0.5).view(grad.shape)
         grad_k, grad_v = (x.view(-1, kv_heads, dim) for x in (grad_k, grad_v))
         return grad_q, grad_k, grad_v, None, None, None

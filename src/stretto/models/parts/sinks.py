@@ -1,4 +1,4 @@
-"""Attention with sinks: each head has a logit that takes a share of the softmax and has no value.
+"""Attention with sinks: each head has a logit that takes part in the softmax and has no value.
 
 Computed in float32 in pieces of queries, of which only the result and the logarithm of the softmax's denominator are
 kept for the backward pass, so that memory does not grow with the square of the length.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 _MAX_SCORES = 1 << 26
-"""Scores in memory at one time."""
+"""Most scores in memory at one time."""
 
 
 def attend_with_sinks(
@@ -29,7 +29,7 @@ def attend_with_sinks(
     sinks: Float[Tensor, " heads"],
     bias: Float[Tensor, "segments queries keys"] | None = None,
 ) -> Float[Tensor, "segments queries heads dim"]:
-    """Attention of segments, queries aligned with the last keys; causal, unless a bias of 0 and -inf is given."""
+    """Attention of segments, queries aligned with the last keys; causal, or by a bias of 0 and -inf."""
     return _SinkAttention.apply(q, k, v, sinks, bias)
 
 
@@ -76,7 +76,7 @@ class _SinkAttention(torch.autograd.Function):
 
 
 def _pieces(q: Tensor, k: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, int]]:
-    """Pieces of the queries, and how many keys they may see."""
+    """Pieces of the queries, and the number of keys that they may see."""
     segments, queries, heads, _ = q.shape
     keys = k.shape[1]
     step = max(_MAX_SCORES // (segments * heads * keys), 16)

@@ -1,4 +1,4 @@
-"""The vision tower: patches of images to the vectors that stand for them in the residual stream of a decoder.
+"""The vision tower: patches of images to vectors in the residual stream of a decoder.
 
 Patches are embedded, get a learned position (interpolated from a square grid to the image's), and pass through blocks
 whose attention sees one frame of one image. Then merge_size x merge_size neighbours become one vector (`Merger`).
@@ -43,7 +43,7 @@ class ImageBatch:
 
     @classmethod
     def unused(cls, shape: VisionShape, device: torch.device) -> ImageBatch:
-        """The smallest image, in no token: ranks without images take part in collectives with it."""
+        """The smallest image, which no token shows: with it ranks without images take part in collectives."""
         grid = np.array([[1, shape.merge_size, shape.merge_size]])
         patches = torch.zeros(shape.merge_size**2, shape.patch_values, device=device)
         nowhere = torch.zeros(0, dtype=torch.long, device=device)
@@ -51,7 +51,7 @@ class ImageBatch:
 
 
 class ImageVectors(NamedTuple):
-    """What stands for the images in a pass: vectors that replace embeddings at `rows`, and that layers add there."""
+    """The vectors of a pass's images: those that replace embeddings at `rows`, and those that layers add there."""
 
     rows: Int[Tensor, " image_tokens"]
     embeddings: Float[Tensor, "image_tokens dim"]
@@ -62,7 +62,7 @@ class ImageVectors(NamedTuple):
         return x.index_copy(0, self.rows, self.embeddings.to(x.dtype))
 
     def add(self, layer: int, x: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
-        """The residual stream after a layer, with what the tower adds there."""
+        """The residual stream after a layer plus the tower's vectors for it."""
         if layer >= len(self.deepstack):
             return x
         return x.index_add(0, self.rows, self.deepstack[layer].to(x.dtype))
@@ -145,7 +145,7 @@ class Merger(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """All of it; `model.visual` in a checkpoint."""
+    """The whole tower; `model.visual` in a checkpoint."""
 
     def __init__(self, shape: VisionShape) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class VisionTower(nn.Module):
 
 
 class Frames:
-    """Which patches are in which frame, and where in it; a frame is an image or a time step of a film."""
+    """The frame of each patch, and its place in it; a frame is an image or a time step of a film."""
 
     def __init__(self, grids: Int[np.ndarray, "images 3"], merge_size: int) -> None:
         self.sides = [
@@ -191,7 +191,7 @@ class Frames:
         """Line and column of every patch, [2, patches]."""
 
     def positions(self, table: Float[Tensor, "cells dim"], side: int) -> Float[Tensor, "patches dim"]:
-        """The learned positions: between four cells of a square table, whose corners are those of the frame."""
+        """The learned positions, interpolated from a square table whose corners are those of the frame."""
         lengths = [lines * columns for lines, columns in self.sides]
         ends = np.repeat(np.array(self.sides).T - 1, lengths, axis=1)
         source = (
@@ -211,7 +211,7 @@ class Frames:
         return x
 
     def angles(self, shape: VisionShape, device: torch.device) -> Angles:
-        """cos and sin, [patches, 1, head_dim], float32: half of the pairs turn by the line, half by the column."""
+        """cos and sin, [patches, 1, head_dim], float32: half of the pairs rotate by the line, half by the column."""
         pairs = shape.head_dim // 2
         freqs = 1.0 / (shape.rope_theta ** (torch.arange(0, pairs, 2, dtype=torch.float32) / pairs))
         places = torch.from_numpy(self.places.astype(np.float32))

@@ -1,7 +1,7 @@
 """Sliding windows: segments of a packed row cut into calls that read only the keys their queries can see.
 
 A query sees itself and the window - 1 tokens before it in its document. Its segment is cut into pieces of about a
-window, and each piece reads its own keys and those of a window before them, also those of the segment that it
+window, and each piece reads its keys and those of a window before them, also those of the segment that it
 continues. So time and memory grow with the length, not with its square.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxtyping import Int
 
 _MIN_PIECE = 32
-"""Pieces of fewer queries would be too many calls for small windows."""
+"""Fewer queries per piece would make too many calls for small windows."""
 
 
 def cut_segments(

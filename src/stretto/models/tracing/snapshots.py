@@ -1,4 +1,4 @@
-"""`memory_profiler_path`: what of a GPU's memory was allocated where, step by step.
+"""`memory_profiler_path`: which code allocated which of a GPU's memory, step by step.
 
 A file per step and rank, `step_<N>_<process>.pickle`, has the stacks of all allocations of that step;
 https://pytorch.org/memory_viz draws it. A step that fails writes its file too: it is the one that ran out of memory.
@@ -18,14 +18,14 @@ from stretto.base.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 MOST_EVENTS = 100_000
-"""Allocations and releases of one step that are kept, the latest ones: about 40 MB of a file."""
+"""Allocations and releases that are kept of one step, the latest ones: a file of about 40 MB."""
 
 
 class MemorySnapshots:
     """Records the memory of this process's GPU, if there is a directory for it."""
 
     def __init__(self, directory: Path | None, process: str) -> None:
-        """process: its name in the names of files.
+        """directory: None: nothing is recorded. process: its name in the names of files.
 
         Raises: ConfigError on a machine without a GPU.
         """
@@ -50,7 +50,7 @@ class MemorySnapshots:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, path: Path) -> None:
-        """Write what was recorded; what cannot be written is a warning."""
+        """Write what was recorded; log a warning if that fails."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(path))

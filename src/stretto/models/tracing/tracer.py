@@ -1,6 +1,6 @@
 """`--profile N`: traces of torch's operations at chosen steps, by trainer and embedded engine, for Perfetto.
 
-The steps come in an environment variable, so that all processes of a run trace the same ones. A step's file is
+The steps come from an environment variable, so that all processes of a run trace the same ones. A step's file is
 RUN/profiles/<process>_step_<N>.json.gz; https://ui.perfetto.dev opens it. Shapes and Python stacks are left out, which
 keeps a file small and the step near its usual speed. Without the variable nothing costs time.
 """
@@ -21,17 +21,17 @@ from stretto.config.traced import VARIABLE, parse_steps
 logger = logging.getLogger(__name__)
 
 MOST_PASSES = 50
-"""Passes of an engine in one file: a step of a small model has thousands."""
+"""Most passes of an engine in one file: a step of a small model has thousands."""
 
 
 class Tracer:
     """Traces one process; all calls that may begin or end a trace must come from one thread.
 
-    torch's profiler crashes the process if it is stopped by another one.
+    torch's profiler crashes the process if another thread stops it than the one that started it.
     """
 
     def __init__(self, run: RunDir | None, process: str, steps: frozenset[int] | None = None) -> None:
-        """steps: None: those of the environment.
+        """steps: those to trace; None: the steps that the environment variable lists.
 
         Raises: ConfigError if the variable holds no steps.
         """
@@ -45,7 +45,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Trace the block if this step was chosen; not if it raises."""
+        """Trace the block if this step was chosen; no file is written if the block raises."""
         if number not in self._steps:
             yield
             return
@@ -59,10 +59,10 @@ class Tracer:
         self._end()
 
     def before_pass(self, version: int) -> None:
-        """Before a pass of an engine with this version.
+        """Begin or end a trace before a pass of an engine with this version.
 
-        For a chosen step N it begins at the first pass with version N-1, the last that its rollouts can have, or a
-        later one.
+        The trace of a chosen step N begins at the first pass with version N-1, the last version that its rollouts can
+        have, or with a later one.
         """
         if not self._steps and self._profile is None:
             return
@@ -79,7 +79,7 @@ class Tracer:
 
     @property
     def is_tracing(self) -> bool:
-        """Is a trace going on? May be asked by any thread."""
+        """Is a trace going on? Any thread may read this."""
         return self._profile is not None
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from stretto.models.attention import NO_LIMITS, Attend, Limits, PackedLayout
 from stretto.models.moe import Routing
 from stretto.models.parts.mixers.documents import Documents
-from stretto.models.parts.mixers.key_choice import Sight, attend_chosen
+from stretto.models.parts.mixers.key_choice import VisibleKeys, attend_chosen
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.parallel.collectives import all_to_all, gather_rows
 from stretto.trainer.parallel.mesh import Mesh
@@ -198,9 +198,9 @@ def _ring(layout: PackedLayout, shards: _TokenShards, mesh: Mesh) -> Attend:
         return _RingOrder(mesh, masks, sizes)
 
     @cache
-    def sight() -> Sight:
+    def visible() -> VisibleKeys:
         tokens = shards.inputs[me].cpu().numpy()
-        return Sight.of(layout.cu_seqlens, None, positions.device, tokens)
+        return VisibleKeys.of(layout.cu_seqlens, None, positions.device, tokens)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
         choice = limits.keys
@@ -209,7 +209,7 @@ def _ring(layout: PackedLayout, shards: _TokenShards, mesh: Mesh) -> Attend:
                 keys = gather_rows(choice.vectors.keys, shards.inputs, me, mesh.cp_group)
                 choice = replace(choice, vectors=choice.vectors._replace(keys=keys))
             k = gather_rows(k, shards.inputs, me, mesh.cp_group)
-            return attend_chosen(choice, q, k, k[..., : v.shape[-1]], sight())
+            return attend_chosen(choice, q, k, k[..., : v.shape[-1]], visible())
         return _RingAttention.apply(q, k, v, limits.sinks, order(limits.window))
 
     return attend

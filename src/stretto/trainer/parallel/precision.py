@@ -11,7 +11,7 @@ from torch import nn
 from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ModelSection
 from stretto.models.decoder import Decoder
-from stretto.models.fp8.reference import Kernels, Reference, use_fp8
+from stretto.models.fp8.reference import Kernels, use_fp8
 from stretto.trainer.parallel.mesh import training_device
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def apply_fp8(policy: nn.Module, section: ModelSection) -> None:
         return
     if not isinstance(policy, Decoder):
         raise ConfigError('[model] fp8 works with impl = "custom" only; remove fp8 or change impl')
-    kernels = Reference() if section.fp8 == "reference" else _find_kernels(training_device())
+    kernels = Kernels() if section.fp8 == "reference" else _find_kernels(training_device())
     count = use_fp8(policy.model.layers, kernels)
     logger.info("fp8: %d layers, multiplied by %s", count, kernels.name)
 

@@ -1,1 +1,1 @@
-"""What takes attention's place in a block, or chooses its keys; and the states that recurrent mixers carry."""
+"""Mixers other than attention, the choice of attention's keys, and the states of recurrent mixers."""

@@ -1,7 +1,7 @@
-"""States of recurrent mixers that are kept between passes: an engine's sequences go on where they ended.
+"""States of recurrent mixers between an engine's passes: each sequence continues from its last pass.
 
 In place of `Documents` a pass over some rows of several sequences has `CarriedDocuments`. Mixers compute as in
-training, from the states of the pass before: prompts may be read in pieces, and tokens be decoded one by one.
+training, from the states of the pass before: prompts may be read in pieces, and tokens decoded one by one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerStates:
-    """What the mixer of one layer keeps of each sequence.
+    """The state that the mixer of one layer keeps of each sequence.
 
     recent: [places, width - 1, channels], the latest inputs of its convolution. state: [places, ...], float32.
     """
@@ -57,14 +57,14 @@ class CausalConvolution(nn.Module):
         documents: Documents | CarriedDocuments,
         parts: Sequence[int] | None = None,
     ) -> Float[Tensor, "tokens channels"]:
-        """parts: sizes of what the channels are in turn, if ranks may have the channels of some heads only."""
+        """parts: sizes of the parts that channels consist of, if a rank may have the channels of some heads only."""
         weight = self.weight if parts is None else documents.own(self.weight, parts)
         return documents.convolve(x, weight, self.bias)
 
     def new_states(
         self, places: int, state: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> LayerStates:
-        """Room for so many sequences: this convolution's latest inputs, and a state of this shape beside them."""
+        """Empty states for `places` sequences: the latest inputs of this convolution, and a state of this shape."""
         channels, _, width = self.weight.shape
         recent = torch.zeros(places, width - 1, channels, dtype=dtype, device=device)
         return LayerStates(recent, torch.zeros(places, *state, device=device))
@@ -82,15 +82,15 @@ class CarriedRows:
         # Rows of padding are sequences of one token, which all have place 0.
         keys = np.where(places > 0, places, -1 - np.arange(len(places)))
         self.order = np.argsort(keys, kind="stable")
-        found, self.lengths = np.unique(keys, return_counts=True)
-        self.places = np.maximum(found, 0)
+        unique, self.lengths = np.unique(keys, return_counts=True)
+        self.places = np.maximum(unique, 0)
         longest = int(self.lengths.max())
         self.size = 1 if is_stepwise or longest == 1 else chunk_size(longest)
         self._taps: dict[int, tuple[Tensor, Tensor]] = {}
 
     @functools.cached_property
     def chunks(self) -> tuple[Chunks, Int[Tensor, " documents"]]:
-        """The chunks, and the place of each document."""
+        """The chunks, and the place in `LayerStates` of each document."""
         table = ChunkTable.of(self.lengths, self.size)
         rows = np.append(self.order, self.num_rows)[table.rows]
         places = np.empty_like(table.places)
@@ -100,9 +100,9 @@ class CarriedRows:
         )
 
     def taps(self, width: int) -> tuple[Int[Tensor, "width rows"], Int[Tensor, "documents recent"]]:
-        """Where inputs are in: the latest inputs of all documents, then all rows.
+        """Indices into the latest inputs of all documents followed by all rows.
 
-        First those of each row, in the order of the weights; then those that are the latest after the pass.
+        First the inputs of each row, in the order of the weights; then the latest inputs after the pass.
         """
         if width not in self._taps:
             self._taps[width] = self._find_taps(width)

@@ -1,4 +1,4 @@
-"""Where the documents of a packed row begin and end, for mixers with a state: the state starts anew in each.
+"""Where the documents of a packed row begin and end, for recurrent mixers: their state starts anew in each.
 
 A recurrent mixer computes chunks of tokens at once and passes its state from chunk to chunk. `Chunks` says which tokens
 are in which chunk: no chunk has tokens of two documents, and chunks that are equally far from the beginning of their
@@ -43,7 +43,7 @@ class Chunks:
     num_documents: tuple[int, ...]
     """Chunks per step."""
     carried: CarriedState | None = None
-    """The states before the first chunks, which become those after the last ones; None: states begin at 0."""
+    """The states before the first chunks, replaced by those after the last chunks; None: states begin at 0."""
 
     def split(self, x: Shaped[Tensor, "tokens ..."]) -> Shaped[Tensor, "chunks size ..."]:
         """Tokens by chunk; padding is 0."""
@@ -88,7 +88,7 @@ class CarriedState:
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """Where the tokens of documents are in their chunks; the fields are those of `Chunks`, as arrays."""
+    """Where the tokens of documents are in chunks; fields as those of `Chunks`, but as arrays."""
 
     rows: Int[np.ndarray, "chunks size"]
     places: Int[np.ndarray, " tokens"]
@@ -121,21 +121,21 @@ def chunk_size(longest: int) -> int:
 
 
 class AllHeads:
-    """A pass whose rank has all tokens and all heads; under context parallelism ranks swap the one for the other."""
+    """A rank with all tokens and all heads; under context parallelism ranks exchange tokens for heads."""
 
     degree = 1
     """Ranks that share the heads."""
 
     def spread(self, x: Float[Tensor, "own channels"], parts: Sequence[int]) -> Float[Tensor, "tokens share"]:
-        """All tokens, of the channels of this rank's heads; parts: sizes of what the channels are in turn."""
+        """All tokens with the channels of this rank's heads; parts: sizes of the parts that channels consist of."""
         return x
 
     def collect(self, x: Float[Tensor, "tokens share dim"]) -> Float[Tensor, "own heads dim"]:
-        """The reverse for what the heads have computed: this rank's tokens, of all heads."""
+        """The reverse for the results of heads: this rank's tokens with all heads."""
         return x
 
     def own(self, weight: Float[Tensor, "channels ..."], parts: Sequence[int]) -> Float[Tensor, "share ..."]:
-        """What belongs to the channels of this rank's heads."""
+        """The rows of a weight for the channels of this rank's heads."""
         return weight
 
 
@@ -164,7 +164,7 @@ class Documents(AllHeads):
         return Chunks(rows, places, table.num_documents)
 
     def at(self, layer: int) -> Documents:
-        """These documents for the mixer of a layer: nothing is carried from pass to pass."""
+        """The same for every layer, because nothing is carried from pass to pass."""
         return self
 
     def convolve(
@@ -183,7 +183,7 @@ class Documents(AllHeads):
         return out.squeeze(0).T.index_select(0, ends)
 
     def _pad_rows(self, gap: int) -> tuple[Tensor, Tensor]:
-        """The row with `gap` places of zeros before each document; and the result that each token has."""
+        """Indices of the row with `gap` zeros before each document; and the index of each token's result."""
         num_tokens, num_documents = int(self.bounds[-1]), len(self.lengths)
         places = np.arange(num_tokens) + gap * (1 + np.repeat(np.arange(num_documents), self.lengths))
         rows = np.full(max(num_tokens + gap * num_documents, gap + 1), num_tokens)
@@ -192,16 +192,16 @@ class Documents(AllHeads):
 
 
 def decays_since_start(log_decay: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch size"]:
-    """Sums of the logarithms up to each token.
+    """Sums of the logarithms up to each token, in float64.
 
-    In float64: of a token there is left the difference of two sums, which can be thousands of times smaller than
-    they are, and so are the gradients that come back.
+    Later only differences of two sums are used, which can be thousands of times smaller than the sums; so can their
+    gradients.
     """
     return log_decay.double().cumsum(-1)
 
 
 def pairwise_decay(since_start: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch size size"]:
-    """exp(since_start[i] - since_start[j]) for j <= i, what is left at i of token j; 0 above the diagonal."""
+    """exp(since_start[i] - since_start[j]) for j <= i, the decay from token j to i; 0 above the diagonal."""
     size = since_start.shape[-1]
     is_later = torch.ones(size, size, dtype=torch.bool, device=since_start.device).triu(1)
     difference = (since_start.unsqueeze(-1) - since_start.unsqueeze(-2)).float()

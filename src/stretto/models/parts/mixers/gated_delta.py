@@ -5,8 +5,8 @@ Per head, with a state S [key_dim, value_dim], a decay exp(g) and a rate beta pe
     S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  out = S^T q
 
 Computed by chunks of tokens: within a chunk the corrections are a triangular system, from chunk to chunk only the
-state passes (documents.py). The step-by-step form is in the tests. All of it is float32, whatever the model's dtype,
-but sums of the logarithms of decays.
+state is passed on (documents.py). The step-by-step form is in the tests. Everything is float32, whatever the model's
+dtype, except the sums of logarithms of decays, which are float64.
 
 Source: Gated DeltaNet, arXiv:2412.06464, equation 10 and the chunked form of section 3.3. Differs: keys and queries
 have length 1 and queries are scaled by key_dim ** -0.5, as in Qwen3-Next and Qwen3.5.
@@ -49,19 +49,19 @@ def gated_delta_rule(
     between = pairwise_decay(since_start)
     beta = beta.unsqueeze(-1)
     system = (beta * k) @ k.mT * between
-    # The diagonal of the system is 1 and is not read, nor is what is above it.
+    # The diagonal of the system is 1; neither it nor the triangle above it is read.
     right = torch.cat((beta * v, beta * k * faded), -1)
     solved = right
     if right.shape[-2] > 1:
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    own, from_state = solved.split((v.shape[-1], k.shape[-1]), -1)
-    seen = q @ k.mT * between
+    within, from_state = solved.split((v.shape[-1], k.shape[-1]), -1)
+    scores = q @ k.mT * between
     q, until_end = q * faded, (since_start[..., -1:] - since_start).float().exp().unsqueeze(-1)
     kept, k = faded[..., -1:, :], (k * until_end).mT
 
     def step(at: slice, state: Tensor) -> tuple[Tensor, Tensor]:
-        corrections = own[at] - from_state[at] @ state
-        out = q[at] @ state + seen[at] @ corrections
+        corrections = within[at] - from_state[at] @ state
+        out = q[at] @ state + scores[at] @ corrections
         return kept[at] * state + k[at] @ corrections, out
 
     shape = (q.shape[1], q.shape[-1], v.shape[-1])
@@ -106,7 +106,7 @@ class GatedDelta(nn.Module):
         self.out_proj = nn.Linear(self.value_size, cfg.hidden_size, bias=False)
 
     def new_states(self, places: int, dtype: torch.dtype, device: torch.device) -> LayerStates:
-        """Room for this layer's states of so many sequences."""
+        """Empty states of this layer for `places` sequences."""
         shape = self.shape
         state = (shape.num_value_heads, shape.key_head_dim, shape.value_head_dim)
         return self.conv1d.new_states(places, state, dtype, device)
@@ -117,7 +117,7 @@ class GatedDelta(nn.Module):
         documents: Documents | CarriedDocuments,
         rows: Int[Tensor, " rows"] | None,
     ) -> Float[Tensor, "rows dim"]:
-        """The mixed tokens of each document, of all tokens or of `rows`."""
+        """The mixer's output for all tokens or `rows`; no token sees another document."""
         q, k, v, log_decay, beta = self.project(x, documents)
         mixed = documents.collect(gated_delta_rule(q, k, v, log_decay, beta, documents.chunks))
         if rows is not None:
@@ -152,5 +152,5 @@ class GatedDelta(nn.Module):
 
 
 def _unit(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
-    """x divided by its length (plus a floor)."""
+    """x divided by its length, which has a small floor."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)

@@ -2,9 +2,9 @@
 
 `choose_keys` scores blocks of keys for blocks of queries and keeps the best so far, and `attend_chosen` gathers the
 chosen keys for a few queries at a time, again in the backward pass. So memory grows with the tokens, not with their
-square. Queries may be any part of a row (`Sight`): with context parallelism those of one rank, while keys are always
-those of the whole row. Which keys exist is decided here; what an index is made of, and the projections around the
-attention, are in sparse_mla.py. The slow reference, a mask over the whole row, is in the tests.
+square. Queries may be any part of a row (`VisibleKeys`), with context parallelism those of one rank, while keys are
+always those of the whole row. The index's vectors and the projections around the attention are in sparse_mla.py. The
+slow reference, a mask over the whole row, is in the tests.
 
 Source: DeepSeek Sparse Attention, arXiv:2512.02556, section 2.1. Differs: among keys of equal scores the earliest are
 chosen, so that the choice does not depend on the sizes of blocks or on the rank.
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Int32, Int64
 
 NOT_A_KEY = -1
-"""In a choice: the query sees fewer keys than may be chosen."""
+"""Entry of a choice whose query sees fewer keys than may be chosen."""
 MAX_QUERIES, MAX_KEYS = 64, 2048
-"""Queries and keys of one block of scores."""
+"""Most queries and keys of one block of scores."""
 MAX_GATHERED = 1 << 22
-"""Elements of the keys that are gathered at once."""
+"""Most elements of the keys that are gathered at once."""
 _GPU_FACTOR = 16
-"""Blocks on a GPU have so many times the elements, because small operations cost more there."""
+"""Blocks on a GPU have this many times the elements, because small operations cost more there."""
 _TINY = torch.finfo(torch.float32).tiny
 HIDDEN = torch.iinfo(torch.int64).min
 """The code of a key that a query does not see."""
@@ -42,7 +42,7 @@ _LAST = (1 << 31) - 1
 
 
 class IndexVectors(NamedTuple):
-    """What keys are scored with: sum over heads of weights * relu(queries @ keys)."""
+    """The vectors that score keys: sum over heads of weights * relu(queries @ keys)."""
 
     queries: Float[Tensor, "queries heads dim"]
     weights: Float[Tensor, "queries heads"]
@@ -51,12 +51,12 @@ class IndexVectors(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyChoice:
-    """How the queries of a layer find the keys that they attend to; part of `Limits` (attention.py).
+    """How the queries of a layer choose the keys that they attend to; part of `Limits` (attention.py).
 
     source: the layer whose index chooses; scale: factor on the scores of the attention. chosen: the choices of this
-    pass by layer, int32 [queries, chosen]; a layer that shares a choice, or is computed again, finds its own in it.
-    vectors: None if they are not needed, because the choice is made already. loss_scale, losses: those of the index
-    (`Routing`), where the source itself attends.
+    pass by layer, int32 [queries, chosen]; a layer that shares a choice, or is computed again, reads it from there.
+    vectors: None if the layer has no index. loss_scale, losses: those of the index (`Routing`), used only in the source
+    layer itself.
     """
 
     source: int
@@ -78,8 +78,8 @@ class _Block:
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
-    """Which keys of a row the queries may choose from: [own_start, own_end) and [prefix_start, prefix_end).
+class VisibleKeys:
+    """The keys of a row that each query sees: [start, end) of its segment and [prefix_start, prefix_end).
 
     spans: these four, int64 [queries, 4]. The first range ends with the query itself.
     """
@@ -94,8 +94,8 @@ class Sight:
         parents: Sequence[int] | None,
         device: torch.device,
         tokens: Int[np.ndarray, " queries"] | None = None,
-    ) -> Sight:
-        """The sight of these tokens of a row (None: of all) with segments as in `PackedLayout`."""
+    ) -> VisibleKeys:
+        """The keys that these tokens (None: all) of a row see, with segments as in `PackedLayout`."""
         bounds = np.asarray(cu_seqlens, np.int64)
         parents = np.full(len(bounds) - 1, -1) if parents is None else np.asarray(parents, np.int64)
         tokens = np.arange(bounds[-1]) if tokens is None else tokens
@@ -111,8 +111,8 @@ class Sight:
         return self.spans[:, 1] - self.spans[:, 0] + self.spans[:, 3] - self.spans[:, 2]
 
     @cached_property
-    def most(self) -> int:
-        """Keys of the query that sees most."""
+    def max_count(self) -> int:
+        """The most keys that a query sees."""
         return int(self.counts.max(initial=0))
 
     @cached_property
@@ -142,14 +142,14 @@ class Sight:
         hulls.sort()
         if len(hulls) == 2 and hulls[0][1] > hulls[1][0]:  # no key may be met twice
             hulls = [(hulls[0][0], max(hulls[0][1], hulls[1][1]))]
-        found = []
+        ranges = []
         for low, high in hulls:
             for first in range(low, high, MAX_KEYS):
                 last = min(first + MAX_KEYS, high)
                 is_own = (spans[:, 0] <= first) & (spans[:, 1] >= last)
                 is_prefix = (spans[:, 2] <= first) & (spans[:, 3] >= last)
-                found.append((first, last, bool((is_own | is_prefix).all())))
-        return found
+                ranges.append((first, last, bool((is_own | is_prefix).all())))
+        return ranges
 
 
 # -- the choice --
@@ -166,14 +166,14 @@ def index_scores(
 
 
 @torch.no_grad()
-def choose_keys(vectors: IndexVectors, sight: Sight, top_k: int) -> Int32[Tensor, "queries chosen"]:
+def choose_keys(vectors: IndexVectors, visible: VisibleKeys, top_k: int) -> Int32[Tensor, "queries chosen"]:
     """The keys with the highest scores among those that each query sees, by index; NOT_A_KEY comes first."""
-    count = min(top_k, sight.most)
+    count = min(top_k, visible.max_count)
     queries, weights, keys = (part.float() for part in vectors)
     chosen = torch.full((len(queries), count), NOT_A_KEY, dtype=torch.int32, device=keys.device)
-    for block in sight.blocks():
+    for block in visible.blocks():
         rows = slice(block.start, block.stop)
-        needs_scores = int(sight.counts[rows].max()) > top_k
+        needs_scores = int(visible.counts[rows].max()) > top_k
         best: Tensor | None = None
         for low, high, is_whole in block.ranges:
             numbers = torch.arange(low, high, device=keys.device)
@@ -182,13 +182,13 @@ def choose_keys(vectors: IndexVectors, sight: Sight, top_k: int) -> Int32[Tensor
             else:
                 codes = (_LAST - numbers).expand(block.stop - block.start, -1)
             if not is_whole:
-                codes = codes.masked_fill(~sight.is_visible(rows, numbers), HIDDEN)
+                codes = codes.masked_fill(~visible.is_visible(rows, numbers), HIDDEN)
             best = codes if best is None else torch.cat((best, codes), 1)
             if best.shape[1] > count:
                 best = best.topk(count, dim=1, sorted=False).values
         assert best is not None, "a query sees itself"
-        found = key_numbers(best).masked_fill(best == HIDDEN, NOT_A_KEY).sort(dim=1).values
-        chosen[rows, count - found.shape[1] :] = found.int()
+        numbers = key_numbers(best).masked_fill(best == HIDDEN, NOT_A_KEY).sort(dim=1).values
+        chosen[rows, count - numbers.shape[1] :] = numbers.int()
     return chosen
 
 
@@ -214,20 +214,20 @@ def attend_chosen(
     q: Float[Tensor, "queries heads dim"],
     k: Float[Tensor, "keys one dim"],
     v: Float[Tensor, "keys one value_dim"],
-    sight: Sight,
+    visible: VisibleKeys,
 ) -> Float[Tensor, "queries heads value_dim"]:
     """Attention of each query to its chosen keys; v is the first dims of k, which all heads share.
 
-    Vectors and keys are those of the whole row, queries those that `sight` is for.
+    Vectors and keys are those of the whole row; queries are those of `visible`.
     """
     chosen = choice.chosen.get(choice.source)
     if chosen is None:
         assert choice.vectors is not None, f"layer {choice.source} has made no choice"
         if not torch.is_grad_enabled():
-            choice.chosen.clear()  # those of earlier layers are needed for the backward pass only
-        chosen = choose_keys(choice.vectors, sight, choice.top_k)
+            choice.chosen.clear()  # choices of earlier layers are needed in the backward pass only
+        chosen = choose_keys(choice.vectors, visible, choice.top_k)
         choice.chosen[choice.source] = chosen
-    counts = np.minimum(sight.counts, choice.top_k)
+    counts = np.minimum(visible.counts, choice.top_k)
     k = k.squeeze(1)
     out = _ChosenAttention.apply(q, k, chosen, counts, v.shape[-1], choice.scale)
     if choice.loss_scale is None or choice.vectors is None or not torch.is_grad_enabled():
@@ -272,8 +272,8 @@ class _ChosenAttention(torch.autograd.Function):
 class _IndexLoss(torch.autograd.Function):
     """Adds to the backward pass the gradient of KL(attention, index), summed over queries, for the index only.
 
-    attention: the mean over heads of the weights of the chosen keys; index: softmax of their scores. What goes in as
-    the result of the attention comes out unchanged, and so does its gradient. Source: equation 4 of the paper.
+    attention: the mean over heads of the weights of the chosen keys; index: softmax of their scores. `out`, the result
+    of the attention, is returned unchanged, and so is its gradient. Source: equation 4 of the paper.
     """
 
     @staticmethod
@@ -301,11 +301,11 @@ class _IndexLoss(torch.autograd.Function):
         for rows, columns in _gathered_rows(ctx.counts, k):
             places = chosen[rows, -columns:]
             attention = attend_rows(q[rows], k, places, ctx.scale)[1].float().mean(1)
-            scores, by_head, own, at = _index_rows(queries[rows], weights[rows], keys, places)
+            scores, by_head, gathered, at = _index_rows(queries[rows], weights[rows], keys, places)
             slopes = (scores.softmax(-1) - attention) * ctx.loss_scale
             dweights[rows] = (by_head @ slopes.unsqueeze(-1)).squeeze(-1)
             slopes = weights[rows].unsqueeze(-1) * slopes.unsqueeze(1) * (by_head > 0)
-            dqueries[rows] = (slopes @ own).to(queries.dtype)
+            dqueries[rows] = (slopes @ gathered).to(queries.dtype)
             dkeys.index_add_(0, at.flatten(), (slopes.transpose(1, 2) @ queries[rows].float()).flatten(0, 1))
         return grad, dqueries, dweights, dkeys.to(keys.dtype), None, None, None, None, None
 
@@ -316,16 +316,16 @@ def _index_rows(
     keys: Float[Tensor, "keys dim"],
     chosen: Int32[Tensor, "rows chosen"],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores of chosen keys, -inf where there is none; relu by head; the keys; and where they are."""
+    """Scores of chosen keys, -inf where there is none; the relu by head; the gathered keys, and their places."""
     places = chosen.clamp_min(0).long()
-    own = keys.index_select(0, places.flatten()).unflatten(0, places.shape).float()
-    by_head = (queries.float() @ own.transpose(1, 2)).relu()
+    gathered = keys.index_select(0, places.flatten()).unflatten(0, places.shape).float()
+    by_head = (queries.float() @ gathered.transpose(1, 2)).relu()
     scores = (weights.unsqueeze(1) @ by_head).squeeze(1)
-    return scores.masked_fill(chosen == NOT_A_KEY, float("-inf")), by_head, own, places
+    return scores.masked_fill(chosen == NOT_A_KEY, float("-inf")), by_head, gathered, places
 
 
 def _gathered_rows(counts: np.ndarray, k: Tensor) -> Iterator[tuple[slice, int]]:
-    """Queries whose keys are gathered together, and how many keys that is at most for each."""
+    """Ranges of queries whose keys are gathered together, and the most keys that one of them has."""
     limit = MAX_GATHERED * (_GPU_FACTOR if k.is_cuda else 1) // k.shape[1]
     start = 0
     while start < len(counts):
@@ -343,7 +343,7 @@ def attend_rows(
 ) -> tuple[
     Float[Tensor, "rows chosen dim"], Float[Tensor, "rows heads chosen"], Int64[Tensor, "rows chosen"]
 ]:
-    """Gathered keys [rows, chosen, dim], weights [rows, heads, chosen] in their dtype, and where the keys are."""
+    """Gathered keys [rows, chosen, dim], weights [rows, heads, chosen] in their dtype, and the keys' places."""
     places = chosen.clamp_min(0).long()
     keys = k.index_select(0, places.flatten()).unflatten(0, places.shape)
     scores = (q @ keys.transpose(1, 2)).float() * scale

@@ -6,8 +6,8 @@ Per head, with a state S [state_dim, head_dim], a step size dt > 0 per token and
 
 B and C are shared by the heads of a group. Computed by chunks, as the gated delta rule is (gated_delta.py), in float32.
 
-Source: Mamba-2, arXiv:2405.21060, section 6 (the chunked form). Differs: documents of a packed row have states of
-their own.
+Source: Mamba-2, arXiv:2405.21060, section 6 (the chunked form). Differs: the state starts anew in each document of a
+packed row.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def mamba2_scan(
     log_decay = chunks.split(log_decay).unflatten(2, (groups, -1)).permute(0, 2, 3, 1)
     since_start = decays_since_start(log_decay)
     b, c = (chunks.split(part).transpose(1, 2).unsqueeze(2) for part in (b, c))
-    own = (c @ b.mT * pairwise_decay(since_start)) @ x
+    within = (c @ b.mT * pairwise_decay(since_start)) @ x
     until_end = (since_start[..., -1:] - since_start).float().exp().unsqueeze(-1)
     added = b.mT @ (until_end * x)
     faded = since_start.float().exp().unsqueeze(-1)
     kept = faded[..., -1:, :]
 
     def step(at: slice, state: Tensor) -> tuple[Tensor, Tensor]:
-        return kept[at] * state + added[at], faded[at] * (c[at] @ state) + own[at]
+        return kept[at] * state + added[at], faded[at] * (c[at] @ state) + within[at]
 
     out = chunks.scan(x, tuple(added.shape[1:]), step)
     return chunks.join(out.permute(0, 3, 1, 2, 4).flatten(2, 3))
@@ -91,7 +91,7 @@ class Mamba2(nn.Module):
         self.out_proj = nn.Linear(self.size, cfg.hidden_size, bias=shape.has_bias)
 
     def new_states(self, places: int, dtype: torch.dtype, device: torch.device) -> LayerStates:
-        """Room for this layer's states of so many sequences."""
+        """Empty states of this layer for `places` sequences."""
         shape = self.shape
         by_group = shape.num_heads // shape.num_groups
         state = (shape.num_groups, by_group, shape.state_dim, shape.head_dim)
@@ -103,7 +103,7 @@ class Mamba2(nn.Module):
         documents: Documents | CarriedDocuments,
         rows: Int[Tensor, " rows"] | None,
     ) -> Float[Tensor, "rows dim"]:
-        """The mixed tokens of each document, of all tokens or of `rows`."""
+        """The mixer's output for all tokens or `rows`; no token sees another document."""
         gate, values, b, c, dt = self.project(x, documents)
         log_decay = -self.A_log.float().exp() * dt
         mixed = mamba2_scan(values * dt.unsqueeze(-1), b, c, log_decay, documents.chunks)

@@ -1,8 +1,8 @@
 """Multi-head latent attention: keys and values are expanded from one small vector per token.
 
 The last dims of each query are rotated by position, and so is one key that all heads share. Attention itself is that of
-other families (`Attend`): keys and values are expanded first, and values are padded with zeros to the width of
-keys. So documents, shared prompts, context parallelism and the engine's cache need nothing of their own.
+other families (`Attend`): keys and values are expanded first, and values are padded with zeros to the width of keys. So
+documents, shared prompts, context parallelism and the engine's cache need no special code.
 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1. Differs: nothing is absorbed into the projections; the engine caches
 expanded keys and values.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stretto.models.shape import ModelConfig
 
 _NORM_EPS = 1e-6
-"""Epsilon in the norms of the small vectors, whatever the other norms have."""
+"""Epsilon of the norms of the small vectors, whatever that of other norms is."""
 
 
 class LatentAttention(nn.Module):

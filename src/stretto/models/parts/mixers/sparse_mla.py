@@ -1,8 +1,8 @@
 """Multi-head latent attention to the keys that an indexer chooses (DeepSeek Sparse Attention).
 
 Queries are multiplied by the matrix that would expand the keys, so that all heads attend to the same small vector per
-token: keys that each query chooses for itself are gathered, and expanded ones would be too large. What is attended is
-expanded to values afterwards. Which keys are chosen, and the attention to them, is key_choice.py.
+token: each query's keys are gathered, and expanded ones would be too large. The attended vectors are expanded to values
+afterwards. The choice of keys, and the attention to them, is in key_choice.py.
 
 Source: DeepSeek-V3.2, arXiv:2512.02556, section 2.1; choices shared by layers: arXiv:2603.12201. Differs: the index is
 computed in float32, not in rotated 8-bit floats.
@@ -34,8 +34,8 @@ _NORM_EPS = 1e-6
 class Indexer(nn.Module):
     """Scores of earlier tokens, from small queries and one key per token.
 
-    Its weights are frozen until a trainer unfreezes them: the loss of the model never reaches them, because a choice
-    has no gradient, and their own loss (key_choice.py) is for trainers that want it.
+    Its weights are frozen until a trainer unfreezes them: a choice has no gradient, so the model's loss never reaches
+    them. A loss of the index itself is in key_choice.py.
     """
 
     def __init__(self, shape: IndexerShape, hidden_size: int, query_rank: int) -> None:
@@ -60,15 +60,15 @@ class Indexer(nn.Module):
 
 
 RowMatrices = Callable[[], Sequence[tuple[Tensor | None, int, Tensor]]]
-"""What adapters add to a matrix, as [in, out]: the rows of the pass that have the adapter (None: all; at the end there
-may be padding), how many, and the addend."""
+"""() -> for each adapter of a pass: the rows that have it (None: all; padded at the end), their number, and its addend
+to the matrix, [in, out]."""
 
 
 class SparseLatentAttention(LatentAttention):
     """Latent attention to chosen keys; a layer without an indexer uses the choice of one before it."""
 
     addends: RowMatrices | None = None
-    """In an engine, whose rows have different adapters: those of kv_b_proj."""
+    """In an engine, whose rows have different adapters: the adapters of kv_b_proj."""
 
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__(cfg)
@@ -122,14 +122,14 @@ class SparseLatentAttention(LatentAttention):
         Float[Tensor, "rank heads value_dim"],
         IndexVectors | None,
     ]:
-        """Queries and keys of width rank + rotated_dim, the matrix from what is attended to values, and the index."""
+        """Queries and keys of width rank + rotated_dim, the matrix that expands to values, and the index's vectors."""
         shape = self.shape
         small_q = self.q_a_layernorm(self.q_a_proj(x))
         q = self.q_b_proj(small_q).unflatten(-1, (-1, self.key_dim))
         q_plain, q_rotated = q.split((shape.plain_dim, shape.rotated_dim), -1)
         small, shared = self.kv_a_proj_with_mqa(x).split((shape.rank, shape.rotated_dim), -1)
         small = torch.cat((self.kv_a_layernorm(small), rotate(shared.unsqueeze(1), angles).squeeze(1)), -1)
-        # The layer's whole matrix, with its adapter if it has one, is what it makes of the identity.
+        # Applied to the identity, the layer returns its whole matrix, with its adapter if it has one.
         identity = torch.eye(shape.rank, dtype=x.dtype, device=x.device)
         expand = self.kv_b_proj(identity).unflatten(-1, (-1, shape.plain_dim + shape.value_dim))
         to_small, from_small = expand.split((shape.plain_dim, shape.value_dim), -1)

@@ -1,4 +1,4 @@
-"""Tensors that are put away give their memory back, and come back with their contents at the same addresses."""
+"""Tensors that are put memory give their memory back, and come back with their contents at the same addresses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from stretto.models.native.put_away import PutAway
+from stretto.models.native.memory_offload import MemoryOffload
 
 MIB = 1 << 20
 
@@ -20,11 +20,11 @@ def test_the_memory_is_given_back_and_contents_that_are_kept_return(keeps, tmp_p
     tensors = [torch.arange(n * MIB // 4, dtype=torch.float32) + 1 for n in (8, 16, 24)]
     tensors.append(tensors[0].view(2, -1)[1])  # shares the memory of another
     before, places = [tensor.clone() for tensor in tensors], [tensor.data_ptr() for tensor in tensors]
-    held, away = resident(), PutAway(tmp_path)
-    assert away.put_away(tensors, keeps=keeps) == 48 * MIB and away.is_away
+    held, memory = resident(), MemoryOffload(tmp_path)
+    assert memory.offload(tensors, keeps=keeps) == 48 * MIB and memory.is_offloaded
     assert held - resident() > 40 * MIB
-    away.bring_back()
-    assert [tensor.data_ptr() for tensor in tensors] == places and not away.is_away
+    memory.restore()
+    assert [tensor.data_ptr() for tensor in tensors] == places and not memory.is_offloaded
     assert all(map(torch.equal, tensors, before)) == keeps
     for tensor in tensors:
         tensor.fill_(3.0)
@@ -34,16 +34,16 @@ def test_the_memory_is_given_back_and_contents_that_are_kept_return(keeps, tmp_p
 def test_neighbours_in_memory_are_left_alone():
     block = torch.arange(64 << 10, dtype=torch.uint8)
     small = torch.full((100,), 7, dtype=torch.uint8)
-    away = PutAway()
-    away.put_away([small], keeps=False)
-    away.bring_back()
+    memory = MemoryOffload()
+    memory.offload([small], keeps=False)
+    memory.restore()
     assert torch.equal(block, torch.arange(64 << 10, dtype=torch.uint8))
 
 
 def test_moves_that_do_not_exist_are_faults():
-    away = PutAway()
-    with pytest.raises(AssertionError, match="are here"):
-        away.bring_back()
-    away.put_away([torch.zeros(10)], keeps=True)
-    with pytest.raises(AssertionError, match="away already"):
-        away.put_away([torch.zeros(10)], keeps=True)
+    memory = MemoryOffload()
+    with pytest.raises(AssertionError, match="is not offloaded"):
+        memory.restore()
+    memory.offload([torch.zeros(10)], keeps=True)
+    with pytest.raises(AssertionError, match="is offloaded already"):
+        memory.offload([torch.zeros(10)], keeps=True)

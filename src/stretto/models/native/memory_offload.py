@@ -1,8 +1,8 @@
-"""Puts tensors away while another process uses the device, and brings them back to the same addresses.
+"""Frees the memory of tensors while another process uses the device, and restores it at the same addresses.
 
-On a CPU the contents go to a file and the pages are given back to the system (`madvise`): the addresses stay, so that
-kernels that hold pointers need not know. On a GPU the contents go to pinned memory of the host, and the storages are
-emptied. Contents that are not kept come back as whatever the memory holds; their owner fills them.
+On a CPU the contents go to a file and the pages are returned to the system (`madvise`). The addresses stay valid, so
+that kernels which hold pointers need no change. On a GPU the contents go to pinned memory of the host, and the storages
+are emptied. Contents that are not kept are undefined afterwards; their owner fills them.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ class _Part:
     host: Tensor | None = None
 
 
-class PutAway:
-    """The memory of some tensors, HERE or AWAY: put_away() and bring_back() move between them."""
+class MemoryOffload:
+    """The memory of some tensors: offload() frees it, restore() allocates it again."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        """directory: of the file with contents on a CPU; None: the system's for temporary files."""
+        """directory: where a CPU's contents are written; None: the system's directory for temporary files."""
         self._directory = directory
         self._parts: list[_Part] = []
         self._file: mmap.mmap | None = None
-        self.is_away = False
+        self.is_offloaded = False
 
-    def put_away(self, tensors: Iterable[Shaped[Tensor, " *_"]], *, keeps: bool) -> int:
-        """Free the memory of these tensors, and keep their contents elsewhere if `keeps`; bytes that were freed."""
-        assert not self.is_away, "they are away already"
-        found = {
+    def offload(self, tensors: Iterable[Shaped[Tensor, " *_"]], *, keeps: bool) -> int:
+        """Free the memory of these tensors, and save their contents if `keeps`; returns the number of freed bytes."""
+        assert not self.is_offloaded, "the memory is offloaded already"
+        storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.device.type != "meta"
         }
-        self._parts = [_Part(storage, storage.nbytes()) for storage in found.values() if storage.nbytes()]
+        self._parts = [_Part(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
         on_host = [part for part in self._parts if part.storage.device.type == "cpu"]
         if keeps and on_host:
             self._open_file(on_host)
@@ -74,12 +74,12 @@ class PutAway:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         _trim()
-        self.is_away = True
+        self.is_offloaded = True
         return sum(part.num_bytes for part in self._parts)
 
-    def bring_back(self) -> None:
-        """Take the memory again, with the contents that were kept."""
-        assert self.is_away, "they are here"
+    def restore(self) -> None:
+        """Allocate the memory again, with the contents that were kept."""
+        assert self.is_offloaded, "the memory is not offloaded"
         for part in self._parts:
             if part.storage.device.type == "cpu":
                 if self._file is not None:
@@ -91,7 +91,7 @@ class PutAway:
         if self._file is not None:
             self._file.close()
             self._file = None
-        self._parts, self.is_away = [], False
+        self._parts, self.is_offloaded = [], False
 
     def _open_file(self, parts: list[_Part]) -> None:
         total = 0
@@ -113,7 +113,7 @@ def _view(storage: UntypedStorage) -> memoryview:
 
 
 def _give_pages_back(storage: UntypedStorage) -> None:
-    """Give the whole pages of private memory back; the rest of a page belongs to others."""
+    """Return the whole pages of private memory to the system; partial pages belong to other memory too."""
     first = -(-storage.data_ptr() // _PAGE) * _PAGE
     last = (storage.data_ptr() + storage.nbytes()) // _PAGE * _PAGE
     if storage.is_shared() or last <= first:  # shared pages would come back with their contents
@@ -124,7 +124,7 @@ def _give_pages_back(storage: UntypedStorage) -> None:
 
 
 def _trim() -> None:
-    """Have the C library give back what it holds for later."""
+    """Have the C library return its free memory to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
