@@ -152,7 +152,7 @@ def group(draw: int, members: int, num_tokens: int) -> Group:
 def ledger_figures(num_groups: int, members: int = 8) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as work:
         run_dir = RunDir(Path(work))
-        ledger = Ledger.open(run_dir)
+        ledger = Ledger(run_dir)
         ledger.run_started({"max_off_policy_steps": 8})
         groups = [group(draw, members, 40) for draw in range(num_groups)]
         taken = []
@@ -166,7 +166,7 @@ def ledger_figures(num_groups: int, members: int = 8) -> dict[str, float]:
             taken.append((time.perf_counter() - started) * 1e6 / members)
         cpu = (time.process_time() - cpu) * 1e6 / members / num_groups
         ledger.close()
-        ledger = Ledger.open(run_dir)
+        ledger = Ledger(run_dir)
         started = time.perf_counter()
         ledger.rewind(0)
         assert len(ledger.resumable(0, 0)) == num_groups

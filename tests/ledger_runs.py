@@ -58,7 +58,7 @@ class Run:
     """A run in miniature: what the orchestrator would tell its ledger."""
 
     def __init__(self, run_dir: RunDir, *, resumed_step: int | None = None, **settings: int) -> None:
-        self.ledger = Ledger.open(run_dir, **settings)
+        self.ledger = Ledger(run_dir, **settings)
         self.version = resumed_step or 0
 
     def begin(self, resumed_step: int | None = None) -> Run:

@@ -57,17 +57,15 @@ class _Start(NamedTuple):
 
 
 class Ledger:
-    """The writing end of the ledger; open it with `Ledger.open`. One process and one thread write."""
+    """The writing end of the ledger. One process and one thread write."""
 
-    @classmethod
-    def open(cls, run_dir: RunDir, *, keep_steps: int | None = 50, segment_bytes: int = 64_000_000) -> Ledger:
+    def __init__(
+        self, run_dir: RunDir, *, keep_steps: int | None = 50, segment_bytes: int = 64_000_000
+    ) -> None:
         """Open the run's ledger, or create it.
 
         Raises: EngineError if another process writes it, DataError if it is damaged or of another version.
         """
-        return cls(run_dir, keep_steps, segment_bytes)
-
-    def __init__(self, run_dir: RunDir, keep_steps: int | None, segment_bytes: int) -> None:
         self._run_dir = run_dir
         self._keep_steps = keep_steps
         self._segment_bytes = segment_bytes

@@ -212,7 +212,7 @@ def build_loop(
     envs = user_code.envs
     progress = with_fingerprints(cfg, progress, envs)
     player = build_player(cfg, wires.engines, renderer)
-    ledger = Ledger.open(run_dir, keep_steps=cfg.ledger.keep_steps, segment_bytes=cfg.ledger.segment_bytes)
+    ledger = Ledger(run_dir, keep_steps=cfg.ledger.keep_steps, segment_bytes=cfg.ledger.segment_bytes)
     stack.callback(ledger.close)
     buffer = Buffer(build_bounds(cfg), ledger, next_step=progress.step + 1)
     curriculum = build_curriculum(cfg, envs, progress)

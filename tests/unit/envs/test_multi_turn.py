@@ -746,7 +746,7 @@ def test_agents_round_trip_through_the_codec_and_the_ledger(tmp_path: Path):
     assert copy.agent_advantages == group.agent_advantages == {"left": (0.0, 0.0), "right": (0.0, 0.0)}
     assert agents_of(copy) == agents_of(group)
     run_dir = RunDir(tmp_path / "run")
-    ledger = Ledger.open(run_dir)
+    ledger = Ledger(run_dir)
     ledger.task_drawn(group.group_id, group.task)
     ledger.group_finished(group)
     ledger.close()

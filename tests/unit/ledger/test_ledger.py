@@ -304,9 +304,9 @@ def test_segments_of_untrained_groups_are_kept(run_dir: RunDir) -> None:
 def test_a_second_writer_is_refused(run_dir: RunDir) -> None:
     run = Run(run_dir)
     with pytest.raises(EngineError, match="another process writes"):
-        Ledger.open(run_dir)
+        Ledger(run_dir)
     run.close()
-    Ledger.open(run_dir).close()
+    Ledger(run_dir).close()
 
 
 def test_damaged_pages_give_one_message_in_every_method(run_dir: RunDir) -> None:
@@ -318,7 +318,7 @@ def test_damaged_pages_give_one_message_in_every_method(run_dir: RunDir) -> None
         damaged[page * size : (page + 1) * size] = b"\xff" * size
         run_dir.ledger.write_bytes(damaged)
         try:
-            ledger = Ledger.open(run_dir)
+            ledger = Ledger(run_dir)
             try:
                 ledger.rewind(20)
                 ledger.lost_steps(20), ledger.missing_draws(40), ledger.resumable(20, 18), ledger.next_draw()
@@ -338,11 +338,11 @@ def test_an_unusable_directory_for_tokens_is_refused(run_dir: RunDir) -> None:
     run_dir.path.mkdir()
     run_dir.tokens.touch()
     with pytest.raises(ConfigError, match=r"tokens: .*must be a directory of this run"):
-        Ledger.open(run_dir)
+        Ledger(run_dir)
     run_dir.tokens.unlink()
     run_dir.segment(0).mkdir(parents=True)
     with pytest.raises(EngineError, match=r"segment_000000.bin: Is a directory"):
-        Ledger.open(run_dir)
+        Ledger(run_dir)
 
 
 def test_no_ledger_a_damaged_one_and_one_of_another_version_are_refused(run_dir: RunDir) -> None:
@@ -352,12 +352,12 @@ def test_no_ledger_a_damaged_one_and_one_of_another_version_are_refused(run_dir:
     db = schema.open_for_writing(run_dir.ledger)
     db.execute(f"PRAGMA user_version = {schema.SCHEMA + 1}")
     db.close()
-    for opened in (Ledger.open, LedgerReader):
+    for opened in (Ledger, LedgerReader):
         with pytest.raises(DataError, match="this stretto is older"):
             opened(run_dir)
     for path in run_dir.path.glob("ledger.sqlite*"):
         path.write_bytes(b"nonsense" * 1000)
-    for opened in (Ledger.open, LedgerReader):
+    for opened in (Ledger, LedgerReader):
         with pytest.raises(DataError, match="damaged"):
             opened(run_dir)
 

@@ -26,7 +26,7 @@ from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
 
 run_dir = RunDir(Path(sys.argv[1]))
-ledger = Ledger.open(run_dir, keep_steps=3, segment_bytes=20_000)
+ledger = Ledger(run_dir, keep_steps=3, segment_bytes=20_000)
 step = run_dir.latest_complete_checkpoint() or 0
 ledger.rewind(step)
 reused = [group.group_id for group in ledger.resumable(step, step - 2)]
@@ -73,7 +73,7 @@ def test_twenty_kills_leave_a_clean_ledger_with_readable_payloads(tmp_path: Path
         writer.wait()
         writer.stdout.close()
         assert audit(run_dir) == []
-    Ledger.open(run_dir).close()
+    Ledger(run_dir).close()
     assert audit(run_dir) == []
     with LedgerReader(run_dir) as reader:
         assert len(reader.incarnations()) == 20

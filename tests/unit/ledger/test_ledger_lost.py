@@ -165,7 +165,7 @@ def test_what_flush_has_seen_is_on_the_disk(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files.os, "fsync", fsync)
     run = RunDir(tmp_path / "run")
-    ledger = Ledger.open(run, segment_bytes=1)
+    ledger = Ledger(run, segment_bytes=1)
     ledger.run_started({})
     ledger._rotate()
     asyncio.run(ledger.flush())

@@ -61,7 +61,7 @@ def test_dropping_a_group_reads_only_its_own_rows(tmp_path: Path) -> None:
 
 def test_all_drops_of_a_batch_are_one_commit(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
-    ledger = Ledger.open(run_dir)
+    ledger = Ledger(run_dir)
     ledger.run_started({})
     buffer = Buffer(Bounds(groups_per_batch=2, max_async_level=1, max_off_policy_steps=0), ledger)
     slots = []
@@ -91,7 +91,7 @@ def test_a_missing_index_is_created(tmp_path: Path) -> None:
     db = sqlite3.connect(run_dir.ledger)
     db.execute("DROP INDEX versions_published")
     db.close()
-    Ledger.open(run_dir).close()
+    Ledger(run_dir).close()
     with schema.open_for_reading(run_dir.ledger) as db:
         assert (
             db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'versions_published'").fetchone()[0]
