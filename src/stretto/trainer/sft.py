@@ -89,10 +89,10 @@ def main(cfg: SFTConfig) -> int:
         session = build_session(cfg, start)
         with stop_on_signal(*stop_signals(), signal.SIGUSR2) as stop:
             stop.is_set |= was_asked_to_finish()  # the signal may have come before this handler was set
-            code = run_steps(session, stop, snapshots)
+            run_steps(session, stop, snapshots)
         if session.is_stopped_early and not session.has_begun and session.is_new and is_lead_process():
             rundir.discard(cfg.run_dir)
-        return code
+        return 0
 
 
 ResumePoint = tuple[RunDir, int]
@@ -257,8 +257,8 @@ class Session:
         return self.learner.step > (self.resumed_step or 0)
 
 
-def run_steps(session: Session, stop: StopFlag, snapshots: MemorySnapshots) -> int:
-    """Train every step until max_steps or a stop, then end the run; the exit status."""
+def run_steps(session: Session, stop: StopFlag, snapshots: MemorySnapshots) -> None:
+    """Train every step until max_steps or a stop, then end the run."""
     cfg, learner = session.cfg, session.learner
     monitors = Monitors({})
     if is_lead_process():
@@ -290,7 +290,6 @@ def run_steps(session: Session, stop: StopFlag, snapshots: MemorySnapshots) -> i
         if session.evals is not None:
             session.evals.close()
         monitors.close()
-    return 0
 
 
 def _should_stop(session: Session, stop: StopFlag) -> bool:

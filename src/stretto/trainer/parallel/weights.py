@@ -212,10 +212,10 @@ class _HeldSlice:
 
 @dataclass(frozen=True)
 class _ExchangeRound:
-    """One round: the tensors this rank gets, its own slices, what it sends and receives."""
+    """One round: the tensors that this rank assembles, what it has of them itself, what it sends and receives."""
 
     entries: list[TensorEntry]
-    own: list[_HeldSlice]
+    local: list[_HeldSlice]
     sent: list[list[_HeldSlice]]
     received: list[list[_HeldSlice]]
 
@@ -282,16 +282,17 @@ class TensorExchange:
         lists = [list(group_by_size(entries, lambda e: e.num_bytes, ROUND_BYTES)) for entries in owned]
         self._rounds: list[_ExchangeRound] = []
         for number in range(max(map(len, lists))):
-            wanted = [each[number] if number < len(each) else [] for each in lists]
+            by_owner = [each[number] if number < len(each) else [] for each in lists]
             sent = [
-                [p for e in each for p in index.slices_to_send(e, owner)] for owner, each in enumerate(wanted)
+                [p for e in each for p in index.slices_to_send(e, owner)]
+                for owner, each in enumerate(by_owner)
             ]
-            received: list[list[_HeldSlice]] = [[] for _ in wanted]
-            for entry in wanted[mesh.rank]:
+            received: list[list[_HeldSlice]] = [[] for _ in by_owner]
+            for entry in by_owner[mesh.rank]:
                 for sender, held in index.slices_to_receive(entry, mesh.rank):
                     received[sender].append(held)
-            own, sent[mesh.rank], received[mesh.rank] = received[mesh.rank], [], []
-            self._rounds.append(_ExchangeRound(wanted[mesh.rank], own, sent, received))
+            local, sent[mesh.rank], received[mesh.rank] = received[mesh.rank], [], []
+            self._rounds.append(_ExchangeRound(by_owner[mesh.rank], local, sent, received))
 
     @torch.no_grad()
     def tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -300,7 +301,7 @@ class TensorExchange:
         adapter = gather_adapter(self._weights) if any(map(is_adapter_parameter, parts)) else None
         for round_ in self._rounds:
             tensors = {e.name: torch.empty(e.shape, dtype=e.dtype, device=device) for e in round_.entries}
-            for held in round_.own:
+            for held in round_.local:
                 tensors[held.entry.name][held.theirs].copy_(self._value(held, parts, adapter))
             buffer = self._exchange(round_, parts, adapter).to(device)
             offset = 0

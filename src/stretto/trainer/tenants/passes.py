@@ -55,7 +55,7 @@ class Piece:
 class _Work:
     """A checked work, with its pieces and results."""
 
-    work: TenantWork
+    request: TenantWork
     tenant: Tenant
     loss: LossSection | None  # None: a sum
     pieces: list[Piece] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Passes:
         """Results by tenant, the same on every rank but for log-probabilities; all ranks must call it."""
         works, errors = self._prepare(operation, tenants)
         groups = list(self._groups(works, operation.max_tokens))
-        is_forward_only = lambda group: works[group[0].work].work.is_forward_only
+        is_forward_only = lambda group: works[group[0].work].request.is_forward_only
         kinds = {
             "reference": [[piece] for group in groups for piece in group if works[piece.work].has_reference],
             "forward": [group for group in groups if is_forward_only(group)],
@@ -167,16 +167,18 @@ class Passes:
         """Set the denominators of works, where the hub gave none; the most passes of each kind on any rank."""
         local_counts: list[dict[str, float]] = []
         for work in works:
-            has_counts = work.loss is None or work.work.counts is not None
+            has_counts = work.loss is None or work.request.counts is not None
             counts = (
-                {} if has_counts else counts_of_step(work.work.micro_batches, work.loss.reduction)._asdict()
+                {}
+                if has_counts
+                else counts_of_step(work.request.micro_batches, work.loss.reduction)._asdict()
             )
             local_counts.append(counts)
         most = {f"max/{kind}": float(num) for kind, num in num_passes.items()}
         *sums, most = self.mesh.reduce_each([*local_counts, most])
         for work, counts in zip(works, sums):
-            if work.work.counts is not None:
-                work.counts = TokenCounts(*work.work.counts)
+            if work.request.counts is not None:
+                work.counts = TokenCounts(*work.request.counts)
             elif counts:
                 work.counts = TokenCounts(**counts)
         return {kind: int(most[f"max/{kind}"]) for kind in num_passes}
@@ -187,7 +189,7 @@ class Passes:
             group: list[Piece] = []
             size = 0
             for work in works:
-                if work.work.is_forward_only != is_forward_only:
+                if work.request.is_forward_only != is_forward_only:
                     continue
                 for piece in work.pieces:
                     num = len(piece.inputs.token_ids)
@@ -257,7 +259,7 @@ class Passes:
         streams = inputs.streams.filled_in(logprobs)
         entropy_value = entropy.detach()
         if work.loss is None:
-            loss, sums = sum_loss(logprobs, streams, work.work.sum_loss)
+            loss, sums = sum_loss(logprobs, streams, work.request.sum_loss)
         else:
             loss, sums = total_loss(
                 logprobs, streams, work.counts, work.loss, entropy=entropy, reference_logprobs=piece.reference
@@ -266,7 +268,7 @@ class Passes:
         sums["loss"] = loss.detach()
         sums["entropy"] = (entropy_value * streams.is_sampled).sum()
         work.sums.add(sums | {"tokens": float(piece.mb.num_tokens)})
-        if work.work.wants_logprobs:
+        if work.request.wants_logprobs:
             piece.logprobs = np.zeros(len(piece.mb.token_ids), np.float32)
             piece.logprobs[inputs.sources] = logprobs.detach().float().cpu().numpy()
         return loss
@@ -287,21 +289,21 @@ class Passes:
         results: dict[str, TenantResult] = {}
         for work, total in zip(works, totals):
             tenant = work.tenant
-            if not work.work.is_forward_only and total:
+            if not work.request.is_forward_only and total:
                 tenant.num_passes += 1
                 tenant.sums.add(total)
             logprobs = ()
-            if work.work.wants_logprobs:
+            if work.request.wants_logprobs:
                 by_index = {piece.index: piece.logprobs for piece in work.pieces}
                 logprobs = tuple(
                     by_index.get(i, np.zeros(len(mb.token_ids), np.float32))
                     for i, mb in enumerate(work.micro_batches)
                 )
-            before = results.get(work.work.tenant)
+            before = results.get(work.request.tenant)
             if before is not None:  # several works of one tenant
                 total = {n: before.metrics.get(n, 0.0) + total.get(n, 0.0) for n in before.metrics | total}
                 logprobs = before.logprobs + logprobs
-            results[work.work.tenant] = TenantResult(metrics=total, logprobs=logprobs)
+            results[work.request.tenant] = TenantResult(metrics=total, logprobs=logprobs)
         return results
 
 

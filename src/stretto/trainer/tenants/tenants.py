@@ -200,7 +200,7 @@ class Tenants:
         return result
 
     def _build(self, spec: TenantSpec) -> Tenant:
-        """Raises: ConfigError for a tenant that this backbone does not take."""
+        """Raises: ConfigError for a tenant that this backbone does not support."""
         rest = (self._layers, self.model, self.mesh)
         if self._base is None:
             if spec.rank == 0:
