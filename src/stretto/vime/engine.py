@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from stretto.base.errors import EngineError, EnvError
-from stretto.vime.arguments import address_of
+from stretto.vime.arguments import Address, address_of
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
-NAMES = {"max_new_tokens": "max_tokens"}
 SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"}
 """Sampling parameters that a request may set; all others are the run's."""
 FULL_VOCABULARY = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
@@ -44,8 +44,6 @@ IGNORED = {
 }
 """Parameters that do not change which tokens are sampled: log-probabilities are always recorded, and returned for
 `logprobs`; a reply's tokens include those of its stop text."""
-
-
 CONNECT_TIMEOUT_S = 30.0
 SAMPLING_ROUTES = (GENERATE, "/v1/completions", "/v1/chat/completions")
 """Ends of the paths whose answers are sampled: the same request twice gives two."""
@@ -62,74 +60,62 @@ class Turns(Protocol):
     async def generate(self, prompt_ids: Int[np.ndarray, " prompt"], **sampling: Any) -> Any: ...
 
 
-class _RolloutTurns:
-    """Where requests for tokens go while a hook generates a sample."""
-
-    def __init__(self, ctx: Turns, urls: Sequence[str]) -> None:
-        self.ctx = ctx
-        self._addresses = {address_of(url) for url in urls}
-
-    def is_for_policy(self, url: str) -> bool:
-        """Is this a request for tokens of the policy?"""
-        return urlsplit(url).path.endswith(GENERATE) and address_of(url) in self._addresses
-
-
+@dataclass
 class EngineRequests:
     """Adds salt and key to the requests of a rollout or eval function, and records how they sampled."""
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        version: Callable[[], int],
-        *,
-        key: str | None,
-        is_truncated_sampling_refused: bool,
-    ) -> None:
-        self._addresses, self._version, self._key = {address_of(url) for url in urls}, version, key
-        self._is_truncated_sampling_refused = is_truncated_sampling_refused
-        self.has_truncated_sampling = False
-        """A request that was not greedy set top_p, top_k or min_p."""
-        self.temperatures: set[float] = set()
-        """Temperatures of all requests."""
+    addresses: set[Address]
+    """Addresses of the policy's engines."""
+    version: Callable[[], int]
+    """The version that is loaded."""
+    key: str | None
+    is_truncated_sampling_refused: bool
+    has_truncated_sampling: bool = False
+    """A request that was not greedy set top_p, top_k or min_p."""
+    temperatures: set[float] = field(default_factory=set)
+    """Temperatures of all requests."""
 
     def salt(self, url: str, payload: dict[str, Any]) -> dict[str, str]:
         """Fields to add to a request: the cache salt, for requests for tokens of the policy.
 
         Raises: EnvError for a request whose log-probabilities could not be trained.
         """
-        if not (urlsplit(url).path.endswith(GENERATE) and address_of(url) in self._addresses):
+        if not _is_for_policy(url, self.addresses):
             return {}
         given = payload.get("sampling_params") or {}
         temperature = 1.0 if given.get("temperature") is None else given["temperature"]
         if isinstance(temperature, int | float):  # otherwise the engine refuses it
             self.temperatures.add(temperature)
-        truncating = {
-            key: given[key]
+        restricted = [
+            f"{key} = {given[key]}"
             for key, full in FULL_VOCABULARY.items()
-            if given.get(key, None) not in (None, *full)
-        }
-        if not truncating or temperature == 0:
-            return {"cache_salt": str(self._version())}
-        self.has_truncated_sampling = True
-        if self._is_truncated_sampling_refused:
-            found = ", ".join(f"{key} = {value}" for key, value in truncating.items())
-            raise EnvError(
-                f"sampling_params has {found}: the engine's log-probabilities would be over the tokens that are left, "
-                "and the trainer's over the whole vocabulary; remove it, or add [orchestrator.train.replay]"
-            )
-        return {"cache_salt": str(self._version())}
+            if given.get(key) not in (None, *full)
+        ]
+        if restricted and temperature != 0:
+            self.has_truncated_sampling = True
+            if self.is_truncated_sampling_refused:
+                raise EnvError(
+                    f"sampling_params has {', '.join(restricted)}: the engine's log-probabilities would be over the "
+                    "tokens that are left, and the trainer's over the whole vocabulary; remove it, or add "
+                    "[orchestrator.train.replay]"
+                )
+        return {"cache_salt": str(self.version())}
 
     def headers(self, url: str) -> dict[str, str]:
         """The API key, for requests to the policy's engines only."""
-        is_for_policy = self._key is not None and address_of(url) in self._addresses
-        return {"Authorization": f"Bearer {self._key}"} if is_for_policy else {}
+        is_for_policy = self.key is not None and address_of(url) in self.addresses
+        return {"Authorization": f"Bearer {self.key}"} if is_for_policy else {}
 
 
 _requests: ContextVar[EngineRequests | None] = ContextVar("requests", default=None)
-_turns: ContextVar[_RolloutTurns | None] = ContextVar("turns", default=None)
+_turns: ContextVar[tuple[Turns, set[Address]] | None] = ContextVar("turns", default=None)
+"""The rollout that a hook generates, and the addresses of the policy's engines."""
+_model_keys: dict[Address, str] = {}
 
 
-_model_keys: dict[tuple[str, int], str] = {}
+def _is_for_policy(url: str, addresses: set[Address]) -> bool:
+    """Is this a request for tokens of the policy?"""
+    return urlsplit(url).path.endswith(GENERATE) and address_of(url) in addresses
 
 
 def give_key(urls: Sequence[str], key: str) -> None:
@@ -140,7 +126,7 @@ def give_key(urls: Sequence[str], key: str) -> None:
 @contextmanager
 def requests_as_turns(ctx: Turns, urls: Sequence[str]) -> Iterator[None]:
     """Inside, requests for tokens to the policy at these addresses become turns of this rollout."""
-    token = _turns.set(_RolloutTurns(ctx, urls))
+    token = _turns.set((ctx, set(map(address_of, urls))))
     try:
         yield
     finally:
@@ -160,9 +146,7 @@ def requests_to_engines(
     key: API key of the policy's engines; it is sent to no other server.
     is_truncated_sampling_refused: the samples are trained and top_p, top_k and min_p are not replayed.
     """
-    requests = EngineRequests(
-        urls, version, key=key, is_truncated_sampling_refused=is_truncated_sampling_refused
-    )
+    requests = EngineRequests(set(map(address_of, urls)), version, key, is_truncated_sampling_refused)
     token = _requests.set(requests)
     try:
         yield requests
@@ -175,14 +159,13 @@ async def post(
 ) -> dict[str, Any]:
     """Send JSON, return JSON. Retries every second while the server is unreachable or full (429, 503).
 
-    It waits for an answer as long as it takes. A request that samples is never sent again once it may have been
-    received; others are, after any 5xx and broken connections.
+    It waits for an answer without a limit. A request that samples is never sent again once the server may have
+    received it; all others are, after any 5xx and after a broken connection.
 
     Raises: EngineError when the server answers an error or does not answer; EnvError for an invalid request.
     """
-    turns = _turns.get()
-    if turns is not None and turns.is_for_policy(url):
-        return await _take_turn(turns.ctx, payload)
+    if (turns := _turns.get()) is not None and _is_for_policy(url, turns[1]):
+        return await _request_turn(turns[0], payload)
     if (requests := _requests.get()) is not None:
         payload, headers = requests.salt(url, payload) | payload, requests.headers(url) | (headers or {})
     if (key := _model_keys.get(address_of(url))) is not None:
@@ -190,11 +173,13 @@ async def post(
     return await _send(url, payload, max_retries, headers)
 
 
-async def _take_turn(ctx: Turns, payload: dict[str, Any]) -> dict[str, Any]:
+async def _request_turn(ctx: Turns, payload: dict[str, Any]) -> dict[str, Any]:
     tokens = payload.get("token_ids")
     if not tokens:
         raise EnvError("a request to /inference/v1/generate needs `token_ids`: the tokens to continue")
-    given = {NAMES.get(key, key): value for key, value in (payload.get("sampling_params") or {}).items()}
+    given = dict(payload.get("sampling_params") or {})
+    if "max_new_tokens" in given:
+        given["max_tokens"] = given.pop("max_new_tokens")
     if unknown := sorted(set(given) - SAMPLING - IGNORED - {"n", "seed"}):
         known = ", ".join(sorted(SAMPLING))
         raise EnvError(f"sampling_params has {', '.join(unknown)}; a turn of a rollout accepts {known}")
@@ -230,17 +215,12 @@ def _answer(reply: Any, num_prompt: int, payload: dict[str, Any], *, with_logpro
         choice["sampling_mask"] = reply.support.lists()
     spans = [{"version": str(s.version), "start": s.start, "end": s.end} for s in reply.versions]
     choice["weight_versions"] = spans
-    usage = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": len(token_ids),
-        "total_tokens": num_prompt + len(token_ids),
-    }
-    version = spans[-1]["version"] if spans else None
+    num_tokens = {"prompt_tokens": num_prompt, "completion_tokens": len(token_ids)}
     return {
         "model": payload.get("model"),
         "choices": [choice],
-        "usage": usage,
-        "weight_version": version,
+        "usage": num_tokens | {"total_tokens": sum(num_tokens.values())},
+        "weight_version": spans[-1]["version"] if spans else None,
     }
 
 
@@ -251,7 +231,7 @@ async def _send(
 
     last = ""
     is_sampling = urlsplit(url).path.endswith(SAMPLING_ROUTES)
-    # Without a limit on the answer: a long reply takes as long as it takes.
+    # The time of an answer has no limit, because a reply may be long.
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         for attempt in range(max_retries + 1):
@@ -260,7 +240,8 @@ async def _send(
                     if response.status < 400:
                         return await response.json(content_type=None)
                     text = (await response.text())[:500]
-                    if not _may_ask_again(response.status, is_sampling=is_sampling):
+                    # A request that samples is sent again only if the server has turned it away.
+                    if response.status not in (429, 503) and (is_sampling or response.status < 500):
                         raise EngineError(f"POST {url}: {response.status}: {text}")
                     last = f"{response.status}: {text[:200]}"
             except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as cause:  # it was not sent
@@ -268,15 +249,10 @@ async def _send(
             except (aiohttp.ClientConnectionError, TimeoutError) as cause:
                 if is_sampling:
                     raise EngineError(
-                        f"POST {url}: the connection broke while the reply was sampled ({cause!r}); it is not asked "
-                        "for again, which would sample another"
+                        f"POST {url}: the connection broke while the reply was sampled ({cause!r}); the request is "
+                        "not sent again, because that would sample another"
                     ) from cause
                 last = f"{type(cause).__name__}: {cause}"
             if attempt < max_retries:
                 await asyncio.sleep(1.0)
     raise EngineError(f"POST {url}: no answer in {max_retries + 1} attempts; the last: {last}")
-
-
-def _may_ask_again(status: int, *, is_sampling: bool) -> bool:
-    """May a request with this answer be sent again? One that samples only if it was turned away before."""
-    return status in (429, 503) or (status >= 500 and not is_sampling)

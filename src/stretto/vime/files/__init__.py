@@ -1,1 +1,1 @@
-"""The YAML files of vime's command line: models, roles, evals, and arguments of one's own."""
+"""The YAML files of vime's command line: models, roles, evals, and further arguments."""

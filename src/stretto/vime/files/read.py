@@ -31,6 +31,14 @@ def read_yaml(path: str, where: str) -> dict[str, Any]:
     return {str(key): value for key, value in found.items()}
 
 
+def read_arguments(path: str, where: str) -> dict[str, Any]:
+    """The values of --custom-config-path by attribute: of flags, and others, which functions find in `args`.
+
+    Raises: ConfigError as `read_yaml`.
+    """
+    return {key.replace("-", "_"): value for key, value in read_yaml(path, where).items()}
+
+
 def entries(table: Mapping[str, Any], key: str, where: str) -> list[dict[str, Any]]:
     """The list of tables under a key, the only one of the file.
 

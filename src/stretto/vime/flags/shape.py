@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.vime.flags.flag import Values
+from stretto.vime.flags.flag import Flag, Kind, Values
 
 Config = Mapping[str, Any]
 WITH_QK_NORM = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "olmo2", "gemma3")
 """Families, by the beginning of their model_type, that normalise queries and keys."""
 
 
-def _first(*fields: str) -> Callable[[Config], Any]:
+def _first(config: Config, *fields: str) -> Any:
     """The first of these fields that a config has."""
-    return lambda config: next((config[field] for field in fields if config.get(field) is not None), None)
+    return next((config[field] for field in fields if config.get(field) is not None), None)
+
+
+def _map(config: Config, field: str, change: Callable[[Any], Any]) -> Any:
+    """What a function makes of a field; None if the config does not have it."""
+    return None if (value := config.get(field)) is None else change(value)
 
 
 def _head_dim(config: Config) -> Any:
@@ -37,36 +43,64 @@ def _norm(config: Config) -> str | None:
     return "RMSNorm" if "rms_norm_eps" in config else "LayerNorm" if "layer_norm_eps" in config else None
 
 
-FIELDS: dict[str, Callable[[Config], Any]] = {
-    "--num-layers": _first("num_hidden_layers"),
-    "--hidden-size": _first("hidden_size"),
-    "--ffn-hidden-size": _first("intermediate_size"),
-    "--num-attention-heads": _first("num_attention_heads"),
-    "--num-query-groups": _first("num_key_value_heads"),
-    "--kv-channels": _head_dim,
-    "--vocab-size": _first("vocab_size"),
-    "--norm-epsilon": _first("rms_norm_eps", "layer_norm_eps"),
-    "--rotary-base": _rope_theta,
-    "--rotary-percent": _first("partial_rotary_factor"),
-    "--num-experts": lambda c: _first("num_experts", "num_local_experts", "n_routed_experts")(c) or 0,
-    "--moe-router-topk": _first("num_experts_per_tok"),
-    "--moe-ffn-hidden-size": _first("moe_intermediate_size"),
-    "--moe-shared-expert-intermediate-size": _first("shared_expert_intermediate_size"),
-    "--normalization": _norm,
-    "--untie-embeddings-and-output-weights": lambda c: (
-        None if (t := c.get("tie_word_embeddings")) is None else not t
-    ),
-    "--swiglu": lambda c: None if (act := c.get("hidden_act")) is None else act == "silu",
-    "--disable-bias-linear": lambda c: None if (bias := c.get("mlp_bias")) is None else not bias,
-    "--add-qkv-bias": _has_bias,
-    "--qk-layernorm": lambda c: None if (t := c.get("model_type")) is None else t.startswith(WITH_QK_NORM),
-    "--group-query-attention": lambda c: (
-        None if (kv := c.get("num_key_value_heads")) is None else kv < c.get("num_attention_heads", kv + 1)
-    ),
-    "--use-rotary-position-embeddings": lambda c: True if _rope_theta(c) else None,
-    "--position-embedding-type": lambda c: "rope" if _rope_theta(c) else None,
+@dataclass(frozen=True)
+class Shape:
+    """What a flag says about the shape of the model, and the field of config.json that it is compared with."""
+
+    kind: Kind
+    field: str
+    help: str
+    read: Callable[[Config], Any] | None = None
+    """The value in config.json, None if it does not say; without this function it is that of `field`."""
+
+    def value(self, config: Config) -> Any:
+        return config.get(self.field) if self.read is None else self.read(config)
+
+    def flag(self, name: str) -> Flag:
+        """The flag as a row of the table."""
+        default = False if self.kind == "switch" else None
+        return Flag(
+            name, self.kind, default, self.help, "acts", note=f"Compared with config.json: `{self.field}`."
+        )
+
+
+# fmt: off
+SHAPES: dict[str, Shape] = {
+    "--num-layers": Shape("integer", "num_hidden_layers", "Blocks."),
+    "--hidden-size": Shape("integer", "hidden_size", "Width of the residual stream."),
+    "--ffn-hidden-size": Shape("integer", "intermediate_size", "Width of the MLP."),
+    "--num-attention-heads": Shape("integer", "num_attention_heads", "Query heads."),
+    "--num-query-groups": Shape("integer", "num_key_value_heads", "Key and value heads."),
+    "--kv-channels": Shape("integer", "head_dim", "Width of a head.", _head_dim),
+    "--vocab-size": Shape("integer", "vocab_size", "Tokens of the vocabulary."),
+    "--norm-epsilon": Shape("number", "rms_norm_eps", "Epsilon of the norms.",
+                            lambda c: _first(c, "rms_norm_eps", "layer_norm_eps")),
+    "--rotary-base": Shape("number", "rope_theta", "Base of the rotary embedding.", _rope_theta),
+    "--rotary-percent": Shape("number", "partial_rotary_factor", "Share of a head that is rotated."),
+    "--num-experts": Shape("integer", "num_experts", "Experts of a mixture.",
+                           lambda c: _first(c, "num_experts", "num_local_experts", "n_routed_experts") or 0),
+    "--moe-router-topk": Shape("integer", "num_experts_per_tok", "Experts that compute one token."),
+    "--moe-ffn-hidden-size": Shape("integer", "moe_intermediate_size", "Width of an expert."),
+    "--moe-shared-expert-intermediate-size": Shape("integer", "shared_expert_intermediate_size",
+                                                   "Width of the shared expert."),
+    "--normalization": Shape("text", "rms_norm_eps", "Kind of the norms.", _norm),
+    "--untie-embeddings-and-output-weights": Shape("switch", "tie_word_embeddings",
+        "Head and embedding are two matrices.", lambda c: _map(c, "tie_word_embeddings", lambda tied: not tied)),
+    "--swiglu": Shape("switch", "hidden_act", "Gated MLP with SiLU.",
+                      lambda c: _map(c, "hidden_act", lambda act: act == "silu")),
+    "--disable-bias-linear": Shape("switch", "mlp_bias", "No biases in linear layers.",
+                                   lambda c: _map(c, "mlp_bias", lambda bias: not bias)),
+    "--add-qkv-bias": Shape("switch", "attention_bias", "Biases of queries, keys and values.", _has_bias),
+    "--qk-layernorm": Shape("switch", "model_type", "Norms of queries and keys.",
+                            lambda c: _map(c, "model_type", lambda kind: kind.startswith(WITH_QK_NORM))),
+    "--group-query-attention": Shape("switch", "num_key_value_heads", "Fewer key heads than query heads.",
+        lambda c: _map(c, "num_key_value_heads", lambda heads: heads < c.get("num_attention_heads", heads + 1))),
+    "--use-rotary-position-embeddings": Shape("switch", "model_type", "Rotary embeddings.",
+                                              lambda c: True if _rope_theta(c) else None),
+    "--position-embedding-type": Shape("text", "model_type", "Kind of position embedding.",
+                                       lambda c: "rope" if _rope_theta(c) else None),
 }
-"""By flag: what config.json says of it; None if it does not."""
+# fmt: on
 
 
 def read_shape(checkpoint: str) -> Config:
@@ -93,8 +127,8 @@ def mismatches(flags: Values) -> Iterator[str]:
     if not (config := read_shape(flags.hf_checkpoint)):
         return
     wrong = []
-    for name, field in FIELDS.items():
-        value, known = flags.value(name), field(config)
+    for name, shape in SHAPES.items():
+        value, known = flags.value(name), shape.value(config)
         if flags.has(name) and known is not None and value != known:
             wrong.append(
                 f"{flags.given[name]} (there {str(known).lower() if isinstance(known, bool) else known})"

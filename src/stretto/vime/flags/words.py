@@ -10,9 +10,9 @@ from stretto.base.errors import ConfigError
 from stretto.config.flags.router import ROUTER
 from stretto.config.flags.table import Program
 from stretto.config.flags.vllm import VLLM
-from stretto.vime.files.own import read_own
+from stretto.vime.files.read import read_arguments
 from stretto.vime.files.roles import read_roles
-from stretto.vime.flags.flag import Flag, Setting, Values, listed, parse
+from stretto.vime.flags.flag import Flag, Setting, Values, attribute_of, listed, parse
 from stretto.vime.flags.groups import BY_NAME
 from stretto.vime.flags.groups.serving import MOVED
 
@@ -63,8 +63,8 @@ def read(words: Sequence[str]) -> tuple[Values, list[Setting]]:
 def _take_files(values: dict[str, Any], given: dict[str, str], problems: list[str]) -> dict[str, Any]:
     """Take flags out of the YAML files, as if they were typed; what is in --custom-config-path and is no flag."""
     extra: dict[str, Any] = {}
-    for name, reader in (("--custom-config-path", read_own), ("--megatron-config-path", read_roles)):
-        path = values.get(name.removeprefix("--").replace("-", "_"))
+    for name, reader in (("--custom-config-path", read_arguments), ("--megatron-config-path", read_roles)):
+        path = values.get(attribute_of(name))
         if path is None:
             continue
         try:
@@ -77,7 +77,7 @@ def _take_files(values: dict[str, Any], given: dict[str, str], problems: list[st
             try:
                 if flag is not None:
                     _take_value(flag, value, f"{key}: {value} of {path}", values, given)
-                elif reader is read_own:
+                elif reader is read_arguments:
                     extra[key] = value
                 else:
                     raise ConfigError(f"{given[name]}: {_unknown('--' + key)}")

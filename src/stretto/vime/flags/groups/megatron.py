@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stretto.base.errors import ConfigError
-from stretto.vime.flags.flag import Flag, Kind, Setting, Values, copies, equal, part, refused, sets
+from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, part, refused, sets
+from stretto.vime.flags.shape import SHAPES
 
 NO_MEGATRON = "stretto does not use Megatron-LM"
 NOT_SPLIT = (
@@ -13,15 +14,6 @@ NOT_SPLIT = (
     "sharded over all of them"
 )
 NO_MTP = "layers that predict several tokens are not trained; leave it out"
-NO_LENGTH = "Rows are packed; --rollout-max-context-len bounds them."
-
-
-def compared(name: str, kind: Kind, field: str, help: str, default: object = None) -> Flag:
-    """A flag of the model's shape: shape.py compares it with the field of config.json."""
-    if kind == "switch":
-        default = False
-    return Flag(name, kind, default, help, "acts", (), f"Compared with config.json: `{field}`.")
-
 
 # fmt: off
 FLAGS: dict[str, tuple[Flag, ...]] = {
@@ -44,34 +36,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         equal("--attention-backend", "text", "auto", "torch chooses the kernel.", "Kernel of attention."),
     ),
     "Model parameters": (
-        compared("--num-layers", "integer", "num_hidden_layers", "Blocks."),
-        compared("--hidden-size", "integer", "hidden_size", "Width of the residual stream."),
-        compared("--ffn-hidden-size", "integer", "intermediate_size", "Width of the MLP."),
-        compared("--num-attention-heads", "integer", "num_attention_heads", "Query heads."),
-        compared("--num-query-groups", "integer", "num_key_value_heads", "Key and value heads."),
-        compared("--kv-channels", "integer", "head_dim", "Width of a head."),
-        compared("--vocab-size", "integer", "vocab_size", "Tokens of the vocabulary."),
-        compared("--norm-epsilon", "number", "rms_norm_eps", "Epsilon of the norms."),
-        compared("--rotary-base", "number", "rope_theta", "Base of the rotary embedding."),
-        compared("--rotary-percent", "number", "partial_rotary_factor", "Share of a head that is rotated."),
-        compared("--num-experts", "integer", "num_experts", "Experts of a mixture."),
-        compared("--moe-router-topk", "integer", "num_experts_per_tok", "Experts that compute one token."),
-        compared("--moe-ffn-hidden-size", "integer", "moe_intermediate_size", "Width of an expert."),
-        compared("--moe-shared-expert-intermediate-size", "integer", "shared_expert_intermediate_size",
-             "Width of the shared expert."),
-        compared("--normalization", "text", "rms_norm_eps", "Kind of the norms."),
-        compared("--untie-embeddings-and-output-weights", "switch", "tie_word_embeddings",
-             "Head and embedding are two matrices."),
-        compared("--swiglu", "switch", "hidden_act", "Gated MLP with SiLU."),
-        compared("--disable-bias-linear", "switch", "mlp_bias", "No biases in linear layers."),
-        compared("--add-qkv-bias", "switch", "attention_bias", "Biases of queries, keys and values."),
-        compared("--qk-layernorm", "switch", "model_type", "Norms of queries and keys."),
-        compared("--group-query-attention", "switch", "num_key_value_heads", "Fewer key heads than query heads."),
-        compared("--use-rotary-position-embeddings", "switch", "model_type", "Rotary embeddings."),
-        compared("--position-embedding-type", "text", "model_type", "Kind of position embedding."),
-        equal("--seq-length", "integer", None, NO_LENGTH, "Not used by vime."),
-        equal("--max-position-embeddings", "integer", None, NO_LENGTH, "Not used by vime."),
-        equal("--max-positional-embedding", "integer", None, NO_LENGTH, "Not used by vime."),
+        *(shape.flag(name) for name, shape in SHAPES.items()),
+        *(equal(name, "integer", None, "Rows are packed; --rollout-max-context-len bounds them.", "Not used by vime.")
+          for name in ("--seq-length", "--max-position-embeddings", "--max-positional-embedding")),
         equal("--make-vocab-size-divisible-by", "integer", 128, "The vocabulary is not padded.",
              "Padding of the vocabulary."),
         refused("--mtp-num-layers", "integer", None, NO_MTP, "Layers that predict several tokens."),
