@@ -370,19 +370,13 @@ def _find_factory(env_id: str) -> Callable[..., Any]:
         return find.environment_class(load_module(module, f"environment {env_id!r}"), env_id)
     if ":" not in path:
         nearest = difflib.get_close_matches(env_id.replace("_", "-"), BUNDLED, n=1)
-        suggestion = (
-            f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(sorted(BUNDLED))};"
-        )
-        raise ConfigError(
-            f"no environment {env_id!r}; {suggestion} name your own as a module or `module:attr`."
-        )
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(sorted(BUNDLED))};"
+        raise ConfigError(f"no environment {env_id!r}; {hint} name your own as a module or `module:attr`.")
     module_name, attr = path.split(":", 1)
     module = load_module(module_name, f"environment {env_id!r}")
     if not hasattr(module, attr):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         nearest = difflib.get_close_matches(attr, names, n=1)
-        suggestion = (
-            f"; did you mean {module_name}:{nearest[0]}?" if nearest else f"; it has {', '.join(names)}."
-        )
-        raise ConfigError(f"environment {env_id!r}: module {module_name!r} has no {attr!r}{suggestion}")
+        hint = f"did you mean {module_name}:{nearest[0]}?" if nearest else f"it has {', '.join(names)}."
+        raise ConfigError(f"environment {env_id!r}: module {module_name!r} has no {attr!r}; {hint}")
     return getattr(module, attr)

@@ -122,24 +122,23 @@ class Dataset:
             return RolloutResult(reward=0.0, is_truncated=is_truncated, note=samples)
         rewards = [await self._reward_of(each) for each in samples]
         if self._sample_hooks:
-            samples = [await self._after(each, task) for each in samples]
+            samples = [await self._call_sample_hooks(each, task) for each in samples]
             rewards = [each.get_reward_value(self.args) for each in samples]
-        own = tuple(rewards) if len(rewards) > 1 else ()
-        return RolloutResult(
-            reward=sum(rewards) / len(rewards), branch_rewards=own, is_truncated=is_truncated
-        )
+        branch_rewards = tuple(rewards) if len(rewards) > 1 else ()
+        reward = sum(rewards) / len(rewards)
+        return RolloutResult(reward=reward, branch_rewards=branch_rewards, is_truncated=is_truncated)
 
     async def score_group(
         self, group: Group, notes: Sequence[list[Sample]]
     ) -> list[float | list[float]] | None:
-        """With group_reward: the rewards of all members, from the function. Otherwise None: members keep theirs.
+        """With group_reward, the rewards of all members, from the function; otherwise None.
 
-        notes: the samples of each member; several of them have a reward each. A sample that already has a reward
-        keeps it.
+        notes: the samples of each member. A member with several samples gets a reward for each. A sample that already
+        has a reward keeps it.
         """
         if not self.settings.group_reward or self._reward is None:
             return None
-        if self._generate is None:  # as the run has recorded it; `generate` sets these fields itself
+        if self._generate is None:  # the fields of the recorded rollout; `generate` sets them itself
             for rollout, (sample,) in zip(group.rollouts, notes, strict=True):
                 known = sample_of(rollout, sample.response, group_size=self.records.run.group_size)
                 sample.tokens, sample.loss_mask = known.tokens, known.loss_mask
@@ -157,8 +156,8 @@ class Dataset:
         rewards = [[sample.get_reward_value(self.args, where) for sample in of_member] for of_member in notes]
         return [each if len(each) > 1 else each[0] for each in rewards]
 
-    async def _after(self, sample: Sample, task: Task) -> Sample:
-        """The sample after the functions that see each of them."""
+    async def _call_sample_hooks(self, sample: Sample, task: Task) -> Sample:
+        """Call the sample hooks, each with the sample that the one before it returned."""
         size = getattr(self.args, "rollout_batch_size", None) or 1
         rollout_id = None if sample.group_index is None else sample.group_index // size
         is_eval = task.task_id.startswith("eval-")
@@ -173,8 +172,8 @@ class Dataset:
 
     def _sample(self, task: Task, episode: EpisodeInfo | None) -> Sample:
         """A pending sample; its prompt is text, unless it has images or the tokenizer is elsewhere."""
-        is_seen = self.settings.reward not in ("exact", "math") or self._generate is not None
-        prompt, metadata = prompt_of(task.data, self.records.run.render if is_seen else None)
+        is_read_by_function = self.settings.reward not in ("exact", "math") or self._generate is not None
+        prompt, metadata = prompt_of(task.data, self.records.run.render if is_read_by_function else None)
         sample = Sample(prompt=prompt, label=task.data["label"], metadata=metadata)
         if episode is not None:
             sample.group_index = episode.group_id
@@ -185,7 +184,7 @@ class Dataset:
     def _rendered_sample(self, task: Task, episode: EpisodeInfo | None) -> Sample:
         """A sample whose prompt is text, as `generate` functions expect it; its metadata has the messages.
 
-        Raises: EnvError if the prompt has images, for which a text has no place.
+        Raises: EnvError if the prompt has images, which text cannot hold.
         """
         if not isinstance(task.data["prompt"], str) and any(image_parts(task.data["prompt"])):
             raise EnvError(
@@ -206,7 +205,7 @@ class Dataset:
         if isinstance(prompt, str):
             reply = await ctx.generate(self.records.encode(prompt))
         else:
-            reply = await ctx.chat(self.records.pictures.filled_in(prompt), tools)
+            reply = await ctx.chat(self.records.pictures.restore(prompt), tools)
         if self._reward is not None and (given := self.records.prompt_ids(prompt, tools)) is not None:
             sample.tokens = [*given.tolist(), *reply.token_ids.tolist()]
         sample.response = reply.text
@@ -237,7 +236,7 @@ class SingleTurnDataset(Dataset, SingleTurnEnv):
     """A dataset whose groups are one request each: a prompt of messages, and one reply."""
 
     def prompt(self, task: Task) -> list[Message]:
-        return self.records.pictures.filled_in(task.data["prompt"])
+        return self.records.pictures.restore(task.data["prompt"])
 
     async def score(self, task: Task, text: str) -> RolloutResult:
         sample = self._sample(task, None)

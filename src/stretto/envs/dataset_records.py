@@ -1,4 +1,4 @@
-"""The records of the environment `dataset`: its arguments, and files read and checked against them."""
+"""The arguments of the environment `dataset`, and its records: read, and checked against the arguments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 BY_RECORD = "by_record"
 """The reward that the metadata of each record names as `rm_type`."""
 GIVEN = "given"
-"""No reward of the environment's: the function that makes a sample rewards it."""
+"""The function that makes a sample also rewards it."""
 TYPE_NAMES = {
     "str | list[str] | None": "a file, or a list of files",
     "list[str] | str | None": "a key, or a list of keys",
@@ -59,20 +59,20 @@ class DatasetSettings:
     eval_path: str | list[str] | None = None
     """Held-out records, written like `path`."""
     data_source: str | None = None
-    """`module:Class`: instead of `path`, a source of samples in vime's terms, which is read once, as the run starts."""
+    """`module:Class`: a source of samples in vime's terms, instead of `path`; it is read once, as the run starts."""
     streaming: bool = False
     """Data sets of the Hub are read without a copy on disk."""
     convert: str | None = None
-    """`module:function`: makes each record another, before its keys are read."""
+    """`module:function`: it gets each record before its keys are read, and returns the record to use."""
     input_key: str = "prompt"
     label_key: str | None = "label"
     metadata_key: list[str] | str | None = "metadata"
     """Key of an object, or a list of keys that become one."""
     tool_key: str | None = "tools"
     prompt_template: str | None = None
-    """The prompt's text, in which `{prompt}` stands for that of the record."""
+    """Text of the prompt; `{prompt}` in it is replaced by the prompt of the record."""
     label_pattern: str | None = None
-    """Regular expression with one group: the label is what the group matches in that of the record."""
+    """Regular expression with one group; the label is what the group matches in the label of the record."""
     apply_chat_template: bool = True
     """False: a prompt is text, and the policy gets its tokens and nothing else."""
     max_prompt_tokens: int | None = None
@@ -94,7 +94,7 @@ class DatasetSettings:
     """`module:function` each: `hook(args, sample, *, rollout_id, evaluation)` sees every finished sample, and may
     return another."""
     metadata_overrides: dict[str, Any] | None = None
-    """Laid over the metadata of every record."""
+    """Entries that replace those of every record's metadata."""
     hook_args: dict[str, Any] | None = None
     """Additional attributes of `args`."""
 
@@ -150,9 +150,9 @@ class Records:
             "apply_chat_template = false": not settings.apply_chat_template,
             "generate": settings.generate is not None,
         }
-        if run.encode is None and (wanted := [name for name, is_set in needs.items() if is_set]):
+        if run.encode is None and (names := [name for name, is_set in needs.items() if is_set]):
             raise ConfigError(
-                f"dataset: {' and '.join(wanted)} needs the policy's tokenizer, which neither worker processes nor "
+                f"dataset: {' and '.join(names)} needs the policy's tokenizer, which neither worker processes nor "
                 'engines with the chat API have; remove num_workers, or client.api = "chat"'
             )
         if settings.group_reward and not run.engine_urls:
@@ -172,7 +172,7 @@ class Records:
                 raise ConfigError(
                     f"dataset: {' and '.join(unused)} in `args`: data_source has no file to read so; leave it out"
                 )
-        self.pictures = Pictures()  # those that are not files
+        self.pictures = Pictures()  # all that are not files
         self.fingerprints: dict[Split, int] = {"train": 0, "eval": 0}
         self._rows: dict[Split, list[dict[str, Any]] | None] = {
             "train": self._read(settings.path, "train")
@@ -217,7 +217,7 @@ class Records:
             return self.encode(prompt)
         if self.run.prompt_ids is None:
             return None
-        return self.run.prompt_ids(self.pictures.filled_in(prompt), tools)
+        return self.run.prompt_ids(self.pictures.restore(prompt), tools)
 
     def _read(self, sources: str | list[str] | None, split: Split) -> list[dict[str, Any]] | None:
         if not sources:
@@ -229,7 +229,7 @@ class Records:
         return self._rows_of(setting, records, split)
 
     def _samples(self, path: str, args: Arguments) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The samples of a user's data source as records, the first of each group, each with its place."""
+        """Records made from the first sample of each group of a user's data source, each with its place."""
         source = Hook.load(path, "dataset: data_source", 1)
         data = source.call_sync(args)
         if missing := [name for name in ("get_samples", "__len__") if not hasattr(data, name)]:
@@ -250,13 +250,13 @@ class Records:
                 raise ConfigError(f"{read.where}: group {index} is {got}; give a list of Sample for each")
             keys = settings.metadata_key
             known = {keys: sample.metadata} if isinstance(keys, str) else dict(sample.metadata)
-            own = {settings.input_key: sample.prompt, settings.label_key: sample.label}
-            yield f"{source.where}: group {index}", known | own
+            keyed = {settings.input_key: sample.prompt, settings.label_key: sample.label}
+            yield f"{source.where}: group {index}", known | keyed
 
     def _rows_of(
         self, setting: str, records: Iterable[tuple[str, dict[str, Any]]], split: Split
     ) -> list[dict[str, Any]]:
-        """The rows of records that are not too long, which are counted in the fingerprint of the split."""
+        """The rows of records that are not too long; each changes the fingerprint of the split."""
         found, num_long, limit = [], 0, self.settings.max_prompt_tokens
         for where, record in records:
             row = self._row(record, where)
@@ -307,22 +307,22 @@ class Records:
         if isinstance(prompt, str) and column_of(record):
             raise DataError(f"{where}: with apply_chat_template = false prompts are text, without images")
         if not isinstance(prompt, str):
-            prompt = self.pictures.taken_out(with_images(prompt, record, where), where)
+            prompt = self.pictures.replace_by_names(with_images(prompt, record, where), where)
         return {"prompt": prompt, "label": label, "metadata": metadata, "tools": tools}
 
     def _reward_name(self, metadata: Mapping[str, Any], where: str) -> str:
         """The reward of a record, by its metadata or by the settings.
 
-        Raises: DataError if its metadata names none that there is, or should name one.
+        Raises: DataError if its metadata names an unknown reward, or has to name one and does not.
         """
-        reward, own = self.settings.reward, metadata.get("rm_type")
-        if reward != BY_RECORD and (own is None or not is_rm_type(reward)):
+        reward, named = self.settings.reward, metadata.get("rm_type")
+        if reward != BY_RECORD and (named is None or not is_rm_type(reward)):
             return reward
-        if isinstance(own, str) and is_rm_type(own):
-            return own
+        if isinstance(named, str) and is_rm_type(named):
+            return named
         known = ", ".join(RM_TYPES)
         raise DataError(
-            f"{where}: metadata.rm_type is {short_repr(own)}, and it says how the reply is rewarded; use {known}"
+            f"{where}: metadata.rm_type is {short_repr(named)}, and it says how the reply is rewarded; use {known}"
         )
 
     def _label_within(self, label: Any, where: str) -> str:
@@ -376,7 +376,7 @@ class Records:
 
 
 def is_built_in(reward: str) -> bool:
-    """Is it the name of a reward, and not a function or what a function gives?"""
+    """Does the environment itself compute this reward, instead of a user's function?"""
     return reward in ("exact", BY_RECORD) or is_rm_type(reward)
 
 
@@ -385,9 +385,9 @@ def has_entries(reward: str) -> bool:
     return reward == BY_RECORD or reward.removeprefix(BOXED) in WITH_ENTRIES
 
 
-def _keys_of(record: Mapping[str, Any], wanted: str) -> str:
-    """What a record has, and which of it may have been meant."""
-    near = difflib.get_close_matches(wanted, record, n=1)
+def _keys_of(record: Mapping[str, Any], missing: str) -> str:
+    """For messages: the keys of a record, and the one that is most like the missing key."""
+    near = difflib.get_close_matches(missing, record, n=1)
     meant = f"did you mean {near[0]!r}?" if near else "name one of them"
     return f"the record has {', '.join(sorted(record))}; {meant}" if record else "the record has nothing"
 

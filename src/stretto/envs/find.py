@@ -20,14 +20,14 @@ from typing import Any
 from stretto.base.errors import ConfigError
 
 VERIFIERS = "verifiers"
-"""The id that plays any taskset, with all settings of verifiers."""
+"""The id of an environment that plays any taskset of verifiers."""
 ADAPTER = "stretto.envs.verifiers.env:VerifiersEnv"
 _VERIFIERS_VERSION = (0, 4)
 _MAX_FILES = 200
 
 
 class ModuleKind(Enum):
-    """What a module holds, as far as its source tells."""
+    """What a module holds, judged by its source."""
 
     OURS = "environment"
     TASKSET = "verifiers taskset"
@@ -46,7 +46,10 @@ def find_module(env_id: str) -> str | None:
 
 
 def _find_spec(module: str) -> ModuleSpec | None:
-    """The spec of a module, None if there is none. Also searches the working directory, as console scripts do not."""
+    """The spec of a module, None if there is none.
+
+    It also searches the working directory, which Python does not add to the path of console scripts.
+    """
     places = [[]] if "" in sys.path else [[], [""]]
     for place in places:
         sys.path += place
@@ -108,9 +111,9 @@ def check_installed(what: str) -> None:
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(f"{what} needs the extra verifiers: pip install 'stretto[verifiers]'") from None
     if tuple(int(part) for part in version.split(".")[:2] if part.isdecimal()) != _VERIFIERS_VERSION:
-        wanted = ".".join(map(str, _VERIFIERS_VERSION))
+        supported = ".".join(map(str, _VERIFIERS_VERSION))
         raise ConfigError(
-            f"{what}: verifiers {version} is installed, and stretto works with {wanted}: "
+            f"{what}: verifiers {version} is installed, and stretto works with {supported}: "
             "pip install 'stretto[verifiers]'"
         )
 
@@ -119,7 +122,7 @@ def check_installed(what: str) -> None:
 def classify_module(module: str) -> ModuleKind:
     """What a module holds, judged by what its files import and define."""
     uses_verifiers = has_loader = has_taskset = False
-    for tree in _trees(module):
+    for tree in _parse_files(module):
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 uses_verifiers |= any(alias.name.partition(".")[0] == "verifiers" for alias in node.names)
@@ -137,7 +140,7 @@ def classify_module(module: str) -> ModuleKind:
     return ModuleKind.V0 if has_loader and not has_taskset else ModuleKind.TASKSET
 
 
-def _trees(module: str) -> list[ast.Module]:
+def _parse_files(module: str) -> list[ast.Module]:
     spec = _find_spec(module)
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return []

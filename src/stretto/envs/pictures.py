@@ -1,4 +1,4 @@
-"""Pictures of tasks that JSON cannot hold: the task names them, and the environment has them."""
+"""Pictures of tasks. JSON cannot hold them, so a task has only their names, and the environment has the pictures."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _NAME = "picture:"
 
 
 class Pictures:
-    """Pictures by name; the name depends on the picture alone, so that a resumed run finds it again."""
+    """Pictures by name. A name depends only on the picture, so a resumed run finds the picture again."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, Any] = {}
 
-    def taken_out(self, messages: list[Message], where: str) -> list[Message]:
+    def replace_by_names(self, messages: list[Message], where: str) -> list[Message]:
         """The messages with names instead of data URLs, bytes and pictures of Pillow; paths stay."""
         return [self._renamed(message, where) for message in messages]
 
-    def filled_in(self, messages: list[Message]) -> list[Message]:
+    def restore(self, messages: list[Message]) -> list[Message]:
         """The messages with the pictures that are named in them."""
         return [
             _mapped(message, self._picture) if any(image_parts([message])) else message

@@ -78,7 +78,7 @@ def checked_reward(value: Any, where: str, what: str) -> float:
 
 
 def checked_group_rewards(returned: Any, count: int, where: str) -> list[tuple[float, tuple[float, ...]]]:
-    """For each of `count` members its reward, and those of its branches if the entry is a list of them.
+    """For each of `count` members its reward, and the rewards of its branches if it has a list of them.
 
     Raises: EnvError as `checked_rewards`.
     """
@@ -86,11 +86,11 @@ def checked_group_rewards(returned: Any, count: int, where: str) -> list[tuple[f
     parts = [list(each) if isinstance(each, list | tuple) else None for each in entries]
     if len(entries) != count or all(part is None for part in parts):
         return [(reward, ()) for reward in checked_rewards(returned, count, where)]
-    found = []
+    checked = []
     for entry, part in zip(entries, parts):
-        own = checked_rewards([entry] if part is None else part, 1 if part is None else len(part), where)
-        found.append((sum(own) / len(own), () if part is None else tuple(own)))
-    return found
+        rewards = checked_rewards([entry] if part is None else part, 1 if part is None else len(part), where)
+        checked.append((sum(rewards) / len(rewards), () if part is None else tuple(rewards)))
+    return checked
 
 
 def checked_rewards(returned: Any, count: int, where: str) -> list[float]:

@@ -80,12 +80,11 @@ class Toolset:
     """
 
     def __init__(self, tools: Iterable[Callable[..., Any] | Tool], timeout_s: float | None = 30.0) -> None:
-        made = [tool if isinstance(tool, Tool) else Tool(tool) for tool in tools]
-        self._tools = {tool.name: tool for tool in made}
-        if len(self._tools) != len(made):
-            raise ConfigError(
-                f"two tools have the same name: {', '.join(tool.name for tool in made)}; rename one."
-            )
+        built = [tool if isinstance(tool, Tool) else Tool(tool) for tool in tools]
+        self._tools = {tool.name: tool for tool in built}
+        if len(self._tools) != len(built):
+            names = ", ".join(tool.name for tool in built)
+            raise ConfigError(f"two tools have the same name: {names}; rename one.")
         self.timeout_s = timeout_s
 
     @property
@@ -131,7 +130,7 @@ class Toolset:
             raise  # the episode cannot go on
         except TimeoutError:
             return f"Error: {name} was not done in time."
-        # The boundary of a tool: the policy reads what it raises, and it may not end the run.
+        # The boundary of a tool: the policy reads the error, which must not end the run.
         except (Exception, SystemExit) as error:
             return f"Error: {type(error).__name__}: {error}"
 
@@ -213,7 +212,7 @@ class _Threads:
                 error = cause
             call.is_running = False
             self._idle.append(inbox)
-            with contextlib.suppress(RuntimeError):  # the event loop is closed, nobody waits
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, and no call is awaited
                 call.ended.get_loop().call_soon_threadsafe(call.end, result, error)
             del call, result, error
 

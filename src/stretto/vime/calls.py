@@ -18,7 +18,7 @@ ARGUMENTS = {
     "model": "; write `def provider(args, build)` and return what build() gives, with parts changed",
     "generate": "; write `async def generate(args, sample, sampling_params)` and return the sample",
 }
-"""How a function is to be written, by the last word of its setting."""
+"""The end of a message about a function with wrong arguments, by the last word of its setting."""
 
 TRAINER_HOOKS = {
     "model": 2,
@@ -34,9 +34,9 @@ TRAINER_HOOKS = {
 }
 """Number of arguments of each function in [trainer.hooks]."""
 _NOT_LOADED = "not loaded: "
-"""What the message begins with for a function that `python -m stretto.vime.calls` cannot load."""
-PLAIN = {*TRAINER_HOOKS, "dynamic_sampling_filter"}
-"""Functions that nothing awaits, by the last word of their setting."""
+"""Begins the message of `python -m stretto.vime.calls` for a function that cannot be loaded."""
+NOT_AWAITED = {*TRAINER_HOOKS, "dynamic_sampling_filter"}
+"""Functions that must not be `async`, by the last word of their setting."""
 KEYWORDS: dict[str, tuple[str, ...]] = {
     "tis": (
         "pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths",
@@ -65,7 +65,7 @@ class Hook:
         if not callable(function):
             raise ConfigError(f"{where} is a {type(function).__name__}, not a function")
         name = setting.rpartition(" ")[2].rpartition(".")[2]
-        if name in PLAIN and inspect.iscoroutinefunction(function):
+        if name in NOT_AWAITED and inspect.iscoroutinefunction(function):
             raise ConfigError(f"{where} is `async def`, and nothing awaits it; write `def`")
         try:
             named = KEYWORDS.get(name, ())
@@ -124,9 +124,9 @@ def load_trainer_hooks(paths: Mapping[str, str]) -> dict[str, Hook]:
 
 
 def check_in_process(paths: Mapping[str, str], env: Mapping[str, str]) -> None:
-    """Load functions of [trainer.hooks] in a process of its own, for they may import torch.
+    """Load functions of [trainer.hooks] in another process, because they may import torch.
 
-    env: its variables.
+    env: the environment variables of that process.
 
     Raises: ConfigError as Hook.load, also if the import ends the process.
     """

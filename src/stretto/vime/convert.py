@@ -30,7 +30,7 @@ STATUS_OF = {
 
 
 def sample_number(group_id: int, member: int, group_size: int) -> int:
-    """vime's number of a rollout: counted over all groups of the run, `group_size` each."""
+    """vime's number of a rollout, counted over all groups of the run, each of `group_size` rollouts."""
     return group_id * group_size + member
 
 
@@ -51,7 +51,7 @@ def prompt_of(data: Mapping[str, Any], render: Render | None) -> tuple[str | lis
 def sample_of(
     rollout: Rollout, text: str, branch: int = 0, *, group_size: int = 1, render: Render | None = None
 ) -> Sample:
-    """One branch of a rollout as a sample, with the reward of the episode or its own; `text` is its response."""
+    """One branch of a rollout as a sample, with the branch's reward or else the rollout's; `text` is its response."""
     prompt, metadata = prompt_of(rollout.task.data, render)
     number = sample_number(rollout.group_id, rollout.member, group_size)
     sample = Sample(
@@ -161,9 +161,9 @@ def rollout_of(
     temperature: float,
     rewards: Sequence[float],
 ) -> Rollout:
-    """The rollout of the samples that a rollout function made of one member: one, or several that fan out.
+    """The rollout of one member, from the samples that a rollout function made: one sample, or several.
 
-    rewards: of the samples; those that failed have none. With several samples each is compared by its own.
+    rewards: one per sample that did not fail. With several samples each has its own reward and is compared by it.
 
     Raises: EnvError as `branch_of`.
     """
@@ -190,5 +190,5 @@ def rollout_of(
 
 
 def has_failed(sample: Sample) -> bool:
-    """Is the sample not to be trained, for its status?"""
+    """Does the sample's status say that it cannot be trained?"""
     return sample.status in (Status.FAILED, Status.ABORTED)

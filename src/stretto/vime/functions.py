@@ -45,5 +45,5 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine, in a plain function: rollout functions that are plain have a thread of their own."""
+    """Run a coroutine and return its result; for rollout functions that are not `async`, which run in a thread."""
     return asyncio.run(coroutine)

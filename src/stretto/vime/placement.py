@@ -1,4 +1,4 @@
-"""How many engines there are, what GPUs each has, and the nodes on which they lie.
+"""How many engines there are, how many GPUs each has, and on which nodes they are.
 
 Engines are --rollout-num-gpus / --rollout-num-gpus-per-engine; with --prefill-num-servers some read prompts.
 In a --vllm-config the two kinds may differ in size, and regular groups in size and options. An engine is smaller than
@@ -39,7 +39,7 @@ class Engines:
 
 
 def updated(flags: Values) -> ServedModel | None:
-    """The model of a --vllm-config that is trained."""
+    """The model of --vllm-config that is trained; None without that flag."""
     return next((model for model in flags.models if model.is_updated), None)
 
 
@@ -52,8 +52,7 @@ def count_engines(flags: Values) -> list[Engines]:
     if total == 0 and flags.actor_num_gpus_per_node:
         raise ConfigError(
             f"{flags.typed('--rollout-num-gpus')}: without engines nothing is sampled; use a number of GPUs, or "
-            f"engines "
-            'that run already: inference = "None" in the TOML of --print-config'
+            'engines that run already: inference = "None" in the TOML of --print-config'
         )
     model = updated(flags)
     groups = [] if model is None else model.engines
@@ -67,11 +66,8 @@ def count_engines(flags: Values) -> list[Engines]:
         found = [Engines(kind, numbers[kind], sizes[kind]) for kind in ("prefill", "decode")]
     else:
         found = _of_one_size(flags, total, each)
-    node, key = (
-        (flags.actor_num_gpus_per_node, "--actor-num-gpus-per-node")
-        if flags.colocate
-        else (flags.num_gpus_per_node, "--num-gpus-per-node")
-    )
+    key = "--actor-num-gpus-per-node" if flags.colocate else "--num-gpus-per-node"
+    node = flags.value(key)
     for engines in found:
         if engines.gpus > node and engines.gpus % node:
             raise ConfigError(
@@ -245,14 +241,11 @@ def _sides_over_nodes(flags: Values, found: list[Engines], node: int) -> Iterato
                 f"{number * gpus} do not fill whole nodes of {node}, and either kind has nodes of its own; change one "
                 "of them"
             )
-        if gpus > node:
-            yield Setting(
-                f"inference.deployment.num_{kind}_nodes", engines.num_nodes(node), (PREFILL, *ENGINES)
-            )
-        else:
-            yield Setting(
-                f"inference.deployment.num_{kind}_per_node", engines.per_node(node), (PREFILL, *ENGINES)
-            )
+        is_wide = gpus > node
+        key, value = (
+            (f"{kind}_nodes", engines.num_nodes) if is_wide else (f"{kind}_per_node", engines.per_node)
+        )
+        yield Setting(f"inference.deployment.num_{key}", value(node), (PREFILL, *ENGINES))
 
 
 def _numbers(found: list[Engines]) -> Iterator[Setting]:

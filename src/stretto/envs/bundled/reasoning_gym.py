@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 EVAL_SHARE = 4
 """One question in this many is held out."""
 MAX_ATTEMPTS = 64
-"""Questions tried until one belongs to the wanted split."""
+"""Questions that are tried until one belongs to the split."""
 SIZE = 10_000_000
 """Number of different questions to request from a generator; after that they repeat."""
 _SIZES = {"acre": 1000, "word_ladder": 1000}

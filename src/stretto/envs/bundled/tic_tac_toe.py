@@ -111,7 +111,7 @@ class TicTacToe(GeneratedTasks):
 
 
 def after(moves: str) -> tuple[str, str]:
-    """The board after these moves, `x` first, and the mark that moves next. With four moves nobody has won."""
+    """The board after these moves, `x` first, and the mark that moves next. After four moves no mark can have won."""
     board = "." * 9
     for turn, field in enumerate(moves):
         board = put(board, int(field), "xo"[turn % 2])

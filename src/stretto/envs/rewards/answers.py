@@ -1,4 +1,4 @@
-"""Answers in a reply: where they stand, how they are brought to one form, how near they are to the label."""
+"""Answers in replies: finds them, normalises them and compares them with the label."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from stretto.envs.rewards.math_reward import boxed, quick_verdict
 
 END_OF_THINKING = ("</think>", "###Response")
 DAPO_CHARS = 300
-"""The answer of `dapo` stands in the last characters of a reply."""
+"""`dapo` looks for the answer in this many last characters of a reply."""
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _UNITS = (
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "points", "feet", "digits",
     "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples",
 )  # fmt: skip
-_CLOSED = {"yes", "no", "noanswer"}
-"""Answers that are right as a whole or not at all."""
+_YES_NO = {"yes", "no", "noanswer"}
+"""Answers that get no partial credit."""
 _LETTER_PATTERNS = (
     r"(?:answer|option|choice)\s*(?:is|:|=)?\s*\(?\*{0,2}([A-Z])\*{0,2}\)?(?![A-Za-z])",
     r"\\text\{\(?([A-Z])\)?\}",
@@ -29,7 +29,7 @@ _LETTER_PATTERNS = (
 
 
 def solution_after_thinking(reply: str) -> str | None:
-    """What follows the end of the model's thinking; None if that did not end."""
+    """The text after the end of the model's thinking; None if the thinking did not end."""
     for mark in END_OF_THINKING:
         if mark in reply:
             return reply.rpartition(mark)[2]
@@ -74,7 +74,7 @@ def normal_answer(text: str) -> str:
 def f1(reply: str, label: str) -> float:
     """Harmonic mean of precision and recall over the words of both, as in SQuAD (arXiv:1606.05250, section 6.1)."""
     ours, gold = _words(reply), _words(label)
-    closed = {" ".join(ours), " ".join(gold)} & _CLOSED
+    closed = {" ".join(ours), " ".join(gold)} & _YES_NO
     if closed and ours != gold:
         return 0.0
     common = sum((Counter(ours) & Counter(gold)).values())

@@ -1,4 +1,4 @@
-"""Rewards by name, as vime's --rm-type has them: what a reply gets for its text, its label and its metadata.
+"""The built-in rewards, by the names of vime's --rm-type: from a reply, its label and its metadata.
 
     math        the content of the last box equals the label as mathematics: 1 or 0
     deepscaler  the same for what follows the model's thinking; 0 if its thinking did not end
@@ -6,11 +6,11 @@
     f1          share of common words of reply and label
     gpqa        the letter (or the text) of the choice
     ifbench     all instructions of the metadata are followed: 1 or 0
-    remote_rm   what the server at `args.rm_url` answers
+    remote_rm   the answer of the server at `args.rm_url`
     random      0 or 1
 
-`boxed_` before a name: the content of the reply's last box is the reply. `metadata["rm_type"]` of a record comes before
-the name of the environment. The reply of `sample.custom_rm_path` comes before all.
+With `boxed_` before a name the content of the reply's last box is taken as the reply. `metadata["rm_type"]` of a record
+has precedence over the name in the environment's arguments, and the function `sample.custom_rm_path` over both.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 from stretto.base.errors import EnvError
 
 Check = Callable[..., bool]
-"""(reply, arguments of the instruction) -> is it followed?"""
+"""Called with the reply and the arguments of the instruction: is it followed?"""
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "less than": lambda count, limit: count < limit,
     "at least": lambda count, limit: count >= limit,
@@ -38,9 +38,9 @@ def follows_all(reply: str, metadata: Mapping[str, Any], *, prompt: Any = "") ->
         raise EnvError(
             f"rm_type = 'ifbench': {len(names)} instructions with {len(arguments)} kwargs; give one for each"
         )
-    asked = metadata.get("prompt_text") or prompt
+    prompt = metadata.get("prompt_text") or prompt
     return bool(reply.strip()) and all(
-        follows(reply, name, {"prompt": asked} | dict(given or {})) for name, given in zip(names, arguments)
+        follows(reply, name, {"prompt": prompt} | dict(given or {})) for name, given in zip(names, arguments)
     )
 
 
@@ -56,12 +56,12 @@ def follows(reply: str, name: str, arguments: Mapping[str, Any]) -> bool:
         )
     given = {key: value for key, value in arguments.items() if value is not None}
     try:
-        return check(reply, **{key: given[key] for key in _wanted(check) if key in given})
+        return check(reply, **{key: given[key] for key in _parameters(check) if key in given})
     except (TypeError, KeyError) as cause:
         raise EnvError(f"rm_type = 'ifbench': instruction {name!r} with {dict(arguments)}: {cause}") from None
 
 
-def _wanted(check: Check) -> tuple[str, ...]:
+def _parameters(check: Check) -> tuple[str, ...]:
     code = check.__code__
     return code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
 
@@ -178,8 +178,8 @@ def _two_responses(reply: str) -> bool:
 
 
 def _repeats_prompt(reply: str, prompt: str = "", prompt_to_repeat: str | None = None) -> bool:
-    wanted = prompt if prompt_to_repeat is None else prompt_to_repeat
-    return reply.strip().lower().startswith(str(wanted).strip().lower())
+    text = prompt if prompt_to_repeat is None else prompt_to_repeat
+    return reply.strip().lower().startswith(str(text).strip().lower())
 
 
 def _ends(reply: str, end_phrase: str) -> bool:

@@ -177,18 +177,18 @@ async def _end(keeper: asyncio.subprocess.Process) -> None:
 
 
 @functools.cache
-def choose_backend(wanted: str) -> Backend:
+def choose_backend(requested: str) -> Backend:
     """The back end to use; logs the choice once.
 
     Raises: ConfigError if bubblewrap is required and does not work here.
     """
-    if wanted not in ("auto", "bubblewrap", "subprocess"):
-        raise ConfigError(f"sandbox: backend = {wanted!r}; use auto, bubblewrap or subprocess.")
-    trouble = "not requested" if wanted == "subprocess" else bubblewrap_trouble()
+    if requested not in ("auto", "bubblewrap", "subprocess"):
+        raise ConfigError(f"sandbox: backend = {requested!r}; use auto, bubblewrap or subprocess.")
+    trouble = "not requested" if requested == "subprocess" else bubblewrap_trouble()
     if trouble is None:
         logger.info("untrusted code runs in bubblewrap")
         return "bubblewrap"
-    if wanted == "bubblewrap":
+    if requested == "bubblewrap":
         raise ConfigError(
             f"sandbox: bubblewrap does not work here: {trouble}. Install the package `bubblewrap` and allow user "
             "namespaces, or use `subprocess`."

@@ -325,7 +325,7 @@ def _end_with(child: int, report_fd: int) -> NoReturn:
 
 def _set_limits(limits: dict, *, num_others: int) -> None:
     cpu_s = int(limits["wall_s"]) + 1
-    wanted = {
+    values = {
         resource.RLIMIT_AS: limits["memory_bytes"],
         resource.RLIMIT_CPU: cpu_s,
         resource.RLIMIT_FSIZE: limits["file_bytes"],
@@ -335,7 +335,7 @@ def _set_limits(limits: dict, *, num_others: int) -> None:
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_NPROC: limits["max_processes"] + num_others,
     }
-    for kind, value in wanted.items():
+    for kind, value in values.items():
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
@@ -445,7 +445,7 @@ def main() -> None:
         sys.stdout.flush()
         is_reported = True
     finally:
-        if not is_reported:  # the caller may be dead, and then nobody else removes the directory
+        if not is_reported:  # the caller may be dead, and then no other process removes the directory
             remove(request["cwd"])
 
 

@@ -158,7 +158,7 @@ class Worker:
                 await asyncio.gather(*self._calls.values(), return_exceptions=True)
                 if inspect.iscoroutinefunction(close):
                     await close()
-        except Exception:  # the boundary of a foreign method; nobody is left to tell but the log
+        except Exception:  # the boundary of a foreign method; only the log is left for the error
             logger.exception("close() of the environment failed")
 
     def send(self, message: Any) -> None:
@@ -175,10 +175,10 @@ class Worker:
             case CancelCall(call=number):
                 if number in self._calls:
                     self._calls[number].cancel()
-            case TurnReply(ask=number, reply=reply):
+            case TurnReply(turn=number, reply=reply):
                 if (turn := self._turns.get(number)) and not turn.done():
                     turn.set_result(reply)
-            case TurnFailed(ask=number, kind=kind, text=text):
+            case TurnFailed(turn=number, kind=kind, text=text):
                 if (turn := self._turns.get(number)) and not turn.done():
                     turn.set_exception(error_from(kind, text))
 
@@ -218,8 +218,8 @@ class Worker:
         messages = self._env.prompt(self._env_task(task))
         if inspect.isawaitable(messages):
             messages = await messages
-        messages = checked_prompt(messages, f"environment {self._env.name}: prompt")
-        return PromptResult(call=number, messages=messages)
+        where = f"environment {self._env.name}: prompt"
+        return PromptResult(call=number, messages=checked_prompt(messages, where))
 
     async def _score(self, number: int, task: Task, text: str) -> CallResult:
         assert isinstance(self._env, SingleTurnEnv)
@@ -230,7 +230,7 @@ class Worker:
 
     # -- turns --
 
-    async def request_turn(self, call: int, **wanted: Any) -> Reply:
+    async def request_turn(self, call: int, **request: Any) -> Reply:
         """Request a turn of the policy and wait for the reply.
 
         Raises: LimitReached, EngineError as the orchestrator's recorder does.
@@ -238,7 +238,7 @@ class Worker:
         number = next(self._turn_numbers)
         reply = self._turns[number] = asyncio.get_running_loop().create_future()
         try:
-            self._writer.write(packed_checked(TurnRequest(call=call, ask=number, **wanted)))
+            self._writer.write(packed_checked(TurnRequest(call=call, turn=number, **request)))
             return await reply
         finally:
             del self._turns[number]
@@ -273,9 +273,9 @@ class RemoteContext(RolloutContext):
     def agent(self, name: str, *, is_trained: bool = True) -> RemoteContext:
         return RemoteContext(self._worker, self._call, name, is_trained)
 
-    async def _turn(self, **wanted: Any) -> Reply:
+    async def _turn(self, **request: Any) -> Reply:
         return await self._worker.request_turn(
-            self._call, agent=self._name, is_trained=self._is_trained, **wanted
+            self._call, agent=self._name, is_trained=self._is_trained, **request
         )
 
 

@@ -143,8 +143,8 @@ class WorkerHandle:
         self.child.kill()
 
 
-async def take_turn(worker: WorkerHandle, ctx: RolloutContext, request: TurnRequest) -> None:
-    """Take the turn that a worker requests, and send it the reply or the error."""
+async def play_turn(worker: WorkerHandle, ctx: RolloutContext, request: TurnRequest) -> None:
+    """Play the turn that a worker requests, and send it the reply or the error."""
     try:
         agent = ctx if request.agent is None else ctx.agent(request.agent, is_trained=request.is_trained)
         if request.messages is not None:
@@ -152,18 +152,18 @@ async def take_turn(worker: WorkerHandle, ctx: RolloutContext, request: TurnRequ
         else:
             assert request.prompt_ids is not None
             reply = await agent.generate(request.prompt_ids, request.tools, **request.sampling)
-        answer: TurnReply | TurnFailed = TurnReply(ask=request.ask, reply=reply)
+        answer: TurnReply | TurnFailed = TurnReply(turn=request.turn, reply=reply)
     except StrettoError as error:
-        answer = TurnFailed(ask=request.ask, kind=error_kind(error), text=str(error))
+        answer = TurnFailed(turn=request.turn, kind=error_kind(error), text=str(error))
     except Exception as cause:  # the boundary of a rollout
-        logger.exception("a turn that a worker asked for failed")
-        answer = TurnFailed(ask=request.ask, kind="EngineError", text=f"{type(cause).__name__}: {cause}")
+        logger.exception("a turn that a worker requested failed")
+        answer = TurnFailed(turn=request.turn, kind="EngineError", text=f"{type(cause).__name__}: {cause}")
     if worker.state is not WorkerState.ENDED:
         worker.send(answer)
 
 
 async def watch(worker: WorkerHandle) -> tuple[int | None, str]:
-    """Wait until a worker must end: the call that is to blame, if one is, and the reason."""
+    """Wait until a worker must end; returns the call that caused it, if one did, and the reason."""
     tick_s = min(HEARTBEAT_S, worker.hang_timeout_s / 8)
     started_at = looked_at = time.monotonic()
     while True:

@@ -124,9 +124,7 @@ class WorkerEnv:
         return Task(env=self.name, task_id=f"{split}-{index}", data={"split": split, "index": index})
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
-        result = await self.pool.call(lambda number: PlayCall(call=number, task=task), ctx)
-        assert isinstance(result, CallResult)
-        return result.result
+        return (await self.pool.call(lambda number: PlayCall(call=number, task=task), ctx)).result
 
     async def close(self) -> None:
         """Stop the processes."""
@@ -137,14 +135,10 @@ class SingleTurnWorkerEnv(WorkerEnv, SingleTurnEnv):
     """A single-turn environment whose prompts and scores are made in worker processes."""
 
     async def prompt(self, task: Task) -> list[dict[str, Any]]:
-        result = await self.pool.call(lambda number: PromptCall(call=number, task=task))
-        assert isinstance(result, PromptResult)
-        return result.messages
+        return (await self.pool.call(lambda number: PromptCall(call=number, task=task))).messages
 
     async def score(self, task: Task, text: str) -> RolloutResult:
-        result = await self.pool.call(lambda number: ScoreCall(call=number, task=task, text=text))
-        assert isinstance(result, CallResult)
-        return result.result
+        return (await self.pool.call(lambda number: ScoreCall(call=number, task=task, text=text))).result
 
 
 class Pool:
@@ -363,7 +357,7 @@ class Pool:
                     return f"{worker.name}: {text}"
                 case TurnRequest(call=number):
                     if (call := worker.calls.get(number)) and call.ctx is not None and not call.result.done():
-                        task = asyncio.create_task(handle.take_turn(worker, call.ctx, message))
+                        task = asyncio.create_task(handle.play_turn(worker, call.ctx, message))
                         call.turns.add(task)
                         task.add_done_callback(call.turns.discard)
                 case _:

@@ -86,14 +86,14 @@ class CancelCall(_Message):
 class TurnReply(_Message):
     """The reply to a `TurnRequest`."""
 
-    ask: int
+    turn: int
     reply: Reply
 
 
 class TurnFailed(_Message):
     """The error that a `TurnRequest` ended with, to be raised in the environment."""
 
-    ask: int
+    turn: int
     kind: str
     text: str
 
@@ -124,10 +124,10 @@ class OpenFailed(_Message):
 
 
 class TurnRequest(_Message):
-    """Take a turn of one agent: answer `messages`, or continue `prompt_ids`."""
+    """Request a turn of one agent: a reply to `messages`, or one that continues `prompt_ids`."""
 
     call: int
-    ask: int
+    turn: int
     agent: str | None
     is_trained: bool
     messages: list[Message] | None
@@ -232,7 +232,7 @@ def packed(message: Any) -> bytes:
 
 
 def _contents(message: Any) -> str:
-    """What an error says about the values of an environment in a message."""
+    """What a message of the wire contains, for errors."""
     names: dict[type, str] = {
         Open: "args",
         TurnRequest: "the request for a turn",

@@ -5,7 +5,7 @@
       datasets:
         - {name: aime, path: aime.jsonl, rm_type: math, n_samples_per_eval_prompt: 16}
 
-A data set's own word comes before the defaults of the file, these before the flags.
+A value of a data set has precedence over the defaults of the file, and these over the flags.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ KEYS = {
     "top_k": "sampling.top_k",
     "max_response_len": "sampling.max_completion_tokens",
 }
-"""By key of a data set: the key of [[orchestrator.eval.env]]."""
+"""The key of [[orchestrator.eval.env]] for each key of a data set."""
 REFUSED = (
     "stop", "stop_token_ids", "min_new_tokens", "repetition_penalty", "skip_special_tokens", "no_stop_trim",
     "min_eval_samples", "eval_early_stop_patience", "eval_early_stop_threshold",
 )  # fmt: skip
-"""Keys of vime's that nothing here honours; their neutral values are taken."""
+"""Keys of vime that cannot be honoured; their neutral values are accepted."""
 NEUTRAL = (None, False, [], 0, 1.0)
 
 

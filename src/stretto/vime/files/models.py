@@ -10,7 +10,7 @@
 
 Regular groups may differ in all of this; prefill groups are alike, and so are decode groups. One model is updated:
 the one without a path of its own, or with `update_weights: true`. Its groups become [inference], those of the others
-[models.NAME]. Groups take GPUs in the order of the file; a placeholder takes some that nobody uses.
+[models.NAME]. Groups get their GPUs in the order of the file; the GPUs of a placeholder stay unused.
 """
 
 from __future__ import annotations
@@ -25,12 +25,8 @@ from stretto.vime.files.read import check_keys, entries, read_yaml, typed
 WORKERS = ("regular", "prefill", "decode", "placeholder")
 MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
 GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
-OWN_KEYS = {
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "max_model_len": "max_model_len",
-    "enable_expert_parallel": "enable_expert_parallel",
-}
-"""Overrides that have a key of their own in [inference]; the others are options of vLLM's."""
+OWN_KEYS = ("gpu_memory_utilization", "max_model_len", "enable_expert_parallel")
+"""Overrides that are keys of [inference]; all others are options of vLLM."""
 REFUSED = {
     "tensor_parallel_size": "it is num_gpus_per_engine of the group",
     "data_parallel_size": "give it to all engines: --vllm-data-parallel-size",
@@ -43,7 +39,7 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class ServerGroup:
-    """Engines of one kind, or GPUs that are left alone."""
+    """Engines of one kind, or GPUs that no engine uses."""
 
     worker_type: str
     num_gpus: int
@@ -97,15 +93,14 @@ class ServedModel:
     def _alike(self) -> dict[str, Any]:
         """Overrides that all of its groups have."""
         first, *others = (group.overrides for group in self.engines)
-        is_alike = lambda key: all(key in own and own[key] == first[key] for own in others)
+        is_alike = lambda key: all(key in other and other[key] == first[key] for other in others)
         return {key: value for key, value in first.items() if is_alike(key)}
 
     def settings(self, at: str) -> Iterator[tuple[str, Any]]:
         """Keys below `at` that its groups' overrides set: for all engines, or for those that read prompts or write
         replies alone. What differs between regular groups is in their `tables`."""
         for key, value in self._alike.items():
-            own = OWN_KEYS.get(key)
-            yield (f"{at}.{own}" if own else f"{at}.vllm_extra.{key}"), value
+            yield (f"{at}.{key}" if key in OWN_KEYS else f"{at}.vllm_extra.{key}"), value
         if self.count("prefill"):
             for group in self.engines:
                 for key in group.overrides.keys() - self._alike.keys():
@@ -121,9 +116,9 @@ class ServedModel:
         found: list[dict[str, Any]] = []
         for group in self.groups:
             if group.worker_type != "placeholder":
-                own = {key: value for key, value in group.overrides.items() if key not in self._alike}
+                rest = {key: value for key, value in group.overrides.items() if key not in self._alike}
                 table = {"num_engines": group.num_engines, "tp": group.num_gpus_per_engine // shards}
-                found.append(table | ({"overrides": own} if own else {}))
+                found.append(table | ({"overrides": rest} if rest else {}))
             elif is_wide:
                 last = found[-1] if found else {"num_engines": 0}
                 found = found or [last]
@@ -145,7 +140,7 @@ def read_models(path: str, where: str, *, checkpoint: str, per_engine: int) -> l
         check_keys(entry, MODEL_KEYS, at)
         name = typed(entry, "name", str, at)
         if not name:
-            raise ConfigError(f"{at}: name is missing; functions ask for a model by it")
+            raise ConfigError(f"{at}: name is missing; functions request a model by it")
         at = f"{where}: model {name}"
         if any(model.name == name for model in models):
             raise ConfigError(f"{at}: there are two of this name; give each its own")
@@ -207,10 +202,8 @@ def _group(table: dict[str, Any], at: str, per_engine: int, first_gpu: int) -> S
         )
     if kind not in WORKERS:
         raise ConfigError(f"{at}: worker_type {kind}: must be {' or '.join(WORKERS)}")
-    num_gpus, size = (
-        typed(table, "num_gpus", int, at),
-        typed(table, "num_gpus_per_engine", int, at, per_engine),
-    )
+    num_gpus = typed(table, "num_gpus", int, at)
+    size = typed(table, "num_gpus_per_engine", int, at, per_engine)
     if num_gpus is None or num_gpus < 0 or size < 1:
         raise ConfigError(
             f"{at}: num_gpus must be given, 0 (the CPU) or more, and num_gpus_per_engine 1 or more"
@@ -236,15 +229,10 @@ def _check_kinds(groups: Sequence[ServerGroup], at: str) -> None:
         raise ConfigError(f"{at}: {kinds.pop()} engines need {missing} engines; add a group of them")
     for kind in sorted(kinds - {"regular"}):
         alike = [group for group in engines if group.worker_type == kind]
-        sizes, overrides = (
-            [group.num_gpus_per_engine for group in alike],
-            [group.overrides for group in alike],
-        )
-        rule = f"{kind} engines of a model are alike, give these groups the same"
-        _check_alike("num_gpus_per_engine", sizes, rule, at)
-        _check_alike("overrides", overrides, rule, at)
-
-
-def _check_alike(name: str, values: Sequence[Any], rule: str, at: str) -> None:
-    if other := [value for value in values if value != values[0]]:
-        raise ConfigError(f"{at}: its groups differ in {name}, {values[0]} and {other[0]}; {rule}")
+        for name in ("num_gpus_per_engine", "overrides"):
+            first, *others = (getattr(group, name) for group in alike)
+            if different := [value for value in others if value != first]:
+                raise ConfigError(
+                    f"{at}: its groups differ in {name}, {first} and {different[0]}; {kind} engines of a model are "
+                    "alike, give these groups the same"
+                )

@@ -1,4 +1,4 @@
-"""Reads a YAML file, and takes known keys out of its tables."""
+"""Reads YAML files, and checks the keys and types of their tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command line of vime's -> the config of `rl`, or one error that lists everything wrong with it."""
+"""Turns a command line of vime into the config of `rl`, or raises one error that lists everything wrong with it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HIDDEN = {
     "rollout_num_gpus", "rollout_num_gpus_per_engine", "prefill_num_servers", "custom_config_path",
     "megatron_config_path", "eval_config",
 }  # fmt: skip
-"""Flags that say where and not what, or that the plan resolves: functions find the resolved value."""
+"""Flags that name a place, or whose value the plan resolves; functions find the resolved value."""
 
 
 class Command(NamedTuple):
@@ -47,7 +47,7 @@ def read_command(words: Sequence[str]) -> Command:
     Raises: ConfigError listing every mistake.
     """
     flags, passed = read(words)
-    if flags.colocate:  # the same GPUs
+    if flags.colocate:  # trainer and engines share their GPUs
         flags.rollout_num_gpus = flags.actor_num_nodes * flags.actor_num_gpus_per_node
     if problems := [*clashes(flags), *mismatches(flags)]:
         raise ConfigError(listed(problems))
@@ -58,21 +58,24 @@ def read_command(words: Sequence[str]) -> Command:
             settings += module.settings(flags)
         except ConfigError as error:
             problems.append(str(error))
-    if problems:  # parts may find the same
+    if problems:  # two parts may find the same problem
         raise ConfigError(listed([*dict.fromkeys(problems)]))
     cfg = _build(flags, settings)
     if (unseen := _unseen(flags, cfg)) and (places := argument_tables(flags)):
-        own = flags.extra | unseen
+        further = flags.extra | unseen
         kept = [each for each in settings if each.path not in places]
         known = {each.path: each.value for each in settings if each.path in places}
-        settings = [*kept, *(Setting(path, own | known.get(path, {}), tuple(flags.given)) for path in places)]
+        settings = [
+            *kept,
+            *(Setting(path, further | known.get(path, {}), tuple(flags.given)) for path in places),
+        ]
         cfg = _build(flags, settings)
     _check_new(flags, cfg)
     return Command(cfg, [*_starts(flags), *notes(flags)], FlagNames(flags, settings))
 
 
 def _check_new(flags: Values, cfg: RLConfig) -> None:
-    """Raises: ConfigError if the run is there already, and --load does not continue it."""
+    """Raises: ConfigError if the run exists, and --load does not continue it."""
     step = cfg.run_dir.latest_complete_checkpoint()
     if cfg.resume is not None or cfg.print_config or not step:
         return
@@ -84,7 +87,7 @@ def _check_new(flags: Values, cfg: RLConfig) -> None:
 
 
 def _unseen(flags: Values, cfg: RLConfig) -> dict[str, Any]:
-    """Typed flags whose value functions would not find in `args`, because no key of the config has it."""
+    """Typed flags whose value functions would not find in `args`, because no key of the config holds it."""
     known = resolved(dump(cfg))
     typed = {BY_NAME[name].attribute for name in flags.given} - HIDDEN
     found = {name: getattr(flags, name) for name in sorted(typed)}
@@ -135,15 +138,15 @@ def _count_rollouts(flags: Values) -> int:
     except StrettoError as error:
         raise ConfigError(f"{flags.given['--num-epoch']}: {error}") from None
     if prompts < flags.rollout_batch_size:
+        data = flags.given["--prompt-data"]
         raise ConfigError(
-            f"{flags.given['--rollout-batch-size']}: {flags.given['--prompt-data']} has {prompts} prompts only; "
-            f"lower it"
+            f"{flags.given['--rollout-batch-size']}: {data} has {prompts} prompts only; lower it"
         )
     return prompts // flags.rollout_batch_size * flags.num_epoch
 
 
 def _copied(flags: Values) -> Iterator[Setting]:
-    """Settings of flags whose value goes to a key as it is: those given, and vime's defaults where it has one."""
+    """Settings of the flags that are copied to their keys: typed or vime's default, but no switches that are off."""
     for flag in BY_NAME.values():
         value = getattr(flags, flag.attribute)
         is_off = flag.kind == "switch" and not value
@@ -157,28 +160,25 @@ def _build(flags: Values, settings: Sequence[Setting]) -> RLConfig:
     for each in settings:
         path = dotted_to_path(each.path)
         values[path] = each.value
-        sources[path] = ", ".join(
-            flags.given.get(name, name) for name in each.flags if _is_typed(flags, name)
-        )
+        typed = [name for name in each.flags if name in flags.given or name not in BY_NAME]
+        sources[path] = ", ".join(flags.given.get(name, name) for name in typed)
     for name in ("dry_run", "print_config"):
         if getattr(flags, name):
             values[(name,)] = True
     names = FlagNames(flags, settings)
-    return build(RLConfig, nest(_from_above(values)), sources=sources, verb="vime", reword=names.reword)
+    return build(
+        RLConfig, nest(_without_empty_tables(values)), sources=sources, verb="vime", reword=names.reword
+    )
 
 
-def _is_typed(flags: Values, name: str) -> bool:
-    return name in flags.given or name not in BY_NAME
-
-
-def _from_above(values: dict[KeyPath, Any]) -> dict[KeyPath, Any]:
-    """The values, tables before what is in them; an empty table that has values is left out."""
+def _without_empty_tables(values: dict[KeyPath, Any]) -> dict[KeyPath, Any]:
+    """The values without those that are an empty table, where another value lies in that table."""
     is_full = lambda path: any(len(other) > len(path) and other[: len(path)] == path for other in values)
     return {path: value for path, value in values.items() if not (value == {} and is_full(path))}
 
 
 def _starts(flags: Values) -> Iterator[str]:
-    """Where training starts, if --load names nothing."""
+    """A note that says where training starts, if --load names an empty directory or none."""
     load = flags.load
     if load is None or (Path(load).is_dir() and any(Path(load).iterdir())):
         return

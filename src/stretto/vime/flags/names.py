@@ -1,14 +1,13 @@
-"""Keys of the config in messages, in the words of who typed flags of vime's.
+"""Rewrites messages about keys of the config for users who typed flags of vime.
 
-Rules and plans speak of keys. Where a key has its value from a flag, the message gets the flag as it was typed; where
-it follows from several, these are added; and a key that no flag has set is followed by the flags that do.
+Messages of rules and plans name keys. A key whose value is that of a flag is replaced by the flag as it was typed. A
+key that follows from several flags is followed by these, and a key that no flag has set by the flags that can set it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from stretto.config.root import RLConfig
 from stretto.config.spellings.inference import VLLM_KEYS
@@ -20,8 +19,8 @@ _VALUE = r' = (?:"[^"]*"|\[[^\]]*\]|[^\s,;:()\]]+)'
 _KEY = re.compile(
     rf"(?<![\w./{{-])(?P<mark>--|\[)?(?P<key>(?:{_ROOTS})(?:[.][\w-]+)*)\]?(?P<value>{_VALUE})?"
 )
-MOST = 3
-"""Flags that are named for a key."""
+MAX_FLAGS_PER_KEY = 3
+"""If more flags have a part in a key, a message names none of them."""
 
 
 class FlagNames:
@@ -32,20 +31,20 @@ class FlagNames:
         self._settings = {each.path: each for each in settings}
 
     def reword(self, message: str) -> str:
-        """A message, its lines with flags where they have keys."""
+        """The message with flags in the place of keys."""
         return "\n".join(map(self._line, message.splitlines()))
 
     def _line(self, line: str) -> str:
-        """One line; the flags before it, from which its values came, are left out if it names them all."""
-        said = _KEY.sub(lambda found: self._say(found, line), line)
-        places, _, rest = said.lstrip().partition(": ")
+        """One line; the flags at its beginning, the sources of its values, are dropped if the rest names them all."""
+        text = _KEY.sub(lambda found: self._flags_of(found, line), line)
+        places, _, rest = text.lstrip().partition(": ")
         is_named = places.startswith("--") and all(place in rest for place in places.split(", "))
-        return said[: len(said) - len(said.lstrip())] + rest if is_named else said
+        return text[: len(text) - len(text.lstrip())] + rest if is_named else text
 
-    def _say(self, found: re.Match[str], line: str) -> str:
+    def _flags_of(self, found: re.Match[str], line: str) -> str:
         mark, key, value = found["mark"] or "", found["key"].replace("-", "_"), found["value"] or ""
         if "." not in key and "_" not in key and not mark and not value:
-            return found[0]  # a word like any other
+            return found[0]  # an ordinary word
         if (passed := self._passed(key)) is not None:
             return f"{passed}{value}" if value and " " not in passed else passed
         if (copied := self._copied(key)) is not None:
@@ -67,29 +66,26 @@ class FlagNames:
 
     def _copied(self, key: str) -> str | None:
         """The flag whose value is that of the key."""
-        own = self._settings.get(key)
-        if own is None or not own.flags:
+        setting = self._settings.get(key)
+        if setting is None or not setting.flags:
             names = [flag.name for flag in BY_NAME.values() if flag.is_copied and key in flag.keys]
         else:
-            names = [name for name in own.flags if name in BY_NAME and self._value(name) == own.value]
+            known = [name for name in setting.flags if name in BY_NAME]
+            names = [name for name in known if self._flags.value(name) == setting.value]
         return names[0] if len(names) == 1 else None
 
-    def _value(self, name: str) -> Any:
-        return getattr(self._flags, BY_NAME[name].attribute)
-
     def _names(self, key: str) -> list[str]:
-        """Flags as they were typed, if the key, the table that it is in, or one in it follows from them; else those
-        that have a part in the key."""
+        """The typed flags that set the key, its table, or a key in it; if there are none, the flags that can set it."""
         parts = key.split(".")
         above = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-        own = next((self._settings[path].flags for path in above if path in self._settings), ())
-        if not own:
+        names = next((self._settings[path].flags for path in above if path in self._settings), ())
+        if not names:
             below = (each.flags for path, each in self._settings.items() if path.startswith(f"{key}."))
-            own = tuple(dict.fromkeys(name for names in below for name in names))
-        given = [self._flags.given[name] for name in own if name in self._flags.given]
+            names = tuple(dict.fromkeys(name for flags in below for name in flags))
+        given = [self._flags.given[name] for name in names if name in self._flags.given]
         return _few(given) or _few(flag.name for flag in BY_NAME.values() if key in flag.keys)
 
 
 def _few(names: Iterable[str]) -> list[str]:
-    found = list(dict.fromkeys(names))
-    return found if len(found) <= MOST else []
+    unique = list(dict.fromkeys(names))
+    return unique if len(unique) <= MAX_FLAGS_PER_KEY else []

@@ -21,8 +21,8 @@ VALUES = {
 WIDTH = 110
 
 
-def help_text(wanted: str = "") -> str:
-    """Every flag by group; wanted: a word, then only flags with it in their name or meaning."""
+def help_text(word: str = "") -> str:
+    """All flags by group that have this word in their name or meaning."""
     lines = [
         "usage: vime --FLAG [VALUE] ...",
         "",
@@ -30,7 +30,7 @@ def help_text(wanted: str = "") -> str:
         "",
     ]
     for group, flags in GROUPS.items():
-        shown = [flag for flag in flags if wanted.lower() in f"{flag.name} {flag.help}".lower()]
+        shown = [flag for flag in flags if word.lower() in f"{flag.name} {flag.help}".lower()]
         if shown:
             lines += [f"{group}:", *(line for flag in shown for line in _help_lines(flag)), ""]
     lines.append(
@@ -54,13 +54,9 @@ def _default(flag: Flag) -> str:
 
 
 def _shown(value: Any) -> str:
-    return (
-        " ".join(value)
-        if isinstance(value, list)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, list):
+        return " ".join(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def counts() -> Counter[str]:
@@ -70,11 +66,11 @@ def counts() -> Counter[str]:
 
 def markdown() -> str:
     """docs/vime.md."""
-    page = (Path(__file__).with_name("page.md")).read_text()
-    found = counts()
+    page = Path(__file__).with_name("page.md").read_text()
+    num = counts()
     summary = (
-        f"{sum(found.values())} flags: {found['acts']} act, {found['equal']} ask for what happens anyway, "
-        f"{found['refused']} are refused."
+        f"{num.total()} flags: {num['acts']} act, {num['equal']} request what happens anyway, "
+        f"{num['refused']} are refused."
     )
     return page.replace("{counts}", summary).replace("{table}", "\n".join(_tables()))
 
@@ -95,11 +91,7 @@ def _cell(flag: Flag) -> str:
 
 
 def _meaning(flag: Flag) -> str:
-    note = (
-        flag.note
-        if flag.note.endswith((".", "")) and flag.note[-1:] == "."
-        else flag.note + "." * bool(flag.note)
-    )
+    note = flag.note if not flag.note or flag.note.endswith(".") else f"{flag.note}."
     if flag.state == "refused":
         taken = ", ".join(f"`{_shown(each)}`" for each in flag.allowed if each != {})
         return f"**refused**{f' but for {taken}' if taken else ''}: {note}"

@@ -1,4 +1,4 @@
-"""A command line of vime's flags -> their values, and the options of vLLM and its router that pass through."""
+"""Reads a command line of vime: the values of flags, and options of vLLM and its router that pass through."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stretto.vime.flags.groups import BY_NAME
 from stretto.vime.flags.groups.serving import MOVED
 
 PROGRAMS = {"train.py": False, "train_async.py": True}
-"""First words of vime's own command, which may stay: is training asynchronous?"""
+"""Programs of vime, which may be the first word: is training asynchronous?"""
 SECRET = {"--wandb-key"}
 """Flags whose value no message repeats, since messages are copied to logs."""
 THROUGH: dict[str, tuple[Program, str]] = {
@@ -27,9 +27,9 @@ THROUGH: dict[str, tuple[Program, str]] = {
 
 
 def read(words: Sequence[str]) -> tuple[Values, list[Setting]]:
-    """The value of every flag, and settings of what passes through.
+    """The value of every flag, and settings for the options that pass through.
 
-    Raises: ConfigError that lists every word that is no flag, no value, or given twice.
+    Raises: ConfigError that lists every unknown flag, wrong value, and flag that is given twice.
     """
     queue = list(words)
     is_async = PROGRAMS[queue.pop(0)] if queue and queue[0] in PROGRAMS else False
@@ -41,17 +41,17 @@ def read(words: Sequence[str]) -> tuple[Values, list[Setting]]:
         word = queue.pop(0)
         try:
             if (flag := BY_NAME.get(word.partition("=")[0])) is not None:
-                _take(flag, word, queue, values, given)
+                _read_flag(flag, word, queue, values, given)
             elif (prefix := next((each for each in THROUGH if word.startswith(each)), None)) is not None:
-                _add(passed, _pass(prefix, word, queue))
+                _add(passed, _pass_through(prefix, word, queue))
             else:
-                _take_values(queue)
+                _pop_values(queue)
                 raise ConfigError(_unknown(word))
         except ConfigError as error:
             problems.append(str(error))
     if problems:
         raise ConfigError(listed(problems))
-    extra = _take_files(values, given, problems)
+    extra = _read_files(values, given, problems)
     if problems:
         raise ConfigError(listed(problems))
     every = {flag.attribute: values.get(flag.attribute, flag.default) for flag in BY_NAME.values()}
@@ -60,8 +60,8 @@ def read(words: Sequence[str]) -> tuple[Values, list[Setting]]:
     return flags, passed
 
 
-def _take_files(values: dict[str, Any], given: dict[str, str], problems: list[str]) -> dict[str, Any]:
-    """Take flags out of the YAML files, as if they were typed; what is in --custom-config-path and is no flag."""
+def _read_files(values: dict[str, Any], given: dict[str, str], problems: list[str]) -> dict[str, Any]:
+    """Add the flags of the YAML files, as if they were typed; returns the other values of --custom-config-path."""
     extra: dict[str, Any] = {}
     for name, reader in (("--custom-config-path", read_arguments), ("--megatron-config-path", read_roles)):
         path = values.get(attribute_of(name))
@@ -76,7 +76,7 @@ def _take_files(values: dict[str, Any], given: dict[str, str], problems: list[st
             flag = BY_NAME.get("--" + key.replace("_", "-"))
             try:
                 if flag is not None:
-                    _take_value(flag, value, f"{key}: {value} of {path}", values, given)
+                    _read_from_file(flag, value, f"{key}: {value} of {path}", values, given)
                 elif reader is read_arguments:
                     extra[key] = value
                 else:
@@ -86,8 +86,10 @@ def _take_files(values: dict[str, Any], given: dict[str, str], problems: list[st
     return extra
 
 
-def _take_value(flag: Flag, value: Any, source: str, values: dict[str, Any], given: dict[str, str]) -> None:
-    """Take a flag's value out of a file.
+def _read_from_file(
+    flag: Flag, value: Any, source: str, values: dict[str, Any], given: dict[str, str]
+) -> None:
+    """Add the value of a flag in a file.
 
     Raises: ConfigError as for a word of the command line.
     """
@@ -109,17 +111,19 @@ def _take_value(flag: Flag, value: Any, source: str, values: dict[str, Any], giv
         raise ConfigError(f"{source}: {flag.note}")
 
 
-def _take_values(queue: list[str]) -> list[str]:
-    """The words up to the next flag, taken out of the queue."""
+def _pop_values(queue: list[str]) -> list[str]:
+    """Remove the words up to the next flag from the queue, and return them."""
     found = []
     while queue and not queue[0].startswith("--"):
         found.append(queue.pop(0))
     return found
 
 
-def _take(flag: Flag, word: str, queue: list[str], values: dict[str, Any], given: dict[str, str]) -> None:
+def _read_flag(
+    flag: Flag, word: str, queue: list[str], values: dict[str, Any], given: dict[str, str]
+) -> None:
     _, equals, value = word.partition("=")
-    following = ([value] if equals else []) + _take_values(queue)
+    following = ([value] if equals else []) + _pop_values(queue)
     typed = " ".join([flag.name, *following])
     most = {"switch": 0, "list": None, "integers": None}.get(flag.kind, 1)
     if flag.kind == "switch" and following:
@@ -146,26 +150,26 @@ def _add(passed: list[Setting], new: Setting) -> None:
     passed.append(new)
 
 
-def _pass(prefix: str, word: str, queue: list[str]) -> Setting:
+def _pass_through(prefix: str, word: str, queue: list[str]) -> Setting:
     program, table = THROUGH[prefix]
     option = word.partition("=")[0]
     name = option.removeprefix(prefix)
     before = len(queue)
     words = list(queue)
     if prefix == "--vllm-" and name in MOVED:
-        _take_values(queue)
+        _pop_values(queue)
         raise ConfigError(f"{option} is not yours to set: {MOVED[name]}; leave it out")
     if near := difflib.get_close_matches(option, BY_NAME, n=1, cutoff=0.9):
         known = "--" + name in program.by_name
         if not known:
-            _take_values(queue)
+            _pop_values(queue)
             raise ConfigError(f"{option}: unknown flag; did you mean {near[0]}?")
     try:
         program.refuse_reserved(name, option)
         value = program.parse_value(program.find(name, option), word, queue)
         program.arguments(name, value, option)
     except ConfigError:
-        _take_values(queue)
+        _pop_values(queue)
         raise
     typed = " ".join([word, *words[: before - len(queue)]])
     return Setting(f"{table}.{name.replace('-', '_')}", value, (typed,))

@@ -20,14 +20,14 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         sets("--actor-num-gpus-per-node", "integer", 8, "deployment.num_train_gpus deployment.gpus_per_node",
              "GPUs per node of the actor's training.", note="0 on one node: the CPU."),
         sets("--rollout-num-gpus", "integer", None,
-             f"deployment.num_infer_gpus inference.deployment.num_replicas {DEPLOYMENT}",
-             "GPUs of all engines.", note="0 beside 0 GPUs of the actor: one engine on the CPU."),
+             f"deployment.num_infer_gpus inference.deployment.num_replicas {DEPLOYMENT}", "GPUs of all engines.",
+             note="0 beside 0 GPUs of the actor: one engine on the CPU."),
         part("--rollout-num-gpus-per-engine", "integer", 1,
              "inference.parallel.tp inference.deployment.num_replicas inference.deployment.type "
              "inference.deployment.num_nodes inference.deployment.nodes_per_engine",
              "GPUs of one engine; there are --rollout-num-gpus / --rollout-num-gpus-per-engine of them.",
              note="More than --num-gpus-per-node: whole nodes, which share its tensor parallel ranks, or with "
-             "--vllm-enable-expert-parallel divide its data-parallel ones."),
+                  "--vllm-enable-expert-parallel divide its data-parallel ones."),
         part("--num-gpus-per-node", "integer", 8,
              f"inference.deployment.num_replicas inference.deployment.gpus_per_node {DEPLOYMENT}", "GPUs of a node."),
         part("--prefill-num-servers", "integer", None, "inference.deployment",

@@ -39,7 +39,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "Longer prompts are skipped; else as in training."),
         refused("--eval-max-context-len", "integer", None, ONE_FOR_ALL, "Tokens of prompt and reply."),
         refused("--eval-min-new-tokens", "integer", None, "replies end where the model ends them; leave it out",
-             "Fewest tokens of a reply."),
+                "Fewest tokens of a reply."),
         sets("--skip-eval-before-train", "switch", False, f"{EVAL}.skip_first_step",
              "No eval of the starting weights."),
         part("--eval-config", "text", None, f"{EVAL}.env", "YAML of data sets, each with what differs for it."),

@@ -50,19 +50,17 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         sets("--apply-chat-template", "switch", False, f"{ENV}.args.apply_chat_template",
              "Render messages with the chat template."),
         part("--apply-chat-template-kwargs", "object", {}, "orchestrator.renderer.enable_thinking",
-             "Arguments of the template.",
-             note="enable_thinking only; true is the template's own default."),
+             "Arguments of the template.", note="enable_thinking only; true is the template's own default."),
         sets("--rollout-shuffle", "switch", False, f"{ENV}.args.shuffle", "A new order in every epoch."),
         refused("--multimodal-keys", "object", None, "records have text only under these flags",
-             "Keys of images, videos and sounds."),
+                "Keys of images, videos and sounds."),
         sets("--data-source-path", "text", OWN_SOURCE, f"{ENV}.args.data_source", "Class of a data source.",
              note="Its get_samples(len(source)) is read once, at the start, in the place of --prompt-data; the run "
                   "keeps its own place in it, and groups that are put back."),
         refused("--disable-rollout-global-dataset", "switch", False,
-             "an environment may make its tasks without a file (docs/environments.md)",
-                "No file of prompts."),
+                "an environment may make its tasks without a file (docs/environments.md)", "No file of prompts."),
         refused("--loss-mask-type", "text", "qwen",
-             "masks come from the chat template; leave it out. Fine-tuning on conversations is `sft`",
+                "masks come from the chat template; leave it out. Fine-tuning on conversations is `sft`",
                 "Where replies are in conversations.", allowed=("qwen3", "qwen3_5", "distill_qwen", "gemma4")),
         equal("--data-pad-size-multiplier", "integer", 128, "Rows have no padding.", "Padding of packed rows."),
         refused("--rollout-buffer-url", "text", None, NO_BUFFER, "Address of a buffer."),
@@ -82,17 +80,17 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         sets("--num-steps-per-rollout", "integer", None, "trainer.updates_per_step", "Updates per rollout."),
         equal("--micro-batch-size", "integer", 1, "Rows are packed by tokens.", "Samples of a pass."),
         equal("--use-dynamic-batch-size", "switch", False, "Rows are always packed by tokens.",
-             "Pack passes by tokens."),
+              "Pack passes by tokens."),
         part("--max-tokens-per-gpu", "integer", None, "orchestrator.row_tokens seq_len",
              "Tokens of a pass, times --context-parallel-size.",
              note="A row holds one whole sample at least. Where no other flag says how long that may be, this does."),
         equal("--log-probs-max-tokens-per-gpu", "integer", None, "Log-probabilities are computed by the same rows.",
-             "The same without gradients."),
+              "The same without gradients."),
         equal("--balance-data", "switch", False, "Rows are balanced over ranks by their cost.", "Balance ranks."),
         equal("--balance-by-flops", "switch", False, "Rows are balanced over ranks by their cost.",
-             "Balance ranks by FLOPs."),
+              "Balance ranks by FLOPs."),
         copies("--rollout-temperature", "number", 1.0, "orchestrator.train.sampling.temperature",
-             "Temperature of sampling and of log-probabilities."),
+               "Temperature of sampling and of log-probabilities."),
         sets("--rollout-top-p", "number", 1.0, "orchestrator.train.sampling.top_p orchestrator.train.replay",
              "Nucleus."),
         part("--rollout-top-k", "integer", -1, "orchestrator.train.sampling.top_k orchestrator.train.replay",
@@ -106,7 +104,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         refused("--rollout-stop", "list", None, NO_STOPS, "Texts that end a reply."),
         refused("--rollout-stop-token-ids", "integers", None, NO_STOPS, "Tokens that end a reply."),
         equal("--rollout-skip-special-tokens", "switch", False,
-             "The text of a reply has no special tokens; its ids are complete.",
+              "The text of a reply has no special tokens; its ids are complete.",
               "Leave special tokens out of the text."),
         part("--over-sampling-batch-size", "integer", None, "orchestrator.oversampling_factor",
              "Prompts that are started at a time.",
@@ -115,38 +113,38 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         part("--partial-rollout", "switch", False, "orchestrator.max_async_level",
              "Replies that are not finished when a batch is full go on later.",
              note="They go on under the new weights, each token with its own version."),
-        copies("--mask-offpolicy-in-partial-rollout", "switch", False, "orchestrator.mask_offpolicy_in_partial_rollout",
-             "Tokens of older weights are not trained."),
+        copies("--mask-offpolicy-in-partial-rollout", "switch", False,
+               "orchestrator.mask_offpolicy_in_partial_rollout", "Tokens of older weights are not trained."),
         part("--update-weights-interval", "integer", 1, "", "Rollouts between updates of the engines.",
              note="1 only."),
-        refused("--start-rollout-id", "integer", None, "a run continues where it stood: --load, --ckpt-step",
-             "Number of the first rollout."),
+        refused("--start-rollout-id", "integer", None, "a run continues where it stopped: --load, --ckpt-step",
+                "Number of the first rollout."),
         refused("--rollout-external-engine-addrs", "list", None,
                 "engines that run already are orchestrator.client.base_url with inference = \"None\" in the TOML of "
-                     "--print-config", "Engines that run already."),
+                "--print-config", "Engines that run already."),
         refused("--rollout-data-transport", "text", "object-store", NO_STORE, "How batches travel."),
         refused("--transfer-backend", "text", "ray", NO_STORE, "How batches travel."),
         refused("--rollout-data-dir", "text", None, "the ledger keeps what has been generated; leave it out",
-             "Directory of a durable queue."),
+                "Directory of a durable queue."),
         refused("--rollout-queue-run-id", "text", None, "the ledger keeps what has been generated; leave it out",
-             "Name in a durable queue."),
+                "Name in a durable queue."),
         equal("--flush-cache-interval", "integer", 1, "Caches are kept apart by version.",
-             "Updates between flushes of the cache."),
+              "Updates between flushes of the cache."),
         equal("--use-fault-tolerance", "switch", False, "Engines that fail are left out and started again.",
-             "Restart engines that fail."),
+              "Restart engines that fail."),
         equal("--rollout-health-check-interval", "number", 30, "Engines are watched always.",
-             "Seconds between checks."),
+              "Seconds between checks."),
         equal("--rollout-health-check-timeout", "number", 30, "Engines are watched always.", "Deadline of a check."),
         equal("--rollout-health-check-first-wait", "number", 0, "Engines are watched always.",
-             "Seconds before the first check."),
+              "Seconds before the first check."),
         equal("--use-distributed-post", "switch", False, "One process sends all requests.",
-             "Spread requests over processes."),
+              "Spread requests over processes."),
         refused("--http-proxy", "text", None, "engines are reached directly; leave it out", "Proxy of requests."),
     ),
     "Custom functions": (
         sets("--rollout-function-path", "text", DEFAULT_ROLLOUT,
-             f"{HOOKS}.rollout_function orchestrator.max_async_level",
-             "Function that makes whole rollouts.", note="vime's fully_async_rollout is max_async_level = 1."),
+             f"{HOOKS}.rollout_function orchestrator.max_async_level", "Function that makes whole rollouts.",
+             note="vime's fully_async_rollout is max_async_level = 1."),
         sets("--eval-function-path", "text", None, f"{HOOKS}.eval_function", "Function that makes whole evals."),
         sets("--custom-generate-function-path", "text", None, f"{ENV}.args.generate",
              "Function that makes one sample."),
@@ -155,24 +153,25 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              f"{HOOKS}.dynamic_sampling_filter orchestrator.filter_zero_advantages",
              "Function that keeps or refuses a group."),
         copies("--buffer-filter-path", "text", None, f"{HOOKS}.buffer_filter",
-             "Function that chooses groups of the buffer."),
+               "Function that chooses groups of the buffer."),
         copies("--rollout-sample-filter-path", "text", None, f"{HOOKS}.sample_filter",
-             "Function that marks samples not to train."),
+               "Function that marks samples not to train."),
         copies("--custom-reward-post-process-path", "text", None, f"{HOOKS}.reward_post_process",
-             "Function that makes advantages of rewards."),
+               "Function that makes advantages of rewards."),
         copies("--custom-convert-samples-to-train-data-path", "text", None, f"{HOOKS}.convert_samples_to_train_data",
-             "Function that makes the batch."),
+               "Function that makes the batch."),
         copies("--rollout-all-samples-process-path", "text", None, f"{HOOKS}.all_samples_process",
-             "Function that sees all groups.", note="Its data_source is None."),
-        part("--rollout-sample-hook-path", "list", None, f"{ENV}.args.sample_hooks", "Functions that see each sample."),
+               "Function that sees all groups.", note="Its data_source is None."),
+        part("--rollout-sample-hook-path", "list", None, f"{ENV}.args.sample_hooks",
+             "Functions that see each sample."),
         copies("--rollout-data-postprocess-path", "text", None, "trainer.hooks.data_postprocess",
-             "Function that sees the batch in the trainer."),
+               "Function that sees the batch in the trainer."),
         copies("--custom-rollout-log-function-path", "text", None, f"{HOOKS}.rollout_log",
-             "Function that logs rollouts."),
+               "Function that logs rollouts."),
         copies("--custom-eval-rollout-log-function-path", "text", None, f"{HOOKS}.eval_log",
-             "Function that logs evals."),
+               "Function that logs evals."),
         refused("--buffer-sort-by-staleness", "switch", False, "batches take the earliest drawn groups; leave it out",
-             "Oldest samples first."),
+                "Oldest samples first."),
         part("--custom-config-path", "text", None, f"{HOOKS}.args {ENV}.args.hook_args trainer.hooks.args",
              "YAML of further arguments.",
              note="Those of flags are checked as if they were typed; all others are attributes of `args`."),
@@ -247,10 +246,10 @@ def _longest_reply(flags: Values) -> int:
 
 
 def row_of_tokens(flags: Values) -> int | None:
-    """The row that --max-tokens-per-gpu asks for, tokens; None where another flag says it, or replies are longer."""
-    is_said = flags.rollout_max_context_len is not None or flags.rollout_max_prompt_len is not None
+    """Tokens of the row of --max-tokens-per-gpu; None if another flag bounds a sample, or replies are longer."""
+    is_bounded = flags.rollout_max_context_len is not None or flags.rollout_max_prompt_len is not None
     row = (flags.max_tokens_per_gpu or 0) * flags.context_parallel_size
-    return row if row > _longest_reply(flags) and not is_said else None
+    return row if row > _longest_reply(flags) and not is_bounded else None
 
 
 def _sampling(flags: Values) -> Iterator[Setting]:
@@ -270,9 +269,9 @@ def _freshness(flags: Values) -> Iterator[Setting]:
             f"{flags.given['--update-weights-interval']}: engines get every version; use 1, and "
             "orchestrator.max_async_level in the TOML of --print-config for older weights"
         )
-    started, wanted = flags.over_sampling_batch_size, flags.rollout_batch_size
-    if flags.partial_rollout and started is not None and started > 2 * wanted:
-        yield Setting("orchestrator.oversampling_factor", started / wanted, ("--over-sampling-batch-size",))
+    started, trained = flags.over_sampling_batch_size, flags.rollout_batch_size
+    if flags.partial_rollout and started is not None and started > 2 * trained:
+        yield Setting("orchestrator.oversampling_factor", started / trained, ("--over-sampling-batch-size",))
 
 
 def _environment(flags: Values) -> Iterator[Setting]:
@@ -335,7 +334,7 @@ def _names_rewards(path: str) -> bool:
     """Does the first record say how it is rewarded?"""
     try:
         _, record = next(iter(read_records(path, "--prompt-data")))
-    except (StrettoError, StopIteration):  # it is said when the file is read
+    except (StrettoError, StopIteration):  # the environment reports it when it reads the file
         return False
     metadata = record.get("metadata")
     return isinstance(metadata, dict) and "rm_type" in metadata
@@ -353,25 +352,27 @@ def _hooks(flags: Values) -> Iterator[Setting]:
         name = "environments" if flags.eval_function_path == DEFAULT_ROLLOUT else flags.eval_function_path
         yield Setting(f"{HOOKS}.eval_function", name, ("--eval-function-path",))
     chosen = flags.dynamic_sampling_filter_path
-    is_ours = chosen is not None and chosen.startswith("vime.") and chosen.endswith(NONZERO_STD)
-    yield Setting("orchestrator.filter_zero_advantages", is_ours, ("--dynamic-sampling-filter-path",))
-    if chosen is not None and not is_ours:
+    is_nonzero_std = _is_nonzero_std(chosen)
+    yield Setting("orchestrator.filter_zero_advantages", is_nonzero_std, ("--dynamic-sampling-filter-path",))
+    if chosen is not None and not is_nonzero_std:
         yield Setting(f"{HOOKS}.dynamic_sampling_filter", chosen, ("--dynamic-sampling-filter-path",))
     for table in argument_tables(flags):
         if flags.extra and table != f"{ENV}.args.hook_args":
             yield Setting(table, dict(flags.extra), ("--custom-config-path",))
 
 
+def _is_nonzero_std(path: str | None) -> bool:
+    """Is this vime's own filter of groups with equal rewards?"""
+    return path is not None and path.startswith("vime.") and path.endswith(NONZERO_STD)
+
+
 def argument_tables(flags: Values) -> list[str]:
     """Where further attributes of `args` go: to the functions that are named."""
     chosen = flags.dynamic_sampling_filter_path
-    is_own = chosen is not None and not (chosen.startswith("vime.") and chosen.endswith(NONZERO_STD))
+    has_filter = chosen is not None and not _is_nonzero_std(chosen)
+    has_rollout_function = flags.rollout_function_path not in (DEFAULT_ROLLOUT, ASYNC_ROLLOUT)
     tables = []
-    if (
-        flags.has(*BATCH_HOOKS)
-        or is_own
-        or flags.rollout_function_path not in (DEFAULT_ROLLOUT, ASYNC_ROLLOUT)
-    ):
+    if flags.has(*BATCH_HOOKS) or has_filter or has_rollout_function:
         tables.append(f"{HOOKS}.args")
     if flags.has(*TRAINER_HOOKS):
         tables.append("trainer.hooks.args")
