@@ -16,7 +16,6 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any, TypeVar, overload
 
 import msgspec
@@ -45,6 +44,9 @@ class _Header(msgspec.Struct, array_like=True):
     # dtype and shape; arrays over 4 KiB have a frame of their own, smaller ones share one.
     arrays: list[tuple[str, tuple[int, ...]]]
     body: msgspec.Raw
+
+
+_HEADER_DECODER = msgspec.msgpack.Decoder(_Header)
 
 
 def encode(obj: Any) -> list[BytesLike]:
@@ -96,7 +98,7 @@ def decode(frames: Sequence[BytesLike], kind: Any) -> Any:
         )
     check_schema(schema, "message")
     try:
-        header = _header_decoder().decode(views[0][_PREFIX.size :])
+        header = _HEADER_DECODER.decode(views[0][_PREFIX.size :])
         if isinstance(kind, _StructMeta) and header.type != kind.__name__:
             raise WireError(f"expected a {kind.__name__}, received a {header.type}.")
         return _decode_body(header.body, kind, _arrays(header, views[1:]))
@@ -252,8 +254,3 @@ def _decode_body(body: msgspec.Raw, kind: Any, arrays: list[np.ndarray]) -> Any:
         return arrays[index]
 
     return msgspec.msgpack.decode(body, type=kind, ext_hook=ext_hook)
-
-
-@lru_cache(maxsize=1)
-def _header_decoder() -> msgspec.msgpack.Decoder[_Header]:
-    return msgspec.msgpack.Decoder(_Header)
