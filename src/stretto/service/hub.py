@@ -51,7 +51,7 @@ QUIET_ROUTES = frozenset(
 )
 """Routes whose successes are not written to the audit log: they only read, or are called thousands of times."""
 QUIET_PREFIXES = ("/runs/", "/v1/futures/")
-"""Begin further ones: what orchestrators ask of engines, and waits for results."""
+"""Prefixes of further quiet routes: engines' routes for orchestrators, and waits for results."""
 
 USER = web.RequestKey("user", User)
 """The sender of a request."""

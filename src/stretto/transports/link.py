@@ -292,7 +292,7 @@ class LinkClient(Generic[T]):
     """
 
     outlives_server = False
-    """Whether the wire goes on with the next server when one ends, instead of failing."""
+    """Whether the wire continues with the next server when one ends, instead of failing."""
     max_unread: int | None = None
     """Messages that are received ahead of the caller; None: any number."""
 
@@ -450,7 +450,7 @@ class LinkClient(Generic[T]):
             replies: list[Frames] = []
             message = None
             if kind == MESSAGE:
-                # Without the lock, so that a large message blocks nobody; only this thread receives.
+                # Without the lock, so that a large message delays no caller; only this thread receives.
                 message, ack = self._receive(number, body)
                 replies = [[ACK, number]] if ack else []
             with self._state:

@@ -147,7 +147,7 @@ class Orchestrator:
     def _handle(self, message: Message) -> None:
         match message:
             case Stop():
-                logger.info("the orchestrator asks to stop: %s", message.reason)
+                logger.info("the orchestrator requests a stop: %s", message.reason)
                 self.stop = message
             case VersionLoaded(version=version, wants_canary=wants_canary):
                 self.loaded_version, self.wants_canary = version, wants_canary

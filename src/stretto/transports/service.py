@@ -145,24 +145,27 @@ class ServiceRun:
         return answer
 
     async def train(self, work: TenantWork) -> dict[str, Any]:
+        """Add the gradients of a batch; returns its metrics."""
         return await self.wait(await self.submit("batch", encode_work(work)))
 
     async def step(self, adam: AdamSettings | None = None) -> dict[str, Any]:
-        return await self.wait(await self.submit("step", msgspec.json.encode(StepBody(adam=adam))))
+        """Make an optimizer step; returns its metrics."""
+        return await self._request("step", StepBody(adam=adam))
 
     async def publish(self, version: int) -> dict[str, Any]:
         """Publish the current weights as this version, from which engines then sample."""
-        return await self.wait(
-            await self.submit("publish", msgspec.json.encode(PublishBody(version=version)))
-        )
+        return await self._request("publish", PublishBody(version=version))
 
     async def save(self, name: str, progress: dict[str, Any]) -> dict[str, Any]:
-        body = SaveBody(name=name, progress=progress)
-        return await self.wait(await self.submit("save", msgspec.json.encode(body)))
+        """Save the state; returns its path. progress: kept beside it."""
+        return await self._request("save", SaveBody(name=name, progress=progress))
 
     async def load(self, name: str, *, optimizer: bool = True) -> dict[str, Any]:
-        body = LoadBody(name=name, optimizer=optimizer)
-        return await self.wait(await self.submit("load", msgspec.json.encode(body)))
+        """Load a saved state; returns its step and progress."""
+        return await self._request("load", LoadBody(name=name, optimizer=optimizer))
+
+    async def _request(self, kind: str, body: msgspec.Struct) -> dict[str, Any]:
+        return await self.wait(await self.submit(kind, msgspec.json.encode(body)))
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         path = f"{RUNS}/{self.id}{api.GENERATE}"

@@ -148,7 +148,7 @@ class TenantServer(RankServer[RankAnswer]):
 
 
 def _retrieve_error(future: asyncio.Future[list[Done]]) -> None:
-    """Keep asyncio from warning about an error that nobody read, because its caller was cancelled."""
+    """Keep asyncio from warning about an error that no caller read, because it was cancelled."""
     if not future.cancelled():
         future.exception()
 

@@ -260,16 +260,16 @@ async def test_who_asks_late_for_his_run_is_answered(
     [run] = hub.store.all(Run)
     run.state = "evicted"  # created, saved, and away
     hub.futures.forget(run.id)
-    asked = {"request_id": made["request_id"]}
-    status, answer = await post(client, "/api/v1/retrieve_future", asked)
+    fetch = {"request_id": made["request_id"]}
+    status, answer = await post(client, "/api/v1/retrieve_future", fetch)
     assert status == 410 and "its result is gone" in answer["detail"]
     assert (await post(client, "/api/v1/create_model", body))[1] == made
-    status, answer = await post(client, "/api/v1/retrieve_future", asked)
+    status, answer = await post(client, "/api/v1/retrieve_future", fetch)
     assert (status, answer) == (200, {"model_id": run.id, "type": "create_model"})
     run.state, run.reason = "failed", "no room"
     hub.futures.forget(run.id)
     await post(client, "/api/v1/create_model", body)
-    _, answer = await post(client, "/api/v1/retrieve_future", asked)
+    _, answer = await post(client, "/api/v1/retrieve_future", fetch)
     assert answer == {"error": f"{run.id}: no room", "category": "user"}
 
 

@@ -146,8 +146,8 @@ async def test_a_wrong_file_has_one_message_and_the_others_never_notice(case: st
     async with place.hub() as hub:
         await place.look()
         assert [run.id for run in hub.store.all(Run)] == ["alice:run_b"] and status(right)["state"]
-        said = error(control)
-        assert say in said and "orch.toml" in said and "Traceback" not in said, said
+        message = error(control)
+        assert say in message and "orch.toml" in message and "Traceback" not in message, message
         assert not (control / "status.json").exists()
         written = (control / "config_validation_error.txt").stat().st_mtime_ns
         await place.look()

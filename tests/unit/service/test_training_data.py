@@ -65,7 +65,7 @@ def test_a_threshold_as_an_array_of_one_value_is_the_setting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "loss", "said"),
+    ("bad", "loss", "message"),
     [
         (datum([1] * 8), "cross_entropy", "at most 7"),
         (datum([1, 50]), "cross_entropy", "another tokenizer"),
@@ -80,8 +80,8 @@ def test_a_threshold_as_an_array_of_one_value_is_the_setting() -> None:
         (datum([1, 2], weights=[[1.0, 1.0], [1.0, 1.0]]), "cross_entropy", "2 values per token"),
     ],
 )
-def test_what_cannot_be_computed_is_named(bad: Datum, loss: str, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_what_cannot_be_computed_is_named(bad: Datum, loss: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         packed([datum([1]), bad], loss)
 
 

@@ -72,7 +72,7 @@ class Places:
         try:
             self.admit(run)
         except (OSError, ValueError) as error:
-            logger.exception("%s cannot go on", run.id)
+            logger.exception("%s cannot continue", run.id)
             if self.tenants.pop(run.id, None) is not None:
                 self.queue.remove(run.id)
             run.state, run.reason = "failed", f"its files cannot be read: {error}"

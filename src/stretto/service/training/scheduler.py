@@ -135,7 +135,7 @@ class TrainQueue:
         return list(self._tenants[tenant].queue)
 
     def next(self, now: float) -> list[Share]:
-        """The next turn: at most one share per tenant; [] if nobody may run now.
+        """The next turn: at most one share per tenant; [] if none may run now.
 
         The tenants of a turn are those of one priority. Finish every share with `finish` before the next call.
         """

@@ -481,7 +481,7 @@ class Connection:
         if not self.board.is_own():
             raise WireError(
                 f"{TITLE}: the trainer at {location.host}:{location.port} is not the one that published this version; "
-                "it was restarted since, and publishes anew."
+                "it was restarted since then, and publishes again."
             )
 
 
@@ -491,7 +491,7 @@ _connections_lock = threading.Lock()
 
 @contextlib.contextmanager
 def _connected(location: Location) -> Iterator[Connection]:
-    """This process's connection to a publisher; the next call connects anew after an error, or if the key differs.
+    """This process's connection to a publisher; the next call connects again after an error, or if the key differs.
 
     Raises: WireError if the connection is lost.
     """

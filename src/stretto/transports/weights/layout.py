@@ -54,7 +54,7 @@ class Publisher(Protocol):
         ...
 
     def close(self) -> None:
-        """Remove what nobody can read after the trainer has ended."""
+        """Remove what no process can read after the trainer has ended."""
         ...
 
 
