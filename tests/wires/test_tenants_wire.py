@@ -9,12 +9,13 @@ import pytest
 from peers import peer
 from ports import free_port
 
-from stretto.base.errors import EngineError
+from stretto.base.errors import EngineError, WireError
 from stretto.base.secret import Secret
 from stretto.config.sections.transport import ControlSection
+from stretto.records.control import Register
 from stretto.records.sample import MicroBatch
 from stretto.records.tenants import OptimStep, Pass, Shutdown, Status, TenantWork
-from stretto.transports.tenants import TenantServer
+from stretto.transports.tenants import TenantClient, TenantServer
 
 SECRET = "s" * 32
 RANK = """
@@ -100,6 +101,17 @@ def micro_batch_of(num_tokens: int) -> MicroBatch:
 
 def work(rank: int) -> TenantWork:
     return TenantWork(tenant="a", micro_batches=(micro_batch_of(5000 + rank),), counts=(1.0, 1.0, 1.0, 1.0))
+
+
+async def test_messages_to_a_refused_rank_name_the_hub():
+    section = cfg()
+    server = TenantServer(section, "service", Secret(SECRET), world_size=2)
+    await server.open()
+    client = TenantClient(section, "service", Secret(SECRET))
+    with pytest.raises(WireError, match=r"^the hub at .* refused: .* world_size 3, the hub expects 2 ranks"):
+        await asyncio.to_thread(client.register, Register(rank=0, world_size=3))
+    client.close()
+    await server.close()
 
 
 def test_every_rank_executes_all_operations_in_order_and_answers_with_its_own_arrays():

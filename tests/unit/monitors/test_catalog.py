@@ -12,13 +12,16 @@ from syntax import tree_of
 from stretto.monitors.catalog import ENGINE, PARTS, markdown, unlisted
 
 ROOT = Path(__file__).resolve().parents[3]
-MEASURED_IN = ("orchestrator", "trainer", "algorithms")
+MEASURED_IN = ("orchestrator", "trainer", "algorithms", "monitors/steps.py")
 
 
 def texts(rooms: tuple[str, ...]) -> str:
-    """Every string in the code of these rooms, a line each; what f-strings fill in is `<>`."""
+    """Every string in the code of these rooms or files, a line each; what f-strings fill in is `<>`."""
     found = []
-    for file in (file for room in rooms for file in sorted((ROOT / "src" / "stretto" / room).rglob("*.py"))):
+    paths = [ROOT / "src" / "stretto" / room for room in rooms]
+    for file in (
+        file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))
+    ):
         for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)

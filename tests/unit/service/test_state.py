@@ -26,6 +26,7 @@ from stretto.service.store import (
     Store,
     Usage,
 )
+from stretto.service.training.checkpoints import published_version
 from stretto.service.training.journal import REFUSED, Journal
 from stretto.service.usage import HOUR_S, Meter
 from stretto.transports.engine.api import Refusal
@@ -55,6 +56,17 @@ def test_a_user_is_found_by_either_header_and_nobody_without_one() -> None:
         with pytest.raises(Refusal) as refused:
             access.user(headers)
         assert refused.value.status == 401
+
+
+def test_only_a_sampler_named_v_and_a_number_is_a_published_version() -> None:
+    def version(name: str, kind: str = "sampler") -> int | None:
+        return published_version(
+            Checkpoint(path="p", run="r", owner="a", kind=kind, name=name, directory="d", created_at=0.0)
+        )
+
+    assert version("v12") == 12
+    assert [version(name) for name in ("12", "v", "vv1", "v1a")] == [None] * 4
+    assert version("v12", "training") is None
 
 
 async def test_a_future_is_its_owners() -> None:
