@@ -34,19 +34,21 @@ dynamo: $(VENV)/opt/dynamo/installed
 
 # Python may keep what it compiles: hundreds of processes would compile it again.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-TWO_FILES := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
+# One more than there are cores, because tests also wait for processes and deadlines.
+WORKERS := $(shell n=`nproc`; echo $$((n < 8 ? n + 1 : 8)))
+BY_FILE := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Two files at a time, in the order of the words: whole runs first, which take longest, and at the end many small files, so
-# that both are done at the same time. ARGS: those tests alone.
+# Several files at a time, in the order of the words: whole runs first, which take longest, and at the end many small files,
+# so that all workers are done at the same time. ARGS: those tests alone.
 test test-all: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-envs
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	$(TWO_FILES) $(MARKED) tests/e2e tests/dist tests/gpu tests/contract tests/wires tests/cluster tests/unit
+	$(BY_FILE) $(MARKED) tests/e2e tests/dist tests/gpu tests/contract tests/wires tests/cluster tests/unit
 endif
 
 test-fast: $(VENV)/installed-dev
-	$(TWO_FILES) -m "not slow and not heavy" tests/unit
+	$(BY_FILE) -m "not slow and not heavy" tests/unit
 
 test-all: MARKED := -m "not cluster"
 test-all: $(VENV)/tried-dynamo $(VENV)/tried-browser

@@ -107,7 +107,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
         shutil.rmtree(each.directory)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_an_engine_that_ends_alone(
     tmp_path: Path, start: Callable[..., Started], number: signal.Signals
 ) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from ports import free_port
 
 import stretto
@@ -51,6 +52,7 @@ def torchrun(directory: Path, *words: str, max_steps: int, model: str = "", num_
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.slow
 def test_a_preempted_sft_saves_and_resumes_on_another_mesh(tmp_path):
     run = RunDir(tmp_path / "run")
     ranks = torchrun(tmp_path, max_steps=100_000)

@@ -15,6 +15,7 @@ from typing import Any
 from ports import free_ports
 from processes import forked
 
+from stretto.base.files import write_atomic
 from stretto.base.paths import RunDir
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.catalog import unlisted
@@ -97,9 +98,13 @@ def wait(popen: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> tuple[
 
 
 def start_rl(directory: Path, settings: Mapping[str, Any], *words: str, **how: Any) -> subprocess.Popen[str]:
-    """`rl @ <settings as TOML>` with its run directory in `directory`/run."""
+    """`rl @ <settings as TOML>` with its run directory in `directory`/run.
+
+    The file is replaced at once: another node of the run, started before, may be reading it.
+    """
     path = directory / "rl.toml"
-    path.write_text(toml({"output_dir": str(directory), "run": {"name": "run"}} | dict(settings)))
+    content = toml({"output_dir": str(directory), "run": {"name": "run"}} | dict(settings))
+    write_atomic(path, content.encode())
     return start("rl", ["@", str(path), *words], directory, **how)
 
 

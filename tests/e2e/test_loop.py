@@ -182,6 +182,13 @@ def test_files_carry_the_same_bits_as_sockets_and_shared_memory(
     assert not straight.run.rollouts.exists() and not straight.run.broadcasts.exists()
 
 
+def test_processes_that_take_turns_train_what_others_train(
+    sync: Settings, straight: Ended, tmp_path: Path
+) -> None:
+    ended = rl(tmp_path, merged(sync, {"max_steps": 3, "colocate": {}}))
+    assert ended.weights(3) == straight.weights(3) and audit(ended.run) == []
+
+
 def test_three_verbs_started_by_hand_train_what_rl_trains(
     sync: Settings, straight: Ended, tmp_path: Path
 ) -> None:

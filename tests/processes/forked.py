@@ -34,6 +34,8 @@ from typing import Any
 from stretto.base.process import visible_gpus
 
 SERVER = Path(__file__).with_name("fork_server.py")
+ENVIRONMENT = dict(os.environ)
+"""The session's, as it was before a test: the process that forks outlives the test that starts it."""
 ROOM = 32_768  # bytes of a program's arguments and environment in /proc
 IS_VLLM = re.compile(r'\bengine"? ?[:=] ?"vllm"')  # in JSON and TOML; there is a router of that name too
 NUM_SPARES_VAR = "NUM_FORKED_CHILDREN"
@@ -97,7 +99,7 @@ def parent(has_vllm: bool) -> socket.socket:
         popen = subprocess.Popen(
             [*words, "vllm" if has_vllm else "", room],
             stdin=subprocess.DEVNULL,
-            env=os.environ | {"ROOM": room} | (VLLM_ENV if has_vllm else {}),
+            env=ENVIRONMENT | {"ROOM": room} | (VLLM_ENV if has_vllm else {}),
             pass_fds=[theirs.fileno()],
         )
         popen.returncode = 0  # it ends at the session's end and is never waited for

@@ -58,11 +58,11 @@ class Command:
             return ["--resume"]
         return ["--clean"] if self.run.ledger.exists() else []
 
-    def is_gone(self) -> bool:
-        """Is nothing of it left: no process, no shared memory, no temporary file?"""
+    def left(self) -> list[object]:
+        """What is left of it: processes, shared memory, temporary files."""
         files = [path for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
         shared = [name for name in os.listdir(keeper.SHARED) if self.run.path.name in name]
-        return not (keeper.marked_processes(self._mark) or files or shared)
+        return [*keeper.marked_processes(self._mark), *files, *shared]
 
 
 def takes_signals(popen: Popen[str]) -> bool:
@@ -79,8 +79,8 @@ def check_end(command: Command, popen: Popen[str], what: str) -> int:
     assert "Traceback" not in output and "Error" not in output, what
     assert len(ENDED.findall(output)) + bool(FINISHED.search(output)) == 1, what
     deadline = time.monotonic() + DEADLINE_S
-    while not command.is_gone():
-        assert time.monotonic() < deadline, f"something is left behind of {what}"
+    while left := command.left():
+        assert time.monotonic() < deadline, f"{left} is left behind of {what}"
         time.sleep(0.05)
     return code
 

@@ -18,7 +18,7 @@ from stretto.ledger.audit import audit
 from stretto.orchestrator.turns import Turn
 
 STEPS = 8
-slow = pytest.mark.slow
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,7 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return rl(tmp_path_factory.mktemp("undisturbed"), settings(model)).weights(STEPS)
 
 
-@pytest.mark.parametrize(
-    "turn", [Turn.LOADING, pytest.param(Turn.ROLLOUTS, marks=slow), pytest.param(Turn.TRAINER, marks=slow)]
-)
+@pytest.mark.parametrize("turn", [Turn.LOADING, Turn.ROLLOUTS, Turn.TRAINER])
 def test_a_run_that_is_stopped_in_any_turn_saves_its_step_and_goes_on_bit_for_bit(
     turn: Turn, model: Path, undisturbed: bytes, tmp_path: Path
 ) -> None:
@@ -66,7 +64,6 @@ def test_a_run_that_is_stopped_in_any_turn_saves_its_step_and_goes_on_bit_for_bi
     assert rl(tmp_path, settings(model), "--resume").weights(STEPS) == undisturbed
 
 
-@slow
 def test_a_run_that_is_stopped_before_engines_have_weights_just_ends(model: Path, tmp_path: Path) -> None:
     popen, run = start_rl(tmp_path, settings(model)), RunDir(tmp_path / "run")
     wait_for_child(popen, "trainer")
@@ -76,7 +73,6 @@ def test_a_run_that_is_stopped_before_engines_have_weights_just_ends(model: Path
     assert code in (0, 130) and "Traceback" not in output, output
 
 
-@slow
 @pytest.mark.parametrize("turn", [Turn.LOADING, Turn.ROLLOUTS, Turn.TRAINER])
 def test_a_run_outlives_one_of_its_engines_whatever_the_turn(turn: Turn, model: Path, tmp_path: Path) -> None:
     """It comes back and joins the turn that it finds: asleep while the trainer trains."""
@@ -91,7 +87,6 @@ def test_a_run_outlives_one_of_its_engines_whatever_the_turn(turn: Turn, model: 
     assert audit(run) == []
 
 
-@slow
 @pytest.mark.parametrize("turn", [Turn.LOADING, Turn.ROLLOUTS, Turn.TRAINER])
 @pytest.mark.parametrize("role", ["trainer", "inference"])
 def test_a_run_that_loses_its_trainer_or_its_only_engine_ends_and_names_it(

@@ -35,6 +35,7 @@ def first_and_last(values: list[float]) -> tuple[float, float]:
     return float(np.mean(values[:eighth])), float(np.mean(values[-eighth:]))
 
 
+@pytest.mark.slow
 def test_opd_pulls_the_student_to_its_teacher(
     settings: dict[str, Any], teacher: Path, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_policy_uses_two_tools_over_several_turns(file, name, warm_up, words, 
     assert ended.steps()[1]["mismatch_kl/max"] < 1e-6
 
 
+@pytest.mark.slow
 def test_gsm8k_warms_up_and_trains(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
