@@ -53,7 +53,9 @@ def adapted(seed: int, base=scratch, lora: LoRASection = LORA):
     return model
 
 
-@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=[needs_vllm, pytest.mark.slow])])
+@pytest.fixture(
+    scope="module", params=["embedded", pytest.param("vllm", marks=[needs_vllm, pytest.mark.slow])]
+)
 def url(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     with serve_ready(request.param, scratch(0), directory, *FLAGS) as url:
