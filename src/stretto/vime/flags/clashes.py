@@ -98,10 +98,10 @@ CLASHES: tuple[Clash, ...] = (
           "{0} is not read with {1}, which gives the prompts; leave one of them out"),
     Clash("--num-epoch --data-source-path", lambda v: v.num_rollout is None and has_own_source(v),
           "{0} counts the prompts of a file, and with {1} there is none; give --num-rollout"),
-    *(_needs(name, "--colocate", ": who has GPUs of its own keeps its memory")
+    *(_needs(name, "--colocate", ": a process with GPUs of its own keeps its memory")
       for name in ("--offload", "--offload-train", "--offload-rollout")),
     Clash("--rollout-num-gpus", lambda v: v.rollout_num_gpus is None,
-          "{0} is missing: GPUs of all engines; 0 beside --actor-num-gpus-per-node 0 is the CPU"),
+          "{0} is missing: GPUs of all engines; 0 with --actor-num-gpus-per-node 0 means the CPU"),
     Clash("--actor-num-gpus-per-node --tensor-model-parallel-size --context-parallel-size",
           lambda v: (shards := v.tensor_model_parallel_size * v.context_parallel_size) > 0
           and v.actor_num_nodes * v.actor_num_gpus_per_node % shards,
