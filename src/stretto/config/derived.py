@@ -194,18 +194,7 @@ def _workers(values: Values, key: str, ranks: Any) -> dict[str, Any]:
 
 
 DERIVED = (
-    _derive_model,
-    _derive_wire,
-    _derive_engine,
-    derive_copies,
-    _derive_infer_nodes,
-    _derive_infer_gpus,
-    _derive_client_url,
-    _derive_service,
-    _derive_num_train_workers,
-    _derive_critic_workers,
-    _derive_turns,
-    _derive_replay,
-    _derive_teacher,
-    _derive_whiten,
-)
+    _derive_model, _derive_wire, _derive_engine, derive_copies, _derive_infer_nodes, _derive_infer_gpus,
+    _derive_client_url, _derive_service, _derive_num_train_workers, _derive_critic_workers, _derive_turns,
+    _derive_replay, _derive_teacher, _derive_whiten,
+)  # fmt: skip

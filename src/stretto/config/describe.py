@@ -122,7 +122,7 @@ COMMON_KEYS: dict[type[Section], str] = {
 
 
 def help_text(verb: str, cls: type[Section], word: str = "", width: int | None = None) -> str:
-    """What `<verb> --help [word]` prints: common keys, keys that match the word, or all for `all`."""
+    """The text of `<verb> --help [word]`: common keys, keys that match the word, or all for `all`."""
     width = width or max(60, min(shutil.get_terminal_size().columns, 120))
     if not word:
         return _common_help(verb, cls, width)

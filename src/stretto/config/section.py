@@ -306,7 +306,7 @@ def find(cls: type[Section], path: Sequence[str | int]) -> Found:
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a value at a path in any spelling sets."""
+    """The values that one given value sets, or why it sets none."""
 
     values: dict[Path, Any]
     """By path in our spelling; empty for a key that decides nothing here."""
@@ -321,7 +321,7 @@ class Meaning:
 
 
 def meant(cls: type[Section], path: Path, value: Any) -> Meaning:
-    """What a value at a path in any spelling sets."""
+    """The meaning of a value at a path in any spelling."""
     found = find(cls, path)
     own, row = (*found.path, *found.rest), found.row
     if row is None:
@@ -377,9 +377,8 @@ def suggest(cls: type[Section], path: Path, here: type[Section] | None = None) -
         if place.is_known or (place.key is not None and place.key.is_free_table):
             return [meant]
     around = [here] if here else [section for each, section in known if each[:-1] == level]
-    if near := difflib.get_close_matches(
-        name, [each for section in around for each in spellings(section)], n=1
-    ):
+    beside = [each for section in around for each in spellings(section)]
+    if near := difflib.get_close_matches(name, beside, n=1):
         return [(*path[:-1], near[0])]
     whole = [each for each, _ in known if each[-len(path) :] == (*level, name)]
     known = [(each, section) for each, section in known if "0" not in each]

@@ -21,7 +21,7 @@ TITLES = ("The run", "The trainer", "The orchestrator", "Inference", "`sft`, `ev
 
 
 class State(Enum):
-    """What a key of prime-rl is here."""
+    """How a key of prime-rl is treated here."""
 
     SAME = "same"
     MOVED = "another name or place"

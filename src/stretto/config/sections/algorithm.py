@@ -344,20 +344,7 @@ class ZeroAlgo(Section):
 
 
 Algo = Annotated[
-    GrpoAlgo
-    | DrGrpoAlgo
-    | RlooAlgo
-    | MaxRlAlgo
-    | PpoAlgo
-    | ReinforcePlusPlusAlgo
-    | ReinforcePlusPlusBaselineAlgo
-    | RaeAlgo
-    | HierarchicalGrpoAlgo
-    | CustomAlgo
-    | EchoAlgo
-    | OpdAlgo
-    | OpsdAlgo
-    | SftAlgo
-    | ZeroAlgo,
+    GrpoAlgo | DrGrpoAlgo | RlooAlgo | MaxRlAlgo | PpoAlgo | ReinforcePlusPlusAlgo | ReinforcePlusPlusBaselineAlgo
+    | RaeAlgo | HierarchicalGrpoAlgo | CustomAlgo | EchoAlgo | OpdAlgo | OpsdAlgo | SftAlgo | ZeroAlgo,
     Field(discriminator="type"),
-]
+]  # fmt: skip

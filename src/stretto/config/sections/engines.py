@@ -67,7 +67,7 @@ class RouterSection(Section):
 
 
 def cache_aware_options(extra: Iterable[str]) -> list[str]:
-    """Those of the router's options that only policy = "cache_aware" has."""
+    """The options that belong to policy = "cache_aware"."""
     return [name for name in extra if name.replace("-", "_") in CACHE_AWARE_OPTIONS]
 
 

@@ -56,5 +56,5 @@ class HooksSection(Section):
 
     @property
     def is_empty(self) -> bool:
-        """Is no function named?"""
+        """Whether no function is named."""
         return not any(getattr(self, name) for name in type(self).model_fields if name != "args")

@@ -242,7 +242,7 @@ class InferenceSection(Section):
         return {key: value for key, value in values.items() if value is not None}
 
     def chosen_engine(self, *, has_gpu: bool) -> Literal["embedded", "vllm"]:
-        """What `auto` means on this machine."""
+        """The engine that `auto` means on this machine."""
         if self.engine != "auto":
             return self.engine
         if self.vllm_only():

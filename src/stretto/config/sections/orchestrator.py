@@ -143,7 +143,7 @@ class ReplaySection(Section):
 
 
 class TrainSection(Section):
-    """What is trained on."""
+    """How training rollouts are sampled."""
 
     sampling: SamplingSection = SamplingSection()
     replay: ReplaySection | None = None
@@ -254,7 +254,7 @@ Concurrency = Annotated[FixedConcurrency | AdaptiveConcurrency, Field(discrimina
 
 
 class OrchestratorKeys(Section):
-    """What only the orchestrator process has."""
+    """Keys of the orchestrator process alone."""
 
     renderer: RendererSection = RendererSection()
     client: ClientSection = ClientSection()
