@@ -2,43 +2,36 @@
 
 The metrics file is written at once by the caller (tens of microseconds). Each tracker (`wandb`, `tensorboard`,
 `trackio`) has a thread that builds it and feeds it from a bounded queue, so that neither its seconds of start-up nor a
-slow network delays the loop that logs. A monitor that raises is removed with one error line. Each tracker has a file
-of its own; `file.py` defines the format of the metrics file and reads it.
+slow network delays the loop that logs. A monitor that raises is removed with one error line. `file.py` defines the
+format of the metrics file and reads it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from functools import partial
 
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import MonitorsSection
-from stretto.monitors import heartbeat, prometheus, tensorboard, trackio, wandb
 from stretto.monitors.file import MetricsFile
-from stretto.monitors.tables import TableRow, Values
+from stretto.monitors.heartbeat import HeartbeatMonitor
+from stretto.monitors.monitor import Monitor, Source, TableRow, Values
+from stretto.monitors.prometheus import PrometheusMonitor
+from stretto.monitors.tensorboard import TensorboardMonitor
+from stretto.monitors.trackio import TrackioMonitor
+from stretto.monitors.wandb import WandbMonitor
 
 logger = logging.getLogger(__name__)
 
 QUEUE_ROWS = 10_000
 CLOSE_TIMEOUT_S = 30.0
-
-
-class Monitor(Protocol):
-    """One place where metrics are written."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def log_table(self, step: int, name: str, rows: Sequence[TableRow]) -> None: ...
-
-    def log_histograms(self, step: int, values: Mapping[str, Values]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Monitors:
@@ -54,57 +47,51 @@ class Monitors:
 
     @property
     def has_trackers(self) -> bool:
-        """Is there a monitor that shows tables and histograms?"""
+        """Whether a monitor may show tables and histograms."""
         return any(isinstance(monitor, BackgroundMonitor) for monitor in self._monitors.values())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step; `read_metrics` merges several calls for one step into one row."""
-        for name, monitor in list(self._monitors.items()):
-            try:
-                monitor.log(step, metrics)
-            except Exception as error:
-                self._drop(name, error)
+        self._call_each(lambda monitor: monitor.log(step, metrics))
 
     def log_table(self, step: int, name: str, rows: Sequence[TableRow]) -> None:
-        """Record rows of text, which have the same keys, where a tracker shows such; the metrics file has none.
+        """Show rows, which have the same columns, in trackers that have tables; the metrics file has none.
 
-        Under the key `images`, if there is one, each row has PNG files; those are kept in RUN/metrics/images too.
+        PNG files in the column `images` are also written to RUN/metrics/images.
         """
-        for monitor_name, monitor in list(self._monitors.items()) if rows else ():
-            try:
-                monitor.log_table(step, name, rows)
-            except Exception as error:
-                self._drop(monitor_name, error)
+        if rows:
+            self._call_each(lambda monitor: monitor.log_table(step, name, rows))
 
     def log_histograms(self, step: int, values: Mapping[str, Values]) -> None:
-        """Record how the values of each name are distributed, where a tracker shows it; the metrics file does not."""
-        for name, monitor in list(self._monitors.items()):
-            try:
-                monitor.log_histograms(step, values)
-            except Exception as error:
-                self._drop(name, error)
+        """Show how the values of each name are distributed, in trackers that have histograms."""
+        self._call_each(lambda monitor: monitor.log_histograms(step, values))
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Write all queued rows and close every monitor, in at most `timeout_s` together."""
         deadline = time.monotonic() + timeout_s
-        for name, monitor in list(self._monitors.items()):
-            try:
-                if isinstance(monitor, BackgroundMonitor):
-                    monitor.close(max(deadline - time.monotonic(), 0.1))
-                else:
-                    monitor.close()
-            except Exception as error:
-                self._drop(name, error)
+
+        def close(monitor: Monitor) -> None:
+            if isinstance(monitor, BackgroundMonitor):
+                monitor.close(max(deadline - time.monotonic(), 0.1))
+            else:
+                monitor.close()
+
+        self._call_each(close)
         self._monitors.clear()
 
-    def _drop(self, name: str, error: Exception) -> None:
-        what = "monitor %s failed and is off from now on: %s: %s"
-        trace = None if isinstance(error, StrettoError | OSError) else error
-        logger.error(what, name, type(error).__name__, error, exc_info=trace)
-        self._monitors.pop(name, None)
+    def _call_each(self, call: Callable[[Monitor], None]) -> None:
+        """Call every monitor; one that raises is removed."""
+        for name, monitor in list(self._monitors.items()):
+            try:
+                call(monitor)
+            except Exception as error:
+                message = "monitor %s failed and is off from now on: %s: %s"
+                trace = None if isinstance(error, StrettoError | OSError) else error
+                logger.error(message, name, type(error).__name__, error, exc_info=trace)
+                self._monitors.pop(name, None)
 
 
-class BackgroundMonitor:
+class BackgroundMonitor(Monitor):
     """A tracker in a thread of its own. States: building -> running -> closed; any of them -> failed.
 
     Only the thread uses the tracker. After a failure, the next `log` or `close` raises its cause.
@@ -122,12 +109,12 @@ class BackgroundMonitor:
         self._put(lambda monitor: monitor.log(step, row))
 
     def log_table(self, step: int, name: str, rows: Sequence[TableRow]) -> None:
-        kept = list(rows)
-        self._put(lambda monitor: monitor.log_table(step, name, kept))
+        copies = list(rows)
+        self._put(lambda monitor: monitor.log_table(step, name, copies))
 
     def log_histograms(self, step: int, values: Mapping[str, Values]) -> None:
-        kept = dict(values)
-        self._put(lambda monitor: monitor.log_histograms(step, kept))
+        copies = dict(values)
+        self._put(lambda monitor: monitor.log_histograms(step, copies))
 
     def _put(self, write: Callable[[Monitor], None]) -> None:
         if self._error:
@@ -139,11 +126,9 @@ class BackgroundMonitor:
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
-        try:
+        with contextlib.suppress(queue.Full):
             self._rows.put(None, timeout=timeout_s)
-        except queue.Full:
-            raise TimeoutError(f"not done after {timeout_s:.0f} s; its last rows are lost") from None
-        self._thread.join(max(deadline - time.monotonic(), 0.1))
+            self._thread.join(max(deadline - time.monotonic(), 0.1))
         if self._error:
             raise self._error
         if self._thread.is_alive():
@@ -159,14 +144,17 @@ class BackgroundMonitor:
             self._error = error
 
 
-TRACKERS = {"wandb": wandb, "tensorboard": tensorboard, "trackio": trackio}
-"""By the name of their section, which is that of their package too."""
-OWN_TRACKERS = {"heartbeat": heartbeat, "prometheus": prometheus}
-"""Those that need no package."""
+TRACKERS: dict[str, type[Monitor]] = {
+    "wandb": WandbMonitor,
+    "tensorboard": TensorboardMonitor,
+    "trackio": TrackioMonitor,
+}
+"""By the name of their section, which is also the name of the package that they need."""
+WITHOUT_PACKAGE: dict[str, type[Monitor]] = {"heartbeat": HeartbeatMonitor, "prometheus": PrometheusMonitor}
 
 
 def find_trackers(section: MonitorsSection) -> list[str]:
-    """The trackers that have a section.
+    """The trackers that have a section and need a package.
 
     Raises: ConfigError if the package of one is missing.
     """
@@ -188,15 +176,14 @@ def build_monitors(
     resumed_step: the step after which a resumed run continues; rows of later steps from earlier incarnations of the
     run are superseded. Raises: ConfigError if a tracker's package is missing.
     """
-    trackers: dict[str, Callable[[], Monitor]] = {}
-    own = [name for name in OWN_TRACKERS if getattr(section, name) is not None]
-    for name in (*find_trackers(section), *own):
-        module, settings = (TRACKERS | OWN_TRACKERS)[name], getattr(section, name)
-        trackers[name] = lambda m=module, s=settings: m.build(s, run_dir, role, run_name, resumed_step)
+    find_trackers(section)
+    source = Source(run_dir, role, run_name, resumed_step)
     monitors: dict[str, Monitor] = {}
     try:
         monitors["file"] = MetricsFile(run_dir.metrics(role), resumed_step=resumed_step)
     except OSError as error:
         logger.error("monitor file failed and is off from now on: %s", error)
-    monitors.update({name: BackgroundMonitor(name, build) for name, build in trackers.items()})
+    for name, kind in (TRACKERS | WITHOUT_PACKAGE).items():
+        if (settings := getattr(section, name)) is not None:
+            monitors[name] = BackgroundMonitor(name, partial(kind, settings, source))
     return Monitors(monitors)

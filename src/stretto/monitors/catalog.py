@@ -18,7 +18,7 @@ WIDTH = 110
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric, or one for each value of the <placeholders> in its name."""
+    """One metric, or one per value of the <placeholders> in its name."""
 
     name: str
     unit: str
@@ -27,7 +27,7 @@ class Metric:
 
     @property
     def pattern(self) -> str:
-        """A regular expression for the names that are meant."""
+        """A regular expression that matches the names of this metric."""
         return re.sub(r"<([^>]+)>", lambda m: "[^/]+" if m[1] == "metric" else ".+", re.escape(self.name))
 
 
@@ -36,13 +36,13 @@ class Part:
     """Metrics of one subject."""
 
     title: str
-    roles: tuple[str, ...]  # the files metrics/<role>.jsonl that have them
+    roles: tuple[str, ...]  # they are in the files metrics/<role>.jsonl
     about: str
     metrics: tuple[Metric, ...]
 
 
 def _rows(text: str) -> tuple[Metric, ...]:
-    """Metrics written as `name | unit | meaning | how to read it`; further lines of one are indented."""
+    """Parse metrics written as `name | unit | meaning | how to read it`; continuation lines are indented."""
     entries = text.strip().replace("\n    ", " ").splitlines()
     return tuple(Metric(*(cell.strip() for cell in entry.split(" | "))) for entry in entries)
 
@@ -66,7 +66,7 @@ completion/max | tokens | The longest rollout of the batch.
 completion/truncated_share | 0 to 1 | Rollouts that reached a limit of tokens. | Above 0.5 the limit decides
     the reward: raise `max_completion_tokens` or `seq_len`.
 groups/drawn | groups | Groups started since the last batch.
-groups/failed | groups | Groups that were given up since the last batch because rollouts failed. | Should be
+groups/failed | groups | Groups dropped since the last batch because rollouts failed. | Should be
     0; `stretto rollouts RUN --failed` has the reasons.
 groups/rejected | groups | Groups that a filter or a function of yours has rejected since the last batch.
 groups/zero_signal_share | 0 to 1 | Finished groups in which all advantages are 0. | Near 1 tasks are too easy
@@ -87,7 +87,7 @@ off_policy/mean | versions | Version that is trained, minus the version that sam
     mean over the groups of the batch. | About `max_async_level`; 0 in synchronous runs.
 off_policy/max | versions | The same for the oldest group. | Never above `max_off_policy_steps`.
 off_policy/dropped | groups | Groups dropped since the last batch because they were too old. | Often above 0:
-    work is thrown away; raise `max_off_policy_steps` or use fewer rollouts in flight.
+    work is wasted; raise `max_off_policy_steps` or use fewer rollouts in flight.
 time/step | s | Time between the ends of two steps.
 time/wait_for_rollouts | s | Time in which the trainer waited for its batch. | If large: more engines, or
     fewer ranks for the trainer.
@@ -105,11 +105,11 @@ concurrency/limit | rollouts | Most rollouts in flight, with `concurrency.type =
 canary/error | nats | Mean difference between the log-probabilities of trainer and engine on fixed tokens, at
     the latest check. | Above `canary_tolerance` the run ends: a wrong weight update.
 inference/num_requests_running | requests | Requests that engines are computing. Like the others of `inference/`,
-    asked for at most once per second.
+    read at most once per second.
 inference/num_requests_waiting | requests | Requests that wait in engines. | Always above 0: engines are full.
 inference/kv_cache_usage | 0 to 1 | Share of the engines' cache that is in use. | Near 1 requests are
     preempted.
-inference/num_preemptions | requests | Requests put aside for lack of cache, since the engine began. | If it
+inference/num_preemptions | requests | Requests preempted for lack of cache, since the engine began. | If it
     rises: fewer rollouts in flight, or more memory for the cache.
 """),
     ),
@@ -122,7 +122,7 @@ inference/num_preemptions | requests | Requests put aside for lack of cache, sin
 loss/mean | loss | The loss of the step. | Says little in reinforcement learning: near 0, and it need not
     fall.
 entropy/mean | nats per token | Entropy of the policy at sampled tokens. | A slow fall is normal; near 0 the
-    policy answers always the same and learning ends.
+    policy always gives the same reply and learning ends.
 entropy/<env>/mean | nats per token | The same per environment, if there are several.
 mismatch_kl/mean | nats per token | How far the trainer's log-probabilities of sampled tokens are from the
     engine's (k3 estimate); staleness is part of it. | Runs that learn stay below 0.03; above 0.3 the run
@@ -190,9 +190,9 @@ time/wait_for_batch | s | Waiting for the batch.
         ("trainer",),
         "In the rows of the steps in which they happen.",
         _rows("""
-time/publish | s | Handing a version over to engines.
-publish/bytes | bytes | Size of what was handed over.
-time/save_ckpt | s | Time that training stood still for a checkpoint or an export.
+time/publish | s | Publishing a version for engines.
+publish/bytes | bytes | Size of the published weights.
+time/save_ckpt | s | Time that training waited for a checkpoint or an export.
 """),
     ),
     Part(
@@ -237,7 +237,7 @@ weight_version | version | The loaded version.
 prefix_cache_queries_total | tokens | Prompt tokens looked up in the prefix cache.
 prefix_cache_hits_total | tokens | Prompt tokens found there. | Near the queries in groups: all members share
     a prompt.
-num_preemptions_total | requests | Requests put aside for lack of cache.
+num_preemptions_total | requests | Requests preempted for lack of cache.
 prompt_tokens_total | tokens | Tokens of prompts.
 prompt_tokens_cached_total | tokens | The part of them that was not computed again.
 generation_tokens_total | tokens | Sampled tokens.
@@ -249,7 +249,7 @@ e2e_request_latency_seconds | s | From arrival to the end, a histogram.
 request_queue_time_seconds | s | From arrival to the start, a histogram.
 cache_config_info | - | Size and number of cache blocks, as labels.
 """)
-"""What the embedded engine shows at /metrics; vLLM has these names too, except the `weight_` ones, and many more."""
+"""Metrics of the embedded engine at /metrics; vLLM has them too, except those named `weight_`, and many more."""
 
 
 @cache
@@ -258,14 +258,14 @@ def _known(role: str) -> re.Pattern[str]:
 
 
 def unlisted(role: str, names: Iterable[str]) -> list[str]:
-    """The names in a row of metrics/<role>.jsonl that have no entry here."""
+    """The names among those of a row of metrics/<role>.jsonl that have no entry here."""
     frame = ("step", "time", "incarnation", "resumed_step")
     return sorted({name for name in names if name not in frame and not _known(role).fullmatch(name)})
 
 
 @cache
 def find_metric(name: str) -> Metric | None:
-    """The entry of a metric of a run, whichever process wrote it; None if it has none."""
+    """The entry of a metric of a run, from any process; None if it has none."""
     metrics = (metric for part in PARTS for metric in part.metrics)
     return next((metric for metric in metrics if re.fullmatch(metric.pattern, name)), None)
 

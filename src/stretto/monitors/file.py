@@ -20,14 +20,14 @@ from typing import Any
 import orjson
 
 from stretto.base.errors import DataError
-from stretto.monitors.tables import Values, images_of
+from stretto.monitors.monitor import Monitor, TableRow, images_of
 
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 _TAIL_BYTES = 1 << 16
-_FARTHEST = 20  # rows from the end in which a name is looked for
+_MAX_ROWS_BACK = 20  # `newest_row` looks at so many rows
 
 
-class MetricsFile:
+class MetricsFile(Monitor):
     """Writes the file. A row is one unbuffered write call, so a killed process loses no row."""
 
     def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
@@ -40,15 +40,12 @@ class MetricsFile:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._write({"step": step, "time": time.time(), "incarnation": self.incarnation, **metrics})
 
-    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Images of row i as images/<name>-<step>-<i>-<j>.png; texts are in files of their own, such as RUN/evals."""
+    def log_table(self, step: int, name: str, rows: Sequence[TableRow]) -> None:
+        """Write image j of row i to images/<name>-<step>-<i>-<j>.png; other files of the run have the texts."""
         for i, row in enumerate(rows):
             for j, png in enumerate(images_of(row)):
                 self._images.mkdir(exist_ok=True)
                 (self._images / f"{name.replace('/', '-')}-{step}-{i}-{j}.png").write_bytes(png)
-
-    def log_histograms(self, step: int, values: Mapping[str, Values]) -> None:
-        """Nothing: the ledger has the rollouts."""
 
     def close(self) -> None:
         if self._fd is not None:
@@ -78,16 +75,18 @@ class MetricsTail:
         self._path = Path(path)
         self._rows: dict[int, dict[str, Any]] = {}
         self._end = 0  # bytes read
-        self._is_new = False  # an incarnation without resumed_step has begun: its first row says where
+        self._is_new = (
+            False  # an incarnation without resumed_step has begun; its first row supersedes later steps
+        )
 
     def rows(self) -> list[dict[str, Any]]:
         """One merged row per step, in step order, without superseded rows."""
         return [self._rows[step] for step in sorted(self._rows)]
 
     def refresh(self) -> bool:
-        """Read what was written since the last call; whether there was anything.
+        """Read what was written since the last call; returns whether there was anything.
 
-        A file that became shorter is another one: it is read from its beginning.
+        A file that became shorter was replaced, so it is read from its beginning.
 
         Raises: DataError for a file that cannot be read.
         """
@@ -123,17 +122,17 @@ class MetricsTail:
         if self._is_new:
             self._rows, self._is_new = {s: old for s, old in self._rows.items() if s < step}, False
         new = {k: math.nan if v is None else v for k, v in row.items()}
-        self._rows[step] = self._rows.get(step, {}) | new  # a row that somebody has does not change
+        self._rows[step] = self._rows.get(step, {}) | new  # a row that a caller has does not change
 
 
 def newest_row(path: Path, name: str) -> dict[str, Any]:
-    """The newest row that has this name, read from the file's end.
+    """The newest row that has this name; if none of the last rows has it, the newest row of a step, or {}.
 
-    Without one it is the newest row of a step, or {}. An eval of an earlier step may be logged after it.
+    Several rows are read because an eval of an earlier step may be logged after a later step.
     """
     newest: dict[str, Any] = {}
     with path.open("rb") as file:
-        for row in itertools.islice(_rows_from_end(file.fileno()), _FARTHEST):
+        for row in itertools.islice(_rows_from_end(file.fileno()), _MAX_ROWS_BACK):
             if name in row:
                 return row
             newest = newest or (row if "step" in row else {})
@@ -148,7 +147,7 @@ def moving_mean(values: Sequence[float]) -> list[float]:
 
 
 def _repair_last_line(fd: int) -> int:
-    """End a line that a crash cut off; returns the last incarnation in the file, 0 if there is none."""
+    """Add the line end that a crash cut off; returns the last incarnation in the file, or 0."""
     size = os.fstat(fd).st_size
     if size == 0:
         return 0
@@ -159,7 +158,7 @@ def _repair_last_line(fd: int) -> int:
 
 
 def _rows_from_end(fd: int) -> Iterator[dict[str, Any]]:
-    """The rows of the file, the newest first; further back than the last bytes only if they are asked for."""
+    """The rows of the file, newest first; reads further back only as far as the caller iterates."""
     end, span, num_seen = os.fstat(fd).st_size, _TAIL_BYTES, 0
     while True:
         start = max(end - span, 0)

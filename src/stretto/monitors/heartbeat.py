@@ -1,24 +1,23 @@
-"""A GET request after every step: a service that hears none for a while alarms somebody."""
+"""A GET request after every step, for a service that raises an alarm when requests stop."""
 
 from __future__ import annotations
 
 import logging
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
-from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import HeartbeatSection
+from stretto.monitors.monitor import Monitor, Source
 
 logger = logging.getLogger(__name__)
 TIMEOUT_S = 10.0
 
 
-class HeartbeatMonitor:
-    """A request that fails is tried again with the next step: a service that is away for a while ends nothing."""
+class HeartbeatMonitor(Monitor):
+    """Sends the requests; the next step tries again after a failure, which is logged once."""
 
-    def __init__(self, section: HeartbeatSection) -> None:
+    def __init__(self, section: HeartbeatSection, source: Source) -> None:
         self._section = section
         self._next_at = 0.0
         self._is_failing = False
@@ -34,16 +33,3 @@ class HeartbeatMonitor:
             if not self._is_failing:
                 logger.warning("monitors.heartbeat.url = %s: %s", self._section.url, error)
             self._is_failing = True
-
-    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A heartbeat has no content."""
-
-    def close(self) -> None:
-        """Nothing is open between two requests."""
-
-
-def build(
-    section: HeartbeatSection, run_dir: RunDir, role: str, run_name: str, resumed_step: int | None
-) -> HeartbeatMonitor:
-    """Build the monitor."""
-    return HeartbeatMonitor(section)

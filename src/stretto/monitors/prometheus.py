@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import PrometheusSection
+from stretto.monitors.monitor import Monitor, Source
 
 ROLES = ("trainer", "sft", "orchestrator")
-"""Processes with metrics of a run; the orchestrator, which has the trainer beside it, takes the next port."""
+"""Processes that serve metrics; the orchestrator runs beside the trainer, so it takes the next port."""
 
 
-class PrometheusMonitor:
-    """A server in a thread; a process of another role has none."""
+class PrometheusMonitor(Monitor):
+    """A server in a thread; processes of other roles start none.
 
-    def __init__(self, section: PrometheusSection, role: str, run_name: str) -> None:
-        self._labels = f'role="{role}",run="{run_name}"'
+    Raises: OSError if the port is in use.
+    """
+
+    def __init__(self, section: PrometheusSection, source: Source) -> None:
+        role = source.role
+        self._labels = f'role="{role}",run="{source.run_name}"'
         self._values: dict[str, float] = {}
         self._lock = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
@@ -32,9 +36,6 @@ class PrometheusMonitor:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._lock:
             self._values |= {"step": step, **metrics}
-
-    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Prometheus has numbers only."""
 
     def close(self) -> None:
         if self._server is not None:
@@ -70,10 +71,3 @@ class PrometheusMonitor:
 
 def _metric_name(name: str) -> str:
     return "stretto_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-
-
-def build(
-    section: PrometheusSection, run_dir: RunDir, role: str, run_name: str, resumed_step: int | None
-) -> PrometheusMonitor:
-    """Build the monitor. Raises: OSError if the port is taken."""
-    return PrometheusMonitor(section, role, run_name)

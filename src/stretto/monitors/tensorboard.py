@@ -9,25 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import TensorboardSection
-from stretto.monitors.tables import Values, config_of, images_of, without_images
+from stretto.monitors.monitor import Monitor, Source, TableRow, Values, images_of, without_images
 
 NUM_BINS = 30  # of a histogram
 
 
-class TensorboardMonitor:
-    def __init__(self, run_dir: RunDir, role: str, resumed_step: int | None) -> None:
+class TensorboardMonitor(Monitor):
+    def __init__(self, section: TensorboardSection, source: Source) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = event_pb2, summary_pb2
-        self._writer = EventFileWriter(str(run_dir.path / "tensorboard" / role))
-        if config := config_of(run_dir):
+        self._writer = EventFileWriter(str(source.run_dir.path / "tensorboard" / source.role))
+        if config := source.config():
             self._log_text(0, "config", f"```json\n{json.dumps(config, indent=2)}\n```")
-        if resumed_step is not None:  # the viewer drops later steps of earlier incarnations
+        if source.resumed_step is not None:  # the viewer drops later steps of earlier incarnations
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._add(resumed_step + 1, session_log=start)
+            self._add(source.resumed_step + 1, session_log=start)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [
@@ -37,8 +36,8 @@ class TensorboardMonitor:
         ]
         self._add(step, summary=self._summary.Summary(value=values))
 
-    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """As a table in Markdown, under TEXT; images of row i under IMAGES, with the name and i."""
+    def log_table(self, step: int, name: str, rows: Sequence[TableRow]) -> None:
+        """Show a table in Markdown under TEXT, and image j of row i as `name/i/j` under IMAGES."""
         self._log_text(step, name, _as_markdown([without_images(row) for row in rows]))
         pictures = [
             self._summary.Summary.Value(
@@ -92,10 +91,3 @@ def _as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         return f"| {' | '.join(texts)} |"
 
     return "\n".join([line(rows[0]), line("-" * len(rows[0])), *(line(row.values()) for row in rows)])
-
-
-def build(
-    section: TensorboardSection, run_dir: RunDir, role: str, run_name: str, resumed_step: int | None
-) -> TensorboardMonitor:
-    """Build the monitor; takes a second to import the package."""
-    return TensorboardMonitor(run_dir, role, resumed_step)

@@ -8,16 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import WandbSection
-from stretto.monitors.tables import Values, config_of
+from stretto.monitors.monitor import Monitor, Source, TableRow, Values
 
 
-class WandbMonitor:
-    def __init__(self, section: WandbSection, run_dir: RunDir, role: str, run_name: str) -> None:
+class WandbMonitor(Monitor):
+    def __init__(self, section: WandbSection, source: Source) -> None:
         import wandb
 
-        directory = run_dir.path / "wandb"
+        run_name, role, directory = source.run_name, source.role, source.run_dir.path / "wandb"
         directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=section.project,
@@ -26,8 +25,8 @@ class WandbMonitor:
             group=section.group or section.name or run_name,
             job_type=role,
             tags=section.tags,
-            config=config_of(run_dir),
-            dir=str(run_dir.path),
+            config=source.config(),
+            dir=str(source.run_dir.path),
             mode="offline" if section.offline else "online",
             id=_run_id(directory / f"{role}.id"),
             resume=None if section.offline else "allow",
@@ -40,18 +39,15 @@ class WandbMonitor:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
-    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_table(self, step: int, name: str, rows: Sequence[TableRow]) -> None:
         import wandb
         from PIL import Image
 
-        def shown(value: Any) -> Any:
-            return (
-                [wandb.Image(Image.open(io.BytesIO(png))) for png in value]
-                if isinstance(value, tuple)
-                else value
-            )
+        def cell(value: Any) -> Any:
+            is_images = isinstance(value, tuple)
+            return [wandb.Image(Image.open(io.BytesIO(png))) for png in value] if is_images else value
 
-        table = wandb.Table(columns=list(rows[0]), data=[list(map(shown, row.values())) for row in rows])
+        table = wandb.Table(columns=list(rows[0]), data=[list(map(cell, row.values())) for row in rows])
         self._run.log({"step": step, name: table})
 
     def log_histograms(self, step: int, values: Mapping[str, Values]) -> None:
@@ -67,15 +63,8 @@ class WandbMonitor:
         wandb.teardown()
 
 
-def build(
-    section: WandbSection, run_dir: RunDir, role: str, run_name: str, resumed_step: int | None
-) -> WandbMonitor:
-    """Build the monitor; takes seconds to import the package and start its service."""
-    return WandbMonitor(section, run_dir, role, run_name)
-
-
 def _run_id(path: Path) -> str:
-    """The W&B id of this process of this run, stored in the run directory."""
+    """The W&B id of this process, kept in a file of the run directory across resumes."""
     if not path.exists():
         path.write_text(secrets.token_hex(6))
     return path.read_text().strip()

@@ -18,7 +18,7 @@ import numpy as np
 from stretto.base.errors import EngineError
 from stretto.base.status import report
 from stretto.config.sections.curriculum import Filter
-from stretto.monitors.tables import TableRow, Values
+from stretto.monitors.monitor import TableRow, Values
 from stretto.orchestrator.concurrency import AdaptiveLimit
 from stretto.orchestrator.diagnosis import Diagnosis
 from stretto.orchestrator.eval.results import EvalScore, mean_over_envs
