@@ -7,7 +7,8 @@ import torch
 
 from stretto.config.sections.model import ScratchSection
 from stretto.inference.embedded.core import CoreSettings, EngineCore
-from stretto.inference.embedded.scheduler import EngineRequest
+from stretto.inference.embedded.scheduler import EngineRequest, RequestState
+from stretto.inference.embedded.slots import SequenceState
 from stretto.models.attention import PackedLayout
 from stretto.models.decoder import Decoder
 from stretto.models.hub import random_model
@@ -68,20 +69,52 @@ def submit(core: EngineCore, *specs: GenerateRequest) -> list[EngineRequest]:
     return requests
 
 
-def finish(core: EngineCore, *, audit: bool = True) -> None:
+def finish(core: EngineCore, *, is_audited: bool = True) -> None:
     steps = 0
     while core.has_work:
         core.step()
         steps += 1
         assert steps < 5000, "the engine does not come to an end"
-        if audit:
-            assert core.audit() == []
+        if is_audited:
+            assert audit(core) == []
 
 
-def run(core: EngineCore, *specs: GenerateRequest, audit: bool = True) -> list[list[Completion]]:
+def run(core: EngineCore, *specs: GenerateRequest, is_audited: bool = True) -> list[list[Completion]]:
     requests = submit(core, *specs)
-    finish(core, audit=audit)
+    finish(core, is_audited=is_audited)
     return [request.completions for request in requests]
+
+
+def audit(core: EngineCore) -> list[str]:
+    """Broken invariants between slots, blocks and requests; empty if there are none."""
+    slots, pool, scheduler = core.slots, core.pool, core.scheduler
+    owners = np.zeros(pool.num_blocks, np.int64)
+    broken = []
+    for slot in np.flatnonzero((slots.num_blocks > 0) | (slots.state == SequenceState.RUNNING)).tolist():
+        blocks = slots.blocks[slot, : slots.num_blocks[slot]]
+        np.add.at(owners, blocks, 1)
+        is_running = slots.state[slot] == SequenceState.RUNNING
+        if not is_running and len(blocks):
+            broken.append(f"slot {slot} holds blocks while {SequenceState(slots.state[slot]).name}")
+        if is_running and len(blocks) * slots.block_size < slots.num_computed[slot]:
+            broken.append(f"slot {slot} has fewer blocks than computed tokens")
+        if len(set(blocks.tolist())) != len(blocks) or 0 in blocks:
+            broken.append(f"slot {slot} names a block twice or the null block")
+    owners[0] = 1
+    if (owners != pool.refs).any():
+        broken.append(f"reference counts differ at blocks {np.flatnonzero(owners != pool.refs).tolist()}")
+    if pool.num_free + int((pool.refs > 0).sum()) != pool.num_blocks:
+        broken.append("blocks are lost or both owned and free")
+    writable = [
+        int(slots.blocks[s, slots.num_computed[s] // slots.block_size])
+        for s in scheduler.running.tolist()
+        if slots.num_computed[s] // slots.block_size < slots.num_blocks[s]
+    ]
+    if (pool.refs[writable] != 1).any():
+        broken.append("a block that will be written is shared")
+    if any(request.state is RequestState.FINISHED for request in core.requests.values()):
+        broken.append("a finished request is still listed")
+    return broken
 
 
 def bits(completion: Completion) -> tuple[bytes, bytes]:

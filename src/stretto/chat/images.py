@@ -1,8 +1,8 @@
 """Pictures -> pixel patches, as the image processors of the Qwen-VL families make them.
 
 An image part of a message names a picture (data/pictures.py). `ImageProcessor` resizes it to whole patches, normalises
-it and cuts it into patches; its parameters are those of `preprocessor_config.json` (or `processor_config.json`) of the
-model directory. Equal to transformers' Qwen2VLImageProcessor.
+it and cuts it into patches, with the parameters in `preprocessor_config.json` (or `processor_config.json`) of the model
+directory. The result equals that of transformers' Qwen2VLImageProcessor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stretto.base.errors import ConfigError, DataError
+from stretto.base.errors import DataError
 from stretto.data.pictures import Part, identity_of, image_parts, read_picture, source_of
 from stretto.records.images import Image, image_of
 
@@ -33,19 +33,19 @@ _BICUBIC = 3
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _CACHE_BYTES = 256 * 2**20
-_KINDS = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
+_PROCESSOR_TYPES = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
 
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """How a model's pictures become patches, and a cache of those it has made."""
+    """Makes patches of pictures for one model, and caches them."""
 
     patch_size: int = 16
     """Pixels along one side of a patch."""
     merge_size: int = 2
-    """Patches along one side of what becomes one token."""
+    """Patches along one side of the square that becomes one token."""
     temporal_patch_size: int = 2
-    """Frames of a patch; a picture is repeated."""
+    """Frames of a patch; a picture is repeated in all of them."""
     min_pixels: int = 65_536
     """Smaller pictures are enlarged."""
     max_pixels: int = 16_777_216
@@ -55,28 +55,28 @@ class ImageProcessor:
     rescale_factor: float = 1 / 255
     resample: int = _BICUBIC
     """Pillow's number of the filter."""
-    _known: OrderedDict[bytes, Image] = field(default_factory=OrderedDict, repr=False, compare=False)
+    _cache: OrderedDict[bytes, Image] = field(default_factory=OrderedDict, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def image(self, part: Part, where: str) -> Image:
-        """The patches of the picture that a part of a message names; `where` is for errors.
+        """The patches of the picture in an image part; `where` is its place for errors.
 
-        The same picture gives the same array, as long as it is among the latest _CACHE_BYTES. Any thread may call this.
+        The same picture gives the same array while it is among the latest _CACHE_BYTES. Any thread may call this.
 
         Raises: DataError if there is no such picture, or it cannot be read.
         """
         source = source_of(part, where)
         key = identity_of(source, where)
         with self._lock:
-            if (image := self._known.get(key)) is not None:
-                self._known.move_to_end(key)
+            if (image := self._cache.get(key)) is not None:
+                self._cache.move_to_end(key)
                 return image
         image = self.process(read_picture(source, where), where)
         with self._lock:
-            image = self._known.setdefault(key, image)  # another thread may have read the same picture
-            used = sum(each.patches.nbytes for each in self._known.values() if each.patches is not None)
-            while used > _CACHE_BYTES and len(self._known) > 1:
-                _, oldest = self._known.popitem(last=False)
+            image = self._cache.setdefault(key, image)  # another thread may have read the same picture
+            used = sum(each.patches.nbytes for each in self._cache.values() if each.patches is not None)
+            while used > _CACHE_BYTES and len(self._cache) > 1:
+                _, oldest = self._cache.popitem(last=False)
                 used -= 0 if oldest.patches is None else oldest.patches.nbytes
         return image
 
@@ -95,10 +95,10 @@ class ImageProcessor:
         return image_of(patches, (1, size[0] // self.patch_size, size[1] // self.patch_size))
 
     def size_of(self, height: int, width: int, where: str = "the image") -> tuple[int, int]:
-        """Height and width, in pixels, that a picture of this size gets.
+        """Height and width, in pixels, to which a picture of this size is resized.
 
-        Both are multiples of patch_size * merge_size, their product is from min_pixels to max_pixels, and their ratio
-        is about the same. Raises: DataError if one side is over 200 times the other.
+        Both are multiples of patch_size * merge_size, their product is min_pixels to max_pixels, and their ratio is
+        about that of the picture. Raises: DataError if one side is over 200 times the other.
         """
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise DataError(
@@ -120,13 +120,13 @@ class ImageProcessor:
         scaled = (scaled - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
         height, width = (side // size // merge for side in pixels.shape[:2])
         blocks = scaled.reshape(height, merge, size, width, merge, size, 3)
-        # The patches that become one token stand together: [block row, block column, row, column, channel, y, x].
+        # Patches of one token are adjacent: [block row, block column, row, column, channel, y, x].
         blocks = blocks.transpose(0, 3, 1, 4, 6, 2, 5)
         frames = np.repeat(blocks[:, :, :, :, :, None], self.temporal_patch_size, axis=5)
         return frames.reshape(height * width * merge**2, -1)
 
     def png(self, image: Image) -> bytes:
-        """The picture of these patches, as the model sees it, for people."""
+        """The picture of these patches, as the model sees it, as a PNG file."""
         from PIL import Image as pillow
 
         assert image.patches is not None
@@ -157,9 +157,9 @@ class ImageProcessor:
 
 
 def load_image_processor(directory: str | Path) -> ImageProcessor | None:
-    """The image processor of a model directory; None if the model has none, or one of another family than Qwen-VL.
+    """The image processor of a model directory; None if it has none of a Qwen-VL family.
 
-    Raises: DataError for a file that is not JSON, or a step of processing that is left out.
+    Raises: DataError for a file that is not JSON, or that turns a step of the processing off.
     """
     for name in CONFIG_FILES:
         file = Path(directory) / name
@@ -171,7 +171,7 @@ def load_image_processor(directory: str | Path) -> ImageProcessor | None:
             raise DataError(f"{file}: not JSON: {cause}") from cause
         found = found.get("image_processor", found) if isinstance(found, dict) else {}
         kind = str(found.get("image_processor_type", ""))
-        if kind.startswith(_KINDS) or (not kind and "merge_size" in found):
+        if kind.startswith(_PROCESSOR_TYPES) or (not kind and "merge_size" in found):
             return _processor_of(found, file)
     return None
 
@@ -179,9 +179,11 @@ def load_image_processor(directory: str | Path) -> ImageProcessor | None:
 def _processor_of(found: dict[str, Any], file: Path) -> ImageProcessor:
     skipped = [name for name in ("do_resize", "do_rescale", "do_normalize") if found.get(name) is False]
     if skipped:
-        raise DataError(f"{file}: {skipped[0]} = false is not known; pictures are resized and normalised.")
+        raise DataError(
+            f"{file}: {skipped[0]} = false is not supported; pictures are resized and normalised."
+        )
     size = found.get("size") or {}
-    # What a file leaves out is transformers' default for this class, not ours.
+    # Defaults are those of transformers' class, not ours.
     return ImageProcessor(
         patch_size=found.get("patch_size", 14),
         merge_size=found.get("merge_size", 2),
@@ -196,24 +198,11 @@ def _processor_of(found: dict[str, Any], file: Path) -> ImageProcessor:
 
 
 def refuse_paths(messages: Sequence[dict[str, Any]]) -> None:
-    """Refuse images that are not in the messages themselves, of messages that come over a network.
+    """Refuse images by path in messages from the network: the path would be read on this host.
 
-    Raises: DataError for one: a path would be read on this host.
+    Raises: DataError for an image that is not a data URL.
     """
     for part, where in image_parts(messages):
         source = source_of(part, where)
         if not isinstance(source, str) or not source.startswith("data:"):
             raise DataError(f"{where}: an image must be a data URL here, `data:image/...;base64,...`.")
-
-
-def require_processor(processor: ImageProcessor | None, where: str, model: str) -> ImageProcessor:
-    """The processor.
-
-    Raises: ConfigError if the model has none: it is a model of text.
-    """
-    if processor is None:
-        raise ConfigError(
-            f"{where} is an image, but {model} is a model of text: it has no image processor of a Qwen-VL family "
-            f"({' or '.join(CONFIG_FILES)}). Give such a model, or remove the image."
-        )
-    return processor

@@ -1,8 +1,7 @@
-"""Image placeholders in prompts: one token in the chat template, as many as the image has after it.
+"""Image placeholders in prompts: one token when the template is rendered, then one per token of the image.
 
-Templates see text: an image part becomes the three tokens that the Qwen-VL families write for it, which every tokenizer
-with these tokens encodes to their ids wherever they stand. What is rendered then has one placeholder per image, and
-`repeats` says how often each token stands in the prompt.
+Templates see text only: an image part is replaced by the text of the three tokens that the Qwen-VL families use for it.
+The rendered tokens then have one placeholder per image, and `repeats` gives how often each token occurs in the prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Message = dict[str, Any]
 
 
 def with_placeholders(messages: Sequence[Message]) -> list[Message]:
-    """The same messages, with the text of a placeholder instead of each image."""
+    """The messages, with the text of a placeholder instead of each image."""
     return [
         message | {"content": "".join(map(_text_of, message["content"]))} if has_image(message) else message
         for message in messages
@@ -36,13 +35,13 @@ def with_placeholders(messages: Sequence[Message]) -> list[Message]:
 
 
 def has_image(message: Message) -> bool:
-    """Is an image among the parts of this message?"""
+    """Whether a message has an image among its parts."""
     content = message.get("content")
     return isinstance(content, list) and any(map(is_image, content))
 
 
 def one_per_image(text: str) -> str:
-    """Decoded tokens for people: one placeholder per image."""
+    """Decoded tokens with each run of placeholders shortened to one, for display."""
     return _RUN.sub(PLACEHOLDER, text) if PLACEHOLDER in text else text
 
 
@@ -51,7 +50,7 @@ def _text_of(part: Any) -> str:
         return _IMAGE_TEXT
     text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
     if not isinstance(text, str):
-        raise DataError(f"beside an image, a message holds text parts and images, got {part!r:.60}.")
+        raise DataError(f"a message with an image may have only text parts and images, got {part!r:.60}.")
     return text
 
 
@@ -63,17 +62,18 @@ def repeats(
     num_known: int = 0,
     num_sampled: int = 0,
 ) -> Int64[np.ndarray, " tokens"]:
-    """How often each rendered token stands in the prompt: counts[i] for the i-th placeholder, 1 for all others.
+    """How often each rendered token occurs in the prompt: counts[i] for the i-th placeholder, 1 for all others.
 
-    The first num_known tokens are expanded already; num_sampled placeholders after them are none of the template's.
-    Raises: DataError if placeholders and images are not equally many.
+    The first num_known tokens are expanded already; the next num_sampled placeholders were sampled by the policy.
+    Raises: DataError if there is not one placeholder per image.
     """
-    found = np.flatnonzero(token_ids[num_known:] == placeholder)[num_sampled:] + num_known
-    if len(found) != len(counts):
+    positions = np.flatnonzero(token_ids[num_known:] == placeholder)[num_sampled:] + num_known
+    if len(positions) != len(counts):
         raise DataError(
-            f"{len(counts)} images, and {len(found)} placeholders {PLACEHOLDER!r} for them in the rendered messages: "
-            "give images as parts of a message's content, not as text, to a model whose tokenizer has that token."
+            f"{len(counts)} images, and {len(positions)} placeholders {PLACEHOLDER!r} for them in the rendered "
+            "messages: give images as parts of a message's content, not as text, to a model whose tokenizer has that "
+            "token."
         )
     times = np.ones(len(token_ids), np.int64)
-    times[found] = counts
+    times[positions] = counts
     return times

@@ -3,18 +3,17 @@
 Hides the `renderers` library (one hand-written renderer per model family) and the choice of family. Chat messages in
 OpenAI's format go in, token ids come out:
 
-    render_prompt(messages)                 what the engine continues
-    extend(prompt, completion, messages)    the next turn's prompt, which begins with every token seen so far
-    render_sft(messages)                    a whole conversation and which of its tokens are trained
-    parse(completion)                       the message a completion stands for
+    render_prompt(messages)                 the prompt that the engine continues
+    extend(prompt, completion, messages)    the next turn's prompt, which begins with all earlier tokens
+    render_sft(messages)                    a whole conversation, and which of its tokens are trained
+    parse(completion)                       the message in a completion
 
 Guarantee: for a conversation made by `render_prompt`, sampling and `extend`, the tokens that `render_sft` marks in
-assistant turns are those that the engine would have sampled: no more (never the `<think>` wrapper that is part of the
-prompt) and no fewer (the end token is included). Importing the library takes half a second, so only `build_renderer`
-does it.
+assistant turns are exactly those that the engine would have sampled: without the `<think>` wrapper that is part of the
+prompt, and with the end token. Importing the library takes half a second, so only `build_renderer` does it.
 
-Messages may have images (images.py), if the model has an image processor. Each stands in the tokens as many times the
-placeholder as the model makes tokens of it; `images_of` are the pixels beside them.
+Messages may have images (images.py) if the model has an image processor. The prompt has one placeholder token per token
+that the model makes of an image; `images_of` returns the pixels.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.chat.images import ImageProcessor, require_processor
+from stretto.chat.images import CONFIG_FILES, ImageProcessor
 from stretto.chat.placeholders import PLACEHOLDER, one_per_image, repeats, with_placeholders
 from stretto.chat.tokenizer import Tokenizer, is_letters_tokenizer, load_tokenizer
 from stretto.config.sections.model import RendererSection, ScratchSection
@@ -61,8 +60,6 @@ FAMILY_OF_MODEL_TYPE = {
     "nemotron_h": "nemotron-3",
     "laguna": "laguna-xs.2",
 }
-
-
 _SCRATCH_FAMILIES = get_args(ScratchSection.model_fields["family"].annotation)
 
 
@@ -81,12 +78,12 @@ class Renderer:
     def render_prompt(
         self, messages: Sequence[Message], tools: list[Message] | None = None
     ) -> Int32[np.ndarray, " tokens"]:
-        """Token ids (int32) of the conversation up to where the model's reply begins."""
+        """Token ids (int32) of the conversation, up to the start of the model's reply."""
         ids = self._backend.render_ids(self._plain(messages), tools=tools, add_generation_prompt=True)
         return self._expanded(np.asarray(ids, np.int32), messages)
 
     def render_text(self, messages: Sequence[Message], tools: list[Message] | None = None) -> str:
-        """The conversation as text, up to where the model's reply begins."""
+        """The conversation as text, up to the start of the model's reply."""
         return self.decode(self.render_prompt(messages, tools))
 
     def render_leading(self, messages: Sequence[Message]) -> Int32[np.ndarray, " tokens"]:
@@ -97,14 +94,14 @@ class Renderer:
     def images_of(self, messages: Sequence[Message]) -> tuple[Image, ...]:
         """The images of a conversation with their patches, in the order of their placeholders.
 
-        Raises: DataError for one that cannot be read; ConfigError if the model is one of text.
+        Raises: DataError for an image that cannot be read; ConfigError if the model takes text only.
         """
         return tuple(self._processor(where).image(part, where) for part, where in image_parts(messages))
 
     def last_cut(
         self, token_ids: Int[np.ndarray, " tokens"], images: Sequence[Image], max_tokens: int
     ) -> int:
-        """At most max_tokens: where a sequence can be cut so that no image is cut in two."""
+        """The length, at most max_tokens, to which a sequence can be cut without splitting an image."""
         for start, stop in self._spans(token_ids, images):
             if start < max_tokens < stop:
                 return start
@@ -113,29 +110,33 @@ class Renderer:
     def images_within(
         self, token_ids: Int[np.ndarray, " tokens"], images: Sequence[Image], end: int
     ) -> tuple[Image, ...]:
-        """The images of the first `end` tokens, which cut none in two."""
+        """The images among the first `end` tokens; `end` splits no image."""
         return tuple(image for image, (_, stop) in zip(images, self._spans(token_ids, images)) if stop <= end)
 
     def _spans(self, token_ids: Int[np.ndarray, " tokens"], images: Sequence[Image]) -> list[tuple[int, int]]:
-        if self.images is None or self.image_token_id is None:
-            return []
-        counts = [image.num_tokens(self.images.merge_size) for image in images]
-        spans = placeholder_spans(token_ids, self.image_token_id, counts)
+        spans, _ = self._find_spans(token_ids, images)
         assert spans is not None, "the renderer has placed one placeholder per token of each image"
         return spans
+
+    def _find_spans(
+        self, token_ids: Int[np.ndarray, " tokens"], images: Sequence[Image]
+    ) -> tuple[list[tuple[int, int]] | None, int]:
+        """Where the placeholders of each image are, None if they do not fit; and how many the images need."""
+        if self.images is None or self.image_token_id is None:
+            return [], 0
+        counts = [image.num_tokens(self.images.merge_size) for image in images]
+        return placeholder_spans(token_ids, self.image_token_id, counts), sum(counts)
 
     def check_images(
         self, token_ids: Int[np.ndarray, " tokens"], images: Sequence[Image], where: str = "the prompt"
     ) -> None:
-        """Raises: DataError if the placeholders among these tokens are not those of these images."""
-        if self.images is None or self.image_token_id is None:
-            return
-        counts = [image.num_tokens(self.images.merge_size) for image in images]
-        if placeholder_spans(token_ids, self.image_token_id, counts) is None:
-            has = int(np.count_nonzero(np.asarray(token_ids) == self.image_token_id))
+        """Raises: DataError if the placeholders among these tokens do not fit these images."""
+        spans, num_needed = self._find_spans(token_ids, images)
+        if spans is None:
+            num_found = int(np.count_nonzero(np.asarray(token_ids) == self.image_token_id))
             raise DataError(
-                f"{where} has {has} placeholders {PLACEHOLDER!r}; its {len(images)} images need {sum(counts)}, those "
-                "of one image in a row. Show images in messages, which are rendered with their placeholders."
+                f"{where} has {num_found} placeholders {PLACEHOLDER!r}; its {len(images)} images need {num_needed}, "
+                "those of one image in a row. Show images in messages, which are rendered with their placeholders."
             )
 
     def extend(
@@ -145,9 +146,9 @@ class Renderer:
         new_messages: Sequence[Message],
         tools: list[Message] | None = None,
     ) -> Int32[np.ndarray, " tokens"] | None:
-        """The next turn's prompt: every token so far, then the new messages (never the assistant's).
+        """The next turn's prompt: all earlier tokens, then the new messages (none of the assistant's).
 
-        A completion that was cut off is closed first. None if the template rewrites history here (it may drop old
+        A truncated completion is closed first. None if the template rewrites the history here (it may drop old
         thinking): the caller must then render the whole conversation and start another branch.
         """
         bridged = self._bridge(prompt_ids, completion_ids, new_messages, tools)
@@ -164,18 +165,18 @@ class Renderer:
         *,
         after: tuple[Int[np.ndarray, " prompt"], Int[np.ndarray, " completion"]] | None = None,
     ) -> Int64[np.ndarray, " tokens"]:
-        """Index (int64) of the message whose text each prompt token is; -1 for all other tokens.
+        """Index (int64) of the message to whose text each prompt token belongs; -1 for other tokens.
 
         The prompt is `render_prompt(messages)` or, with after = (prompt, completion), `extend(*after, messages)`; the
         tokens of `after` and of the template are -1.
         """
         if after is None:
-            found = self._backend.render(self._plain(messages), tools=tools, add_generation_prompt=True)
+            rendered = self._backend.render(self._plain(messages), tools=tools, add_generation_prompt=True)
         else:
-            found = self._bridge(*after, messages, tools)
-        ids = np.asarray(found.token_ids, np.int32)
-        owners = np.asarray(found.message_indices, np.int64)
-        is_text = np.asarray(found.is_content, bool)
+            rendered = self._bridge(*after, messages, tools)
+        ids = np.asarray(rendered.token_ids, np.int32)
+        owners = np.asarray(rendered.message_indices, np.int64)
+        is_text = np.asarray(rendered.is_content, bool)
         assert len(is_text) == len(owners) == len(ids), f"{self.family} attributes no tokens"
         times = self._repeats(ids, messages, after)
         return np.repeat(np.where(is_text & ~self._is_image(ids), owners, -1), times)
@@ -202,10 +203,10 @@ class Renderer:
             role = message["role"]
             if not getattr(loss_mask, role, False) or message.get(STEP_LOSS_MASK) == 0:
                 continue
-            is_own = owners == i
-            mask |= is_own & (is_sampled if role == "assistant" else is_text)
+            is_message = owners == i
+            mask |= is_message & (is_sampled if role == "assistant" else is_text)
             if role == "assistant":
-                mask[self._prefix_of_turn(ids, is_own)] = False
+                mask[self._prefix_of_turn(ids, is_message)] = False
         times = self._repeats(ids, messages)
         return np.repeat(ids, times), np.repeat(mask & ~self._is_image(ids), times)
 
@@ -217,7 +218,7 @@ class Renderer:
     ) -> Message:
         """Parse a completion into the assistant's message: content, reasoning_content, tool_calls.
 
-        `unparsed_tool_calls` holds the text of invalid calls; an environment can answer them.
+        `unparsed_tool_calls` has the text of invalid calls; an environment can answer them.
         """
         parsed = self._backend.parse_response(
             [int(t) for t in completion_ids],
@@ -242,13 +243,13 @@ class Renderer:
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     def decode(self, token_ids: Sequence[int] | Int[np.ndarray, " tokens"]) -> str:
-        """Text of token ids; special tokens are decoded to their text."""
+        """Text of token ids, with the text of special tokens."""
         return self.tokenizer.decode(token_ids)
 
     def _plain(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages as templates see them: text.
+        """The messages as templates take them, with text only.
 
-        Raises: ConfigError for an image if the model is one of text.
+        Raises: ConfigError for an image if the model takes text only.
         """
         for _, where in image_parts(messages):
             self._processor(where)
@@ -265,9 +266,13 @@ class Renderer:
         return self._backend.bridge_to_next_turn(*before, self._plain(messages), tools=tools)
 
     def _expanded(
-        self, ids: Int32[np.ndarray, " rendered"], messages: Sequence[Message], **given: Any
+        self,
+        ids: Int32[np.ndarray, " rendered"],
+        messages: Sequence[Message],
+        after: tuple[Any, Any] | None = None,
     ) -> Int32[np.ndarray, " tokens"]:
-        return ids if self.image_token_id is None else np.repeat(ids, self._repeats(ids, messages, **given))
+        """Rendered tokens with each placeholder repeated, as `_repeats` counts."""
+        return ids if self.image_token_id is None else np.repeat(ids, self._repeats(ids, messages, after))
 
     def _repeats(
         self,
@@ -275,7 +280,7 @@ class Renderer:
         messages: Sequence[Message],
         after: tuple[Any, Any] | None = None,
     ) -> Int64[np.ndarray, " rendered"]:
-        """How often each rendered token stands in the prompt; after: prompt and completion, which are whole."""
+        """How often each rendered token occurs in the prompt; after: prompt and completion, expanded already."""
         if self.image_token_id is None:
             return np.ones(len(ids), np.int64)
         merge = self._processor("messages").merge_size
@@ -291,27 +296,33 @@ class Renderer:
         return np.zeros(len(ids), bool) if self.image_token_id is None else ids == self.image_token_id
 
     def _processor(self, where: str) -> ImageProcessor:
-        return require_processor(self.images, where, self.tokenizer.name_or_path)
+        if self.images is None:
+            raise ConfigError(
+                f"{where} is an image, but {self.tokenizer.name_or_path} is a model of text: it has no image processor "
+                f"of a Qwen-VL family ({' or '.join(CONFIG_FILES)}). Give such a model, or remove the image."
+            )
+        return self.images
 
     def readable(self, token_ids: Sequence[int] | Int[np.ndarray, " tokens"]) -> str:
-        """Text of token ids for people: one placeholder per image."""
+        """Text of token ids for display, with one placeholder per image."""
         return one_per_image(self.decode(token_ids))
 
     def pictures(self, images: Sequence[Image]) -> tuple[bytes, ...]:
-        """These images as PNG files, for people."""
+        """These images as PNG files, for display."""
         return () if self.images is None else tuple(map(self.images.png, images))
 
     def _find_reply_prefix(self) -> Int32[np.ndarray, " prefix"]:
         """Tokens before every reply: the role header and, with thinking off, an empty thought."""
         messages = [{"role": "user", "content": "a"}]
-        without = self._backend.render_ids(messages)
-        with_prompt = self._backend.render_ids(messages, add_generation_prompt=True)
-        return np.asarray(with_prompt[len(without) :], np.int32)
+        num_tokens = len(self._backend.render_ids(messages))
+        with_prefix = self._backend.render_ids(messages, add_generation_prompt=True)
+        return np.asarray(with_prefix[num_tokens:], np.int32)
 
     def _prefix_of_turn(
-        self, ids: Int32[np.ndarray, " tokens"], is_own: Bool[np.ndarray, " tokens"]
+        self, ids: Int32[np.ndarray, " tokens"], is_message: Bool[np.ndarray, " tokens"]
     ) -> slice:
-        start = int(is_own.argmax())
+        """Where the reply prefix of a message is; empty if the message does not begin with it."""
+        start = int(is_message.argmax())
         stop = start + len(self._reply_prefix)
         return slice(start, stop if np.array_equal(ids[start:stop], self._reply_prefix) else start)
 
@@ -324,7 +335,7 @@ def build_renderer(
 ) -> Renderer:
     """Build the renderer of a tokenizer (a directory, or loaded) for the family in `section`.
 
-    images: the model's image processor; None for a model of text.
+    images: the model's image processor; None if the model takes text only.
     With name = "auto" the family follows from the model's type; a model from scratch has Qwen3's chat tokens.
 
     Raises: ConfigError if no family fits or the vocabulary lacks the family's special tokens.
@@ -337,13 +348,13 @@ def build_renderer(
         family = "qwen3"
     if family is None:
         raise ConfigError(
-            f'[renderer] name = "auto" knows no chat template for model_type {model_type!r}; '
+            f'[renderer] name = "auto" has no chat template for model_type {model_type!r}; '
             f"set name to one of {', '.join(sorted(set(FAMILY_OF_MODEL_TYPE.values())))}."
         )
     if images is not None and tokenizer.token_id(PLACEHOLDER) is None:
         raise ConfigError(
             f"{tokenizer.name_or_path}: the model has an image processor, but its tokenizer has no {PLACEHOLDER!r}; "
-            "only the tokens of the Qwen-VL families are known."
+            "only the tokens of the Qwen-VL families are supported."
         )
     return Renderer(tokenizer, _build_backend(tokenizer, family, section), family, images)
 
@@ -351,12 +362,12 @@ def build_renderer(
 def _with_settings(config: Any, settings: dict[str, Any], family: str) -> Any:
     """The config of a family's template with these settings.
 
-    Raises: ConfigError for a name or a value that the template does not know.
+    Raises: ConfigError for a setting or a value that the template does not have.
     """
     known = [name for name in type(config).model_fields if name != "name"]
     if unknown := sorted(settings.keys() - set(known)):
         raise ConfigError(
-            f"[renderer] settings.{unknown[0]}: the template of {family!r} has no such choice; it has "
+            f"[renderer] settings.{unknown[0]}: the template of {family!r} has no such setting; it has "
             f"{', '.join(known)}"
         )
     try:
@@ -365,7 +376,7 @@ def _with_settings(config: Any, settings: dict[str, Any], family: str) -> Any:
         first = cause.errors()[0] if isinstance(cause, ValidationError) else {"loc": ("",), "msg": str(cause)}
         name = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"[renderer] settings.{name} = {settings.get(name)!r}: {first['msg']}, says the template of {family!r}"
+            f"[renderer] settings.{name} = {settings.get(name)!r} for the template of {family!r}: {first['msg']}"
         ) from cause
 
 
@@ -387,7 +398,7 @@ def _build_backend(tokenizer: Tokenizer, family: str, section: RendererSection) 
         if "clear_thinking" not in fields:
             raise ConfigError(
                 f"[renderer] clear_thinking = {str(section.clear_thinking).lower()}: the template of {family!r} has no "
-                "such choice; leave it out"
+                "such setting; remove it"
             )
         settings["clear_thinking"] = section.clear_thinking
     settings |= section.settings

@@ -1,4 +1,4 @@
-"""The files beside the weights of a model made from scratch: tokenizer and, with a vision tower, image processor."""
+"""Tokenizer and image processor files of a randomly initialised model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stretto.config.sections.model import ScratchSection, ScratchVisionSection
 
 
 def build_scratch_files(directory: str | Path, scratch: ScratchSection) -> Path:
-    """Write these files; they are the same in every process."""
+    """Write the tokenizer and, for a vision tower, the image processor; every process writes the same bytes."""
     path = build_letters_tokenizer(directory, phrases=scratch.phrases, has_images=scratch.vision is not None)
     if scratch.vision is not None:
         image_processor_of(scratch.vision).save(path)
@@ -18,7 +18,7 @@ def build_scratch_files(directory: str | Path, scratch: ScratchSection) -> Path:
 
 
 def image_processor_of(vision: ScratchVisionSection) -> ImageProcessor:
-    """The image processor of a random network's vision tower: pictures keep their size, if it is not too large."""
+    """The image processor for a random vision tower; it keeps the size of pictures up to max_tokens."""
     side = vision.patch_size * vision.merge_size
     return ImageProcessor(
         patch_size=vision.patch_size,

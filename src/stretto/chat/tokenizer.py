@@ -1,8 +1,7 @@
 """Text <-> token ids, from tokenizer.json; and a small tokenizer that needs no download.
 
-Hides which files describe a tokenizer (tokenizer.json, tokenizer_config.json and two more). `load_tokenizer` takes a
-directory, or the name of a model in the local hub cache, and returns a `Tokenizer` in milliseconds: neither torch nor
-transformers is imported. Chat messages are rendered in render.py.
+`load_tokenizer` reads the files of a directory, or of a model in the local hub cache, in milliseconds: it imports
+neither torch nor transformers. Chat messages are rendered in render.py.
 """
 
 from __future__ import annotations
@@ -19,23 +18,16 @@ import tokenizers
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.placeholders import VISION_TOKENS
 from stretto.data.hub_model import find_local
+from stretto.data.messages import ROLES
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 UNKNOWN = "<|unk|>"
 CHAT_TOKENS = (
-    END_OF_TEXT,
-    TURN_START,
-    TURN_END,
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-)
-ROLES = ("system", "user", "assistant", "tool")
+    END_OF_TEXT, TURN_START, TURN_END, "<think>", "</think>",
+    "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
+)  # fmt: skip
 _SHORT_TEXT, _LONG_TEXT = 32, 4096  # characters
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n\t"
 
@@ -51,7 +43,7 @@ class Tokenizer:
         self.eos_ids = eos_ids
         self.unk_token_id = unk_id
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        # The library of chat templates encodes its fixed texts anew for every prompt and every reply.
+        # The renderers library encodes the same fixed texts for every prompt and every reply.
         self._encode_short = lru_cache(maxsize=256)(lambda *text: tuple(self._encode(*text).ids))
 
     @property
@@ -67,16 +59,16 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if len(text) < _LONG_TEXT:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
-        # Only encode_batch lets other Python threads run in the meantime.
+        # Only encode_batch releases the interpreter lock, so that other threads can run.
         return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """Bytes of the longest token; a text of more than n times as many bytes has more than n tokens."""
+        """Bytes of the longest token: a text of more than n times as many has more than n tokens."""
         return max(len(token.encode()) for token in self._backend.get_vocab(with_added_tokens=True))
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids; special tokens are decoded to their text unless skipped."""
+        """Text of token ids, with the text of special tokens unless they are skipped."""
         ids = [int(i) for i in token_ids]
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -85,16 +77,16 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """`token_id` under the name that the renderers library calls; the unknown token's id if missing."""
+        """Ids of tokens, or the unknown token's id; the renderers library calls this."""
         if isinstance(tokens, str):
-            found = self._backend.token_to_id(tokens)
-            return self.unk_token_id if found is None else found
+            token_id = self.token_id(tokens)
+            return self.unk_token_id if token_id is None else token_id
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
     def __call__(
         self, text: str, *, add_special_tokens: bool = False, return_offsets_mapping: bool = False
     ) -> dict[str, list[Any]]:
-        """Token ids and character offsets; the renderers library finds the text of messages with them."""
+        """Token ids and character offsets, by which the renderers library finds the text of messages."""
         encoding = self._encode(text, add_special_tokens)
         return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
 
@@ -117,11 +109,14 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     config = _read_json(path / "tokenizer_config.json")
-    eos_ids = _end_ids(backend, path, config)
+    eos_ids = end_ids(path)
+    if eos := _token_text(config.get("eos_token")):
+        if (eos_id := backend.token_to_id(eos)) is None:
+            raise DataError(f"{path}/tokenizer_config.json: eos_token {eos!r} is not in tokenizer.json.")
+        eos_ids = tuple(dict.fromkeys((eos_id, *eos_ids)))
     unknown = _token_text(config.get("unk_token"))
-    return Tokenizer(
-        backend, name=str(name), eos_ids=eos_ids, unk_id=backend.token_to_id(unknown) if unknown else None
-    )
+    unk_id = backend.token_to_id(unknown) if unknown else None
+    return Tokenizer(backend, name=str(name), eos_ids=eos_ids, unk_id=unk_id)
 
 
 def build_letters_tokenizer(
@@ -133,11 +128,11 @@ def build_letters_tokenizer(
 ) -> Path:
     """Write the examples' tokenizer of 112 tokens: one per character, and Qwen3's chat tokens.
 
-    A role name is a single token only right after <|im_start|>, so the text `user` in a message is four tokens. A
+    A role name is a single token only directly after <|im_start|>, so the text `user` in a message is four tokens. A
     blank line is one token, as in Qwen3. Characters not in `characters` (by default printable ASCII) become <|unk|>.
-    `phrases` are texts that are one token each wherever they occur (for example a tool's description); their ids
-    follow all others, but for those of the tokens for images, which has_images adds. The files load with
-    transformers' AutoTokenizer, whose chat template gives the same ids as render.py.
+    `phrases` are texts that are one token each wherever they occur, for example a tool's description; their ids
+    follow those above, and has_images adds the tokens for images after them. transformers' AutoTokenizer loads the
+    files, and its chat template gives the same ids as render.py.
     """
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
@@ -148,7 +143,7 @@ def build_letters_tokenizer(
     words += [*dict.fromkeys(phrases), *special[4:]]
     vocab = {word: i for i, word in enumerate(words)}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
-    # The text between two special tokens is one segment, so \A is "right after a special token".
+    # The text between two special tokens is one segment, so \A matches directly after a special token.
     pieces = Regex(rf"\A(?:{'|'.join(ROLES)})(?=\n|\z)|\n\n|[\s\S]")
     backend.pre_tokenizer = pre_tokenizers.Split(pieces, behavior="isolated")
     backend.decoder = decoders.Fuse()
@@ -174,13 +169,13 @@ def build_letters_tokenizer(
 
 
 def is_letters_tokenizer(tokenizer: Tokenizer) -> bool:
-    """True for a tokenizer of `build_letters_tokenizer`, whose chat tokens are Qwen3's for every family of models."""
+    """Whether a tokenizer is one of `build_letters_tokenizer`, which has Qwen3's chat tokens."""
     first = (*CHAT_TOKENS, UNKNOWN)
     return [tokenizer.token_id(token) for token in first] == list(range(len(first)))
 
 
 def find_directory(name: str) -> Path:
-    """The directory of this name, or of the model of this name in the local hub cache.
+    """The directory `name`, or that of the model of this name in the local hub cache.
 
     Raises: ConfigError if there is none.
     """
@@ -193,18 +188,13 @@ def find_directory(name: str) -> Path:
     return found
 
 
-def _end_ids(backend: tokenizers.Tokenizer, path: Path, tokenizer_config: dict[str, Any]) -> tuple[int, ...]:
-    """Ids that end a reply: the tokenizer's, then those of generation_config.json and config.json."""
-    found: list[int] = []
-    if eos := _token_text(tokenizer_config.get("eos_token")):
-        token = backend.token_to_id(eos)
-        if token is None:
-            raise DataError(f"{path}/tokenizer_config.json: eos_token {eos!r} is not in tokenizer.json.")
-        found.append(token)
+def end_ids(directory: Path) -> tuple[int, ...]:
+    """A model's end tokens from generation_config.json, then config.json; loads no tokenizer."""
+    ids: list[int] = []
     for file in ("generation_config.json", "config.json"):
-        value = _read_json(path / file).get("eos_token_id")
-        found += value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(dict.fromkeys(found))
+        value = _read_json(directory / file).get("eos_token_id")
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(ids))
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Records of data sets of the Hugging Face Hub, read by the library `datasets` (the extra `hub`).
 
-A data set is written `ORG/NAME[SPLIT]` or `ORG/NAME:CONFIG[SPLIT]`, such as `openai/gsm8k:main[train]`, and the split
-may be a slice as the library writes it, `train[:500]`. A directory with the files of such a repository may stand for
-ORG/NAME. The split is never guessed, so no name of a file looks like a data set. The library keeps a copy on disk.
+A data set is written `ORG/NAME[SPLIT]` or `ORG/NAME:CONFIG[SPLIT]`, for example `openai/gsm8k:main[train]`. The split
+may be a slice in the library's syntax, `train[:500]`. ORG/NAME may also be a directory with the files of such a
+repository. The split is required, so that no file name looks like a data set. The library keeps a copy on disk.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HubSource:
 
 
 def parse_source(text: str) -> HubSource | None:
-    """The split of a data set that a text names; None if it is not written like one."""
+    """Parse `ORG/NAME[SPLIT]` or `ORG/NAME:CONFIG[SPLIT]`; None for any other text."""
     match = _SOURCE.fullmatch(text)
     if match is None or not (Path(match["repo"]).is_dir() or _REPO.fullmatch(match["repo"])):
         return None
@@ -50,14 +50,14 @@ def parse_source(text: str) -> HubSource | None:
 
 
 def looks_like_hub_name(text: str) -> bool:
-    """True for `ORG/NAME` and `ORG/NAME:CONFIG`, to which only the split is missing."""
+    """Whether a text is `ORG/NAME` or `ORG/NAME:CONFIG`, a data set without its split."""
     return _REPO.fullmatch(text.partition(":")[0]) is not None
 
 
 def read_hub(source: HubSource, setting: str, *, is_streamed: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """All records of a split, in order, each with its place `ORG/NAME[SPLIT], row 3`.
 
-    is_streamed: read over the network without a copy on disk; only what is asked for is fetched.
+    is_streamed: read over the network, as far as the caller iterates, without a copy on disk.
 
     Raises: ConfigError if the library is missing, or the data set has no such config or split; DataError if it cannot
     be fetched.
@@ -76,11 +76,11 @@ def _read(
         for number, row in enumerate(_open(source, setting, is_streamed), start=1):
             yield f"{source}, row {number}", row
     except (OSError, RuntimeError) as cause:
-        place = f"after row {number}: " if number else ""
-        raise DataError(f"{setting} = {str(source)!r}: {place}{_text_of(cause)}") from cause
+        where = f"after row {number}: " if number else ""
+        raise DataError(f"{setting} = {str(source)!r}: {where}{_message_of(cause)}") from cause
     finally:
         if is_streamed:
-            gc.collect()  # ends Arrow's threads of a stream that was not read to its end
+            gc.collect()  # ends Arrow's threads if the stream was not read to its end
 
 
 _streams: weakref.WeakSet[Generator[tuple[str, dict[str, Any]], None, None]] = weakref.WeakSet()
@@ -88,9 +88,9 @@ _streams: weakref.WeakSet[Generator[tuple[str, dict[str, Any]], None, None]] = w
 
 @atexit.register
 def _close_streams() -> None:
-    """End streams that are still open: when Python is taken down, Arrow's threads would abort the process."""
+    """Close open streams before Python shuts down, when Arrow's threads would abort the process."""
     for stream in list(_streams):
-        with contextlib.suppress(ValueError):  # another thread reads it
+        with contextlib.suppress(ValueError):  # another thread is reading it
             stream.close()
 
 
@@ -104,31 +104,31 @@ def _open(source: HubSource, setting: str, is_streamed: bool) -> Iterable[dict[s
         ) from None
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    # Else a stream imports torch, to be a subclass of its IterableDataset.
+    # Otherwise a stream imports torch, to subclass its IterableDataset.
     datasets.config.TORCH_AVAILABLE = False
     try:
         return _load(datasets, source, where, is_streamed)
     except (ConnectionError, ValueError) as cause:
-        if _is_unreached(cause):
-            raise DataError(f"{where}: {_text_of(cause)} {_how_to_fetch(source)}") from cause
-        raise ConfigError(f"{where}: {_text_of(cause)}") from cause  # no such config, split or slice
+        if _is_unreachable(cause):
+            raise DataError(f"{where}: {_message_of(cause)} {_how_to_fetch(source)}") from cause
+        raise ConfigError(f"{where}: {_message_of(cause)}") from cause  # no such config, split or slice
     except FileNotFoundError as cause:
         advice = "Is the name right? One that is not public needs `hf auth login`, or HF_TOKEN."
-        raise DataError(f"{where}: {_text_of(cause)} {advice}") from cause
+        raise DataError(f"{where}: {_message_of(cause)} {advice}") from cause
 
 
 def _load(datasets: Any, source: HubSource, where: str, is_streamed: bool) -> Iterable[dict[str, Any]]:
     try:
         return _load_from(datasets, source.repo, source, where, is_streamed)
     except (ConnectionError, ValueError) as error:
-        copy = _snapshot(source.repo) if _is_unreached(error) else None
+        copy = _snapshot(source.repo) if _is_unreachable(error) else None
         if copy is None:
             raise
-        logger.info("%s: the Hub is not reached; reading the copy in %s", source, copy)
+        logger.info("%s: the Hub cannot be reached; reading the copy in %s", source, copy)
         try:
             return _load_from(datasets, str(copy), source, where, is_streamed)
         except (FileNotFoundError, ValueError) as other:
-            # The copy may have some files of the data set only; that a file is not there is not the reason.
+            # The copy may have only some files of the data set: then the first error is the reason.
             raise error if "data file" in str(other) else other from None
 
 
@@ -148,7 +148,7 @@ def _load_from(
 
 
 def _snapshot(repo: str) -> Path | None:
-    """The copy of a data set that `hf download` has made; None if there is none."""
+    """The copy of a data set that `hf download` made; None if there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -161,16 +161,16 @@ def _snapshot(repo: str) -> Path | None:
 def _how_to_fetch(source: HubSource) -> str:
     return (
         f"Where there is a network, `hf download {source.repo} --repo-type dataset` fetches it into the cache "
-        "(HF_HOME), which may be copied here; with HF_HUB_OFFLINE = 1 nothing else is tried."
+        "(HF_HOME), which may be copied here; with HF_HUB_OFFLINE = 1 only the cache is read."
     )
 
 
-def _is_unreached(error: Exception) -> bool:
-    """Could the Hub not be reached? Offline, the library looks into its cache and says what it does not find there."""
+def _is_unreachable(error: Exception) -> bool:
+    """Whether the Hub could not be reached; offline, the library's error says what its cache lacks."""
     return isinstance(error, ConnectionError) or "find cache for" in str(error)
 
 
-def _text_of(error: BaseException) -> str:
-    """The first two lines of an error: the mistake, and what there is instead."""
+def _message_of(error: BaseException) -> str:
+    """The first two lines of an error: the mistake, and the valid choices."""
     text = " ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,9 +1,9 @@
 """Models of the Hugging Face Hub: whether one is in the local cache, how large it is, and its download.
 
-A model is written `ORG/NAME`. `find_local` looks at this machine only, `look_up` asks the Hub and downloads nothing,
-`fetch` downloads what is missing. One process downloads while all others on the machine wait for its lock. Files that
-are complete stay when a download breaks off, and the next one goes on from there. The cache is huggingface_hub's own
-(HF_HOME), which `hf download` fills too.
+A model is written `ORG/NAME`. `find_local` looks on this machine only, `look_up` queries the Hub and downloads nothing,
+`fetch` downloads what is missing. One process downloads while all others on the machine wait for its lock. An
+interrupted download keeps the files that are complete, and the next one continues from there. The cache is
+huggingface_hub's own (HF_HOME), which `hf download` fills too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stretto.base.status import bytes_below, growing
 
 logger = logging.getLogger(__name__)
 
-Say = Callable[[str], object]
+Report = Callable[[str], object]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TOKENIZER = (
@@ -36,48 +36,43 @@ _TOKENIZER = (
     "*processor_config.json",
 )  # fmt: skip
 _PATTERNS = (*_TOKENIZER, "*.safetensors", "*.py")
-_LEFT_OUT = ("*/*", "consolidated*")
-"""Subdirectories (the same weights in the formats of other programs) and a second copy of weights."""
+_IGNORED = ["*/*", "consolidated*"]
+"""Subdirectories have the same weights for other programs; `consolidated*` is a second copy."""
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FIRST_REPORT_S, _REPORT_S, _LOCK_TRY_S = 2.0, 15.0, 5.0
-_ASK_AGAIN_S = 60.0
+_RETRY_S = 60.0
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What the Hub has of a model, and what of it is not here yet.
-
-    num_bytes: of all files that are needed. missing_bytes: of those that are not here.
-    """
+class HubModel:
+    """The files of a model on the Hub that are needed here."""
 
     name: str
     num_files: int
     num_bytes: int
     missing_bytes: int
+    """Bytes of the files that are not in the cache."""
     cache: Path
 
     @property
     def free_bytes(self) -> int:
-        """Free space of the cache's disk."""
-        there = next(path for path in (self.cache, *self.cache.parents) if path.exists())
-        return shutil.disk_usage(there).free
+        """Free space on the cache's disk."""
+        existing = next(path for path in (self.cache, *self.cache.parents) if path.exists())
+        return shutil.disk_usage(existing).free
 
     def __str__(self) -> str:
-        rest = (
-            ""
-            if self.missing_bytes == self.num_bytes
-            else f", of which {size(self.missing_bytes)} are missing"
-        )
-        return f"{size(self.num_bytes)} in {self.num_files} files{rest}"
+        text = f"{size(self.num_bytes)} in {self.num_files} files"
+        is_partial = self.missing_bytes != self.num_bytes
+        return f"{text}, of which {size(self.missing_bytes)} are missing" if is_partial else text
 
 
 def is_hub_name(name: str) -> bool:
-    """True for a text that is written like a model of the Hub, `ORG/NAME`."""
+    """Whether a text has the form of a model of the Hub, `ORG/NAME`."""
     return _NAME.fullmatch(name) is not None
 
 
 def find_local(name: str, *, has_weights: bool = True) -> Path | None:
-    """The directory `name`, or the snapshot of that model in the cache; None if it is not here or not complete.
+    """The directory `name`, or the snapshot of that model in the cache; None if it is missing or incomplete.
 
     has_weights: False if a tokenizer is enough.
     """
@@ -97,53 +92,49 @@ def find_config(name: str) -> Path | None:
         return None
     if (cached := _find_cached(name, "config.json")) is not None:
         return cached
-    if time.monotonic() < _unreached.get(name, 0.0):
+    if time.monotonic() < _retry_at.get(name, 0.0):
         return None
     from huggingface_hub import hf_hub_download
 
     try:
         with _hub_errors(name):
-            _ask(name)  # fails at once without a network; a download would first be tried again, for 20 s
+            _model_info(name)  # fails without a network immediately; a download would retry for 20 s
             return Path(hf_hub_download(name, "config.json")).parent
     except ConfigError as error:  # `look_up` says why
         if (_status_of(error.__cause__) or 500) >= 500:
-            _unreached[name] = time.monotonic() + _ASK_AGAIN_S
+            _retry_at[name] = time.monotonic() + _RETRY_S
         return None
 
 
-_unreached: dict[str, float] = {}
-"""Models for which the Hub did not answer, and when it is asked again: a dry run needs each config several times."""
+_retry_at: dict[str, float] = {}
+"""When to query the Hub again, by models for which it did not answer: a dry run needs each config several times."""
 
 
-def look_up(name: str, *, has_weights: bool = True) -> Offer:
-    """Ask the Hub for the files of a model and their sizes; downloads nothing.
+def look_up(name: str, *, has_weights: bool = True) -> HubModel:
+    """Query the Hub for the files of a model and their sizes; downloads nothing.
 
-    Raises: ConfigError if it has no such model, does not give it to this user, or cannot be reached.
+    Raises: ConfigError if it has no such model, refuses this user, or cannot be reached.
     """
     if not is_hub_name(name):
         raise ConfigError(f"model {name!r}: no such directory; {_GIVE}")
     from huggingface_hub.utils import filter_repo_objects
 
     with _hub_errors(name):
-        info = _ask(name)
+        info = _model_info(name)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    files = list(
-        filter_repo_objects(sizes, allow_patterns=_patterns(has_weights), ignore_patterns=[*_LEFT_OUT])
-    )
+    files = list(filter_repo_objects(sizes, allow_patterns=_patterns(has_weights), ignore_patterns=_IGNORED))
     if has_weights and not any(file.endswith(".safetensors") for file in files):
         raise ConfigError(
-            f"model {name!r}: its files on the Hub have no weights as safetensors, which are read only; {_GIVE}"
+            f"model {name!r}: it has no weights as safetensors on the Hub, and no other format is read; {_GIVE}"
         )
-    cache = _cache()
     snapshot = _repo_folder(name) / "snapshots" / str(info.sha)
-    missing = [file for file in files if not (snapshot / file).exists()]
-    return Offer(
-        name, len(files), sum(map(sizes.__getitem__, files)), sum(map(sizes.__getitem__, missing)), cache
-    )
+    num_bytes = sum(sizes[file] for file in files)
+    missing_bytes = sum(sizes[file] for file in files if not (snapshot / file).exists())
+    return HubModel(name, len(files), num_bytes, missing_bytes, _cache())
 
 
-def _ask(name: str) -> Any:
-    """The Hub's ModelInfo of a model that this user may read; raises errors of huggingface_hub."""
+def _model_info(name: str) -> Any:
+    """huggingface_hub's ModelInfo of a model that this user may read; raises that library's errors."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -153,20 +144,19 @@ def _ask(name: str) -> Any:
     return info
 
 
-def fetch(name: str, *, has_weights: bool = True, say: Say = logger.info) -> Path:
-    """The directory `name`, or the snapshot of that model of the Hub, downloaded first if it is not here.
+def fetch(name: str, *, has_weights: bool = True, report: Report = logger.info) -> Path:
+    """The directory `name`, or the snapshot of that model of the Hub, which is downloaded if it is missing.
 
-    say: gets lines about the size, the progress, and who is being waited for.
+    report: gets lines about the size, the progress, and a wait for another process.
 
-    Raises: ConfigError if there is neither, the disk is too small, or the download breaks off.
+    Raises: ConfigError if there is neither, the disk is too small, or the download is interrupted.
     """
-    if (here := find_local(name, has_weights=has_weights)) is not None:
-        return here
-    offer = look_up(name, has_weights=has_weights)
-    with _download_lock(name, say):
-        if (here := find_local(name, has_weights=has_weights)) is None:
-            here = _download(name, offer, has_weights=has_weights, say=say)
-    return here
+    if (path := find_local(name, has_weights=has_weights)) is not None:
+        return path
+    model = look_up(name, has_weights=has_weights)
+    with _download_lock(name, report):
+        path = find_local(name, has_weights=has_weights)
+        return path or _download(model, has_weights=has_weights, report=report)
 
 
 def size(num_bytes: float) -> str:
@@ -178,22 +168,23 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.3g} TB"
 
 
-def _download(name: str, offer: Offer, *, has_weights: bool, say: Say) -> Path:
+def _download(model: HubModel, *, has_weights: bool, report: Report) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    if offer.missing_bytes > offer.free_bytes:
+    name = model.name
+    if model.missing_bytes > model.free_bytes:
         raise ConfigError(
-            f"model {name!r}: {size(offer.missing_bytes)} are to be downloaded and {offer.cache} has "
-            f"{size(offer.free_bytes)} free; make room there, or set HF_HOME to a directory on a larger disk"
+            f"model {name!r}: {size(model.missing_bytes)} are to be downloaded and {model.cache} has "
+            f"{size(model.free_bytes)} free; free some space there, or set HF_HOME to a directory on a larger disk"
         )
-    say(f"downloading {name}: {offer}, into {offer.cache} ({size(offer.free_bytes)} free)")
+    report(f"downloading {name}: {model}, into {model.cache} ({size(model.free_bytes)} free)")
     had_bars, start = not are_progress_bars_disabled(), time.monotonic()
     disable_progress_bars()  # they would be one per file, in every log
     try:
-        with _reports(offer, say), _hub_errors(name, has_begun=True):
+        with _reports(model, report), _hub_errors(name, has_begun=True):
             found = Path(
-                snapshot_download(name, allow_patterns=_patterns(has_weights), ignore_patterns=[*_LEFT_OUT])
+                snapshot_download(name, allow_patterns=_patterns(has_weights), ignore_patterns=_IGNORED)
             )
     finally:
         if had_bars:
@@ -202,33 +193,32 @@ def _download(name: str, offer: Offer, *, has_weights: bool, say: Say) -> Path:
         raise ConfigError(
             f"model {name!r}: {found} has no config.json with complete weights after the download; {_GIVE}"
         )
-    say(f"downloaded {name} in {time.monotonic() - start:.0f} s")
+    report(f"downloaded {name} in {time.monotonic() - start:.0f} s")
     return found
 
 
 @contextmanager
-def _reports(offer: Offer, say: Say) -> Iterator[None]:
-    """Say how far a download is, from the bytes that the cache has."""
-    blobs = _repo_folder(offer.name) / "blobs"
+def _reports(model: HubModel, report: Report) -> Iterator[None]:
+    """Report how far a download is, from the bytes that the cache has."""
+    blobs = _repo_folder(model.name) / "blobs"
     before, start, has_ended = bytes_below(blobs), time.monotonic(), threading.Event()
-    had = offer.num_bytes - offer.missing_bytes
+    num_cached = model.num_bytes - model.missing_bytes
 
-    def report() -> None:
+    def report_until_end() -> None:
         wait_s = _FIRST_REPORT_S
         while not has_ended.wait(wait_s):
             wait_s = _REPORT_S
             new = bytes_below(blobs) - before
-            rate = new / (time.monotonic() - start)
-            left = f", {max(offer.missing_bytes - new, 0) / rate:.0f} s left" if rate else ""
-            done = f"{size(had + new)} of {size(offer.num_bytes)}"
-            say(f"{offer.name}: {done} ({(had + new) / max(offer.num_bytes, 1):.0%}), {size(rate)}/s{left}")
+            rate, done = new / (time.monotonic() - start), num_cached + new
+            left = f", {max(model.missing_bytes - new, 0) / rate:.0f} s left" if rate else ""
+            share = f"{size(done)} of {size(model.num_bytes)} ({done / max(model.num_bytes, 1):.0%})"
+            report(f"{model.name}: {share}, {size(rate)}/s{left}")
 
-    thread = threading.Thread(target=report, daemon=True)
+    thread = threading.Thread(target=report_until_end, daemon=True)
     thread.start()
     try:
-        with growing(
-            f"download of {offer.name}, MB", offer.num_bytes, lambda: had + bytes_below(blobs) - before
-        ):
+        done_bytes = lambda: num_cached + bytes_below(blobs) - before
+        with growing(f"download of {model.name}, MB", model.num_bytes, done_bytes):
             yield
     finally:
         has_ended.set()
@@ -236,8 +226,8 @@ def _reports(offer: Offer, say: Say) -> Iterator[None]:
 
 
 @contextmanager
-def _download_lock(name: str, say: Say) -> Iterator[None]:
-    """Hold the lock of a model's download; the kernel frees it when its holder dies."""
+def _download_lock(name: str, report: Report) -> Iterator[None]:
+    """Hold the lock of a model's download; the kernel releases it when its holder dies."""
     folder = _cache() / ".locks"
     path = folder / f"{_repo_folder(name).name}.stretto"
     try:
@@ -249,7 +239,7 @@ def _download_lock(name: str, say: Say) -> Iterator[None]:
         ) from cause
     try:
         if not lock_within(lock, 0):
-            say(f"{name}: another process downloads it; waiting for its end")
+            report(f"{name}: another process is downloading it; waiting until it has ended")
             while not lock_within(lock, _LOCK_TRY_S):
                 pass
         yield
@@ -259,9 +249,9 @@ def _download_lock(name: str, say: Say) -> Iterator[None]:
 
 @contextmanager
 def _hub_errors(name: str, *, has_begun: bool = False) -> Iterator[None]:
-    """Turn errors of huggingface_hub into one message each.
+    """Turn errors of huggingface_hub into ConfigErrors.
 
-    has_begun: whether something may be downloaded already.
+    has_begun: whether some files may be downloaded already.
     """
     from huggingface_hub import errors
 
@@ -280,8 +270,8 @@ def _hub_errors(name: str, *, has_begun: bool = False) -> Iterator[None]:
         raise ConfigError(f"model {name!r}: no such directory; {_GIVE}") from cause
     except errors.RepositoryNotFoundError as cause:
         raise ConfigError(
-            f"model {name!r}: no such directory, and the Hub has no model of that name, or shows it to nobody with "
-            "this login. Is the name right? One that is not public needs `hf auth login`, or HF_TOKEN"
+            f"model {name!r}: no such directory, and the Hub has no model of that name, or does not show it to this "
+            "user. Is the name right? One that is not public needs `hf auth login`, or HF_TOKEN"
         ) from cause
     except http_errors as cause:
         status = _status_of(cause)
@@ -292,8 +282,8 @@ def _hub_errors(name: str, *, has_begun: bool = False) -> Iterator[None]:
         reason = _reason(cause)
         if has_begun:
             raise ConfigError(
-                f"model {name!r}: the download broke off: {reason}. Start again: files that are complete stay, and it "
-                "goes on with the others"
+                f"model {name!r}: the download was interrupted: {reason}. Start again: complete files are kept, and "
+                "it continues with the others"
             ) from cause
         raise ConfigError(
             f"model {name!r}: no such directory, no complete model of that name in the local hub cache "
@@ -306,7 +296,7 @@ _GIVE = "give a directory with config.json and safetensors, or a model of the Hu
 
 
 def _status_of(cause: BaseException | None) -> int | None:
-    """The HTTP status that the Hub answered with; None if it did not."""
+    """The HTTP status of the Hub's answer; None if there was no answer."""
     return getattr(getattr(cause, "response", None), "status_code", None)
 
 
@@ -347,7 +337,7 @@ def _find_cached(name: str, file: str) -> Path | None:
 
 
 def _has_weights(snapshot: Path) -> bool:
-    """Whether a snapshot has all files that its index names, or the one of a model without an index."""
+    """Whether a snapshot has all weights: the files that its index names, or a single file."""
     if not (snapshot / _INDEX).is_file():
         return (snapshot / _SINGLE).is_file()
     try:

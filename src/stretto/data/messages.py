@@ -13,7 +13,7 @@ ROLES = ("system", "user", "assistant", "tool")
 def parse_messages(value: Any, key: str, where: str, role_of_text: str | None = None) -> list[dict[str, Any]]:
     """The messages of a conversation; with role_of_text, a text is one message of that role.
 
-    Raises: DataError that names the message that is wrong.
+    Raises: DataError that names the invalid message.
     """
     if isinstance(value, str) and role_of_text is not None:
         return [{"role": role_of_text, "content": value}]
@@ -35,7 +35,7 @@ def parse_message(message: Any, where: str) -> dict[str, Any]:
             f"{where}.role must be one of {', '.join(ROLES)}, got {short_repr(message.get('role'))}."
         )
     if message.get("step_loss_mask", 1) not in (0, 1):
-        rule = "must be 1, or 0 for a turn that is not trained"
+        rule = "must be 1, or 0 for a message that is not trained"
         raise DataError(f"{where}.step_loss_mask {rule}, got {short_repr(message['step_loss_mask'])}.")
     message.setdefault("content", "" if message.get("tool_calls") else None)
     if not isinstance(message["content"], str | list):

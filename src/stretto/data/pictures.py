@@ -1,7 +1,7 @@
-"""Pictures in messages: the parts that name them, and reading them.
+"""Pictures in messages: the parts that show them, and how they are read.
 
-A part names a picture by path, data URL, bytes, {"bytes", "path"} as data sets of Hugging Face have it, or as a picture
-of Pillow. Pillow is imported with the first picture.
+A part has a source: a path, a data URL, bytes, {"bytes", "path"} as in data sets of Hugging Face, or a picture of
+Pillow. Pillow is imported with the first picture.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def image_parts(messages: Sequence[Message]) -> Iterator[tuple[Part, str]]:
 
 
 def is_image(part: Any) -> bool:
-    """Is this part of a message's content an image?"""
+    """Whether a part of a message's content is an image."""
     return isinstance(part, dict) and part.get("type") in IMAGE_TYPES
 
 
 def source_of(part: Part, where: str) -> Any:
-    """The picture that a part names: `image`, OpenAI's `image_url`, `bytes`, `path` or `url`.
+    """The source of a part's picture: its `image`, OpenAI's `image_url`, `bytes`, `path` or `url`.
 
-    Raises: DataError if it names none.
+    Raises: DataError if it has none.
     """
     for key in SOURCE_KEYS:
         source = part.get(key)
@@ -65,13 +65,13 @@ def source_of(part: Part, where: str) -> Any:
         if source is not None:
             return source
     raise DataError(
-        f"{where}: an image part names no picture; give it as `image` (a path, a data URL or bytes) or as "
+        f"{where}: an image part has no picture; give it as `image` (a path, a data URL or bytes) or as "
         '`image_url` = {"url": ...}.'
     )
 
 
 def read_picture(source: Any, where: str) -> Picture:
-    """The picture of a source, in its upright orientation.
+    """Read the picture of a source and turn it upright.
 
     Raises: DataError if it cannot be read.
     """
@@ -88,9 +88,9 @@ def read_picture(source: Any, where: str) -> Picture:
 
 
 def check_picture(source: Any, where: str) -> None:
-    """Check that a source begins like a picture; its pixels are not decoded.
+    """Check that a source has the header of a picture; its pixels are not decoded.
 
-    Raises: DataError if it does not.
+    Raises: DataError if it has none.
     """
     if not is_picture(source):
         _open(source, where).close()
@@ -102,47 +102,45 @@ def _open(source: Any, where: str) -> Picture:
     file: Any = _path_of(source, where) if is_path(source) else io.BytesIO(_bytes_of(source, where))
     try:
         return pillow.open(file)
-    except pillow.UnidentifiedImageError as cause:
-        reason = "no image format that Pillow knows"
-        raise DataError(f"{where}: the image cannot be read from {_name_of(source)}: {reason}") from cause
     except Exception as cause:  # decoders raise anything for damaged files
         reason = getattr(cause, "strerror", None) or str(cause)
+        if isinstance(cause, pillow.UnidentifiedImageError):
+            reason = "no image format that Pillow knows"
         raise DataError(f"{where}: the image cannot be read from {_name_of(source)}: {reason}") from cause
 
 
 def identity_of(source: Any, where: str) -> bytes:
-    """What identifies a picture, without decoding it: its file's path, time and size, or its bytes.
+    """A hash of a picture without decoding it: of its file's path, time and size, or of its bytes.
 
-    Raises: DataError if there is no such file, or the source is none.
+    Raises: DataError if there is no such file, or the source is of another type.
     """
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     if is_path(source):
         path = _path_of(source, where)
         try:
             state = path.stat()
         except OSError as cause:
-            reason = f"cannot be read from {path}: {cause.strerror}"
-            raise DataError(f"{where}: the image {reason}") from cause
-        found.update(f"{path.absolute()}\0{state.st_mtime_ns}\0{state.st_size}".encode())
+            raise DataError(f"{where}: the image cannot be read from {path}: {cause.strerror}") from cause
+        digest.update(f"{path.absolute()}\0{state.st_mtime_ns}\0{state.st_size}".encode())
     elif is_picture(source):
-        found.update(f"{source.mode}{source.size}".encode() + source.tobytes())
+        digest.update(f"{source.mode}{source.size}".encode() + source.tobytes())
     else:
-        found.update(_bytes_of(source, where))
-    return found.digest()
+        digest.update(_bytes_of(source, where))
+    return digest.digest()
 
 
 def openai_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages in OpenAI's form, which JSON can hold: each image is a data URL.
+    """The messages in OpenAI's format, in which each image is a data URL.
 
     Raises: DataError for an image that cannot be read.
     """
-    shown = []
+    result = []
     for message in messages:
         if any(image_parts([message])):
             parts = [_openai_part(part) if is_image(part) else part for part in message["content"]]
             message = message | {"content": parts}
-        shown.append(message)
-    return shown
+        result.append(message)
+    return result
 
 
 def _openai_part(part: Part) -> Part:
@@ -162,18 +160,18 @@ def _encoded(source: Any) -> bytes:
 
 
 def data_url(encoded: bytes) -> str:
-    """A picture's encoded bytes as a data URL, which JSON can hold."""
+    """A data URL of an encoded picture (JPEG or PNG)."""
     kind = "jpeg" if encoded[:2] == b"\xff\xd8" else "png"
     return f"data:image/{kind};base64,{base64.b64encode(encoded).decode()}"
 
 
 def is_picture(source: Any) -> bool:
-    """Is this a picture of Pillow?"""
+    """Whether a source is a picture of Pillow."""
     return hasattr(source, "tobytes") and hasattr(source, "mode")
 
 
 def is_path(source: Any) -> bool:
-    """Is this source the path of a file?"""
+    """Whether a source is the path of a file."""
     return isinstance(source, Path) or (isinstance(source, str) and not source.startswith("data:"))
 
 

@@ -1,9 +1,9 @@
 """Records of local .jsonl and .parquet files and of data sets of the Hub, each with its place (`file:line`).
 
 A source is written `path`, or `path@[a:b]` for records a to b - 1; a and b may be missing or negative, as in a Python
-slice. A directory stands for its .jsonl and .parquet files, sorted by name. What exists, or ends in .jsonl, .json,
-.parquet or .csv, is a file; anything else that is written `ORG/NAME[SPLIT]` or `ORG/NAME:CONFIG[SPLIT]` is a data set
-of the Hub (hub.py). No line is skipped: the first line that is not a JSON object is an error that names file and line.
+slice. A directory stands for its .jsonl and .parquet files, sorted by name. A path that exists, or ends in .jsonl,
+.json, .parquet or .csv, is a file; any other text `ORG/NAME[SPLIT]` or `ORG/NAME:CONFIG[SPLIT]` is a data set of the
+Hub (hub.py). No line is skipped: the first line that is not a JSON object is an error that names file and line.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from stretto.base.foreign import call, load_function
 from stretto.data.hub import looks_like_hub_name, parse_source, read_hub
 
 SUFFIXES = (".jsonl", ".parquet")
-_NAMES_OF_FILES = (*SUFFIXES, ".json", ".csv")
+_FILE_SUFFIXES = (*SUFFIXES, ".json", ".csv")
 _SLICE = re.compile(r"(?P<path>.+?)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 
 
 class Place(str):
-    """The place of a record for messages, `file:line`; its relative paths begin in `folder`."""
+    """The place of a record, `file:line`, for error messages; relative paths in it begin in `folder`."""
 
     folder: Path
 
@@ -37,7 +37,7 @@ class Place(str):
 
 
 Record = tuple[str, dict[str, Any]]
-"""The place of a record for messages, and its content."""
+"""The place of a record for error messages, and its content."""
 
 
 def read_records(
@@ -45,8 +45,8 @@ def read_records(
 ) -> Iterator[Record]:
     """All records of a source, in order; `setting` names the source's setting in messages.
 
-    is_streamed: a data set of the Hub is read without a copy on disk. convert: `module:function`, which makes each
-    record another.
+    is_streamed: read a data set of the Hub without a copy on disk. convert: `module:function`, whose result replaces
+    each record.
 
     Raises: ConfigError if the path does not exist; DataError for a malformed record or an empty slice.
     """
@@ -56,9 +56,9 @@ def read_records(
 
 def _read_source(source: str | Path, setting: str, is_streamed: bool) -> Iterator[Record]:
     path, start, stop = split_source(str(source), setting)
-    hub = None if Path(path).exists() or path.endswith(_NAMES_OF_FILES) else parse_source(path)
+    hub = None if Path(path).exists() or path.endswith(_FILE_SUFFIXES) else parse_source(path)
     if is_streamed and hub is None and files_of(Path(path), setting):
-        raise ConfigError(f"{setting} = {path!r} is a file, and files are not streamed; remove streaming")
+        raise ConfigError(f"{setting} = {path!r} is a file, which cannot be streamed; remove streaming")
     if hub is not None:
         records = read_hub(hub, setting, is_streamed=is_streamed)
     else:
@@ -105,8 +105,8 @@ def split_source(source: str, setting: str = "the data") -> tuple[str, int | Non
     return match["path"], start, stop
 
 
-def _nearest(path: Path) -> str:
-    """The file that may be meant, or where a relative path begins."""
+def _advice(path: Path) -> str:
+    """Advice for a path that does not exist: a file with a similar name, or where relative paths begin."""
     folder = path.parent
     names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
     if near := difflib.get_close_matches(path.name, names, n=1):
@@ -116,7 +116,7 @@ def _nearest(path: Path) -> str:
 
 
 def files_of(path: Path, setting: str) -> list[Path]:
-    """The files that a path stands for.
+    """The file at a path, or the .jsonl and .parquet files of a directory.
 
     Raises: ConfigError if there is none.
     """
@@ -127,16 +127,16 @@ def files_of(path: Path, setting: str) -> list[Path]:
         return files
     if not path.is_file():
         advice = ""
-        if looks_like_hub_name(str(path)) and not path.name.endswith(_NAMES_OF_FILES):
+        if looks_like_hub_name(str(path)) and not path.name.endswith(_FILE_SUFFIXES):
             advice = f" A data set of the Hub is written with its split, '{path}[train]' or 'ORG/NAME:CONFIG[train]'."
-        raise ConfigError(f"{setting} = {str(path)!r}: no such file or directory.{advice or _nearest(path)}")
+        raise ConfigError(f"{setting} = {str(path)!r}: no such file or directory.{advice or _advice(path)}")
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{setting} = {str(path)!r}: must end in .jsonl or .parquet.")
     return [path]
 
 
 def from_json(text: bytes | str, where: str) -> Any:
-    """The value of a JSON text; `where` is its place for messages.
+    """Decode a JSON text; `where` is its place for error messages.
 
     Raises: DataError with the place and the mistake.
     """
@@ -167,7 +167,10 @@ def _read_file(file: Path) -> Iterator[Record]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = Place(f"{file}:{number}", file.parent)
-                yield where, _object(from_json(line, where), where)
+                row = from_json(line, where)
+                if not isinstance(row, dict):
+                    raise DataError(f"{where}: a row must be an object, got {type(row).__name__}.")
+                yield where, row
 
 
 def _read_parquet(file: Path) -> Iterator[Record]:
@@ -176,16 +179,8 @@ def _read_parquet(file: Path) -> Iterator[Record]:
 
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            number = 0
-            for batch in table.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield Place(f"{file}, row {number}", file.parent), row
+            rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield Place(f"{file}, row {number}", file.parent), row
     except (pyarrow.ArrowException, OSError) as cause:
         raise DataError(f"{file}: not a readable parquet file: {cause}") from cause
-
-
-def _object(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise DataError(f"{where}: a row must be an object, got {type(value).__name__}.")
-    return value

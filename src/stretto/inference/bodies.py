@@ -1,8 +1,8 @@
 """Bodies of the text routes, as OpenAI and vLLM define them.
 
-Fields of type Any are settings that this engine does not support. They must have a neutral value (NEUTRAL_TEXT, and
-api.NEUTRAL for those of the token route); any other value is refused, because an engine that ignores a setting
-silently gives wrong answers.
+Fields of type Any are settings that this engine does not support. They must have a neutral value (in NEUTRAL_TEXT, or
+api.NEUTRAL for those of the token route); any other value is refused, because an engine that silently ignores a setting
+gives wrong answers.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class TextBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class CompletionsBody(TextBody, kw_only=True):
     """Body of /v1/completions."""
 
-    prompt: str | list[str | int | list[int]]  # one text, one list of ids, or a list of either
+    prompt: str | list[str | int | list[int]]  # a text, a list of ids, or a list of texts and lists of ids
     logprobs: int | None = None
     echo: bool = False
     prompt_logprobs: int | None = None
@@ -135,13 +135,11 @@ def decode_text_body(data: bytes, kind: type[Any]) -> Any:
     """Decode a CompletionsBody or ChatBody. Raises: Refusal if it is invalid or not supported."""
     body = api.decode_json(data, kind)
     for name in body.__struct_fields__:
-        allowed = NEUTRAL_TEXT.get(name) or NEUTRAL.get(name)
+        value, allowed = getattr(body, name), NEUTRAL_TEXT.get(name) or NEUTRAL.get(name)
         if name in ("stream", "stream_options") or allowed is None:
             continue
-        if getattr(body, name) not in allowed:
-            raise Refusal(
-                f"{name}: {getattr(body, name)!r} is not supported by the embedded engine; remove it"
-            )
+        if value not in allowed:
+            raise Refusal(f"{name}: {value!r} is not supported by the embedded engine; remove it")
     if unknown := (body.stream_options or {}).keys() - {"include_usage", "continuous_usage_stats"}:
         raise Refusal(f"stream_options: {sorted(unknown)} is not supported; only include_usage is")
     return body

@@ -1,4 +1,4 @@
-"""The boundary of one HTTP request: API key, size of the body, and the answer to a failure.
+"""The boundary of an HTTP request: API key, size of the body, and the answer after an exception.
 
 A Refusal is answered with its status, any other exception with a 500 and the request's id; none of them reaches the
 engine. server.py and vllm/guard.py both check the key with `is_allowed`.
@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from uuid import uuid4
 
+import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
@@ -36,14 +37,14 @@ NO_KEY = "the API key is missing or wrong; send `Authorization: Bearer <key>`"
 MAX_ADMIN_BYTES = 64 << 20  # a manifest of 400,000 tensors
 MAX_SETTINGS_BYTES = 1 << 20
 """Size of a body without its prompts."""
-_HOLD = web.RequestKey("hold", Callable[[int], None])  # of a request for tokens: OpenBytes counts it
+_HOLD = web.RequestKey("hold", Callable[[int], None])  # tells OpenBytes the size of a request for tokens
 _ID_BYTES = 12  # a token id in JSON, with its separator
 _MAX_ESCAPED_BYTES = 6  # JSON for one byte of text
 _MAX_ID_CHARACTERS = 128
 
 
 def is_allowed(path: str, authorization: bytes, key: str | None) -> bool:
-    """Whether a request may pass: the route is open, no key is set, or the right key was sent."""
+    """Whether a request is allowed: the route is open, no key is set, or the right key was sent."""
     if key is None or path in OPEN_ROUTES:
         return True
     scheme, _, sent = authorization.partition(b" ")
@@ -53,9 +54,10 @@ def is_allowed(path: str, authorization: bytes, key: str | None) -> bool:
 def max_body_bytes(
     max_model_len: int, token_bytes: int | None = None, vision: VisionSizes | None = None
 ) -> int:
-    """The largest body of a route.
+    """The largest body of a route, in bytes.
 
-    token_bytes: bytes of the longest token, for prompts as text. vision: images may be sent, for every token.
+    token_bytes: bytes of the longest token, for prompts as text. vision: for a model with images, of which every token
+    may be one.
     """
     per_token = _ID_BYTES if token_bytes is None else max(_ID_BYTES, _MAX_ESCAPED_BYTES * token_bytes)
     per_token += 0 if vision is None else vision.bytes_per_token
@@ -63,7 +65,7 @@ def max_body_bytes(
 
 
 class OpenBytes:
-    """Bytes of the open requests of a server, and their bound: images must not fill the memory while they wait."""
+    """Counts the bytes of a server's open requests and limits them, so that waiting images do not fill the memory."""
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self.max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
@@ -71,9 +73,9 @@ class OpenBytes:
 
     @contextmanager
     def request(self, declared: int | None) -> Iterator[Callable[[int], None]]:
-        """Count a request until its end; what it yields says again how many bytes it has.
+        """Count a request until its end; yields a function that sets its number of bytes.
 
-        declared: its Content-Length. Raises: Refusal 429 if there is no room beside others.
+        declared: its Content-Length. Raises: Refusal 429 if all open requests would have too many bytes.
         """
         held = 0
 
@@ -104,7 +106,7 @@ class OpenBytes:
 
 
 def hold_pixels(http: web.Request, images: Iterable[Image], *, body_bytes: int = 0) -> None:
-    """Count the pixels of a request instead of its body, which was read. Raises: Refusal 429 if they have no room."""
+    """Count a request's pixels instead of its body. Raises: Refusal 429 as OpenBytes.request does."""
     if pixels := sum(image.patches.nbytes for image in images if image.patches is not None):
         http[_HOLD](body_bytes + pixels)
 
@@ -112,7 +114,7 @@ def hold_pixels(http: web.Request, images: Iterable[Image], *, body_bytes: int =
 async def read_body(http: web.Request, limit: int) -> bytes:
     """Read the request's body.
 
-    Raises: Refusal 413 if it is larger than `limit` bytes, 400 or 415 if it cannot be read, 429 if too many are open.
+    Raises: Refusal 413 if it is larger than `limit` bytes, 400 or 415 if it cannot be read, 429 as OpenBytes.request.
     """
     data, hold = bytearray(), http.get(_HOLD, lambda _: None)
     too_large = Refusal(f"the body has more than {limit} bytes, the limit of this route", 413)
@@ -134,9 +136,7 @@ async def read_body(http: web.Request, limit: int) -> bytes:
     try:
         body = decompressor.decompress(bytes(data), limit + 1)
     except zlib.error as error:
-        raise Refusal(
-            f"the body cannot be read: it is not compressed as Content-Encoding says: {error}"
-        ) from error
+        raise Refusal(f"the body cannot be read: it does not have its Content-Encoding: {error}") from error
     if len(body) > limit:
         raise too_large
     hold(len(data) + len(body))
@@ -146,7 +146,7 @@ async def read_body(http: web.Request, limit: int) -> bytes:
 
 
 class _ClientErrorFilter(logging.Filter):
-    """Drops aiohttp's tracebacks of requests that are not valid HTTP: they have been answered."""
+    """Drops aiohttp's tracebacks of requests that are not valid HTTP, which have been answered."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -154,7 +154,7 @@ class _ClientErrorFilter(logging.Filter):
 
 
 RUNNER_SETTINGS = {"handler_cancellation": True, "auto_decompress": False}
-"""How aiohttp runs our app. `read_body` decompresses bodies, because it knows their size limit."""
+"""aiohttp's settings for our app; `read_body` decompresses bodies, because their size is limited there."""
 _CLIENT_ERROR_FILTER = _ClientErrorFilter()
 
 
@@ -172,31 +172,29 @@ def middleware(key: str | None) -> Callable[[web.Request, Handler], Awaitable[we
     @web.middleware
     async def boundary(http: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if not is_allowed(http.path, _header(http, "Authorization"), key):
+            authorization = http.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+            if not is_allowed(http.path, authorization, key):
                 raise Refusal(NO_KEY, 401)
             return await handler(http)
         except Refusal as refusal:
-            return _json(refusal)
+            return _refusal_response(refusal)
         except web.HTTPException as error:  # no such route, or not with this method
-            return _json(Refusal(f"{http.method} {http.path[:200]}: {error.reason}", error.status))
+            return _refusal_response(
+                Refusal(f"{http.method} {http.path[:200]}: {error.reason}", error.status)
+            )
         except ConnectionError as error:
             logger.debug("%s %s: the caller has disconnected: %s", http.method, http.path, error)
             return web.Response(status=499)
         except StrettoError as error:
             logger.error("%s %s: %s", http.method, http.path, error)
-            return _json(Refusal(str(error), 500))
+            return _refusal_response(Refusal(str(error), 500))
         except Exception as error:
             request_id = _request_id(http)
             logger.exception("%s %s failed, request %s", http.method, http.path, request_id)
-            return _json(
-                Refusal(f"internal error in request {request_id}: {type(error).__name__}: {error}", 500)
-            )
+            message = f"internal error in request {request_id}: {type(error).__name__}: {error}"
+            return _refusal_response(Refusal(message, 500))
 
     return boundary
-
-
-def _header(http: web.Request, name: str) -> bytes:
-    return http.headers.get(name, "").encode("utf-8", "surrogateescape")
 
 
 def _request_id(http: web.Request) -> str:
@@ -206,7 +204,12 @@ def _request_id(http: web.Request) -> str:
     return name if is_plain else uuid4().hex
 
 
-def _json(refusal: Refusal) -> web.Response:
-    text = refusal.body()
+def _refusal_response(refusal: Refusal) -> web.Response:
     headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
-    return web.Response(body=text, status=refusal.status, content_type="application/json", headers=headers)
+    return json_response(refusal.body(), refusal.status, headers)
+
+
+def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """A response with this body as JSON; bytes are JSON already."""
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    return web.Response(body=data, status=status, content_type="application/json", headers=headers)

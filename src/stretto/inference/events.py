@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class StreamPiece:
-    """What one step added to one streamed sample, or its end."""
+    """The tokens that one step added to a streamed sample, or the sample's end."""
 
     index: int
     text: str = ""
@@ -33,7 +33,7 @@ class StreamPiece:
 
 
 class PieceDecoder:
-    """Decodes one streamed sample; holds back num_held characters, which may begin a stop string."""
+    """Decodes one streamed sample; holds back num_held characters, which may be the start of a stop string."""
 
     def __init__(self, decode: Decode, num_held: int) -> None:
         self._detokenizer, self._num_held = Detokenizer(decode), num_held
@@ -42,7 +42,7 @@ class PieceDecoder:
         self.has_begun = False
 
     def push(self, ids: list[int]) -> str:
-        """The text that these tokens add, as far as no stop string can begin in it."""
+        """The text that these tokens add, up to where a stop string may start."""
         self.has_begun = True
         text = self._held + "".join(map(self._detokenizer.push, ids))
         cut = max(len(text) - self._num_held, 0)
@@ -72,7 +72,7 @@ async def merge_pieces(sources: list[AsyncIterator[StreamPiece]]) -> AsyncIterat
                 yield item
                 continue
             num_open -= 1
-            await asyncio.sleep(0)  # let the task end that has put None
+            await asyncio.sleep(0)  # so that the task that has put None can end
             for task in tasks:
                 if task.done():
                     task.result()
@@ -82,14 +82,14 @@ async def merge_pieces(sources: list[AsyncIterator[StreamPiece]]) -> AsyncIterat
 
 
 def finish_fields(piece: StreamPiece) -> dict[str, Any]:
-    """The fields of a choice that say why it ended; None in them before its end."""
+    """The fields of a choice with the reason of its end; None before the end."""
     reasons: dict[str, Any] = {"logprobs": None, "finish_reason": piece.finish_reason}
     return reasons | ({"stop_reason": piece.stop_reason} if piece.finish_reason else {})
 
 
 @asynccontextmanager
 async def open_stream(http: web.Request) -> AsyncIterator[web.StreamResponse]:
-    """A response of server-sent events; the status line is sent at once, later errors are events."""
+    """A response of server-sent events; the status line is sent immediately, later errors are events."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(http)
     try:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -36,7 +36,7 @@ from stretto.inference.bodies import (
     check_messages,
     decode_text_body,
 )
-from stretto.inference.boundary import hold_pixels, max_body_bytes, read_body
+from stretto.inference.boundary import hold_pixels, json_response, max_body_bytes, read_body
 from stretto.inference.embedded.engine import Engine, Ticket
 from stretto.inference.embedded.scheduler import EngineRequest
 from stretto.inference.events import (
@@ -48,6 +48,7 @@ from stretto.inference.events import (
     open_stream,
     send_event,
 )
+from stretto.inference.limits import check_text_size, unknown_token
 from stretto.inference.text import Decode, Detokenizer, cut_at_stop
 from stretto.records.generate import GenerateRequest
 from stretto.records.images import Image
@@ -60,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_OFFLOAD_SIZE = 4096  # characters or tokens
+_OFFLOAD_SIZE = 4096  # characters or tokens, from which work runs in a thread
 _MESSAGE_OVERHEAD_BYTES = 64  # JSON of a message without its text
 
 
@@ -113,12 +114,7 @@ class OpenAIRoutes:
             )
             for i, ids in enumerate(await self._prompts(body))
         ]  # fmt: skip
-        frame = {
-            "id": request_id,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": body.model or self.model_name,
-        }
+        frame = self._frame(body, request_id, "text_completion")
         if body.stream:
             if body.echo or body.prompt_logprobs is not None:
                 raise Refusal("stream: echo and prompt_logprobs cannot be streamed")
@@ -131,7 +127,7 @@ class OpenAIRoutes:
                 for index, request in enumerate(done)
                 for member in range(body.n or 1)
             ]
-            return _json(frame | {"choices": choices, "usage": _usage(done)})
+            return json_response(frame | {"choices": choices, "usage": _usage(done)})
 
         return await _offload(_num_tokens(done), build_response)
 
@@ -155,23 +151,11 @@ class OpenAIRoutes:
             images=images,
             image_token_id=renderer.image_token_id if images else None,
         )
-        created = int(time.time())
+        frame = self._frame(body, request_id, f"chat.completion{'.chunk' if body.stream else ''}")
+        if body.stream and body.tools:
+            return await self._stream_whole(http, body, spec, frame, renderer)
         if body.stream:
-            frame = {
-                "id": request_id,
-                "object": "chat.completion.chunk",
-                "created": created,
-                "model": body.model or self.model_name,
-            }
-            if body.tools:
-                return await self._stream_whole(http, body, spec, frame, renderer)
             return await self._stream(http, body, [spec], frame, self._chat_piece)
-        frame = {
-            "id": request_id,
-            "object": "chat.completion",
-            "created": created,
-            "model": body.model or self.model_name,
-        }
         done = await self._engine().generate(spec)
 
         def build_response() -> web.Response:
@@ -179,7 +163,7 @@ class OpenAIRoutes:
             reply = frame | {"choices": choices, "usage": _usage([done])}
             if body.return_token_ids:
                 reply["prompt_token_ids"] = prompt_ids.tolist()
-            return _json(reply)
+            return json_response(reply)
 
         return await _offload(_num_tokens([done]), build_response)
 
@@ -193,45 +177,43 @@ class OpenAIRoutes:
         else:
             renderer = await self._renderer(body.chat_template_kwargs)
             ids = (await self._render(renderer, body.messages, body.tools))[0].tolist()
-        return _json({"count": len(ids), "max_model_len": self._engine().core.max_model_len, "tokens": ids})
+        return json_response(
+            {"count": len(ids), "max_model_len": self._engine().core.max_model_len, "tokens": ids}
+        )
 
     async def detokenize(self, http: web.Request) -> web.Response:
         body = api.decode_json(await self._read(http), DetokenizeBody)
         self.adapter_of(body.model)
         self._check_ids(api.token_array(body.tokens, "tokens"), "tokens")
-        return await _offload(len(body.tokens), lambda: _json({"prompt": self.tokenizer.decode(body.tokens)}))
+        return await _offload(
+            len(body.tokens), lambda: json_response({"prompt": self.tokenizer.decode(body.tokens)})
+        )
+
+    def _frame(self, body: TextBody, request_id: str, kind: str) -> dict[str, Any]:
+        """The fields that all answers to a request have."""
+        model = body.model or self.model_name
+        return {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
 
     async def _read(self, http: web.Request) -> bytes:
-        """Read the body of a text route; refuse one larger than any prompt the engine can serve."""
-        engine = self._engine()
+        """Read the body of a text route; refuse one larger than any prompt that the engine can serve."""
+        core = self._engine().core
         if "tokenizer" not in self.__dict__:
             await asyncio.to_thread(lambda: self.tokenizer.max_token_bytes)
+        vision = VisionSizes.of(core.config.hf)
         return await read_body(
-            http,
-            max_body_bytes(
-                engine.core.max_model_len,
-                self.tokenizer.max_token_bytes,
-                VisionSizes.of(engine.core.config.hf),
-            ),
+            http, max_body_bytes(core.max_model_len, self.tokenizer.max_token_bytes, vision)
         )
 
     def _check_size(self, num_bytes: int, where: str) -> None:
-        """Refuse a text that is too long for sure; tokenizing it would take a second per megabyte."""
-        limit, token_bytes = self._engine().core.max_model_len, self.tokenizer.max_token_bytes
-        if num_bytes > limit * token_bytes:
-            raise Refusal(
-                f"{where}: the text has {num_bytes} bytes, and a token has at most {token_bytes}; the engine's limit "
-                f"is {limit} tokens (max_model_len)"
-            )
+        max_model_len, token_bytes = self._engine().core.max_model_len, self.tokenizer.max_token_bytes
+        check_text_size(where, num_bytes, max_model_len=max_model_len, token_bytes=token_bytes)
 
     async def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text."""
         for text in texts:
             self._check_size(len(text.encode()), "prompt")
-        encode = lambda: [
-            self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts
-        ]
-        return await _offload(sum(map(len, texts)), encode)
+        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
+        return await _offload(sum(map(len, texts)), lambda: list(map(encode, texts)))
 
     def _decode(self, data: bytes, kind: type[Any]) -> Any:
         body = decode_text_body(data, kind)
@@ -241,17 +223,17 @@ class OpenAIRoutes:
     async def _prompts(self, body: CompletionsBody) -> list[np.ndarray]:
         prompt = body.prompt
         is_ids = isinstance(prompt, list) and all(isinstance(i, int) for i in prompt)
-        several = [prompt] if isinstance(prompt, str) or is_ids else prompt
-        if any(isinstance(one, int) for one in several):
+        prompts = [prompt] if isinstance(prompt, str) or is_ids else prompt
+        if any(isinstance(each, int) for each in prompts):
             raise Refusal("prompt: send one text, one list of token ids, or a list of texts or of such lists")
-        texts = [one for one in several if isinstance(one, str)]
-        encoded = iter(await self._encode(texts, body.add_special_tokens))
-        return [api.token_array(next(encoded) if isinstance(one, str) else one, "prompt") for one in several]
+        texts = [each for each in prompts if isinstance(each, str)]
+        ids = iter(await self._encode(texts, body.add_special_tokens))
+        return [api.token_array(next(ids) if isinstance(each, str) else each, "prompt") for each in prompts]
 
     def _check_ids(self, ids: np.ndarray, where: str) -> None:
-        size = self._engine().core.config.vocab_size
-        if len(ids) and (ids.min() < 0 or ids.max() >= size):
-            raise Refusal(f"{where}: a token id is out of vocabulary; ids are 0 to {size - 1}")
+        vocab_size = self._engine().core.config.vocab_size
+        if len(bad := ids[(ids < 0) | (ids >= vocab_size)]):
+            raise Refusal(unknown_token(where, int(bad[0]), vocab_size))
 
     async def _renderer(self, template_settings: dict[str, Any] | None) -> Renderer:
         settings = template_settings or {}
@@ -261,17 +243,14 @@ class OpenAIRoutes:
         if thinking not in self._renderers:
             model_type = self._engine().core.config.hf.get("model_type")
             section = RendererSection(enable_thinking=thinking)
-            loop = asyncio.get_running_loop()
+            build = lambda: build_renderer(
+                self.directory, section, model_type, load_image_processor(self.directory)
+            )
             try:
-                self._renderers[thinking] = await loop.run_in_executor(
-                    None, self._build_renderer, section, model_type
-                )
+                self._renderers[thinking] = await asyncio.to_thread(build)
             except StrettoError as error:
                 raise Refusal(f"messages: the chat template of this model is not known: {error}") from error
         return self._renderers[thinking]
-
-    def _build_renderer(self, section: RendererSection, model_type: str | None) -> Renderer:
-        return build_renderer(self.directory, section, model_type, load_image_processor(self.directory))
 
     async def _render(
         self, renderer: Renderer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
@@ -359,29 +338,19 @@ class OpenAIRoutes:
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [_tool_call(call) for call in calls]
             finish = "tool_calls" if finish == "stop" else finish
-        choice = {
-            "index": member,
-            "message": message,
-            "finish_reason": finish,
-            "stop_reason": reason,
-            "logprobs": {
-                "content": self._chat_logprobs(
-                    body, completion.token_ids.tolist(), completion.logprobs.tolist()
-                )
-            }
-            if body.logprobs
-            else None,
-        }
-        if body.return_token_ids:
-            choice["token_ids"] = completion.token_ids.tolist()
-        return choice
+        choice = {"index": member, "message": message, "finish_reason": finish, "stop_reason": reason}
+        ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
+        choice["logprobs"] = {"content": self._chat_logprobs(body, ids, logprobs)} if body.logprobs else None
+        return choice | ({"token_ids": ids} if body.return_token_ids else {})
 
     def _chat_logprobs(self, body: ChatBody, ids: list[int], logprobs: list[float]) -> list[dict[str, Any]]:
-        out = []
+        content = []
         for token, logprob in zip(ids, logprobs):
             text = f"token_id:{token}" if body.return_tokens_as_token_ids else self.tokenizer.decode([token])
-            out.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
-        return out
+            content.append(
+                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            )
+        return content
 
     def _text(self, body: TextBody, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens)
@@ -390,7 +359,7 @@ class OpenAIRoutes:
         self, http: web.Request, body: TextBody, specs: list[GenerateRequest], frame: dict[str, Any],
         format_piece: Callable[[Any, StreamPiece], dict[str, Any]],
     ) -> web.StreamResponse:  # fmt: skip
-        """Send server-sent events: pieces of text, finish reasons, the usage if requested, [DONE]."""
+        """Stream pieces of text, finish reasons, the usage if requested, and [DONE]."""
         done: list[EngineRequest] = []
         tickets = self._submit_all(specs, is_streamed=True)
         num_samples = specs[0].n
@@ -408,7 +377,7 @@ class OpenAIRoutes:
     async def _pieces(
         self, first_index: int, ticket: Ticket, body: TextBody, done: list[EngineRequest]
     ) -> AsyncIterator[StreamPiece]:
-        """Yield one request as pieces of text; text that may be the start of a stop string waits."""
+        """Yield one request as pieces of text; text that may be the start of a stop string is held back."""
         engine, spec = self._engine(), ticket.request.spec
         decode = lambda ids: self._text(body, list(ids))
         num_held = max(map(len, spec.sampling.stop), default=1) - 1
@@ -456,7 +425,7 @@ class OpenAIRoutes:
         frame: dict[str, Any],
         renderer: Renderer,
     ) -> web.StreamResponse:
-        """Stream one delta per choice: with tools, a reply can be parsed only when it is complete."""
+        """Stream one delta per choice: if there are tools, only a complete reply can be parsed."""
         done = await self._engine().generate(spec)
         async with open_stream(http) as response:
             for member in range(spec.n):
@@ -486,7 +455,7 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _offload(size: int, work: Callable[[], T]) -> T:
-    """Run `work`; in a thread if `size` is large, so that other requests are answered meanwhile."""
+    """Run `work`; in a thread if `size` is large, so that other requests are answered in the meantime."""
     return work() if size < _OFFLOAD_SIZE else await asyncio.to_thread(work)
 
 
@@ -495,18 +464,11 @@ def _num_tokens(done: list[EngineRequest]) -> int:
 
 
 def _usage(done: list[EngineRequest]) -> dict[str, Any]:
-    return usage(
-        sum(len(r.spec.prompt_ids) for r in done),
-        sum(len(c.token_ids) for r in done for c in r.completions),
-        sum(r.cached_tokens for r in done),
-    )
+    prompt_tokens = sum(len(request.spec.prompt_ids) for request in done)
+    return usage(prompt_tokens, _num_tokens(done), sum(request.cached_tokens for request in done))
 
 
 def _usage_event(body: TextBody, frame: dict[str, Any], done: list[EngineRequest]) -> dict[str, Any] | None:
-    """The last event of a stream that was asked for its usage; None for others."""
-    is_wanted = (body.stream_options or {}).get("include_usage")
-    return frame | {"choices": [], "usage": _usage(done)} if is_wanted else None
-
-
-def _json(body: dict[str, Any]) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    """The last event of a stream whose request has include_usage; None for others."""
+    has_usage = (body.stream_options or {}).get("include_usage")
+    return frame | {"choices": [], "usage": _usage(done)} if has_usage else None

@@ -1,8 +1,8 @@
 """The inference process: one embedded engine behind vLLM's and OpenAI's HTTP routes.
 
-`main` listens at once (/liveness 200, /health 503), loads the model, then serves. Token routes are here, text routes
-in openai.py; embedded/ computes the replies, and boundary.py answers requests that fail. An exception of the engine
-itself ends the process with a traceback in the log.
+`main` listens immediately (/liveness 200, /health 503), loads the model, then serves. Token routes are here, text
+routes in openai.py; embedded/ computes the replies, and boundary.py answers requests that fail. An exception in the
+engine itself ends the process with a traceback in the log.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from stretto.base.errors import ConfigError, StrettoError, WireError
 from stretto.base.process import visible_gpus
 from stretto.base.runtime import freeze_objects, keep_freed_memory, raise_file_limit
 from stretto.base.status import is_supervised
+from stretto.chat.tokenizer import end_ids
 from stretto.config.sections.engines import ADMITTED, HOLD_VAR
 from stretto.data.hub_model import fetch
 from stretto.inference.boundary import (
@@ -32,11 +33,13 @@ from stretto.inference.boundary import (
     RUNNER_SETTINGS,
     build_app,
     hold_pixels,
+    json_response,
     max_body_bytes,
     read_body,
 )
 from stretto.inference.embedded.core import CoreSettings, EngineCore
-from stretto.inference.embedded.engine import Engine, EngineState
+from stretto.inference.embedded.engine import FAILED, Engine, EngineState
+from stretto.inference.limits import too_many_adapters
 from stretto.inference.openai import OpenAIRoutes
 from stretto.inference.update_order import UpdateOrder
 from stretto.models.hub import dtype_of, load_model
@@ -113,18 +116,18 @@ class Server:
 
     async def health(self, _: web.Request) -> web.Response:
         if self.failure is not None or (self.engine and self.engine.state is EngineState.FAILED):
-            return _json(Refusal("the engine has failed; its log says why", 500).body(), 500)
+            raise Refusal(FAILED, 500)
         if self.engine is None:
-            return _json(Refusal("the model is being loaded", 503).body(), 503)
+            raise Refusal("the model is being loaded", 503)
         return web.Response()
 
     async def liveness(self, _: web.Request) -> web.Response:
         return web.Response()
 
     async def admitted(self, _: web.Request) -> web.Response:
-        """200 if the engine is healthy and, in a run, holds the run's weights; routers call this."""
+        """200 if the engine is healthy and, in a run, has loaded the run's weights; routers call this."""
         if self.engine is None or (os.environ.get(HOLD_VAR) and self._loaded_version is None):
-            return _json(Refusal("this engine is waiting for the run's weights", 503).body(), 503)
+            raise Refusal("this engine is waiting for the run's weights", 503)
         return await self.health(_)
 
     async def load_adapter(self, http: web.Request) -> web.Response:
@@ -134,13 +137,9 @@ class Server:
             raise Refusal("lora_name and lora_path: both are needed")
         if name == self.model_name:
             raise Refusal(f"lora_name: {name!r} is the name of the model itself; use another")
-        adapters = self.ready_engine().core.adapters
-        section = self.cfg.lora
+        adapters, section = self.ready_engine().core.adapters, self.cfg.lora
         if section is not None and adapters.get(name) is None and len(list(adapters)) >= section.max_loras:
-            raise Refusal(
-                f"lora_name: {section.max_loras} adapters are loaded, and inference.lora.max_loras allows no more; "
-                "unload one"
-            )
+            raise Refusal(too_many_adapters(section.max_loras))
         await self.ready_engine().load_adapter(name, body.lora_path, is_replacing=body.load_inplace)
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -164,7 +163,7 @@ class Server:
             card | {"id": adapter.name, "root": adapter.path, "parent": self.model_name}
             for adapter in core.adapters
         ]
-        return _json({"object": "list", "data": [card, *adapters]})
+        return json_response({"object": "list", "data": [card, *adapters]})
 
     async def metrics(self, _: web.Request) -> web.Response:
         return web.Response(text=self.ready_engine().metrics_page())
@@ -172,10 +171,10 @@ class Server:
     async def generate(self, http: web.Request) -> web.Response:
         request = await self._read_generate(http)
         done = await self.ready_engine().generate(request)
-        return _json(encode_completions(request, done.completions, done.stop_reasons))
+        return json_response(encode_completions(request, done.completions, done.stop_reasons))
 
     async def _read_generate(self, http: web.Request) -> GenerateRequest:
-        """The request in a body; a waiting request keeps its pixels once, and those of an equal image not again."""
+        """Decode a body; requests with equal images share their pixels."""
         core = self.ready_engine().core
         limit = max_body_bytes(core.max_model_len, vision=VisionSizes.of(core.config.hf))
         body = await read_body(http, limit)
@@ -192,19 +191,19 @@ class Server:
         clear = http.query.get("clear_cache", "true").lower() not in ("false", "0")
         with self.order.call(api.PAUSE):
             await self.ready_engine().pause(mode, clear_cache=clear)
-        return _json({"status": "paused"})
+        return json_response({"status": "paused"})
 
     async def resume(self, _: web.Request) -> web.Response:
         with self.order.call(api.RESUME):
             await self.ready_engine().resume()
-        return _json({"status": "resumed"})
+        return json_response({"status": "resumed"})
 
     async def sleep(self, http: web.Request) -> web.Response:
         level = http.query.get("level", "1")
         if level not in ("1", "2"):
-            raise Refusal(f"level: {level!r} must be 1, which keeps the weights, or 2, which drops them")
+            raise Refusal(f"level: {level!r} must be 1 (keeps the weights) or 2 (drops them)")
         await self.ready_engine().sleep(int(level))
-        return _json({"status": "sleeping", "level": int(level)})
+        return json_response({"status": "sleeping", "level": int(level)})
 
     async def wake_up(self, http: web.Request) -> web.Response:
         tags = http.query.getall("tags", list(api.SLEEP_TAGS))
@@ -212,21 +211,21 @@ class Server:
             raise Refusal(f"tags: {unknown[0]!r} is not one of {', '.join(api.SLEEP_TAGS)}")
         await self.ready_engine().wake_up(tags)
         is_asleep = self.ready_engine().state is EngineState.SLEEPING
-        return _json({"status": "sleeping" if is_asleep else "awake", "tags": tags})
+        return json_response({"status": "sleeping" if is_asleep else "awake", "tags": tags})
 
     async def is_sleeping(self, _: web.Request) -> web.Response:
-        return _json({"is_sleeping": self.ready_engine().state is EngineState.SLEEPING})
+        return json_response({"is_sleeping": self.ready_engine().state is EngineState.SLEEPING})
 
     async def is_paused(self, _: web.Request) -> web.Response:
-        return _json({"is_paused": self.ready_engine().state is EngineState.PAUSED})
+        return json_response({"is_paused": self.ready_engine().state is EngineState.PAUSED})
 
     async def world_size(self, _: web.Request) -> web.Response:
-        return _json(updates.encode_world_size(1))
+        return json_response(updates.encode_world_size(1))
 
     async def start_update(self, _: web.Request) -> web.Response:
         with self.order.call(api.START_UPDATE):
             self.ready_engine()
-        return _json(updates.encode_started(loads_between_steps=True))
+        return json_response(updates.encode_started(loads_between_steps=True))
 
     async def update_weights(self, http: web.Request) -> web.Response:
         update = updates.decode_update(await read_body(http, MAX_ADMIN_BYTES))
@@ -234,13 +233,13 @@ class Server:
         try:
             with self.order.call(api.UPDATE_WEIGHTS):
                 await self.ready_engine().update(manifest, update.group)
-        except WireError as error:  # nothing was loaded; the engine goes on
+        except WireError as error:  # nothing was loaded; the engine continues
             raise Refusal(str(error), 409) from error
         self._loaded_version = str(manifest.version)
-        return _json({"message": "Weights updated", "weight_version": self._loaded_version})
+        return json_response({"message": "Weights updated", "weight_version": self._loaded_version})
 
     async def finish_update(self, http: web.Request) -> web.Response:
-        """End an update; a version in the body must be that of the manifest."""
+        """End an update; if the body has a version, it must be that of the manifest."""
         version = updates.decode_finish(await read_body(http, MAX_ADMIN_BYTES))
         with self.order.call(api.FINISH_UPDATE):
             if self._loaded_version is None:
@@ -249,17 +248,17 @@ class Server:
                 raise Refusal(
                     f"weight_version: {version!r}, but the loaded weights are {self._loaded_version!r}"
                 )
-        return _json({"message": "Weight update finished"})
+        return json_response({"message": "Weight update finished"})
 
     async def reset_prefix_cache(self, _: web.Request) -> web.Response:
         await self.ready_engine().reset_prefix_cache()
-        return _json({"success": True})
+        return json_response({"success": True})
 
     async def abort(self, http: web.Request) -> web.Response:
         body = await read_body(http, MAX_ADMIN_BYTES)
         ids = api.decode_json(body, api.AbortBody).request_ids if body else None
         await self.ready_engine().abort(ids)
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
 
 def model_directory(cfg: InferenceConfig) -> Path:
@@ -285,15 +284,13 @@ def main(cfg: InferenceConfig) -> int:
 
 
 def with_address(cfg: InferenceConfig) -> InferenceConfig:
-    """Listen at all addresses if this engine was started alone, has a key, and was given no address.
+    """Listen on all addresses if this engine was started alone, with a key and without an address.
 
-    The key is what guards it. Engines that a launcher starts have an address in their config.
+    The key protects it. Engines that a launcher starts have an address in their config.
     """
     if cfg.key is None or "host" in cfg.server.model_fields_set or is_supervised():
         return cfg
-    logger.info(
-        "listening at all addresses, because a key is set; --host 127.0.0.1 is for this machine alone"
-    )
+    logger.info("listening on all addresses, because a key is set; --host 127.0.0.1 is for this machine only")
     return cfg.model_copy(update={"server": cfg.server.model_copy(update={"host": "0.0.0.0"})})
 
 
@@ -312,8 +309,8 @@ async def serve(cfg: InferenceConfig) -> int:
     except OSError as error:
         await runner.cleanup()
         raise ConfigError(
-            f"[inference.server] cannot listen on {host}:{port}: {error.strerror or error}. `ss -ltnp` shows who has "
-            "the port: stop that, or give another as server.port."
+            f"[inference.server] cannot listen on {host}:{port}: {error.strerror or error}. `ss -ltnp` shows which "
+            "process uses the port: stop it, or set another server.port."
         ) from error
     work = asyncio.create_task(_load_and_run(server))
     stopping = asyncio.create_task(stop.wait())
@@ -337,9 +334,8 @@ async def serve(cfg: InferenceConfig) -> int:
 
 
 async def _load_and_run(server: Server) -> None:
-    started = time.perf_counter()
-    core = await asyncio.get_running_loop().run_in_executor(None, build_core, server.cfg, server.directory)
-    cfg = server.cfg
+    cfg, started = server.cfg, time.perf_counter()
+    core = await asyncio.get_running_loop().run_in_executor(None, build_core, cfg, server.directory)
     server.engine = Engine(
         core,
         model_name=server.model_name,
@@ -367,7 +363,7 @@ def build_core(cfg: InferenceConfig, directory: Path) -> EngineCore:
     model = load_model(directory, dtype=dtype_of(cfg.dtype, device), device=device, may_be_quantized=True)
     is_small = sum(p.numel() for p in model.parameters()) < _ONE_THREAD_BELOW_PARAMETERS
     if is_small and cfg.num_threads is None and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # starting several threads takes longer than computing a small product
+        torch.set_num_threads(1)  # starting threads takes longer than computing a small product
     settings = CoreSettings(
         max_model_len=cfg.max_model_len,
         kv_cache_tokens=cfg.kv_cache_tokens,
@@ -380,22 +376,6 @@ def build_core(cfg: InferenceConfig, directory: Path) -> EngineCore:
         enable_return_sampling_mask=cfg.enable_return_sampling_mask,
         seed=cfg.seed,
         use_kernels=model.layout is None,
-        eos_ids=end_ids(directory, model.config.hf),
+        eos_ids=end_ids(directory),
     )
     return EngineCore(model, settings)
-
-
-def end_ids(directory: Path, hf_config: dict) -> tuple[int, ...]:
-    """The model's end tokens from generation_config.json and config.json; loads no tokenizer."""
-    found: list[int] = []
-    generation = directory / "generation_config.json"
-    configs = [msgspec.json.decode(generation.read_bytes())] if generation.exists() else []
-    for config in (*configs, hf_config):
-        value = config.get("eos_token_id")
-        found += value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(dict.fromkeys(found))
-
-
-def _json(body: object, status: int = 200) -> web.Response:
-    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-    return web.Response(body=data, status=status, content_type="application/json")

@@ -1,4 +1,4 @@
-"""Decode tokens to whole characters while they are sampled, and search them for stop strings."""
+"""Decoding of tokens to whole characters while they are sampled, and the search for stop strings."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 
-_MAX_HELD = 8  # tokens that may wait for the rest of a character before they are decoded as they are
+_MAX_HELD = 8  # tokens that may wait for the rest of a character; then they are decoded without it
 
 
 class Detokenizer:
-    """Returns the text that each token adds; bytes of an unfinished character wait for the rest."""
+    """Decodes token by token; bytes of an unfinished character wait for the rest."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        self._start = 0  # decoding starts here: the text of a token depends on the token before it
+        self._start = 0  # decoding starts one piece earlier: the text of a token depends on the token before
         self._num_decoded = 0  # tokens whose text has been returned
 
     def push(self, token_id: int) -> str:
-        self._ids.append(token_id)
         """The text that this token adds; empty while a character is unfinished."""
+        self._ids.append(token_id)
         before = self._decode(self._ids[self._start : self._num_decoded])
         now = self._decode(self._ids[self._start :])
         if now.endswith("\ufffd") and len(self._ids) - self._num_decoded < _MAX_HELD:
@@ -41,9 +41,9 @@ class StopSearch:
     def push(self, token_id: int) -> str | None:
         """The stop string that this token completes (the earliest in the text), if any."""
         text = self._tail + self._detokenizer.push(token_id)
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        matches = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         self._tail = text[max(len(text) - self._tail_length, 0) :]
-        return min(found)[1] if found else None
+        return min(matches)[1] if matches else None
 
 
 class TokenWatcher:
@@ -55,7 +55,7 @@ class TokenWatcher:
         self._events: list[tuple[int, int, float]] = []
 
     def observe(self, member: int, token_id: int, logprob: float) -> str | None:
-        """Called by the engine for every token; returns a stop string if it ends the sample."""
+        """Called by the engine for every token; returns the stop string that ends the sample, if any."""
         if self._is_streamed:
             self._events.append((member, token_id, logprob))
         return self._searches[member].push(token_id) if self._searches else None

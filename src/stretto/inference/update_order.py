@@ -5,10 +5,10 @@
     STARTED -> LOADED               /update_weights; STARTED if it fails
     LOADED  -> PAUSED               /finish_weight_update
 
-/start_weight_update begins anew in STARTED and LOADED too: whoever called before may have given up.
+/start_weight_update starts a new update in STARTED and LOADED too, because the caller of the earlier one may have died.
 
-Both engines (server.py and vllm/guard.py) refuse other moves with 409 in the same words. Requests that arrive during
-an update wait, as in any pause.
+Both engines (server.py and vllm/guard.py) refuse other moves with 409 and the same messages. Requests that arrive
+during an update wait, as in any pause.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ class UpdateState(StrEnum):
     LOADED = "loaded"
 
 
+_NOT_PAUSED = "the engine is running; call /pause first (mode=keep keeps its requests)"
 _NOT_LOADED = "no weights were loaded since /start_weight_update; send them to /update_weights first"
 _REFUSED = {
-    (
-        api.START_UPDATE,
-        UpdateState.SERVING,
-    ): "the engine is running; call /pause first (mode=keep keeps its requests)",
+    (api.START_UPDATE, UpdateState.SERVING): _NOT_PAUSED,
     (api.FINISH_UPDATE, UpdateState.STARTED): _NOT_LOADED,
     (api.RESUME, UpdateState.STARTED): f"a weight update has started, and {_NOT_LOADED}",
     (api.RESUME, UpdateState.LOADED): "a weight update is not finished; call /finish_weight_update first",
@@ -50,7 +48,7 @@ class UpdateOrder:
 
     @contextmanager
     def call(self, path: str) -> Iterator[None]:
-        """Wrap one call of any route; an exception from the block means that the call failed.
+        """Wrap a call of any route; an exception in the block means that the call failed.
 
         Raises: Refusal 409 if the call is out of order.
         """

@@ -117,7 +117,7 @@ def test_a_photo_that_lies_on_its_side_is_turned() -> None:
         ({"image": "data:image/png,abc"}, "must be `data:image/...;base64,...`"),
         ({"image": "https://example.org/a.png"}, "is not fetched"),
         ({"image": 3}, "here: an image is a path, a data URL, bytes"),
-        ({}, "here: an image part names no picture"),
+        ({}, "here: an image part has no picture"),
         ({"image": picture(401, 2)}, "here: 401 x 2 pixels; one side may be at most 200 times"),
     ],
 )
@@ -243,7 +243,7 @@ def test_a_sampled_placeholder_does_not_move_the_next_images(renderer: Renderer)
         (
             [{"role": "user", "content": [shows(), {"type": "audio"}]}],
             DataError,
-            "holds text parts and images",
+            "may have only text parts and images",
         ),
     ],
 )

@@ -69,5 +69,6 @@ def test_vllm_is_asked_for_its_choices_on_a_gpu_and_ours_are_captured_on_a_cpu(t
     (tmp_path / "config.json").write_text(json.dumps(shape))
     order = build_command(section, tmp_path, is_cpu=True)
     assert "--enable-return-routed-experts" not in order.words
-    assert order.env["STRETTO_ROUTED_EXPERTS"] == "1"
-    assert "STRETTO_ROUTED_EXPERTS" not in build_command(InferenceSection(), tmp_path, is_cpu=True).env
+    plain = build_command(InferenceSection(), tmp_path, is_cpu=True)
+    patch = "choices.return_choices_on_cpus"
+    assert [patch in each.env["STRETTO_PATCHES"].split() for each in (order, plain)] == [True, False]

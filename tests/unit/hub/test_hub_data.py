@@ -204,7 +204,7 @@ def test_what_exists_or_ends_like_a_file_is_a_file(tmp_path, monkeypatch):
     assert "Hub" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"'org/none': no such file .* with its split, 'org/none\[train\]'"):
         list(read_records("org/none"))
-    with pytest.raises(ConfigError, match=r"is a file, and files are not streamed; remove streaming"):
+    with pytest.raises(ConfigError, match=r"is a file, which cannot be streamed; remove streaming"):
         list(read_records("org/rows[train]", is_streamed=True))
 
 

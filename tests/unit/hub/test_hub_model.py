@@ -18,7 +18,7 @@ from stretto import dry_run
 from stretto.base.errors import ConfigError
 from stretto.chat.tokenizer import load_tokenizer
 from stretto.data import hub_model
-from stretto.data.hub_model import Offer, fetch, find_config, find_local, look_up
+from stretto.data.hub_model import HubModel, fetch, find_config, find_local, look_up
 from stretto.models import hub
 
 NAME = "lab/tiny"
@@ -43,7 +43,7 @@ def site(tmp_path, made, monkeypatch):
             "DOWNLOAD_CHUNK_SIZE": 1 << 14,
         }.items():
             monkeypatch.setattr(huggingface_hub.constants, key, value)
-        monkeypatch.setattr(hub_model, "_unreached", {})
+        monkeypatch.setattr(hub_model, "_retry_at", {})
         monkeypatch.delenv("HF_TOKEN", raising=False)
         monkeypatch.setattr("huggingface_hub.utils._auth._get_token_from_file", lambda: None)
         yield site
@@ -63,7 +63,7 @@ def test_a_model_that_is_not_here_is_downloaded_whole_and_only_once(site, made):
     needed = {name: digest for name, digest in digests(made).items() if name != "pytorch_model.bin"}
     assert offer.num_files == len(needed) and offer.missing_bytes == offer.num_bytes
     assert offer.num_bytes == sum((made / name).stat().st_size for name in needed)
-    directory = fetch(NAME, say=lines.append)
+    directory = fetch(NAME, report=lines.append)
     assert digests(directory) == needed  # neither pytorch_model.bin nor what is in subdirectories
     assert lines[0].startswith(
         f"downloading {NAME}: {hub_model.size(offer.num_bytes)} in {len(needed)} files, into "
@@ -107,11 +107,11 @@ def test_one_downloads_while_the_others_wait(site):
     lines, found = [], []
     with hub_model._download_lock(NAME, lines.append):
         threads = [
-            threading.Thread(target=lambda: found.append(fetch(NAME, say=lines.append))) for _ in range(2)
+            threading.Thread(target=lambda: found.append(fetch(NAME, report=lines.append))) for _ in range(2)
         ]
         for thread in threads:
             thread.start()
-        while lines.count(f"{NAME}: another process downloads it; waiting for its end") < 2:
+        while lines.count(f"{NAME}: another process is downloading it; waiting until it has ended") < 2:
             threads[0].join(0.01)
         assert not found
     for thread in threads:
@@ -131,7 +131,8 @@ def test_a_disk_that_is_too_small_is_known_before(site, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(hub_model.shutil, "disk_usage", lambda _: usage(10, 0, 10))
     with pytest.raises(
-        ConfigError, match=rf"are to be downloaded and {hub_model._cache()} has 10 bytes free; make room"
+        ConfigError,
+        match=rf"are to be downloaded and {hub_model._cache()} has 10 bytes free; free some space there",
     ):
         fetch(NAME)
     assert not any("resolve" in line for line in site.requests)
@@ -165,7 +166,7 @@ def test_what_the_hub_does_not_give_has_one_message_each(site, monkeypatch):
 def test_a_repository_without_safetensors_is_refused_before_the_download(site):
     for path in (site.root / "models" / NAME).glob("*.safetensors"):
         path.unlink()
-    with pytest.raises(ConfigError, match="have no weights as safetensors"):
+    with pytest.raises(ConfigError, match="has no weights as safetensors"):
         fetch(NAME)
 
 
@@ -183,7 +184,7 @@ def test_a_hub_that_is_not_reached_is_asked_for_a_config_once_and_without_delay(
     assert [find_config(NAME) for _ in range(6)] == [None] * 6
     assert len(site.requests) - num_before == 1 and "Retry" not in caplog.text
     site.status = None
-    monkeypatch.setattr(hub_model, "_unreached", {})
+    monkeypatch.setattr(hub_model, "_retry_at", {})
     assert find_config(NAME) is not None
 
 
@@ -205,8 +206,8 @@ def test_a_dry_run_says_what_it_would_download_and_starts_nothing(site, monkeypa
 def test_sizes_are_short():
     sizes = [0, 999, 1000, 8_060_000_000, 1_506_000_000_000]
     assert [hub_model.size(n) for n in sizes] == ["0 bytes", "999 bytes", "1 kB", "8.06 GB", "1.51 TB"]
-    offer = Offer(NAME, 3, 2_000_000, 1_000_000, hub_model._cache())
-    assert str(offer) == "2 MB in 3 files, of which 1 MB are missing"
+    model = HubModel(NAME, 3, 2_000_000, 1_000_000, hub_model._cache())
+    assert str(model) == "2 MB in 3 files, of which 1 MB are missing"
 
 
 def test_the_index_decides_whether_a_snapshot_is_complete(site):

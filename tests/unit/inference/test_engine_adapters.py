@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from engine_runs import ask, build_core, build_model, run, submit
+from engine_runs import ask, audit, build_core, build_model, run, submit
 
 from stretto.base.errors import DataError
 from stretto.config.sections.model import LoRASection
@@ -77,7 +77,7 @@ def test_every_adapter_in_a_mixed_batch_is_its_merged_model(shape):
             if completion.prompt_logprobs is not None:
                 prompt = completion.prompt_logprobs[1:]
                 np.testing.assert_allclose(prompt, expected[: len(PROMPT) - 1], atol=2e-5, rtol=0)
-    assert core.audit() == []
+    assert audit(core) == []
 
 
 @pytest.mark.heavy

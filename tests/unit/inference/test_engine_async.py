@@ -3,7 +3,7 @@ import contextlib
 
 import numpy as np
 import pytest
-from engine_runs import VOCAB, ask, bits, build_core, build_model, prompt, run
+from engine_runs import VOCAB, ask, audit, bits, build_core, build_model, prompt, run
 
 from stretto.base.errors import EngineError
 from stretto.base.paths import RunDir
@@ -54,7 +54,7 @@ async def test_a_cancelled_request_frees_its_blocks():
             await task
         assert len((await other).completions[0].token_ids) == 60
         await until(lambda: engine.core.pool.num_free == engine.core.pool.num_usable)
-        assert engine.core.audit() == []
+        assert audit(engine.core) == []
         assert engine.metrics.finished["abort"] == 3
 
 
@@ -193,9 +193,9 @@ async def test_a_stream_gives_every_token_once():
 
 
 def counting(engine) -> list[int]:
-    """A list that grows by one with every call to the thread that makes steps."""
-    calls, make = [], engine._make_steps
-    engine._make_steps = lambda: (calls.append(1), make())[1]
+    """A list that grows by one with every call to the thread that runs steps."""
+    calls, make = [], engine._run_steps
+    engine._run_steps = lambda: (calls.append(1), make())[1]
     return calls
 
 

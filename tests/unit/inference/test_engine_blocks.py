@@ -63,7 +63,7 @@ def test_forgetting_keeps_owned_blocks_and_finds_nothing():
     pool.register(int(gone[0]), b"gone")
     pool.release(gone)
     pool.clear_prefix_cache()
-    assert pool.num_cached == 0 and pool.num_free == 2
+    assert len(pool._block_of) == 0 and pool.num_free == 2
     assert len(pool.lookup([b"kept"])) == 0
     pool.release(kept)
     assert pool.num_free == 3
@@ -98,4 +98,4 @@ def test_every_block_is_owned_or_free_exactly_once(operations):
         assert len(free) == len(set(free)) == pool.num_free
         assert sorted(free) == np.flatnonzero(counted == 0).tolist()
         found = [pool.lookup([str(k).encode()]) for k in range(1, keys + 1)]
-        assert sum(map(len, found)) == pool.num_cached
+        assert sum(map(len, found)) == len(pool._block_of)

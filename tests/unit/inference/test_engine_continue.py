@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_runs import ask, build_core, build_model, prompt, run, submit
+from engine_runs import ask, audit, build_core, build_model, prompt, run, submit
 
 from stretto.records.generate import member_seed
 
@@ -16,7 +16,7 @@ MODEL = build_model()
 @pytest.mark.parametrize(("temperature", "top_k", "at"), [(1.0, None, 1), (0.6, 5, 7), (1.0, None, 11)])
 def test_every_sample_of_a_group_goes_on_by_itself_bit_for_bit(temperature, top_k, at):
     ids, sampling = prompt(np.random.default_rng(at), 21), {"temperature": temperature, "top_k": top_k}
-    [whole] = run(build_core(MODEL), ask("group", ids, n=3, seed=at, **sampling), audit=False)
+    [whole] = run(build_core(MODEL), ask("group", ids, n=3, seed=at, **sampling), is_audited=False)
     parts = [
         ask(
             f"rest-{member}", np.concatenate((ids, completion.token_ids[:at])), max_tokens=12 - at,
@@ -24,7 +24,7 @@ def test_every_sample_of_a_group_goes_on_by_itself_bit_for_bit(temperature, top_
         )
         for member, completion in enumerate(whole)
     ]  # fmt: skip
-    for completion, [ending] in zip(whole, run(build_core(MODEL, block_size=8), *parts, audit=False)):
+    for completion, [ending] in zip(whole, run(build_core(MODEL, block_size=8), *parts, is_audited=False)):
         assert ending.token_ids.tolist() == completion.token_ids[at:].tolist()
         assert ending.logprobs.tobytes() == completion.logprobs[at:].tobytes()
 
@@ -34,7 +34,7 @@ def test_an_aborted_group_has_an_answer_a_sample_whatever_its_state(num_steps):
     """Aborted while it waits, in its prompt (in chunks of 16), and while it is decoded."""
     core = build_core(MODEL, max_num_batched_tokens=16)
     ids = prompt(np.random.default_rng(0), 40)
-    whole = run(build_core(MODEL), ask("group", ids, n=4, max_tokens=30), audit=False)[0]
+    whole = run(build_core(MODEL), ask("group", ids, n=4, max_tokens=30), is_audited=False)[0]
     [request] = submit(core, ask("group", ids, n=4, max_tokens=30))
     for _ in range(num_steps):
         core.step()
@@ -44,7 +44,7 @@ def test_an_aborted_group_has_an_answer_a_sample_whatever_its_state(num_steps):
         assert completion.finish_reason == "abort"
         assert completion.token_ids.tolist() == full.token_ids[: len(completion.token_ids)].tolist()
         assert bool(len(completion.token_ids)) == (num_steps > 2)
-    assert core.audit() == [] and not core.has_work
+    assert audit(core) == [] and not core.has_work
 
 
 def test_seeds_of_members_differ():

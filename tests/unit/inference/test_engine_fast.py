@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_runs import ask, bits, build_core, build_model, finish, prompt, run, submit
+from engine_runs import ask, audit, bits, build_core, build_model, finish, prompt, run, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,7 +73,7 @@ def play(core: EngineCore, script) -> dict:
         elif what == "step":
             for _ in range(argument):
                 core.step()
-                assert core.audit() == []
+                assert audit(core) == []
                 assert core.cache.running.num_tokens <= core.cache.running.max_tokens
     finish(core)
     return requests

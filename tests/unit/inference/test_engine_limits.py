@@ -5,11 +5,11 @@ import asyncio
 import msgspec
 import numpy as np
 import pytest
-from engine_runs import VOCAB, ask, bits, build_core, build_model, finish, prompt, run, submit
+from engine_runs import VOCAB, ask, audit, bits, build_core, build_model, finish, prompt, run, submit
 from ports import free_port
 
 from stretto.base.errors import EngineError, WireError
-from stretto.inference.embedded import limits
+from stretto.inference import limits
 from stretto.inference.embedded.engine import Engine, EngineState, running
 from stretto.models.hub import export_tensors
 from stretto.records.weights import WeightGroup
@@ -79,7 +79,7 @@ def test_a_request_that_cannot_be_seated_fails_alone():
     finish(core)
     assert isinstance(bad.failure, OverflowError) and good.failure is None
     assert [bits(c) for c in good.completions] == [bits(c) for c in expected]
-    assert core.requests == {} and core.slots.num_free == core.slots.capacity and core.audit() == []
+    assert core.requests == {} and core.slots.num_free == core.slots.capacity and audit(core) == []
 
 
 class _Unreadable:
@@ -103,7 +103,7 @@ def test_a_request_whose_text_cannot_be_read_fails_alone():
     finish(core)
     assert isinstance(bad.failure, ValueError)
     assert [bits(c) for c in good.completions] == [bits(c) for c in expected]
-    assert core.requests == {} and core.slots.num_free == core.slots.capacity and core.audit() == []
+    assert core.requests == {} and core.slots.num_free == core.slots.capacity and audit(core) == []
 
 
 async def test_the_failure_of_a_request_reaches_its_caller_and_the_engine_goes_on():

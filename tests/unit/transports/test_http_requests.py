@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
+from engine_runs import audit
 from http_site import KEY, MESSAGES, build_directory, open_site
 from ports import free_port
 
@@ -180,7 +181,7 @@ async def test_refusals_inside_completions_keep_their_status(site, no_traceback)
     async with asyncio.timeout(60):
         while site.engine._tickets:
             await asyncio.sleep(0.01)
-    assert site.engine.core.audit() == []
+    assert audit(site.engine.core) == []
 
 
 @pytest.mark.parametrize("route", [api.COMPLETIONS, api.TOKENIZE, api.CHAT_COMPLETIONS])
@@ -236,7 +237,7 @@ async def test_streams_that_are_closed_leave_nothing_and_log_nothing(site, no_tr
     async with asyncio.timeout(20):
         while site.engine._tickets or site.engine.core.requests:
             await asyncio.sleep(0.01)
-    assert site.engine.core.audit() == [] and not site.engine._streams
+    assert audit(site.engine.core) == [] and not site.engine._streams
     assert (await site.post(api.COMPLETIONS, {"prompt": "ab", "max_tokens": 2}, headers=KEY))[0] == 200
 
 

@@ -2,12 +2,12 @@
 
 An adapter is loaded, replaced in place (running requests continue with the new one) or unloaded between two steps.
 Requests name an adapter as their model. Requests for the engine's own model use the policy's adapter if a weight
-update has loaded one. A request keeps its adapter alive; an unloaded adapter accepts no new requests.
+update has loaded one. A request keeps its adapter in memory; an unloaded adapter accepts no new requests.
 
 Before each pass, `select` sets the adapter of every row. The pass computes W x for all rows as without adapters, and
 `add` adds B A x to the rows of each adapter that has a pair for W. Bits: the rows of an adapter are padded like those
-of a pass (runner.py), so that a token's result does not depend on the rest of the batch; `tile` is found for the
-shapes of A and B as it is for W.
+of a pass (runner.py), so that a token's result does not depend on the rest of the batch; `find_tile` checks the shapes
+of A and B as those of W.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LoadedAdapter:
     pairs: dict[str, tuple[Tensor, Tensor]]
     path: str | None
     version: int
-    serial: int  # new for each load, so that caches made with other weights are not reused
+    serial: int  # new for each load, so that caches of other weights are not reused
 
     @property
     def salt(self) -> str:
@@ -83,7 +83,7 @@ class Selection:
 
 
 class AdaptedExperts(Experts):
-    """Experts of the base model; with an adapter for them, experts are computed one by one."""
+    """Experts of the base model; if a row has an adapter for them, they are computed one by one."""
 
     def __init__(self, base: Experts, name: str, selection: Selection) -> None:
         self.share_weights_of(base)
@@ -143,11 +143,12 @@ class Adapters:
     def __init__(
         self, model: Decoder, *, find_tile: Callable[[set[tuple[int, int]]], int | None] | None
     ) -> None:
-        """find_tile: runner.find_tile, or None if equal bits are not required."""
+        """find_tile: runner.find_tile; None if equal bits are not required."""
         self._model, self._find_tile = model, find_tile
         self._shapes = _adaptable(model)
         self._selection = Selection(multiple=1 if find_tile is None else _ROW_MULTIPLE)
-        self._is_adapted = False
+        self.is_used = False
+        """Whether an adapter has been loaded since the engine was built."""
         self._probed: set[tuple[int, int]] = set()
         self._policy: LoadedAdapter | None = None
         self._named: dict[str, LoadedAdapter] = {}
@@ -162,11 +163,6 @@ class Adapters:
         """The adapter of this name, None if there is none; name=None: the policy's adapter."""
         return self._policy if name is None else self._named.get(name)
 
-    @property
-    def is_used(self) -> bool:
-        """Whether an adapter has been loaded since the engine was built."""
-        return self._is_adapted
-
     def check(self, adapter: Adapter) -> None:
         """Raises: DataError if the adapter does not fit this model."""
         adapter.check(self._shapes)
@@ -174,7 +170,7 @@ class Adapters:
     def load(
         self, name: str | None, adapter: Adapter, version: int | None = None, path: str | None = None
     ) -> LoadedAdapter:
-        """Add or replace an adapter. version: of its tokens; if None, how often it was replaced.
+        """Add or replace an adapter. version: that of its tokens; None counts its replacements.
 
         Raises: DataError if it does not fit this model; then nothing has changed.
         """
@@ -211,7 +207,7 @@ class Adapters:
             del self._named[name]
 
     def versions(self, ids: Int[np.ndarray, " rows"], version: int) -> Int[np.ndarray, " rows"] | int:
-        """Versions of tokens sampled with these adapters; `version` is the engine's own model's."""
+        """Versions of tokens sampled with these adapters; `version`: that of the engine's own model."""
         if not ids.any():
             return version
         return np.array([self._alive[i].version if i else version for i in ids.tolist()], np.int32)
@@ -220,7 +216,7 @@ class Adapters:
         """Set the adapter id of each row of the next pass (-1: padding); False if no row has one."""
         selection = self._selection
         selection.parts = []
-        if not self._is_adapted:
+        if not self.is_used:
             return False
         for number in np.unique(ids[ids >= 0]).tolist():
             loaded = self._policy if number == POLICY else self._alive[number]
@@ -252,28 +248,28 @@ class Adapters:
     def matrices(
         self, name: str
     ) -> Callable[[], list[tuple[Int[Tensor, " rows"] | None, int, Float[Tensor, "in out"]]]]:
-        """For parts/mixers/sparse_mla.py: what adapters add to parameter `name` as [in, out], and to which rows."""
+        """A function for sparse_mla.py: rows, and the matrix that adapters add there to parameter `name`."""
 
-        def found() -> list[tuple[Tensor | None, int, Tensor]]:
+        def selected() -> list[tuple[Tensor | None, int, Tensor]]:
             parts = [part for part in self._selection.parts if name in part.adapter.pairs]
             matrix = lambda a, b: self._selection.product(a.mT, b)
             return [(part.rows, part.num_rows, matrix(*part.adapter.pairs[name])) for part in parts]
 
-        return found
+        return selected
 
     def _adapt_experts(self) -> None:
         """Replace the model's Experts by AdaptedExperts, which share their weights."""
-        if self._is_adapted:
+        if self.is_used:
             return
         for path, module in list(self._model.named_modules()):
             parent, _, name = path.rpartition(".")
             if isinstance(module, Experts):
                 layer = AdaptedExperts(module, path, self._selection)
                 self._model.get_submodule(parent).add_module(name, layer)
-        self._is_adapted = True
+        self.is_used = True
 
     def _probe(self, pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Compute products in tiles from now on if a new shape makes them depend on the row count."""
+        """From now on compute products in tiles if one of a new shape depends on the row count."""
         shapes = {(int(half.shape[-2]), int(half.shape[-1])) for pair in pairs.values() for half in pair}
         new = shapes - self._probed
         self._probed |= new

@@ -4,10 +4,10 @@ A block is `block_size` token positions in every layer. It is in exactly one of 
 
     owned         refs > 0: owned by one or more sequences (an equal prefix is shared)
     free          refs = 0, content not needed: allocated first
-    free, cached  refs = 0, but its content is registered under a hash: found by `lookup`; evicted, least recently
+    free, cached  refs = 0, but its content is registered under a hash and found by `lookup`; evicted, least recently
                   used first, when no other free block is left
 
-A hash covers the block's tokens, the images they show, all that is before them and the salt, so equal hashes mean equal
+A hash covers the block's tokens, the images they show, all earlier tokens and the salt, so equal hashes mean equal
 content under equal weights. Block 0, the null block, has no owner: padding rows write to it. The tensors are in
 kv_cache.py.
 """
@@ -37,7 +37,7 @@ def chain_hashes(
 ) -> list[bytes]:
     """One hash per full block of token_ids (int32), over the seed and all tokens up to its end.
 
-    marks: by number of a block, what it holds besides its tokens; token_ids begin in block first_block.
+    marks: further content of blocks, by block number; token_ids begin in block first_block.
     """
     marks = marks or {}
     data, step = token_ids.tobytes(), block_size * token_ids.itemsize
@@ -71,13 +71,8 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free) + len(self._free_cached)
 
-    @property
-    def num_cached(self) -> int:
-        """The number of blocks that a later request can find by hash."""
-        return len(self._block_of)
-
     def allocate(self, count: int) -> Int64[np.ndarray, " blocks"]:
-        """Give `count` blocks one owner each; the caller has checked that so many are free."""
+        """Allocate `count` blocks with one owner each; the caller has checked that so many are free."""
         assert count <= self.num_free, f"{count} blocks requested, {self.num_free} free"
         split = max(len(self._free) - count, 0)
         allocated = self._free[split:]
@@ -99,8 +94,8 @@ class BlockPool:
     def release(self, ids: Int64[np.ndarray, " blocks"]) -> None:
         """Remove one owner from each block; a block may be in ids several times."""
         np.subtract.at(self.refs, ids, 1)
-        assert (self.refs[ids] >= 0).all(), "a block was released more often than it was taken"
-        # Last positions first: the next request is likeliest to share the beginning of a prompt.
+        assert (self.refs[ids] >= 0).all(), "a block was released more often than it was owned"
+        # Last positions first: later requests most likely share the beginning of a prompt.
         for block in dict.fromkeys(ids[self.refs[ids] == 0][::-1].tolist()):
             if block in self._hash_of:
                 self._free_cached[block] = None
@@ -109,13 +104,13 @@ class BlockPool:
 
     def lookup(self, hashes: list[bytes]) -> Int64[np.ndarray, " blocks"]:
         """The blocks of the longest cached prefix of this chain; call `share` to own them."""
-        found = []
+        blocks = []
         for key in hashes:
             block = self._block_of.get(key)
             if block is None:
                 break
-            found.append(block)
-        return np.array(found, np.int64)
+            blocks.append(block)
+        return np.array(blocks, np.int64)
 
     def register(self, block: int, key: bytes) -> None:
         """Let `lookup` find an owned, full block, unless another block is registered under its hash."""

@@ -2,7 +2,7 @@
 
 One step: the scheduler picks tokens, the runner computes them, the sampler samples one token for every sequence whose
 tokens are all computed, and sequences that ended become completions. `load_weights` may be called between any two
-steps: sequences keep their cache and go on under the new weights. engine.py drives this from an event loop.
+steps: sequences keep their cache and continue with the new weights. engine.py calls this from an event loop.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from stretto.inference.embedded.adapters import POLICY, Adapters
 from stretto.inference.embedded.blocks import BlockPool
 from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.kv_cache import KVCache
-from stretto.inference.embedded.limits import refusal_reason
 from stretto.inference.embedded.mixers.chosen_keys import ChosenKeyCache
 from stretto.inference.embedded.mixers.states import StateCache, free_memory, sequences_that_fit
 from stretto.inference.embedded.native_cache import NativeCache
 from stretto.inference.embedded.runner import Runner, find_model_tile, find_tile
 from stretto.inference.embedded.sampler import PromptScores, SamplingRows, sample, uniforms
-from stretto.inference.embedded.scheduler import EngineRequest, RequestState, Scheduler
-from stretto.inference.embedded.slots import SequenceSlots, SequenceState
+from stretto.inference.embedded.scheduler import EngineRequest, Scheduler
+from stretto.inference.embedded.slots import SequenceSlots
 from stretto.inference.embedded.vision import prompt as image_prompts
 from stretto.inference.embedded.vision.prompt import ImagePrompt
 from stretto.inference.embedded.vision.store import ImageStore
+from stretto.inference.limits import refusal_reason
 from stretto.models.decoder import Decoder
 from stretto.models.hub import export_tensors, load_tensors
 from stretto.models.lora import Adapter
@@ -67,7 +67,7 @@ class CoreSettings:
     enable_return_sampling_mask: bool = False
     seed: int = 0
     eos_ids: tuple[int, ...] = ()
-    use_kernels: bool = True  # in C, where there are some for the model; False: torch's operations only
+    use_kernels: bool = True  # kernels in C if they support the model; False: torch's operations only
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class _SamplingBatch:
 class EngineCore:
     """Requests in, completions out; synchronous and single-threaded."""
 
-    def __init__(self, model: Decoder, settings: CoreSettings, *, version: int = 0) -> None:
+    def __init__(self, model: Decoder, settings: CoreSettings) -> None:
         weight = model.output_weight
         self.model = model.eval().requires_grad_(False)
         self.settings, self.config = settings, model.config
@@ -138,7 +138,6 @@ class EngineCore:
             expert_choices=self.expert_choices,
         )
         self.scheduler.returns_supports = settings.enable_return_sampling_mask
-        self.version = version
         self._weights_away, self._cache_away = MemoryOffload(), MemoryOffload()
         self.requests: dict[str, EngineRequest] = {}
         self._latest_batch: _SamplingBatch | None = None  # from the step before
@@ -194,7 +193,7 @@ class EngineCore:
         return EngineRequest(spec, stop_ids, seed, end, adapter=adapter, images=images)
 
     def refusal_reason(self, spec: GenerateRequest) -> str | None:
-        """Why this request cannot be served, in words for its sender; None if it can."""
+        """Why this request cannot be served, as a message for its sender; None if it can."""
         if spec.adapter is not None and self.adapters.get(spec.adapter) is None:
             return f"model: no adapter is called {spec.adapter!r}"
         return refusal_reason(
@@ -249,7 +248,7 @@ class EngineCore:
         return ended
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load new weights in place; running sequences keep their cache and go on under them."""
+        """Load new weights in place; running sequences keep their cache and continue with them."""
         if self.images is not None:
             tensors = self.images.watch(tensors)
         with torch.no_grad():
@@ -269,7 +268,7 @@ class EngineCore:
             self.version = version
 
     def weights_refusal_reason(self, manifest: WeightManifest) -> str | None:
-        """Why a manifest does not fit this model; None if every tensor is there in its shape."""
+        """Why a manifest does not fit this model; None if it has every tensor in the right shape."""
         if manifest.adapter is not None:
             return self._adapter_refusal_reason(manifest)
         ours = self._shapes
@@ -299,7 +298,7 @@ class EngineCore:
         return None
 
     def put_away(self, *, keeps_weights: bool) -> int:
-        """Free the memory of cache, weights and images; bytes. No request may be running."""
+        """Free the memory of cache, weights and images; returns bytes. No request may be running."""
         assert not self.has_work, "end requests first"
         self.reset_prefix_cache()
         self.cache.running.slabs.clear()
@@ -311,7 +310,7 @@ class EngineCore:
         return freed + image_bytes + self._cache_away.offload([self.cache.blocks], keeps=False)
 
     def bring_back(self, tags: Iterable[str]) -> bool:
-        """Take memory again for `weights` or `kv_cache`; whether all is there."""
+        """Allocate `weights` or `kv_cache` again; returns whether both are allocated."""
         for tag, away in (("weights", self._weights_away), ("kv_cache", self._cache_away)):
             if tag in tags and away.is_offloaded:
                 away.restore()
@@ -325,7 +324,7 @@ class EngineCore:
         self.pool.clear_prefix_cache()
 
     def _prompt_scores(self, slots: np.ndarray) -> dict[int, PromptScores]:
-        """What to fill with prompt logprobs, by slot, for those of `slots` that return them."""
+        """The PromptScores to fill in this step, by slot, for those of `slots` that return them."""
         targets = {}
         is_prompt = self.slots.num_computed[slots] < self.slots.num_prompt[slots]
         for slot in slots[is_prompt].tolist():
@@ -335,7 +334,7 @@ class EngineCore:
         return targets
 
     def _fork(self, chosen: np.ndarray, logits: Tensor) -> tuple[np.ndarray, Tensor]:
-        """Start all samples of requests whose prompt is now computed; they share its last logits."""
+        """Start all samples of requests whose prompt is computed now; they share its last logits."""
         scheduler, slots = self.scheduler, self.slots
         is_first = slots.num_tokens[chosen] == slots.num_prompt[chosen]
         if not is_first.any():
@@ -365,7 +364,7 @@ class EngineCore:
         return all_slots, logits[torch.from_numpy(np.concatenate(rows)).to(logits.device)]
 
     def _sample_tokens(self, batch: _SamplingBatch, logits: Tensor, finished: list[EngineRequest]) -> None:
-        """Sample one token per row, write it into its slot, and finish sequences that it ends."""
+        """Sample one token per row, write it into its slot, and end sequences that it completes."""
         slots, chosen, is_watched = self.slots, batch.slots, batch.is_watched
         at = slots.num_tokens[chosen]
         with torch.inference_mode():
@@ -394,11 +393,11 @@ class EngineCore:
             matched = None
             if is_watched is not None and is_watched[i]:
                 request = self.scheduler.request_of[slot]
-                if request is None:  # it failed in this loop, at the text of another of its samples
+                if request is None:  # it failed in this loop, because of another of its samples
                     continue
                 try:
                     matched = request.watcher.observe(int(slots.member[slot]), token, float(logprobs[i]))
-                except Exception as error:  # fails this request only: the engine's state is not touched
+                except Exception as error:  # fails this request only: the engine's state is not changed
                     request.failure = error
                     self._abort_samples(request, finished)
                     continue
@@ -431,39 +430,6 @@ class EngineCore:
             del self.requests[request.request_id]
         return failed
 
-    def audit(self) -> list[str]:
-        """Broken invariants between slots, blocks and requests; empty if there are none (for tests)."""
-        slots, pool, scheduler = self.slots, self.pool, self.scheduler
-        owners = np.zeros(pool.num_blocks, np.int64)
-        found = []
-        for slot in np.flatnonzero((slots.num_blocks > 0) | (slots.state == SequenceState.RUNNING)).tolist():
-            blocks = slots.blocks[slot, : slots.num_blocks[slot]]
-            np.add.at(owners, blocks, 1)
-            if slots.state[slot] != SequenceState.RUNNING and len(blocks):
-                found.append(f"slot {slot} holds blocks while {SequenceState(slots.state[slot]).name}")
-            if (
-                slots.state[slot] == SequenceState.RUNNING
-                and len(blocks) * slots.block_size < slots.num_computed[slot]
-            ):
-                found.append(f"slot {slot} has fewer blocks than computed tokens")
-            if len(set(blocks.tolist())) != len(blocks) or 0 in blocks:
-                found.append(f"slot {slot} names a block twice or the null block")
-        owners[0] = 1
-        if (owners != pool.refs).any():
-            found.append(f"reference counts differ at blocks {np.flatnonzero(owners != pool.refs).tolist()}")
-        if pool.num_free + int((pool.refs > 0).sum()) != pool.num_blocks:
-            found.append("blocks are lost or both owned and free")
-        writable = [
-            int(slots.blocks[s, slots.num_computed[s] // slots.block_size])
-            for s in scheduler.running.tolist()
-            if slots.num_computed[s] // slots.block_size < slots.num_blocks[s]
-        ]
-        if (pool.refs[writable] != 1).any():
-            found.append("a block that will be written is shared")
-        if any(r.state is RequestState.FINISHED for r in self.requests.values()):
-            found.append("a finished request is still listed")
-        return found
-
 
 def _build_expert_choices(model: Decoder, settings: CoreSettings, num_blocks: int) -> ExpertChoices | None:
     if not settings.enable_return_routed_experts:
@@ -478,29 +444,30 @@ def _build_expert_choices(model: Decoder, settings: CoreSettings, num_blocks: in
 
 def _cache_size(model: Decoder, settings: CoreSettings) -> tuple[int, int]:
     """The number of cache blocks, and the length of the longest sequence in tokens."""
-    weight, config = model.output_weight, model.config
+    config = model.config
     limit = settings.max_model_len or config.max_position_embeddings
     if limit > config.max_position_embeddings:
         raise ConfigError(
             f"[inference] max_model_len = {limit} is more than the model's "
             f"{config.max_position_embeddings} positions; lower it."
         )
-    tokens = settings.kv_cache_tokens or _tokens_that_fit(model, settings, weight.device)
+    tokens = settings.kv_cache_tokens or _tokens_that_fit(model, settings)
     num_blocks = tokens // settings.block_size
     if num_blocks * settings.block_size < limit:
         if settings.max_model_len is not None or num_blocks == 0:
             raise ConfigError(
                 f"[inference] kv_cache_tokens = {tokens} cannot hold one sequence of max_model_len = {limit} "
-                f"tokens; raise the one or lower the other."
+                "tokens; raise the first or lower the second."
             )
         limit = num_blocks * settings.block_size
     return num_blocks, limit
 
 
-def _tokens_that_fit(model: Decoder, settings: CoreSettings, device: torch.device) -> int:
-    """Tokens of cache that the free memory of the device allows."""
+def _tokens_that_fit(model: Decoder, settings: CoreSettings) -> int:
+    """Tokens of cache for which the device has free memory."""
     kind = ChosenKeyCache if model.config.chooses_keys else KVCache
-    per_token = kind.bytes_per_token(model.config, model.output_weight.dtype)
+    device, dtype = model.output_weight.device, model.output_weight.dtype
+    per_token = kind.bytes_per_token(model.config, dtype)
     if not per_token:  # no layer attends
         return max(_CPU_CACHE_TOKENS, model.config.max_position_embeddings)
     if device.type == "cuda":

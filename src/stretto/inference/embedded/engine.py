@@ -2,16 +2,16 @@
 
     RUNNING <-> PAUSED               pause(keep), pause(abort), resume
     RUNNING, PAUSED -> SLEEPING      sleep; pause and resume do not wake it
-    SLEEPING, PAUSED -> RUNNING      wake_up, when weights and cache are both there (from PAUSED too, as vLLM does)
+    SLEEPING, PAUSED -> RUNNING      wake_up, when weights and cache are both in memory (from PAUSED too, as in vLLM)
     RUNNING -> DRAINING -> PAUSED    pause(wait); requests that arrive while draining are held until resume
     any -> FAILED                    a step raised; every request fails, `run` raises, the process ends
 
 A request that cannot be given slots, or whose text cannot be decoded, fails alone; the core sets its `failure`.
 
 One task, `run`, owns the core: it applies commands, runs steps and delivers finished requests. Steps run in one worker
-thread, so that /health and new requests are answered in the meantime. The thread runs steps in a row until a request
+thread, so that the event loop can answer /health and accept requests. The thread runs steps in a row until a request
 ends or arrives, a command waits, or a stream is open. Measured on a 0.1M model: steps on the event loop save 12 % of
-the CPU time of a single stream and nothing with 64 requests; with requests coming and going they cost 4 %, because new
+the CPU time of a single stream and nothing with 64 requests; if requests come and go they cost 4 %, because new
 requests join a step later. So all steps run in the thread.
 """
 
@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
@@ -34,6 +35,7 @@ from stretto.base.errors import DataError, EngineError
 from stretto.inference.embedded.core import EngineCore
 from stretto.inference.embedded.metrics import Metrics
 from stretto.inference.embedded.scheduler import EngineRequest, RequestState
+from stretto.inference.limits import check_queue
 from stretto.inference.text import Decode, TokenWatcher
 from stretto.models.lora import Adapter, load_adapter
 from stretto.models.tracing.tracer import Tracer
@@ -54,11 +56,12 @@ class EngineState(StrEnum):
     FAILED = "failed"
 
 
-_STANDING = (EngineState.PAUSED, EngineState.SLEEPING)
+FAILED = "the engine has failed; its log says why"
+_STOPPED = (EngineState.PAUSED, EngineState.SLEEPING)
 
 
 class _PartialLoadError(EngineError):
-    """Old and new weights are mixed: no token may be sampled from them, and the engine must end."""
+    """Old and new weights are mixed, so no token may be sampled and the engine must end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +70,6 @@ class Ticket:
 
     request: EngineRequest
     future: asyncio.Future[EngineRequest]
-    watcher: TokenWatcher | None = None
     events: asyncio.Queue[list[tuple[int, int, float]] | None] | None = None
 
 
@@ -88,7 +90,7 @@ class Engine:
         self._is_closing = False
         self._tickets: dict[str, Ticket] = {}
         self._streams: set[Ticket] = set()
-        self._commands: deque[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = deque()
+        self._commands: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._drain_waiters: list[asyncio.Future[None]] = []
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-step")
@@ -99,27 +101,21 @@ class Engine:
         Raises: Refusal 400 if it can never be served; 409, 429 or 503 if it cannot be served now.
         """
         if self.state is EngineState.FAILED:
-            raise Refusal("the engine has failed; its log says why", 503)
+            raise Refusal(FAILED, 503)
         reason = self.core.refusal_reason(spec)
         if reason is not None:
             raise Refusal(reason)
         if spec.request_id in self._tickets:
             raise Refusal(f"request_id: {spec.request_id!r} is in use by an unfinished request", 409)
-        if self.num_waiting >= self.max_waiting:
-            raise Refusal(
-                f"{self.num_waiting} requests wait already (max_waiting_requests); try again later", 429
-            )
+        check_queue(self.num_waiting, self.max_waiting)
         request = self.core.build_request(spec)
         stops = spec.sampling.stop
-        watcher = None
+        if stops and self._decoder is None:
+            raise Refusal("stop: stop strings need a tokenizer, and this engine has none; use stop_token_ids")
         if stops or is_streamed:
-            if stops and self._decoder is None:
-                raise Refusal(
-                    "stop: stop strings need a tokenizer, and this engine has none; use stop_token_ids"
-                )
-            watcher = TokenWatcher(spec.n, stops, self._decoder() if stops else None, is_streamed=is_streamed)
-            request.watcher = watcher
-        ticket = Ticket(request, asyncio.get_running_loop().create_future(), watcher)
+            decode = self._decoder() if stops else None
+            request.watcher = TokenWatcher(spec.n, stops, decode, is_streamed=is_streamed)
+        ticket = Ticket(request, asyncio.get_running_loop().create_future())
         self._tickets[spec.request_id] = ticket
         if is_streamed:
             ticket.events = asyncio.Queue()
@@ -162,9 +158,9 @@ class Engine:
         return self.metrics.render(self.core, len(self._inbox) + len(self._held_requests))
 
     async def update(self, manifest: WeightManifest, group: WeightGroup | None = None) -> None:
-        """Load new weights between two steps; running requests continue under them.
+        """Load new weights between two steps; running requests continue with them.
 
-        Raises: Refusal if they belong to another model, WireError if they cannot be read; in both cases nothing has
+        Raises: Refusal if they do not fit the model, WireError if they cannot be read; in both cases nothing has
         changed.
         """
         if self.core.are_weights_away:
@@ -182,31 +178,31 @@ class Engine:
                     tensors.check_unchanged()
                     self.core.load_adapter(info.name, adapter, manifest.version)
                     return
-                counted = _CountedTensors(tensors)
+                num_loaded = 0
+
+                def counted() -> Iterator[tuple[str, Tensor]]:
+                    nonlocal num_loaded
+                    for pair in tensors:
+                        num_loaded += 1
+                        yield pair
+
                 try:
-                    self.core.load_weights(manifest.version, counted)
+                    self.core.load_weights(manifest.version, counted())
                     tensors.check_unchanged()
                 except Exception as error:
-                    if not counted.count:  # no tensor was loaded: the old weights are complete
+                    if not num_loaded:  # the old weights are complete
                         raise
-                    raise _PartialLoadError(
-                        f"version {manifest.version} was loaded in part: {error}"
-                    ) from error
+                    message = f"version {manifest.version} was loaded in part: {error}"
+                    raise _PartialLoadError(message) from error
 
         async def command() -> None:
             started = time.perf_counter()
-            await asyncio.get_running_loop().run_in_executor(self._thread, load)
+            await self._in_thread(load)
             elapsed_s = time.perf_counter() - started
             self.metrics.num_updates += 1
             self.metrics.update_s += elapsed_s
-            running, waiting = self.core.scheduler.num_requests
-            logger.info(
-                "loaded version=%d in %.1f ms, running=%d waiting=%d",
-                manifest.version,
-                elapsed_s * 1e3,
-                running,
-                waiting,
-            )
+            message = "loaded version=%d in %.1f ms, running=%d waiting=%d"
+            logger.info(message, manifest.version, elapsed_s * 1e3, *self.core.scheduler.num_requests)
 
         await self._between_steps(command)
 
@@ -218,9 +214,9 @@ class Engine:
 
         async def command() -> None:
             if not is_replacing and self.core.adapters.get(name) is not None:
-                raise Refusal(f"lora_name: {name!r} has been loaded already; load_inplace replaces it")
+                raise Refusal(f"lora_name: {name!r} is loaded already; load_inplace replaces it")
             try:
-                adapter = await asyncio.get_running_loop().run_in_executor(self._thread, load_adapter, path)
+                adapter = await self._in_thread(lambda: load_adapter(path))
                 self.core.load_adapter(name, adapter, path=path)
             except DataError as error:
                 raise Refusal(f"lora_path: {error}") from error
@@ -234,7 +230,7 @@ class Engine:
         Raises: Refusal 404 if no adapter has this name.
         """
 
-        async def command() -> None:
+        def command() -> None:
             if self.core.adapters.get(name) is None:
                 raise Refusal(f"lora_name: no adapter is called {name!r}", 404)
             self.core.adapters.unload(name)
@@ -243,12 +239,12 @@ class Engine:
         await self._between_steps(command)
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
-        """Stop making steps; the mode decides about running requests.
+        """Stop running steps.
 
-        mode: "keep" freezes them, "wait" lets them end first, "abort" ends them with what they have.
+        mode: "keep" freezes running requests, "wait" waits for their end, "abort" ends them with the tokens they have.
         """
 
-        async def command() -> asyncio.Future[None] | None:
+        def command() -> asyncio.Future[None] | None:
             if mode == "abort":
                 self._deliver(self.core.abort())
             if self.state is EngineState.SLEEPING:
@@ -270,68 +266,60 @@ class Engine:
                 await self.reset_prefix_cache()
 
     async def resume(self) -> None:
-        async def command() -> None:
-            if self.state is not EngineState.SLEEPING:
-                self._go_on()
+        """Run steps again, unless the engine sleeps."""
+        await self._between_steps(lambda: None if self.state is EngineState.SLEEPING else self._resume())
 
-        await self._between_steps(command)
-
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         self.state = EngineState.RUNNING
         self._resolve_drained()
+        self._release_held_requests()
+
+    def _release_held_requests(self) -> None:
         self._inbox.extend(self._held_requests)
         self._held_requests.clear()
 
     async def sleep(self, level: int) -> None:
-        """End running requests and free memory: the cache, and weights, which level 1 keeps in a file."""
+        """End running requests and free the memory of cache and weights; level 1 keeps the weights in a file."""
 
         async def command() -> None:
             if self.state is EngineState.SLEEPING:
                 return
             self._deliver(self.core.abort())
             self.state = EngineState.SLEEPING
-            work = lambda: self.core.put_away(keeps_weights=level == 1)
-            freed = await asyncio.get_running_loop().run_in_executor(self._thread, work)
-            logger.info("asleep at level %d: %d bytes freed", level, freed)
+            num_bytes = await self._in_thread(lambda: self.core.put_away(keeps_weights=level == 1))
+            logger.info("asleep at level %d: %d bytes freed", level, num_bytes)
 
         await self._between_steps(command)
 
     async def wake_up(self, tags: Iterable[str]) -> None:
-        """Take memory for `weights` or `kv_cache` again; with both, requests go on."""
+        """Allocate `weights` or `kv_cache` again; when both are allocated, requests continue."""
 
         async def command() -> None:
-            if self.state not in _STANDING:
-                return
-            work = lambda: self.core.bring_back(tags)
-            if await asyncio.get_running_loop().run_in_executor(self._thread, work):
-                self._go_on()
+            if self.state in _STOPPED and await self._in_thread(lambda: self.core.bring_back(tags)):
+                self._resume()
 
         await self._between_steps(command)
 
     async def reset_prefix_cache(self) -> None:
-        async def command() -> None:
-            self.core.reset_prefix_cache()
-
-        await self._between_steps(command)
+        await self._between_steps(self.core.reset_prefix_cache)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """End these requests (all if None) with the tokens they have and finish_reason "abort"."""
         ids = None if request_ids is None else list(request_ids)
 
-        async def command() -> None:
-            self._inbox.extend(self._held_requests)  # held requests are aborted like all others
-            self._held_requests.clear()
+        def command() -> None:
+            self._release_held_requests()  # they are aborted like all others
             self._flush_inbox()
             self._deliver(self.core.abort(ids))
 
         await self._between_steps(command)
 
     async def run(self) -> None:
-        """Make steps until this task is cancelled or a step raises."""
+        """Run steps until this task is cancelled or a step raises."""
         try:
             while True:
                 await self._apply_commands()
-                if self.state in _STANDING or not self.core.has_work:
+                if self.state in _STOPPED or not self.core.has_work:
                     if self.state is EngineState.DRAINING:
                         self.state = EngineState.PAUSED
                         self._resolve_drained()
@@ -348,24 +336,27 @@ class Engine:
             self._fail_all(EngineError(f"the engine failed: {type(error).__name__}: {error}"))
             raise
         finally:
-            self._is_closing = True  # read by the thread that makes steps
+            self._is_closing = True  # read by the thread that runs steps
 
     def close(self) -> None:
         self._is_closing = True
         self._fail_all(EngineError("the engine is shutting down"))
-        if self._tracer.is_tracing:  # it must end in the thread in which it began
+        if self._tracer.is_tracing:  # it must end in the thread in which it was started
             self._thread.submit(self._tracer.close)
         self._thread.shutdown(wait=False, cancel_futures=not self._tracer.is_tracing)
 
+    def _in_thread(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+
     async def _step(self) -> None:
-        finished = await asyncio.get_running_loop().run_in_executor(self._thread, self._make_steps)
+        finished = await self._in_thread(self._run_steps)
         for ticket in self._streams:
-            if events := ticket.watcher.pop_events():
+            if events := ticket.request.watcher.pop_events():
                 ticket.events.put_nowait(events)
         self._deliver(finished)
 
-    def _make_steps(self) -> list[EngineRequest]:
-        """Make steps, in the thread, until a request ends or the event loop must act."""
+    def _run_steps(self) -> list[EngineRequest]:
+        """Run steps, in the thread, until a request ends or the event loop must act."""
         while True:
             self._tracer.before_pass(self.core.version)
             finished = self.core.step()
@@ -380,7 +371,9 @@ class Engine:
         while self._commands:
             command, future = self._commands.popleft()
             try:
-                result = await command()
+                result = command()
+                if asyncio.iscoroutine(result):
+                    result = await result
             except _PartialLoadError as error:
                 if not future.done():
                     future.set_exception(error)
@@ -415,12 +408,12 @@ class Engine:
                     ticket.future.set_result(request)
             if ticket.events is not None:
                 self._streams.discard(ticket)
-                if events := ticket.watcher.pop_events():
+                if events := ticket.request.watcher.pop_events():
                     ticket.events.put_nowait(events)
                 ticket.events.put_nowait(None)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Abort a request that nobody waits for any more, if it has not ended."""
+        """Abort a request whose caller has left, if it has not ended."""
         if self._tickets.get(ticket.request.request_id) is ticket:
             ticket.future.cancel()
             if ticket.request in self._held_requests:
@@ -431,9 +424,10 @@ class Engine:
             self._cancelled.append(ticket.request.request_id)
             self._wake.set()
 
-    async def _between_steps(self, command: Callable[[], Awaitable[Any]]) -> Any:
+    async def _between_steps(self, command: Callable[[], Any]) -> Any:
+        """Run a function or coroutine function between two steps; returns its result."""
         if self.state is EngineState.FAILED:
-            raise Refusal("the engine has failed; its log says why", 503)
+            raise Refusal(FAILED, 503)
         future = asyncio.get_running_loop().create_future()
         self._commands.append((command, future))
         self._wake.set()
@@ -446,37 +440,22 @@ class Engine:
         self._drain_waiters.clear()
 
     def _fail_all(self, error: Exception) -> None:
+        requests = (ticket.future for ticket in self._tickets.values())
+        commands = (future for _, future in self._commands)
+        for future in itertools.chain(requests, commands, self._drain_waiters):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # marks it as retrieved: its caller may have left
         for ticket in self._tickets.values():
-            if not ticket.future.done():
-                ticket.future.set_exception(error)
-                ticket.future.exception()  # marks it as retrieved: its reader may have left
             if ticket.events is not None:
                 ticket.events.put_nowait(None)
-        for _, future in self._commands:
-            if not future.done():
-                future.set_exception(error)
-        for future in self._drain_waiters:
-            if not future.done():
-                future.set_exception(error)
         self._tickets.clear()
         self._commands.clear()
         self._drain_waiters.clear()
 
 
-class _CountedTensors:
-    """An iterable of tensors that counts how many it has yielded."""
-
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._tensors, self.count = tensors, 0
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for pair in self._tensors:
-            self.count += 1
-            yield pair
-
-
 def _fail(ticket: Ticket, cause: Exception) -> None:
-    """Fail one request with its cause; the engine goes on."""
+    """Fail one request with its cause; the engine continues."""
     name = ticket.request.request_id
     logger.error("request %s failed", name, exc_info=cause)
     if not ticket.future.done():

@@ -1,8 +1,7 @@
 """Which experts computed each cached token, for a trainer that replays the choices.
 
-Choices are stored block by block, as keys and values are, and share their fate: a prompt found in the prefix cache has
-the choices with which its keys were computed, a fork copies them, and tokens that are computed again after an eviction
-are recorded again.
+Choices are stored in the same blocks as keys and values: a prompt found in the prefix cache has the choices with which
+its keys were computed, a fork copies them, and tokens that are computed again after an eviction are recorded again.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ class ExpertChoices:
     def read(
         self, table: Int[np.ndarray, " blocks"], start: int, num_computed: int, num_tokens: int
     ) -> UInt[np.ndarray, "tokens layers top_k"]:
-        """[num_tokens - start, layers, top_k] of the sequence with these blocks.
+        """The choices of tokens start..num_tokens of the sequence with these blocks.
 
-        Tokens that were not computed hold `missing`. The last token of a reply is never computed: no token was
+        Tokens that were not computed have `missing`. The last token of a reply is never computed, because no token was
         predicted from it.
         """
         out = np.full((num_tokens - start, *self.choices.shape[2:]), self.missing, self.choices.dtype)

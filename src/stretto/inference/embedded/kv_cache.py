@@ -4,11 +4,11 @@ Every query row (one token, of a prompt or of a sequence being decoded) attends 
 padded to one of a few widths that depends on its own position only. In float32 on a CPU (`is_exact`) the shapes of the
 matrix products do not depend on the rest of the batch, on how a prompt was cut into chunks, or on what came from the
 prefix cache, so a row has equal bits in every batch. Rows of one long prompt share one read of its keys; sequences
-that are being decoded have their keys in one piece (running.py). With kernels in C all of this is native_cache.py's.
+that are being decoded have their keys in one piece (running.py). With kernels in C, native_cache.py replaces this.
 
 Shape of the cache: [layers that attend, 2 * kv_heads, blocks, block_size * head_dim], keys before values, so that one
-row gather yields a batch of [keys, head_dim] matrices for a batched product without another copy. What layers with a
-state keep is in states.py.
+row gather yields a batch of [keys, head_dim] matrices for a batched product without another copy. The states of
+recurrent layers are in states.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stretto.models.shape import ModelConfig
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, Int64
 
-_MIN_SHARED_ROWS = 32  # so many rows of one sequence and width share one gather
+_MIN_SHARED_ROWS = 32  # from so many rows of one sequence and width, they share one gather
 _MAX_ELEMENTS = 1 << 22  # elements of the keys or scores of one product
 
 
@@ -59,7 +59,7 @@ class PassRows:
         return PassRows(*parts, self.tables, rotations)
 
     def advance(self) -> None:
-        """Each row one token further, behind the prompts."""
+        """Move each row one token further; all are behind their prompts."""
         self.positions += 1
         if self.rotations is not None:
             self.rotations += 1
@@ -67,7 +67,7 @@ class PassRows:
 
 @dataclass(frozen=True, slots=True)
 class _BlockPart:
-    """Rows [start, stop) of a pass that read `width` keys from blocks; one sequence's if is_shared."""
+    """Rows [start, stop) of a pass that read `width` keys from blocks; is_shared: all are of one sequence."""
 
     start: int
     stop: int
@@ -75,12 +75,12 @@ class _BlockPart:
     is_shared: bool
     gather: Tensor  # int64, indices into the flattened [2 * kv_heads * blocks] dim
     bias: Tensor  # 0 or -inf, in the shape that attention over this part needs
-    window_bias: Tensor | None  # of layers with a window
+    window_bias: Tensor | None  # for layers with a window
 
 
 @dataclass(slots=True)
 class PassLayout:
-    """Where the rows of one forward pass write their keys, and what they read."""
+    """Where the rows of one forward pass write their keys, and which keys they read."""
 
     rows: PassRows
     write: Tensor  # int64 [rows], indices into the flattened [blocks * block_size] dim
@@ -88,10 +88,9 @@ class PassLayout:
 
 
 def key_widths(block_size: int, max_len: int) -> Int64[np.ndarray, " widths"]:
-    """Multiples of block_size and 16 that grow by a half at most, after the second: 16, 32, 48, 64, 96, ..."""
-    unit = math.lcm(
-        block_size, 16
-    )  # BLAS and softmax may give other widths other bits: smaller blocks have the same
+    """Multiples of block_size and 16; from the second on they grow by at most a half: 16, 32, 48, 64, 96, ..."""
+    # BLAS and softmax may give other bits for other widths, so smaller blocks have the same widths.
+    unit = math.lcm(block_size, 16)
     widths, width = [], unit
     while True:
         widths.append(width)
@@ -108,11 +107,11 @@ class KVCache:
         self, config: ModelConfig, num_blocks: int, block_size: int, max_len: int, *, dtype: torch.dtype,
         device: torch.device, is_exact: bool, slab_tokens: int = 0,
     ) -> None:  # fmt: skip
-        """slab_tokens: keys that slabs may hold besides the blocks; 0: all keys are read from blocks."""
+        """slab_tokens: the most keys in slabs, besides those in blocks; 0: all keys are read from blocks."""
         self.num_blocks, self.block_size, self.is_exact = num_blocks, block_size, is_exact
         self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
         self.window, self.is_varied = config.window, config.is_attention_varied
-        # Query heads per key head; layers may differ in it, then biases are broadcast over it.
+        # Query heads per key head; if layers differ in it, biases are broadcast over it.
         self.group = 1 if self.is_varied else config.num_heads // config.num_kv_heads
         self.scale = config.head_dim**-0.5
         self.device = device
@@ -132,12 +131,12 @@ class KVCache:
         return 2 * len(config.attending_layers) * config.num_kv_heads * config.head_dim * dtype.itemsize
 
     def copy_blocks(self, source: Int64[np.ndarray, " blocks"], target: Int64[np.ndarray, " blocks"]) -> None:
-        """Copy whole blocks in all layers; a fork does so with the half-full last block."""
+        """Copy whole blocks in all layers, as a fork needs for half-full last blocks."""
         src, dst = torch.from_numpy(source).to(self.device), torch.from_numpy(target).to(self.device)
         self.blocks.index_copy_(2, dst, self.blocks.index_select(2, src))
 
     def width_index(self, positions: Int[np.ndarray, " rows"]) -> Int[np.ndarray, " rows"]:
-        """Which of `widths` a query at each position uses."""
+        """The index in `widths` for a query at each position."""
         return np.searchsorted(self.widths, positions + 1)
 
     def fill(self, fill: SlabFill, tables: Int[np.ndarray, "rows blocks"]) -> None:
@@ -177,7 +176,7 @@ class KVCache:
         return layout
 
     def advance(self, layout: PassLayout) -> None:
-        """Set where the rows write, after their positions have changed; rows stay in their slabs."""
+        """Update where the rows write after their positions have changed; they keep their slab rows."""
         rows, bs = layout.rows, self.block_size
         block = rows.tables[rows.owners, rows.positions // bs]
         if rows.owners[-1] < 0:
@@ -335,7 +334,7 @@ class KVCache:
 
 
 def _columns(tables: Int[np.ndarray, "rows blocks"], num_blocks: int) -> Int[np.ndarray, "rows columns"]:
-    """The first num_blocks columns, filled up with the null block if the table is narrower."""
+    """The first num_blocks columns, padded with the null block if the table is narrower."""
     missing = num_blocks - tables.shape[1]
     if missing > 0:
         return np.pad(tables, ((0, 0), (0, missing)))

@@ -8,50 +8,14 @@ from bisect import bisect_left
 from stretto.inference.embedded.core import EngineCore
 from stretto.inference.embedded.scheduler import EngineRequest
 
-_FIRST_TOKEN_S = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-)
-_REQUEST_S = (
-    0.01,
-    0.03,
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1.0,
-    1.5,
-    2.0,
-    2.5,
-    5.0,
-    10.0,
-    15.0,
-    20.0,
-    30.0,
-    60.0,
-    120.0,
-    240.0,
-)
+_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+                  40.0)  # fmt: skip
+_REQUEST_S = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0,
+              240.0)  # fmt: skip
 
 
 class Histogram:
-    """Counts of values by upper bound, and their sum."""
+    """Counts of values by upper bound, and the sum of the values."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
@@ -61,11 +25,11 @@ class Histogram:
         self.total += value
 
     def lines(self, name: str, labels: str) -> list[str]:
-        out, cumulative = [f"# TYPE {name} histogram"], 0
+        lines, cumulative = [f"# TYPE {name} histogram"], 0
         for bound, count in zip((*self.bounds, "+Inf"), self.counts):
             cumulative += count
-            out.append(f'{name}_bucket{{{labels},le="{bound}"}} {cumulative}')
-        return [*out, f"{name}_sum{{{labels}}} {self.total}", f"{name}_count{{{labels}}} {cumulative}"]
+            lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {cumulative}')
+        return [*lines, f"{name}_sum{{{labels}}} {self.total}", f"{name}_count{{{labels}}} {cumulative}"]
 
 
 class Metrics:

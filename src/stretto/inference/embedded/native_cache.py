@@ -27,14 +27,9 @@ class NativeCache(KVCache):
     def __init__(
         self, config: ModelConfig, num_blocks: int, block_size: int, max_len: int, kernels: Kernels
     ) -> None:
+        cpu = torch.device("cpu")
         super().__init__(
-            config,
-            num_blocks,
-            block_size,
-            max_len,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            is_exact=True,
+            config, num_blocks, block_size, max_len, dtype=torch.float32, device=cpu, is_exact=True
         )
         self.widths = np.array([max_len], np.int64)
         self.kernels = kernels
@@ -57,7 +52,7 @@ class NativeCache(KVCache):
 
     def attend(self, layout: PassLayout) -> NativeAttend:
         rows, sizes, turns, tables = layout.rows, self._sizes, layout.rows.rotations, ()
-        if turns is not None and turns.ndim == 2:  # tables of these rows instead of those by position
+        if turns is not None and turns.ndim == 2:  # tables of these rows, instead of the tables by position
             angles = self._angles.select(torch.from_numpy(turns), self._sections)
             tables = cos, sin = angles.cos.contiguous(), angles.sin.contiguous()
             sizes = sizes | {"cos": cos.data_ptr(), "sin": sin.data_ptr()}
@@ -67,7 +62,7 @@ class NativeCache(KVCache):
             owners=rows.owners.ctypes.data, positions=rows.positions.ctypes.data, tables=rows.tables.ctypes.data,
             turns=None if turns is None else turns.ctypes.data, **sizes,
         )  # fmt: skip
-        how.memory = (turns, tables)  # as long as there are pointers to it
+        how.memory = (turns, tables)  # keeps alive what the pointers refer to
 
         def attend(
             layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None

@@ -2,7 +2,7 @@
 
 Bits: a row of a matrix product may depend on how many rows are multiplied (BLAS has other kernels for a few rows), so
 rows are padded to a multiple of `_ROW_MULTIPLE`. At start, `find_model_tile` checks on the model's own weight shapes
-that every padded row count then gives the same bits. If BLAS does not do so, every product has exactly `tile` rows.
+that every padded row count then gives the same bits. If it does not, every product has exactly `tile` rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PROMPT_ROWS = 256  # prompt rows whose logits are in memory at one time
 
 
 def find_model_tile(model: FusedDecoder | ModuleDecoder) -> int | None:
-    """The row count that a model's products must have; None if any multiple of 16 will do."""
+    """The row count that a model's products must have; None if any multiple of 16 gives equal bits."""
     fused = {tuple(product.weight.shape) for product in model.linears}
     stacks = [mixture.experts for mixture in mixtures(model.model).values()]
     experts = {tuple(e.matrix(name).shape[1:]) for e in stacks for name in ("gate_up_proj", "down_proj")}
@@ -52,7 +52,7 @@ def find_model_tile(model: FusedDecoder | ModuleDecoder) -> int | None:
 
 
 def find_tile(shapes: set[tuple[int, int]]) -> int | None:
-    """The row count of products with weights of these shapes; None if any multiple of 16 will do.
+    """The row count for products with weights of these shapes; None if any multiple of 16 gives equal bits.
 
     Checked for plain products and for those that add a residual.
     """
@@ -62,16 +62,11 @@ def find_tile(shapes: set[tuple[int, int]]) -> int | None:
         rows = torch.randn(32 * _ROW_MULTIPLE, in_dim, generator=generator)
         added = torch.randn(32 * _ROW_MULTIPLE, out_dim, generator=generator)
         whole, summed = F.linear(rows, weight), torch.addmm(added, rows, weight.T)
-        for count in (
-            _ROW_MULTIPLE,
-            2 * _ROW_MULTIPLE,
-            3 * _ROW_MULTIPLE,
-            7 * _ROW_MULTIPLE,
-            16 * _ROW_MULTIPLE,
-        ):
-            last, its = rows[-count:].clone(), added[-count:].clone()
-            is_same = torch.equal(F.linear(last, weight), whole[-count:])
-            if not (is_same and torch.equal(torch.addmm(its, last, weight.T), summed[-count:])):
+        for multiple in (1, 2, 3, 7, 16):
+            count = multiple * _ROW_MULTIPLE
+            last_rows, last_added = rows[-count:].clone(), added[-count:].clone()
+            is_same = torch.equal(F.linear(last_rows, weight), whole[-count:])
+            if not (is_same and torch.equal(torch.addmm(last_added, last_rows, weight.T), summed[-count:])):
                 logger.warning(
                     "matrix products depend on the row count here; every product gets %d rows", _TILE_ROWS
                 )
@@ -135,7 +130,7 @@ class Runner:
         return self._logits(hidden, last if rows.places is None else rows.places[last], len(last))
 
     def _follow(self, plan: StepPlan, slots: SequenceSlots) -> _Pass | None:
-        """The pass before, advanced by one token; None if sequences or slabs have changed."""
+        """The previous pass, advanced by one token; None if sequences or slabs have changed."""
         latest = self._latest
         if (
             not plan.is_following

@@ -3,11 +3,11 @@
 A slab has one row for each sequence whose next token needs the same width of keys (kv_cache.py). A row is filled
 from the sequence's blocks when the sequence enters the slab. Each pass then adds one token to the row and writes the
 same token to the blocks, so a row can be dropped at any time. A row is identified by the allocation id of its
-sequence and by the position of the next token. A slot gets a new allocation id whenever it is given blocks
-(scheduler.py): for another sequence, or after a preemption. So a row is never used for keys that it does not hold.
+sequence and the position of the next token. A slot gets a new allocation id whenever it gets blocks (scheduler.py): for
+another sequence, or after a preemption. So a row is never read for a sequence whose keys it does not have.
 
-Rows 0..n of a slab are in use, so products run over a view of it. When sequences leave, the last rows in use are
-refilled into the gaps. Rows for which there is no memory (`max_tokens`) are read from their blocks.
+Rows 0..n of a slab are in use, so products run over a view of it. When sequences leave, sequences of the last rows in
+use are filled into the gaps. Sequences for which there is no memory (`max_tokens`) are read from their blocks.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ class RunningKV:
         self, allocation_ids: Int[np.ndarray, " rows"], positions: Int[np.ndarray, " rows"],
         width_index: Int[np.ndarray, " rows"], is_decoded: Bool[np.ndarray, " rows"], *, padding: int,
     ) -> tuple[Int[np.ndarray, " rows"], list[SlabFill]]:  # fmt: skip
-        """Give each row of a pass a slab row (-1: it reads its blocks); also returns rows to fill first.
+        """A slab row for each row of a pass (-1: it reads its blocks), and the slab rows to fill first.
 
-        padding: the most rows with which the pass may be padded; a slab has room for them behind those in use.
+        padding: the most rows with which the pass may be padded; a slab has space for them after those in use.
         """
         places = np.full(len(allocation_ids), -1)
         fills = []

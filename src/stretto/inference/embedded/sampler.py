@@ -44,7 +44,7 @@ class SamplingRows:
 
 
 def stream_key(seed: int, member: int) -> int:
-    """Key of the random numbers of sample `member` of a request with this seed."""
+    """The random key of sample `member` of a request with this seed."""
     return _mix_int(_mix_int(member_seed(seed, member) & _MASK) + _GOLDEN)
 
 
@@ -89,7 +89,7 @@ def sample(
         return kernels.sample(logits.contiguous(), u, rows.is_greedy if has_greedy else None)
     probs = torch.softmax(logits, dim=-1)
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)
-    # The target is strictly below the total, so the first entry above it is a token of positive probability.
+    # The target is strictly below the total, so the first entry above it has a positive probability.
     total = cdf[:, -1]
     target = torch.minimum(
         torch.from_numpy(u).to(device) * total, torch.nextafter(total, torch.zeros_like(total))
@@ -104,7 +104,7 @@ def sample(
 
 
 class PromptScores:
-    """What is known of the tokens of a prompt, filled position by position: fields are those of a Completion."""
+    """Logprobs of a prompt's tokens, filled position by position; its arrays become fields of a Completion."""
 
     def __init__(self, spec: GenerateRequest) -> None:
         size, top = len(spec.prompt_ids), spec.top_prompt_logprobs
@@ -126,8 +126,8 @@ class PromptScores:
             self.top_logprobs[first:stop] = values.cpu().numpy()
         if self._targets is not None and self.target_logprobs is not None:
             targets = self._targets[first - 1 : stop - 1]
-            found = _scores_of(scores, targets.clip(0))
-            self.target_logprobs[first - 1 : stop - 1] = np.where(targets < 0, np.nan, found)
+            logprobs = _scores_of(scores, targets.clip(0))
+            self.target_logprobs[first - 1 : stop - 1] = np.where(targets < 0, np.nan, logprobs)
 
 
 def _scores_of(
@@ -140,9 +140,9 @@ def _scores_of(
 def _filter(
     logits: Float[Tensor, "rows vocab"], rows: SamplingRows, index: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Set tokens removed by min-p, then top-k, then top-p to -inf; the likeliest always stays.
+    """Set tokens removed by min-p, then top-k, then top-p to -inf; the likeliest token is always kept.
 
-    Also returns the tokens of each row, likeliest first, and how many of them stay.
+    Also returns the tokens of each row, likeliest first, and how many of them are kept.
     """
 
     def column(values: np.ndarray) -> Tensor:

@@ -1,12 +1,12 @@
 """Decides which tokens the next step computes: admission, chunked prefill, preemption, forks.
 
 First come, first served. A step computes the next token of every running sequence, then pieces of prompts until
-`max_num_batched_tokens`. When blocks run out, the sequence that arrived last is preempted: it gives its blocks back,
-keeps its tokens, and is computed again later with the same bits. The earliest sequence can always go on, because all
+`max_num_batched_tokens`. When no block is free, the sequence that arrived last is preempted: it releases its blocks,
+keeps its tokens, and is computed again later with the same bits. The earliest sequence can always continue, because all
 others can be preempted and the cache holds at least one sequence of full length.
 
-A request's n samples take n slots. The first slot computes the prompt; then `fork` gives its blocks to the others (the
-half-full last block is copied), and all sample their first token from the same logits.
+A request's n samples use n slots. The first slot computes the prompt; then `fork` shares its blocks with the others
+(the half-full last block is copied), and all sample their first token from the same logits.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ from stretto.records.support import Support
 if TYPE_CHECKING:
     from jaxtyping import Int, Int64
 
+    from stretto.inference.text import TokenWatcher
+
 # As plain integers: looking up members of an enum costs more than the comparisons that use them.
-_RESERVED, _RUNNING, _PREEMPTED = (
-    int(SequenceState.RESERVED),
-    int(SequenceState.RUNNING),
-    int(SequenceState.PREEMPTED),
-)
-_MAX_SAMPLES = 1 << 20  # of one request: arrival numbers leave room for so many
+_, _RESERVED, _RUNNING, _PREEMPTED = map(int, SequenceState)
+_MAX_SAMPLES = 1 << 20  # per request: the distance between the arrival numbers of two requests
 
 
 class RequestState(StrEnum):
@@ -70,7 +68,7 @@ class EngineRequest:
     prompt_scores: PromptScores | None = None
     started_s: float | None = None
     first_token_s: float | None = None
-    watcher: object | None = None  # a TokenWatcher: reads this request's tokens as they are sampled
+    watcher: TokenWatcher | None = None  # reads this request's tokens as they are sampled
     adapter: LoadedAdapter | None = None  # None for the engine's own model
     images: ImagePrompt | None = None
     image_marks: Mapping[int, bytes] = field(default_factory=dict)  # by block, for its hash
@@ -93,13 +91,12 @@ class StepPlan:
     count: np.ndarray
     is_last: np.ndarray
     is_decode: bool  # every slot computes one token, its last
-    # The same sequences as in the plan before, each one token further.
-    is_following: bool = False
+    is_following: bool = False  # the same sequences as in the previous plan, each one token further
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """What to copy when samples start from one prompt: half-full last blocks, and states of slots."""
+    """The copies to make when samples start from one prompt: half-full last blocks, and states of slots."""
 
     source_blocks: Int64[np.ndarray, " blocks"]
     target_blocks: Int64[np.ndarray, " blocks"]
@@ -137,13 +134,13 @@ class Scheduler:
         self.version = 0
         self.counters = Counters()
         self.returns_supports = False  # completions list the tokens left by top-k, top-p and min-p
-        self.supports: dict[int, list[np.ndarray]] = {}  # by filtered slot: the support of each token
+        self.supports: dict[int, list[np.ndarray]] = {}  # the support of each token, by slot with a filter
         self._arrivals, self._allocation_ids = itertools.count(), itertools.count(1)
-        self.failed: list[EngineRequest] = []  # could not be given slots; removed by core.py
+        self.failed: list[EngineRequest] = []  # `_assign_slots` raised for them; core.py removes them
         self._finished_slots: list[int] = []
         self._count = np.zeros(slots.capacity, np.int64)  # tokens in this step, of running slots
         self._latest: StepPlan | None = None
-        self._num_free_positions = 0  # following plans before a sequence needs a new block
+        self._num_free_positions = 0  # number of following plans before a sequence needs a new block
 
     @property
     def num_requests(self) -> tuple[int, int]:
@@ -163,7 +160,7 @@ class Scheduler:
         return self._latest
 
     def _follow(self) -> StepPlan | None:
-        """The latest plan one token further; None if the sequences change or one needs a block."""
+        """The latest plan, one token further; None if the sequences change or one needs a block."""
         latest = self._latest
         if latest is None or not latest.is_decode or latest.slots is not self.running:
             return None
@@ -193,7 +190,7 @@ class Scheduler:
         return self._build_plan()
 
     def advance(self, plan: StepPlan) -> None:
-        """Note that the plan's keys and values are cached; register prompt blocks that became full."""
+        """Record that the plan's keys and values are cached; register prompt blocks that became full."""
         slots = self.slots
         slots.num_computed[plan.slots] = plan.start + plan.count
         if plan.is_following or not self.pool.is_caching:
@@ -206,9 +203,9 @@ class Scheduler:
                 self.pool.register(int(slots.blocks[slot, b]), hashes[b])
 
     def fork(self, leaders: list[int]) -> Fork:
-        """Give the prompt's blocks to the requests' other samples; returns what is to copy.
+        """Share the prompt's blocks with the requests' other samples; returns the copies to make.
 
-        If no block is free for the copy of a sample, the sample becomes PREEMPTED: it keeps its place in line and
+        If no block is free for the copy of a sample, the sample becomes PREEMPTED: it keeps its place in the queue and
         computes its prompt itself.
         """
         slots, pool = self.slots, self.pool
@@ -279,7 +276,7 @@ class Scheduler:
         self.running = self.running[slots.state[self.running] == _RUNNING]
 
     def abort(self, requests: Iterable[EngineRequest]) -> None:
-        """End these requests now with the tokens they have; samples that never started are empty."""
+        """End these requests with the tokens they have; samples that have not started are empty."""
         for request in requests:
             assert request.state is not RequestState.FINISHED, f"{request.request_id} is finished already"
             if request.state is RequestState.WAITING:
@@ -347,7 +344,7 @@ class Scheduler:
             leader = request.slots[0]
             count = self._admit(leader, budget, len(admitted))
             if not count:
-                # It keeps its slots and is first in line: no later request may overtake it.
+                # It keeps its slots and is first in the queue: no later request may overtake it.
                 self.preempted.append(leader)
                 break
             admitted.append(leader)
@@ -356,7 +353,7 @@ class Scheduler:
             self._set_running(np.concatenate([self.running, np.array(admitted, np.int64)]))
 
     def _try_assign_slots(self, request: EngineRequest) -> bool:
-        """Give a request its slots; if that raises, only this request fails and its slots are freed."""
+        """Assign a request its slots; if that raises, only this request fails and its slots are freed."""
         try:
             self._assign_slots(request)
         except Exception as error:
@@ -369,17 +366,17 @@ class Scheduler:
         return True
 
     def _assign_slots(self, request: EngineRequest) -> None:
-        """Give a request its slots and write the settings of each sample into them."""
+        """Assign a request its slots and write the settings of each sample into them."""
         slots, spec = self.slots, request.spec
         params, prompt = spec.sampling, spec.prompt_ids
         slots.reserve(request.end)
-        seats = request.slots = slots.allocate(spec.n)
+        allocated = request.slots = slots.allocate(spec.n)
         arrival = next(self._arrivals) * _MAX_SAMPLES
         is_greedy = params.temperature == 0
         inv_temperature = 1.0 if is_greedy else 1 / params.temperature
         top_k = params.top_k or np.iinfo(np.int64).max
         is_filtered = not is_greedy and (params.top_k is not None or params.top_p < 1 or params.min_p > 0)
-        for member, slot in enumerate(seats):
+        for member, slot in enumerate(allocated):
             slots.rows[slot] = (
                 _RESERVED if member else _PREEMPTED, arrival + member, 0, len(prompt), len(prompt), 0, 0,
                 request.end, member, stream_key(request.seed, member), inv_temperature, is_greedy, top_k,
@@ -392,8 +389,8 @@ class Scheduler:
                 slots.images[slot] = request.images
             if self.returns_supports and is_filtered:
                 self.supports[slot] = []
-        slots.tokens[seats, : len(prompt)] = prompt
-        slots.set_stop_ids(seats, request.stop_ids)
+        slots.tokens[allocated, : len(prompt)] = prompt
+        slots.set_stop_ids(allocated, request.stop_ids)
         request.state = RequestState.RUNNING
         request.num_open = spec.n
         request.completions, request.stop_reasons = [None] * spec.n, [None] * spec.n
@@ -409,32 +406,38 @@ class Scheduler:
             )
 
     def _admit(self, slot: int, budget: int, num_admitted: int) -> int:
-        """Give a slot the blocks of its first chunk, cached ones first.
+        """Assign a slot the blocks of its first chunk, cached blocks first.
 
-        Returns the tokens that it computes in this step; 0 if too few blocks are free.
+        Returns the number of tokens that it computes in this step; 0 if too few blocks are free.
         """
         slots, pool, request = self.slots, self.pool, self.request_of[slot]
         length = int(slots.num_tokens[slot])
-        found = np.empty(0, np.int64)
+        cached_blocks = np.empty(0, np.int64)
         if pool.is_caching and not (request.spec.prompt_logprobs and not request.is_forked):
-            found = pool.lookup(self._hashes(slot, length - 1))
-        cached = len(found) * self.block_size
-        count = min(length - cached, budget)
-        need = -(-(cached + count) // self.block_size) - len(found)
-        num_found_free = int((pool.refs[found] == 0).sum())
+            cached_blocks = pool.lookup(self._hashes(slot, length - 1))
+        num_cached = len(cached_blocks)
+        cached_tokens = num_cached * self.block_size
+        count = min(length - cached_tokens, budget)
+        need = -(-(cached_tokens + count) // self.block_size) - num_cached
+        num_cached_free = int((pool.refs[cached_blocks] == 0).sum())
         reserve = pool.num_usable // 100 if len(self.running) + num_admitted else 0
-        if need + reserve > pool.num_free - num_found_free:
+        if need + reserve > pool.num_free - num_cached_free:
             return 0
-        pool.share(found)
-        slots.blocks[slot, : len(found)] = found
-        slots.blocks[slot, len(found) : len(found) + need] = pool.allocate(need)
-        slots.num_blocks[slot] = len(found) + need
-        slots.num_computed[slot] = cached
+        pool.share(cached_blocks)
+        slots.blocks[slot, :num_cached] = cached_blocks
+        slots.blocks[slot, num_cached : num_cached + need] = pool.allocate(need)
+        slots.num_blocks[slot] = num_cached + need
+        slots.num_computed[slot] = cached_tokens
         slots.allocation_id[slot] = next(self._allocation_ids)
         slots.state[slot] = _RUNNING
         self._count[slot] = count
         if request.started_s is None:
-            self._count_admission(request, cached)
+            request.started_s = time.monotonic()
+            request.cached_tokens = cached_tokens
+            counters, num_prompt = self.counters, len(request.spec.prompt_ids)
+            counters.prompt_tokens += num_prompt
+            counters.prefix_queries += num_prompt
+            counters.prefix_hits += cached_tokens
         return count
 
     def _hashes(self, slot: int, length: int) -> list[bytes]:
@@ -444,22 +447,11 @@ class Scheduler:
         if full > len(hashes):
             tail = self.slots.tokens[slot, len(hashes) * self.block_size : full * self.block_size]
             seed = hashes[-1] if hashes else request.hash_seed
+            marks = request.image_marks
             hashes = hashes + chain_hashes(
-                seed,
-                np.ascontiguousarray(tail),
-                self.block_size,
-                request.image_marks,
-                first_block=len(hashes),
+                seed, np.ascontiguousarray(tail), self.block_size, marks, first_block=len(hashes)
             )
         return hashes
-
-    def _count_admission(self, request: EngineRequest, cached: int) -> None:
-        request.started_s = time.monotonic()
-        request.cached_tokens = cached
-        prompt = len(request.spec.prompt_ids)
-        self.counters.prompt_tokens += prompt
-        self.counters.prefix_queries += prompt
-        self.counters.prefix_hits += cached
 
     def _build_plan(self) -> StepPlan | None:
         run = self.running
@@ -502,15 +494,13 @@ class Scheduler:
         self.running = run if (np.diff(order) > 0).all() else run[np.argsort(order)]
 
     def _completion(self, slot: int, request: EngineRequest, reason: str) -> Completion:
-        slots = self.slots
+        slots, scores = self.slots, request.prompt_scores
         start, stop = int(slots.num_prompt[slot]), int(slots.num_tokens[slot])
-        versions = slots.versions[slot, start:stop]
-        scores = request.prompt_scores
         return Completion(
             token_ids=slots.tokens[slot, start:stop].copy(),
             logprobs=slots.logprobs[slot, start:stop].copy(),
             finish_reason=reason,
-            versions=version_spans(versions),
+            versions=version_spans(slots.versions[slot, start:stop]),
             cached_tokens=request.cached_tokens,
             prompt_logprobs=None if scores is None else scores.logprobs,
             top_prompt_ids=None if scores is None else scores.top_ids,
@@ -521,7 +511,7 @@ class Scheduler:
         )
 
     def _support(self, slot: int) -> Support | None:
-        """The tokens that each token of the reply was sampled from; None if nothing was filtered."""
+        """The tokens from which each token of the reply was sampled; None if nothing was filtered."""
         if not (self.returns_supports and self.slots.is_filtered[slot]):
             return None
         return Support.of(self.supports.pop(slot))

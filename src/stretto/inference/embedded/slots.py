@@ -2,8 +2,8 @@
 
     FREE -> RESERVED -> RUNNING <-> PREEMPTED -> FREE
 
-RESERVED is a sample that waits for the prefill of its request. The first sample of a request starts as PREEMPTED: it
-has tokens but no blocks. Only scheduler.py changes states.
+A sample is RESERVED while it waits for the prefill of its request. The first sample of a request starts as PREEMPTED:
+it has tokens but no blocks. Only scheduler.py changes states.
 """
 
 from __future__ import annotations
@@ -50,32 +50,17 @@ _ROW = np.dtype(
 
 
 class SequenceSlots:
-    """Arrays over slots; columns (tokens, blocks) are added when longer sequences arrive."""
+    """Arrays over slots; columns (tokens, blocks) are added when longer sequences arrive.
+
+    Every field of _ROW is an attribute too.
+    """
 
     def __init__(self, capacity: int, max_len: int, block_size: int) -> None:
         self.capacity, self.max_len, self.block_size = capacity, max_len, block_size
-        rows = np.zeros(capacity, _ROW)
-        self.rows = rows
-        self.state = rows["state"]
-        self.order = rows["order"]
-        self.allocation_id = rows["allocation_id"]
-        self.num_prompt = rows["num_prompt"]
-        self.num_tokens = rows["num_tokens"]
-        self.num_computed = rows["num_computed"]
-        self.num_blocks = rows["num_blocks"]
-        self.end = rows["end"]
-        self.member = rows["member"]
-        self.key = rows["key"]
-        self.inv_temperature = rows["inv_temperature"]
-        self.is_greedy = rows["is_greedy"]
-        self.top_k = rows["top_k"]
-        self.top_p = rows["top_p"]
-        self.min_p = rows["min_p"]
-        self.is_filtered = rows["is_filtered"]
-        self.is_watched = rows["is_watched"]
-        self.adapter = rows["adapter"]
-        self.shift = rows["shift"]
-        self.images: dict[int, ImagePrompt] = {}  # by slot, of those whose prompts have some
+        self.rows = np.zeros(capacity, _ROW)
+        for name in _ROW.names:
+            setattr(self, name, self.rows[name])
+        self.images: dict[int, ImagePrompt] = {}  # by slot; only prompts with images
         self.stop_ids = np.full((capacity, 1), -1, np.int64)
         self._resize(min(256, max_len))
         self._free = list(range(capacity - 1, -1, -1))
@@ -85,7 +70,7 @@ class SequenceSlots:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free slots; the caller has checked that there are so many."""
+        """Allocate `count` slots; the caller has checked that so many are free."""
         allocated = self._free[-count:][::-1]
         del self._free[-count:]
         return allocated
@@ -113,14 +98,13 @@ class SequenceSlots:
 
     def _resize(self, columns: int) -> None:
         num_blocks = -(-columns // self.block_size)
-        old = getattr(self, "tokens", None)
-        tokens = np.zeros((self.capacity, columns), np.int32)
-        logprobs = np.zeros((self.capacity, columns), np.float32)
-        versions = np.zeros((self.capacity, columns), np.int32)
-        blocks = np.zeros((self.capacity, num_blocks), np.int64)
-        if old is not None:
-            tokens[:, : old.shape[1]] = old
-            logprobs[:, : old.shape[1]] = self.logprobs
-            versions[:, : old.shape[1]] = self.versions
-            blocks[:, : self.blocks.shape[1]] = self.blocks
-        self.tokens, self.logprobs, self.versions, self.blocks = tokens, logprobs, versions, blocks
+        self.tokens = self._widened("tokens", columns, np.int32)
+        self.logprobs = self._widened("logprobs", columns, np.float32)
+        self.versions = self._widened("versions", columns, np.int32)
+        self.blocks = self._widened("blocks", num_blocks, np.int64)
+
+    def _widened(self, name: str, columns: int, dtype: type) -> np.ndarray:
+        new = np.zeros((self.capacity, columns), dtype)
+        if (old := getattr(self, name, None)) is not None:
+            new[:, : old.shape[1]] = old
+        return new

@@ -1,9 +1,9 @@
 """The weights with which vLLM was started, into which adapters of weight updates are merged.
 
-They are mapped from the model's files. Those of modules that an adapter changes are copied into shared memory at its
-first update, once per host: all workers of all engines merge from there, and later versions read nothing from disk. A
-new version loads only modules that the running model has other than with the new adapter: those of this adapter, and
-once those that the one before had changed.
+They are mapped from the model's files. The first update copies those of modules that the adapter changes into shared
+memory, once per host: all workers of all engines merge from there, and later versions read nothing from disk. A new
+version loads only modules in which the running model differs: those of this adapter, and those that only the adapter
+before had changed.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ EXPERTS = ".experts."
 SHARED_MEMORY = Path("/dev/shm")
 _ALIGN = 64
 _VERSION = 0
-"""Version of the copy: always the same, because the weights with which an engine was started never change."""
+"""Version of the copy: constant, because the weights with which an engine was started never change."""
 
 
 def adaptable_weights(directory: Path) -> TensorMap:
-    """Where the files hold the weights that can have an adapter, by PEFT's names.
+    """Where the files have the weights that can have an adapter, by PEFT's names.
 
     The names are those of our own modules for a model that we implement, else those of transformers.
 
-    Raises: DataError for a model that neither knows.
+    Raises: DataError for a model that neither implements.
     """
     return (
         build_tensor_map(load_config(directory))
@@ -55,18 +55,18 @@ class BaseWeights:
     """A model directory, and the modules of the running model that may differ from it."""
 
     def __init__(self, directory: Path, memory: Path = SHARED_MEMORY) -> None:
-        """memory: a directory in memory (tmpfs), for the copy that the workers of this host share."""
+        """memory: a directory in memory (tmpfs) for the copy that the workers of this host share."""
         self._directory, self._memory = directory, memory
         self._table = adaptable_weights(directory)
         self._tensors = dict(map_tensors(directory))
         self._identity = _identity(directory)
         self._changed: set[str] = set()
-        self._kept: set[str] = set()
+        self._copied: set[str] = set()
         self._copies: list[tuple[HostCopy, CopyReader]] = []
 
     @property
     def tensors(self) -> Iterable[Shaped[torch.Tensor, " ..."]]:
-        """All weights of the directory, wherever they are mapped from."""
+        """All weights of the directory, mapped from files or from the shared copy."""
         return self._tensors.values()
 
     def mark_all_changed(self) -> None:
@@ -85,16 +85,16 @@ class BaseWeights:
         copies = ((name, tensor.to(device, copy=True)) for name, tensor in tensors)
         adapter = Adapter.from_tensors(copies, rank, scaling)
         if not adapter.pairs.keys() <= self._table.shapes.keys():
-            # The policy is transformers' module (impl = "hf"), which may fuse layers that ours has apart.
+            # The policy is transformers' module (impl = "hf"), which may fuse layers that are separate in ours.
             self._table = find_adaptable_layers(self._directory)
         adapter.check(self._table.shapes, str(self._directory))
         adapted = {_module(name) for name in self._adapted_by(adapter)}
         self._changed |= adapted
-        self._keep(adapted - self._kept)
+        self._copy_modules(adapted - self._copied)
         return self._load(adapter, adapted, device)
 
     def close(self) -> None:
-        """Give up the copy in shared memory; the last worker of the host removes it."""
+        """Release the copy in shared memory; the last worker of the host removes it."""
         self._tensors.clear()
         for copy, reader in self._copies:
             reader.close()
@@ -110,14 +110,14 @@ class BaseWeights:
         for name, tensor in self._tensors.items():
             if _module(name) in self._changed:
                 yield name, with_adapter(name, tensor.to(device), self._table, adapter)
-        self._changed = adapted  # all others are those of the base model again
+        self._changed = adapted  # all other modules have the weights of the base model again
 
-    def _keep(self, modules: set[str]) -> None:
-        """Have the tensors of these modules in shared memory from now on, if they fit there."""
+    def _copy_modules(self, modules: set[str]) -> None:
+        """Move the tensors of these modules to shared memory, if they fit there."""
         names = [name for name in self._tensors if _module(name) in modules]
         if not names:
             return
-        self._kept |= modules
+        self._copied |= modules
         starts, end = {}, 0
         for name in names:
             starts[name], end = end, end + -(-self._tensors[name].nbytes // _ALIGN) * _ALIGN
@@ -135,14 +135,14 @@ class BaseWeights:
             self._tensors[name] = _view(reader, starts[name], self._tensors[name])
 
     def _copy(self, names: list[str], starts: dict[str, int], num_bytes: int) -> tuple[HostCopy, CopyReader]:
-        """The copy of these tensors on this host, which the first worker writes.
+        """Open the copy of these tensors on this host, which the first worker writes.
 
-        Raises: EngineError, WireError or OSError if there is no room, or another worker could not write it.
+        Raises: EngineError, WireError or OSError if there is no space, or another worker could not write it.
         """
         key = blake2b("\n".join((self._identity, *names)).encode(), digest_size=8).hexdigest()
         copy = HostCopy(self._memory, f"base-{key}", num_bytes)
         try:
-            # What the copy of another worker takes is no longer available, and it may not be complete yet.
+            # Half: the copy of another worker, which may not be complete yet, also uses this memory.
             if num_bytes <= _available_memory() // 2:
                 self._write(copy, names, starts)
             return copy, copy.read(_VERSION)
@@ -151,7 +151,7 @@ class BaseWeights:
             raise
 
     def _write(self, copy: HostCopy, names: list[str], starts: dict[str, int]) -> None:
-        """Write the copy, unless another worker has written it or does so now."""
+        """Write the copy, unless another worker has written it or is writing it."""
         with copy.writing(unless=_VERSION) as writer:
             if writer is not None:
                 for name in names:
@@ -162,14 +162,13 @@ class BaseWeights:
 
 def _identity(directory: Path) -> str:
     """Differs between directories whose files differ, and between users, who cannot read each other's memory."""
-    files = sorted(path for path in directory.glob("*.safetensors"))
-    stats = ((path.name, path.stat()) for path in files)
-    found = [f"{name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}" for name, stat in stats]
-    return "\n".join((str(os.getuid()), str(directory.resolve()), *found))
+    stats = ((path.name, path.stat()) for path in sorted(directory.glob("*.safetensors")))
+    files = [f"{name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}" for name, stat in stats]
+    return "\n".join((str(os.getuid()), str(directory.resolve()), *files))
 
 
 def _available_memory() -> int:
-    """Bytes that this machine can give, those of cached files included."""
+    """Bytes of memory that are available on this machine, cached files included."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 

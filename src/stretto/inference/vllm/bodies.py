@@ -1,8 +1,8 @@
 """Check the bodies of requests before vLLM reads them; does not import vLLM.
 
-A body passes if its numbers fit int64, its tokens are in the vocabulary, and its sizes are within the limits of
-../embedded/limits.py. The token route and the admin routes accept only the fields of transports/engine/api.py. The
-text routes are OpenAI's; vLLM checks their other fields.
+A body is valid if its numbers fit int64, its tokens are in the vocabulary, and its sizes are within ../limits.py. The
+token route and the admin routes accept only the fields of transports/engine/api.py. The text routes are OpenAI's; vLLM
+checks their other fields.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from stretto.base.errors import StrettoError
 from stretto.chat.tokenizer import load_tokenizer
 from stretto.inference.bodies import check_messages
 from stretto.inference.boundary import MAX_ADMIN_BYTES, max_body_bytes
-from stretto.inference.embedded.limits import (
+from stretto.inference.limits import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
     MAX_TOP_K,
+    MAX_TOP_LOGPROBS,
     MIN_TEMPERATURE,
+    bad_n,
+    check_text_size,
+    long_prompt,
+    unknown_token,
 )
 from stretto.transports.engine import api, updates
 from stretto.transports.engine.api import Refusal
@@ -40,9 +45,7 @@ _KINDS = {
     api.ABORT: api.AbortBody,
     api.ABORT_REQUESTS: api.AbortBody,
 }
-_BODILESS = frozenset(
-    {api.PAUSE, api.RESUME, api.START_UPDATE, api.RESET_PREFIX_CACHE, api.SLEEP, api.WAKE_UP}
-)
+_WITHOUT_BODY = {api.PAUSE, api.RESUME, api.START_UPDATE, api.RESET_PREFIX_CACHE, api.SLEEP, api.WAKE_UP}
 """Routes that ignore their body."""
 _VLLM_ONLY = frozenset({"structured_outputs", "kv_transfer_params", "ec_transfer_params", "stream", "stream_options",
                    "output_mode", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -51,32 +54,26 @@ _VLLM_ONLY = frozenset({"structured_outputs", "kv_transfer_params", "ec_transfer
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _COUNTS = ("n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", "logprobs", "prompt_logprobs",
            "top_logprobs", "truncate_prompt_tokens", "routed_experts_prompt_start")  # fmt: skip
-_OBJECTS = (
-    "structured_outputs",
-    "response_format",
-    "stream_options",
-    "chat_template_kwargs",
-    "kv_transfer_params",
-)
+_OBJECTS = ("structured_outputs", "response_format", "stream_options", "chat_template_kwargs",
+            "kv_transfer_params")  # fmt: skip
 _GRAMMARS = frozenset({"structured_outputs", "response_format", "tools"})
-_MAX_WORDS = 64
-_MAX_LOGPROBS = 20
+_MAX_BAD_WORDS = 64
 
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """Sizes of the engine behind the routes, and what it can do."""
+    """Sizes and abilities of the engine behind the routes."""
 
     vocab_size: int
     max_model_len: int
     max_num_seqs: int
     token_bytes: int  # of the longest token; 1 if there is no tokenizer
-    vision: VisionSizes | None = None  # of the images that the model takes
-    can_sleep: bool = False  # otherwise vLLM would only stop to schedule requests, for good
+    vision: VisionSizes | None = None  # None if the model takes no images
+    can_sleep: bool = False  # if False, vLLM's /sleep would only stop scheduling, without a way back
 
     @classmethod
     def of(cls, state: Any) -> EngineSizes:
-        """Read them from the engine in the state of vLLM's app."""
+        """Read them from the engine in vLLM's app state."""
         model = state.engine_client.vllm_config.model_config
         try:
             token_bytes = load_tokenizer(Path(model.tokenizer or model.model)).max_token_bytes
@@ -84,21 +81,21 @@ class EngineSizes:
             token_bytes = 1
         seqs = state.engine_client.vllm_config.scheduler_config.max_num_seqs
         vision = VisionSizes.of(model.hf_config.to_dict())
-        sleeps = bool(model.enable_sleep_mode)
-        return cls(model.get_vocab_size(), model.max_model_len, seqs, token_bytes, vision, sleeps)
+        can_sleep = bool(model.enable_sleep_mode)
+        return cls(model.get_vocab_size(), model.max_model_len, seqs, token_bytes, vision, can_sleep)
 
     def max_body_bytes(self, path: str) -> int:
         """The largest body of a route."""
         if path == api.GENERATE:
             return max_body_bytes(self.max_model_len, vision=self.vision)
-        if path in _KINDS or path in _BODILESS:
+        if path in _KINDS or path in _WITHOUT_BODY:
             return MAX_ADMIN_BYTES
         return max_body_bytes(self.max_model_len, self.token_bytes)
 
 
 @dataclass(frozen=True)
 class CheckedBody:
-    """A checked body; has_grammar: it constrains the reply by a grammar that vLLM compiles."""
+    """A checked body; has_grammar: vLLM compiles a grammar for the reply."""
 
     data: bytes
     has_grammar: bool = False
@@ -106,7 +103,7 @@ class CheckedBody:
 
 def check(path: str, data: bytes, sizes: EngineSizes) -> CheckedBody:
     """Check the body of a request to vLLM. Raises: Refusal if vLLM must not read it."""
-    if path in _BODILESS or (path in (api.ABORT, api.ABORT_REQUESTS) and not data):
+    if path in _WITHOUT_BODY or (path in (api.ABORT, api.ABORT_REQUESTS) and not data):
         return CheckedBody(data)
     body = api.decode_json(data, dict[str, Any])
     _check_depth({name: value for name, value in body.items() if name != "token_ids"})
@@ -130,16 +127,13 @@ def _check_generate(body: dict[str, Any], sizes: EngineSizes) -> None:
                 raise Refusal(f"{name}: {place[name]!r} is not supported; remove it")
     _check_ids(body["token_ids"], "token_ids", sizes)
     if not 0 < len(body["token_ids"]) < sizes.max_model_len:
-        raise Refusal(
-            f"token_ids: the prompt has {len(body['token_ids'])} tokens; with at least one sampled token the engine's "
-            f"limit is {sizes.max_model_len} (max_model_len)"
-        )
+        raise Refusal(long_prompt(len(body["token_ids"]), sizes.max_model_len))
     _check_sampling(params, sizes)
     _check_images(body, sizes)
 
 
 def _check_images(body: dict[str, Any], sizes: EngineSizes) -> None:
-    """Check images before vLLM reads them: an error in its engine would end it."""
+    """Check images before vLLM reads them: an error inside its engine ends the engine."""
     if body.get("features") is None:
         return
     request, _ = api.decode_generate(msgspec.json.encode({k: body[k] for k in ("token_ids", "features")}))
@@ -160,7 +154,11 @@ def _check_text(path: str, body: dict[str, Any], sizes: EngineSizes) -> None:
         check_messages(messages)
     for prompt in _prompts(body.get("prompt")):
         if isinstance(prompt, str):
-            _check_text_size(prompt, sizes)
+            if sizes.token_bytes > 1:
+                num_bytes, token_bytes = len(prompt.encode()), sizes.token_bytes
+                check_text_size(
+                    "prompt", num_bytes, max_model_len=sizes.max_model_len, token_bytes=token_bytes
+                )
         elif isinstance(prompt, list):
             _check_ids(prompt, "prompt", sizes)
             if not prompt:
@@ -171,15 +169,6 @@ def _prompts(prompt: Any) -> Iterable[Any]:
     if isinstance(prompt, list) and prompt and not all(isinstance(i, int) for i in prompt):
         return prompt
     return () if prompt is None else (prompt,)
-
-
-def _check_text_size(text: str, sizes: EngineSizes) -> None:
-    num_bytes = len(text.encode())
-    if sizes.token_bytes > 1 and num_bytes > sizes.max_model_len * sizes.token_bytes:
-        raise Refusal(
-            f"prompt: the text has {num_bytes} bytes, and a token has at most {sizes.token_bytes}; the engine's "
-            f"limit is {sizes.max_model_len} tokens (max_model_len)"
-        )
 
 
 def _check_sampling(params: dict[str, Any], sizes: EngineSizes) -> None:
@@ -193,7 +182,7 @@ def _check_sampling(params: dict[str, Any], sizes: EngineSizes) -> None:
             raise Refusal(f"{name}: {value} is not allowed; it must be 0 to {2**31 - 1}")
     n, temperature, top_k = params.get("n"), params.get("temperature"), params.get("top_k")
     if isinstance(n, int) and not 1 <= n <= sizes.max_num_seqs:
-        raise Refusal(f"n: {n} is not in 1 to {sizes.max_num_seqs} (max_num_seqs)")
+        raise Refusal(bad_n(n, sizes.max_num_seqs))
     if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
         raise Refusal(
             f"temperature: {temperature} is not allowed; it must be 0 (greedy), or {MIN_TEMPERATURE:g} or more"
@@ -201,8 +190,8 @@ def _check_sampling(params: dict[str, Any], sizes: EngineSizes) -> None:
     if isinstance(top_k, int) and not -1 <= top_k <= MAX_TOP_K:
         raise Refusal(f"top_k: {top_k} is not allowed; it must be 1 to {MAX_TOP_K}, or 0 for all")
     for name in ("logprobs", "prompt_logprobs", "top_logprobs"):
-        if isinstance(value := params.get(name), int) and not 0 <= value <= _MAX_LOGPROBS:
-            raise Refusal(f"{name}: {value} is not allowed; it must be 0 to {_MAX_LOGPROBS}")
+        if isinstance(value := params.get(name), int) and not 0 <= value <= MAX_TOP_LOGPROBS:
+            raise Refusal(f"{name}: {value} is not allowed; it must be 0 to {MAX_TOP_LOGPROBS}")
     _check_stops(params, sizes)
 
 
@@ -212,7 +201,7 @@ def _check_stops(params: dict[str, Any], sizes: EngineSizes) -> None:
             _check_ids(ids, name, sizes)
     if len(params.get("stop_token_ids") or ()) > MAX_STOP_TOKEN_IDS:
         raise Refusal(f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS} ids are allowed")
-    for name, most in (("stop", MAX_STOPS), ("bad_words", _MAX_WORDS)):
+    for name, most in (("stop", MAX_STOPS), ("bad_words", _MAX_BAD_WORDS)):
         value = params.get(name)
         texts = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -238,11 +227,11 @@ def _check_ids(ids: Any, where: str, sizes: EngineSizes) -> None:
         if isinstance(i, bool) or not isinstance(i, int):
             raise Refusal(f"{where}: {i!r} is not a token id")
         if not 0 <= i < sizes.vocab_size:
-            raise Refusal(f"{where}: token id {i} is out of vocabulary; ids are 0 to {sizes.vocab_size - 1}")
+            raise Refusal(unknown_token(where, i, sizes.vocab_size))
 
 
 def _check_depth(body: Any) -> None:
-    """Check that all integers fit int64, and that nothing is nested deeper than MAX_DEPTH."""
+    """Check that all integers fit int64, and that the nesting has at most MAX_DEPTH levels."""
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []

@@ -1,12 +1,13 @@
 """[inference] as a command line and an environment for vLLM; does not import vLLM.
 
-Our own keys become vLLM's options. `vllm_extra` adds other options and may override a default of ours, but not an
-option on which training relies. On a CPU the options are those with which vLLM started fastest in measurements: no
+Our own keys become vLLM's options. `vllm_extra` adds other options and may override a default of ours, but no option
+on which training relies. On a CPU the options are those with which vLLM started fastest in measurements: no
 compilation, one process, one thread, a small cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,28 +23,17 @@ CPU_CACHE_TOKENS = 65_536
 BYTES = {"float32": 4, "bfloat16": 2}
 WEIGHTS_BACKEND = "stretto"
 """Name of our engine in vLLM's registry of weight transfers."""
-CHOICES_VARIABLE = "STRETTO_ROUTED_EXPERTS"
-"""If set, patches/choices.py records which experts compute each token."""
-CPU_EXPERTS_VARIABLE = "STRETTO_CPU_EXPERTS"
-"""If set, a mixture runs on several CPU processes (data or expert parallel); see patches/experts.py."""
-CPU_ROUTERS_VARIABLE = "STRETTO_CPU_ROUTERS"
-"""Set on a CPU, for experts that are chosen by sigmoid scores; see patches/routers.py."""
-CPU_STAGES_VARIABLE = "STRETTO_CPU_STAGES"
-"""If set, the stages of a pipeline are CPU processes; see patches/stages.py."""
-LEASES_VARIABLE = "STRETTO_CACHE_LEASES"
-"""If set, caches go from engine to engine by NIXL; see patches/leases.py."""
+PATCHES_VAR = "STRETTO_PATCHES"
+"""Functions in patches/, as `module.function`, that plugin.py calls in every vLLM process."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM has kernels."""
-PLAIN_EXPERTS_VARIABLE = "STRETTO_PLAIN_EXPERTS"
-"""If set, adapters are served, and none has weights for experts; see patches/adapters.py."""
 BACKEND_OPTION = "all2all_backend"
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 """Keys of config.json that hold the number of experts."""
-SUPPORTS_VARIABLE = "STRETTO_SAMPLING_MASK"
-"""If set (to cpu or gpu), patches/supports.py returns the tokens that each token was sampled from."""
-WAITING_VARIABLE = "STRETTO_MAX_WAITING"
-BYTES_VARIABLE = "STRETTO_MAX_OPEN_BYTES"
+WAITING_VAR = "STRETTO_MAX_WAITING"
 """Requests that may wait in one server process; see guard.py."""
+OPEN_BYTES_VAR = "STRETTO_MAX_OPEN_BYTES"
+"""Bytes of the bodies of open requests; see guard.py."""
 WORKER = "stretto.inference.vllm.worker.WorkerExtension"
 
 
@@ -61,30 +51,30 @@ def build_command(section: InferenceSection, directory: Path, *, is_cpu: bool) -
     Raises: ConfigError for an option that vLLM does not have or that the user may not set, and for a setting that
     vLLM does not support on a CPU.
     """
-    options = _options(section, directory, is_cpu=is_cpu)
     extra = section.vllm_extra
     if BACKEND_OPTION in extra and not _spreads_experts(section, directory):
         extra = {name: value for name, value in extra.items() if name != BACKEND_OPTION}
     for name in section.vllm_extra:
         VLLM.refuse_reserved(name, f"inference.vllm_extra.{name}")
     overridden = {option_of(name) for name in extra}
-    line: list[str] = []
-    for name, value in options.items():
+    words: list[str] = []
+    for name, value in _options(section, directory, is_cpu=is_cpu).items():
         if option_of(name) not in overridden:
-            line += VLLM.arguments(name, value, "inference")
+            words += VLLM.arguments(name, value, "inference")
     for name, value in extra.items():
-        line += VLLM.arguments(name, value, f"inference.vllm_extra.{name}")
-    env = _environment(section, is_cpu=is_cpu)
-    return Command(tuple(line), env)
+        words += VLLM.arguments(name, value, f"inference.vllm_extra.{name}")
+    return Command(tuple(words), _environment(section, is_cpu=is_cpu))
 
 
 def _options(section: InferenceSection, directory: Path, *, is_cpu: bool) -> dict[str, object]:
-    """What `section` means in vLLM's words, by the names of its settings; None: vLLM's own default."""
+    """vLLM's options for `section`, by the names of its settings; None for vLLM's own default."""
     has_vision = False
-    if (directory / "config.json").is_file():  # of a GPU's engine it may be elsewhere
+    if (directory / "config.json").is_file():  # for GPUs the model may be on other machines only
         model = ServedModel.of(directory)
         model.check()
         has_vision = model.has_vision
+    # vLLM's number includes the running requests of all ranks.
+    max_queued = section.server.max_waiting_requests + section.max_num_seqs * section.parallel.dp
     return {
         "model": str(directory),
         "served_model_name": section.served_model_name or section.model,
@@ -94,14 +84,12 @@ def _options(section: InferenceSection, directory: Path, *, is_cpu: bool) -> dic
         "max_model_len": section.max_model_len,
         "max_num_seqs": section.max_num_seqs,
         "max_num_batched_tokens": section.max_num_batched_tokens,
-        # vLLM's number includes the running requests of all ranks.
-        "max_num_queued_reqs": section.server.max_waiting_requests
-        + section.max_num_seqs * section.parallel.dp,
+        "max_num_queued_reqs": max_queued,
         "enable_prefix_caching": section.enable_prefix_caching,
         "tensor_parallel_size": section.parallel.tp,
         "pipeline_parallel_size": section.parallel.pp if section.parallel.pp > 1 else None,
         "data_parallel_size": section.parallel.dp if section.parallel.dp > 1 else None,
-        # One HTTP process must know all adapters and all requests to abort; a headless node has no HTTP process.
+        # A single HTTP process has all adapters and can abort all requests; a headless node has no HTTP process.
         "api_server_count": None if section.vllm_extra.get("headless") is True else 1,
         "enable_expert_parallel": _spreads_experts(section, directory) or None,
         "enable_return_routed_experts": section.enable_return_routed_experts or None,
@@ -118,7 +106,7 @@ def _options(section: InferenceSection, directory: Path, *, is_cpu: bool) -> dic
         "generation_config": "vllm",
         "weight_transfer_config": {"backend": WEIGHTS_BACKEND},
         "worker_extension_cls": WORKER,
-        "mm_device_do_normalize": False if has_vision else None,  # ours are normalised already
+        "mm_device_do_normalize": False if has_vision else None,  # our pixels are normalised already
         "disable_uvicorn_access_log": True,
         "log_error_stack": False,  # for refused requests; the development routes turn it on
         **_adapter_options(section, is_cpu=is_cpu),
@@ -135,8 +123,8 @@ def _spreads_experts(section: InferenceSection, directory: Path) -> bool:
 
 def has_experts(directory: Path) -> bool:
     """Whether the model in a directory is a mixture of experts."""
-    found = read_model_file(directory)
-    return any((found | (found.get("text_config") or {})).get(key) for key in EXPERT_COUNTS)
+    config = read_model_file(directory)
+    return any((config | (config.get("text_config") or {})).get(key) for key in EXPERT_COUNTS)
 
 
 def _adapter_options(section: InferenceSection, *, is_cpu: bool) -> dict[str, object]:
@@ -187,20 +175,19 @@ def _on_cpu(section: InferenceSection, directory: Path) -> dict[str, object]:
         raise ConfigError(
             f"inference.block_size = {block}: on a CPU vLLM supports multiples of {CPU_BLOCK_SIZE} only; remove it"
         )
-    tokens = section.kv_cache_tokens or CPU_CACHE_TOKENS
+    number_bytes = BYTES[dtype_on(section.dtype, is_gpu=False)]
+    cache_bytes = (section.kv_cache_tokens or CPU_CACHE_TOKENS) * model.numbers_per_token * number_bytes
     options: dict[str, object] = {
         "block_size": block,
-        "enable_return_routed_experts": None,  # works on GPUs only; patches/choices.py does it here
-        "return_sampling_mask": None,  # works on GPUs only; patches/supports.py does it here
-        "kv_cache_memory_bytes": tokens
-        * model.numbers_per_token
-        * BYTES[dtype_on(section.dtype, is_gpu=False)],
-        # vLLM rewinds the random generator for a prompt in chunks, which CPU generators cannot do.
+        "enable_return_routed_experts": None,  # for GPUs only; patches/choices.py replaces it on CPUs
+        "return_sampling_mask": None,  # for GPUs only; patches/supports.py replaces it on CPUs
+        "kv_cache_memory_bytes": cache_bytes,
+        # For a prompt in chunks vLLM sets the random generator back, which CPU generators do not support.
         "enable_chunked_prefill": False,
         "enforce_eager": True if section.enforce_eager is None else section.enforce_eager or None,
     }
     if model.is_recurrent:
-        # vLLM goes on from the state of an earlier prompt only if it reads prompts in chunks.
+        # vLLM continues from the state of an earlier prompt only if it computes prompts in chunks.
         options["enable_prefix_caching"] = False
     if section.parallel.gpus_per_rank == 1:
         options["distributed_executor_backend"] = "uni"
@@ -213,33 +200,37 @@ def _environment(section: InferenceSection, *, is_cpu: bool) -> dict[str, str]:
         "VLLM_PLUGINS": "stretto",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        WAITING_VARIABLE: str(section.server.max_waiting_requests),
+        WAITING_VAR: str(section.server.max_waiting_requests),
     }
     if section.server.max_open_bytes is not None:
-        env[BYTES_VARIABLE] = str(section.server.max_open_bytes)
-    if "Nixl" in str(section.vllm_extra.get("kv_transfer_config")):
-        env[LEASES_VARIABLE] = "1"
+        env[OPEN_BYTES_VAR] = str(section.server.max_open_bytes)
     if section.use_deep_gemm:
         env |= {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
-    if section.lora is not None and "experts" not in section.lora.target_modules:
-        env[PLAIN_EXPERTS_VARIABLE] = "1"
-    if section.enable_return_sampling_mask:
-        env[SUPPORTS_VARIABLE] = "cpu" if is_cpu else "gpu"
     if section.api_key is not None:
         env[KEY_VAR] = section.api_key  # not on the command line, which every user of the machine can read
     if is_cpu:
-        threads = section.num_threads or 1
-        env |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(threads), CPU_ROUTERS_VARIABLE: "1"}
-        if section.enable_return_routed_experts:
-            env[CHOICES_VARIABLE] = "1"
-        if section.parallel.dp > 1 or section.enable_expert_parallel:
-            env[CPU_EXPERTS_VARIABLE] = "1"
-        if section.parallel.pp > 1:
-            env[CPU_STAGES_VARIABLE] = "1"
+        env |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(section.num_threads or 1)}
         if section.parallel.gpus_per_rank == 1:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if section.parallel.dp == 1 else "1"
         else:
             # One core per worker, from the first core on: vLLM's own choice needs a NUMA node for each worker.
-            here = section.parallel.gpus_per_rank // section.vllm_extra.get("nnodes", 1)
-            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(here)))
-    return env
+            num_workers = section.parallel.gpus_per_rank // section.vllm_extra.get("nnodes", 1)
+            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(num_workers)))
+    return env | {PATCHES_VAR: " ".join(_patches(section, is_cpu=is_cpu))}
+
+
+def _patches(section: InferenceSection, *, is_cpu: bool) -> Iterator[str]:
+    if "Nixl" in str(section.vllm_extra.get("kv_transfer_config")):
+        yield "leases.keep_leases_in_pauses"
+    if section.lora is not None and "experts" not in section.lora.target_modules:
+        yield "adapters.disable_expert_adapters"
+    if section.enable_return_sampling_mask:
+        yield "supports.return_supports_on_cpus" if is_cpu else "supports.return_supports_on_gpus"
+    if is_cpu:
+        yield "routers.group_sigmoid_experts"
+        if section.enable_return_routed_experts:
+            yield "choices.return_choices_on_cpus"
+        if section.parallel.dp > 1 or section.enable_expert_parallel:
+            yield "experts.enable_experts_on_cpus"
+        if section.parallel.pp > 1:
+            yield "stages.allocate_stage_buffers"

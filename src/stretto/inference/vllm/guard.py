@@ -3,7 +3,7 @@
 vLLM 0.32 requires its key below /v1 and /inference only. Its development routes, some of which we need, let anyone
 call any method of its workers. The guard requires the key on all but three routes, answers 404 on routes that are not
 listed, and enforces the order of a weight update (../update_order.py). It checks bodies as the embedded engine does,
-because vLLM notices a number that does not fit int64, or an invalid token id, only inside the engine, which then ends.
+because vLLM detects a number that does not fit int64, or an invalid token id, only inside the engine, which then ends.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from stretto.inference.boundary import GENERATING, NO_KEY, OPEN_ROUTES, OpenBytes, is_allowed
+from stretto.inference.limits import check_queue
 from stretto.inference.update_order import UpdateOrder
 from stretto.inference.vllm.bodies import CheckedBody, EngineSizes, check
 from stretto.transports.engine import api
@@ -26,38 +27,17 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 SERVED_BELOW = ("/v1/", "/inference/v1/")
 """vLLM's public routes."""
 SERVED = OPEN_ROUTES | {
-    api.TOKENIZE,
-    api.DETOKENIZE,
-    api.METRICS,
-    f"{api.METRICS}/",
-    api.PAUSE,
-    api.RESUME,
-    api.IS_PAUSED,
-    api.START_UPDATE,
-    api.UPDATE_WEIGHTS,
-    api.FINISH_UPDATE,
-    api.WORLD_SIZE,
-    api.RESET_PREFIX_CACHE,
-    api.SLEEP,
-    api.WAKE_UP,
-    api.IS_SLEEPING,
-    api.ABORT,
-    api.ABORT_REQUESTS,
-    "/version",
-    "/load",
-    "/ping",
-}
+    api.TOKENIZE, api.DETOKENIZE, api.METRICS, f"{api.METRICS}/", api.PAUSE, api.RESUME, api.IS_PAUSED,
+    api.START_UPDATE, api.UPDATE_WEIGHTS, api.FINISH_UPDATE, api.WORLD_SIZE, api.RESET_PREFIX_CACHE, api.SLEEP,
+    api.WAKE_UP, api.IS_SLEEPING, api.ABORT, api.ABORT_REQUESTS, "/version", "/load", "/ping",
+}  # fmt: skip
 """Other routes that are served; vLLM's /collective_rpc, /server_info and others are not."""
-
-
-COMMANDS = frozenset(
-    {api.START_UPDATE, api.UPDATE_WEIGHTS, api.FINISH_UPDATE, api.LOAD_ADAPTER, api.UNLOAD_ADAPTER}
-)
-"""Routes that occupy the workers until they end; vLLM answers 500 even for refusals of them."""
+COMMANDS = {api.START_UPDATE, api.UPDATE_WEIGHTS, api.FINISH_UPDATE, api.LOAD_ADAPTER, api.UNLOAD_ADAPTER}
+"""Routes that occupy the workers until they end; vLLM answers 500 even if it refuses them."""
 
 
 class _CallFailed(Exception):
-    """The call was answered with an error."""
+    """vLLM has answered the call with an error."""
 
 
 class Guard:
@@ -130,9 +110,7 @@ class Guard:
         if path in (api.SLEEP, api.WAKE_UP) and not sizes.can_sleep:
             raise Refusal(f"{path}: this engine was started without enable_sleep_mode", 404)
         if path in GENERATING and self._max_waiting is not None:
-            waiting = self._num_open - sizes.max_num_seqs
-            if waiting >= self._max_waiting:
-                raise Refusal(f"{waiting} requests wait already (max_waiting_requests); try again later", 429)
+            check_queue(self._num_open - sizes.max_num_seqs, self._max_waiting)
         if path not in GENERATING:
             return check(path, await _read(receive, sizes.max_body_bytes(path)), sizes)
         hold = open_request.enter_context(self._open_bytes.request(int(headers.get(b"content-length") or 0)))
@@ -155,7 +133,7 @@ async def _read(receive: Receive, limit: int) -> bytes:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that returns the body, already read, as one message, and then what follows it."""
+    """A `receive` that returns the body as one message, and then calls the given one."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_body() -> Message:
@@ -167,8 +145,8 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 class _Answer:
     """vLLM's answer to one request; some of its internal errors become refusals.
 
-    vLLM answers 500 even for refused commands and invalid grammars. While its engine is healthy, these are answered as
-    faults of the request.
+    vLLM answers 500 even for refused commands and invalid grammars. While its engine is healthy, the sender gets a
+    refusal instead.
     """
 
     def __init__(self, scope: Message, body: CheckedBody | None, send: Send) -> None:
@@ -176,19 +154,18 @@ class _Answer:
         self._is_command = scope["path"] in COMMANDS
         self._has_grammar = body is not None and body.has_grammar
         self._has_begun = False
-        self._is_withheld = False  # vLLM's 500: another answer will be sent
+        self._is_withheld = False  # vLLM's 500, which a refusal will replace
         self._withheld = b""
         self.status = 0  # of vLLM's answer
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-        if message["type"] == "http.response.start" and self.status == 500 and self._is_request_fault():
-            self._is_withheld = True
-        elif not self._is_withheld:
+            self._is_withheld = self.status == 500 and self._is_request_fault()
+        if not self._is_withheld:
             self._has_begun = True
             await self._send(message)
-        else:
+        elif message["type"] == "http.response.body":
             self._withheld += message.get("body", b"")
             if not message.get("more_body", False):
                 await self.refuse(api.error_message(self._withheld))
@@ -198,13 +175,10 @@ class _Answer:
         if self._has_begun or not self._is_request_fault():
             return False
         self._has_begun = True
-        if self._is_command:
-            await _send_refusal(self._send, Refusal(reason, 409))
-        else:
-            await _send_refusal(
-                self._send,
-                Refusal(f"the grammar of the reply (structured output, tools) is invalid: {reason}"),
-            )
+        refusal = Refusal(reason, 409)
+        if not self._is_command:
+            refusal = Refusal(f"the grammar of the reply (structured output, tools) is invalid: {reason}")
+        await _send_refusal(self._send, refusal)
         return True
 
     def _is_request_fault(self) -> bool:

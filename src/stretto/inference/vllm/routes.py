@@ -1,7 +1,7 @@
 """Routes that stretto adds to vLLM's server: liveness of workers, admission, abort, world size.
 
-vLLM's /health says only that the HTTP process lives, even if the engine is dead or hangs. All other routes of the
-contract in transports/engine/api.py are vLLM's own.
+vLLM's /health answers 200 as long as the HTTP process lives, even if the engine is dead or hangs. All other routes of
+the contract in transports/engine/api.py are vLLM's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 
 from stretto.config.sections.engines import ADMITTED, HOLD_VAR, PEERS_VAR
 from stretto.config.sections.inference import KEY_VAR
-from stretto.inference.vllm.command import BYTES_VARIABLE, WAITING_VARIABLE
+from stretto.inference.vllm.command import OPEN_BYTES_VAR, WAITING_VAR
 from stretto.inference.vllm.guard import Guard
 from stretto.inference.vllm.patches.adapters import AdapterLimits, enforce_limits
 from stretto.inference.vllm.peers import Peers
@@ -30,7 +30,7 @@ _ID_PREFIX = "generate-tokens-"
 
 router = APIRouter()
 failures: list[bool] = []
-"""For each call of the engine's shutdown, whether it had failed before; only the first entry is reliable."""
+"""For each shutdown call, whether the engine had failed before it; only the first entry is reliable."""
 peers = Peers(os.environ.get(PEERS_VAR, "").split())
 """The other nodes of an engine over several nodes."""
 engine_callbacks: list[Callable[[], None]] = []
@@ -39,10 +39,10 @@ engine_callbacks: list[Callable[[], None]] = []
 
 @router.get(api.LIVENESS)
 async def liveness(request: Request) -> JSONResponse:
-    """200 when every worker answers in time; while weights are loaded, workers are asked only with ?idle=true.
+    """200 when every worker answers in time; while weights are loaded, workers are called only with ?idle=true.
 
-    A worker that loads weights, or waits in this for other engines, answers nothing else until it ends. The call that
-    it carries out has a deadline of its own.
+    A worker that loads weights, or waits for other engines to load them, answers no other call until then. Loading has
+    a deadline of its own.
     """
     client = request.app.state.engine_client
     is_loading = request.state.num_commands > 0 and api.IDLE not in request.url.query
@@ -60,7 +60,7 @@ async def liveness(request: Request) -> JSONResponse:
 
 @router.get(ADMITTED)
 async def admitted(request: Request) -> JSONResponse:
-    """200 if this engine is healthy and, in a run, holds the run's weights; routers call this."""
+    """200 if this engine is healthy and, in a run, has loaded the run's weights; routers call this."""
     client = request.app.state.engine_client
     try:
         await client.check_health()
@@ -116,15 +116,14 @@ class Routes:
     def attach_router(self, app: Any) -> None:
         app.include_router(router)
         waiting, num_bytes = (
-            int(text) if (text := os.environ.get(name)) else None
-            for name in (WAITING_VARIABLE, BYTES_VARIABLE)
+            int(text) if (text := os.environ.get(name)) else None for name in (WAITING_VAR, OPEN_BYTES_VAR)
         )
         key = os.environ.get(KEY_VAR) or None
         app.add_middleware(Guard, key=key, max_waiting=waiting, max_open_bytes=num_bytes)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Called when the engine is ready: hooks into shutdown and updates, watches peers, limits adapters."""
-        end = engine_client.shutdown
+        """Called when the engine is ready: wraps shutdown and updates, watches peers, limits adapters."""
+        original_shutdown = engine_client.shutdown
 
         def shutdown(*args: Any, **kwargs: Any) -> None:
             if not failures and engine_client.errored:
@@ -132,7 +131,7 @@ class Routes:
             failures.append(engine_client.errored)
             for call in engine_callbacks:
                 call()
-            end(*args, **kwargs)
+            original_shutdown(*args, **kwargs)
 
         engine_client.shutdown = shutdown
 
@@ -143,7 +142,7 @@ class Routes:
         for call in engine_callbacks:
             call()
         config = engine_client.vllm_config
-        # Data-parallel ranks compute together in a mixture only; those of other models are independent engines.
+        # Data-parallel ranks depend on each other only in a mixture; in other models they are independent engines.
         if peers.urls and (config.model_config.is_moe or config.parallel_config.nnodes > 1):
             self._watching = asyncio.create_task(peers.watch())
         if args.enable_lora:

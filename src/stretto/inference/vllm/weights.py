@@ -2,8 +2,8 @@
 
     /init_weight_transfer_engine -> /start_weight_update -> /update_weights -> /finish_weight_update
 
-`update_weights` receives a WeightManifest, which says how the weights are read. Tensors have Hugging Face names and
-shapes; vLLM's own loader splits, stacks and shards them for this worker.
+`update_weights` receives a WeightManifest, which describes how to read the weights. Tensors have Hugging Face names
+and shapes; vLLM's own loader splits, stacks and shards them for this worker.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
     _is_replaced = False
     """Whether the model's weights differ from those of its directory."""
     _kernels: Mapping[Any, Any] = MappingProxyType({})
-    """During an update on a CPU: the kernels of the mixtures before it, and before any that did not end."""
+    """During an update on a CPU: kernels of the mixtures from before it and before earlier unfinished updates."""
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         pass
@@ -67,7 +67,7 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As in the base class, which would also synchronise an accelerator on a CPU."""
+        """As in the base class, but without synchronising an accelerator on a CPU."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -79,8 +79,8 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
         with receive(manifest, group, worker, self.device) as tensors:
             if manifest.adapter is None:
                 self._mark_replaced()
-            found = tensors if manifest.adapter is None else self._merge_adapter(manifest.adapter, tensors)
-            self.model.load_weights((name, tensor.to(self.device)) for name, tensor in found)
+            weights = tensors if manifest.adapter is None else self._merge_adapter(manifest.adapter, tensors)
+            self.model.load_weights((name, tensor.to(self.device)) for name, tensor in weights)
             tensors.check_unchanged()
 
     def _merge_adapter(self, info: AdapterInfo, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
@@ -123,10 +123,10 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
 
 
 def _drop_unfinished_layers(model: torch.nn.Module) -> None:
-    """Give layers of an update that did not end the tensors back that they had before it.
+    """Restore the tensors that layers had before an update that was not finished.
 
-    vLLM counts the weights that a layer has got. Without this it would count those of both updates, and use a layer
-    before all of its new weights have come.
+    vLLM counts the weights that a layer has received. Without this it would count those of both updates, and use a
+    layer before all of its new weights have arrived.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -145,9 +145,7 @@ def _forget_cpu_kernels(model: torch.nn.Module) -> dict[Any, Any]:
     packed copy; a reload keeps an existing kernel, with the old weights (see vllm-project/vllm issue 48312).
     """
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
-    kernels = {
-        method: method.moe_kernel for method in methods if getattr(method, "moe_kernel", None) is not None
-    }
+    kernels = {each: each.moe_kernel for each in methods if getattr(each, "moe_kernel", None) is not None}
     for method in kernels:
         method.moe_kernel = None
     return kernels
@@ -156,8 +154,8 @@ def _forget_cpu_kernels(model: torch.nn.Module) -> dict[Any, Any]:
 def _pack_cpu_heads(model: torch.nn.Module) -> None:
     """Pack output matrices again after a reload, for those that are tied to the embedding.
 
-    On a CPU vLLM 0.32 multiplies with a packed copy, which a reload renews only if the matrix has weights of its own in
-    the checkpoint.
+    On a CPU vLLM 0.32 multiplies with a packed copy, which a reload updates only if the checkpoint has weights for the
+    matrix itself.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead

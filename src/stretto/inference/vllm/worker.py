@@ -34,9 +34,9 @@ class WorkerExtension:
         return True
 
     def stretto_start_update(self) -> None:
-        """vLLM's start_weight_update, also after an update that its caller gave up before the end.
+        """vLLM's start_weight_update, also after an update that was not finished.
 
-        vLLM refuses to start again until that one is finished, which would use weights that are not complete.
+        vLLM itself requires that the earlier update is finished first, which would use incomplete weights.
         """
         leases.note_pause()
         self._weight_update_active = False

@@ -194,7 +194,7 @@ def _check_model(cfg: RLConfig) -> None:
 def _fetch_models(cfg: RLConfig) -> None:
     """Download the run's models and tokenizers that are not here, before processes start that would wait for them."""
     for name, has_weights in models_of(cfg):
-        fetch(name, has_weights=has_weights, say=_write_line)
+        fetch(name, has_weights=has_weights, report=_write_line)
 
 
 def _write_line(text: str) -> None:

@@ -214,7 +214,7 @@ def main(cfg: ServeConfig) -> int:
         _clean(run)
     with rundir.claim_part(run, "service", is_new=False, clean=False), closing(PortClaims()) as ports:
         planned = plan(cfg, ports)
-        fetch(cfg.model.name, say=lambda text: sys.stdout.write(text + "\n"))
+        fetch(cfg.model.name, report=lambda text: sys.stdout.write(text + "\n"))
         load_secret(run)
         write(planned)
         log.setup("launcher", run, cfg.log.level, cfg.log.json_logging, is_quiet=True)

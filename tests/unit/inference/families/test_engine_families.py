@@ -66,10 +66,10 @@ def test_engine_and_trainer_agree_alone_and_in_any_batch(family):
     has_experts = model.config.moe is not None
     core = lambda **settings: build_core(model, enable_return_routed_experts=has_experts, **settings)
     specs = [ask(f"r{i}", ids, seed=i, n=1 + i % 2, max_tokens=12) for i, ids in enumerate(PROMPTS)]
-    together = run(core(), *specs, audit=False)
-    chunked = run(core(max_num_batched_tokens=32), *specs, audit=False)
-    cramped = run(core(kv_cache_tokens=208, max_model_len=128, block_size=8), *specs, audit=False)
-    alone = [run(core(), spec, audit=False)[0] for spec in specs[2:3]]
+    together = run(core(), *specs, is_audited=False)
+    chunked = run(core(max_num_batched_tokens=32), *specs, is_audited=False)
+    cramped = run(core(kv_cache_tokens=208, max_model_len=128, block_size=8), *specs, is_audited=False)
+    alone = [run(core(), spec, is_audited=False)[0] for spec in specs[2:3]]
     for ids, completions in zip(PROMPTS, together):
         for completion in completions:
             tokens = np.concatenate((ids, completion.token_ids))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_runs import ask, build_core, run
+from engine_runs import ask, audit, build_core, run
 from tiny import build_policy
 
 from stretto.models.hub import export_tensors
@@ -27,7 +27,7 @@ def test_an_engine_that_has_slept_answers_as_before(keeps):
     if not keeps:
         core.load_weights(1, ((name, t.clone()) for name, t in export_tensors(build_policy(3))))
     assert core.bring_back(["kv_cache"])
-    assert answer(core, "b") == before and not core.audit()
+    assert answer(core, "b") == before and not audit(core)
 
 
 def test_weights_of_the_deepest_sleep_are_those_of_the_next_version():

@@ -19,7 +19,7 @@ from cases.vision import (
     image_document,
     logprobs_alone,
 )
-from engine_runs import ask, bits, build_core, build_model, finish, run, submit
+from engine_runs import ask, audit, bits, build_core, build_model, finish, run, submit
 
 from stretto.config.sections.model import LoRASection
 from stretto.inference.embedded.core import EngineCore
@@ -239,7 +239,7 @@ def test_aborted_requests_leave_no_images_behind():
     submit(core, show("a", [LARGE], n=2), show("b", [SMALL]))
     core.step()
     core.abort(["a"])
-    assert core.audit() == []
+    assert audit(core) == []
     finish(core)
     assert not core.slots.images
     text = show("c", [], scored=True)
@@ -249,7 +249,7 @@ def test_aborted_requests_leave_no_images_behind():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"images": (), "image_token_id": None}, "2 placeholders of images .token 50., and no images"),
+        ({"images": (), "image_token_id": None}, "2 placeholders of images .token 50., but no images"),
         ({"images": (LARGE,)}, r"placeholders in token_ids are not those of the images, \[6\]"),
         ({"images": (SMALL, SMALL)}, r"not those of the images, \[2, 2\]"),
         ({"image_token_id": START}, "not those of the images"),
@@ -270,7 +270,7 @@ def test_another_placeholder_than_the_models_is_refused():
     spec = show("r", [SMALL])
     ids = np.where(spec.prompt_ids == IMAGE, 51, spec.prompt_ids)
     spec = msgspec.structs.replace(spec, prompt_ids=ids, image_token_id=51)
-    assert "this model's placeholder is 50" in core.refusal_reason(spec)
+    assert "this model's are token 50" in core.refusal_reason(spec)
 
 
 def test_a_model_of_text_refuses_images():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,11 +150,32 @@ def test_every_worker_of_a_cpu_has_a_core_of_its_own(model):
     assert "--distributed-executor-backend" not in words_of(section, model, is_cpu=True)
 
 
-def test_stages_of_a_pipeline_on_cpus_get_the_setting_for_them(model):
+def patches_of(section, model, *, is_cpu):
+    return build_command(section, model, is_cpu=is_cpu).env["STRETTO_PATCHES"].split()
+
+
+def test_every_patch_is_a_function_of_a_module_in_patches(model):
+    section = InferenceSection.model_validate(
+        {
+            "parallel": {"pp": 2},
+            "enable_expert_parallel": True,
+            "enable_return_routed_experts": True,
+            "enable_return_sampling_mask": True,
+            "lora": {},
+            "vllm_extra": {"kv_transfer_config": {"kv_connector": "NixlConnector"}},
+        }
+    )
+    patches = {patch for is_cpu in (True, False) for patch in patches_of(section, model, is_cpu=is_cpu)}
+    assert len(patches) == 8
+    for module, _, function in (patch.partition(".") for patch in patches):
+        assert callable(getattr(import_module(f"stretto.inference.vllm.patches.{module}"), function))
+
+
+def test_stages_of_a_pipeline_on_cpus_get_their_patch(model):
     section = InferenceSection.model_validate({"model": str(model), "parallel": {"pp": 2}})
     assert words_of(section, model, is_cpu=True)["--pipeline-parallel-size"] == "2"
-    assert build_command(section, model, is_cpu=True).env["STRETTO_CPU_STAGES"] == "1"
-    assert "STRETTO_CPU_STAGES" not in build_command(section, model, is_cpu=False).env
+    assert "stages.allocate_stage_buffers" in patches_of(section, model, is_cpu=True)
+    assert patches_of(section, model, is_cpu=False) == []
 
 
 def test_the_key_is_no_word_that_everybody_can_read(model):
@@ -311,8 +333,9 @@ def test_adapters_that_vllm_would_get_wrong_are_refused(model, settings, is_cpu,
 def test_sampling_masks_are_vllms_own_on_gpus_and_ours_on_a_cpu(model, is_cpu, where):
     section = InferenceSection(enable_return_sampling_mask=True)
     assert ("--return-sampling-mask" in words_of(section, model, is_cpu=is_cpu)) == (not is_cpu)
-    assert build_command(section, model, is_cpu=is_cpu).env["STRETTO_SAMPLING_MASK"] == where
-    assert "STRETTO_SAMPLING_MASK" not in build_command(InferenceSection(), model, is_cpu=is_cpu).env
+    patch = f"supports.return_supports_on_{where}s"
+    assert patch in patches_of(section, model, is_cpu=is_cpu)
+    assert patch not in patches_of(InferenceSection(), model, is_cpu=is_cpu)
 
 
 @pytest.mark.parametrize(

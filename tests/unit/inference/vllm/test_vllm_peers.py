@@ -135,7 +135,7 @@ async def test_a_headless_node_that_is_started_anew_is_missed_although_it_answer
     finally:
         node.kill()
         node.wait()
-    assert watched.failure is not None and "it was started anew" in watched.failure
+    assert watched.failure is not None and "it was restarted" in watched.failure
 
 
 @pytest.mark.heavy

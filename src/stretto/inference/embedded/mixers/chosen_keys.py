@@ -1,8 +1,8 @@
-"""The cache of models that choose the keys they attend to: one small vector per token, and the indexer's key beside it.
+"""The cache of models that choose the keys they attend to: a small vector and an indexer's key per token.
 
-Blocks, prefixes and rows are those of kv_cache.py; only what a token leaves in its block differs. A layer with an
-indexer scores the cached keys of a row's sequence, keeps the best, and attends to their vectors; layers that share its
-choice attend to the same tokens. What is chosen, and in which order among equal scores, is key_choice.py's.
+Blocks, prefixes and rows are those of kv_cache.py; only the content of blocks differs. A layer with an indexer scores
+the cached keys of a row's sequence, chooses the best, and attends to their vectors; layers that share its choice attend
+to the same tokens. key_choice.py defines the choice, and the order among equal scores.
 
 Bits: a row reads keys padded to a width that depends on its own position, as in kv_cache.py, and every product is one
 per row, so a row has equal bits in every batch.
@@ -32,7 +32,7 @@ _MAX_ELEMENTS = 1 << 22  # elements of the keys or scores of one product
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows [start, stop) of a pass that read `width` keys; one sequence's if there is one row of places only.
+    """Rows [start, stop) of a pass that read `width` keys; if `places` has one row, all are of one sequence.
 
     places: where their sequences' tokens are in the cache. is_hidden: True for tokens after the row's own.
     """
@@ -50,12 +50,8 @@ class ChosenKeyCache(KVCache):
         self, config: ModelConfig, num_blocks: int, block_size: int, max_len: int, *, dtype: torch.dtype,
         device: torch.device, is_exact: bool,
     ) -> None:  # fmt: skip
-        self.num_blocks, self.block_size, self.is_exact, self.device = (
-            num_blocks,
-            block_size,
-            is_exact,
-            device,
-        )
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.is_exact, self.device = is_exact, device
         self.widths = key_widths(block_size, max_len)
         latent, self._sources = _shape_of(config)
         self._rank, self._num_index_heads = latent.rank, latent.indexer.num_heads
@@ -63,7 +59,7 @@ class ChosenKeyCache(KVCache):
         zeros = lambda *sizes: torch.zeros(*sizes, dtype=dtype, device=device)
         self.small = zeros(config.num_layers, num_tokens, latent.rank + latent.rotated_dim)
         self.index = zeros(len(self._sources), num_tokens, latent.indexer.head_dim)
-        # No room: rows of sequences that are being decoded are read from their blocks too.
+        # No memory for slabs: sequences that are being decoded are read from their blocks too.
         self.running = RunningKV(
             config, self.widths, max_tokens=0, dtype=dtype, device=device, is_exact=is_exact
         )
@@ -119,8 +115,8 @@ class ChosenKeyCache(KVCache):
             for part in layout.parts:
                 rows, key = slice(part.start, part.stop), (choice.source, part.start)
                 if vectors is not None:
-                    own = (vectors.queries[rows], vectors.weights[rows])
-                    chosen[key] = self._choose(part, self._sources[layer], *own, choice.top_k)
+                    queries, weights = vectors.queries[rows], vectors.weights[rows]
+                    chosen[key] = self._choose(part, self._sources[layer], queries, weights, choice.top_k)
                 out.append(self._read(layer, q[rows], chosen[key], choice.scale))
             return out[0] if len(out) == 1 else torch.cat(out)
 
@@ -146,8 +142,8 @@ class ChosenKeyCache(KVCache):
         codes = rank_codes(scores.squeeze(1), torch.arange(width, device=self.device))
         best = codes.masked_fill(part.is_hidden, HIDDEN).topk(top_k, dim=1, sorted=False).values
         numbers = key_numbers(best).masked_fill(best == HIDDEN, NOT_A_KEY).sort(dim=1).values
-        found = places.gather(1, numbers.clamp_min(0))
-        return found.masked_fill(numbers == NOT_A_KEY, NOT_A_KEY).int()
+        chosen = places.gather(1, numbers.clamp_min(0))
+        return chosen.masked_fill(numbers == NOT_A_KEY, NOT_A_KEY).int()
 
     def _read(  # type: ignore[override]
         self, layer: int, q: Float[Tensor, "rows heads dim"], chosen: Tensor, scale: float
@@ -160,14 +156,14 @@ class ChosenKeyCache(KVCache):
 
 
 def _by_row(compute, *parts: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-    """compute(*parts), whose result for a row does not depend on the others; BLAS has another kernel for one row."""
+    """compute(*parts) with at least two rows, because BLAS has another kernel for one row."""
     if len(parts[0]) > 1:
         return compute(*parts)
     return compute(*(part.expand(2, *part.shape[1:]) for part in parts))[:1]
 
 
 def _shape_of(config: ModelConfig) -> tuple[LatentShape, dict[int, int]]:
-    """The shape of the small vectors, and the number of each layer with an indexer among those."""
+    """The shape of the small vectors, and the index of each layer among those with an indexer."""
     latent = config.latent
     assert latent is not None and latent.indexer is not None
     return latent, {layer: n for n, layer in enumerate(sorted(set(latent.indexer.sources)))}

@@ -1,12 +1,12 @@
 """The states of recurrent layers, one per sequence and layer, beside the paged keys and values of the others.
 
-A state is as large as that of one token, however long the sequence: it belongs to the sequence's slot and not to
-blocks. It begins at 0 when the first token is computed, is changed in place by every pass, and is copied when the
-samples of a request start from its prompt. A preempted sequence is computed again from its first token. New weights
-change no state, as they change no cached key.
+The size of a state does not depend on the length of the sequence, so it belongs to the sequence's slot and not to
+blocks. It is 0 before the first token, is changed in place by every pass, and is copied when the samples of a request
+start from its prompt. A preempted sequence is computed again from its first token. New weights change no state, as they
+change no cached key.
 
-States of earlier tokens are gone, so a prompt cannot begin from one that another request has read: the prefix cache is
-off for models with such layers.
+States of earlier tokens are not kept, so a prompt cannot continue from the beginning of another request: the prefix
+cache is off for models with such layers.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ logger = logging.getLogger(__name__)
 
 _MIN_PLACES = 16
 _FREE_PER_STATES = 6
-"""Free memory per memory of states: they get a quarter, and need half as much again while they are copied to grow."""
+"""Free memory divided by memory for states; to grow they need half as much again while they are copied."""
 
 
 class StateCache:
-    """The states of all slots; memory is allocated for as many slots as have been used at one time."""
+    """The states of all slots; memory grows with the largest number of slots in use."""
 
     def __init__(self, model: Decoder, *, max_sequences: int, is_exact: bool) -> None:
         """max_sequences: the number of slots.
 
-        is_exact: prompts are computed token by token, so that a token has equal bits in every batch.
+        is_exact: compute prompts token by token, so that a token has equal bits in every batch.
         """
         weight = model.output_weight
         self.device, self.dtype, self.is_exact = weight.device, weight.dtype, is_exact
@@ -58,9 +58,9 @@ class StateCache:
     ) -> CarriedDocuments:
         """The rows of a pass with the states of their slots; row i is token positions[i] of slot owners[i].
 
-        Sequences that begin in this pass begin from 0.
+        The states of sequences that start in this pass are set to 0.
         """
-        places = owners + 1  # padding, -1, has a place of its own
+        places = owners + 1  # padding, -1, has a state of its own
         self._reserve(int(places.max()) + 1)
         new = torch.from_numpy(np.unique(places[(positions == 0) | (places == 0)])).to(self.device)
         for tensor in self._tensors():
@@ -97,14 +97,14 @@ def recurrent_mixers(model: Decoder) -> dict[int, torch.nn.Module]:
 
 
 def bytes_per_sequence(model: Decoder) -> int:
-    """Memory for the states of one sequence; 0 for a model without recurrent layers."""
+    """Bytes for the states of one sequence; 0 for a model without recurrent layers."""
     mixers = recurrent_mixers(model).values()
     states = (mixer.new_states(1, model.output_weight.dtype, torch.device("meta")) for mixer in mixers)
     return sum(tensor.nbytes for layer in states for tensor in layer.tensors)
 
 
 def sequences_that_fit(model: Decoder, most: int) -> int:
-    """Sequences that may run at one time: `most`, or fewer if their states would not fit into memory."""
+    """The number of sequences that may run at one time: `most`, or fewer if their states do not fit."""
     if not (per_sequence := bytes_per_sequence(model)):
         return most
     device = model.output_weight.device
@@ -119,5 +119,5 @@ def sequences_that_fit(model: Decoder, most: int) -> int:
 
 
 def free_memory() -> int:
-    """Bytes of this machine's memory that nobody uses."""
+    """Bytes of unused memory of this machine."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,7 +1,7 @@
 """Prompts with images: which token shows which image, at which positions, and which requests are refused.
 
-Positions of such a prompt have three axes (models/parts/image_positions.py). Behind it, a token's position is its index
-plus a shift, which is the same for all of them: an image takes more tokens than positions.
+Positions in such a prompt have three axes (models/parts/image_positions.py). After the prompt, a token's position is
+its index plus a constant shift, because an image takes more tokens than positions.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class ImagePrompt:
     numbers: Int[np.ndarray, " tokens"]
     """Which image a token shows; -1 for text."""
     offsets: Int[np.ndarray, " tokens"]
-    """Which of the image's merged patches."""
+    """Which merged patch of the image a token shows."""
     positions: Int[np.ndarray, "3 tokens"]
     shift: int
-    """Position minus index of every token behind the prompt."""
+    """Position minus index of every token after the prompt."""
 
     @classmethod
     def of(cls, spec: GenerateRequest, shape: VisionShape) -> ImagePrompt | None:
@@ -49,7 +49,7 @@ class ImagePrompt:
             numbers[start:end] = number
             offsets[start:end] = np.arange(end - start)
         positions = image_positions(
-            np.append(ids, -1),  # the token behind the prompt
+            np.append(ids, -1),  # the first token after the prompt
             np.array([0, len(ids) + 1]),
             np.array([image.grid for image in spec.images]),
             image_token_id=shape.image_token_id,
@@ -59,17 +59,17 @@ class ImagePrompt:
         return cls(spec.images, numbers, offsets, positions[:, :-1], shift)
 
     def marks(self, block_size: int) -> Mapping[int, bytes]:
-        """By number of a block with image tokens: the hashes of the images there, in order."""
+        """The hashes of the images in each block that has image tokens, by block number."""
         at = np.flatnonzero(self.numbers >= 0)
         pairs = np.unique(np.stack((at // block_size, self.numbers[at])), axis=1).T.tolist()
-        found: dict[int, bytes] = {}
+        marks: dict[int, bytes] = {}
         for block, number in pairs:
-            found[block] = found.get(block, b"") + self.images[number].hash.encode()
-        return found
+            marks[block] = marks.get(block, b"") + self.images[number].hash.encode()
+        return marks
 
 
 def refusal_reason(spec: GenerateRequest, shape: VisionShape | None) -> str | None:
-    """Why a request's images, or its placeholders without images, cannot be computed; None if they can."""
+    """Why a request's images, or its placeholders without images, are refused; None if they are valid."""
     sizes = None if shape is None else wire.VisionSizes(shape.patch_values, shape.merge_size)
     if (reason := wire.refusal_reason(spec, sizes)) is not None or shape is None:
         return reason
@@ -77,12 +77,12 @@ def refusal_reason(spec: GenerateRequest, shape: VisionShape | None) -> str | No
         if (count := int((spec.prompt_ids == shape.image_token_id).sum())) == 0:
             return None
         return (
-            f"token_ids: {count} placeholders of images (token {shape.image_token_id}), and no images; send the "
+            f"token_ids: {count} placeholders of images (token {shape.image_token_id}), but no images; send the "
             "images in `features`, or as parts of messages"
         )
     if spec.image_token_id != shape.image_token_id:
         return (
-            f"features: the tokens there are {spec.image_token_id}; this model's placeholder is "
+            f"features: the placeholders are token {spec.image_token_id}; this model's are token "
             f"{shape.image_token_id}"
         )
     return None

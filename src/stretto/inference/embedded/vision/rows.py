@@ -1,4 +1,4 @@
-"""Rows of a pass that belong to prompts with images, and the positions by which rows are rotated."""
+"""Rows of a pass that belong to prompts with images, and the rotary positions of all rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def prompt_rows(
     slots: SequenceSlots, owners: Int[np.ndarray, " rows"], positions: Int[np.ndarray, " rows"]
 ) -> Iterator[tuple[ImagePrompt, Int[np.ndarray, " rows"]]]:
-    """The prompts with images that have tokens in these rows of a pass, and these rows.
+    """The prompts with images that have rows in a pass, each with its rows.
 
     Row i is token positions[i] of slot owners[i] (-1: padding).
     """
@@ -30,9 +30,9 @@ def prompt_rows(
 def find_rotations(
     slots: SequenceSlots, owners: Int[np.ndarray, " rows"], positions: Int[np.ndarray, " rows"]
 ) -> Int[np.ndarray, "*axes rows"] | None:
-    """The positions by which the rows of a pass are rotated, [3, rows] if a prompt with images is among them.
+    """The rotary positions of the rows of a pass; [3, rows] if a prompt with images is among them.
 
-    None: each row's own position in its sequence.
+    None if they are the rows' positions in their sequences.
     """
     if not slots.images:
         return None

@@ -1,10 +1,10 @@
-"""What the vision tower makes of images, kept by the hash of their pixels.
+"""A cache of the vision tower's output for images, by the hash of their pixels.
 
-An image is encoded when the first pass reaches one of its tokens, and not again while its vectors are kept: for other
-prompts that show it, later pieces of the same prompt, and later turns. The least recently used are dropped. A weight
-update that changes the tower drops all; one that leaves it as it is, as with a frozen tower, drops none.
+An image is encoded when a pass first reaches one of its tokens. Its vectors are reused for other prompts that show it,
+later pieces of the same prompt, and later turns. The least recently used are dropped. A weight update that changes the
+tower drops all; one that does not change it, as with a frozen tower, drops none.
 
-Pixels are kept by the requests that show them: equal images of different requests are one (`shared`).
+Pixels are kept by the requests that show them; requests with equal images share them (`shared`).
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
     from jaxtyping import Int
 
 MAX_BYTES = 512 * 2**20
-"""Memory for vectors; the image used last stays, however large it is."""
+"""Memory for vectors; the image used last is always kept."""
 
 
 class ImageStore:
-    """The vectors of images that were encoded lately."""
+    """The vectors of recently used images."""
 
     def __init__(self, tower: VisionTower, device: torch.device, *, max_bytes: int = MAX_BYTES) -> None:
         self.tower, self.device, self.max_bytes = tower, device, max_bytes
         self.num_bytes = 0
         self.num_encoded = 0
-        self._known: OrderedDict[str, ImageVectors] = OrderedDict()
+        self._vectors: OrderedDict[str, ImageVectors] = OrderedDict()
         self._in_use: WeakValueDictionary[str, Image] = WeakValueDictionary()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._vectors)
 
     def shared(self, images: Iterable[Image]) -> tuple[Image, ...]:
-        """The same images, with the pixels of equal ones that somebody holds already."""
+        """The same images, with the pixels of equal images of earlier requests."""
         return tuple(self._in_use.setdefault(image.hash, image) for image in images)
 
     @torch.inference_mode()
     def vectors(
         self, slots: SequenceSlots, owners: Int[np.ndarray, " rows"], positions: Int[np.ndarray, " rows"]
     ) -> ImageVectors | None:
-        """What stands for images in a pass whose row i is token positions[i] of slot owners[i]; None if nothing."""
+        """The image vectors of a pass whose row i is token positions[i] of slot owners[i]; None if it has none."""
         if not slots.images:
             return None
         rows, parts = [], []
@@ -77,32 +77,31 @@ class ImageStore:
 
         Each image is a pass of its own through the tower, so its bits do not depend on other images.
         """
-        found = self._known.get(image.hash)
-        if found is not None:
-            self._known.move_to_end(image.hash)
-            return found
+        if (vectors := self._vectors.get(image.hash)) is not None:
+            self._vectors.move_to_end(image.hash)
+            return vectors
         assert image.patches is not None, f"image {image.hash} has no pixels"
         count = image.num_tokens(self.tower.shape.merge_size)
         patches = torch.from_numpy(np.array(image.patches, np.float32)).to(self.device)
         rows = torch.arange(count, device=self.device)
-        found = self._known[image.hash] = self.tower(ImageBatch(patches, np.array([image.grid]), rows))
+        vectors = self._vectors[image.hash] = self.tower(ImageBatch(patches, np.array([image.grid]), rows))
         self.num_encoded += 1
-        self.num_bytes += _num_bytes(found)
-        while self.num_bytes > self.max_bytes and len(self._known) > 1:
-            self.num_bytes -= _num_bytes(self._known.popitem(last=False)[1])
-        return found
+        self.num_bytes += _num_bytes(vectors)
+        while self.num_bytes > self.max_bytes and len(self._vectors) > 1:
+            self.num_bytes -= _num_bytes(self._vectors.popitem(last=False)[1])
+        return vectors
 
     def clear(self) -> int:
-        """Drop all vectors, of other weights or to free their memory; bytes."""
+        """Drop all vectors; returns their bytes."""
         freed, self.num_bytes = self.num_bytes, 0
-        self._known.clear()
+        self._vectors.clear()
         return freed
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors of a weight update; vectors are dropped at the first one that changes the tower."""
+        """Yield the tensors of a weight update; the first one that changes the tower drops all vectors."""
         ours = {VISION_PREFIX + name: parameter for name, parameter in self.tower.named_parameters()}
         for name, tensor in tensors:
-            if self._known and name in ours and not torch.equal(tensor.to(ours[name]), ours[name]):
+            if self._vectors and name in ours and not torch.equal(tensor.to(ours[name]), ours[name]):
                 self.clear()
             yield name, tensor
 

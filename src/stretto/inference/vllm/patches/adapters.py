@@ -1,4 +1,4 @@
-"""LoRA adapters in vLLM: works around three bugs of 0.32, and refuses adapters that do not fit.
+"""LoRA adapters in vLLM: workarounds for three bugs of 0.32, and checks of adapters before they are loaded.
 
 * If adapters fill all slots, vLLM computes requests for the base model in the same batch with the adapter of the last
   slot. So command.py gives vLLM one slot more than adapters may be loaded, and `enforce_limits` limits their number,
@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError, DataError
+from stretto.inference.limits import too_many_adapters
 from stretto.inference.vllm.base import adaptable_weights
+from stretto.inference.vllm.patches.wrap import run_after
 from stretto.models.lora import load_adapter
 
 
@@ -28,22 +30,12 @@ def disable_expert_adapters() -> None:
     """Build experts without adapters; called in every vLLM process, before the model is built."""
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
-    if getattr(FusedMoEConfig, "_stretto_adapters", False):
-        return
-    FusedMoEConfig._stretto_adapters = True
-    original = FusedMoEConfig.__post_init__
-
-    @functools.wraps(original)
-    def without_adapters(self: Any) -> None:
-        original(self)
-        self.is_lora_enabled = False
-
-    FusedMoEConfig.__post_init__ = without_adapters
+    run_after(FusedMoEConfig, "__post_init__", lambda config: setattr(config, "is_lora_enabled", False))
 
 
 @dataclass(frozen=True)
 class AdapterLimits:
-    """The limits with which an engine was started."""
+    """Limits of adapters, as set when the engine was started."""
 
     max_loras: int  # loaded at one time
     max_rank: int
@@ -61,7 +53,7 @@ class AdapterLimits:
     def refusal_reason(self, path: str) -> str | None:
         """Why the adapter at `path` must not be loaded; None if it may.
 
-        vLLM itself would only warn about weights that it has no layer for, and ignore them.
+        vLLM itself only warns about weights for which it has no layer, and ignores them.
         """
         try:
             adapter = load_adapter(path)
@@ -85,9 +77,6 @@ def enforce_limits(limits: AdapterLimits) -> None:
     """Make vLLM's routes check adapters before they load them; called once, in the HTTP process."""
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
-    if getattr(OpenAIServingModels, "_stretto_adapters", False):
-        return
-    OpenAIServingModels._stretto_adapters = True
     check = OpenAIServingModels._check_load_lora_adapter_request
     load, unload = OpenAIServingModels.load_lora_adapter, OpenAIServingModels.unload_lora_adapter
 
@@ -98,15 +87,12 @@ def enforce_limits(limits: AdapterLimits) -> None:
         reason = limits.refusal_reason(request.lora_path)
         is_full = len(self.lora_requests) >= limits.max_loras
         if reason is None and is_full and request.lora_name not in self.lora_requests:
-            reason = (
-                f"lora_name: {limits.max_loras} adapters are loaded, and inference.lora.max_loras allows no more; "
-                "unload one"
-            )
+            reason = too_many_adapters(limits.max_loras)
         return None if reason is None else _bad_request(reason)
 
     @functools.wraps(load)
     async def loaded(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Also reset the prefix cache after a replacement: vLLM finds blocks by name and path only."""
+        """Also reset the prefix cache after a replacement: vLLM identifies an adapter's blocks by name and path."""
         before = self.lora_requests.get(request.lora_name)
         answer = await load(self, request, *args, **kwargs)
         if before is not None and isinstance(answer, str):
@@ -115,7 +101,7 @@ def enforce_limits(limits: AdapterLimits) -> None:
 
     @functools.wraps(unload)
     async def unloaded(self: Any, request: Any) -> Any:
-        """Also free the adapter's slot: vLLM's route removes only the name."""
+        """Also free the adapter's slot: vLLM's route only removes the name."""
         adapter = self.lora_requests.get(request.lora_name)
         answer = await unload(self, request)
         if adapter is not None and isinstance(answer, str):

@@ -1,9 +1,8 @@
-"""Return the experts that computed every token on a CPU, as vLLM 0.32 does on GPUs only.
+"""Return the experts that computed every token on a CPU, which vLLM 0.32 itself does on GPUs only.
 
 Two functions of vLLM are wrapped: after the CPU runner's `load_model`, routers report their choices; after the
 scheduler's constructor, the scheduler returns them with the tokens, in vLLM's own format. Choices are stored by cache
-slot, so that tokens whose keys and values come from the prefix cache have theirs, too. On GPUs vLLM's own option does
-this; see command.py.
+slot, so that tokens whose keys and values come from the prefix cache have choices, too.
 """
 
 from __future__ import annotations
@@ -22,14 +21,11 @@ if TYPE_CHECKING:
 UNKNOWN = {"uint8": np.uint8(255), "uint16": np.uint16(65535)}
 
 
-def install() -> None:
-    """Wrap vLLM's functions, once per process."""
+def return_choices_on_cpus() -> None:
+    """Wrap vLLM's functions."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    if getattr(Scheduler, "_stretto_choices", False):
-        return
-    Scheduler._stretto_choices = True
     run_after(
         Scheduler,
         "__init__",
@@ -49,7 +45,7 @@ class ChoicesConnector:
         for name in scheduler_output.num_scheduled_tokens:
             request = requests[name]
             start = min(request.sampling_params.routed_experts_prompt_start, request.num_prompt_tokens)
-            # Rows that were returned are not returned again, even if a preempted request is computed again.
+            # A row is returned only once, even if a preempted request is computed again.
             starts[name] = start if request.num_output_tokens == 0 else request.num_tokens - 1
         return starts
 
@@ -57,11 +53,11 @@ class ChoicesConnector:
         self, request: Any, output: dict[str, Any] | None
     ) -> UInt[np.ndarray, "tokens layers top_k"] | None:
         """Rows of all computed tokens; the newest token was sampled but is not computed yet."""
-        found = None if output is None else output.get(request.request_id)
-        if found is None:
+        rows = None if output is None else output.get(request.request_id)
+        if rows is None:
             return None
-        count = request.num_tokens - 1 - found.token_start
-        return found.rows[:count] if count > 0 else None
+        count = request.num_tokens - 1 - rows.token_start
+        return rows.rows[:count] if count > 0 else None
 
     def request_finished(self, request: Any) -> None:
         pass
@@ -85,7 +81,7 @@ class ChoicesCapture:
             return
         routers.sort(key=lambda module: module.layer_id)
         self.step: list[torch.Tensor | None] = [None] * len(routers)
-        # As on GPUs there is a place for every layer; those without experts hold the unknown expert.
+        # As on GPUs, rows have all layers; those without experts hold the unknown expert.
         self.layers = [module.layer_id for module in routers]
         self.num_layers = runner.model_config.get_total_num_hidden_layers()
         for place, module in enumerate(routers):
@@ -118,7 +114,7 @@ class ChoicesCapture:
         runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
 
     def collect(self, scheduler_output: Any) -> dict[str, Any] | None:
-        """Write this step's choices into the table; returns the rows that each request needs."""
+        """Write this step's choices into the table; returns the rows that each request's output needs."""
         from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 
         if any(choices is None for choices in self.step):
@@ -141,15 +137,15 @@ class ChoicesCapture:
         rows = self.table[slots]
         rows[:, self.layers] = chosen.numpy().astype(self.dtype)
         self.table[slots] = rows
-        found = {}
+        outputs = {}
         starts: dict[str, int] = scheduler_output.aux_output_connector_metadata
         for name, start in starts.items():
             end = max(first[name] + scheduled[name], start)
-            found[name] = AuxRequestOutput(start, self.table[self._slots(table, rows_of[name], start, end)])
-        return found
+            outputs[name] = AuxRequestOutput(start, self.table[self._slots(table, rows_of[name], start, end)])
+        return outputs
 
     def _whole_group(self) -> int:
-        """The group of layers whose blocks are kept for all tokens: those with windows give blocks back."""
+        """The group of layers that keep the blocks of all tokens; layers with windows free blocks early."""
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         groups = self.runner.kv_cache_config.kv_cache_groups

@@ -19,13 +19,10 @@ if TYPE_CHECKING:
 
 
 def enable_experts_on_cpus() -> None:
-    """Add both exchanges to vLLM's CPU communicator and skip other ranks' experts; once per process."""
+    """Add both exchanges to vLLM's CPU communicator, and skip other ranks' experts in the kernel."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    if getattr(CpuCommunicator, "_stretto_experts", False):
-        return
-    CpuCommunicator._stretto_experts = True
     CpuCommunicator.all_gatherv = all_gatherv
     CpuCommunicator.reduce_scatterv = reduce_scatterv
     CPUUnquantizedExperts.apply = _skip_remote_experts(CPUUnquantizedExperts.apply)
@@ -37,7 +34,7 @@ def all_gatherv(
     dim: int = 0,
     sizes: list[int] | None = None,
 ) -> Shaped[Tensor, "all_rows ..."] | list[Shaped[Tensor, "_ ..."]]:
-    """Concatenate the rows of all ranks; rank r has sizes[r] rows, or all as many if sizes is None."""
+    """Concatenate the rows of all ranks; rank r has sizes[r] rows, or as many as this one if sizes is None."""
     assert dim == 0, dim
     if isinstance(input_, list):
         return [_gather(self, tensor, sizes) for tensor in input_]

@@ -1,6 +1,6 @@
-"""Weights whose loader has no name, as in vLLM 0.32's minimax_m2: a reload asks every loader for one and fails.
+"""Weight loaders without a name, as in vLLM 0.32's minimax_m2, with which a reload fails.
 
-The name is only compared with that of the reload's own loaders.
+A reload compares the name of every loader with those of its own loaders.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from typing import Any
 
 
 def name_loaders() -> None:
-    """Let a reload find a name at every loader; called once or more in every vLLM process."""
+    """Give every loader a name that a reload can compare."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     find = layerwise._get_weight_loader
-    if getattr(find, "_stretto_names", False):
-        return
 
     @functools.wraps(find)
     def find_named(tensor: Any) -> Any:
@@ -24,5 +22,4 @@ def name_loaders() -> None:
             loader.__name__ = "partial"
         return loader
 
-    find_named._stretto_names = True
     layerwise._get_weight_loader = find_named

@@ -1,7 +1,7 @@
 """Experts that are chosen by sigmoid scores, without groups, on a CPU.
 
-vLLM 0.32's router for CPUs computes sigmoid scores only if experts are in groups, and the engine ends at its first step
-otherwise. All experts in one group is the same choice.
+vLLM 0.32's router for CPUs computes sigmoid scores only if experts are in groups; otherwise the engine fails at its
+first step. One group with all experts gives the same choices.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from stretto.inference.vllm.patches.wrap import run_after
 
 
 def group_sigmoid_experts() -> None:
-    """Let routers without groups have one; called once or more in every vLLM process."""
+    """Make routers without groups use one group."""
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
-    if not getattr(CPURouter, "_stretto_groups", False):
-        CPURouter._stretto_groups = True
-        run_after(CPURouter, "__init__", _use_one_group)
+    run_after(CPURouter, "__init__", _use_one_group)
 
 
 def _use_one_group(router: Any) -> None:

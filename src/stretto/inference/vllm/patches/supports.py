@@ -2,10 +2,8 @@
 
 vLLM 0.32 returns them from its GPU runner only. On a CPU they are derived from the sampler's processed
 log-probabilities and returned in vLLM's own format. On GPUs vLLM's option `return_sampling_mask` does it, but refuses
-every request that is greedy or has no top_k, which evals and scored prompts may be; the patch lets such requests pass.
+every request that is greedy or has no top_k, as evals and scored prompts may be; the patch accepts such requests.
 In both cases a position where nothing was filtered has an empty mask instead of the whole vocabulary.
-
-The patches were checked against the versions that launch.py supports.
 """
 
 from __future__ import annotations
@@ -23,19 +21,17 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-def install(where: str) -> None:
-    """Wrap vLLM's functions for engines on a "cpu" or a "gpu", once per process."""
+def return_supports_on_cpus() -> None:
+    """Wrap vLLM's functions for engines on a CPU."""
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    if getattr(Scheduler, "_stretto_supports", False):
-        return
-    Scheduler._stretto_supports = True
-    if where == "cpu":
-        from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    run_after(Scheduler, "__init__", lambda scheduler: setattr(scheduler, "return_sampling_mask", True))
+    run_after(CPUModelRunner, "load_model", MaskCapture)
 
-        run_after(Scheduler, "__init__", lambda scheduler: setattr(scheduler, "return_sampling_mask", True))
-        run_after(CPUModelRunner, "load_model", MaskCapture)
-        return
+
+def return_supports_on_gpus() -> None:
+    """Wrap vLLM's functions for engines on GPUs."""
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 
@@ -44,7 +40,7 @@ def install(where: str) -> None:
 
 
 def allow_all_requests(processor: Any) -> None:
-    """Check requests against a copy of the settings with masks off; the engine's keep them on."""
+    """Make this check of requests use a copy of the settings with masks off; the engine has them on."""
     processor.model_config = copy.copy(processor.model_config)
     processor.model_config.return_sampling_mask = False
 
@@ -83,7 +79,7 @@ class MaskCapture:
 
 
 def masks(logprobs: Float[torch.Tensor, "requests vocab"]) -> Any:
-    """In vLLM's format, the tokens of each row with a finite logprob; none if all are finite."""
+    """The tokens of each row with a finite logprob, in vLLM's format; none if all are finite."""
     from vllm.v1.outputs import SamplingMaskLists
 
     is_in_mask = logprobs > -torch.inf

@@ -1,4 +1,4 @@
-"""How patches extend vLLM's methods."""
+"""The wrapper with which patches extend vLLM's methods."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Limits of one request, checked before the request touches the engine's state.
+"""Limits of requests to both engines, and the messages of those that exceed them.
 
-Numbers must fit into the arrays of slots.py. Sizes are limited so that no request slows the steps of all others or
-takes memory that is never given back.
+`refusal_reason` checks a request before it changes the embedded engine's state; vllm/bodies.py uses the same limits.
+Numbers must fit into the arrays of embedded/slots.py. Sizes are limited so that no request slows the steps of all
+others, or takes memory that is never freed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import itertools
 from collections.abc import Iterator
 
 from stretto.records.generate import GenerateRequest, SamplingParams
+from stretto.transports.engine.api import Refusal
 
 MIN_TEMPERATURE = 1e-5
 """Below it, logits divided by the temperature overflow float32."""
@@ -17,7 +19,7 @@ MAX_TOP_K = 2**31 - 1
 MAX_STOP_TOKEN_IDS = 256
 MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
-"""As many as vLLM gives if it is not told otherwise."""
+"""vLLM's default."""
 MAX_TARGETS = 64
 MAX_STOP_CHARACTERS = 1024
 
@@ -25,47 +27,84 @@ MAX_STOP_CHARACTERS = 1024
 def refusal_reason(
     spec: GenerateRequest, *, vocab_size: int, max_model_len: int, max_num_seqs: int
 ) -> str | None:
-    """Why this request cannot be served, in words for its sender; None if it can."""
+    """Why this request cannot be served, as a message for its sender; None if it can."""
     ids = spec.prompt_ids
     if not len(ids):
         return "token_ids: the prompt is empty; at least one token is needed"
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
-        return f"token_ids: token id {low if low < 0 else high} is out of vocabulary; ids are 0 to {vocab_size - 1}"
+        return unknown_token("token_ids", low if low < 0 else high, vocab_size)
     if len(ids) >= max_model_len:
-        return (
-            f"token_ids: the prompt has {len(ids)} tokens; with at least one sampled token the engine's "
-            f"limit is {max_model_len} (max_model_len)"
-        )
+        return long_prompt(len(ids), max_model_len)
     if not 1 <= spec.n <= max_num_seqs:
-        return f"n: {spec.n} is not in 1 to {max_num_seqs} (max_num_seqs)"
+        return bad_n(spec.n, max_num_seqs)
     if spec.cache_salt == "":
         return "cache_salt: '' is not allowed; it must be null or a non-empty text"
     if spec.sampling.max_tokens == 0 and not spec.prompt_logprobs:
         return "max_tokens: 0 is not allowed without prompt_logprobs; it must be 1 or more"
-    if (problem := _check_scores(spec, vocab_size)) is not None:
-        return problem
-    problems = (_check_sampling(spec.sampling), _check_stops(spec.sampling, vocab_size))
-    return next(itertools.chain(*problems), None)
+    checks = (
+        _check_scores(spec, vocab_size),
+        _check_sampling(spec.sampling),
+        _check_stops(spec.sampling, vocab_size),
+    )
+    return next(itertools.chain(*checks), None)
 
 
-def _check_scores(spec: GenerateRequest, vocab_size: int) -> str | None:
+def unknown_token(where: str, token_id: int, vocab_size: int) -> str:
+    return f"{where}: token id {token_id} is out of vocabulary; ids are 0 to {vocab_size - 1}"
+
+
+def long_prompt(num_tokens: int, max_model_len: int) -> str:
+    return (
+        f"token_ids: the prompt has {num_tokens} tokens; with at least one sampled token the engine's limit is "
+        f"{max_model_len} (max_model_len)"
+    )
+
+
+def bad_n(n: int, max_num_seqs: int) -> str:
+    return f"n: {n} is not in 1 to {max_num_seqs} (max_num_seqs)"
+
+
+def too_many_adapters(max_loras: int) -> str:
+    return (
+        f"lora_name: {max_loras} adapters are loaded, and inference.lora.max_loras allows no more; unload one"
+    )
+
+
+def check_text_size(where: str, num_bytes: int, *, max_model_len: int, token_bytes: int) -> None:
+    """Refuse a text that has too many tokens for sure; tokenizing it would take a second per megabyte.
+
+    token_bytes: bytes of the longest token.
+    """
+    if num_bytes > max_model_len * token_bytes:
+        raise Refusal(
+            f"{where}: the text has {num_bytes} bytes, and a token has at most {token_bytes}; the engine's limit is "
+            f"{max_model_len} tokens (max_model_len)"
+        )
+
+
+def check_queue(num_waiting: int, max_waiting: int) -> None:
+    """Raises: Refusal 429 if as many requests wait as may."""
+    if num_waiting >= max_waiting:
+        raise Refusal(f"{num_waiting} requests wait already (max_waiting_requests); try again later", 429)
+
+
+def _check_scores(spec: GenerateRequest, vocab_size: int) -> Iterator[str]:
     most = min(MAX_TOP_LOGPROBS, vocab_size)
     if not 0 <= spec.top_prompt_logprobs <= most:
-        return f"prompt_logprobs: {spec.top_prompt_logprobs} is not allowed; it must be 0 to {most}"
+        yield f"prompt_logprobs: {spec.top_prompt_logprobs} is not allowed; it must be 0 to {most}"
     targets = spec.prompt_targets
     if targets is None:
-        return None
+        return
     if not spec.prompt_logprobs:
-        return "prompt_targets: prompt_logprobs must be given too"
+        yield "prompt_targets: prompt_logprobs must be given too"
     if targets.shape[0] != len(spec.prompt_ids) - 1 or targets.shape[1] > MAX_TARGETS:
-        return (
+        yield (
             f"prompt_targets: {targets.shape[0]} rows of {targets.shape[1]} for a prompt of {len(spec.prompt_ids)} "
             f"tokens; there must be a row of at most {MAX_TARGETS} for each token but the first"
         )
     if targets.size and (targets.min() < -1 or targets.max() >= vocab_size):
-        return f"prompt_targets: ids are 0 to {vocab_size - 1}, or -1 for none"
-    return None
+        yield f"prompt_targets: ids are 0 to {vocab_size - 1}, or -1 for none"
 
 
 def _check_sampling(params: SamplingParams) -> Iterator[str]:
@@ -92,7 +131,7 @@ def _check_stops(params: SamplingParams, vocab_size: int) -> Iterator[str]:
         )
     for i in params.stop_token_ids:
         if not 0 <= i < vocab_size:
-            yield f"stop_token_ids: token id {i} is out of vocabulary; ids are 0 to {vocab_size - 1}"
+            yield unknown_token("stop_token_ids", i, vocab_size)
     if len(params.stop) > MAX_STOPS:
         yield f"stop: {len(params.stop)} texts are too many; at most {MAX_STOPS} are allowed"
     for text in params.stop:
