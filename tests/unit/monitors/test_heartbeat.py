@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -75,6 +76,7 @@ def test_prometheus_reads_the_latest_metrics(tmp_path: Path):
         try:
             text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
         except urllib.error.URLError:  # its thread has not begun to listen
+            time.sleep(0.05)
             continue
         if expected in text:
             break
