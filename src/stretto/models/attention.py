@@ -174,7 +174,7 @@ def _attend_in_calls(bounds: Sequence[int], parents: Sequence[int], device: torc
 def _build_calls(
     ends: np.ndarray, parents: np.ndarray, window: int | None, device: torch.device | None
 ) -> list[AttentionCall]:
-    """The calls of layers with this window; segments are cut only if a document is longer than the window."""
+    """The calls of layers with this window, by which only longer documents are cut."""
     lengths = np.diff(ends)
     if len(lengths) == 0:
         return []
@@ -210,7 +210,7 @@ class _CallPlan:
 
 
 def _result_index(calls: Sequence[AttentionCall], num_rows: int, start: int) -> Int[Tensor, " rows"] | None:
-    """The index of each row's result if the results of `calls` begin at `start`; None if they are in order.
+    """The index of each row's result; the results of `calls` begin at `start`. None: in order.
 
     A row that is no query of these calls has its result before `start`, at the row's index.
     """
@@ -275,7 +275,7 @@ def _build_call(
 
 
 def _padded_rows(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row indices [segments, longest], and False in a mask where they are padding: a segment's first row again."""
+    """Row indices [segments, longest], padded with the first row, and a mask of real ones."""
     offsets = np.arange(lengths.max())
     is_real = offsets < lengths[:, None]
     return starts[:, None] + np.where(is_real, offsets, 0), is_real
@@ -329,7 +329,7 @@ def _supports_varlen(q: Tensor) -> bool:
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int | None) -> Tensor:
-    """Flash attention over all documents in one kernel; keys and values are repeated for their query heads."""
+    """Flash attention over all documents in one kernel, with keys and values per query head."""
     repeats = q.shape[1] // k.shape[1]
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)

@@ -79,7 +79,7 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
 
 
 def _supported(hf: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """The keys of a config.json under the names that `parse_config` reads, with the family's defaults.
+    """A config.json with the keys that `parse_config` reads, and the family's defaults.
 
     Raises: DataError for a value that is missing or that the decoder does not support.
     """
@@ -150,7 +150,7 @@ def _check_layers(cfg: ModelConfig, where: str) -> None:
 
 
 def _check_square(cfg: ModelConfig, where: str) -> None:
-    """Refuse square experts, which may be stored either way round: transformers and vLLM read them differently."""
+    """Refuse square experts: transformers and vLLM disagree which way round they are stored."""
     assert cfg.moe is not None
     if cfg.hidden_size in (cfg.moe.intermediate_size, 2 * cfg.moe.intermediate_size):
         raise DataError(

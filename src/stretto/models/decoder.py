@@ -49,7 +49,7 @@ def build_mlp(cfg: ModelConfig) -> MLP | PlainMLP:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; with normalised queries and keys, sinks and a gate if the family has them."""
+    """Grouped-query attention; some families have normed queries and keys, sinks or a gate."""
 
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Attention(nn.Module):
 
 
 class PairedAttention(Attention):
-    """Attention whose q_proj computes a gate beside each query; attended values are multiplied by its sigmoid."""
+    """Attention whose q_proj computes a gate beside each query, applied by its sigmoid."""
 
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__(cfg, layer)
@@ -166,7 +166,7 @@ class PairedAttention(Attention):
 
 
 class Block(nn.Module):
-    """A mixer of tokens, then an MLP or a mixture of experts, each on the normalised residual stream.
+    """A mixer of tokens, then an MLP or experts, each on the normalised residual stream.
 
     The mixer is attention or recurrent; a family may have blocks with only one of the two halves. If the family has
     post norms, the results of both are normalised as well.
@@ -235,7 +235,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Embedding, blocks, final norm, and the vision tower if there is one; `model` in a checkpoint."""
+    """Embedding, blocks, final norm and perhaps a vision tower; `model` in a checkpoint."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class Decoder(nn.Module):
 
     @cached_property
     def unsharded_names(self) -> frozenset[str]:
-        """Names of the parameters that every rank has whole: expert biases, float32, without gradients."""
+        """Names of parameters that every rank has whole: expert biases, without gradients."""
         return frozenset(name for name, _ in self.named_parameters() if name.endswith("expert_bias"))
 
     def forward(
@@ -330,7 +330,7 @@ class Decoder(nn.Module):
         return x if scale == 1.0 else x * scale
 
     def angles(self, position_ids: Int[Tensor, "*axes tokens"], dtype: torch.dtype) -> list[Angles | None]:
-        """cos and sin of these positions by layer, computed once per rotation; None: a layer without one."""
+        """cos and sin of these positions by layer; None for a layer that does not rotate."""
         cfg, by_rope = self.config, {None: None}
         for rope in cfg.ropes:
             table = self._angle_tables.get(rope)

@@ -82,7 +82,7 @@ SHARED_EXPERT = renamed_in_layers(
 
 
 class Keys(dict[str, str | tuple[str, Any]]):
-    """Fields of a shape and their keys in config.json: key, or (key, default) if it is not required."""
+    """Fields of a shape -> key in config.json, or (key, default) if it is not required."""
 
     def __or__(self, other: Mapping[str, str | tuple[str, Any]]) -> Keys:
         return Keys({**self, **other})
@@ -176,7 +176,7 @@ class Family:
 
 
 def sparse_layers(hf: dict[str, Any], first_sparse: int) -> tuple[int, ...]:
-    """The layers with experts by `mlp_layer_types`; those from `first_sparse` on if config.json has no such list.
+    """The layers with experts: by `mlp_layer_types`, or without it from `first_sparse` on.
 
     Raises: DataError for a list of another length, or with other kinds.
     """
@@ -219,7 +219,10 @@ def scratch_rope(fraction: float | None = None) -> Rope:
 def scratch_layers(
     scratch: ScratchSection, is_windowed: Callable[[int], bool], *, rotates_all: bool = True
 ) -> tuple[LayerAttention, ...]:
-    """The attention of a model from scratch with windows in some layers; rotates_all=False: only these rotate."""
+    """The attention of a model from scratch with windows in some layers.
+
+    rotates_all: False if only these layers rotate queries and keys.
+    """
     rope = scratch_rope()
     windowed = LayerAttention(scratch.num_heads, rope, scratch.sliding_window)
     whole = LayerAttention(scratch.num_heads, rope if rotates_all else None)

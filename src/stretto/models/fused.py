@@ -289,7 +289,7 @@ class ModuleDecoder:
         images: ImageVectors | None = None,
         documents: CarriedDocuments | None = None,
     ) -> Float[Tensor, "rows dim"]:
-        """Hidden states of all rows, after the final norm; documents: the states of recurrent layers."""
+        """Hidden states of all rows after the final norm; documents: states of recurrent layers."""
         self._adapt = adapt
         try:
             return self.model(token_ids, position_ids, attend, None, routing, documents, images)

@@ -172,7 +172,7 @@ def _build_on_meta(
 
 
 def _unloadable(directory: str | Path, cause: Exception) -> DataError:
-    """The error for a model that transformers does not load; shorter than its own if it does not know the family."""
+    """The error for a model that transformers does not load, short if the family is unknown."""
     if "does not recognize this architecture" not in str(cause):
         return DataError(f"{directory}: transformers cannot load it: {cause}")
     name = hub.read_json(Path(directory) / "config.json").get("model_type")
@@ -266,7 +266,7 @@ def _find_slice(
 
 
 def _check_complete(directory: str | Path, loading_info: Mapping[str, Any]) -> None:
-    """Refuse a model with missing or mismatched tensors, which transformers would fill with random numbers.
+    """Refuse missing or mismatched tensors, which transformers fills with random numbers.
 
     Raises: DataError that names them.
     """
@@ -320,7 +320,9 @@ def load_hf_model(
 
 @torch.no_grad()
 def check_output_head(decoder: HFDecoder, where: str) -> None:
-    """Refuse a family whose logits are not hidden @ output_weight.T, but soft-capped, scaled, or with a bias.
+    """Refuse a family whose logits are not hidden @ output_weight.T.
+
+    They may be soft-capped, scaled, or have a bias.
 
     Known settings are checked by name, because a soft cap hardly changes small logits; then the logits are compared.
 

@@ -143,7 +143,7 @@ class CheckpointReader:
 
 
 def build_meta_model(directory: str | Path, dtype: torch.dtype) -> Decoder:
-    """A decoder on the meta device, whose `checkpoint_reader` has its weights (see `load_slices`)."""
+    """A decoder on the meta device with a `checkpoint_reader` of its weights (`load_slices`)."""
     directory = Path(directory)
     with torch.device("meta"):
         model = Decoder(load_config(directory))
@@ -283,7 +283,7 @@ def map_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_hf(model: nn.Module, directory: str | Path, tokenizer_dir: str | Path | None = None) -> None:
-    """Write a model directory for transformers and vLLM, with the tokenizer of tokenizer_dir if it is not None."""
+    """Write a model directory for transformers and vLLM; tokenizer_dir: its files are copied."""
     dtype = next(model.parameters()).dtype
     save_model_directory(dtype, directory, tokenizer_dir, model.config.hf, export_tensors(model))
 
@@ -321,7 +321,7 @@ def save_model_directory(
 
 
 def copy_tokenizer(source: str | Path, directory: str | Path) -> None:
-    """Copy the files of the tokenizer and the image processor, and Python files that config.json may refer to."""
+    """Copy the files of tokenizer and image processor, and Python files for config.json."""
     if not Path(source).is_dir():
         raise DataError(f"tokenizer {str(source)!r}: no such directory")
     for path in [Path(source) / name for name in TOKENIZER_FILES] + sorted(Path(source).glob("*.py")):

@@ -136,7 +136,7 @@ class LoRAExperts(Experts):
 
 
 def dropped(x: Float[Tensor, "*rows dim"], share: float) -> Float[Tensor, "*rows dim"]:
-    """Dropout while gradients are computed; without gradients the result must equal the engine's."""
+    """Dropout if gradients are computed; without them the result must equal the engine's."""
     return F.dropout(x, share) if share and torch.is_grad_enabled() else x
 
 
@@ -179,7 +179,7 @@ def fill_uniform(parameter: Float[Tensor, " ..."], generator: torch.Generator) -
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """A policy's weights by name, merged with their adapters on access; the last merged weight is cached."""
+    """A policy's weights by name, merged with adapters on access; the last one is cached."""
 
     def __init__(self, policy: nn.Module) -> None:
         tensors = {name: parameter.detach() for name, parameter in policy.named_parameters()}
@@ -277,7 +277,9 @@ def merge_pair(
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter: pairs (A, B) by our parameter names, for example "model.layers.0.self_attn.q_proj.weight".
+    """An adapter: pairs (A, B) by our parameter names.
+
+    An example of a name is "model.layers.0.self_attn.q_proj.weight".
 
     A is [rank, in] and B [out, rank]; for experts [experts, rank, in] and [experts, out, rank].
     """

@@ -106,7 +106,7 @@ class Experts(nn.Module):
         counts: Int[Tensor, " experts"],
         times: Callable[[Tensor, str], Tensor],
     ) -> Float[Tensor, "rows dim"]:
-        """The gated MLPs of rows sorted by expert; times: rows times a matrix by its name, without biases."""
+        """The gated MLPs of rows sorted by expert; times: (rows, name of a matrix) -> products."""
         hidden = self.add_biases(times(x, "gate_up_proj"), "gate_up_proj", counts)
         return self.add_biases(times(self.gated(hidden), "down_proj"), "down_proj", counts)
 
@@ -162,7 +162,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture of experts instead of a block's MLP: router, experts, and an MLP for all tokens if there is one."""
+    """A mixture instead of a block's MLP: router, experts, and perhaps an MLP for all tokens."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()

@@ -65,7 +65,10 @@ class AttentionGate:
 
 @dataclass(frozen=True)
 class ClampedGate:
-    """Experts compute (up + 1) * gate * sigmoid(alpha * gate), gate clamped from above and up from both sides."""
+    """Experts compute (up + 1) * gate * sigmoid(alpha * gate) of clamped values.
+
+    gate is clamped to at most `limit`, up to +-`limit`.
+    """
 
     alpha: float
     limit: float
@@ -276,7 +279,7 @@ class ModelConfig:
 
     @property
     def is_attention_varied(self) -> bool:
-        """True if attention is more than normalised, rotated queries and keys, the same in all layers."""
+        """True if attention is not only normalised, rotated queries and keys, alike in all layers."""
         return bool(self.layers) or self.has_sinks or self.attention_gate is not None or self.is_qk_norm_joint
 
     @property
@@ -302,7 +305,7 @@ class ModelConfig:
 
     @property
     def num_prediction_layers(self) -> int:
-        """Number of layers for multi-token prediction in its checkpoint, which are not part of the network."""
+        """Number of a checkpoint's layers for multi-token prediction, which the network lacks."""
         keys = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
         return next((self.hf[key] for key in keys if self.hf.get(key)), 0)
 
@@ -313,7 +316,7 @@ class ModelConfig:
 
     @property
     def num_state_heads(self) -> int:
-        """Greatest common divisor of the gated delta rule's numbers of key and value heads; 0 without such layers."""
+        """Greatest common divisor of the gated delta rule's key and value heads; 0 without."""
         shape = self.gated_delta
         return math.gcd(shape.num_key_heads, shape.num_value_heads) if shape else 0
 

@@ -74,7 +74,7 @@ class SharedSlice:
         return self.shape[self.lead :]
 
     def overlap(self, local: TensorSlice) -> tuple[Region, Region] | None:
-        """The overlap with a slice of ours, as regions of theirs and of local.tensor; None if there is none."""
+        """The overlap with a slice of ours, as regions of theirs and of local.tensor, or None."""
         low = tuple(max(a, b) for a, b in zip(self.start, local.start))
         ends = zip(self.start, self.shape, local.start, local.tensor.shape)
         high = tuple(min(a + n, b + m) for a, n, b, m in ends)
@@ -166,7 +166,7 @@ class TensorMap:
         return re.sub(r"^model\.", self._text_prefix, name)
 
     def slices_of(self, theirs: str) -> list[SharedSlice]:
-        """The slices of our parameters that make up this tensor of a checkpoint; empty for an unknown name."""
+        """Slices of our parameters that make up a checkpoint's tensor; empty if it is unknown."""
         return self._by_theirs.get(theirs, [])
 
     def export(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

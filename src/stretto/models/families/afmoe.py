@@ -1,6 +1,7 @@
-"""afmoe (Trinity): sliding windows, gated attention, norms before and after, sigmoid router, a shared expert.
+"""afmoe (Trinity): sliding windows, gated attention, experts.
 
-Layers without a window do not rotate queries and keys. The first blocks are dense.
+Norms before and after attention and MLP, a sigmoid router and a shared expert. Layers without a window do not rotate
+queries and keys. The first blocks are dense.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""deepseek_v3 (DeepSeek V3, Kimi K2): multi-head latent attention, and a mixture chosen from groups by sigmoid scores.
+"""deepseek_v3 (DeepSeek V3, Kimi K2): multi-head latent attention, experts.
 
-In config.json `head_dim` is that of the rotated part; here it is the width of a whole query. Layers for multi-token
-prediction are not read.
+Experts are chosen from groups by sigmoid scores. In config.json `head_dim` is that of the rotated part; here it is the
+width of a whole query. Layers for multi-token prediction are not read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FIXED_VALUES = {
 
 
 def normalise(hf: dict[str, Any]) -> dict[str, Any]:
-    """head_dim is that of queries and keys, of which a part is rotated; `mscale` becomes a factor on cos and sin."""
+    """head_dim becomes that of whole queries and keys, `mscale` a factor on cos and sin."""
     if any(hf.get(key) is None for key in (*REQUIRED, "num_attention_heads")):
         return hf  # refused later, by name
     width = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
@@ -91,7 +91,7 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def scratch(scratch: ScratchSection) -> dict[str, Any]:
-    """Latent attention with vectors of half the width of the residual stream, and one shared expert."""
+    """Latent vectors are half as wide as the residual stream; one expert is shared."""
     return {
         "mixers": ("latent",) * scratch.num_layers,
         "latent": LatentShape(

@@ -1,7 +1,7 @@
-"""glm4_moe (GLM-4.5, INTELLECT-3): sigmoid router with a bias and groups, a shared expert, the first blocks dense.
+"""glm4_moe (GLM-4.5, INTELLECT-3): experts in all but the first blocks.
 
-Half of each head is rotated. Layers for multi-token prediction, which follow the last block in checkpoints, are not
-read.
+The router has sigmoid scores, a bias and groups; one expert is shared. Half of each head is rotated. Layers for
+multi-token prediction, which follow the last block in checkpoints, are not read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stretto.models.shape import ModelConfig, MoEShape
 
 
 def read_mixture(hf: dict[str, Any], first_sparse: int) -> MoEShape:
-    """The mixture; first_sparse: blocks before it are dense if config.json does not say. deepseek_v3 has the same."""
+    """The mixture of glm4_moe and deepseek_v3; first_sparse: default of first_k_dense_replace."""
     num_shared = hf.get("n_shared_experts", 1)
     return MoEShape(
         **GROUPED_MOE_KEYS.read(hf),

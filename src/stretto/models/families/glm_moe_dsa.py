@@ -1,8 +1,8 @@
-"""glm_moe_dsa (GLM-5) and deepseek_v32 (DeepSeek V3.2): deepseek_v3 with attention to the keys that an indexer chooses.
+"""glm_moe_dsa (GLM-5), deepseek_v32 (DeepSeek V3.2): deepseek_v3 with an indexer.
 
-They differ in how the indexer's vectors are rotated, and in that layers of glm_moe_dsa may share the choice of a layer
-before them (`indexer_types`, or the older `index_topk_pattern`, `index_topk_freq`, `index_skip_topk_offset`). Layers
-for multi-token prediction are not read.
+Queries attend to the keys that the indexer chooses. The two differ in how the indexer's vectors are rotated, and in
+that layers of glm_moe_dsa may share the choice of a layer before them (`indexer_types`, or the older
+`index_topk_pattern`, `index_topk_freq`, `index_skip_topk_offset`). Layers for multi-token prediction are not read.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _family(name: str, architecture: str, *, is_interleaved: bool, **defaults: Any) -> Family:
-    """Only layers of glm_moe_dsa share choices; is_interleaved: how the indexer's vectors are rotated."""
+    """A family with an indexer; is_interleaved: how the indexer's vectors are rotated."""
     has_shared = name == "glm_moe_dsa"
 
     def fields(hf: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _family(name: str, architecture: str, *, is_interleaved: bool, **defaults: A
         }
 
     def scratch(section: ScratchSection) -> dict[str, Any]:
-        """deepseek_v3 with an indexer in every layer, or in every second one, whose choice the next one shares."""
+        """deepseek_v3 with an indexer in every layer, or in every second one if choices are shared."""
         base = deepseek_v3.scratch(section)
         indexer = IndexerShape(
             num_heads=section.num_heads,

@@ -1,7 +1,8 @@
-"""gpt_oss: sinks in every layer, every second one with a sliding window, experts with biases and a clamped gate.
+"""gpt_oss: sinks, sliding windows, experts with biases and a clamped gate.
 
-Router: the softmax of the chosen experts' logits, which is the softmax of all, normed over the chosen. Experts are
-stored transposed, as in checkpoints; those in four bits (MXFP4) are not read.
+Every layer has sinks, every second one a window. Router: the softmax of the chosen experts' logits, which is the
+softmax of all, normed over the chosen. Experts are stored transposed, as in checkpoints; those in four bits (MXFP4)
+are not read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""laguna: windows, rotations and numbers of heads by layer, gated attention, sigmoid router, a shared expert."""
+"""laguna: windows, rotations and heads by layer, gated attention, a shared expert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""minimax_m2: experts in every block, chosen by biased sigmoids; queries and keys are normed over all their heads."""
+"""minimax_m2: experts in every block; queries and keys are normed over all heads together."""
 
 from __future__ import annotations
 

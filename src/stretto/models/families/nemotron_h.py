@@ -1,7 +1,7 @@
-"""nemotron_h (Nemotron 3): each block is one of Mamba 2, attention, an MLP or a mixture, which may be of small vectors.
+"""nemotron_h (Nemotron 3): each block is Mamba 2, attention, an MLP, or experts.
 
-Attention does not rotate by position; MLPs and experts have no gate. In checkpoints every block has one norm and one
-`mixer`, whatever it is; here they have the names that other families have.
+Experts may compute small vectors. Attention does not rotate by position; MLPs and experts have no gate. In checkpoints
+every block has one norm and one `mixer`, whatever it is; here they have the names that other families have.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""qwen3_5_text and qwen3_5_moe_text: three blocks by the gated delta rule, then one with gated attention.
+"""qwen3_5_text, qwen3_5_moe_text: three blocks of the gated delta rule per one of attention.
 
-Norms are stored as their difference from 1, and only the first quarter of each head is rotated. The mixture has one
-expert that computes every token, with a gate. Positions are those of text; models with images are another `model_type`.
+Attention is gated. Norms are stored as their difference from 1, and only the first quarter of each head is rotated.
+The mixture has one expert that computes every token, with a gate. Positions are those of text; models with images are
+another `model_type`.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ _SCRATCH_GRID_SIDE = 8
 
 
 def _scratch_vision(scratch: ScratchSection, *, has_deepstack: bool) -> VisionShape:
-    """The tower of a model from scratch; deepstack adds its first block's result after the decoder's first layer."""
+    """The tower of a model from scratch; deepstack uses its first block."""
     vision = scratch.vision
     return VisionShape(
         depth=vision.depth,
@@ -97,7 +97,7 @@ def _scratch_vision(scratch: ScratchSection, *, has_deepstack: bool) -> VisionSh
 
 
 def _scratch_rope(scratch: ScratchSection, rope: Rope) -> Rope:
-    """As Qwen's sections: a third of the pairs rotates by height, as many by width, the others by time."""
+    """A rotation with Qwen's sections: a third of the pairs each by height, width and time."""
     pairs = int(scratch.head_dim * rope.fraction) // 2
     height, width = (pairs + 1) // 3, pairs // 3
     return replace(rope, sections=(pairs - height - width, height, width))

@@ -1,4 +1,4 @@
-"""Checkpoints with weights in 8 bits, such as zai-org/GLM-5-FP8: conversion to that layout and back.
+"""Conversion of weights to the 8 bits of checkpoints such as zai-org/GLM-5-FP8, and back.
 
 In such a checkpoint `X.weight` is float8_e4m3fn, and `X.weight_scale_inv` has one float32 factor per block of 128 x 128
 values. Which weights are in 8 bits follows from the names of the tensors: modules_to_not_convert may be incomplete.
@@ -43,14 +43,14 @@ NamedSource = tuple[str, tuple[int, ...], LazyTensor]
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The weights of a checkpoint that are in 8 bits; has_round_scales: scales are powers of two."""
+    """Which weights of a checkpoint are in 8 bits; has_round_scales: scales are powers of two."""
 
     names: frozenset[str]
     has_round_scales: bool = False
 
 
 def parse_layout(quantization: Mapping[str, Any], names: Iterable[str], where: str) -> BlockLayout:
-    """The layout that a `quantization_config` describes, for a checkpoint with tensors of these names.
+    """The layout of a checkpoint with this `quantization_config` and tensors of these names.
 
     Raises: DataError for any other kind of quantization, and if no tensor has scales.
     """
@@ -79,7 +79,7 @@ def parse_layout(quantization: Mapping[str, Any], names: Iterable[str], where: s
 
 @torch.no_grad()
 def to_8_bits(tensors: Iterable[Named], layout: BlockLayout) -> Iterator[Named]:
-    """Named weights, those of the layout in 8 bits and each after its scales; all others unchanged."""
+    """Named weights, those of the layout in 8 bits, each after its scales."""
     for name, tensor in tensors:
         if name not in layout.names:
             yield name, tensor
@@ -100,7 +100,7 @@ def _quantize(weight: Float[Tensor, "*groups out dim"], *, has_round_scales: boo
 
 @torch.no_grad()
 def from_8_bits(tensors: Iterable[Named]) -> Iterator[Named]:
-    """Named weights, those in 8 bits expanded to float32; scales may come before or after their weight.
+    """Named weights, those in 8 bits as float32; scales may come before or after their weight.
 
     Raises: DataError if one lacks its scales.
     """
@@ -167,7 +167,7 @@ def rounded(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
 
 
 def round_inputs(model: nn.Module, names: Iterable[str], table: TensorMap | None) -> list[Any]:
-    """Let the products of these weights of a checkpoint round their inputs; returns hooks for `stop_rounding`.
+    """Let products with these weights round their inputs; returns hooks for `stop_rounding`.
 
     names: checkpoint names. table: where these are in the model; None: in linear layers of the same names below
     `model.` (transformers models before they are sharded).

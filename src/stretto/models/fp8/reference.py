@@ -158,7 +158,7 @@ def dequantize_columns(x: Quantized, groups: RowGroups) -> Float[Tensor, "dim ro
 
 
 class Kernels:
-    """Quantization and 8-bit products, here in float32 on any device: the reference for GPU kernels."""
+    """Quantization and 8-bit products in plain torch: the reference for GPU kernels."""
 
     name = "the slow reference"
     quantize_rows = staticmethod(quantize_rows)

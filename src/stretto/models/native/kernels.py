@@ -25,9 +25,10 @@ LANES = 16
 
 
 class AttentionPass(Structure):
-    """`Pass` in kernels.c. Row i is token positions[i] of the sequence with block table owners[i] (-1: padding).
+    """`Pass` in kernels.c: the rows of a pass, and where their sequences' caches are.
 
-    It is rotated by row turns[i] of the tables cos and sin; turns = None: by row positions[i].
+    Row i is token positions[i] of the sequence with block table owners[i] (-1: padding). It is rotated by row turns[i]
+    of the tables cos and sin; turns = None: by row positions[i].
 
     A layer's cache is [2 * kv_heads, num_blocks, block]: blocks of keys are [head_dim, block_size], those of
     values [block_size, head_dim].
@@ -53,7 +54,7 @@ class Kernels:
 
     @staticmethod
     def find(config: ModelConfig, weight: Float[Tensor, "vocab dim"]) -> Kernels | None:
-        """Kernels for a model with such weights; None if they do not support it or cannot be compiled here."""
+        """Kernels for such a model; None if they do not support it or cannot be compiled here."""
         if (
             weight.device.type != "cpu"
             or weight.dtype is not torch.float32
@@ -113,7 +114,7 @@ class Kernels:
         u: Float[np.ndarray, " rows"],
         is_greedy: Bool[np.ndarray, " rows"] | None,
     ) -> tuple[Int[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
-        """The token sampled from softmax(logits) with one uniform number per row, or the likeliest; and its logprob."""
+        """A token per row and its logprob: sampled with a uniform number, or the likeliest."""
         assert logits.is_contiguous() and u.flags.c_contiguous
         rows, vocab = logits.shape
         tokens, logprobs = np.empty(rows, np.int64), np.empty(rows, np.float32)

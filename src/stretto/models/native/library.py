@@ -54,7 +54,7 @@ def _cache_dir() -> Path:
 
 
 def _fingerprint(compiler: list[str]) -> str:
-    """Hash of all that the library depends on, also the processor, because machines may share the directory."""
+    """Hash of all that the library depends on; machines that share the directory may differ."""
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     features = [line for line in lines if line.startswith(("flags", "Features"))][:1]

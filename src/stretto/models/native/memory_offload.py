@@ -1,6 +1,6 @@
-"""Frees the memory of tensors while another process uses the device, and restores it at the same addresses.
+"""Frees the memory of tensors while another process uses the device, and restores it.
 
-On a CPU the contents go to a file and the pages are returned to the system (`madvise`). The addresses stay valid, so
+On a CPU the contents go to a file and the pages are returned to the system (`madvise`). The addresses stay the same, so
 that kernels which hold pointers need no change. On a GPU the contents go to pinned memory of the host, and the storages
 are emptied. Contents that are not kept are undefined afterwards; their owner fills them.
 """
@@ -30,7 +30,7 @@ _PAGE = mmap.PAGESIZE
 
 @dataclass
 class _Part:
-    """One storage: its size, and where its contents are kept (a place in the file, or host memory)."""
+    """One storage: its size, and its contents' offset in the file or copy in host memory."""
 
     storage: UntypedStorage
     num_bytes: int
@@ -42,14 +42,14 @@ class MemoryOffload:
     """The memory of some tensors: offload() frees it, restore() allocates it again."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        """directory: where a CPU's contents are written; None: the system's directory for temporary files."""
+        """directory: where a CPU's contents are written; None: the system's temporary directory."""
         self._directory = directory
         self._parts: list[_Part] = []
         self._file: mmap.mmap | None = None
         self.is_offloaded = False
 
     def offload(self, tensors: Iterable[Shaped[Tensor, " *_"]], *, keeps: bool) -> int:
-        """Free the memory of these tensors, and save their contents if `keeps`; returns the number of freed bytes."""
+        """Free the memory of these tensors, with contents saved if `keeps`; returns the bytes."""
         assert not self.is_offloaded, "the memory is offloaded already"
         storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.device.type != "meta"
@@ -113,7 +113,7 @@ def _view(storage: UntypedStorage) -> memoryview:
 
 
 def _give_pages_back(storage: UntypedStorage) -> None:
-    """Return the whole pages of private memory to the system; partial pages belong to other memory too."""
+    """Return the whole pages of private memory to the system; the rest may be shared."""
     first = -(-storage.data_ptr() // _PAGE) * _PAGE
     last = (storage.data_ptr() + storage.nbytes()) // _PAGE * _PAGE
     if storage.is_shared() or last <= first:  # shared pages would come back with their contents

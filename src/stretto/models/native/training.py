@@ -1,7 +1,7 @@
-"""The operations of a training step between its matrix products, forward and backward, each as one call.
+"""The operations of a training step between its matrix products, each as one call.
 
-For float32 on a CPU. torch computes each of them in several operations, each of which reads and writes memory again. A
-pass with gradients calls the same functions as one without, so their results have equal bits.
+Forward and backward, for float32 on a CPU. torch computes each of them in several operations, each of which reads and
+writes memory again. A pass with gradients calls the same functions as one without, so their results have equal bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Segments(Structure):
-    """`Segments` in training.c: segment i is rows starts[i]:ends[i], and continues its prefix's rows."""
+    """`Segments` in training.c: segment i is rows starts[i]:ends[i] and continues its prefix."""
 
     _fields_ = (
         *(
@@ -70,7 +70,7 @@ class TrainingKernels:
         grad: Float[Tensor, "*rows dim"],
         needed: tuple[bool, bool],
     ) -> tuple[Float[Tensor, "*rows dim"] | None, Float[Tensor, " dim"] | None]:
-        """Gradients of x and of the weight, where they are needed; `inverse` is the second result of rms_norm."""
+        """Gradients of x and weight, where needed; `inverse` is the second result of rms_norm."""
         x, grad, threads = x.contiguous(), grad.contiguous(), torch.get_num_threads()
         weight = _contiguous(weight)
         grad_x = torch.empty_like(x) if needed[0] else None
@@ -131,7 +131,7 @@ class NativeAttention:
         self.num_rows = int(bounds[-1])
 
     def fits(self, q: Float[Tensor, "*_"], k: Float[Tensor, "*_"], v: Float[Tensor, "*_"]) -> bool:
-        """True if these have the shapes of `__call__`: the kernels read memory by them without a check."""
+        """True if these have the shapes of `__call__`, which the kernels do not check."""
         (rows, heads, dim), kv_heads = q.shape, k.shape[1]
         is_same = k.shape == v.shape == (rows, kv_heads, dim)
         return is_same and rows == self.num_rows and heads % kv_heads == 0

@@ -32,7 +32,7 @@ def image_positions(
     image_token_id: int,
     merge_size: int,
 ) -> Int[np.ndarray, "3 tokens"]:
-    """Positions of packed documents, counted anew in each: document d is bounds[d]:bounds[d + 1].
+    """Positions in packed documents, from 0 in each: document d is bounds[d]:bounds[d + 1].
 
     grids: (frames, lines, columns) in patches of the images in the row, in order.
 

@@ -23,7 +23,9 @@ def build_embedding(num_rows: int, dim: int) -> nn.Embedding:
 
 @torch.no_grad()
 def initialise(model: nn.Module, std: float, generator: torch.Generator) -> None:
-    """Draw matrices from a normal of this deviation; biases and sinks are 0, norms 1, recurrent mixers as Mamba 2's.
+    """Draw the weights of a network from scratch.
+
+    Matrices are normal with deviation std, biases and sinks 0, norms 1, recurrent mixers as Mamba 2's.
 
     Per head of a recurrent mixer the rate exp(A_log) is uniform in [1, 16] and the step size, the softplus of dt_bias,
     log-uniform in [0.001, 0.1], so that heads forget at different speeds.

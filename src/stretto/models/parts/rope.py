@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Angles(NamedTuple):
-    """cos and sin of every token, [tokens, 1, rotated dims]; the first half of sin is negated for `rotate`."""
+    """cos and sin of tokens, [tokens, 1, rotated dims]; the first half of sin is negated."""
 
     cos: Tensor
     sin: Tensor

@@ -1,4 +1,4 @@
-"""The router of a mixture: scores of all experts in float32, the choice of top_k, and their gates.
+"""The router of a mixture: float32 scores of all experts, the choice of top_k, gates.
 
 Families differ in (`MoEShape`): softmax or sigmoid scores; a bias on the choice that is not in the gates; a choice from
 the best groups of experts only; gates that sum to 1, times a factor; a soft cap on the logits.
@@ -150,7 +150,7 @@ class Router(nn.Module):
         return best if replayed is None else torch.where(replayed[1][:, None], best, replayed[0])
 
     def _hide_groups(self, scores: Float[Tensor, "tokens experts"]) -> Float[Tensor, "tokens experts"]:
-        """-inf for experts outside the top_groups groups with the largest sums of their two best scores.
+        """-inf outside the top_groups groups with the largest sums of their two best scores.
 
         Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2 (node-limited routing).
         """

@@ -36,7 +36,7 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class _CallByHead:
-    """A call as indices of rows of head_dim, one per head: [segments, kv heads, query heads, tokens]."""
+    """A call as indices of rows per head: [segments, kv heads, query heads, tokens]."""
 
     shape: tuple[int, int, int, int]
     """Segments, kv heads, query rows per kv head, keys."""

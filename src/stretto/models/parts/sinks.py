@@ -1,4 +1,4 @@
-"""Attention with sinks: each head has a logit that takes part in the softmax and has no value.
+"""Attention with sinks: each head has a logit in the softmax that has no value.
 
 Computed in float32 in pieces of queries, of which only the result and the logarithm of the softmax's denominator are
 kept for the backward pass, so that memory does not grow with the square of the length.
@@ -29,7 +29,7 @@ def attend_with_sinks(
     sinks: Float[Tensor, " heads"],
     bias: Float[Tensor, "segments queries keys"] | None = None,
 ) -> Float[Tensor, "segments queries heads dim"]:
-    """Attention of segments, queries aligned with the last keys; causal, or by a bias of 0 and -inf."""
+    """Attention of segments, queries aligned with the last keys; causal, or by a 0/-inf bias."""
     return _SinkAttention.apply(q, k, v, sinks, bias)
 
 

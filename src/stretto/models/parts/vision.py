@@ -43,7 +43,7 @@ class ImageBatch:
 
     @classmethod
     def unused(cls, shape: VisionShape, device: torch.device) -> ImageBatch:
-        """The smallest image, which no token shows: with it ranks without images take part in collectives."""
+        """The smallest image, in no token, with which ranks without images join collectives."""
         grid = np.array([[1, shape.merge_size, shape.merge_size]])
         patches = torch.zeros(shape.merge_size**2, shape.patch_values, device=device)
         nowhere = torch.zeros(0, dtype=torch.long, device=device)
@@ -51,7 +51,7 @@ class ImageBatch:
 
 
 class ImageVectors(NamedTuple):
-    """The vectors of a pass's images: those that replace embeddings at `rows`, and those that layers add there."""
+    """Vectors of images: those that replace embeddings at `rows`, those that layers add there."""
 
     rows: Int[Tensor, " image_tokens"]
     embeddings: Float[Tensor, "image_tokens dim"]
@@ -129,7 +129,7 @@ class VisionBlock(nn.Module):
 
 
 class Merger(nn.Module):
-    """merge_size x merge_size patches to one vector of the decoder; the norm is over one patch, or over all of them."""
+    """merge_size x merge_size patches to one vector; norms_merged: the norm is over all of them."""
 
     def __init__(self, shape: VisionShape, *, norms_merged: bool) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class VisionTower(nn.Module):
 
 
 class Frames:
-    """The frame of each patch, and its place in it; a frame is an image or a time step of a film."""
+    """The frame and place of each patch; a frame is an image or a time step of a film."""
 
     def __init__(self, grids: Int[np.ndarray, "images 3"], merge_size: int) -> None:
         self.sides = [
@@ -191,7 +191,7 @@ class Frames:
         """Line and column of every patch, [2, patches]."""
 
     def positions(self, table: Float[Tensor, "cells dim"], side: int) -> Float[Tensor, "patches dim"]:
-        """The learned positions, interpolated from a square table whose corners are those of the frame."""
+        """The learned positions, interpolated from a square table stretched over the frame."""
         lengths = [lines * columns for lines, columns in self.sides]
         ends = np.repeat(np.array(self.sides).T - 1, lengths, axis=1)
         source = (
@@ -211,7 +211,7 @@ class Frames:
         return x
 
     def angles(self, shape: VisionShape, device: torch.device) -> Angles:
-        """cos and sin, [patches, 1, head_dim], float32: half of the pairs rotate by the line, half by the column."""
+        """cos and sin, float32: half of the pairs rotate by the line, half by the column."""
         pairs = shape.head_dim // 2
         freqs = 1.0 / (shape.rope_theta ** (torch.arange(0, pairs, 2, dtype=torch.float32) / pairs))
         places = torch.from_numpy(self.places.astype(np.float32))

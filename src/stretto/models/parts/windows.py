@@ -1,4 +1,4 @@
-"""Sliding windows: segments of a packed row cut into calls that read only the keys their queries can see.
+"""Sliding windows: segments are cut into calls that read only keys that queries see.
 
 A query sees itself and the window - 1 tokens before it in its document. Its segment is cut into pieces of about a
 window, and each piece reads its keys and those of a window before them, also those of the segment that it
@@ -52,7 +52,7 @@ def _build_call(
     pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
     device: torch.device | None,
 ) -> AttentionCall:
-    """One call for pieces of about the same shape: (rows of queries, rows of keys, which query sees which key).
+    """One call for pieces (rows of queries, rows of keys, mask) of about the same shape.
 
     Padding repeats the first row; queries that are padding see the first key, so that their softmax is finite.
     """

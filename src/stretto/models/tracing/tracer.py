@@ -1,8 +1,9 @@
-"""`--profile N`: traces of torch's operations at chosen steps, by trainer and embedded engine, for Perfetto.
+"""`--profile N`: traces of torch's operations at chosen steps, for Perfetto.
 
-The steps come from an environment variable, so that all processes of a run trace the same ones. A step's file is
-RUN/profiles/<process>_step_<N>.json.gz; https://ui.perfetto.dev opens it. Shapes and Python stacks are left out, which
-keeps a file small and the step near its usual speed. Without the variable nothing costs time.
+Trainer and embedded engine write them. The steps come from an environment variable, so that all processes of a run
+trace the same ones. A step's file is RUN/profiles/<process>_step_<N>.json.gz; https://ui.perfetto.dev opens it. Shapes
+and Python stacks are left out, which keeps a file small and the step near its usual speed. Without the variable
+nothing costs time.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Mixers other than attention, the choice of attention's keys, and the states of recurrent mixers."""
+"""Mixers other than attention, the choice of its keys, and states of recurrent mixers."""

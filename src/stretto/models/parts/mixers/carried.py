@@ -1,4 +1,4 @@
-"""States of recurrent mixers between an engine's passes: each sequence continues from its last pass.
+"""States of recurrent mixers between an engine's passes: sequences continue from them.
 
 In place of `Documents` a pass over some rows of several sequences has `CarriedDocuments`. Mixers compute as in
 training, from the states of the pass before: prompts may be read in pieces, and tokens decoded one by one.
@@ -57,23 +57,24 @@ class CausalConvolution(nn.Module):
         documents: Documents | CarriedDocuments,
         parts: Sequence[int] | None = None,
     ) -> Float[Tensor, "tokens channels"]:
-        """parts: sizes of the parts that channels consist of, if a rank may have the channels of some heads only."""
+        """parts: sizes of the parts of the channels, if a rank may have those of some heads only."""
         weight = self.weight if parts is None else documents.own(self.weight, parts)
         return documents.convolve(x, weight, self.bias)
 
     def new_states(
         self, places: int, state: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> LayerStates:
-        """Empty states for `places` sequences: the latest inputs of this convolution, and a state of this shape."""
+        """Empty states for `places` sequences: latest inputs, and a state of this shape."""
         channels, _, width = self.weight.shape
         recent = torch.zeros(places, width - 1, channels, dtype=dtype, device=device)
         return LayerStates(recent, torch.zeros(places, *state, device=device))
 
 
 class CarriedRows:
-    """The rows of a pass by sequence; row i is of the sequence at places[i] of `LayerStates` (0: padding).
+    """The rows of a pass by sequence.
 
-    The rows of a sequence are in the order of its tokens, but others may be between them.
+    Row i belongs to the sequence at places[i] of `LayerStates` (0: padding). The rows of a sequence are in the order
+    of its tokens, but others may be between them.
     """
 
     def __init__(self, places: Int[np.ndarray, " rows"], device: torch.device, *, is_stepwise: bool) -> None:
@@ -135,7 +136,7 @@ class CarriedRows:
 
 @dataclass(frozen=True)
 class CarriedDocuments(AllHeads):
-    """The rows of a pass for the mixer of one layer, with that layer's states; `at` gives those of another."""
+    """The rows of a pass with the states of one layer's mixer; `at` chooses the layer."""
 
     rows: CarriedRows
     layers: Mapping[int, LayerStates]

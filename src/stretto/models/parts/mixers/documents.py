@@ -1,8 +1,9 @@
-"""Where the documents of a packed row begin and end, for recurrent mixers: their state starts anew in each.
+"""The documents of a packed row, for recurrent mixers.
 
-A recurrent mixer computes chunks of tokens at once and passes its state from chunk to chunk. `Chunks` says which tokens
-are in which chunk: no chunk has tokens of two documents, and chunks that are equally far from the beginning of their
-document are computed together. An engine's sequences, whose states go on from pass to pass, are in carried.py.
+The state starts anew in each document. A recurrent mixer computes chunks of tokens at once and passes its state from
+chunk to chunk. `Chunks` says which tokens are in which chunk: no chunk has tokens of two documents, and chunks that
+are equally far from the beginning of their document are computed together. An engine's sequences, whose states go on
+from pass to pass, are in carried.py.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Chunks:
     def scan(
         self, like: Float[Tensor, "tokens ..."], shape: tuple[int, ...], step: Step
     ) -> Float[Tensor, "chunks ..."]:
-        """Results of all chunks, in order; each document has a state of this shape, in the dtype of `like`."""
+        """Results of all chunks, in order; states have this shape and the dtype of `like`."""
         counts, carried = self.num_documents, self.carried
         state = like.new_zeros(counts[0], *shape) if carried is None else carried.load()
         results, ended, start = [], [], 0
@@ -121,13 +122,13 @@ def chunk_size(longest: int) -> int:
 
 
 class AllHeads:
-    """A rank with all tokens and all heads; under context parallelism ranks exchange tokens for heads."""
+    """A rank with all tokens and heads; with context parallelism ranks exchange them."""
 
     degree = 1
     """Ranks that share the heads."""
 
     def spread(self, x: Float[Tensor, "own channels"], parts: Sequence[int]) -> Float[Tensor, "tokens share"]:
-        """All tokens with the channels of this rank's heads; parts: sizes of the parts that channels consist of."""
+        """All tokens with the channels of this rank's heads; parts: sizes of the channels' parts."""
         return x
 
     def collect(self, x: Float[Tensor, "tokens share dim"]) -> Float[Tensor, "own heads dim"]:
@@ -183,7 +184,7 @@ class Documents(AllHeads):
         return out.squeeze(0).T.index_select(0, ends)
 
     def _pad_rows(self, gap: int) -> tuple[Tensor, Tensor]:
-        """Indices of the row with `gap` zeros before each document; and the index of each token's result."""
+        """Indices of the row with `gap` zeros before each document; and of each token's result."""
         num_tokens, num_documents = int(self.bounds[-1]), len(self.lengths)
         places = np.arange(num_tokens) + gap * (1 + np.repeat(np.arange(num_documents), self.lengths))
         rows = np.full(max(num_tokens + gap * num_documents, gap + 1), num_tokens)
@@ -201,7 +202,7 @@ def decays_since_start(log_decay: Float[Tensor, "*batch size"]) -> Float[Tensor,
 
 
 def pairwise_decay(since_start: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch size size"]:
-    """exp(since_start[i] - since_start[j]) for j <= i, the decay from token j to i; 0 above the diagonal."""
+    """exp(since_start[i] - since_start[j]) for j <= i, the decay from token j to i; else 0."""
     size = since_start.shape[-1]
     is_later = torch.ones(size, size, dtype=torch.bool, device=since_start.device).triu(1)
     difference = (since_start.unsqueeze(-1) - since_start.unsqueeze(-2)).float()

@@ -1,4 +1,4 @@
-"""The gated delta rule: linear attention whose state forgets, and corrects what it already says about a key.
+"""The gated delta rule: linear attention whose state decays, and is corrected by key.
 
 Per head, with a state S [key_dim, value_dim], a decay exp(g) and a rate beta per token:
 

@@ -1,4 +1,4 @@
-"""Attention to chosen keys: an index scores all earlier keys of a query, and the query attends to the best ones only.
+"""Attention to chosen keys: each query attends to the earlier keys with the best scores.
 
 `choose_keys` scores blocks of keys for blocks of queries and keeps the best so far, and `attend_chosen` gathers the
 chosen keys for a few queries at a time, again in the backward pass. So memory grows with the tokens, not with their
@@ -51,7 +51,7 @@ class IndexVectors(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyChoice:
-    """How the queries of a layer choose the keys that they attend to; part of `Limits` (attention.py).
+    """How the queries of a layer choose keys; part of `Limits` (attention.py).
 
     source: the layer whose index chooses; scale: factor on the scores of the attention. chosen: the choices of this
     pass by layer, int32 [queries, chosen]; a layer that shares a choice, or is computed again, reads it from there.
@@ -70,7 +70,10 @@ class KeyChoice:
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries [start, stop), whose keys are in these ranges; `is_whole`: all of them see the whole range."""
+    """Queries [start, stop) and ranges (first, last, is_whole) of their keys.
+
+    is_whole: all of these queries see the whole range.
+    """
 
     start: int
     stop: int
@@ -79,7 +82,7 @@ class _Block:
 
 @dataclass(frozen=True, eq=False)
 class VisibleKeys:
-    """The keys of a row that each query sees: [start, end) of its segment and [prefix_start, prefix_end).
+    """The keys that each query sees: [start, end) of its segment, [prefix_start, prefix_end).
 
     spans: these four, int64 [queries, 4]. The first range ends with the query itself.
     """
@@ -167,7 +170,7 @@ def index_scores(
 
 @torch.no_grad()
 def choose_keys(vectors: IndexVectors, visible: VisibleKeys, top_k: int) -> Int32[Tensor, "queries chosen"]:
-    """The keys with the highest scores among those that each query sees, by index; NOT_A_KEY comes first."""
+    """The best keys among those that each query sees, by index; NOT_A_KEY comes first."""
     count = min(top_k, visible.max_count)
     queries, weights, keys = (part.float() for part in vectors)
     chosen = torch.full((len(queries), count), NOT_A_KEY, dtype=torch.int32, device=keys.device)
@@ -195,7 +198,7 @@ def choose_keys(vectors: IndexVectors, visible: VisibleKeys, top_k: int) -> Int3
 def rank_codes(
     scores: Float[Tensor, "rows keys"], numbers: Int64[Tensor, " keys"]
 ) -> Int64[Tensor, "rows keys"]:
-    """Distinct integers in the order of the scores; of equal scores the earlier key has the higher one."""
+    """Distinct integers in the order of scores; among equal ones the earlier key is higher."""
     bits = (scores + 0.0).view(torch.int32)  # without -0.0
     order = torch.where(bits < 0, bits ^ _LAST, bits)
     return (order.long() << _INDEX_BITS) | (_LAST - numbers)
@@ -216,7 +219,7 @@ def attend_chosen(
     v: Float[Tensor, "keys one value_dim"],
     visible: VisibleKeys,
 ) -> Float[Tensor, "queries heads value_dim"]:
-    """Attention of each query to its chosen keys; v is the first dims of k, which all heads share.
+    """Attention of queries to their chosen keys; v is the first dims of k, shared by heads.
 
     Vectors and keys are those of the whole row; queries are those of `visible`.
     """
@@ -238,7 +241,7 @@ def attend_chosen(
 
 
 class _ChosenAttention(torch.autograd.Function):
-    """Softmax attention of a few queries at a time; the backward pass computes their weights again."""
+    """Softmax attention of a few queries at a time; the backward pass recomputes weights."""
 
     @staticmethod
     def forward(
@@ -270,7 +273,7 @@ class _ChosenAttention(torch.autograd.Function):
 
 
 class _IndexLoss(torch.autograd.Function):
-    """Adds to the backward pass the gradient of KL(attention, index), summed over queries, for the index only.
+    """Adds the gradient of KL(attention, index), summed over queries, to the index only.
 
     attention: the mean over heads of the weights of the chosen keys; index: softmax of their scores. `out`, the result
     of the attention, is returned unchanged, and so is its gradient. Source: equation 4 of the paper.
@@ -316,7 +319,7 @@ def _index_rows(
     keys: Float[Tensor, "keys dim"],
     chosen: Int32[Tensor, "rows chosen"],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores of chosen keys, -inf where there is none; the relu by head; the gathered keys, and their places."""
+    """Scores of chosen keys (-inf: none), the relu by head, the gathered keys, their places."""
     places = chosen.clamp_min(0).long()
     gathered = keys.index_select(0, places.flatten()).unflatten(0, places.shape).float()
     by_head = (queries.float() @ gathered.transpose(1, 2)).relu()
@@ -325,7 +328,7 @@ def _index_rows(
 
 
 def _gathered_rows(counts: np.ndarray, k: Tensor) -> Iterator[tuple[slice, int]]:
-    """Ranges of queries whose keys are gathered together, and the most keys that one of them has."""
+    """Ranges of queries whose keys are gathered together, and the most keys of one of them."""
     limit = MAX_GATHERED * (_GPU_FACTOR if k.is_cuda else 1) // k.shape[1]
     start = 0
     while start < len(counts):
@@ -343,7 +346,7 @@ def attend_rows(
 ) -> tuple[
     Float[Tensor, "rows chosen dim"], Float[Tensor, "rows heads chosen"], Int64[Tensor, "rows chosen"]
 ]:
-    """Gathered keys [rows, chosen, dim], weights [rows, heads, chosen] in their dtype, and the keys' places."""
+    """Gathered keys, attention weights in their dtype, and the keys' places."""
     places = chosen.clamp_min(0).long()
     keys = k.index_select(0, places.flatten()).unflatten(0, places.shape)
     scores = (q @ keys.transpose(1, 2)).float() * scale

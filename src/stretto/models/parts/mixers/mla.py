@@ -69,7 +69,7 @@ class LatentAttention(nn.Module):
         Float[Tensor, "tokens heads key_dim"],
         Float[Tensor, "tokens heads key_dim"],
     ]:
-        """Queries, keys and (padded) values; the queries have the factor of `LatentShape.query_factor`."""
+        """Queries (times `LatentShape.query_factor`), keys, and padded values."""
         shape = self.shape
         widths = (shape.plain_dim, shape.rotated_dim)
         q_plain, q_rotated = self.queries(x).unflatten(-1, (-1, self.key_dim)).split(widths, -1)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention to the keys that an indexer chooses (DeepSeek Sparse Attention).
+"""Multi-head latent attention to keys that an indexer chooses (DeepSeek Sparse Attention).
 
 Queries are multiplied by the matrix that would expand the keys, so that all heads attend to the same small vector per
 token: each query's keys are gathered, and expanded ones would be too large. The attended vectors are expanded to values
@@ -65,7 +65,7 @@ to the matrix, [in, out]."""
 
 
 class SparseLatentAttention(LatentAttention):
-    """Latent attention to chosen keys; a layer without an indexer uses the choice of one before it."""
+    """Latent attention to chosen keys; a layer without an indexer uses an earlier choice."""
 
     addends: RowMatrices | None = None
     """In an engine, whose rows have different adapters: the adapters of kv_b_proj."""
@@ -122,7 +122,7 @@ class SparseLatentAttention(LatentAttention):
         Float[Tensor, "rank heads value_dim"],
         IndexVectors | None,
     ]:
-        """Queries and keys of width rank + rotated_dim, the matrix that expands to values, and the index's vectors."""
+        """Queries and keys of rank + rotated_dim, the matrix that expands values, the index."""
         shape = self.shape
         small_q = self.q_a_layernorm(self.q_a_proj(x))
         q = self.q_b_proj(small_q).unflatten(-1, (-1, self.key_dim))
