@@ -1,7 +1,7 @@
 """What `--dry-run` shows, on one screen per verb: what was checked, the first task, the processes, where files go.
 
-Nothing is started. The user's code and files are looked at by orchestrator/dry_run.py, the plan of processes is
-launch/plan's; here is only how it is put together. The resolved config is not part of it: `--print-config`.
+It starts nothing. orchestrator/dry_run.py checks the user's code and files, launch/plan plans the processes, and this
+file puts their texts together. The resolved config is shown by `--print-config`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def rl(cfg: RLConfig) -> str:
 
 
 def _service(cfg: RLConfig) -> Rows:
-    """Whether the training service takes this run.
+    """Whether the training service accepts this run.
 
     Raises: ConfigError with its reason if it does not.
     """
@@ -77,15 +77,13 @@ def _service(cfg: RLConfig) -> Rows:
         return [("service", f"NOT CHECKED: {error}")]
     lora = cfg.model.lora
     assert lora is not None, "checked with the config"
-    user, state = (
-        found["user"],
-        "" if found["state"] == "new" else f"; it has this run already, {found['state']}",
-    )
+    state = "" if found["state"] == "new" else f"; it has this run already, {found['state']}"
+    user = found["user"]
     return [("service", f"{cfg.service.url} takes an adapter of rank {lora.rank} for user {user}{state}")]
 
 
 def _images(model: ModelSection) -> Rows:
-    """What engines that this run does not start must do, if the policy sees images."""
+    """A reminder for engines that this run does not start, if the policy gets images."""
     if model.vlm is None:
         return []
     say = "NOT CHECKED: engines that this run does not start must serve this model with images (`stretto inference`)"
@@ -125,10 +123,9 @@ def sft(cfg: SFTConfig) -> str:
     example, missing = _first_example(cfg)
     gpus, is_wide = find_gpus(cfg), cfg.deployment.type == "multi_node"
     devices = f"GPU {','.join(gpus)}" if gpus else f"CPU, {_threads(cfg.num_threads)}"
-    length = [f"{cfg.max_steps} steps"] * bool(cfg.max_steps) + [f"{cfg.max_epochs} epochs"] * bool(
-        cfg.max_epochs
-    )
     devices = "the nodes below" if is_wide else devices
+    lengths = {"steps": cfg.max_steps, "epochs": cfg.max_epochs}
+    length = [f"{count} {unit}" for unit, count in lengths.items() if count]
     ranks = f"sft  {cfg.num_ranks} rank{'s' * (cfg.num_ranks != 1)} on {devices}"
     trains = f"trains {' or '.join(length)} of batches of {cfg.batch_size} rows"
     rows = [*_model(cfg.model, missing), *_code(checked), *_monitors(cfg.monitors)]
@@ -160,33 +157,30 @@ def inference(cfg: InferenceConfig) -> str:
 
 
 def job(cfg: RLConfig | SFTConfig | InferenceConfig) -> str:
-    """What Slurm would get, or what Ray would place; nothing without [slurm] or [ray]."""
+    """What Slurm would get, or Ray would place; "" without [slurm] and [ray]."""
     from stretto.launch.ray import placing
     from stretto.launch.slurm import submit
 
-    return submit.screen(cfg) if cfg.slurm is not None else placing.screen(cfg) if cfg.ray is not None else ""
+    if cfg.slurm is not None:
+        return submit.screen(cfg)
+    return "" if cfg.ray is None else placing.screen(cfg)
 
 
 def _screen(checked: Rows, *parts: str) -> str:
     rows = [("config", "every key, type and range, and the rules between keys"), *checked]
     width = max(len(name) for name, _ in rows)
-    lines = [
-        line
-        for name, text in rows
-        for line in textwrap.wrap(
-            f"  {name:<{width}}  {text}", WIDTH, subsequent_indent=" " * (width + 4), break_on_hyphens=False
-        )
-    ]
-    return "\n\n".join(
-        ["dry run, nothing was started. Looked at:\n" + "\n".join(lines), *filter(None, parts)]
-    )
+    lines, indent = ["dry run, nothing was started. Looked at:"], " " * (width + 4)
+    for name, text in rows:
+        row = f"  {name:<{width}}  {text}"
+        lines += textwrap.wrap(row, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+    return "\n\n".join(["\n".join(lines), *filter(None, parts)])
 
 
-# -- rows of what was looked at --
+# -- rows of what was checked --
 
 
 def _model(model: ModelSection, missing: str | None = None) -> Rows:
-    """missing: why prompts cannot be rendered, "" if they can; None: nothing was rendered.
+    """The row of a model; missing: why prompts cannot be rendered, "" if they can, None if nothing was rendered.
 
     Raises: ConfigError for a directory that holds no model, or no tokenizer.
     """
@@ -206,13 +200,13 @@ def _model(model: ModelSection, missing: str | None = None) -> Rows:
 
 
 def _other_models(cfg: RLConfig) -> Rows:
-    """Those that a run loads beside the model that is trained."""
+    """The rows of models that a run loads besides the one that is trained."""
     names = [name for name, _ in models_of(cfg) if name != cfg.model.name]
     return [("model", _of_hub(name)) for name in names if not Path(name).expanduser().is_dir()]
 
 
 def _of_hub(name: str) -> str:
-    """What will happen to a model that is no directory."""
+    """Whether a model of the Hub is here, or would be downloaded."""
     if find_local(name) is not None:
         return f"{name}: complete in the local hub cache"
     try:
@@ -259,11 +253,11 @@ def _batch_port(cfg: TrainerConfig) -> str:
     return str(getattr(cfg.rollout_transport, "port", "none: files"))
 
 
-# -- what the model will see --
+# -- what the model gets --
 
 
 def _first_tasks(tasks: Sequence[FirstTask]) -> str:
-    """The first task of the first environment in full, of the others one line."""
+    """The first task of the first environment in full; one line for each other environment."""
     shown = [_boxed(task.about, task.prompt) for task in tasks[:1]]
     others = [task.about.rstrip(":") for task in tasks[1 : MOST_NAMES + 1]]
     if len(tasks) > MOST_NAMES + 1:
@@ -283,7 +277,7 @@ def _boxed(about: str, text: str) -> str:
 
 
 def _first_example(cfg: SFTConfig) -> tuple[str, str]:
-    """The first row as the model will see it; and why it is not rendered, "" if it is."""
+    """The first row as the model gets it, and why it is not rendered ("" if it is)."""
     from stretto.config.sections.sft import EnvData
     from stretto.orchestrator.build import build_renderer_of, build_scratch_renderer
     from stretto.trainer.batch.sft_data import read_rows, render_row

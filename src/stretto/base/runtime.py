@@ -1,7 +1,7 @@
 """Settings of the interpreter, the C library and the operating system, made at the start of a process.
 
-Garbage collection (run the cyclic collector only after the process has grown by 1 GiB), memory (how much there is;
-reuse of freed tensors), and the limit of open files.
+Garbage collection (the cyclic collector runs only after the process has grown by 1 GiB), memory (its size; reuse of
+freed tensors), and the limit of open files.
 """
 
 from __future__ import annotations

@@ -39,10 +39,6 @@ class WatchState(StrEnum):
     STALLED = "stalled"
 
 
-def _no_gauges() -> dict[str, Any]:
-    return {}
-
-
 class Watch:
     """Ends the process, after dumping stacks and gauges, if it makes no progress.
 
@@ -54,7 +50,7 @@ class Watch:
         self,
         stall_timeout_s: float,
         dump_dir: Path,
-        gauges: Callable[[], dict[str, Any]] = _no_gauges,
+        gauges: Callable[[], dict[str, Any]] = dict,
         *,
         role: str = "process",
         on_stall: Callable[[int], None] = os._exit,

@@ -230,14 +230,11 @@ def _check_code(cfg: Config) -> Iterator[Finding]:
 
 def _check_rollouts(cfg: Config) -> Iterator[Finding]:
     if isinstance(cfg, RLConfig):
-        if cfg.model.scratch is None and find_local(name := _tokenizer_of(cfg), has_weights=False) is None:
+        name = cfg.tokenizer.name or cfg.model.name
+        if cfg.model.scratch is None and find_local(name, has_weights=False) is None:
             yield note("rollouts", f"none was played: the tokenizer of {name} is not here")
             return
         yield from check_rollouts(cfg.orchestrator_config())
-
-
-def _tokenizer_of(cfg: RLConfig) -> str:
-    return cfg.tokenizer.name or cfg.model.name
 
 
 def _check_servers(cfg: Config) -> Iterator[Finding]:

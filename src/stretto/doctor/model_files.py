@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stretto.base.errors import DataError
+from stretto.base.files import read_json
 from stretto.doctor.finding import Finding, bad, good, note
 from stretto.doctor.machine import gib
 
@@ -28,7 +29,8 @@ def check_files(name: str, directory: Path) -> Iterator[Finding]:
         return
     text = f"{directory}: {len(sizes)} file{'s' * (len(sizes) != 1)} of weights, {gib(sum(sizes.values()))}, all whole"
     yield good(title, text)
-    has_template = (directory / "chat_template.jinja").is_file() or _has_template(directory)
+    has_template = "chat_template" in read_json(directory / "tokenizer_config.json")
+    has_template |= (directory / "chat_template.jinja").is_file()
     if (directory / "tokenizer.json").is_file() and not has_template:
         text = "has a tokenizer and no chat template of its own: [renderer] decides how messages are written"
         yield note(title, text)
@@ -87,10 +89,3 @@ def read_size(file: Path) -> tuple[int, int]:
             f"{file}: has {size} bytes, its header says {expected}: a download or copy that broke off"
         )
     return size, sum(math.prod(each["shape"]) for each in tensors)
-
-
-def _has_template(directory: Path) -> bool:
-    try:
-        return "chat_template" in json.loads((directory / "tokenizer_config.json").read_text())
-    except (OSError, ValueError):
-        return False

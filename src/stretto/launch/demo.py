@@ -46,8 +46,9 @@ def demo(words: Sequence[str]) -> int:
     if name not in examples():
         raise ConfigError(f"stretto demo: there is no example {name!r}; choose {', '.join(examples())}.")
     for verb in ("sft", "rl"):
-        file = _short(examples()[name] / f"{verb}.toml")
-        if status := _run([sys.executable, "-m", "stretto", verb, "@", file, "--clean", *flags]):
+        file = examples()[name] / f"{verb}.toml"
+        shown = os.path.relpath(file) if file.is_relative_to(Path.cwd()) else str(file)
+        if status := _run([sys.executable, "-m", "stretto", verb, "@", shown, "--clean", *flags]):
             return status
     return 0
 
@@ -67,8 +68,3 @@ def _run(words: list[str]) -> int:
             for number, handler in before.items():
                 signal.signal(number, handler)
     return exit_status(code)
-
-
-def _short(path: Path) -> str:
-    """The path as a user would type it."""
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

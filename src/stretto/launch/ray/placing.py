@@ -87,7 +87,8 @@ def missing(bundles: Sequence[Bundle], machines: Sequence[Machine], strategy: st
         total = sum(machine.total.get(name, 0) for machine in machines)
         free = sum(machine.free.get(name, 0) for machine in machines)
         sums.append(f"{name} {claimed:g} asked, {total:g} there, {free:g} free")
-    where = [_describe(machine, names) for machine in _sorted(machines)[:MAX_LISTED]]
+    by_address = sorted(machines, key=lambda each: _by_address(Place(0, each.id, each.address)))
+    where = [_describe(machine, names) for machine in by_address[:MAX_LISTED]]
     if len(machines) > MAX_LISTED:
         where.append(f"and {len(machines) - MAX_LISTED} more machines")
     needs = f"{_as_text(unplaced[0].claims)}{' each' if len(unplaced) > 1 else ''}, {strategy}"
@@ -188,10 +189,6 @@ def _by_address(place: Place) -> tuple[int, int, str, str, tuple[tuple[int, str]
         number = (address.version, int(address))
     gpus = tuple((int(gpu) if gpu.isdigit() else 0, gpu) for gpu in place.gpus)
     return (*number, place.address, place.machine, gpus)
-
-
-def _sorted(machines: Sequence[Machine]) -> list[Machine]:
-    return sorted(machines, key=lambda each: _by_address(Place(0, each.id, each.address)))
 
 
 # -- the dry run --

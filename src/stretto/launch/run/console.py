@@ -144,7 +144,7 @@ class Console:
         size = shutil.get_terminal_size()
         lines = self._footer.lines(size.columns - 1)[: max(1, size.lines - 2)]
         self._clear()
-        self._put("\n".join(map(self._dim, lines)))
+        self._put("\n".join(f"\x1b[2m{line}\x1b[0m" if self._has_color else line for line in lines))
         self._drawn = lines
         self._flush()
 
@@ -167,9 +167,6 @@ class Console:
             self._is_tty, self._drawn = False, []
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
-    def _dim(self, text: str) -> str:
-        return f"\x1b[2m{text}\x1b[0m" if self._has_color else text
-
 
 def step_line(
     status: Mapping[str, Any], max_steps: int | None, *, left_s: float | None = None, is_wide: bool = True
@@ -177,13 +174,15 @@ def step_line(
     """`step 12/300 | reward 0.41 | entropy 0.92 | ...`, without missing values; loss and waits only if wide."""
     step = int(status.get("step", 0))
     parts = [f"step {step:>{len(str(max_steps))}}/{max_steps}" if max_steps else f"step {step}"]
+    staleness_max = status.get("staleness_max")
+    maximum = "" if staleness_max is None else f" (max {staleness_max:.0f})"
     shown: dict[str, Callable[[float], str]] = {
         "reward": lambda reward: f"reward {reward:.3f}",
         "entropy": lambda entropy: f"entropy {entropy:.2f}",
         "length": lambda tokens: f"length {quantity(tokens)}",
         "truncated": lambda share: f"cut {share:.0%}" if share else "",
         "mismatch_kl": lambda mismatch: f"mismatch kl {mismatch:.1e}",
-        "staleness": lambda staleness: f"staleness {staleness:.1f}{_maximum(status.get('staleness_max'))}",
+        "staleness": lambda staleness: f"staleness {staleness:.1f}{maximum}",
         "tokens_per_s": lambda speed: f"{quantity(speed)} tok/s",
     }
     parts += [form(status[key]) for key, form in shown.items() if status.get(key) is not None]
@@ -194,10 +193,6 @@ def step_line(
     if is_wide and (waits := status.get("waits")):
         parts.append("waits: " + " ".join(f"{who} {share:.0%}" for who, share in waits.items()))
     return " | ".join(filter(None, parts))
-
-
-def _maximum(staleness: float | None) -> str:
-    return "" if staleness is None else f" (max {staleness:.0f})"
 
 
 def eval_line(status: Mapping[str, Any]) -> str:

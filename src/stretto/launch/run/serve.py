@@ -63,8 +63,8 @@ def plan_serving(cfg: InferenceConfig, run: RunDir) -> ServingPlan:
     is_cpu = cfg.device == "cpu" or gpus == []
     check_hosts(hosts, "hosts")
     engines = plan_engines(cfg, hosts, is_cpu=is_cpu)
-    needed = sum(engine.num_gpus for engine in engines.engines)
-    needed = max(needed, *((engine.first_gpu or 0) + engine.num_gpus for engine in engines.engines))
+    last = max((engine.first_gpu or 0) + engine.num_gpus for engine in engines.engines)
+    needed = max(last, sum(engine.num_gpus for engine in engines.engines))
     if gpus and not is_cpu and needed > len(gpus):
         raise ConfigError(
             f"parallel: {shape_of(cfg)} take {needed} GPUs, and this machine shows "

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, EngineError
 from stretto.base.paths import RunDir
 from stretto.cli import main
 from stretto.config.load import load
@@ -18,6 +18,7 @@ from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.launch.job import write_config
 from stretto.launch.plan import nodes
 from stretto.launch.plan.nodes import plan_nodes
+from stretto.launch.ray import cluster
 from stretto.launch.ray.cluster import probe as probe_cluster
 from stretto.launch.ray.node import Node
 from stretto.launch.ray.placing import (
@@ -304,3 +305,48 @@ def test_a_run_whose_command_is_gone_has_ended(tmp_path: Path, capsys: pytest.Ca
     )
     assert main(["stop", str(run)]) == 0
     assert "is not running" in capsys.readouterr().out and not (run.ray / "stop").exists()
+
+
+class FakeRay:
+    """Ray with one call, whose result is an exception or a value."""
+
+    class exceptions:
+        RayError = type("RayError", (Exception,), {})
+        RayTaskError = type("RayTaskError", (RayError,), {})
+        GetTimeoutError = type("GetTimeoutError", (RayError,), {})
+        ActorUnavailableError = type("ActorUnavailableError", (RayError,), {})
+        ActorDiedError = type("ActorDiedError", (RayError,), {})
+
+    def __init__(self, result: object) -> None:
+        self.result = result
+        self.poll = self
+        self.remote = lambda: "call"
+
+    def wait(self, calls: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        return calls, []
+
+    def get(self, call: str, timeout: float | None = None) -> object:
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+def test_a_node_whose_connection_breaks_is_lost_only_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = FakeRay.exceptions
+    ray = FakeRay(errors.ActorUnavailableError("a connection broke"))
+    node = cluster.RemoteNode(ray, ray, Place(0, "m", "10.0.0.1"), 0)
+    assert node.poll() is None
+    ray.result = ("a line\n", None)
+    assert node.poll() == ("a line\n", None)
+    ray.result = errors.ActorUnavailableError("a connection broke")
+    monkeypatch.setattr(cluster, "UNREACHABLE_S", -1.0)
+    with pytest.raises(cluster.NodeLost, match="a connection broke"):
+        node.poll()
+    with pytest.raises(cluster.NodeLost, match="a connection broke"):
+        node.result("call", 1.0)
+    ray.result = errors.ActorDiedError("the machine is gone")
+    with pytest.raises(cluster.NodeLost, match="the machine is gone"):
+        node.poll()
+    ray.result = errors.RayTaskError("KeyError: 'x'")
+    with pytest.raises(EngineError, match=r"the actor of node 0 \(10.0.0.1\) failed: KeyError"):
+        node.poll()
