@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +55,9 @@ from stretto.envs.workers.wire import (
     Heartbeat,
     Open,
     OpenFailed,
-    PlayCall,
-    PromptCall,
     PromptResult,
     Ready,
-    ScoreCall,
+    StartCall,
     ToWorker,
     TurnFailed,
     TurnReply,
@@ -166,12 +164,10 @@ class Worker:
 
     def _handle(self, message: ToWorker) -> None:
         match message:
-            case PlayCall(call=number, task=task):
-                self._start(number, self._play(number, task))
-            case PromptCall(call=number, task=task):
-                self._start(number, self._prompt(number, task))
-            case ScoreCall(call=number, task=task, text=text):
-                self._start(number, self._score(number, task, text))
+            case StartCall(call=number):
+                token = _call.set(number)  # the new task, and all tasks it starts, belong to this call
+                self._calls[number] = asyncio.create_task(self._run_call(message))
+                _call.reset(token)
             case CancelCall(call=number):
                 if number in self._calls:
                     self._calls[number].cancel()
@@ -182,16 +178,12 @@ class Worker:
                 if (turn := self._turns.get(number)) and not turn.done():
                     turn.set_exception(error_from(kind, text))
 
-    def _start(self, number: int, work: Coroutine[Any, Any, CallResult | PromptResult]) -> None:
-        token = _call.set(number)  # the new task, and all tasks it starts, belong to this call
-        self._calls[number] = asyncio.create_task(self._run_call(number, work))
-        _call.reset(token)
-
-    async def _run_call(self, number: int, work: Coroutine[Any, Any, CallResult | PromptResult]) -> None:
+    async def _run_call(self, start: StartCall) -> None:
         """Run a call and send exactly one message that ends it, whatever the environment does."""
+        number, run = start.call, {"rollout": self._play, "prompt": self._prompt, "score": self._score}
         try:
             with guarded(EnvError, f"environment {self._env.name}"):
-                data = packed_checked(await work)
+                data = packed_checked(await run[start.method](start))
         except asyncio.CancelledError:
             data = packed(CallFailed(call=number, kind="EngineError", text="the call was cancelled"))
         except StrettoError as error:
@@ -202,31 +194,30 @@ class Worker:
 
     # -- the three calls --
 
-    def _env_task(self, task: Task) -> Task:
-        """The environment's own task for a task of the orchestrator, which has split and index only."""
-        return self._task(task.data["split"], task.data["index"])
+    def _task_of(self, start: StartCall) -> Task:
+        """The environment's own task; the orchestrator's has split and index only."""
+        return self._task(start.task.data["split"], start.task.data["index"])
 
-    async def _play(self, number: int, task: Task) -> CallResult:
-        result = self._env.rollout(self._env_task(task), RemoteContext(self, number))
+    async def _play(self, start: StartCall) -> CallResult:
+        result = self._env.rollout(self._task_of(start), RemoteContext(self, start.call))
         if inspect.isawaitable(result):
             result = await result
         checked = checked_result(result, f"environment {self._env.name}: rollout")
-        return CallResult(call=number, result=msgspec.structs.replace(checked, note=None))
+        return CallResult(call=start.call, result=msgspec.structs.replace(checked, note=None))
 
-    async def _prompt(self, number: int, task: Task) -> PromptResult:
+    async def _prompt(self, start: StartCall) -> PromptResult:
         assert isinstance(self._env, SingleTurnEnv)
-        messages = self._env.prompt(self._env_task(task))
+        messages = self._env.prompt(self._task_of(start))
         if inspect.isawaitable(messages):
             messages = await messages
         where = f"environment {self._env.name}: prompt"
-        return PromptResult(call=number, messages=checked_prompt(messages, where))
+        return PromptResult(call=start.call, messages=checked_prompt(messages, where))
 
-    async def _score(self, number: int, task: Task, text: str) -> CallResult:
+    async def _score(self, start: StartCall) -> CallResult:
         assert isinstance(self._env, SingleTurnEnv)
-        result = await checked_score(
-            self._env.score(self._env_task(task), text), f"environment {self._env.name}: score"
-        )
-        return CallResult(call=number, result=msgspec.structs.replace(result, note=None))
+        score = self._env.score(self._task_of(start), start.text)
+        result = await checked_score(score, f"environment {self._env.name}: score")
+        return CallResult(call=start.call, result=msgspec.structs.replace(result, note=None))
 
     # -- turns --
 

@@ -30,7 +30,6 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +43,13 @@ from stretto.envs.workers import handle
 from stretto.envs.workers.handle import NO_WORKER_LIMITS, Call, WorkerHandle, WorkerLimits, WorkerState
 from stretto.envs.workers.wire import (
     CallFailed,
-    CallResult,
     CancelCall,
     FromWorker,
     Heartbeat,
     Open,
     OpenFailed,
-    PlayCall,
-    PromptCall,
-    PromptResult,
     Ready,
-    ScoreCall,
+    StartCall,
     TurnRequest,
     error_from,
     packed,
@@ -124,7 +119,7 @@ class WorkerEnv:
         return Task(env=self.name, task_id=f"{split}-{index}", data={"split": split, "index": index})
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
-        return (await self.pool.call(lambda number: PlayCall(call=number, task=task), ctx)).result
+        return (await self.pool.call(ctx, method="rollout", task=task)).result
 
     async def close(self) -> None:
         """Stop the processes."""
@@ -135,10 +130,10 @@ class SingleTurnWorkerEnv(WorkerEnv, SingleTurnEnv):
     """A single-turn environment whose prompts and scores are made in worker processes."""
 
     async def prompt(self, task: Task) -> list[dict[str, Any]]:
-        return (await self.pool.call(lambda number: PromptCall(call=number, task=task))).messages
+        return (await self.pool.call(method="prompt", task=task)).messages
 
     async def score(self, task: Task, text: str) -> RolloutResult:
-        return (await self.pool.call(lambda number: ScoreCall(call=number, task=task, text=text))).result
+        return (await self.pool.call(method="score", task=task, text=text)).result
 
 
 class Pool:
@@ -235,19 +230,17 @@ class Pool:
 
     # -- calls --
 
-    async def call(
-        self,
-        message_of: Callable[[int], PlayCall | PromptCall | ScoreCall],
-        ctx: RolloutContext | None = None,
-    ) -> CallResult | PromptResult:
-        """Run one call in the READY worker that runs the fewest.
+    async def call(self, ctx: RolloutContext | None = None, **start: Any) -> Any:
+        """Run one call in the READY worker that runs the fewest; returns its CallResult or PromptResult.
+
+        ctx: the policy, for a call that requests turns. start: the fields of `StartCall` but its number.
 
         Raises: what the environment raises; EngineError if the worker ends; EnvError if there is no worker any more.
         """
         self._start_watching()
         worker = await self._least_busy_worker()
         number = next(self._numbers)
-        worker.send(message_of(number))
+        worker.send(StartCall(call=number, **start))
         call = worker.calls[number] = Call(ctx, asyncio.get_running_loop().create_future())
         try:
             return await call.result

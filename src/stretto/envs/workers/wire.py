@@ -1,18 +1,18 @@
 """The messages between the orchestrator and a worker process of an environment, and their bytes.
 
 There is one socket pair per worker; every message is one record in one blob (records/codec.py). The orchestrator
-sends `Open` once; the worker answers `Ready` or `OpenFailed`. Then the orchestrator starts calls (`PlayCall`,
-`PromptCall`, `ScoreCall`). The worker ends each with exactly one `CallResult`, `PromptResult` or `CallFailed`, also
-after `CancelCall`. During a call the worker may send a `TurnRequest` for a turn of the policy; each is answered by one
-`TurnReply` or `TurnFailed`. A `Heartbeat` per second says that the worker's event loop runs. The orchestrator's end is
-workers/pool.py, the worker's is workers/child.py.
+sends `Open` once; the worker answers `Ready` or `OpenFailed`. Then the orchestrator starts calls (`StartCall`). The
+worker ends each with exactly one `CallResult`, `PromptResult` or `CallFailed`, also after `CancelCall`. During a call
+the worker may send a `TurnRequest` for a turn of the policy; each is answered by one `TurnReply` or `TurnFailed`. A
+`Heartbeat` per second says that the worker's event loop runs. The orchestrator's end is workers/pool.py, the worker's
+is workers/child.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -55,26 +55,13 @@ class Open(_Message):
     hang_timeout_s: float
 
 
-class PlayCall(_Message):
-    """Play one episode."""
+class StartCall(_Message):
+    """Play one episode, build the prompt of a single-turn task, or score a reply to one."""
 
     call: int
+    method: Literal["rollout", "prompt", "score"]
     task: Task  # its data is split and index; the worker makes the environment's own task from them
-
-
-class PromptCall(_Message):
-    """Build the prompt of a single-turn task."""
-
-    call: int
-    task: Task
-
-
-class ScoreCall(_Message):
-    """Score a reply to a single-turn task."""
-
-    call: int
-    task: Task
-    text: str
+    text: str = ""  # the reply to score
 
 
 class CancelCall(_Message):
@@ -98,7 +85,7 @@ class TurnFailed(_Message):
     text: str
 
 
-ToWorker = Open | PlayCall | PromptCall | ScoreCall | CancelCall | TurnReply | TurnFailed
+ToWorker = Open | StartCall | CancelCall | TurnReply | TurnFailed
 
 
 # -- from the worker --
@@ -137,14 +124,14 @@ class TurnRequest(_Message):
 
 
 class CallResult(_Message):
-    """Ends a `PlayCall` or `ScoreCall`."""
+    """Ends a call of `rollout` or `score`."""
 
     call: int
     result: RolloutResult
 
 
 class PromptResult(_Message):
-    """Ends a `PromptCall`."""
+    """Ends a call of `prompt`."""
 
     call: int
     messages: list[Message]
