@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -17,13 +18,13 @@ from stretto.config.load import load
 from stretto.config.root import RLConfig
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import SingleTurnEnv, load_environment
-from stretto.envs.workers import handle
+from stretto.envs.workers import child, handle, wire
 from stretto.envs.workers import pool as workers
 from stretto.envs.workers.handle import WorkerLimits
 from stretto.envs.workers.pool import Pool, WorkerEnv, open_workers
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
-from stretto.records.rollout import Group, RolloutStatus
+from stretto.records.rollout import Group, RolloutStatus, Task
 
 pytestmark = pytest.mark.heavy
 
@@ -245,6 +246,32 @@ def test_a_worker_that_does_not_end_a_cancelled_rollout_is_replaced(monkeypatch)
     )
     assert "not done after 1 s" in failures(groups)[0]
     assert num_lost == 1
+
+
+async def test_a_call_that_is_cancelled_before_it_begins_is_ended(monkeypatch):
+    monkeypatch.setattr(child.Watchdog, "start", lambda self: None)
+    env, sources, ready = child.build(
+        wire.Open(env_id="sort-letters", args={}, name="s", hang_timeout_s=60.0)
+    )
+    task = Task(env="s", task_id="t", data={"split": "train", "index": 0})
+    ours, theirs = socket.socketpair()
+    ours.sendall(wire.packed(wire.StartCall(call=7, method="prompt", task=task)))
+    ours.sendall(wire.packed(wire.CancelCall(call=7)))  # the worker reads both at once
+    worker = child.Worker(env, sources, -1, 60.0)
+    running = asyncio.create_task(worker.run(theirs, ready))
+    reader, writer = await asyncio.open_connection(sock=ours)
+    try:
+        async with asyncio.timeout(20):
+            while isinstance(
+                message := await wire.receive(reader, wire.FromWorker), wire.Ready | wire.Heartbeat
+            ):
+                pass
+        assert isinstance(message, wire.CallFailed | wire.PromptResult) and message.call == 7
+    finally:
+        writer.close()
+        await running
+        worker._writer.close()  # in a process of its own the worker ends here
+        asyncio.get_running_loop().set_task_factory(None)
 
 
 # -- start and end --

@@ -170,7 +170,8 @@ class Worker:
                 _call.reset(token)
             case CancelCall(call=number):
                 if number in self._calls:
-                    self._calls[number].cancel()
+                    # Its task may not have begun: it could not end the call if it were cancelled before.
+                    asyncio.get_running_loop().call_soon(self._calls[number].cancel)
             case TurnReply(turn=number, reply=reply):
                 if (turn := self._turns.get(number)) and not turn.done():
                     turn.set_result(reply)
