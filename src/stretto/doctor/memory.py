@@ -15,9 +15,8 @@ from stretto.data.hub_model import is_hub_name
 from stretto.doctor.edits import MOST_OFFERED, Edit, written
 from stretto.doctor.finding import Finding, bad, good, note
 from stretto.doctor.machine import gib, output_of
-from stretto.foresee.command import all_memory
 from stretto.foresee.hardware import GPUS, find_hardware
-from stretto.foresee.memory import Memory
+from stretto.foresee.memory import Memory, all_memory
 from stretto.foresee.setup import build_setup
 
 NO_EDIT = "`stretto plan` shows what takes it; more GPUs, or a smaller model"

@@ -17,11 +17,13 @@ from stretto.base.errors import ConfigError
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.foresee import report
-from stretto.foresee.memory import Memory, engine_memory, trainer_memory
+from stretto.foresee.memory import all_memory
 from stretto.foresee.setup import Setup, build_setup
 
 if TYPE_CHECKING:
+    from stretto.foresee.compare import Line
     from stretto.foresee.costs import Measured
+    from stretto.foresee.proposals import Proposal
     from stretto.foresee.workload import Workload
 
 WORKLOAD = {
@@ -83,7 +85,7 @@ def _rl_time(
 ) -> list[str]:
     """The parts about time of `rl`; fills in what --json prints."""
     # Only here: the orchestrator's code takes half a second to import.
-    from stretto.foresee.compare import as_rows, compare
+    from stretto.foresee.compare import compare
     from stretto.foresee.costs import Costs
     from stretto.foresee.proposals import propose
     from stretto.foresee.simulation.run import STEPS, simulate
@@ -91,7 +93,7 @@ def _rl_time(
 
     if args.example_tokens is not None:
         raise ConfigError(
-            "--example-tokens is of `sft`; a plan of `rl` takes --prompt-tokens and --reply-tokens"
+            "--example-tokens is for `sft`; a plan of `rl` takes --prompt-tokens and --reply-tokens"
         )
     source = args.source or args.compare
     given = {name: getattr(args, name) for name in WORKLOAD}
@@ -106,18 +108,14 @@ def _rl_time(
     found["time"] = asdict(times) | {"tokens_per_s": times.tokens_per_s, "steps": num_steps}
     texts = [report.time_text(times, setup, num_steps)]
     if args.compare is not None:
-        lines = compare(times, args.compare)
-        found["compare"] = [asdict(line) | {"error": line.error} for line in lines]
-        texts.append("prediction beside measurement\n" + report.columns(as_rows(lines)))
+        texts.append(_comparison(compare(times, args.compare), found))
     elif not args.no_propose:
-        proposals = propose(costs, workload, times, reload, steps=steps, say=_show_trial)
-        found["proposals"] = [asdict(proposal) for proposal in proposals]
-        texts.append(report.proposals_text(proposals))
+        texts.append(_proposals(propose(costs, workload, times, reload, steps=steps, say=_show_trial), found))
     return texts
 
 
 def _assumed_workload(args: argparse.Namespace, setup: Setup) -> Workload:
-    """A config's own workload: the prompts of its environments, if they can be had, and what is left assumed."""
+    """The workload of a config: prompts of its environments where they can be rendered; the rest is assumed."""
     from stretto.foresee.workload import default_workload, prompt_lengths
 
     workload = default_workload(setup.rl)
@@ -134,7 +132,7 @@ def _sft_time(
     args: argparse.Namespace, setup: Setup, reload: Reload, found: dict[str, Any], assumptions: list[str]
 ) -> list[str]:
     """The parts about time of `sft`; fills in what --json prints."""
-    from stretto.foresee.compare import as_rows, compare_sft
+    from stretto.foresee.compare import compare_sft
     from stretto.foresee.costs import Costs
     from stretto.foresee.proposals import propose_sft
     from stretto.foresee.simulation.run import STEPS, sft_times
@@ -145,7 +143,7 @@ def _sft_time(
     wrong = [name for name in (*WORKLOAD, "source") if getattr(args, name) is not None]
     if wrong:
         flag = "--from" if wrong[0] == "source" else "--" + wrong[0].replace("_", "-")
-        raise ConfigError(f"{flag} is of `rl`; a plan of `sft` takes --example-tokens")
+        raise ConfigError(f"{flag} is for `rl`; a plan of `sft` takes --example-tokens")
     if args.example_tokens is not None:
         examples, source = Numbers.parse(args.example_tokens, "--example-tokens"), "given"
     elif isinstance(lengths := example_lengths(cfg), str):
@@ -159,14 +157,20 @@ def _sft_time(
     found["time"] = asdict(times) | {"tokens_per_s": times.tokens_per_s, "steps": num_steps}
     texts = [report.sft_text(times, setup, num_steps)]
     if args.compare is not None:
-        lines = compare_sft(times, args.compare)
-        found["compare"] = [asdict(line) | {"error": line.error} for line in lines]
-        texts.append("prediction beside measurement\n" + report.columns(as_rows(lines)))
+        texts.append(_comparison(compare_sft(times, args.compare), found))
     elif not args.no_propose:
-        proposals = propose_sft(costs, examples, times, reload)
-        found["proposals"] = [asdict(proposal) for proposal in proposals]
-        texts.append(report.proposals_text(proposals))
+        texts.append(_proposals(propose_sft(costs, examples, times, reload), found))
     return texts
+
+
+def _comparison(lines: Sequence[Line], found: dict[str, Any]) -> str:
+    found["compare"] = [asdict(line) | {"error": line.error} for line in lines]
+    return report.comparison_text(lines)
+
+
+def _proposals(proposals: Sequence[Proposal], found: dict[str, Any]) -> str:
+    found["proposals"] = [asdict(proposal) for proposal in proposals]
+    return report.proposals_text(proposals)
 
 
 def _measured(args: argparse.Namespace) -> Measured:
@@ -176,17 +180,9 @@ def _measured(args: argparse.Namespace) -> Measured:
 
 
 def _show_trial(text: str) -> None:
-    """Show on a terminal what is being tried: a proposal takes seconds."""
+    """Show on a terminal which proposal is being tried: each takes seconds."""
     if sys.stderr.isatty():
         sys.stderr.write(f"trying {text}\n")
-
-
-def all_memory(setup: Setup, row_tokens: int | None = None) -> list[Memory]:
-    """The memory of each kind of process; rows are as long as they may be if row_tokens is None."""
-    return [
-        trainer_memory(setup, row_tokens or setup.row_tokens),
-        *(engine_memory(setup, engine) for engine in setup.engines),
-    ]
 
 
 def _config_of(run: Path) -> Path:
@@ -264,7 +260,7 @@ def _signals_unwind() -> Iterator[None]:
     try:
         yield
     except Exception:
-        if received:  # whatever broke while the event loop was closed
+        if received:  # the error came from closing the event loop
             sys.exit(128 + received[0])
         raise
     finally:

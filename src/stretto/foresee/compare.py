@@ -1,9 +1,8 @@
-"""`stretto plan --compare RUN`: the prediction for a run's own config beside what its ledger and metrics say."""
+"""`stretto plan --compare RUN`: figures predicted from a run's config beside those of its ledger and metrics."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from stretto.foresee.simulation.run import SftTimes, Times, read_ledger
 from stretto.view.run import Run
 
 FIRST = 5
-"""Steps that do not count, while the pipeline fills and files are read for the first time."""
+"""Steps left out: the pipeline fills, and files are read for the first time."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,11 @@ def compare(times: Times, run: Path, *, first: int = FIRST) -> list[Line]:
 
     Raises: ConfigError for a directory that is no run, or a run without enough steps; DataError for a damaged ledger.
     """
-    rows = measured_rows(run)[first:]
-    if not rows:
-        raise ConfigError(
-            f"--compare {run}: fewer than {first + 1} trained steps; there is nothing to compare with yet"
-        )
+    rows = _compared_rows(run, "orchestrator", first)
     steps = [int(row["step"]) for row in rows]
     found = read_ledger(RunDir(run), steps[0], steps[-1])
     mean = lambda key: statistics.mean(row[key] for row in rows if key in row)
-    lines = [
+    return [
         Line("step, s", times.step_s, mean("time/step")),
         Line("trainer works, s", times.train_s, mean("trainer/step_s") - mean("trainer/wait_s")),
         Line("trainer waits, s", times.trainer_wait_s, mean("trainer/wait_s")),
@@ -54,19 +49,14 @@ def compare(times: Times, run: Path, *, first: int = FIRST) -> list[Line]:
         Line("sampled tokens per step", times.sampled_tokens, found.sampled_tokens),
         Line("tokens per second", times.tokens_per_s, found.sampled_tokens / mean("time/step")),
     ]
-    return lines
 
 
 def compare_sft(times: SftTimes, run: Path, *, first: int = FIRST) -> list[Line]:
-    """The same for a run of `sft`.
+    """Predicted figures of `sft` beside a run's.
 
-    Raises: ConfigError.
+    Raises: ConfigError for a directory that is no run, or a run without enough steps.
     """
-    rows = measured_rows(run, "sft")[first:]
-    if not rows:
-        raise ConfigError(
-            f"--compare {run}: fewer than {first + 1} trained steps; there is nothing to compare with yet"
-        )
+    rows = _compared_rows(run, "sft", first)
     mean = lambda key: statistics.mean(row[key] for row in rows if key in row)
     return [
         Line("step, s", times.step_s, mean("time/step")),
@@ -76,6 +66,15 @@ def compare_sft(times: SftTimes, run: Path, *, first: int = FIRST) -> list[Line]
         Line("rows per step", times.rows, mean("batch/micro_batches")),
         Line("tokens per second", times.tokens_per_s, mean("batch/tokens") / mean("time/step")),
     ]
+
+
+def _compared_rows(run: Path, process: str, first: int) -> list[dict[str, Any]]:
+    """Raises: ConfigError if the run has no step after the first ones."""
+    if rows := measured_rows(run, process)[first:]:
+        return rows
+    raise ConfigError(
+        f"--compare {run}: fewer than {first + 1} trained steps; there is nothing to compare with yet"
+    )
 
 
 def measured_rows(run: Path, process: str = "orchestrator") -> list[dict[str, Any]]:
@@ -89,12 +88,3 @@ def measured_rows(run: Path, process: str = "orchestrator") -> list[dict[str, An
         verb = "sft" if process == "sft" else "rl"
         raise ConfigError(f"{path} is missing: this is no run of `{verb}`, or the file was deleted")
     return [row for row in found.metrics() if "time/step" in row]
-
-
-def as_rows(lines: Sequence[Line]) -> list[list[str]]:
-    """Rows for a table."""
-    rows = [["", "predicted", "measured", "error"]]
-    for line in lines:
-        error = "" if line.error is None else f"{line.error:+.0%}"
-        rows.append([line.name, f"{line.predicted:.4g}", f"{line.measured:.4g}", error])
-    return rows

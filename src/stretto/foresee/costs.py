@@ -1,9 +1,9 @@
 """Seconds of each piece of work: from a hardware table, or as measured for one model on one machine.
 
-`Costs` is what the simulation asks. `Costs.of(setup)` computes it: operations over peaks, bytes over bandwidths,
-whichever is longer, times what programs reach of them (hardware.Reached). `Measured` replaces the figures of a small
-machine, where launching operations takes longer than computing them: a file with seconds by size, which
-benchmarks/plan.py makes in half a minute.
+The simulation gets its times from `Costs`. A time is operations over the peak rate or bytes over the bandwidth,
+whichever is longer, with the share of the peak that programs reach (hardware.Reached). On a small machine launching
+operations takes longer than computing them: there `Measured` replaces these figures by seconds per size, from a file
+that benchmarks/plan.py makes in half a minute.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.foresee.hardware import Reached, num_cores
+from stretto.base.process import num_cores
+from stretto.foresee.hardware import Reached
 from stretto.foresee.memory import (
     bytes_per_token,
     cache_tokens,
@@ -96,7 +97,7 @@ class Costs:
     measured: Measured = NOTHING
 
     def describe(self) -> list[str]:
-        """What times rest on, one line each."""
+        """The sources and assumptions of the times, one line each."""
         setup, hardware = self.setup, self.setup.hardware
         lines = [
             f"{hardware.name}: " + "; ".join(f"{key}: {source}" for key, source in hardware.sources.items())

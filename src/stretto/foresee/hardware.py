@@ -13,7 +13,6 @@ from functools import cache
 
 import numpy as np
 
-from stretto.base import process
 from stretto.base.errors import ConfigError
 from stretto.base.runtime import machine_bytes
 
@@ -206,8 +205,3 @@ def find_hardware(name: str | None, num_gpus: int) -> Hardware:
             f"--gpu {name}: not in the table; one of {', '.join(GPUS)}, or CPU for this machine"
         )
     return known[name.lower()] or this_cpu()
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return process.num_cores()

@@ -57,12 +57,20 @@ class Memory:
         return self.peak.total <= self.capacity_bytes
 
 
+def all_memory(setup: Setup) -> list[Memory]:
+    """The memory of each kind of process, with rows of the trainer as long as they may be."""
+    return [
+        trainer_memory(setup, setup.row_tokens),
+        *(engine_memory(setup, engine) for engine in setup.engines),
+    ]
+
+
 # -- the trainer --
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds all the time, in bytes."""
+    """Bytes that a rank holds during the whole step."""
 
     weights: float
     """Weights of the forward pass, or the shards that they are gathered from."""

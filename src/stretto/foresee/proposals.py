@@ -1,8 +1,8 @@
 """Other settings of the same run, each with the time of its step: what to change, and what it gains.
 
-A proposal is words for the command line. The config is loaded again with them, so that all rules hold and what follows
-from them is set; it is listed only if its processes fit into memory. Its gain is that of a simulation, not a guess, and
-both sides are simulated with the same steps and the same rollouts.
+A proposal is words for the command line. The config is loaded again with them, so that all rules are checked and
+derived keys follow. A proposal is listed only if all processes fit into memory. Its gain comes from a simulation: both
+configs are simulated with the same steps and the same rollouts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from stretto.base.errors import StrettoError
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.foresee.costs import Costs
-from stretto.foresee.memory import engine_memory, trainer_memory
+from stretto.foresee.memory import all_memory, trainer_memory
 from stretto.foresee.setup import Setup, with_config
 from stretto.foresee.simulation.run import SftTimes, Times, sft_times, simulate
 from stretto.foresee.workload import Numbers, Workload
@@ -98,7 +98,7 @@ def alternatives(setup: Setup, candidates: Iterable[Words], reload: Reload) -> I
     """The candidates with which the config loads and fits."""
     for words in candidates:
         level = logging.root.manager.disable
-        logging.disable(logging.WARNING)  # doubts about what is only tried
+        logging.disable(logging.WARNING)  # no warnings about configs that are only tried
         try:
             other = with_config(setup, reload(words))
         except StrettoError:
@@ -111,8 +111,7 @@ def alternatives(setup: Setup, candidates: Iterable[Words], reload: Reload) -> I
 
 def fits(setup: Setup) -> bool:
     """Whether every process of a run fits into its device's memory."""
-    memories = [trainer_memory(setup, setup.row_tokens), *(engine_memory(setup, e) for e in setup.engines)]
-    return all(memory.fits for memory in memories)
+    return all(memory.fits for memory in all_memory(setup))
 
 
 def _peak(setup: Setup) -> float:

@@ -9,6 +9,7 @@ from stretto.foresee.memory import Memory, Phase
 from stretto.foresee.setup import Setup
 
 if TYPE_CHECKING:
+    from stretto.foresee.compare import Line
     from stretto.foresee.proposals import Proposal
     from stretto.foresee.simulation.run import SftTimes, Times
 
@@ -41,7 +42,7 @@ def seconds(value: float) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], *, indent: str = "  ") -> str:
-    """Rows as columns; the first cell is text, the others stand at the right."""
+    """Rows as columns: the first is aligned to the left, the others to the right."""
     widths = [max(len(row[i]) if i < len(row) else 0 for row in rows) for i in range(max(map(len, rows)))]
     lines = []
     for row in rows:
@@ -181,6 +182,15 @@ def proposals_text(proposals: Sequence[Proposal]) -> str:
 
 def _staleness(proposal: Proposal) -> str:
     return "" if proposal.staleness_p95 is None else f"{proposal.staleness_p95:.0f}"
+
+
+def comparison_text(lines: Sequence[Line]) -> str:
+    """Predicted and measured figures of a run, side by side."""
+    rows = [["", "predicted", "measured", "error"]]
+    for line in lines:
+        error = "" if line.error is None else f"{line.error:+.0%}"
+        rows.append([line.name, f"{line.predicted:.4g}", f"{line.measured:.4g}", error])
+    return "prediction beside measurement\n" + columns(rows)
 
 
 # -- memory --

@@ -1,7 +1,7 @@
 """What a config asks for, as numbers: ranks and their mesh, engines and their devices, types, rows.
 
-In: a checked RLConfig. Out: a `Setup`, from which memory.py, costs.py and simulation/ compute. What had to be
-assumed is in its notes, one sentence each.
+In: a checked config of `rl` or `sft`. Out: a `Setup`, from which memory.py, costs.py and simulation/ compute. Its
+notes have one sentence per assumption.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class EngineSetup:
 
 @dataclass(frozen=True)
 class Setup:
-    """All that is known of a run of `rl` or `sft` before it starts."""
+    """A run of `rl` or `sft` before it starts."""
 
     cfg: RLConfig | SFTConfig
     size: NetworkSize
@@ -155,7 +155,7 @@ def build_setup(
 
 
 def mesh_shape(shape: ModelConfig) -> Shape:
-    """The sizes of a model by which its layers are cut."""
+    """The sizes that the degrees of the mesh must divide."""
     return Shape(
         shape.num_heads,
         shape.num_kv_heads,
@@ -205,16 +205,16 @@ def _engines(cfg: RLConfig, size: NetworkSize, *, has_gpu: bool, notes: list[str
     found = []
     quantized = _is_quantized(section, cfg)
     for role in ("engine", "prefill", "decode"):
-        own = [spec for spec in specs if spec.role == role]
-        if not own:
+        engines = [spec for spec in specs if spec.role == role]
+        if not engines:
             continue
-        wide = max(own, key=lambda spec: spec.section.parallel.num_gpus).section.parallel
-        if any(spec.section.parallel != wide for spec in own):
+        wide = max(engines, key=lambda spec: spec.section.parallel.num_gpus).section.parallel
+        if any(spec.section.parallel != wide for spec in engines):
             notes.append(
-                f"engines of differing shape are taken as {wide.num_gpus} GPUs each, as the largest one has"
+                f"engines have different numbers of GPUs; all are counted with {wide.num_gpus}, like the largest"
             )
         devices = wide.num_gpus
-        count = max(1, sum(spec.num_gpus for spec in own) // devices)
+        count = max(1, sum(spec.num_gpus for spec in engines) // devices)
         is_spread = section.enable_expert_parallel
         if is_spread is None:
             is_spread = section.deployment.type == "disaggregated" and devices > wide.gpus_per_rank

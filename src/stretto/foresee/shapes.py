@@ -1,7 +1,7 @@
-"""Where the shape of a model comes from: [model.scratch], its config.json, or a file that is given instead.
+"""The shape of a model: from [model.scratch], its config.json, or the file of --model-config. Weights are not needed.
 
-Weights are not needed. Shapes of a few public models stand here, so that a plan of their examples can be made where
-the Hub cannot be reached; a plan that uses one says so.
+The shapes of a few public models are in a table here, so that their examples can be planned without the Hub. A plan
+that uses the table says so.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ defaults of GlmMoeDsaConfig), and the models' cards."""
 
 @dataclass(frozen=True)
 class FoundShape:
-    """A model's shape, whether its checkpoint is in 8 bits, and where this is from."""
+    """A model's shape, whether its checkpoint is in 8 bits, and the source of both."""
 
     shape: ModelConfig
     is_quantized: bool
@@ -86,8 +86,8 @@ def named_shape(name: str) -> FoundShape:
         return _parse(KNOWN[name], name, source)
     where = "there is no config.json in that directory" if Path(name).is_dir() else "it is not here"
     raise ConfigError(
-        f"[model] name = {name!r}: a plan needs the model's config.json, and {where}, nor does the Hub give it; "
-        "copy that one file here and give it with --model-config FILE. Weights are not needed."
+        f"[model] name = {name!r}: a plan needs the model's config.json, but {where}, and the Hub did not send it; "
+        "copy that one file here and pass it with --model-config FILE. Weights are not needed."
     )
 
 

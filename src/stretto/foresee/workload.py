@@ -1,9 +1,10 @@
 """What rollouts and examples are like: lengths, turns, waits, and how many groups have signal.
 
-They are given, or from an earlier run's ledger, or the first prompts and examples of the config itself, if tokenizer
-and environment or data are here. No model is downloaded for it; what cannot be had is assumed, and why is said.
+They come from the command line, from the ledger of an earlier run, or from the first prompts and examples of the
+config, if its tokenizer and environment or data are on this machine. Nothing is downloaded. The rest is assumed, and
+the plan says why.
 
-A distribution is written as one number (always that), `MEDIAN:SIGMA` (log-normal), or comes as the values of a run.
+A distribution is one number (a constant), `MEDIAN:SIGMA` (log-normal), or the values of a run.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from stretto.ledger.reader import LedgerReader
 from stretto.ledger.schema import ENV_S
 
 NUM_PROMPTS, NUM_EXAMPLES = 64, 512
-"""So many of a config's own prompts and examples are rendered."""
+"""How many prompts and examples of a config are rendered, at most."""
 MOST_VALUES = 4096
-"""Lengths are drawn from so many rollouts of a run: the newest."""
+"""Lengths are drawn from this many of a run's newest rollouts."""
 LEAST_WAIT_S = 0.005
 """Shorter waits of an environment, on average, are its work in the orchestrator, which is counted there."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """A distribution: log-normal around a median, or values that were seen."""
+    """A distribution: log-normal around a median, or the values of a run."""
 
     median: float = 0.0
     sigma: float = 0.0
@@ -209,7 +210,7 @@ def workload_of_run(path: Path) -> Workload:
 
 
 def default_examples(cfg: SFTConfig) -> Numbers:
-    """What is assumed of a config alone."""
+    """The lengths that are assumed without data: a quarter of seq_len in the median."""
     return Numbers(cfg.seq_len / 4, 0.7)
 
 

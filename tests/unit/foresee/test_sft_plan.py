@@ -82,4 +82,4 @@ def test_sft_is_planned_by_the_verb(capsys) -> None:
 @pytest.mark.parametrize("flag", ["--reply-tokens", "--from"])
 def test_flags_of_rl_are_refused_for_sft(flag, capsys) -> None:
     assert main(["plan", SFT, flag, "3"]) == 2
-    assert f"{flag} is of `rl`" in capsys.readouterr().err
+    assert f"{flag} is for `rl`" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """Runs the orchestrator for some steps under a virtual clock, against simulated engines and trainer.
 
 Draws, the buffer, the pipeline of groups, filters, packing, shipping, loading of versions and the ledger are the real
-code, unchanged (orchestrator/). Staleness is read from the ledger that it writes, as it is from a real one.
+code (orchestrator/). Staleness is read from the ledger that it writes, as from a real run's.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from stretto.orchestrator.main import UserCode, Wires, build_loop, starting_poin
 from stretto.records.rows import pack_rows
 
 STEPS, UNITS = 40, 512
-"""Steps that are simulated by default; units that the longest rollout has."""
+"""Steps that are simulated by default; units (of one token or more) in the longest rollout."""
 MOST_TURNS = 8
-"""Turns of a simulated rollout on average: those of longer ones are merged."""
+"""Turns of a simulated rollout on average, at most: more turns are merged into fewer, longer ones."""
 
 
 @dataclass(frozen=True)
