@@ -1,8 +1,8 @@
-"""`rl|sft|inference @ FILE --bench`: the config as it is, but for its data: made up, of a stated shape.
+"""`rl|sft|inference @ FILE --bench`: the config with made-up data of a given shape.
 
-The verb itself runs, in a process of its own, for a few steps, without checkpoints, evals and trackers, in
-<output_dir>/bench-<verb>, whose metrics are read when it has ended. The first step is dropped: it compiles, allocates
-and fills the pipeline. The tasks (`rl`), rows (`sft`) or requests (`inference`) are made up; all replies have the
+The verb runs in a process of its own for a few steps, without checkpoints, evals and trackers, in
+<output_dir>/bench-<verb>; then its metrics are read. The first step is dropped: it compiles, allocates and fills the
+pipeline. The tasks (`rl`), rows (`sft`) or requests (`inference`) are made up; all replies have the
 same length, because end tokens are ignored.
 """
 
@@ -40,7 +40,7 @@ END_S = 20.0
 
 
 def bench(cfg: Any, shape: Shape) -> int:
-    """Run the verb on made-up data, and print what it took.
+    """Run the verb on made-up data, and print rates, seconds per phase and memory.
 
     Raises: ConfigError for a shape that does not fit; EngineError if the run fails.
     """
@@ -93,7 +93,7 @@ def _bench_training(cfg: RLConfig | SFTConfig, given: Shape) -> dict[str, Any]:
 
 
 def _make_rows(cfg: SFTConfig, data: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Put made-up rows into a config of `sft`; what the shape is."""
+    """Put made-up rows into a config of `sft`; returns the shape of a batch."""
     longest = cfg.seq_len
     if cfg.model.scratch is not None:
         longest = min(longest, cfg.model.scratch.max_position_embeddings)
@@ -105,10 +105,10 @@ def _make_rows(cfg: SFTConfig, data: dict[str, Any], file: Path) -> dict[str, An
 
 
 def _make_tasks(cfg: RLConfig, data: dict[str, Any], given: Shape) -> dict[str, Any]:
-    """Put made-up tasks into a config of `rl`; what the shape is."""
+    """Put made-up tasks into a config of `rl`; returns the shape of a batch."""
     prompt = given.prompt_tokens or min(64, cfg.seq_len // 4)
-    asked = given.completion_tokens or cfg.orchestrator.train.sampling.max_completion_tokens
-    reply = asked or cfg.seq_len - prompt
+    limit = given.completion_tokens or cfg.orchestrator.train.sampling.max_completion_tokens
+    reply = limit or cfg.seq_len - prompt
     if reply < 1 or prompt + reply > cfg.seq_len:
         raise ConfigError(
             f"--bench: {prompt} tokens of prompt and {max(reply, 1)} of reply are longer than seq_len = {cfg.seq_len}"
@@ -132,7 +132,7 @@ def _make_tasks(cfg: RLConfig, data: dict[str, Any], given: Shape) -> dict[str, 
 
 
 def only_given(section: Section, data: dict[str, Any]) -> dict[str, Any]:
-    """The values of a dumped section that somebody gave. What is left out is chosen anew, such as a free port."""
+    """The values of a dumped section that were set by the user; the run chooses others anew, such as free ports."""
     found = {}
     for key, value in data.items():
         inner = getattr(section, key, None)
@@ -178,7 +178,7 @@ def _threads(cfg: RLConfig | SFTConfig, run: RunDir) -> int:
         from_env = os.environ.get("OMP_NUM_THREADS", "")
         share = int(from_env) if from_env.isdecimal() else num_cores() // cfg.num_ranks
         return cfg.num_threads or max(1, share)
-    try:  # the launcher has chosen, where nobody did
+    try:  # the launcher chooses a number if the config has none
         chosen = json.loads(run.config("run").read_text())["trainer"]["num_threads"]
     except (OSError, ValueError, KeyError, TypeError):
         chosen = None
@@ -192,7 +192,7 @@ def gpu_name() -> str | None:
 
 
 def run_verb(words: Sequence[str]) -> dict[str, float]:
-    """Run a verb to its end, its output kept for a failure; peak memory of its processes.
+    """Run a verb to its end; returns the peak memory of its processes.
 
     Raises: EngineError with the end of its output if it fails.
     """
@@ -205,7 +205,7 @@ def run_verb(words: Sequence[str]) -> dict[str, float]:
         try:
             output, _ = process.communicate()
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):  # from a terminal it has come to the run, too
+            if isinstance(error, KeyboardInterrupt):  # the terminal sends it to the run, too
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(END_S)
             process.terminate()  # the run ends its own processes

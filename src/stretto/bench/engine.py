@@ -1,4 +1,4 @@
-"""`inference --bench`: an engine is started, and answers rounds of equal requests; the first round is dropped."""
+"""`inference --bench`: start an engine and send it rounds of requests of one shape; the first round is dropped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import numpy as np
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.process import bound, visible_gpus
 from stretto.bench.memory import MemorySampler
+from stretto.bench.report import phases
 from stretto.bench.shape import Shape
 from stretto.config.load import dump, write_json
 from stretto.config.model_file import read_model_file
@@ -37,13 +37,13 @@ TAIL_CHARS = 2000
 
 
 def bench_engine(cfg: InferenceConfig, given: Shape) -> dict[str, Any]:
-    """Tokens per second of an engine that is started for it.
+    """Start an engine, and measure its tokens per second.
 
     Raises: ConfigError for a deployment of several engines; EngineError if it does not start or fails.
     """
     if cfg.deployment.num_processes > 1 or cfg.num_nodes > 1:
         raise ConfigError(
-            "--bench is of one engine: leave [deployment] out; several are so many times as fast"
+            "--bench measures one engine: leave [deployment] out; N engines are N times as fast"
         )
     prompt = given.prompt_tokens or PROMPT_TOKENS
     reply = given.completion_tokens or COMPLETION_TOKENS
@@ -59,8 +59,7 @@ def bench_engine(cfg: InferenceConfig, given: Shape) -> dict[str, Any]:
     sampled = sum(each["sampled"] for each in kept)
     requests = given.requests * len(kept)
     gpus = max(1, product(cfg.parallel)) if visible_gpus() and cfg.device != "cpu" else 0
-    names = ("time/round", "time/request_median", "time/request_p95")
-    found = {
+    return {
         "verb": "inference",
         "shape": {
             "model": cfg.model,
@@ -76,13 +75,9 @@ def bench_engine(cfg: InferenceConfig, given: Shape) -> dict[str, Any]:
             "sampled tokens/s, GPU": sampled / seconds / gpus if gpus else None,
             "seconds to be ready": load_s,
         },
-        "phases": {},
+        "phases": phases(kept),
         "peak_memory_mib": memory,
     }
-    for name in names:
-        values = [each[name] for each in kept]
-        found["phases"][name] = {"mean": statistics.fmean(values), "min": min(values), "max": max(values)}
-    return found
 
 
 def _check_length(cfg: InferenceConfig, num_tokens: int) -> None:
@@ -126,9 +121,9 @@ async def _measure(
 async def _round(
     client: EngineClient, rng: np.random.Generator, step: int, num: int, prompt: int, reply: int
 ) -> dict[str, float]:
-    """Requests that are sent at once; each has another prompt, so that no cache helps."""
+    """Send all requests of a round at once; all prompts differ, so that the prefix cache does not help."""
 
-    async def ask(index: int) -> tuple[float, list[Completion]]:
+    async def send(index: int) -> tuple[float, list[Completion]]:
         ids = rng.integers(FIRST_ID, FIRST_ID + NUM_IDS, prompt).astype(np.int32)
         sampling = SamplingParams(max_tokens=reply, ignore_eos=True, seed=step * num + index)
         request = GenerateRequest(request_id=f"bench-{step}-{index}", prompt_ids=ids, sampling=sampling)
@@ -137,7 +132,7 @@ async def _round(
         return time.perf_counter() - start, found
 
     start = time.perf_counter()
-    answers = await asyncio.gather(*(ask(index) for index in range(num)))
+    answers = await asyncio.gather(*(send(index) for index in range(num)))
     took = sorted(time_s for time_s, _ in answers)
     sampled = sum(len(each.token_ids) for _, found in answers for each in found)
     return {
@@ -150,7 +145,7 @@ async def _round(
 
 @contextlib.contextmanager
 def _served(cfg: InferenceConfig) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """An engine on a free port, until the end."""
+    """Run an engine on a free port within the block."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder:

@@ -1,8 +1,8 @@
-"""What a step computes, from the model's config alone, and what the machine could: MFU is their ratio.
+"""Operations per token of a training step, and the peak rate of the machine: MFU compares them.
 
-Multiplications and additions of matrix products and of causal attention, forward and backward: three times the
-forward, and twice for products with frozen weights, which have no gradients. What activation checkpointing computes
-again does not count.
+Counted are multiplications and additions of matrix products and of causal attention. Forward and backward together
+cost three times the forward pass; twice for frozen weights, which have no gradients. What activation checkpointing
+computes again is not counted.
 Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B. Differs: attention of a token is over half of its row,
 and of a mixture the experts that a token is sent to.
 """

@@ -1,4 +1,4 @@
-"""What a bench found, as a table and as JSON."""
+"""The result of a bench as a table."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Shape:
         Raises: ConfigError for a verb that cannot be benched.
         """
         if verb not in VERBS:
-            raise ConfigError(f"--bench: `{verb}` has none; {', '.join(VERBS)} have")
+            raise ConfigError(f"--bench: `{verb}` cannot be benched; {', '.join(VERBS)} can")
         parser = argparse.ArgumentParser(prog=f"{verb} --bench", allow_abbrev=False, add_help=False)
         parser.add_argument("--bench", action="store_true")
         parser.add_argument("--bench.steps", dest="steps", type=_count, default=NUM_STEPS)

@@ -1,4 +1,4 @@
-"""Made-up data: an environment whose prompts have a stated number of tokens, and rows as long as a row may be."""
+"""Made-up data: an environment with prompts of a given length in tokens, and rows for `sft`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BenchTasks(SingleTurnEnv):
                 self._num_words -= max(1, self._num_words // 50)
 
     def tasks(self, split: str) -> TaskSource:
-        """Tasks without end, which differ in their first word."""
+        """Tasks without end, whose prompts differ early."""
         return TaskSource(
             lambda index: Task(env=self.name, task_id=f"{split}-{index}", data={"index": index})
         )

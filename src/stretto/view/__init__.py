@@ -1,1 +1,1 @@
-"""What a run has left in its directory, for people: as rows for scripts, as text in a terminal."""
+"""The contents of a run's directory: as rows for scripts, as text in a terminal, as a page in a browser."""

@@ -1,4 +1,4 @@
-"""The model card of a run: what its weights are, what they were trained on, and what that did. Read from RUN alone."""
+"""The model card of a run, made from its directory alone: origin of the weights, results, settings, data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_DATA = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?::[^\[\]:]+)?\[.+\]")
 
 _SECRET = re.compile(r"(?i)(^|_)(key|token|secret|password|auth\w*)$")
-"""Names of arguments that a public page does not show, but for _SHOWN_KEYS, which name entries of records."""
+"""Arguments with such names stay out of the public card, except _SHOWN_KEYS, which name fields of records."""
 _SHOWN_KEYS = ("input_key", "label_key", "metadata_key", "tool_key", "reward_key")
 
 

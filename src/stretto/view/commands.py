@@ -8,7 +8,7 @@ import argparse
 import json
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def summary(run: Run) -> dict[str, Any]:
     """What `stretto show` prints: what `state.describe` says, and more.
 
     metrics: the latest. evals: of the first and the last version. rollouts: how many in each status. result: what the
-    run said of itself at its end.
+    run reported at its end.
     """
     latest: dict[str, float] = {}
     for row in run.metrics():
@@ -137,13 +137,13 @@ def _summary_text(found: dict[str, Any]) -> str:
     if found["evals"]:
         lines += ["", table(found["evals"])]
     if found["rollouts"]:
-        said = ", ".join(f"{number} {status}" for status, number in sorted(found["rollouts"].items()))
-        lines += ["", f"rollouts: {said}", f"read some: stretto rollouts {found['path']} --worst 3"]
+        counts = _counts_text(found["rollouts"])
+        lines += ["", f"rollouts: {counts}", f"read some: stretto rollouts {found['path']} --worst 3"]
     return "\n".join(lines)
 
 
 def rollouts(words: Sequence[str]) -> int:
-    """Print rollouts of a run: what was asked, what the policy said, what it earned."""
+    """Print rollouts of a run: prompt, reply and reward of each."""
     parser = argparse.ArgumentParser(
         prog="stretto rollouts",
         description="Print rollouts of a run as conversations: by default the newest of the last trained step.",
@@ -291,7 +291,9 @@ def _cell(value: Any) -> str:
 def _what_there_is(run: Run) -> str:
     with LedgerReader(run.dir) as ledger:
         steps, counts = [row["step"] for row in ledger.batches()], ledger.rollouts_by_status()
-    said = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "none"
-    return (
-        f"Steps {steps[0]} to {steps[-1]}; rollouts: {said}." if steps else f"No step yet; rollouts: {said}."
-    )
+    trained = f"Steps {steps[0]} to {steps[-1]}" if steps else "No step yet"
+    return f"{trained}; rollouts: {_counts_text(counts)}."
+
+
+def _counts_text(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "none"

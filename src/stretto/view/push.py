@@ -78,7 +78,7 @@ def files_of(directory: Path) -> list[Path]:
 def _create(name: str, *, is_private: bool) -> str:
     """Create the repository if there is none; returns its full name.
 
-    Raises: ConfigError without a token, or with one that may not write there; EngineError if the Hub is not reached.
+    Raises: ConfigError without a token, or with one that may not write there; EngineError if the Hub cannot be reached.
     """
     import httpx
     from huggingface_hub import constants, create_repo, get_token
@@ -98,13 +98,13 @@ def _create(name: str, *, is_private: bool) -> str:
             raise ConfigError(f"--repo-id {name}: {rule} ({_text_of(cause)})") from cause
         raise EngineError(f"{constants.ENDPOINT}: {_text_of(cause)}") from cause
     except (httpx.HTTPError, OSError) as cause:
-        raise EngineError(f"{constants.ENDPOINT} is not reached: {_text_of(cause)}") from cause
+        raise EngineError(f"{constants.ENDPOINT} cannot be reached: {_text_of(cause)}") from cause
 
 
 def _upload(weights: Path, name: str, run_name: str) -> str:
     """Upload all files as one commit; returns the address of the repository.
 
-    Raises: EngineError if it does not arrive.
+    Raises: EngineError if the upload fails.
     """
     import httpx
     from huggingface_hub import CommitOperationAdd, HfApi, constants

@@ -1,10 +1,10 @@
-"""A run as rows: what it logged, played and measured. pandas.DataFrame takes each of the lists.
+"""A run as lists of rows (metrics, rollouts, evals), each of which pandas.DataFrame takes.
 
     run = stretto.Run("outputs/demo")
     run.metrics()[-1]["reward/mean"]
     run.rollouts(step=50, worst=3)[0]["reply"]
 
-Everything is read when it is asked for, also while the run goes on.
+Each call reads the files anew, so a run may be read while it goes on.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ROWS = """
 
 
 class Run:
-    """A run directory, of `rl` or `sft`, while the run lives or after."""
+    """The directory of a run of `rl` or `sft`, which may still be running."""
 
     def __init__(self, path: Path | str) -> None:
         """Raises: ConfigError when there is no run."""
@@ -122,7 +122,7 @@ class Run:
         Raises: ConfigError for a run without rollouts or arguments that exclude each other.
         """
         if best is not None and worst is not None:
-            raise ConfigError("rollouts: best and worst exclude each other; ask twice.")
+            raise ConfigError("rollouts: best and worst exclude each other; call it twice.")
         if not self.dir.ledger.exists():
             raise ConfigError(f"{self.dir}: this run has no rollouts (there is no {self.dir.ledger.name}).")
         where, values = "", []
@@ -195,9 +195,9 @@ class Run:
         return self._found(lambda place: load_image_processor(find_directory(place)))
 
     def _found(self, load: Callable[[str], T | None]) -> T | None:
-        """What is loaded from the first of the places that may have it."""
-        model, own = self.config.get("model") or {}, self.config.get("tokenizer") or {}
-        for place in (self.dir.latest_weights, self.dir.tokenizer, own.get("name"), model.get("name")):
+        """What is loaded from the first place that has it."""
+        model, tokenizer = self.config.get("model") or {}, self.config.get("tokenizer") or {}
+        for place in (self.dir.latest_weights, self.dir.tokenizer, tokenizer.get("name"), model.get("name")):
             if place is not None:
                 try:
                     if (found := load(str(place))) is not None:
@@ -242,7 +242,7 @@ def plot(runs: Sequence[Run | Path | str], *keys: str, path: Path | str | None =
 
 
 def _label(run: Run, runs: Sequence[Run]) -> str:
-    """Its name, or its path where two runs have the same."""
+    """The run's name, or its path if another run has the same name."""
     return run.name if [other.name for other in runs].count(run.name) == 1 else str(run.dir)
 
 

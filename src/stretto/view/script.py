@@ -26,7 +26,7 @@ def rl(config: Config, *flags: str) -> Run:
     config: a dict of the configuration's sections, a config object, or the path of a TOML file. Lines of the
     run are printed as they come.
 
-    Raises: ConfigError when the configuration is wrong, EngineError when the run fails; the message is in the output.
+    Raises: ConfigError when the configuration is wrong, EngineError when the run fails; the output says why.
     """
     return _run("rl", config, flags)
 
@@ -73,13 +73,11 @@ def _start(verb: str, file: str, flags: tuple[str, ...]) -> None:
         try:
             for line in process.stdout:
                 print(line, end="", flush=True)
-        except KeyboardInterrupt:  # the verb has had its own and ends in good order
+        except KeyboardInterrupt:  # the verb received Ctrl-C too, and shuts down
             for line in process.stdout:
                 print(line, end="", flush=True)
         code = process.wait()
     if code == 2:
-        raise ConfigError(f"{verb}: the configuration is wrong; what is said above names the place.")
+        raise ConfigError(f"{verb}: the configuration is wrong; the message above names the place.")
     if code:
-        raise EngineError(
-            f"{verb} ended with status {code}; what is said above names the reason and the log."
-        )
+        raise EngineError(f"{verb} ended with status {code}; the message above names the reason and the log.")

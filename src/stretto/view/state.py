@@ -16,7 +16,7 @@ from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import newest_row
 
 ROLES = ("orchestrator", "sft")
-"""Roles whose metrics say how far a run is; the first one that has some counts."""
+"""Roles whose metrics say how far a run is; the first one that has metrics is used."""
 _RESULT = {"orchestrator": "reward/mean", "sft": "nll/mean"}
 _TRAINED = """
     SELECT b.step, b.trained_at AS changed, avg(r.reward) AS reward
@@ -47,12 +47,12 @@ def _runs_below(path: Path, depth: int) -> Iterator[Path]:
     run = RunDir(path)
     if any(
         map(os.path.exists, (run.config("run"), run.ledger))
-    ):  # also in a directory that is not ours to read
+    ):  # os.path.exists also works in a directory that cannot be listed
         yield path
     elif depth:
         try:
             below = sorted(child for child in path.iterdir() if child.is_dir() and not child.is_symlink())
-        except OSError:  # not ours to read
+        except OSError:  # no permission to list it
             return
         for child in below:
             if child.name not in _KEPT and not child.name.startswith("."):
@@ -63,8 +63,8 @@ def describe(run: RunDir) -> dict[str, Any]:
     """One row: name, path, verb, state, step, max_steps, reward, loss (of sft), host, changed (unix seconds), age_s.
 
     state: running, done, stopped (by a signal, before its last step), ended (in another way before its last step),
-    not started (there is only what a dry run or a submission writes), or damaged. missing: what was deleted
-    of the run, and where `step` comes from then. What is not known is None.
+    not started (only the files of a dry run or a submission are there), or damaged. missing: which file was deleted,
+    and where `step` comes from instead. Values that are not known are None.
     """
     row: dict[str, Any] = {"name": run.path.resolve().name, "path": str(run.path), "verb": None}
     row |= dict.fromkeys(("state", "step", "max_steps", "reward", "loss", "host", "changed", "missing"))

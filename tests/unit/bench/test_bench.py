@@ -191,7 +191,7 @@ def test_rl_and_inference_are_benched(model: Path, tmp_path: Path, monkeypatch, 
 @pytest.mark.parametrize(
     "verb, words, text",
     [
-        ("eval", ["--bench"], "has none"),
+        ("eval", ["--bench"], "cannot be benched"),
         ("sft", ["--bench.steps", "1"], "2 or more"),
         (
             "inference",

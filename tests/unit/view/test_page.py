@@ -119,7 +119,7 @@ async def test_with_a_token_only_who_has_it_is_answered(path: Path) -> None:
         ("test/rollouts?step=x", 400, "step: 'x' is not a number"),
         ("test/rollouts?step=" + "9" * 30, 400, "is not a number"),
         ("test/rollouts?sort=ugly", 400, "the orders are newest, best"),
-        ("test/rollout?group=1", 400, "by group and member"),
+        ("test/rollout?group=1", 400, "`group` and `member`"),
         ("test/rollout?group=999&member=0", 404, "no rollout g999.0"),
         ("test/curve?key=reward/mean&axis=moon", 400, "the axes are step, time, tokens"),
         ("test/curve?key=reward/mean&smooth=nan", 400, "smooth: 'nan' is not a number"),
@@ -152,16 +152,16 @@ def test_pages_of_rollouts_are_all_that_are_wanted_once_each(path: Path) -> None
     every = {(row["group_id"], row["member"]): row for row in stretto.Run(path).rollouts()}
     with LedgerReader(RunDir(path)) as ledger:
         for wanted, keep in (
-            (rollouts.Wanted(), lambda row: True),
-            (rollouts.Wanted(min_reward=0.5), lambda row: row["reward"] >= 0.5),
-            (rollouts.Wanted(max_reward=0.5, env="echo"), lambda row: row["reward"] <= 0.5),
-            (rollouts.Wanted(version=2), lambda row: row["first_version"] <= 2 <= row["last_version"]),
-            (rollouts.Wanted(step=3), lambda row: row["step"] == 3),
+            (rollouts.Filters(), lambda row: True),
+            (rollouts.Filters(min_reward=0.5), lambda row: row["reward"] >= 0.5),
+            (rollouts.Filters(max_reward=0.5, env="echo"), lambda row: row["reward"] <= 0.5),
+            (rollouts.Filters(version=2), lambda row: row["first_version"] <= 2 <= row["last_version"]),
+            (rollouts.Filters(step=3), lambda row: row["step"] == 3),
             (
-                rollouts.Wanted(step=3, sort="worst", min_reward=0.5),
+                rollouts.Filters(step=3, sort="worst", min_reward=0.5),
                 lambda row: row["step"] == 3 and row["reward"] >= 0.5,
             ),
-            (rollouts.Wanted(status="failed"), lambda row: False),
+            (rollouts.Filters(status="failed"), lambda row: False),
         ):
             found, before = [], None
             while True:
@@ -171,7 +171,7 @@ def test_pages_of_rollouts_are_all_that_are_wanted_once_each(path: Path) -> None
                     break
             assert sorted(found) == sorted(name for name, row in every.items() if keep(row)), wanted
         worst = [
-            row["reward"] for row in rollouts.page(ledger, rollouts.Wanted(step=3, sort="worst"))["rows"]
+            row["reward"] for row in rollouts.page(ledger, rollouts.Filters(step=3, sort="worst"))["rows"]
         ]
         assert worst == sorted(worst)
 
@@ -188,7 +188,7 @@ def test_a_rare_rollout_far_back_is_found_in_many_short_requests(
         rollouts.time, "monotonic", lambda: next(ticks) * -1.0
     )  # every request looks at all stretches
     with LedgerReader(run_dir) as ledger:
-        page = rollouts.page(ledger, rollouts.Wanted(version=0))
+        page = rollouts.page(ledger, rollouts.Filters(version=0))
     assert {row["first_version"] for row in page["rows"]} == {0} and page["next"] is None
     assert page["searched"] == 30 * 2 * ledger_runs.MEMBERS
 

@@ -22,7 +22,7 @@ from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import MetricsFile
 from stretto.records import codec
 from stretto.view.page import conversation, library, logs, now, rollouts
-from stretto.view.page.app import POLL_S, _Shared, build, is_local
+from stretto.view.page.app import POLL_S, _Cached, build, is_local
 from stretto.view.page.library import Library, OpenRun
 
 
@@ -104,7 +104,7 @@ def test_results_of_an_eval_and_the_end_of_a_killed_run_are_changes(run: RunDir)
 
 async def test_files_are_looked_at_once_for_all_tabs() -> None:
     looks: list[float] = []
-    shared = _Shared(lambda: looks.append(time.monotonic()) or len(looks))
+    shared = _Cached(lambda: looks.append(time.monotonic()) or len(looks))
     began = time.monotonic()
     assert len(set(await asyncio.gather(*(shared.get() for _ in range(50))))) <= 2
     assert len(looks) <= 1 + (time.monotonic() - began) // (POLL_S * 0.9)
@@ -136,7 +136,7 @@ def test_tokens_of_another_version_leave_the_rest_of_a_rollout(
 ) -> None:
     monkeypatch.setattr(codec, "SCHEMA", codec.SCHEMA + 1)
     with LedgerReader(run) as ledger:
-        row, *_ = rollouts.page(ledger, rollouts.Wanted(step=2))["rows"]
+        row, *_ = rollouts.page(ledger, rollouts.Filters(step=2))["rows"]
     found = conversation.conversation(OpenRun(run.path), row["group_id"], row["member"])
     assert found["branches"] == [] and "schema" in found["no_tokens"] and found["group"]
 
@@ -214,14 +214,14 @@ def test_the_time_that_a_run_stood_still_is_not_in_what_is_left() -> None:
 
 def test_gpus_are_asked_for_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(now, "_gpus_seen", [float("-inf"), []])
-    monkeypatch.setattr(now, "_asked_gpus", lambda: asked.append(1) or [{"index": "0"}])
+    monkeypatch.setattr(now, "_cached_gpus", [float("-inf"), []])
+    monkeypatch.setattr(now, "_query_gpus", lambda: asked.append(1) or [{"index": "0"}])
     assert now.gpus() == now.gpus() == [{"index": "0"}] and len(asked) == 1
 
 
 def test_rollouts_are_chosen_by_length_from_both_sides(run: RunDir) -> None:
     with LedgerReader(run) as ledger:
-        every = rollouts.page(ledger, rollouts.Wanted())["rows"]
+        every = rollouts.page(ledger, rollouts.Filters())["rows"]
         longest = max(row["num_sampled_tokens"] for row in every)
-        shorter = rollouts.page(ledger, rollouts.Wanted(max_tokens=longest - 1))["rows"]
+        shorter = rollouts.page(ledger, rollouts.Filters(max_tokens=longest - 1))["rows"]
     assert len(shorter) == sum(row["num_sampled_tokens"] < longest for row in every)

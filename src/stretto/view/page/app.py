@@ -1,8 +1,8 @@
 """The HTTP routes of the page: files of the page itself, JSON about runs, and a stream of what has changed.
 
-All requests only read. Answers are computed in threads, so that a slow one holds up no other. Text of rollouts is
-untrusted: it leaves here as JSON and is put into the page as text, never as markup; the content security policy lets
-nothing run but the page's own files.
+Requests only read. Answers are computed in threads, so that a slow one does not delay the others. Text of rollouts is
+untrusted: it is sent as JSON and inserted into the page as text, never as markup, and the content security policy
+allows only the page's own files to run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 LIBRARY = web.AppKey("library", Library)
 TOKEN = web.AppKey("token", str)
-"""Who may ask; "" lets everybody on this machine."""
+"""The token that a request must have; "": none is needed, and only this machine is served."""
 COOKIE = "stretto-view"
 POLL_S = 1.0
 _PING_S = 15.0
@@ -55,36 +55,36 @@ _TYPES = {
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class _Shared:
-    """What a function says, computed in a thread once per second for all who ask, however many tabs there are."""
+class _Cached:
+    """The result of a function, computed in a thread at most about once per second, for all open tabs."""
 
     def __init__(self, compute: Callable[[], Any]) -> None:
         self._compute, self._lock = compute, asyncio.Lock()
-        self._said: Any = None
-        self._said_at = float("-inf")
+        self._result: Any = None
+        self._computed_at = float("-inf")
 
     async def get(self) -> Any:
         async with self._lock:
-            if time.monotonic() - self._said_at > POLL_S * 0.9:
-                self._said = await asyncio.to_thread(self._compute)
-                self._said_at = time.monotonic()
-            return self._said
+            if time.monotonic() - self._computed_at > POLL_S * 0.9:
+                self._result = await asyncio.to_thread(self._compute)
+                self._computed_at = time.monotonic()
+            return self._result
 
 
-STAMPS = web.AppKey("stamps", _Shared)
+STAMPS = web.AppKey("stamps", _Cached)
 
 
 def build(library: Library, token: str = "") -> web.Application:
-    """The application; with a token only who has it is answered."""
+    """The application; with a token, requests without it are refused."""
     app = web.Application(middlewares=[_guard])
     app[LIBRARY], app[TOKEN] = library, token
-    app[STAMPS] = _Shared(lambda: {name: run.stamp() for name, run in library.runs().items()})
+    app[STAMPS] = _Cached(lambda: {name: run.stamp() for name, run in library.runs().items()})
     app.router.add_get("/", _page)
     app.router.add_get("/static/{name}", _static)
     app.router.add_get("/api/runs", _runs)
     app.router.add_get("/api/changes", _changes)
     app.router.add_get("/api/run/{run}/image/{hash:[0-9a-f]{32}}", _image)
-    for name, answer in _OF_RUN.items():
+    for name, answer in ROUTES_PER_RUN.items():
         app.router.add_get(f"/api/run/{{run}}/{name}", _answering(answer))
     return app
 
@@ -94,7 +94,7 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     token = request.app[TOKEN]
     if token:
         if "token" in request.query and hmac.compare_digest(request.query["token"].encode(), token.encode()):
-            answer = web.HTTPFound("/")  # without the token: it is not kept in the browser's history
+            answer = web.HTTPFound("/")  # without the token, so that the browser's history does not keep it
             answer.set_cookie(cookie(token), token, httponly=True, samesite="Strict")
             raise answer
         if not hmac.compare_digest(request.cookies.get(cookie(token), "").encode(), token.encode()):
@@ -102,11 +102,11 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
                 text="open the address that `stretto view` printed: it ends with ?token=...\n"
             )
     elif not is_local(request.host):
-        # Another site's name that leads to this machine: its page must not read this one.
-        raise web.HTTPForbidden(text=f"{request.host}: this page answers as localhost only\n")
+        # Another site's name may resolve to this machine: the scripts of that site must not read this page.
+        raise web.HTTPForbidden(text=f"{request.host}: this page is served as localhost only\n")
     try:
         answer = await handler(request)
-    except (web.HTTPException, ConnectionError):  # of aiohttp, or a browser that has gone
+    except (web.HTTPException, ConnectionError):  # raised by aiohttp, or the browser has disconnected
         raise
     except ConfigError as error:
         answer = _json({"error": str(error)}, status=400)
@@ -114,22 +114,22 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         answer = _json({"error": str(error)}, status=404)
     except OSError as error:
         answer = _json({"error": f"cannot be read: {error}"}, status=404)
-    except Exception as error:  # of a damaged file; the view says so and the page lives on
+    except Exception as error:  # a damaged file, for example: the page shows the message and stays usable
         logger.exception("%s failed", request.path)
-        said = f"{type(error).__name__}: {error}; is a file of this run damaged? The page's log has more."
-        answer = _json({"error": said}, status=500)
+        message = f"{type(error).__name__}: {error}; is a file of this run damaged? The page's log has more."
+        answer = _json({"error": message}, status=500)
     if not answer.prepared:
         answer.headers.update(_HEADERS)
     return answer
 
 
 def cookie(token: str) -> str:
-    """Its cookie's name: cookies are of a host, whatever the port, and several pages may be there."""
+    """The name of a token's cookie. Pages on several ports of a host share its cookies, so each has its own name."""
     return f"{COOKIE}-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
 
 
 def is_local(host: str) -> bool:
-    """Whether a Host header names this machine in a way that no name server can turn to it."""
+    """Whether a Host header is localhost or a loopback address: no name server can make other names out of these."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
@@ -168,7 +168,7 @@ async def _runs(request: web.Request) -> web.Response:
 
 
 async def _image(request: web.Request) -> web.Response:
-    """Made here from the ledger's patches, so that it is a PNG whatever the task's picture was."""
+    """An image of a run, always as PNG: it is made from the patches in the ledger."""
     run = await asyncio.to_thread(request.app[LIBRARY].get, request.match_info["run"])
     if run is None:
         raise web.HTTPNotFound()
@@ -206,7 +206,7 @@ def _curve(run: OpenRun, query: Any) -> Any:
 
 
 def _rollouts(run: OpenRun, query: Any) -> Any:
-    wanted = rollouts.Wanted(
+    filters = rollouts.Filters(
         step=_number(query, "step", int),
         env=query.get("env") or None,
         status=query.get("status") or None,
@@ -220,14 +220,14 @@ def _rollouts(run: OpenRun, query: Any) -> Any:
     if not run.dir.ledger.exists():
         return {"rows": [], "next": None, "searched": 0, "choices": None}
     with LedgerReader(run.dir) as ledger:
-        found = rollouts.page(ledger, wanted, before=_number(query, "before", int))
+        found = rollouts.page(ledger, filters, before=_number(query, "before", int))
         return {**found, **({} if "before" in query else {"choices": rollouts.choices(ledger)})}
 
 
 def _rollout(run: OpenRun, query: Any) -> Any:
     group, member = _number(query, "group", int), _number(query, "member", int)
     if group is None or member is None:
-        raise ConfigError("a rollout is asked for by group and member.")
+        raise ConfigError("a request for a rollout needs the numbers `group` and `member`.")
     return conversation.conversation(run, group, member)
 
 
@@ -250,7 +250,7 @@ def _logs(run: OpenRun, query: Any) -> Any:
     return {**found, "processes": list(logs.files(run.dir))}
 
 
-_OF_RUN: dict[str, Callable[[OpenRun, Any], Any]] = {
+ROUTES_PER_RUN: dict[str, Callable[[OpenRun, Any], Any]] = {
     "now": lambda run, query: now.now(run),
     "metrics": _metrics,
     "curve": _curve,
@@ -266,7 +266,7 @@ _OF_RUN: dict[str, Callable[[OpenRun, Any], Any]] = {
 
 
 def _number(query: Any, name: str, kind: type[int] | type[float]) -> Any:
-    """A number of the query, None if it is not given. Raises: ConfigError if it is none."""
+    """A number of the query; None if it is missing. Raises: ConfigError if it is not a finite number."""
     text = query.get(name)
     if text in (None, ""):
         return None
@@ -301,16 +301,16 @@ async def _changes(request: web.Request) -> web.StreamResponse:
     """Server-sent events: {run, subjects} whenever files of a run have changed."""
     answer = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
     await answer.prepare(request)
-    with suppress(ConnectionError):  # the browser has gone
+    with suppress(ConnectionError):  # the browser has disconnected
         await _send_changes(answer, request.app[STAMPS])
     return answer
 
 
-async def _send_changes(answer: web.StreamResponse, seen: _Shared) -> None:
+async def _send_changes(answer: web.StreamResponse, cached_stamps: _Cached) -> None:
     known: dict[str, dict[str, str]] = {}
     silent_s = 0.0
     while True:
-        stamps = await seen.get()
+        stamps = await cached_stamps.get()
         for name in stamps.keys() | known.keys():
             old, new = known.get(name, {}), stamps.get(name, {})
             if subjects := [
@@ -320,7 +320,7 @@ async def _send_changes(answer: web.StreamResponse, seen: _Shared) -> None:
                 await answer.write(f"data: {data}\n\n".encode())
                 silent_s = 0.0
         known, silent_s = stamps, silent_s + POLL_S
-        if silent_s >= _PING_S:  # a connection that is gone is noticed by writing
+        if silent_s >= _PING_S:  # only writing shows that a connection is closed
             await answer.write(b": still here\n\n")
             silent_s = 0.0
         await asyncio.sleep(POLL_S)

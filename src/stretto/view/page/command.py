@@ -23,7 +23,7 @@ from stretto.view.page.library import Library
 
 HOST, PORT = "127.0.0.1", 8765
 NICENESS = 19
-"""A run on this machine has the cores first."""
+"""The page must not take CPU time from a run on this machine."""
 _SHUTDOWN_S = 0.5
 
 
@@ -45,7 +45,7 @@ def view(words: Sequence[str]) -> int:
     parser.add_argument("--port", type=int, help=f"port ({PORT}, or the next that is free; 0: any)")
     parser.add_argument(
         "--listen-fd", type=int, help=argparse.SUPPRESS
-    )  # of a launcher, which has said the address
+    )  # passed by a launcher, which has printed the address
     given = parser.parse_args(list(words))
     os.nice(NICENESS)
     places = given.run or [Path("outputs")]

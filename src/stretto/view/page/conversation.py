@@ -44,7 +44,7 @@ def conversation(run: OpenRun, group_id: int, member: int) -> dict[str, Any]:
             group = ledger.group(group_id)
             branches = next(each.branches for each in group.rollouts if each.member == member)
             lost = None
-        except StrettoError as error:  # its tokens are no longer kept, or of another version
+        except StrettoError as error:  # the tokens were deleted, or have the format of another version
             branches, lost = (), str(error)
     trained = _trained(run.dir, row)
     return {
@@ -108,7 +108,7 @@ def _branch(
 
 
 def token_texts(tokenizer: Tokenizer | None, token_ids: np.ndarray) -> list[str]:
-    """The text of each token. Tokens that share a character have it together: the first has it, the others none."""
+    """The text of each token. Where several tokens make one character, the first has it and the others are empty."""
     if tokenizer is None:
         return [f"{token} " for token in token_ids.tolist()]
     ids = token_ids.tolist()
@@ -128,7 +128,7 @@ def token_texts(tokenizer: Tokenizer | None, token_ids: np.ndarray) -> list[str]
 
 
 def turns(texts: Sequence[str], is_sampled: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Stretches of tokens with one role: those of the chat's markers where it has them, else policy and context."""
+    """Stretches of tokens with one role: by the chat's markers, or policy and context where there are none."""
     if TURN_START in texts:
         starts = [at for at, text in enumerate(texts) if text == TURN_START]
         bounds = [0, *starts, len(texts)] if starts[0] else [*starts, len(texts)]
@@ -147,7 +147,7 @@ def turns(texts: Sequence[str], is_sampled: np.ndarray) -> Iterator[dict[str, An
 
 
 def _num_tokens_of(texts: Sequence[str], num_characters: int) -> int:
-    """Tokens that make up the first so many characters."""
+    """How many tokens make up the first num_characters characters."""
     for number, end in enumerate(itertools.accumulate(map(len, texts)), 1):
         if end >= num_characters:
             return number

@@ -1,4 +1,4 @@
-"""Metrics as curves: chosen, smoothed and thinned on the server, so that 10,000 steps are as light as 100."""
+"""Metrics as curves, smoothed and thinned on the server: 10,000 steps cost a browser no more than 1000."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stretto.monitors.catalog import find_metric
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 
 MOST_POINTS = 1000
-"""Most points per curve, unless another number is asked for."""
+"""Points per curve, at most, unless a request has another number."""
 AXES = ("step", "time", "tokens")
 FIRST = (
     "reward/mean",

@@ -1,4 +1,4 @@
-"""The runs that a page shows: each has an id that stays while the page is served, and metrics kept in memory."""
+"""The runs that a page shows: each keeps its id while the page is served, and its metrics in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stretto.view.run import Run
 
 _RESCAN_S = 5.0
 ROLES = ("orchestrator", "trainer", "sft", "evals", "eval")
-"""The metrics files of a run; if two have the same metric, the earlier one in this list counts."""
+"""The metrics files of a run; if two have the same metric, the first of them in this list is used."""
 
 
 class OpenRun(Run):
@@ -95,7 +95,7 @@ class Library:
 
 
 def made_of(run: RunDir) -> str:
-    """A text that changes when another run takes the directory, or this one is resumed with other settings."""
+    """A text that changes when the directory gets another run, or the run is resumed with other settings."""
     return _sizes([run.config("run")])
 
 

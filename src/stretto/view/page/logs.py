@@ -1,8 +1,8 @@
 """The logs of all processes as one, by time.
 
-Lines of text say the time of day only, in the zone of the machine that wrote them. The day comes from the file: its
-last line was written when it was last changed, and going back, a time that is later than the one after it is of the day
-before.
+A line of text has the time of day only, in the time zone of its machine. The day comes from the file: its last line was
+written when the file was last changed. Going back from there, a time later than that of the following line belongs to
+the day before.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def merged(
     before: float | None = None,
     limit: int = 500,
 ) -> dict[str, Any]:
-    """The newest entries that are wanted, oldest first; `next` is the time to ask before for older ones.
+    """The newest entries that meet the conditions, oldest first; `next`, given as `before`, leads to older ones.
 
-    processes: only theirs; () means all. level: this one or worse. text: what they must contain, in any case.
+    processes: (): all. level: this one or worse. text: must be contained, in any case. before: unix seconds.
     """
     own = {name: path for name, path in files(run).items() if not processes or name in processes}
     num_bytes = max(_LEAST_BYTES, min(TAIL_BYTES, _ALL_BYTES // max(1, len(own))))
-    least, wanted = LEVELS.index(level), text.casefold()
+    least, text = LEVELS.index(level), text.casefold()
     newest_first = heapq.merge(
         *(reversed(read(name, path, num_bytes)) for name, path in own.items()), key=lambda line: -line.at
     )
@@ -74,7 +74,7 @@ def merged(
     for line in newest_first:
         if (before is not None and line.at >= before) or _rank(line.level) < least:
             continue
-        if wanted and wanted not in line.text.casefold():
+        if text and text not in line.text.casefold():
             continue
         if len(found) >= limit and line.at < found[-1].at:  # the next page begins before a time
             is_more = True
@@ -84,7 +84,7 @@ def merged(
 
 
 def warnings(run: RunDir) -> list[dict[str, Any]]:
-    """Warnings and errors of all processes, each kind once with how often it came, the newest first."""
+    """Warnings and errors of all processes, newest first; equal ones (but for numbers) are one row with a count."""
     kinds: dict[tuple[str, str], dict[str, Any]] = {}
     for name, path in files(run).items():
         for line in _warned(name, path, _stamp(path)):
@@ -151,13 +151,13 @@ def _dated(process: str, entries: list[str], changed: float) -> Iterator[Line]:
             at = datetime.fromisoformat(row["time"]).astimezone().replace(tzinfo=None)
             text = row["message"] + (f"\n{row['traceback']}" if row.get("traceback") else "")
             parsed.append(Line(at.timestamp(), process, row["level"], text))
-        else:  # of a library, or before the log was set up
+        else:  # written by a library, or before the log was set up
             parsed.append(Line(at.timestamp(), process, "info", entry))
     yield from reversed(parsed)
 
 
 def _at_time(day: datetime, match: re.Match[str]) -> datetime | None:
-    """This time of this day; None if the text is no time, in a line that only looks like ours."""
+    """This time of this day; None if it is not a valid time, as in a line that only looks like an entry."""
     hour, minute, second, milli = map(int, match.groups()[:4])
     try:
         return day.replace(hour=hour, minute=minute, second=second, microsecond=milli * 1000)

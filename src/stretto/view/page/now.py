@@ -1,4 +1,4 @@
-"""What a run is doing: who waits for whom, how full its queues are, its machine, its warnings."""
+"""The view of the present: latest metrics, shares of waiting, queues, machine, warnings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def now(run: OpenRun) -> dict[str, Any]:
 
 
 def _queues(run: OpenRun) -> dict[str, Any]:
-    """`queues`, or why there are none: the rest of the view does without a ledger that cannot be read."""
+    """`queues`, or why there are none: a ledger that cannot be read must not break the rest of the view."""
     if not run.dir.ledger.exists():
         return {"queues": None, "no_queues": None}
     try:
@@ -76,7 +76,7 @@ def _metrics(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def waits(steps: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """Shares of the time of these steps: the trainer's waiting for rollouts, and engines' without a rollout."""
+    """Share of these steps' time in each of _WAITS; None if no step has such a metric."""
     total = sum(row.get("time/step", 0.0) for row in steps)
     found = {
         name: min(1.0, sum(row.get(key, 0.0) for row in steps) / total)
@@ -95,7 +95,7 @@ _WAITS = (
 
 
 def _left(steps: Sequence[Mapping[str, Any]], max_steps: int | None) -> float | None:
-    # This incarnation alone: between two the run stood still.
+    # Steps of this incarnation only: between two incarnations the run was stopped.
     recent = [row for row in steps[-_RECENT:] if row.get("incarnation") == steps[-1].get("incarnation")]
     if not max_steps or len(recent) < 2:
         return None
@@ -145,26 +145,28 @@ def machine(path: Path) -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Use and memory of each GPU as nvidia-smi said it, a few seconds ago at most; [] where there is none."""
+    """Use and memory of each GPU by nvidia-smi, a few seconds old at most; [] without GPUs."""
     with _gpu_lock:
-        if time.monotonic() - _gpus_seen[0] > _GPU_AGE_S:
-            _gpus_seen[:] = [time.monotonic(), _asked_gpus()]
-        return _gpus_seen[1]
+        if time.monotonic() - _cached_gpus[0] > _GPU_AGE_S:
+            _cached_gpus[:] = [time.monotonic(), _query_gpus()]
+        return _cached_gpus[1]
 
 
 _gpu_lock = threading.Lock()
-_gpus_seen: list[Any] = [float("-inf"), []]  # when, and what
+_cached_gpus: list[Any] = [float("-inf"), []]  # the time of the query, and its result
 
 
-def _asked_gpus() -> list[dict[str, Any]]:
+def _query_gpus() -> list[dict[str, Any]]:
     command = ["nvidia-smi", f"--query-gpu={','.join(_GPU_QUERY)}", "--format=csv,noheader,nounits"]
     if shutil.which(command[0]) is None:
         return []
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
+        listing = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines()]
+    rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
     return [
         dict(zip(("index", "name", "use_percent", "memory_mib", "memory_total_mib"), row)) for row in rows
     ]

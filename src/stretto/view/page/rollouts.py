@@ -1,8 +1,8 @@
-"""Rollouts of a run, a page at a time: by the order of their rows, so that a million of them cost no more than fifty.
+"""Rollouts of a run, a page at a time, newest first: a million of them cost no more than fifty.
 
-A ledger has no index by reward, length or status, and the page adds none: it only reads. So a request looks through
-the rows from the newest back, a stretch at a time, until it has a page or its time is used up; then it says how far it
-came, and the next request goes on from there.
+A ledger has no index by reward, length or status, and the page only reads, so it adds none. A request searches the
+rows from the newest back, a stretch at a time, until it has a page or its time is used up. Its answer says where the
+next request continues.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stretto.base.errors import ConfigError
 from stretto.ledger.reader import LedgerReader
 
 PAGE = 50
-_STRETCH = 10_000  # rows looked through between two looks at the clock
+_STRETCH = 10_000  # rows that are searched before the time is checked again
 _BUDGET_S = 0.1
 _COLUMNS = """
     r.row, r.group_id, r.member, r.status, r.reward, r.advantage, r.first_version, r.last_version, r.num_turns,
@@ -32,12 +32,12 @@ SORTS = {
     "worst": "r.reward, r.row",
     "longest": "r.num_sampled_tokens DESC, r.row",
 }
-"""Orders in which one step's rollouts can be listed; those of all steps only in the first."""
+"""Orders of one step's rollouts; rollouts of all steps are always listed newest first."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Which rollouts are wanted; None: all."""
+class Filters:
+    """Conditions that rollouts must meet; None: no condition."""
 
     step: int | None = None
     env: str | None = None
@@ -67,19 +67,19 @@ class Wanted:
 
 
 def page(
-    ledger: LedgerReader, wanted: Wanted, *, before: int | None = None, limit: int = PAGE
+    ledger: LedgerReader, filters: Filters, *, before: int | None = None, limit: int = PAGE
 ) -> dict[str, Any]:
-    """Rows that are wanted, and `next`: the place to go on from, None at the end.
+    """The rows that meet the conditions, and `next`: where the next page begins, None after the last one.
 
-    before: `next` of the page before. `searched` is how many rows were looked through for this page.
+    before: `next` of the previous page. `searched` is how many rows were searched for this page.
 
     Raises: ConfigError for an unknown sort.
     """
-    if wanted.sort not in SORTS:
-        raise ConfigError(f"sort {wanted.sort!r}: the orders are {', '.join(SORTS)}.")
-    if wanted.step is not None:
-        return _of_step(ledger, wanted, before or 0, limit)
-    clauses, values = wanted.clauses()
+    if filters.sort not in SORTS:
+        raise ConfigError(f"sort {filters.sort!r}: the orders are {', '.join(SORTS)}.")
+    if filters.step is not None:
+        return _of_step(ledger, filters, before or 0, limit)
+    clauses, values = filters.clauses()
     where = " AND ".join(["r.row < ?", "r.row >= ?", *clauses])
     query = f"""
         SELECT {_COLUMNS}, {_STEP} FROM rollouts r JOIN draws d USING (group_id)
@@ -97,15 +97,15 @@ def page(
     return {"rows": rows, "next": place if place > 1 else None, "searched": first - place}
 
 
-def _of_step(ledger: LedgerReader, wanted: Wanted, skipped: int, limit: int) -> dict[str, Any]:
-    """As `page`, for one step's batch, in any order; `next` is a number of rows."""
-    clauses, values = wanted.clauses()
+def _of_step(ledger: LedgerReader, filters: Filters, skipped: int, limit: int) -> dict[str, Any]:
+    """As `page`, for the batch of one step, in any order; here `next` counts the rows of earlier pages."""
+    clauses, values = filters.clauses()
     where = " AND ".join(["b.step = ?", "b.state != 'undone'", *clauses])
     query = f"""
         SELECT {_COLUMNS}, b.step FROM batches b JOIN batch_rollouts x USING (batch) JOIN rollouts r USING (row)
-        JOIN draws d USING (group_id) WHERE {where} ORDER BY {SORTS[wanted.sort]} LIMIT ? OFFSET ?
+        JOIN draws d USING (group_id) WHERE {where} ORDER BY {SORTS[filters.sort]} LIMIT ? OFFSET ?
     """
-    rows = ledger.rows(query, wanted.step, *values, limit + 1, skipped)
+    rows = ledger.rows(query, filters.step, *values, limit + 1, skipped)
     is_more = len(rows) > limit
     return {"rows": rows[:limit], "next": skipped + limit if is_more else None, "searched": len(rows)}
 

@@ -1,6 +1,6 @@
-"""Spans of a stretch of a run, in lanes: rollouts, batches, the trainer's work, weights on their way, evals.
+"""Lanes of spans of time: rollouts, batches, the trainer's work, loading of weights, checkpoints.
 
-Everything comes from times that the ledger and the trainer's metrics have.
+All times come from the ledger and the trainer's metrics.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from stretto.view.page.library import OpenRun
 WINDOW_S = 60.0
 MOST_LANES = 40
 MOST_SPANS = 3000
-_SPREAD = 1000  # rows before a time in which others still run; rows are in the order of their starts
-_TRAINER = (  # what a step's row says, in the order in which it happened; the row is written at the step's end
+_SPREAD = 1000  # rows are in order of their starts; among so many before a time, some may still run at it
+_TRAINER = (  # phases of a step and their metrics, in order of time; a step's row is written at its end
     ("wait", ("time/wait_for_batch",)),
     ("train", ("time/train",)),
     ("publish", ("time/publish",)),
@@ -29,9 +29,9 @@ Lane = dict[str, Any]
 
 
 def timeline(run: OpenRun, *, start: float | None = None, end: float | None = None) -> dict[str, Any]:
-    """Lanes of spans between two times (unix seconds), by default of the last minute; first and last of the run.
+    """Lanes of spans between two times (unix seconds), by default of the last minute.
 
-    one_of: one of this many rollouts is shown.
+    first, last: times of the run's first and last event. one_of: one of so many rollouts is shown.
     """
     rows = run.rows()
     own = rows.get("trainer") or rows.get("sft") or rows.get("orchestrator") or []
@@ -74,7 +74,7 @@ def _trainer_lane(rows: Sequence[Mapping[str, Any]], start: float, end: float) -
 
 
 def trainer_spans(row: Mapping[str, Any]) -> list[Span]:
-    """What the trainer did in one step, going back from the end of its row."""
+    """The phases of one step of the trainer; the last one ends at the time of its row."""
     known = [(kind, sum(row.get(key) or 0.0 for key in keys)) for kind, keys in _TRAINER]
     if not any(seconds for _, seconds in known):  # of sft
         known = [("train", row.get("time/step") or 0.0)]
@@ -93,7 +93,7 @@ def _lane(name: str, spans: Sequence[Span]) -> Lane:
 
 
 def _rollout_lanes(ledger: LedgerReader, start: float, end: float) -> tuple[list[Lane], int]:
-    """Rollouts in lanes, in each those that do not overlap; if there are too many, one of every one_of is shown."""
+    """Rollouts in lanes without overlaps, and one_of: if there are too many, only one of every one_of is shown."""
     low, high = max(0, _row_at(ledger, start) - _SPREAD), _row_at(ledger, end)
     one_of = max(1, math.ceil((high - low) / MOST_SPANS))
     rows = ledger.rows(
@@ -119,7 +119,7 @@ def _rollout_lanes(ledger: LedgerReader, start: float, end: float) -> tuple[list
 
 
 def packed(spans: Iterable[Span]) -> list[list[Span]]:
-    """As few lanes as there are spans at once; spans are in the order of their starts."""
+    """Spans, in the order of their starts, in as few lanes without overlaps as possible."""
     lanes: list[list[Span]] = []
     free: list[tuple[float, int]] = []  # end of a lane's last span, and the lane
     for span in spans:
