@@ -31,7 +31,7 @@ _DEMO = "the demo itself: tests/e2e/documents trains with its files for fewer st
 _SERVICE = "needs a service that runs: tests/e2e/service"
 _BY_HAND = "on several hosts: tests/cluster/test_by_hand.py"
 _ELSEWHERE = "an engine or teacher is on another machine"
-_PUSH = "uploads to a server with the Hub's API: tests/unit/hub/test_push.py"
+_PUSH = "uploads to a server with the Hub's API: tests/unit/data/test_push.py"
 _RECIPE = "with a small model: tests/e2e/learning/test_recipe_runs.py"
 _SHELL = "a command of the shell"
 
@@ -66,13 +66,13 @@ NOT_RUN = {
         "examples/gsm8k/README.md",
         "pip install",
     ): "what a release contains is tested by tests/unit/test_package.py",
-    ("examples/gsm8k/README.md", "hf download"): "needs the Hub: tests/unit/hub",
+    ("examples/gsm8k/README.md", "hf download"): "needs the Hub: tests/unit/data",
     ("examples/gsm8k/README.md", "examples/gsm8k"): _RECIPE,
     ("examples/multi_turn_tools/README.md", "multi"): _RECIPE,
     ("docs/first_hour.md", "make demo"): _DEMO,
     ("docs/first_hour.md", "source .venv/bin/activate"): _SHELL,
     ("docs/security.md", "export STRETTO_RUN_SECRET="): _SHELL,
-    ("docs/data.md", "openai/gsm8k"): "the data set is on the Hub: tests/unit/hub",
+    ("docs/data.md", "openai/gsm8k"): "the data set is on the Hub: tests/unit/data",
     ("docs/environments.md", "(McpToolEnv)"): "its servers are the reader's: tests/unit/envs/test_mcp.py",
     ("docs/environments.md", 'id = "null"'): "its harness needs uv: tests/e2e/test_worker_runs.py",
     ("docs/lora.md", 'engine = "vllm"'): "vLLM on a CPU takes larger heads: tests/contract/test_adapters.py",
@@ -80,7 +80,7 @@ NOT_RUN = {
     (
         "docs/weights.md",
         "zai-org/GLM-5",
-    ): "its models are on the Hub: tests/unit/fp8 trains and serves small ones",
+    ): "its models are on the Hub: tests/unit/models/fp8 trains and serves small ones",
     ("docs/algorithms.md", 'base_url = "http://10.0.0.7'): _ELSEWHERE,
     ("docs/inference.md", "vllm-router --host"): "engines enter a real one: tests/contract/routing",
     ("docs/orchestrator.md", "--client.base_url http"): _ELSEWHERE,
