@@ -1,4 +1,4 @@
-"""Memory of every rank and engine by phase of a step, and when it is largest.
+"""Memory of every rank and engine by phase of a step, and the phase with the peak.
 
 In: a `Setup` and the tokens of a row. Out: `Memory` with its phases, each a table of bytes by what takes them.
 Checkpoints and the CPU's caches of files are not counted. benchmarks/plan.py compares with torch's allocator.
@@ -211,7 +211,7 @@ def _state_values(optim: Optim, trained: float, matrices: float) -> float:
 
 
 def _update_bytes(setup: Setup, held: Held) -> float:
-    """What an update needs besides gradients and state."""
+    """Memory of an update besides gradients and state."""
     if setup.model.optim_cpu_offload:
         return 3 * OFFLOAD_BUCKET_BYTES
     if isinstance(setup.optim, MuonOptim):
@@ -231,7 +231,7 @@ def _blocks(setup: Setup) -> list[BlockActivations]:
 
 
 def _kept_bytes(setup: Setup, blocks: Sequence[BlockActivations], tokens: float, value: float) -> float:
-    """What the forward pass of a row keeps, in all blocks and around them."""
+    """Bytes that the forward pass of a row keeps, inside and outside the blocks."""
     ac, offload = setup.model.ac, setup.model.ac_offloading
     width, rotated = setup.shape.hidden_size, 2.0 * setup.shape.head_dim
     around = (2 * width + rotated) * value * tokens  # the last block's result, what the head reads; angles
@@ -275,7 +275,7 @@ def _backward(
     *,
     is_first: bool,
 ) -> Phase:
-    """The backward pass at the block where most is held: what is still kept, and what the block adds."""
+    """The backward pass at its peak: activations still kept, and what the block that is computed adds."""
     ac = setup.model.ac
     per_block = [layer.total * BYTES[setup.model.optimization_dtype] for layer in setup.size.layers]
     all_weights = setup.size.total * BYTES[setup.model.optimization_dtype]
@@ -352,7 +352,7 @@ def published_bytes(setup: Setup) -> float:
 
 
 def staging_bytes(setup: Setup) -> float:
-    """What a rank holds of a version until engines have it; on a CPU it is shared memory beside the process."""
+    """Bytes of a version that a rank holds until engines have it; on a CPU these are in shared memory."""
     if isinstance(setup.cfg, SFTConfig):
         return 0.0
     broadcast = setup.cfg.weight_broadcast
@@ -394,7 +394,7 @@ def engine_memory(setup: Setup, engine: EngineSetup) -> Memory:
     if states:
         notes.append(f"states of recurrent layers for {running_sequences(setup, engine):,} sequences")
     if engine.kind == "embedded":
-        notes.append("the cache of a CPU is touched as sequences need it; this is all of it")
+        notes.append("a cache on a CPU takes memory only as sequences fill it; its full size is counted")
     return Memory(f"{engine.role} ({engine.kind})", phases, setup.hardware.memory_bytes, tuple(notes))
 
 
@@ -443,7 +443,7 @@ def running_sequences(setup: Setup, engine: EngineSetup) -> int:
 
 
 def state_bytes(setup: Setup, engine: EngineSetup) -> float:
-    """Bytes of what recurrent layers keep of all running sequences, on one device; their heads are spread over tp."""
+    """Bytes of recurrent layers' states of all running sequences, on one device; heads are spread over tp."""
     recent, state = setup.size.state_values
     per_sequence = recent * BYTES[engine.dtype if engine.dtype != "float8" else "bfloat16"] + state * 4.0
     places = running_sequences(setup, engine)

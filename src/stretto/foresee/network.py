@@ -1,8 +1,8 @@
 """The size of a network by the parts that a mesh cuts: weights, operations, cache and kept activations per token.
 
-In: a `ModelConfig`. Out: numbers only; how many ranks share them is setup.py's, how many bytes and seconds they mean
-is memory.py's and costs.py's. The counts of weights are those of the modules (tests/unit/foresee/test_network.py
-builds every family and compares).
+In: a `ModelConfig`. Out: numbers of weights, operations and cached values; setup.py divides them among ranks, memory.py
+and costs.py turn them into bytes and seconds. The counts of weights are those of the modules
+(tests/unit/foresee/test_network.py builds every family and compares).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NetworkSize:
     layers: tuple[LayerSize, ...]
     embedding: int
     head: int
-    """0 if the embedding is the head, too."""
+    """0 if the head and the embedding share their weights."""
     vision: int
 
     @classmethod
@@ -79,14 +79,14 @@ class NetworkSize:
 
     @cached_property
     def active(self) -> float:
-        """Weights that one token is multiplied by: those of a lookup are not."""
+        """Weights that one token is multiplied by, so without the lookup of its embedding."""
         head = self.shape.vocab_size * self.shape.hidden_size
         return sum(layer.active for layer in self.layers) + head
 
     # -- attention --
 
     def attention_ops(self, queries: float, keys: float) -> float:
-        """Operations of scores and mixing over all layers, each query with `keys` keys (the mean that it sees)."""
+        """Operations of attention (scores and weighted values) in all layers; a query sees `keys` keys on average."""
         cfg, ops = self.shape, 0.0
         for layer in cfg.attending_layers:
             window = cfg.attention(layer).window
@@ -105,7 +105,7 @@ class NetworkSize:
         return ops * queries
 
     def cache_values(self, *, is_expanded: bool) -> float:
-        """Numbers that the cache of an engine holds per token, of layers without a window.
+        """Values that an engine caches per token, in layers without a window.
 
         is_expanded: latent attention caches keys and values of all heads (the embedded engine), not the small vectors
         (vLLM).
@@ -126,7 +126,7 @@ class NetworkSize:
 
     @cached_property
     def state_values(self) -> tuple[int, int]:
-        """Numbers that recurrent layers keep of a sequence, however long it is: latest inputs, and float32 states."""
+        """Values that recurrent layers keep per sequence of any length: latest inputs, and float32 states."""
         recent = state = 0
         for layer in range(self.shape.num_layers):
             own = _state_values(self.shape, self.shape.mixer_of(layer))

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="attr-defined, misc"
-"""A clock that jumps, and processors that several processes share: where a simulation happens.
+"""Virtual time for a simulation: an event loop whose clock jumps to the next timer, and shared processors.
 
-The real code of the orchestrator runs under this clock as if waiting took no time.
+The orchestrator's code runs unchanged under this clock, and waiting takes no real time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run_virtual(main: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Job:
-    """A piece of work; when it has ended, `done` is the share of it that was done."""
+    """A piece of work. When it ends, the result of `done` is the share that was completed."""
 
     def __init__(self, cores: Cores, seconds: float) -> None:
         self.seconds = self.left = seconds
@@ -68,7 +68,7 @@ class Job:
         self._cores = cores
 
     def cut(self) -> None:
-        """End it now, whatever is left."""
+        """End it now, completed or not."""
         self._cores.end(self)
 
 

@@ -34,18 +34,19 @@ _EPSILON = 1e-6
 
 @dataclass(order=True)
 class Reply:
-    """One reply that is being written: it ends when every running reply has got `end` tokens since the start."""
+    """One running reply. All running replies get tokens at the same rate, which `SimulatedEngine` counts once."""
 
     end: float
+    """The reply ends when the engine's count of tokens reaches this."""
     offset: float = field(compare=False)
-    """Its context is this plus the tokens that every running reply has got."""
+    """Its context is this plus the engine's count of tokens."""
     done: asyncio.Future = field(compare=False)
     first_version: int = field(default=0, compare=False)
 
 
 @dataclass(eq=False)
 class Reading:
-    """One request that waits for its prompt to be read."""
+    """One request in the queue for prefill."""
 
     prompt: float
     cached: float
@@ -54,9 +55,10 @@ class Reading:
 
 
 class SimulatedEngine:
-    """All engines of a run: continuous batching, prompts first, caches of a bounded size.
+    """All engines of a run: continuous batching, prefill before decoding, caches of a bounded size.
 
-    Engines of one role count as one with several data-parallel groups, over which sequences are spread evenly.
+    Engines of one role are simulated as one engine with several data-parallel groups, over which sequences are spread
+    evenly.
     """
 
     num_ready = 1
@@ -67,7 +69,7 @@ class SimulatedEngine:
         costs: Costs,
         workload: Workload,
         cores: Cores,
-        orchestrator: Orchestrator,
+        orchestrator: OrchestratorThread,
         scale: float,
         seed: int,
     ) -> None:
@@ -95,7 +97,7 @@ class SimulatedEngine:
     # -- called by the orchestrator --
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """Play a request: its replies have as many tokens as the workload says."""
+        """Answer a request with replies whose lengths are drawn from the workload."""
         is_turn = request.session_id is not None
         await self.orchestrator.work(self.costs.turn_s if is_turn else self.costs.rollout_s * request.n)
         limit = request.sampling.max_tokens or 1 << 30
@@ -128,7 +130,7 @@ class SimulatedEngine:
         return [self._completion(unit, each.first_version, limit) for unit, each in zip(units, sequences)]
 
     def _abort(self, waiting: Reading, sequences: list[Reply]) -> None:
-        """Forget a request that the orchestrator has given up, for a group that has become too old for example."""
+        """Forget a request that the orchestrator has cancelled, for example of a group that became too old."""
         if not sequences and waiting.done.done() and not waiting.done.cancelled():
             sequences = waiting.done.result()
         if waiting in self._waiting:
@@ -194,7 +196,7 @@ class SimulatedEngine:
     # -- prompts on engines of their own --
 
     async def _read_elsewhere(self, reader: EngineSetup, prompt: float, cached: float) -> None:
-        """Wait for the readers, which take prompts one after the other, and for the cache's way to the writer."""
+        """Wait for a prefill engine, each of which computes one prompt at a time, and for the transfer of the cache."""
         fresh, groups = prompt - cached, reader.count * reader.groups
         seconds = self.costs.prefill_s(reader, fresh, (cached + prompt) / 2)
         now = self._now()
@@ -236,7 +238,7 @@ class SimulatedEngine:
         return self._offsets + len(self._running) * self._written
 
     async def _read(self) -> None:
-        """Read the prompts that wait, up to a step's tokens, and let their replies begin."""
+        """Prefill waiting prompts, up to the tokens of one step, and start their replies."""
         limit = self.writer.section.max_num_batched_tokens * self.groups
         chosen: list[Reading] = []
         fresh = keys = 0.0
@@ -266,7 +268,7 @@ class SimulatedEngine:
             reading.done.set_result(replies)
 
     async def _write(self) -> None:
-        """Write tokens until a reply ends, or something else is to be done."""
+        """Decode until a reply ends, or until `_interrupt` cuts the work short."""
         num = len(self._running)
         groups = min(self.groups, num)
         steps = self._running[0].end - self._written
@@ -298,15 +300,15 @@ class SimulatedEngine:
         return asyncio.get_running_loop().time()
 
 
-class Orchestrator:
-    """The one thread of the orchestrator's process."""
+class OrchestratorThread:
+    """The time of the orchestrator's process, which has one thread."""
 
     def __init__(self, cores: Cores) -> None:
         self._cores, self._lock = cores, asyncio.Lock()
         self.busy_s = 0.0
 
     async def work(self, seconds: float) -> None:
-        """Do work that nobody else in the process does beside it."""
+        """Take this much time of the thread; one caller at a time."""
         if seconds <= 0:
             return
         async with self._lock:
@@ -334,7 +336,7 @@ class SimulatedTrainer:
         self,
         costs: Costs,
         cores: Cores,
-        orchestrator: Orchestrator,
+        orchestrator: OrchestratorThread,
         *,
         max_steps: int,
         ranks: int,
@@ -359,7 +361,7 @@ class SimulatedTrainer:
         return await self._events.get()
 
     async def send(self, message: Any) -> None:
-        """Take a batch, or what the control wire sends."""
+        """Receive a batch, or a message of the control wire."""
         if isinstance(message, list):
             await self.orchestrator.work(self.costs.step_s)
         if isinstance(message, list | Stop):
@@ -389,7 +391,7 @@ class SimulatedTrainer:
             self._events.put_nowait(Event(rank, Bye()))
 
     def _rows(self, batch: TrainBatch) -> list[tuple[float, float]]:
-        """(tokens, mean keys of a token) of every row, with shared prompts as often as they stand in it."""
+        """(tokens, mean keys of a token) of every row; a prompt that occurs several times counts each time."""
         found = []
         for row in batch.micro_batches:
             lengths = np.diff(row.cu_seqlens) * self.scale
@@ -412,7 +414,7 @@ def manifest(version: int) -> WeightManifest:
 
 
 class UnitRenderer:
-    """A message of n units is n tokens; nothing has any text."""
+    """A renderer without text: the content of a message is its number of tokens, in units."""
 
     stop_ids = (1,)
     image_token_id = None
@@ -466,11 +468,11 @@ class Tasks:
         return TaskSource(make)
 
     def end(self, task: Task) -> None:
-        """Note how long a rollout of one turn has taken since its prompt was made."""
+        """Record the seconds of a rollout of one turn since its prompt was made."""
         self.note(self._began[task.task_id])
 
     def note(self, began: float) -> None:
-        """Note how long a rollout has taken."""
+        """Record the seconds of a rollout."""
         now = asyncio.get_running_loop().time()
         self.durations.append((now, now - began))
 
@@ -484,7 +486,7 @@ class Tasks:
 
 
 class OneTurn(Tasks, SingleTurnEnv):
-    """One reply; its score is there at once."""
+    """One reply, scored in no time."""
 
     def score(self, task: Task, text: str) -> float:
         self.end(task)
@@ -501,7 +503,7 @@ class OneSlowTurn(Tasks, SingleTurnEnv):
 
 
 class SeveralTurns(Tasks):
-    """Several replies, with something from the environment between them."""
+    """Several replies, with a message of the environment between two."""
 
     async def rollout(self, task: Task, ctx: Any) -> RolloutResult:
         messages, began = self.prompt(task), asyncio.get_running_loop().time()

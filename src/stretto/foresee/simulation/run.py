@@ -33,7 +33,7 @@ from stretto.envs.base import RunInfo
 from stretto.foresee.costs import Costs
 from stretto.foresee.simulation.clock import Cores, run_virtual
 from stretto.foresee.simulation.ends import (
-    Orchestrator,
+    OrchestratorThread,
     SimulatedEngine,
     SimulatedStep,
     SimulatedTrainer,
@@ -108,7 +108,7 @@ def simulate(costs: Costs, workload: Workload, *, steps: int = STEPS, seed: int 
 
 
 def _simulated_config(costs: Costs, directory: Path, max_steps: int, scale: float) -> OrchestratorConfig:
-    """The orchestrator's own config, in units, without what only a real run has."""
+    """The orchestrator's config with lengths in units, and without evals, filters, hooks and the like."""
     cfg = costs.setup.rl.orchestrator_config()
     sampling = cfg.train.sampling
     limit = sampling.max_completion_tokens
@@ -142,7 +142,7 @@ async def _run(
     cfg: OrchestratorConfig, costs: Costs, workload: Workload, scale: float, first: int, seed: int
 ) -> Times:
     cores = Cores(costs.cores if costs.setup.is_cpu else 1 if costs.setup.is_colocated else math.inf)
-    thread = Orchestrator(cores if costs.setup.is_cpu else Cores(1))
+    thread = OrchestratorThread(cores if costs.setup.is_cpu else Cores(1))
     engine = SimulatedEngine(costs, workload, cores, thread, scale, seed)
     assert cfg.max_steps is not None
     trainer = SimulatedTrainer(
@@ -171,7 +171,7 @@ async def _run(
 async def _mark(
     trainer: SimulatedTrainer, engine: SimulatedEngine, marks: list[tuple[float, float, float, float]]
 ) -> None:
-    """Note how long engines were busy at the end of each step."""
+    """Append the engines' seconds so far (busy, reading, idle, loading) to marks at the end of each step."""
     while True:
         await trainer.ended.wait()
         trainer.ended.clear()
@@ -229,7 +229,7 @@ def _spread(ends: Sequence[float]) -> float:
     return statistics.stdev(times) / math.sqrt(len(times)) / mean
 
 
-# -- what a ledger says, of a simulated run and of a real one --
+# -- figures from the ledger of a run, simulated or real --
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def read_ledger(run_dir: RunDir, first: int, last: int) -> LedgerFigures:
     )
 
 
-# -- sft: there is nobody to wait for, so the slowest data-parallel rank decides --
+# -- sft: no engines to wait for, so the slowest data-parallel rank sets the time of a step --
 
 
 @dataclass(frozen=True)

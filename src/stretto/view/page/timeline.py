@@ -147,38 +147,30 @@ def _row_at(ledger: LedgerReader, start: float) -> int:
 
 
 def _batches(ledger: LedgerReader, start: float, end: float) -> list[Span]:
-    rows = ledger.rows(
-        """SELECT step, shipped_at, trained_at FROM batches
-           WHERE state != 'undone' AND shipped_at <= ? ORDER BY step DESC LIMIT ?""",
-        end, MOST_SPANS,
-    )  # fmt: skip
-    return [
-        {
-            "start": row["shipped_at"],
-            "end": row["trained_at"] or end,
-            "kind": "batch",
-            "text": f"batch of step {row['step']}",
-        }
-        for row in reversed(rows)
-        if (row["trained_at"] or end) >= start
-    ]
+    query = """SELECT step AS number, shipped_at AS began, trained_at AS ended FROM batches
+               WHERE state != 'undone' AND shipped_at <= ? ORDER BY step DESC LIMIT ?"""
+    return _open_spans(ledger, query, start, end, "batch", "batch of step {}")
 
 
 def _versions(ledger: LedgerReader, start: float, end: float) -> list[Span]:
-    rows = ledger.rows(
-        """SELECT version, published_at, loaded_at FROM versions
-           WHERE state != 'undone' AND published_at <= ? ORDER BY id DESC LIMIT ?""",
-        end, MOST_SPANS,
-    )  # fmt: skip
+    query = """SELECT version AS number, published_at AS began, loaded_at AS ended FROM versions
+               WHERE state != 'undone' AND published_at <= ? ORDER BY id DESC LIMIT ?"""
+    return _open_spans(ledger, query, start, end, "weights", "version {} on its way")
+
+
+def _open_spans(
+    ledger: LedgerReader, query: str, start: float, end: float, kind: str, text: str
+) -> list[Span]:
+    """Spans of the rows of a query, newest first in it; a row that has not ended lasts until `end`."""
     return [
         {
-            "start": row["published_at"],
-            "end": row["loaded_at"] or end,
-            "kind": "weights",
-            "text": f"version {row['version']} on its way",
+            "start": row["began"],
+            "end": row["ended"] or end,
+            "kind": kind,
+            "text": text.format(row["number"]),
         }
-        for row in reversed(rows)
-        if (row["loaded_at"] or end) >= start
+        for row in reversed(ledger.rows(query, end, MOST_SPANS))
+        if (row["ended"] or end) >= start
     ]
 
 

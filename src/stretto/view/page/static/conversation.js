@@ -1,10 +1,10 @@
-// One rollout: its turns, its tokens in a colour each, the group beside it.
+// One rollout: its turns, its coloured tokens, and its group.
 import { fill, h, message, select, short } from "./dom.js";
 
 const COLORINGS = {
   none: "nothing", logprob: "log-probability", ratio: "ratio trainer / engine", advantage: "advantage", version: "version", mask: "what is sampled",
 };
-const MOST_LINES = 400; // spans of tokens that are drawn at once; the rest when asked for
+const MOST_LINES = 400; // spans of tokens that are drawn at first; a button draws the rest
 let coloring = "none";
 
 export function conversation(found, open, run) {

@@ -94,7 +94,7 @@ export async function render(root, context) {
   return { update, close: () => { resized.disconnect(); for (const { plot } of drawn.values()) plot?.destroy(); } };
 }
 
-// What has come since; where somebody has zoomed in, the picture stays there.
+// Draw new data; a curve that is zoomed in keeps its range.
 function renew(plot, data) {
   const { min, max } = plot.scales.x, x = plot.data[0];
   const isZoomed = min > x[0] || max < x[x.length - 1];
@@ -102,7 +102,7 @@ function renew(plot, data) {
   if (isZoomed) plot.redraw();
 }
 
-// Curves with x of their own as uPlot's columns: one x for all. A light line is what was logged, a dark one its mean.
+// Curves as columns for uPlot, which has one x for all. Light lines are logged values, dark ones their moving mean.
 function columns(runs, curves) {
   const tables = curves.map((curve) => [curve.x, curve.y, curve.smooth]);
   const data = tables.length === 1 ? tables[0] : uPlot.join(tables);

@@ -1,4 +1,4 @@
-// Elements, numbers and requests. Text becomes text nodes only: nothing that comes from a run is ever markup.
+// Elements, numbers and requests. Text becomes text nodes only, so that text from a run is never markup.
 
 export function h(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
@@ -40,7 +40,7 @@ export function ofRun(run, what, query = {}, signal = undefined) {
   return get(`/api/run/${encodeURIComponent(run)}/${what}`, query, signal);
 }
 
-// The same of several runs: an answer each, or {error} where one cannot be read.
+// The same for several runs: one answer per run, or {error} if it cannot be read.
 export function ofRuns(runs, what, query = {}, signal = undefined) {
   return Promise.all(runs.map((run) => ofRun(run, what, query, signal).catch((error) => {
     if (error.name === "AbortError") throw error;
@@ -91,7 +91,7 @@ export function words(name) {
   return name.split(/(?<=[./_])/).flatMap((part) => [part, h("wbr")]);
 }
 
-// A line of the latest values, drawn without a library: it is small and there are many.
+// A small curve of the latest values, drawn without a library because there are many of them.
 export function sparkline(values, width = 120, height = 28) {
   const numbers = values.filter((value) => Number.isFinite(value));
   const low = Math.min(...numbers), span = Math.max(...numbers) - low || 1;

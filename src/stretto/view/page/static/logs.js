@@ -37,7 +37,7 @@ export async function render(root, context) {
     select("level ", [["debug", "all"], ["info", "info"], ["warning", "warnings"], ["error", "errors"]], settings.level, change("level")),
     input("with ", { type: "search", value: settings.text }, change("text"))), older, lines);
   await load(false);
-  return { update: () => (isAtEnd() ? load(false) : null) }; // whoever reads further up keeps what is there
+  return { update: () => (isAtEnd() ? load(false) : null) }; // lines stay in place while the reader has scrolled up
 }
 
 function line(row) {

@@ -1,4 +1,4 @@
-// The frame: which runs and which view, both in the address; and the stream that says what has changed.
+// The frame of the page. The address says which runs and which view are shown; a stream of events says what has changed.
 import { fill, get, h, message, short, duration } from "./dom.js";
 import * as now from "./now.js";
 import * as curves from "./curves.js";
@@ -48,7 +48,7 @@ async function show() {
     current.handle?.close?.();
   }
   document.getElementById("fault").hidden = true;
-  const root = h("div"); // of its own: a view that was left while it loaded draws where nobody sees it
+  const root = h("div"); // one per view: a view that is left while it loads then draws into a detached element
   fill(document.getElementById("view"), root);
   const controller = new AbortController();
   const mine = { view, runs, query, controller, handle: null, updatedAt: performance.now(), isDue: false, timer: null };
@@ -62,7 +62,7 @@ async function show() {
   const context = {
     runs, query, signal: controller.signal,
     rows: runs.map((id) => known.find((row) => row.id === id)),
-    // Keep what a view was asked for in the address, without drawing it anew.
+    // Store the view's settings in the address, without drawing the view again.
     remember(changes) {
       for (const [name, value] of Object.entries(changes)) {
         query.delete(name);
@@ -82,7 +82,7 @@ async function show() {
   } catch (error) {
     if (error.name === "AbortError") return;
     fill(root, message(error.message, "error"));
-    mine.handle = { update: show }; // when something has changed it may go
+    mine.handle = { update: show }; // try again when something has changed
   }
 }
 
@@ -94,7 +94,7 @@ function drawHeader() {
   drawRuns();
 }
 
-// The lines that are there stay: one may have the keyboard's focus, or be under a finger.
+// Existing lines are kept: one may have the keyboard's focus, or be touched at this moment.
 function drawRuns() {
   const list = document.querySelector("#runs > ul"), { runs } = current;
   const old = new Map([...list.children].map((item) => [item.dataset.run, item]));
@@ -116,7 +116,7 @@ function choose(event) {
   else event.target.checked = true; // one is always shown
 }
 
-// However many ask while one request is on its way, one more follows it.
+// While a request is under way, further calls share one request that follows it.
 let asking = null, isAskedAgain = false;
 async function refreshRuns() {
   if (asking) {
@@ -137,8 +137,8 @@ async function refreshRuns() {
   if (current) drawRuns();
 }
 
-// A browser holds few connections to one place, so only the tab that is looked at has one. It hears of everything when
-// it comes back.
+// A browser limits its connections to one host, so only the visible tab has one. A tab that becomes visible again gets
+// all changes at once.
 let source = null;
 function listen() {
   const live = document.getElementById("live");
@@ -157,7 +157,7 @@ function listen() {
   };
 }
 
-// At most one update per MIN_UPDATE_MS and one at a time; none under a selection of text, which it would take away.
+// At most one update per MIN_UPDATE_MS, one at a time, and none while text is selected: it would undo the selection.
 function update(mine, subjects) {
   const view = VIEWS[mine.view];
   if (!mine.handle?.update || !subjects.some((subject) => view.SUBJECTS.includes(subject))) return;

@@ -33,7 +33,7 @@ export async function render(root, context) {
     } finally {
       if (mine === asked) isBusy = false;
     }
-    // Nothing was found in what was looked through: go on, as long as the end of the list is in view.
+    // The rows searched so far have no match: search on while the end of the list is in view.
     if (!context.signal.aborted && mine === asked && next !== null && isEndSeen()) setTimeout(() => mine === asked && load(false), 0);
   }
 
@@ -101,7 +101,7 @@ export async function render(root, context) {
   if (opened) await openNamed(opened);
 
   return {
-    // New rows come at the top only while nobody has gone further down.
+    // New rows are inserted at the top only while the list is scrolled to the top.
     update: () => (scroller.scrollTop < 50 && rows.length <= 100 ? load(true) : null),
     key(key) {
       const selected = rows.findIndex((row) => `${row.group_id}.${row.member}` === opened);

@@ -1,4 +1,4 @@
-// Spans as a Gantt chart on a canvas: gaps are time in which somebody waited.
+// Spans as a Gantt chart on a canvas: gaps are time spent waiting.
 import { clock, duration, fill, h, message, ofRun } from "./dom.js";
 
 export const SUBJECTS = ["metrics", "ledger"];
@@ -24,7 +24,7 @@ export async function render(root, context) {
   const look = (start, end) => {
     const span = Math.max(0.05, end - start);
     const low = found.first - 1, high = Math.max(found.last, low) + 1;
-    const from = Math.max(low, Math.min(start, high - span)); // at an end the stretch stops, as long as it is
+    const from = Math.max(low, Math.min(start, high - span)); // at either end of the run the window stops and keeps its width
     view = { start: from, end: Math.min(high, from + span) };
     context.remember(view);
     return load();
