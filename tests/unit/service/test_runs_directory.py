@@ -217,6 +217,7 @@ async def test_what_is_no_plain_directory_or_file_is_left_alone(tmp_path: Path) 
     right, elsewhere = place.write("run_b"), tmp_path / "elsewhere"
     shutil.copytree(right.parent, elsewhere)
     (place.runs / "run_link").symlink_to(elsewhere)
+    (place.runs / "run_a_link_that_cannot_be_followed").symlink_to("x" * 300)
     (place.runs / "run_link_within").mkdir()
     (place.runs / "run_link_within" / "control").symlink_to(elsewhere / "control")
     (place.control("run_link_file") / "orch.toml").symlink_to(elsewhere / "control" / "orch.toml")

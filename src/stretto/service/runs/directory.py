@@ -233,8 +233,11 @@ def _file(path: Path) -> os.stat_result | None:
 
 
 def _is_own_directory(path: Path) -> bool:
-    """Whether it is a directory rather than a link to one."""
-    return path.is_dir() and not path.is_symlink()
+    """Whether it is a directory rather than a link to one, which is not followed: its end may be unreachable."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _write(path: Path, text: str) -> None:
