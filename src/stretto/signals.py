@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _SIGNAL_LINES = {signal.SIGINT: b"interrupted\n", signal.SIGTERM: b"terminated\n"}
-_signals: list[
-    signal.Signals
-] = []  # the signals that this module handles; none unless this process is a command
+# The signals that this module handles; none unless this process is a command.
+_signals: list[signal.Signals] = []
 
 
 def start_command() -> None:

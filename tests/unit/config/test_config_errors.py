@@ -286,6 +286,10 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ENV + "[trainer.optim]\nlr = inf\n",
         ["c.toml:4: trainer.optim.lr = inf", "finite number"],
     ),
+    "value for a section that extends another": (
+        "[orchestrator]\nclient = true\n" + ENV,
+        ["c.toml:2: orchestrator.client", "a table is needed: [orchestrator.client] base_url = ..."],
+    ),
     "value for a section": (
         'model = "Qwen/Qwen3-0.6B"\n' + ENV,
         ["c.toml:1: model", "a table is needed: [model] name = ..."],

@@ -131,9 +131,8 @@ def gpu_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
             way_out += f", and give a multiple of {sharing} GPUs"
         yield f"orchestrator.num_train_workers {key}", f"{message}; {way_out}"
     shared = set(cfg.trainer_gpu_ids or ()) & set(cfg.inference_gpu_ids or ())
-    engine = (
-        cfg.inference if cfg.colocate is None else None
-    )  # with [colocate] each has all memory in its turn
+    # With [colocate] each has all memory in its turn.
+    engine = cfg.inference if cfg.colocate is None else None
     if shared and engine is not None and engine.gpu_memory_utilization > 0.8:
         gpus = ", ".join(map(str, sorted(shared)))
         rule = f"share GPU {gpus}, and {{2}} leaves the trainer nothing; lower it, such as to 0.5"

@@ -20,6 +20,8 @@ WITHOUT_BEHAVIOR = ("sft",)
 class RequestsSection(Section):
     """Keys of all clients of engines."""
 
+    base_url: list[str] | str | None = None
+    """OpenAI-style address of the engine or router; a list spreads requests over several."""
     api_key_var: str = "VLLM_API_KEY"
     """Environment variable with the API key, if there is one."""
     timeout_s: float = Field(600.0, gt=0)

@@ -161,9 +161,8 @@ def check_ports(specs: Sequence[ProcessSpec], node: int, host: str, keys: str) -
 
     Raises: ConfigError that names the node and the port that is taken.
     """
-    if not is_own_address(
-        host
-    ):  # the user may have given other addresses; a process that cannot listen fails
+    if not is_own_address(host):
+        # The user may have given other addresses; a process that cannot listen fails.
         if node == 0 and any("rendezvous" in spec.ports for spec in specs):
             raise ConfigError(
                 f"node 0, {host}: that is no address of this machine, where the trainer's ranks would meet; put the "

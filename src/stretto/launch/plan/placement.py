@@ -239,9 +239,8 @@ def assign_gpus(
         ranks = cfg.num_train_ranks
         count = cfg.deployment.num_train_gpus
         needed = ranks * bool(gpus) if count is None else count
-        needed = (
-            0 if cfg.service is not None else needed
-        )  # with a service, the trainer's process computes nothing
+        if cfg.service is not None:  # then the trainer's process computes nothing
+            needed = 0
         free = [index for index in range(len(gpus)) if index not in inference_ids]
         if cfg.colocate is not None:
             free = _colocated(inference_ids, needed)

@@ -31,11 +31,8 @@ CAPABILITY = "vllm_inference_v1_generate"
 BLOCK_TOKENS = 16
 POLL_S = 0.5
 TIMEOUT_S = 10.0  # for an engine's answer to /admitted
-RETRY_STATUSES = (
-    409,
-    429,
-    503,
-)  # the engine is full or starting: Dynamo answers 503, and the client tries again
+# The engine is full or starting: Dynamo answers 503, and the client tries again.
+RETRY_STATUSES = (409, 429, 503)
 
 
 def main() -> None:

@@ -158,9 +158,7 @@ class Supervisor:
         with _handle_signals(self._on_signal):
             try:
                 self._status.open()
-                if (
-                    self._console is not None and was_asked_to_finish()
-                ):  # without a console the lead checks it
+                if self._console is not None and was_asked_to_finish():  # else the lead checks it
                     self._on_signal(FINISH)
                 return await self._watch()
             finally:
