@@ -71,7 +71,7 @@ def receiver() -> None:
     for line in sys.stdin:
         manifest = msgspec.json.decode(line, type=WeightManifest)
         started = time.perf_counter()
-        group = WeightGroup(epoch="0", request=str(manifest.version), world_size=1, rank=0)
+        group = WeightGroup(request=str(manifest.version), world_size=1, rank=0)
         with receive(manifest, group) as tensors:
             for name, tensor in tensors:
                 held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)

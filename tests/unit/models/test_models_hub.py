@@ -190,7 +190,6 @@ def test_an_engine_has_its_model_without_importing_what_compiles(saved):
     """torch._dynamo takes a second to import."""
     code = """
 import sys, torch, stretto.inference.server
-from stretto.data.hub_model import fetch
 from stretto.models import hub
 hub.load_model(sys.argv[1], dtype=torch.float32)
 sys.exit("torch._dynamo" in sys.modules)

@@ -1,4 +1,4 @@
-"""Tensors that are put memory give their memory back, and come back with their contents at the same addresses."""
+"""Offloading tensors frees their memory; restoring brings their contents back at the same addresses."""
 
 from __future__ import annotations
 
