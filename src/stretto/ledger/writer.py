@@ -1,10 +1,9 @@
 """Writes the ledger of a run; only the orchestrator does.
 
 Every call is one row or one transaction, committed before it returns. Call it before what it records takes effect. A
-commit is a write to the WAL file, not a disk flush: it takes tens
-of microseconds, and a killed process loses nothing; `flush` protects against power cuts. `with ledger.transaction():`
-makes several calls one commit. What a resume does with the rows is in `resume.py`; states and tables are in
-`schema.py`.
+commit is a write to the WAL file, not a disk flush: it takes tens of microseconds, and a killed process loses nothing;
+`flush` protects against power cuts. `with ledger.transaction():` makes several calls one commit. What a resume does
+with the rows is in `resume.py`; states and tables are in `schema.py`.
 """
 
 from __future__ import annotations

@@ -194,9 +194,8 @@ class StepReports:
         self.diagnosis = Diagnosis(run.cfg.train.sampling.max_completion_tokens)
         self._parts, self._limit = run, limit
         now = time.perf_counter()
-        self._wall_from = (
-            now - run.progress.wall_s
-        )  # as if earlier incarnations had ended just before this one
+        # As if earlier incarnations had ended just before this one.
+        self._wall_from = now - run.progress.wall_s
         self._train_from = self._step_done_at = now
 
     def begin(self) -> None:

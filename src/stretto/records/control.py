@@ -24,9 +24,8 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The orchestrator has registered the rank."""
 
     run_id: str
-    resume_step: int | None = (
-        None  # the step after which the run continues; None if it starts from the beginning
-    )
+    # The step after which the run continues; None if it starts from the beginning.
+    resume_step: int | None = None
     pid: int = 0
     host: str = ""
 

@@ -27,9 +27,8 @@ class TenantSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a tenant trains: its adapter, and the optimizer and schedule of its steps."""
 
     name: str  # unique in the service; letters, digits, "_", "-" and "."
-    rank: int = (
-        16  # of the adapter; 0: none, all weights are trained, if the backbone serves one tenant alone
-    )
+    # Rank of the adapter; 0: no adapter, all weights are trained, if the backbone serves one tenant alone.
+    rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
     target_modules: tuple[str, ...] | None = None  # None: the default of [model.lora]
@@ -47,9 +46,8 @@ class CreateTenant(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     number: int = 0
     spec: TenantSpec
-    path: str | None = (
-        None  # a directory of SaveTenant, or `checkpoints/step_N/trainer` of a run with [model.lora]
-    )
+    # A directory of SaveTenant, or `checkpoints/step_N/trainer` of a run with [model.lora].
+    path: str | None = None
     with_optimizer: bool = True  # load optimizer state and step count too
 
 

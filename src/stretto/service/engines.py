@@ -111,9 +111,8 @@ class AdapterSlots:
         except BaseException as error:
             try:
                 with suppress(EngineError):  # the first error is reported
-                    await self._client.unload_adapter(
-                        name
-                    )  # from engines that have it although another failed
+                    # From engines that have it although another failed.
+                    await self._client.unload_adapter(name)
             finally:
                 if self._loaded.get(name) is entry:
                     del self._loaded[name]

@@ -45,9 +45,8 @@ def find(places: Sequence[Path]) -> list[RunDir]:
 
 def _runs_below(path: Path, depth: int) -> Iterator[Path]:
     run = RunDir(path)
-    if any(
-        map(os.path.exists, (run.config("run"), run.ledger))
-    ):  # os.path.exists also works in a directory that cannot be listed
+    # os.path.exists also works in a directory that cannot be listed.
+    if any(map(os.path.exists, (run.config("run"), run.ledger))):
         yield path
     elif depth:
         try:

@@ -146,9 +146,8 @@ class SampleRoutes(Routes):
         if last is not None and not 0 < last < len(tokens):
             raise Refusal(f"prompt_logprobs_last_n = {last} must be 1 to {len(tokens) - 1}")
         stop = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
-        limit -= (
-            body.topk_sample_logprobs > 0
-        )  # the reply is scored as a prompt, after which one token is sampled
+        # The reply is then scored as a prompt, after which one token is sampled.
+        limit -= body.topk_sample_logprobs > 0
         max_tokens = limit - len(tokens) if params.max_tokens is None else params.max_tokens
         if max_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
             raise Refusal("sampling_params: max_tokens at least 1, temperature at least 0, top_p in (0, 1]")

@@ -101,9 +101,8 @@ class Checkpoints:
         if not path.exists():
             self._replaced.discard(str(path))
             return path
-        if (
-            str(path) not in self._recorded()
-        ):  # a save that was not recorded, because the trainer died after it
+        # A save that was not recorded, because the trainer died after it.
+        if str(path) not in self._recorded():
             self._replaced.add(str(path))
         return path.with_name(f"{name}@{time.time_ns()}")
 
