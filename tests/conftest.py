@@ -52,6 +52,18 @@ if hypothesis is not None:
         hypothesis.settings.load_profile("ci")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """As `--dist loadfile`, but one worker gets what is tested with vLLM, and imports it once for all."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "vllm" if "[vllm" in nodeid else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 @pytest.fixture(autouse=True)
 def the_environment_is_each_tests_own():
     """A verb that runs within a test sets variables for its processes, which would change what the next test does."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import pytest
 from runs import DEADLINE_S, HERE, over_addresses, start_rl, wait
 
 from stretto.base.paths import RunDir
@@ -88,6 +89,7 @@ def wait_for_step(run: RunDir, step: int, nodes: list[subprocess.Popen[str]]) ->
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_strangers_change_nothing(sorter: Path, tmp_path: Path) -> None:
     settings = over_addresses(sorter, num_hosts=3, max_steps=NUM_STEPS)
     settings["orchestrator"]["env"][0]["num_workers"] = 1

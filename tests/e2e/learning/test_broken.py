@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from runs import start, wait
 
+pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = ["--orchestrator.batch-size", "64", "--no-orchestrator.eval"]
 LETTERS = '[{"id": "sort-letters", "args": {"num_letters": 4}}]'
@@ -29,7 +30,6 @@ def said(name: str, model: Path, directory: Path) -> list[str]:
     return output.splitlines()
 
 
-@pytest.mark.slow
 def test_a_learning_rate_that_is_far_too_high(sorter: Path, tmp_path: Path) -> None:
     lines = said("too_fast", sorter, tmp_path)
     warnings = [line for line in lines if line.startswith("warning (")]

@@ -65,6 +65,7 @@ def check_adapter(model: Path, ended: Ended) -> None:
     assert not [name for name in checkpoint if name.startswith("model.") and "lora_" not in name]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(sorter: Path, through: Ended, tmp_path: Path) -> None:
     run(tmp_path, sorter, max_steps=3)
     resumed = run(tmp_path, sorter, "--resume")
