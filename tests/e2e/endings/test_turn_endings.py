@@ -38,7 +38,7 @@ def until_turn(run: RunDir, popen: Popen[str], turn: Turn, count: int) -> None:
     log = run.log("orchestrator")
 
     def has_come() -> bool:
-        return log.exists() and len(re.findall(f"the turn of {turn}$", log.read_text(), re.M)) >= count
+        return log.exists() and len(re.findall(f"turn: {turn}$", log.read_text(), re.M)) >= count
 
     until(has_come, popen, f"the turn of {turn}", every_s=0.001)
 
