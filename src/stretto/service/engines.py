@@ -239,6 +239,15 @@ class WeightSlot:
             self._num_users -= 1
             self._idle.set()
 
+    def check(self, completions: Sequence[Completion]) -> None:
+        """Check that engines sampled from the loaded version.
+
+        Raises: EngineError if not: an engine was restarted, with the model's own weights, before that was noticed.
+        """
+        versions = {span.version for completion in completions for span in completion.versions}
+        if versions - {self._version}:
+            raise EngineError(f"an engine has version {min(versions)} of the weights, not {self._version}")
+
     async def _load(self, name: str, directory: Path) -> None:
         """Load a version on all engines. Raises: EngineError if its files are gone, or no engine loads them."""
         self._name, self._version = None, self._version + 1
@@ -344,7 +353,10 @@ class Engines:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 async with self.slots.use(name, directory):
-                    return await self.client.generate(request)
+                    completions = await self.client.generate(request)
+                    if isinstance(self.slots, WeightSlot):
+                        self.slots.check(completions)
+                    return completions
             except RequestRefused as error:
                 raise Refusal(str(error)) from None
             except EngineError as error:

@@ -10,9 +10,11 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from stretto.base.errors import EngineError
+from stretto.records.generate import Completion, VersionSpan
 from stretto.records.weights import MANIFEST, WeightManifest
 from stretto.service.engines import AdapterSlots, WeightSlot, adapter_name, hash_salt
 from stretto.service.store import Sampler
@@ -374,3 +376,25 @@ async def test_whole_weights_are_loaded_anew_after_an_engine_failed(tmp_path: Pa
                 assert slot.num_loads == loads
                 if error is not None:
                     raise error
+
+
+async def test_a_restarted_engine_with_other_whole_weights_gets_those_that_are_needed(tmp_path: Path) -> None:
+    """It is restarted with the model's own weights, version 0, so soon that nothing else shows it."""
+    slot, engines = whole_slot(tmp_path, "a")
+
+    async def sample() -> None:
+        async with slot.use("a", str(tmp_path / "a")):
+            slot.check([completion_of(engines.versions[-1])])
+
+    await sample()
+    engines.versions.append(0)
+    with pytest.raises(EngineError, match="an engine has version 0 of the weights, not 1"):
+        await sample()
+    await sample()
+    assert engines.versions == [1, 0, 2] and slot.num_loads == 2
+
+
+def completion_of(version: int) -> Completion:
+    ids, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)
+    spans = (VersionSpan(version, 0, 1),)
+    return Completion(token_ids=ids, logprobs=logprobs, finish_reason="stop", versions=spans)

@@ -13,6 +13,8 @@ from stretto.transports.engine import api
 _TRY_AGAIN = (408, 409)
 """408: timed out on the way; 409: the engine has not noticed yet that the request's last connection is closed."""
 _REFUSED = (400, 413, 422)
+KEEP_ALIVE_S = 3.0
+"""Seconds for which an idle connection is reused: vLLM closes one after 5 s, and a POST on its way then is lost."""
 _NO_ENGINE = (b"Model not found", b"no generate-capable model is registered")
 """In answers of routers that have no engine for a request."""
 
@@ -73,7 +75,7 @@ class Connections:
         if self._session is None:
             raise_file_limit()
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None),
                 headers=self._headers,
             )
