@@ -59,7 +59,9 @@ def alone(tmp_path_factory):
     return settings, rl(folder, settings)
 
 
-@pytest.mark.parametrize("name", ["fsdp", pytest.param("tp", marks=pytest.mark.slow), "cp"])
+@pytest.mark.parametrize(
+    "name", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp", "cp"))]
+)
 def test_two_trainer_ranks_train_like_one(tmp_path: Path, alone, name: str) -> None:
     settings, one = alone
     two = rl(tmp_path, merged(settings, TWO_RANKS[name]))
@@ -102,7 +104,7 @@ def test_the_model_of_a_users_function_is_trained_by_two_ranks(
         assert two.column("loss/mean") == pytest.approx(one.column("loss/mean"), rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["experts", "an adapter"])
+@pytest.mark.parametrize("name", ["experts", pytest.param("an adapter", marks=pytest.mark.slow)])
 def test_what_is_not_a_plain_matrix_is_sent_by_two_ranks(tmp_path: Path, name: str) -> None:
     shape: dict[str, Any] = {}
     model: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8}}

@@ -70,8 +70,9 @@ def test_sft_copies_the_teacher(settings: dict[str, Any], teacher: Path, tmp_pat
 
 
 def test_rewards_teachers_and_demonstrations_share_a_run(
-    settings: dict[str, Any], teacher: Path, tmp_path: Path
+    settings: dict[str, Any], warmed_up: Callable[..., Path], tmp_path: Path
 ) -> None:
+    teacher = warmed_up(max_steps=40, seed=1)  # another model than the student, good or not
     env = settings["orchestrator"]["env"][0]
     algos = {
         "rewarded": {"type": "grpo"},

@@ -12,6 +12,7 @@ from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
 from stretto.view.run import Run
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 CARD = """---
 configs:
@@ -60,8 +61,8 @@ FEW = ["--orchestrator.batch-size", "64", "--no-orchestrator.filter-zero-advanta
     ("file", "name", "warm_up", "words"),
     [
         ("rl.toml", "multi-turn-tools", SHORT_WARM_UP, FEW),
-        pytest.param("rl.toml", "multi-turn-tools", [], [], marks=pytest.mark.slow, id="whole warm-up"),
-        pytest.param("qwen3.toml", "multi-turn-tools-qwen3", [], ON_CPU, marks=pytest.mark.slow),
+        pytest.param("rl.toml", "multi-turn-tools", [], [], id="whole warm-up"),
+        ("qwen3.toml", "multi-turn-tools-qwen3", [], ON_CPU),
     ],
 )
 def test_a_policy_uses_two_tools_over_several_turns(file, name, warm_up, words, tmp_path):
@@ -78,7 +79,6 @@ def test_a_policy_uses_two_tools_over_several_turns(file, name, warm_up, words, 
     assert ended.steps()[1]["mismatch_kl/max"] < 1e-6
 
 
-@pytest.mark.slow
 def test_gsm8k_warms_up_and_trains(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))

@@ -34,7 +34,14 @@ vllm:
 """
 
 
-@pytest.mark.parametrize("flags", ["", "--update-weight-transport nccl", "--update-weight-transport disk"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--update-weight-transport disk",
+        pytest.param("--update-weight-transport nccl", marks=pytest.mark.slow),
+    ],
+)
 def test_engines_of_differing_options_sample_one_run_and_get_its_weights(tmp_path, flags):
     model = untrained_model(tmp_path)
     write_rows(tmp_path)

@@ -291,7 +291,7 @@ def test_mooncake_is_lent_the_rdma_library_of_nixl(tmp_path):
     assert (target / "libibverbs.so.1").read_text() == "libibverbs-1de1.so.1.14"
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`")
 def test_the_table_is_that_of_the_installed_vllm():
     import subprocess
