@@ -97,6 +97,8 @@ def test_kills_and_another_run_in_between_change_nothing(service: Service) -> No
     scores = sampler.compute_logprobs(sentence(0).model_input).result()
     service.kill("inference")  # the next one has the version too
     assert sampler.compute_logprobs(sentence(0).model_input).result()[1:] == pytest.approx(scores[1:])
+    service.kill("hub")  # the next one numbers its loads from 1 again
+    assert sampler.compute_logprobs(sentence(0).model_input).result()[1:] == pytest.approx(scores[1:])
     end(service, training)
 
 
