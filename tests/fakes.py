@@ -73,7 +73,9 @@ class CharRenderer:
         num_before = len(self.extend(*after, messages)) - len(owners) - 1
         return np.array([-1] * num_before + [*owners, -1])
 
-    def extend(self, prompt_ids, completion_ids, new_messages, tools: Any = None) -> np.ndarray | None:
+    def extend(
+        self, prompt_ids, completion_ids, history, new_messages, tools: Any = None
+    ) -> np.ndarray | None:
         closing = [] if len(completion_ids) and completion_ids[-1] == self.END else [self.END]
         return np.concatenate((prompt_ids, completion_ids, closing, self.render_prompt(new_messages))).astype(
             np.int32

@@ -292,9 +292,13 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str]:
     except ConfigError as error:
         text = "\n".join(f"{message['role']}: {message.get('content')}" for message in row.messages)
         return _boxed(f"{row.where}, not rendered:", text), str(error)
-    ids, mask, _ = render_row(row, renderer, cfg.loss_mask)
-    about = f"{row.where}: {len(ids)} tokens, of which {int(mask.sum())} are trained:"
-    return _boxed(about, renderer.readable(ids)), ""
+    rendered = render_row(row, renderer, cfg.loss_mask)
+    if not rendered.examples:
+        return "", f"{row.where}: {renderer.name} shows no reply as the model would sample it"
+    ids, mask, _ = rendered.examples[0]
+    parts = f" (the first of {len(rendered.examples)} examples)" if len(rendered.examples) > 1 else ""
+    about = f"{row.where}: {len(ids)} tokens, of which {int(mask.sum())} are trained{parts}:"
+    return f"renderer  {renderer.description}\n" + _boxed(about, renderer.readable(ids)), ""
 
 
 # -- where it goes --

@@ -1,16 +1,20 @@
 """Messages <-> tokens, so that exactly the sampled tokens are trained.
 
-Hides the `renderers` library (one hand-written renderer per model family) and the choice of family. Chat messages in
-OpenAI's format go in, token ids come out:
+Hides how a model's messages are written. Chat messages in OpenAI's format go in, token ids come out:
 
-    render_prompt(messages)                 the prompt that the engine continues
-    extend(prompt, completion, messages)    the next turn's prompt, which begins with all earlier tokens
-    render_sft(messages)                    a whole conversation, and which of its tokens are trained
-    parse(completion)                       the message in a completion
+    render_prompt(messages)                          the prompt that the engine continues
+    extend(prompt, completion, history, messages)    the next turn's prompt, which begins with all earlier tokens
+    render_sft(messages)                             a whole conversation, and which of its tokens are trained
+    parse(completion)                                the message in a completion
 
-Guarantee: for a conversation made by `render_prompt`, sampling and `extend`, the tokens that `render_sft` marks in
-assistant turns are exactly those that the engine would have sampled: without the `<think>` wrapper that is part of the
-prompt, and with the end token. Importing the library takes half a second, so only `build_renderer` does it.
+Two backends do the work: the model's own chat template (template_backend.py), or a hand-written renderer of its family
+(family_backend.py), which `build_renderer` takes only where both give the same tokens.
+
+Guarantee: `render_sft` makes a conversation as a rollout would: by `render_prompt`, the tokens of a reply, and
+`extend`. The tokens that it marks in assistant turns are exactly those that the engine would have sampled, end token
+included, and they stand behind exactly the tokens that it would have seen. Where the template rewrites the history,
+another example begins, as a rollout begins another branch; a reply that the template does not show as it is sampled is
+left out.
 
 Messages may have images (images.py) if the model has an image processor. The prompt has one placeholder token per token
 that the model makes of an image; `images_of` returns the pixels.
@@ -18,18 +22,20 @@ that the model makes of an image; `images_of` returns the pixels.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from pydantic import ValidationError
 
 from stretto.base.errors import ConfigError, DataError
+from stretto.chat.backend import Backend, Message, Rendered
+from stretto.chat.choice import choose_backend
 from stretto.chat.images import CONFIG_FILES, ImageProcessor
-from stretto.chat.placeholders import PLACEHOLDER, one_per_image, repeats, with_placeholders
-from stretto.chat.tokenizer import Tokenizer, is_letters_tokenizer, load_tokenizer
-from stretto.config.sections.model import RendererSection, ScratchSection
+from stretto.chat.placeholders import PLACEHOLDER, VISION_TOKENS, one_per_image, repeats, with_placeholders
+from stretto.chat.tokenizer import Tokenizer, load_tokenizer
+from stretto.config.sections.model import RendererSection
 from stretto.config.sections.sft import LossMaskSection
 from stretto.data.pictures import image_parts
 from stretto.records.images import Image, placeholder_spans
@@ -37,50 +43,57 @@ from stretto.records.images import Image, placeholder_spans
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int, Int32, Int64
 
-Message = dict[str, Any]
+logger = logging.getLogger(__name__)
 
 STEP_LOSS_MASK = "step_loss_mask"
 """Key of a message in the data: 0 excludes the message from the loss."""
-FAMILY_OF_MODEL_TYPE = {
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3",
-    "qwen3_vl": "qwen3-vl",
-    "qwen3_vl_moe": "qwen3-vl",
-    "qwen3_5": "qwen3.5",
-    "qwen3_5_text": "qwen3.5",
-    "qwen3_5_moe": "qwen3.5",
-    "qwen3_5_moe_text": "qwen3.5",
-    "llama": "llama-3",
-    "glm4_moe": "glm-4.5",
-    "glm_moe_dsa": "glm-5",
-    "minimax_m2": "minimax-m2",
-    "deepseek_v3": "deepseek-v3",
-    "kimi_k2": "kimi-k2",
-    "gpt_oss": "gpt-oss",
-    "nemotron_h": "nemotron-3",
-    "laguna": "laguna-xs.2",
-}
-_SCRATCH_FAMILIES = get_args(ScratchSection.model_fields["family"].annotation)
+
+
+class SftExample(NamedTuple):
+    """A conversation, or the beginning of one, as tokens."""
+
+    token_ids: Int32[np.ndarray, " tokens"]
+    is_trained: Bool[np.ndarray, " tokens"]
+    num_messages: int
+    """Messages that it holds, from the first on."""
+
+
+class SftRendering(NamedTuple):
+    """What a conversation gives to train on."""
+
+    examples: list[SftExample]
+    num_left_out: int
+    """Replies that the template does not show as the model would sample them."""
 
 
 class Renderer:
-    """Messages <-> tokens for one tokenizer and one family of chat templates."""
+    """Messages <-> tokens for one tokenizer and one way to write messages."""
 
-    def __init__(self, tokenizer: Tokenizer, backend: Any, family: str, images: ImageProcessor | None = None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        backend: Backend,
+        images: ImageProcessor | None = None,
+        *,
+        keeps_special_text: bool = False,
+        description: str = "",
+    ):
+        """keeps_special_text: the text of a special token in a message is text, and not that token."""
         self.tokenizer = tokenizer
         self.images = images
         self.image_token_id = None if images is None else tokenizer.token_id(PLACEHOLDER)
-        self.family = family
-        self._backend = backend
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(backend.get_stop_token_ids()))
-        self._reply_prefix = self._find_reply_prefix()
+        self.name, self.description = backend.name, description
+        self.num_special_in_text = 0
+        """Texts of special tokens that messages had so far, those of the assistant left out."""
+        self.stop_ids = backend.stop_ids
+        self._backend, self._keeps_special_text = backend, keeps_special_text
 
     def render_prompt(
         self, messages: Sequence[Message], tools: list[Message] | None = None
     ) -> Int32[np.ndarray, " tokens"]:
         """Token ids (int32) of the conversation, up to the start of the model's reply."""
-        ids = self._backend.render_ids(self._plain(messages), tools=tools, add_generation_prompt=True)
-        return self._expanded(np.asarray(ids, np.int32), messages)
+        rendered = self._backend.render(self._plain(messages), tools, add_generation_prompt=True)
+        return self._expanded(np.asarray(rendered.token_ids, np.int32), messages)
 
     def render_text(self, messages: Sequence[Message], tools: list[Message] | None = None) -> str:
         """The conversation as text, up to the start of the model's reply."""
@@ -88,8 +101,8 @@ class Renderer:
 
     def render_leading(self, messages: Sequence[Message]) -> Int32[np.ndarray, " tokens"]:
         """Token ids (int32) of the first messages of a conversation, without the start of a reply."""
-        ids = self._backend.render_ids(self._plain(messages), add_generation_prompt=False)
-        return self._expanded(np.asarray(ids, np.int32), messages)
+        rendered = self._backend.render(self._plain(messages), None, add_generation_prompt=False)
+        return self._expanded(np.asarray(rendered.token_ids, np.int32), messages)
 
     def images_of(self, messages: Sequence[Message]) -> tuple[Image, ...]:
         """The images of a conversation with their patches, in the order of their placeholders.
@@ -143,15 +156,17 @@ class Renderer:
         self,
         prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"],
         completion_ids: Sequence[int] | Int[np.ndarray, " completion"],
+        history: Sequence[Message],
         new_messages: Sequence[Message],
         tools: list[Message] | None = None,
     ) -> Int32[np.ndarray, " tokens"] | None:
         """The next turn's prompt: all earlier tokens, then the new messages (none of the assistant's).
 
-        A truncated completion is closed first. None if the template rewrites the history here (it may drop old
-        thinking): the caller must then render the whole conversation and start another branch.
+        history: the messages of the prompt, and the completion's as `parse` gave it. A truncated completion is closed
+        first. None if the template rewrites the history here (it may drop old thinking): the caller must then render
+        the whole conversation and start another branch.
         """
-        bridged = self._bridge(prompt_ids, completion_ids, new_messages, tools)
+        bridged = self._bridge(prompt_ids, completion_ids, history, new_messages, tools)
         if bridged is None:
             return None
         return self._expanded(
@@ -163,52 +178,64 @@ class Renderer:
         messages: Sequence[Message],
         tools: list[Message] | None = None,
         *,
-        after: tuple[Int[np.ndarray, " prompt"], Int[np.ndarray, " completion"]] | None = None,
+        after: tuple[Int[np.ndarray, " prompt"], Int[np.ndarray, " completion"], Sequence[Message]]
+        | None = None,
     ) -> Int64[np.ndarray, " tokens"]:
         """Index (int64) of the message to whose text each prompt token belongs; -1 for other tokens.
 
-        The prompt is `render_prompt(messages)` or, with after = (prompt, completion), `extend(*after, messages)`; the
-        tokens of `after` and of the template are -1.
+        The prompt is `render_prompt(messages)` or, with after = (prompt, completion, history), `extend(*after,
+        messages)`; the tokens of `after` and of the template are -1.
         """
         if after is None:
-            rendered = self._backend.render(self._plain(messages), tools=tools, add_generation_prompt=True)
+            plain = self._plain(messages, is_counted=False)
+            rendered = self._backend.render(plain, tools, add_generation_prompt=True, has_owners=True)
         else:
-            rendered = self._bridge(*after, messages, tools)
-        ids = np.asarray(rendered.token_ids, np.int32)
-        owners = np.asarray(rendered.message_indices, np.int64)
-        is_text = np.asarray(rendered.is_content, bool)
-        assert len(is_text) == len(owners) == len(ids), f"{self.family} attributes no tokens"
-        times = self._repeats(ids, messages, after)
-        return np.repeat(np.where(is_text & ~self._is_image(ids), owners, -1), times)
+            bridged = self._bridge(*after, messages, tools, has_owners=True)
+            assert bridged is not None, "text_owners is asked about a prompt that `extend` made"
+            rendered = bridged
+        ids, owners = np.asarray(rendered.token_ids, np.int32), np.asarray(rendered.owners, np.int64)
+        times = self._repeats(ids, messages, None if after is None else after[:2])
+        return np.repeat(np.where(self._is_image(ids), -1, owners), times)
 
     def render_sft(
         self, messages: Sequence[Message], loss_mask: LossMaskSection, tools: list[Message] | None = None
-    ) -> tuple[Int32[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]:
-        """Token ids (int32) of a whole conversation, and which of them are trained (bool).
+    ) -> SftRendering:
+        """A whole conversation as a rollout would make it: one example, or one per branch.
 
         Assistant turns train the tokens that the model samples, other roles in `loss_mask` the text of the message,
         and messages with `step_loss_mask` = 0 nothing.
+
+        Raises: DataError for a conversation that the template refuses.
         """
-        plain = [
-            {k: v for k, v in message.items() if k != STEP_LOSS_MASK} for message in self._plain(messages)
+        plain = [{k: v for k, v in message.items() if k != STEP_LOSS_MASK} for message in messages]
+        is_wanted = [
+            bool(getattr(loss_mask, message["role"], False)) and message.get(STEP_LOSS_MASK) != 0
+            for message in messages
         ]
-        rendered = self._backend.render(plain, tools=tools)
-        ids = np.asarray(rendered.token_ids, np.int32)
-        owners = np.asarray(rendered.message_indices, np.int64)
-        is_sampled = np.asarray(rendered.sampled_mask, bool)
-        is_text = np.asarray(rendered.is_content, bool)
-        assert len(is_sampled) == len(is_text) == len(ids), f"renderer {self.family} attributes no tokens"
-        mask = np.zeros(len(ids), bool)
-        for i, message in enumerate(messages):
-            role = message["role"]
-            if not getattr(loss_mask, role, False) or message.get(STEP_LOSS_MASK) == 0:
+        found = SftRendering([], 0)
+        turn: tuple[Any, Any, int] | None = None  # prompt and reply, and the messages that they hold
+        mask = np.zeros(0, bool)
+        num_seen = 0  # messages whose text was trained, or need not be
+        for index, message in enumerate(plain):
+            if message["role"] != "assistant":
                 continue
-            is_message = owners == i
-            mask |= is_message & (is_sampled if role == "assistant" else is_text)
-            if role == "assistant":
-                mask[self._prefix_of_turn(ids, is_message)] = False
-        times = self._repeats(ids, messages)
-        return np.repeat(ids, times), np.repeat(mask & ~self._is_image(ids), times)
+            reply = self._backend.reply_ids(self._plain(plain[:index]), self._plain([message])[0], tools)
+            if reply is None:
+                found = found._replace(num_left_out=found.num_left_out + is_wanted[index])
+                continue
+            prompt, is_new = self._next_prompt(plain, index, turn, tools)
+            if is_new and turn is not None:
+                found.examples.append(SftExample(np.concatenate(turn[:2]), mask, turn[2]))
+            kept = np.zeros(0, bool) if is_new else mask
+            mask = np.concatenate([kept, np.zeros(len(prompt) - len(kept), bool)])
+            mask |= self._text_mask(
+                plain, index, None if is_new else turn, tools, is_wanted, num_seen, len(prompt)
+            )
+            num_seen = index + 1
+            ids, is_sampled = np.asarray(reply[0], np.int32), np.asarray(reply[1], bool)
+            mask = np.concatenate([mask, is_sampled & is_wanted[index]])
+            turn = (prompt, ids, index + 1)
+        return self._last_example(plain, turn, mask, tools, is_wanted, num_seen, found)
 
     def parse(
         self,
@@ -220,21 +247,18 @@ class Renderer:
 
         `unparsed_tool_calls` has the text of invalid calls; an environment can answer them.
         """
-        parsed = self._backend.parse_response(
-            [int(t) for t in completion_ids],
-            tools=tools,
-            prompt_ids=None if prompt_ids is None else [int(t) for t in prompt_ids],
-        )
+        prompt = None if prompt_ids is None else [int(t) for t in prompt_ids]
+        parsed = self._backend.parse([int(t) for t in completion_ids], prompt, tools)
         message: Message = {"role": "assistant", "content": parsed.content}
-        if parsed.reasoning_content is not None:
-            message["reasoning_content"] = parsed.reasoning_content
-        calls = [call for call in parsed.tool_calls if call.status == "ok"]
+        if parsed.reasoning is not None:
+            message["reasoning_content"] = parsed.reasoning
+        calls = [call for call in parsed.calls if call.name is not None]
         if calls:
             message["tool_calls"] = [
                 {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in calls
             ]
-        if broken := [call.raw for call in parsed.tool_calls if call.status != "ok"]:
+        if broken := [call.raw for call in parsed.calls if call.name is None]:
             message["unparsed_tool_calls"] = broken
         return message
 
@@ -246,24 +270,117 @@ class Renderer:
         """Text of token ids, with the text of special tokens."""
         return self.tokenizer.decode(token_ids)
 
-    def _plain(self, messages: Sequence[Message]) -> list[Message]:
+    def _next_prompt(
+        self,
+        messages: Sequence[Message],
+        index: int,
+        turn: tuple[Any, Any, int] | None,
+        tools: list[Message] | None,
+    ) -> tuple[Int32[np.ndarray, " tokens"], bool]:
+        """The prompt of reply `index`, and whether it begins another example."""
+        if turn is not None:
+            prompt_ids, reply_ids, num_held = turn
+            history, new = messages[:num_held], messages[num_held:index]
+            if (extended := self.extend(prompt_ids, reply_ids, history, new, tools)) is not None:
+                return extended, False
+        return self.render_prompt(messages[:index], tools), True
+
+    def _text_mask(
+        self,
+        messages: Sequence[Message],
+        end: int,
+        turn: tuple[Any, Any, int] | None,
+        tools: list[Message] | None,
+        is_wanted: list[bool],
+        num_seen: int,
+        num_tokens: int,
+    ) -> Bool[np.ndarray, " tokens"]:
+        """The tokens of wanted messages in [num_seen, end) that are not the assistant's, in the prompt before `end`."""
+        first = 0 if turn is None else turn[2]
+        wanted = [i for i in range(num_seen, end) if is_wanted[i] and messages[i]["role"] != "assistant"]
+        if not wanted:
+            return np.zeros(num_tokens, bool)
+        after = None if turn is None else (*turn[:2], messages[:first])
+        owners = self.text_owners(messages[first:end], tools, after=after)
+        return np.isin(owners, [i - first for i in wanted])
+
+    def _last_example(
+        self,
+        messages: Sequence[Message],
+        turn: tuple[Any, Any, int] | None,
+        mask: Bool[np.ndarray, " tokens"],
+        tools: list[Message] | None,
+        is_wanted: list[bool],
+        num_seen: int,
+        found: SftRendering,
+    ) -> SftRendering:
+        """The examples with the last one, which ends with the last reply or with wanted messages behind it."""
+        end, is_new = len(messages), turn is None
+        if any(w and m["role"] != "assistant" for w, m in zip(is_wanted[num_seen:], messages[num_seen:])):
+            if turn is None or messages[-1]["role"] == "assistant":
+                prompt, is_new = self.render_prompt(messages, tools), True
+            else:
+                prompt, is_new = self._next_prompt(messages, end, turn, tools)
+            texts = self._text_mask(
+                messages, end, None if is_new else turn, tools, is_wanted, num_seen, len(prompt)
+            )
+            if is_new and turn is not None:
+                found.examples.append(SftExample(np.concatenate(turn[:2]), mask, turn[2]))
+            if not is_new:
+                texts[: len(mask)] |= mask
+            found.examples.append(SftExample(prompt, texts, end))
+        elif turn is not None:
+            found.examples.append(SftExample(np.concatenate(turn[:2]), mask, turn[2]))
+        return found
+
+    def _plain(self, messages: Sequence[Message], *, is_counted: bool = True) -> list[Message]:
         """The messages as templates take them, with text only.
 
         Raises: ConfigError for an image if the model takes text only.
         """
         for _, where in image_parts(messages):
             self._processor(where)
-        return with_placeholders(messages)
+        return [self._guarded(message, is_counted) for message in with_placeholders(messages)]
+
+    def _guarded(self, message: Message, is_counted: bool) -> Message:
+        """The message; texts of special tokens in it are counted, and stay text if that is set."""
+        content = message.get("content")
+        if message.get("role") == "assistant" or not isinstance(content, str):
+            return message
+        found = [t for t in self.tokenizer.special_tokens if t in content and t not in VISION_TOKENS]
+        if not found:
+            return message
+        if is_counted:
+            self._count_special(message, found)
+        if not self._keeps_special_text:
+            return message
+        return message | {"content": self.tokenizer.as_text(content)}
+
+    def _count_special(self, message: Message, found: list[str]) -> None:
+        before = self.num_special_in_text
+        self.num_special_in_text += len(found)
+        if len(str(before)) < len(str(self.num_special_in_text)) or before == 0:
+            kept = "kept as text" if self._keeps_special_text else (
+                'taken as that token: set renderer.special_tokens_in_text = "text" to keep it text'
+            )  # fmt: skip
+            logger.warning(
+                "a message of the role %r has the text of the special token %r, which is %s (%d such texts so far)",
+                message.get("role"), found[0], kept, self.num_special_in_text,
+            )  # fmt: skip
 
     def _bridge(
         self,
         prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"],
         completion_ids: Sequence[int] | Int[np.ndarray, " completion"],
+        history: Sequence[Message],
         messages: Sequence[Message],
         tools: list[Message] | None,
-    ) -> Any:
+        *,
+        has_owners: bool = False,
+    ) -> Rendered | None:
         before = [int(t) for t in prompt_ids], [int(t) for t in completion_ids]
-        return self._backend.bridge_to_next_turn(*before, self._plain(messages), tools=tools)
+        past, new = self._plain(history, is_counted=False), self._plain(messages, is_counted=not has_owners)
+        return self._backend.bridge(*before, past, new, tools, has_owners=has_owners)
 
     def _expanded(
         self,
@@ -311,21 +428,6 @@ class Renderer:
         """These images as PNG files, for display."""
         return () if self.images is None else tuple(map(self.images.png, images))
 
-    def _find_reply_prefix(self) -> Int32[np.ndarray, " prefix"]:
-        """Tokens before every reply: the role header and, with thinking off, an empty thought."""
-        messages = [{"role": "user", "content": "a"}]
-        num_tokens = len(self._backend.render_ids(messages))
-        with_prefix = self._backend.render_ids(messages, add_generation_prompt=True)
-        return np.asarray(with_prefix[num_tokens:], np.int32)
-
-    def _prefix_of_turn(
-        self, ids: Int32[np.ndarray, " tokens"], is_message: Bool[np.ndarray, " tokens"]
-    ) -> slice:
-        """Where the reply prefix of a message is; empty if the message does not begin with it."""
-        start = int(is_message.argmax())
-        stop = start + len(self._reply_prefix)
-        return slice(start, stop if np.array_equal(ids[start:stop], self._reply_prefix) else start)
-
 
 def build_renderer(
     tokenizer: str | Path | Tokenizer,
@@ -333,80 +435,26 @@ def build_renderer(
     model_type: str | None = None,
     images: ImageProcessor | None = None,
 ) -> Renderer:
-    """Build the renderer of a tokenizer (a directory, or loaded) for the family in `section`.
+    """Build the renderer of a tokenizer (a directory, or loaded), as `section` says (choice.py).
 
     images: the model's image processor; None if the model takes text only.
-    With name = "auto" the family follows from the model's type; a model from scratch has Qwen3's chat tokens.
 
-    Raises: ConfigError if no family fits or the vocabulary lacks the family's special tokens.
+    Raises: ConfigError if nothing fits.
     """
     section = section or RendererSection()
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)
-    family = section.name if section.name != "auto" else FAMILY_OF_MODEL_TYPE.get(model_type or "")
-    if section.name == "auto" and model_type in _SCRATCH_FAMILIES and is_letters_tokenizer(tokenizer):
-        family = "qwen3"
-    if family is None:
-        raise ConfigError(
-            f'[renderer] name = "auto" has no chat template for model_type {model_type!r}; '
-            f"set name to one of {', '.join(sorted(set(FAMILY_OF_MODEL_TYPE.values())))}."
-        )
     if images is not None and tokenizer.token_id(PLACEHOLDER) is None:
         raise ConfigError(
             f"{tokenizer.name_or_path}: the model has an image processor, but its tokenizer has no {PLACEHOLDER!r}; "
             "only the tokens of the Qwen-VL families are supported."
         )
-    return Renderer(tokenizer, _build_backend(tokenizer, family, section), family, images)
-
-
-def _with_settings(config: Any, settings: dict[str, Any], family: str) -> Any:
-    """The config of a family's template with these settings.
-
-    Raises: ConfigError for a setting or a value that the template does not have.
-    """
-    known = [name for name in type(config).model_fields if name != "name"]
-    if unknown := sorted(settings.keys() - set(known)):
-        raise ConfigError(
-            f"[renderer] settings.{unknown[0]}: the template of {family!r} has no such setting; it has "
-            f"{', '.join(known)}"
-        )
-    try:
-        return type(config)(**settings)
-    except ValueError as cause:
-        first = cause.errors()[0] if isinstance(cause, ValidationError) else {"loc": ("",), "msg": str(cause)}
-        name = ".".join(map(str, first["loc"]))
-        raise ConfigError(
-            f"[renderer] settings.{name} = {settings.get(name)!r} for the template of {family!r}: {first['msg']}"
-        ) from cause
-
-
-def _build_backend(tokenizer: Tokenizer, family: str, section: RendererSection) -> Any:
-    import renderers
-
-    try:
-        config = renderers.config_from_name(family)
-    except ValueError as cause:
-        raise ConfigError(f"[renderer] name = {family!r} is not a known family: {cause}") from cause
-    if config is None or family in ("default", "custom"):
-        raise ConfigError(
-            f"[renderer] name = {family!r} cannot tell sampled tokens from those of the template; "
-            "set name to the model's family."
-        )
-    fields = renderers.template_field_names(config)
-    settings = {"enable_thinking": section.enable_thinking} if "enable_thinking" in fields else {}
-    if section.clear_thinking is not None:
-        if "clear_thinking" not in fields:
-            raise ConfigError(
-                f"[renderer] clear_thinking = {str(section.clear_thinking).lower()}: the template of {family!r} has no "
-                "such setting; remove it"
-            )
-        settings["clear_thinking"] = section.clear_thinking
-    settings |= section.settings
-    if settings:
-        config = _with_settings(config, settings, family)
-    try:
-        return renderers.create_renderer(tokenizer, config)
-    except AssertionError as cause:
-        raise ConfigError(
-            f"[renderer] name = {family!r} does not fit {tokenizer.name_or_path}: {cause}"
-        ) from cause
+    image_token_id = None if images is None else tokenizer.token_id(PLACEHOLDER)
+    choice = choose_backend(tokenizer, section, model_type, image_token_id)
+    return Renderer(
+        tokenizer,
+        choice.backend,
+        images,
+        keeps_special_text=section.special_tokens_in_text == "text",
+        description=choice.description,
+    )

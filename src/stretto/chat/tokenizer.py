@@ -7,16 +7,18 @@ neither torch nor transformers. Chat messages are rendered in render.py.
 from __future__ import annotations
 
 import json
+import re
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.placeholders import VISION_TOKENS
+from stretto.chat.templates import TemplateFiles, read_templates
 from stretto.data.hub_model import find_local
 from stretto.data.messages import ROLES
 
@@ -29,17 +31,39 @@ CHAT_TOKENS = (
     "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
 )  # fmt: skip
 _SHORT_TEXT, _LONG_TEXT = 32, 4096  # characters
+_FIRST_PRIVATE = (
+    0x100000  # plane 16 is for private use; in texts that are encoded, special tokens that stay text
+)
+_PRIVATE = re.compile(f"([{chr(_FIRST_PRIVATE)}-{chr(_FIRST_PRIVATE + 0xFFFD)}])")
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n\t"
+
+
+class _Pieces(NamedTuple):
+    """Token ids and character offsets of a text that was encoded in pieces."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
 
 
 class Tokenizer:
     """The tokenizer of one directory, with its end tokens and special tokens."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, *, name: str, eos_ids: tuple[int, ...], unk_id: int | None
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        name: str,
+        eos_ids: tuple[int, ...],
+        unk_id: int | None,
+        templates: TemplateFiles | None = None,
+        template_tokens: Mapping[str, str] | None = None,
     ):
+        """template_tokens: texts of special tokens by the names that templates use, such as `bos_token`."""
         self._backend = backend
         self.name_or_path = name
+        self.templates = templates or TemplateFiles()
+        self.template_tokens = dict(template_tokens or {})
         self.eos_ids = eos_ids
         self.unk_token_id = unk_id
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
@@ -56,11 +80,61 @@ class Tokenizer:
             return list(self._encode_short(text, add_special_tokens))
         return self._encode(text, add_special_tokens).ids
 
-    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding | _Pieces:
+        if _PRIVATE.search(text):
+            return self._encode_with_text(text, add_special_tokens)
         if len(text) < _LONG_TEXT:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
         # Only encode_batch releases the interpreter lock, so that other threads can run.
         return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def _encode_with_text(self, text: str, add_special_tokens: bool) -> _Pieces:
+        """A text of `as_text`: its special tokens are encoded as the characters that they consist of."""
+        specials = list(self.special_tokens)
+        found = _Pieces([], [])
+        place = 0
+        for piece in _PRIVATE.split(text):
+            index = ord(piece) - _FIRST_PRIVATE if _PRIVATE.fullmatch(piece) else None
+            is_special = index is not None and index < len(specials)
+            encode = self._text_only.encode if is_special else self._backend.encode
+            is_first = add_special_tokens and place == 0
+            encoding = encode(specials[index] if is_special else piece, add_special_tokens=is_first)
+            found.ids.extend(encoding.ids)
+            # Offsets are those of the text that was given, in which a special token is one character.
+            found.offsets.extend(
+                (place, place + 1) if is_special else (place + left, place + right)
+                for left, right in encoding.offsets
+            )
+            place += len(piece)
+        return found
+
+    def as_text(self, text: str) -> str:
+        """The text with a private-use character for each special token in it, which `encode` keeps text."""
+        for index, token in enumerate(self.special_tokens):
+            text = text.replace(token, chr(_FIRST_PRIVATE + index))
+        return text
+
+    @cached_property
+    def _text_only(self) -> tokenizers.Tokenizer:
+        copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        copy.encode_special_tokens = True
+        return copy
+
+    @cached_property
+    def special_tokens(self) -> dict[str, bool]:
+        """Special tokens by their text, longest first, and whether one leaves the blanks beside it alone."""
+        added = self._backend.get_added_tokens_decoder().values()
+        plain = {t.content: not (t.lstrip or t.rstrip) for t in added if t.special and t.content}
+        return dict(sorted(plain.items(), key=lambda item: -len(item[0])))
+
+    @cached_property
+    def added_tokens(self) -> tuple[str, ...]:
+        """The texts of all tokens that were added to the vocabulary."""
+        return tuple(token.content for token in self._backend.get_added_tokens_decoder().values())
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one special token."""
+        return self._backend.id_to_token(int(token_id)) or ""
 
     @cached_property
     def max_token_bytes(self) -> int:
@@ -116,7 +190,14 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         eos_ids = tuple(dict.fromkeys((eos_id, *eos_ids)))
     unknown = _token_text(config.get("unk_token"))
     unk_id = backend.token_to_id(unknown) if unknown else None
-    return Tokenizer(backend, name=str(name), eos_ids=eos_ids, unk_id=unk_id)
+    return Tokenizer(
+        backend,
+        name=str(name),
+        eos_ids=eos_ids,
+        unk_id=unk_id,
+        templates=read_templates(path, config),
+        template_tokens=_template_tokens(path, config),
+    )
 
 
 def build_letters_tokenizer(
@@ -204,6 +285,13 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     except ValueError as cause:
         raise DataError(f"{file}: not JSON: {cause}") from cause
+
+
+def _template_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by the names under which transformers gives them to templates."""
+    entries = {**_read_json(path / "special_tokens_map.json"), **config}
+    named = {key: _token_text(entries.get(key)) for key in _TOKEN_NAMES}
+    return {key: text for key, text in named.items() if isinstance(text, str)}
 
 
 def _token_text(entry: Any) -> str | None:

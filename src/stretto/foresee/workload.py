@@ -281,7 +281,8 @@ def example_lengths(cfg: SFTConfig) -> Numbers | str:
         else:
             renderer = build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
         rows = itertools.islice(read_rows(data, cfg.seed), NUM_EXAMPLES)
-        lengths = [len(render_row(row, renderer, cfg.loss_mask)[0]) for row in rows]
+        rendered = [render_row(row, renderer, cfg.loss_mask) for row in rows]
+        lengths = [len(example.token_ids) for each in rendered for example in each.examples]
     except StrettoError as error:
         return str(error)
     return (

@@ -271,9 +271,7 @@ class OpenAIRoutes:
             raise Refusal(str(error)) from error
         except Exception as error:  # templates are third-party code and may raise anything
             logger.info("messages are refused", exc_info=True)
-            raise Refusal(
-                f"messages: the template of family {renderer.family} refuses them: {error!r}"
-            ) from error
+            raise Refusal(f"messages: {renderer.name} refuses them: {error!r}") from error
 
     def _submit_all(self, specs: list[GenerateRequest], *, is_streamed: bool = False) -> list[Ticket]:
         """Submit all requests; if one is refused, cancel the others and raise its Refusal."""

@@ -174,7 +174,7 @@ def test_tokens_are_those_of_the_library_with_transformers_processor(renderer: R
             image_std=TINY.std,
         )
 
-    backend = renderer._backend
+    backend = renderer._backend._backend
     backend._processor = Processor()
     tool = {"role": "tool", "content": [said("see "), shows(2)]}
     whole = [*CONVERSATION, {"role": "assistant", "content": "ok"}, tool, {"role": "user", "content": "so?"}]
@@ -204,25 +204,26 @@ def test_earlier_tokens_never_change_over_turns_with_images(renderer: Renderer) 
     for turn, role in enumerate(("tool", "user", "tool")):
         reply = np.array([*renderer.encode(f"reply {turn}"), renderer.stop_ids[0]], np.int32)
         new = [{"role": role, "content": [said("now "), shows(turn, height=30)]}]
-        extended = renderer.extend(prompt, reply, new)
+        history = [*messages, renderer.parse(reply, prompt)]
+        extended = renderer.extend(prompt, reply, history, new)
         if extended is None:  # the family renders the conversation anew here
-            assert renderer.family == "qwen3.5" and role == "user"
+            assert renderer.name == "qwen3.5" and role == "user"
             return
         seen = np.concatenate((prompt, reply))
         np.testing.assert_array_equal(extended[: len(seen)], seen)
         images = (*images, *renderer.images_of(new))
         renderer.check_images(extended, images)
-        owners = renderer.text_owners(new, after=(prompt, reply))
+        owners = renderer.text_owners(new, after=(prompt, reply, history))
         assert len(owners) == len(extended) and not (owners >= 0)[extended == renderer.image_token_id].any()
-        prompt = extended
+        prompt, messages = extended, [*history, *new]
 
 
 def test_images_are_never_trained(renderer: Renderer) -> None:
     messages = [*CONVERSATION, {"role": "assistant", "content": "a b"}]
-    ids, mask = renderer.render_sft(messages, LossMaskSection(user=True, assistant=True))
+    [(ids, mask, _)] = renderer.render_sft(messages, LossMaskSection(user=True, assistant=True)).examples
     spans_of(renderer, ids, messages)
     assert mask.any() and not mask[ids == renderer.image_token_id].any()
-    only = renderer.render_sft(messages, LossMaskSection())
+    [only] = renderer.render_sft(messages, LossMaskSection()).examples
     np.testing.assert_array_equal(only[0], ids)
     assert renderer.decode(only[0][only[1]]).startswith("a b")
 
@@ -231,7 +232,8 @@ def test_a_sampled_placeholder_does_not_move_the_next_images(renderer: Renderer)
     prompt = renderer.render_prompt(CONVERSATION[1:])
     reply = np.array([renderer.image_token_id, *renderer.encode("x"), renderer.stop_ids[0]], np.int32)
     new = [{"role": "tool", "content": [shows(3)]}]
-    extended = renderer.extend(prompt, reply, new)
+    history = [*CONVERSATION[1:], renderer.parse(reply, prompt)]
+    extended = renderer.extend(prompt, reply, history, new)
     assert (extended == renderer.image_token_id).sum() == (prompt == renderer.image_token_id).sum() + 1 + 4
 
 

@@ -102,7 +102,8 @@ class Script:
             call = {"name": "lookup", "arguments": arguments}
             message["tool_calls"] = [{"type": "function", "id": "functions.lookup:0", "function": call}]
         conversation = [{"role": "user", "content": "go"}, message]
-        ids, mask = self.renderer.render_sft(conversation, LossMaskSection(), Toolset([lookup]).schemas)
+        rendered = self.renderer.render_sft(conversation, LossMaskSection(), Toolset([lookup]).schemas)
+        [(ids, mask, _)] = rendered.examples
         reply = ids[mask].tolist()
         return reply if reply[-1] in self.renderer.stop_ids else [*reply, self.renderer.stop_ids[0]]
 

@@ -203,7 +203,7 @@ def test_row_with_text_parts_and_tool_calls_is_rendered(renderer):
         },
         "here",
     )
-    ids, mask = renderer.render_sft(row.messages, ASSISTANT)
+    [(ids, mask, _)] = renderer.render_sft(row.messages, ASSISTANT).examples
     assert "ab" in renderer.tokenizer.decode(ids)
     assert '"name": "add"' in renderer.tokenizer.decode(ids[mask])
 

@@ -252,11 +252,21 @@ class RendererSection(Section):
     """How messages become tokens."""
 
     name: str = "auto"
-    """Renderer family (`qwen3`, `llama-3`, ...); `auto`: by the model's `model_type`."""
+    """`auto`: the model's own chat template, or the renderer of its family where that gives the same tokens;
+    `template`: the template always; `text`: prompts as they stand, for base models; or a family (`qwen3`, ...)."""
+    template: str | None = None
+    """A chat template instead of the model's: a .jinja file, `chatml`, or one of the model's own list by its name. It
+    is exported with the weights."""
     enable_thinking: bool = False
-    """Leave room for a thinking block where the family has one."""
+    """Leave room for a thinking block where the template has one (`enable_thinking` or `thinking`)."""
     clear_thinking: bool | None = None
-    """Leave the thinking of earlier turns out of prompts; None: as the family does. Only the GLM-5 families have it."""
+    """Leave the thinking of earlier turns out of prompts; None: as the template does. Only GLM-5's have it."""
+    tool_parser: str = "auto"
+    """Format of tool calls in replies (`hermes`, `qwen3-coder`, `llama3`, `python`, `mistral`, `granite`, ...);
+    `auto`: the one that reads the template's own calls; `none`: calls stay text. A family has a format of its own."""
+    special_tokens_in_text: Literal["token", "text"] = "token"
+    """The text of a special token in a message that is not the assistant's: `token`: it becomes that token, as in
+    transformers; `text`: it stays text. Such texts are counted, and the first is warned about."""
     settings: dict[str, Any] = Field({})
-    """Further settings of the family's template, such as `thinking_retention = "all"`, `preserve_thinking`,
-    `truncate_history_thinking` or `reasoning_effort`; an unknown name is refused with a list of the known ones."""
+    """Further variables of the template, such as `reasoning_effort` or `preserve_thinking`, or settings of a family,
+    such as `thinking_retention = "all"`; an unknown name is refused with a list of the known ones."""

@@ -429,7 +429,12 @@ class UnitRenderer:
         return np.zeros(max(1, sum(int(message["content"]) for message in messages)), np.int32)
 
     def extend(
-        self, prompt: np.ndarray, completion: np.ndarray, new: Sequence[Message], tools: Any = None
+        self,
+        prompt: np.ndarray,
+        completion: np.ndarray,
+        history: Any,
+        new: Sequence[Message],
+        tools: Any = None,
     ) -> np.ndarray:
         return np.zeros(len(prompt) + len(completion) + sum(int(m["content"]) for m in new), np.int32)
 

@@ -334,7 +334,7 @@ class Recorder(RolloutContext):
             return None
         if (tools or None) != self._tools:
             return None
-        return self._play.renderer.extend(*self._turn, messages[known:], tools)
+        return self._play.renderer.extend(*self._turn, self._history, messages[known:], tools)
 
     def _echo_weights(
         self, echo: Echo, messages: list[Message], first_new: int, tools: list[dict] | None
@@ -343,7 +343,7 @@ class Recorder(RolloutContext):
 
         first_new: index of the first message that extends the tokens so far; 0 if all are rendered again.
         """
-        after = self._turn if first_new else None
+        after = (*self._turn, self._history) if first_new and self._turn is not None else None
         owners = self._play.renderer.text_owners(messages[first_new:], tools, after=after)
         weights = np.zeros(len(owners), np.float32)
         last_reply = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)

@@ -236,7 +236,7 @@ class Player(PlaySettings):
             self.check_reply(completion)
             where = f"environment {env.name}, rollout {draw.rollout_id(member)}, score"
             with boundary(EnvError, where):
-                text = self.renderer.parse(completion.token_ids).get("content") or ""
+                text = self.renderer.parse(completion.token_ids, request.prompt_ids).get("content") or ""
             result = await checked_score(await call_async(lambda: env.score(draw.task, text), where), where)
             branch = OpenBranch(self.behavior_temperature())
             branch.add_turn(request.prompt_ids, completion, draw.version, images=request.images)

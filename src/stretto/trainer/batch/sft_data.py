@@ -12,13 +12,13 @@ import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from stretto.base.errors import ConfigError, DataError, EnvError, StrettoError
 from stretto.base.foreign import guarded
-from stretto.chat.render import Message, Renderer
+from stretto.chat.render import Message, Renderer, SftRendering
 from stretto.config.sections.sft import Data, EnvData, FileData, LossMaskSection
 from stretto.data.image_columns import column_of, with_images
 from stretto.data.messages import parse_messages, parse_tools
@@ -27,9 +27,6 @@ from stretto.envs.base import load_environment
 from stretto.records.images import Image
 from stretto.records.rows import pack_rows
 from stretto.records.sample import MicroBatch, images_by_document
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Int32
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +56,9 @@ class Examples:
     examples: tuple[Example, ...]
     num_truncated: int
     num_dropped: int
-    """Rows without a trained token (no message of a trained role within seq_len)."""
+    """Examples without a trained token (no message of a trained role within seq_len)."""
+    num_left_out: int = 0
+    """Replies that the chat template does not show as the model would sample them."""
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -92,7 +91,8 @@ def load_examples(
     mixed = parts[0].examples
     if isinstance(data, FileData) and parts[1:]:
         mixed = mix([part.examples for part in parts], data.probabilities, data.stopping_strategy)
-    examples = Examples(mixed, sum(p.num_truncated for p in parts), sum(p.num_dropped for p in parts))
+    counts = (sum(getattr(p, f"num_{what}") for p in parts) for what in ("truncated", "dropped", "left_out"))
+    examples = Examples(mixed, *counts)
     if examples.num_truncated or examples.num_dropped:
         logger.warning(
             "%d of %d examples were truncated to %d tokens; %d rows were dropped because they have no trained token",
@@ -100,6 +100,13 @@ def load_examples(
             sum(map(len, parts)),
             max_tokens,
             examples.num_dropped,
+        )
+    if examples.num_left_out:
+        logger.warning(
+            "%d replies are not trained: %s does not show them as the model would sample them (it drops their thought, "
+            "or begins replies otherwise than its own prompt)",
+            examples.num_left_out,
+            renderer.name,
         )
     return examples
 
@@ -125,40 +132,43 @@ def _load_part(
 ) -> Examples:
     """The examples of one file or data set."""
     examples: list[Example] = []
-    num_truncated = num_dropped = 0
+    num_truncated = num_dropped = num_left_out = 0
     where = "the data"
     for row in rows:
         where = row.where
-        ids, mask, images = render_row(row, renderer, loss_mask)
-        if is_truncated := len(ids) > max_tokens:
-            mask = mask.copy()
-            mask[renderer.last_cut(ids, images, max_tokens) :] = False
-        mask[:1] = False
-        if not mask.any():
-            num_dropped += 1
-            continue
-        num_truncated += is_truncated
-        # Tokens after the last trained one cannot change the loss.
-        end = int(np.flatnonzero(mask)[-1]) + 1
-        images = renderer.images_within(ids, images, end)
-        examples.append(Example(ids[:end].copy(), mask[:end].copy(), images))
+        rendered = render_row(row, renderer, loss_mask)
+        num_left_out += rendered.num_left_out
+        num_dropped += not rendered.examples
+        for part in rendered.examples:
+            ids, mask = part.token_ids, part.is_trained.copy()
+            images = renderer.images_of(row.messages[: part.num_messages])
+            if is_truncated := len(ids) > max_tokens:
+                mask[renderer.last_cut(ids, images, max_tokens) :] = False
+            mask[:1] = False
+            if not mask.any():
+                num_dropped += 1
+                continue
+            num_truncated += is_truncated
+            # Tokens after the last trained one cannot change the loss.
+            end = int(np.flatnonzero(mask)[-1]) + 1
+            images = renderer.images_within(ids, images, end)
+            examples.append(Example(ids[:end].copy(), mask[:end].copy(), images))
     if not examples:
+        reason = f"; {num_left_out} replies are not shown by {renderer.name}" if num_left_out else ""
         raise DataError(
-            f"{where}: no row has a token to train on ({num_dropped} rows read); "
+            f"{where}: no row has a token to train on ({num_dropped} rows read{reason}); "
             f"check [loss_mask] and seq_len = {max_tokens}."
         )
-    return Examples(tuple(examples), num_truncated, num_dropped)
+    return Examples(tuple(examples), num_truncated, num_dropped, num_left_out)
 
 
-def render_row(
-    row: Row, renderer: Renderer, loss_mask: LossMaskSection
-) -> tuple[Int32[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"], tuple[Image, ...]]:
-    """Tokens of a row, which of them are trained, and its images.
+def render_row(row: Row, renderer: Renderer, loss_mask: LossMaskSection) -> SftRendering:
+    """The tokens of a row, and which of them are trained: one example, or one per branch.
 
     Raises: DataError, ConfigError with the row's file and line if the model cannot take it.
     """
     try:
-        return *renderer.render_sft(row.messages, loss_mask, row.tools), renderer.images_of(row.messages)
+        return renderer.render_sft(row.messages, loss_mask, row.tools)
     except StrettoError as cause:
         raise type(cause)(f"{row.where}: {cause}") from cause
     except (KeyError, TypeError, ValueError) as cause:

@@ -75,7 +75,7 @@ class SeeingEngine(FakeEngine):
         if rng.random() < self.placeholder_rate:
             reply[1] = self.renderer.image_token_id
         logprobs = [-rng.random() for _ in reply]
-        prefix = self.renderer._reply_prefix
+        prefix = self.renderer._backend._reply_prefix
         starts = [
             at + len(prefix)
             for at in range(len(sent.prompt_ids) - len(prefix) + 1)

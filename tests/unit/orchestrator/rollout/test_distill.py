@@ -305,8 +305,9 @@ def test_a_real_renderer_knows_the_text_of_messages(tmp_path):
     )
     reply = np.array([*tokenizer.encode("cba"), renderer.stop_ids[0]], np.int32)
     more = [{"role": "user", "content": "def"}, {"role": "user", "content": "gh"}]
-    extended = renderer.extend(prompt, reply, more)
-    owners = renderer.text_owners(more, after=(prompt, reply))
+    history = [*first, renderer.parse(reply, prompt)]
+    extended = renderer.extend(prompt, reply, history, more)
+    owners = renderer.text_owners(more, after=(prompt, reply, history))
     assert len(owners) == len(extended)
     assert [renderer.decode(extended[owners == i]) for i in (0, 1)] == ["def", "gh"]
     assert (owners[: len(prompt) + len(reply)] == -1).all()

@@ -1,0 +1,85 @@
+"""What a renderer (render.py) asks of the two ways in which messages become tokens.
+
+`FamilyBackend` (family_backend.py) hides the renderers library, one hand-written renderer per family of models;
+`TemplateBackend` (template_backend.py) runs the template in the model's own files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from stretto.chat.tool_calls import Call
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Tokens of messages."""
+
+    token_ids: list[int]
+    owners: list[int] = field(default_factory=list)
+    """Per token the index of the message whose text it belongs to, -1 for the template's; empty if not asked for."""
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a reply says."""
+
+    content: str
+    reasoning: str | None = None
+    calls: list[Call] = field(default_factory=list)
+
+
+class Backend(Protocol):
+    """Messages <-> tokens. Messages have text only; a conversation that cannot be rendered is a DataError."""
+
+    name: str
+    stop_ids: tuple[int, ...]
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+        *,
+        add_generation_prompt: bool,
+        has_owners: bool = False,
+    ) -> Rendered:
+        """The tokens of a conversation; with the start of a reply if add_generation_prompt."""
+        ...
+
+    def bridge(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        history: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+        *,
+        has_owners: bool = False,
+    ) -> Rendered | None:
+        """The prompt after a reply: all earlier tokens, then the new messages. None if the history looks different now.
+
+        history: all messages of the prompt, and the reply.
+        """
+        ...
+
+    def reply_ids(
+        self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None
+    ) -> tuple[list[int], list[bool]] | None:
+        """The tokens that the model would sample for a reply, and which of them are trained.
+
+        None if the template does not show the reply as the model would sample it.
+        """
+        ...
+
+    def parse(
+        self,
+        completion_ids: Sequence[int],
+        prompt_ids: Sequence[int] | None,
+        tools: Sequence[Message] | None,
+    ) -> Parsed:
+        """What a completion says."""
+        ...

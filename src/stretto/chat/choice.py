@@ -1,0 +1,196 @@
+"""Which backend renders a model's messages: its own template, a family's renderer, or a template that is given.
+
+The model's own template is what it was trained with, so it decides. A hand-written renderer of its family
+(family_backend.py) knows more of replies, and is taken where it gives the same tokens on fixed conversations.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import NamedTuple, get_args
+
+from stretto.base.errors import ConfigError, StrettoError
+from stretto.chat.backend import Backend
+from stretto.chat.conversations import FIXED
+from stretto.chat.family_backend import FAMILY_OF_MODEL_TYPE, FamilyBackend, build_family
+from stretto.chat.template_backend import TemplateBackend
+from stretto.chat.templates import ChatTemplate, TemplateFiles, named_template, template_of, variables_of
+from stretto.chat.tokenizer import Tokenizer, is_letters_tokenizer
+from stretto.config.sections.model import RendererSection, ScratchSection
+
+logger = logging.getLogger(__name__)
+_SCRATCH_FAMILIES = get_args(ScratchSection.model_fields["family"].annotation)
+
+
+class Choice(NamedTuple):
+    """A backend, and one line that says which and why."""
+
+    backend: Backend
+    description: str
+
+
+class Difference(NamedTuple):
+    """A conversation to which a family's renderer and the template give other tokens."""
+
+    conversation: str
+    by_family: str
+    by_template: str
+
+
+def choose_backend(
+    tokenizer: Tokenizer, section: RendererSection, model_type: str | None, image_token_id: int | None
+) -> Choice:
+    """The backend that `section` asks for.
+
+    Raises: ConfigError if a family or a template does not fit the tokenizer.
+    """
+    own = tokenizer.templates
+    if section.template is not None:
+        return _by_template(tokenizer, template_of(section.template, own), section, image_token_id)
+    if section.name == "text":
+        return _as_text(tokenizer, section)
+    if section.name == "template":
+        if not own:
+            raise ConfigError(
+                f'[renderer] name = "template": {tokenizer.name_or_path} has no chat template; give one as '
+                'renderer.template = "FILE.jinja" or "chatml", or use name = "text"'
+            )
+        return _by_template(tokenizer, own, section, image_token_id)
+    if section.name != "auto":
+        return _by_hand(tokenizer, section)
+    return _auto(tokenizer, section, model_type, image_token_id)
+
+
+def _auto(
+    tokenizer: Tokenizer, section: RendererSection, model_type: str | None, image_token_id: int | None
+) -> Choice:
+    own = tokenizer.templates
+    if model_type in _SCRATCH_FAMILIES and is_letters_tokenizer(tokenizer):
+        return Choice(
+            build_family(tokenizer, "qwen3", section), "the family qwen3, for the letters tokenizer"
+        )
+    family = FAMILY_OF_MODEL_TYPE.get(model_type or "")
+    backend = None
+    if family is not None:
+        try:
+            backend = build_family(tokenizer, family, section)
+        except ConfigError as error:
+            if own and not section.settings and section.clear_thinking is None:
+                logger.debug("the family %s does not fit: %s", family, error)
+            elif not own and "does not fit" not in str(error):
+                raise
+    if not own:
+        if backend is not None:
+            return Choice(backend, f"the family {family}; the model has no chat template of its own")
+        return _as_text(tokenizer, section, is_fallback=True)
+    if backend is not None:
+        difference = next(differences(tokenizer, backend, section), None)
+        if difference is None:
+            return Choice(backend, f"the family {family}, which gives the tokens of the model's own template")
+        choice = _by_template(tokenizer, own, section, image_token_id)
+        note = f"the family {family} writes the conversation '{difference.conversation}' otherwise"
+        return choice._replace(description=f"{choice.description}; {note}")
+    return _by_template(tokenizer, own, section, image_token_id)
+
+
+def _by_hand(tokenizer: Tokenizer, section: RendererSection) -> Choice:
+    """A family that the config names; if the model has another template, that is a warning."""
+    backend = build_family(tokenizer, section.name, section)
+    for difference in differences(tokenizer, backend, section):
+        logger.warning(
+            "[renderer] name = %r writes the conversation '%s' otherwise than the chat template in the model's files; "
+            'leave name out, or set it to "auto", to use that.\n  %s: %r\n  the template: %r',
+            section.name,
+            difference.conversation,
+            section.name,
+            difference.by_family,
+            difference.by_template,
+        )
+        return Choice(backend, f"the family {section.name}, which differs from the model's own template")
+    return Choice(backend, f"the family {section.name}")
+
+
+def _by_template(
+    tokenizer: Tokenizer, files: TemplateFiles, section: RendererSection, image_token_id: int | None
+) -> Choice:
+    template = ChatTemplate(files, tokenizer.template_tokens, settings_for(files, section))
+    try:
+        backend = TemplateBackend(
+            tokenizer, template, tool_parser=section.tool_parser, image_token_id=image_token_id
+        )
+    except StrettoError as error:
+        raise ConfigError(f"{tokenizer.name_or_path}: {error}") from error
+    calls = backend.tool_format or ("not read" if backend.traits.shows_calls else "none")
+    ends = ", ".join(repr(tokenizer.token_text(token)) for token in backend.stop_ids) or "none"
+    return Choice(backend, f"the model's own template ({files.where}); tool calls: {calls}; ends: {ends}")
+
+
+def _as_text(tokenizer: Tokenizer, section: RendererSection, *, is_fallback: bool = False) -> Choice:
+    """Prompts as they stand, for base models."""
+    files = named_template("text")
+    first = tokenizer.encode("", add_special_tokens=True)
+    tokens = tokenizer.template_tokens | {"bos_token": tokenizer.token_text(first[0]) if first else ""}
+    backend = TemplateBackend(tokenizer, ChatTemplate(files, tokens), tool_parser=section.tool_parser)
+    backend.name = "the renderer of plain text"
+    description = "prompts as they stand, without a chat format"
+    if is_fallback:
+        description += (
+            "; the model has no chat template: if it is a chat model, give its template as renderer.template"
+        )
+        logger.warning("[renderer] %s: %s", tokenizer.name_or_path, description)
+    return Choice(backend, description)
+
+
+def settings_for(files: TemplateFiles, section: RendererSection) -> dict[str, object]:
+    """The variables of a template that a config sets.
+
+    `enable_thinking` is called `thinking` by some; a template that has neither does not get it.
+    """
+    known = frozenset().union(*(variables_of(source) for source in files.sources.values()))
+    settings: dict[str, object] = {}
+    if "enable_thinking" in known:
+        settings["enable_thinking"] = section.enable_thinking
+    elif "thinking" in known:
+        settings["thinking"] = section.enable_thinking
+    if section.clear_thinking is not None:
+        settings["clear_thinking"] = section.clear_thinking
+    return settings | section.settings
+
+
+def differences(
+    tokenizer: Tokenizer, backend: FamilyBackend, section: RendererSection
+) -> Iterator[Difference]:
+    """The fixed conversations to which a family and the model's own template give other tokens.
+
+    A conversation that the template refuses is not compared.
+    """
+    files = tokenizer.templates
+    if not files:
+        return
+    try:
+        template = ChatTemplate(
+            files, tokenizer.template_tokens, _shared(settings_for(files, section), files)
+        )
+        reference = TemplateBackend(tokenizer, template, tool_parser="none")
+    except StrettoError as error:
+        logger.debug("the template in the model's files cannot be compared: %s", error)
+        return
+    for name, (messages, tools) in FIXED.items():
+        try:
+            expected = reference.render(messages, tools, add_generation_prompt=True).token_ids
+        except StrettoError:
+            continue
+        try:
+            found = backend.render(messages, tools, add_generation_prompt=True).token_ids
+        except Exception as error:  # a renderer of the library may refuse what the template takes
+            yield Difference(name, f"refused: {error}", tokenizer.decode(expected))
+            continue
+        if list(found) != list(expected):
+            yield Difference(name, tokenizer.decode(found), tokenizer.decode(expected))
+
+
+def _shared(settings: dict[str, object], files: TemplateFiles) -> dict[str, object]:
+    """Settings without those that only the family has."""
+    known = frozenset().union(*(variables_of(source) for source in files.sources.values()))
+    return {name: value for name, value in settings.items() if name in known}

@@ -1,0 +1,181 @@
+"""Messages <-> tokens by the renderers library: one hand-written renderer per family of models.
+
+Importing the library takes half a second, so only `build_family` does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from stretto.base.errors import ConfigError
+from stretto.chat.backend import Message, Parsed, Rendered
+from stretto.chat.tokenizer import Tokenizer
+from stretto.chat.tool_calls import Call
+from stretto.config.sections.model import RendererSection
+
+FAMILY_OF_MODEL_TYPE = {
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3",
+    "qwen3_vl": "qwen3-vl",
+    "qwen3_vl_moe": "qwen3-vl",
+    "qwen3_5": "qwen3.5",
+    "qwen3_5_text": "qwen3.5",
+    "qwen3_5_moe": "qwen3.5",
+    "qwen3_5_moe_text": "qwen3.5",
+    "llama": "llama-3",
+    "glm4_moe": "glm-4.5",
+    "glm_moe_dsa": "glm-5",
+    "minimax_m2": "minimax-m2",
+    "deepseek_v3": "deepseek-v3",
+    "kimi_k2": "kimi-k2",
+    "gpt_oss": "gpt-oss",
+    "nemotron_h": "nemotron-3",
+    "laguna": "laguna-xs.2",
+}
+"""The library's renderer by a model's type, where it has one."""
+
+
+class FamilyBackend:
+    """One renderer of the library."""
+
+    def __init__(self, backend: Any, family: str):
+        self.name = family
+        self._backend = backend
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(backend.get_stop_token_ids()))
+        question = [{"role": "user", "content": "a"}]
+        num_tokens = len(backend.render_ids(question))
+        # Tokens before every reply: the role header and, with thinking off, an empty thought.
+        self._reply_prefix = backend.render_ids(question, add_generation_prompt=True)[num_tokens:]
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+        *,
+        add_generation_prompt: bool,
+        has_owners: bool = False,
+    ) -> Rendered:
+        arguments = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        if not has_owners:
+            return Rendered(self._backend.render_ids(list(messages), **arguments))
+        return self._with_owners(self._backend.render(list(messages), **arguments))
+
+    def bridge(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        history: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+        *,
+        has_owners: bool = False,
+    ) -> Rendered | None:
+        found = self._backend.bridge_to_next_turn(
+            list(prompt_ids), list(completion_ids), list(messages), tools=tools
+        )
+        if found is None:
+            return None
+        return self._with_owners(found) if has_owners else Rendered(found.token_ids)
+
+    def reply_ids(
+        self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None
+    ) -> tuple[list[int], list[bool]] | None:
+        rendered = self._backend.render([*history, reply], tools=tools)
+        assert len(rendered.sampled_mask) == len(rendered.token_ids), f"{self.name} attributes no tokens"
+        of_reply = [i for i, owner in enumerate(rendered.message_indices) if owner == len(history)]
+        start, stop = (of_reply[0], of_reply[-1] + 1) if of_reply else (0, 0)
+        num_prefix = len(self._reply_prefix)
+        if rendered.token_ids[start : start + num_prefix] == self._reply_prefix:
+            start += num_prefix
+        sampled = [i for i in range(start, stop) if rendered.sampled_mask[i]]
+        ids = [rendered.token_ids[i] for i in sampled]
+        return (ids, [True] * len(ids)) if ids else None
+
+    def parse(
+        self,
+        completion_ids: Sequence[int],
+        prompt_ids: Sequence[int] | None,
+        tools: Sequence[Message] | None,
+    ) -> Parsed:
+        parsed = self._backend.parse_response(
+            list(completion_ids), tools=tools, prompt_ids=None if prompt_ids is None else list(prompt_ids)
+        )
+        return from_library(parsed)
+
+    def _with_owners(self, rendered: Any) -> Rendered:
+        ids, owners, is_text = rendered.token_ids, rendered.message_indices, rendered.is_content
+        assert len(is_text) == len(owners) == len(ids), f"{self.name} attributes no tokens"
+        return Rendered(ids, [owner if text else -1 for owner, text in zip(owners, is_text)])
+
+
+def from_library(parsed: Any) -> Parsed:
+    """A reply that the library has parsed."""
+    calls = [
+        Call(call.raw, call.name, call.arguments) if call.status == "ok" else Call(call.raw)
+        for call in parsed.tool_calls
+    ]
+    return Parsed(parsed.content, parsed.reasoning_content, calls)
+
+
+def build_family(tokenizer: Tokenizer, family: str, section: RendererSection) -> FamilyBackend:
+    """Build the library's renderer of a family.
+
+    Raises: ConfigError for a family that the library does not have or whose special tokens the vocabulary lacks, and
+    for settings that the family's template does not have.
+    """
+    import renderers
+
+    try:
+        config = renderers.config_from_name(family)
+    except ValueError as cause:
+        raise ConfigError(
+            f'[renderer] name = {family!r} is not a known family: {cause} Or "auto", for the model\'s own chat '
+            'template; "text", for prompts as they stand.'
+        ) from cause
+    if config is None or family in ("default", "custom"):
+        raise ConfigError(
+            f'[renderer] name = {family!r} cannot tell sampled tokens from those of the template; "template" takes the '
+            'template in the model\'s own files and can, as "auto" does.'
+        )
+    fields = renderers.template_field_names(config)
+    settings = {"enable_thinking": section.enable_thinking} if "enable_thinking" in fields else {}
+    if section.clear_thinking is not None:
+        if "clear_thinking" not in fields:
+            raise ConfigError(
+                f"[renderer] clear_thinking = {str(section.clear_thinking).lower()}: the template of {family!r} has no "
+                "such setting; remove it"
+            )
+        settings["clear_thinking"] = section.clear_thinking
+    settings |= section.settings
+    if settings:
+        config = _with_settings(config, settings, family)
+    try:
+        return FamilyBackend(renderers.create_renderer(tokenizer, config), family)
+    except AssertionError as cause:
+        raise ConfigError(
+            f"[renderer] name = {family!r} does not fit {tokenizer.name_or_path}: {cause}"
+        ) from cause
+
+
+def _with_settings(config: Any, settings: dict[str, Any], family: str) -> Any:
+    """The config of a family's template with these settings.
+
+    Raises: ConfigError for a setting or a value that the template does not have.
+    """
+    known = [name for name in type(config).model_fields if name != "name"]
+    if unknown := sorted(settings.keys() - set(known)):
+        raise ConfigError(
+            f"[renderer] settings.{unknown[0]}: the template of {family!r} has no such setting; it has "
+            f"{', '.join(known)}"
+        )
+    try:
+        return type(config)(**settings)
+    except ValueError as cause:
+        first = cause.errors()[0] if isinstance(cause, ValidationError) else {"loc": ("",), "msg": str(cause)}
+        name = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"[renderer] settings.{name} = {settings.get(name)!r} for the template of {family!r}: {first['msg']}"
+        ) from cause

@@ -1,0 +1,431 @@
+"""Messages <-> tokens by a model's own chat template.
+
+A template gives text, so that what it adds behind a reply is found by rendering the conversation with and without new
+messages. Sampled tokens are kept, never encoded again. The conversation is extended only if the template still shows
+everything before as it was: where it drops a thought, moves the system message or writes another date, `bridge` returns
+None, and the caller renders the whole conversation as another branch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from stretto.base.errors import ConfigError, DataError
+from stretto.chat.backend import Message, Parsed, Rendered
+from stretto.chat.conversations import CALL, TOOL
+from stretto.chat.family_backend import from_library
+from stretto.chat.marks import owners_of, unmarked, with_marks
+from stretto.chat.templates import ChatTemplate
+from stretto.chat.tokenizer import Tokenizer
+from stretto.chat.tool_calls import FORMAT_MARKS, FORMATS, LIBRARY_FORMATS, TEXT_FORMATS, UNMARKED
+from stretto.chat.traits import Thinking, as_parts, find_traits, with_arguments
+
+logger = logging.getLogger(__name__)
+
+_MAX_KNOWN = 2**16
+"""Prompts whose text is remembered, as two hashes each."""
+
+
+class TemplateBackend:
+    """One chat template over one tokenizer."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        *,
+        tool_parser: str = "auto",
+        image_token_id: int | None = None,
+    ) -> None:
+        """tool_parser: one of FORMATS, "none", or "auto" for the one that reads the template's own calls.
+
+        Raises: ConfigError for a format that there is not; DataError for a template that shows no message.
+        """
+        self.name = f"the chat template of {template.where}"
+        self.template, self._tokenizer, self._image_token_id = template, tokenizer, image_token_id
+        self.traits = find_traits(template)
+        self.end_id = self._find_end()
+        own = () if self.end_id is None else (self.end_id,)
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*own, *tokenizer.eos_ids)))
+        self._stop_texts = {tokenizer.token_text(token): token for token in self.stop_ids}
+        self._anchor = next((t for t, is_plain in tokenizer.special_tokens.items() if is_plain), None)
+        self._known: dict[bytes, bytes] = {}  # digests of prompts -> digests of their texts
+        self.thinking = self.traits.thinking
+        self.tool_format = self._find_format(tool_parser)
+
+    # -- messages to tokens --
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+        *,
+        add_generation_prompt: bool,
+        has_owners: bool = False,
+    ) -> Rendered:
+        text = self._text(messages, tools, add_generation_prompt)
+        if has_owners:
+            spans = self._spans(messages, tools, add_generation_prompt, text)
+            encoded = self._tokenizer(text)
+            return Rendered(encoded["input_ids"], owners_of(encoded["offset_mapping"], spans))
+        ids = self._tokenizer.encode(text)
+        if add_generation_prompt:
+            self._remember(ids, text)
+        return Rendered(ids)
+
+    def bridge(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        history: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+        *,
+        has_owners: bool = False,
+    ) -> Rendered | None:
+        if any(message["role"] == "assistant" for message in messages):
+            return None
+        asked = self._text(history[:-1], tools, True)
+        if not self._shows(prompt_ids, asked):
+            return None
+        shown = self._text(history, tools, False)
+        everything = [*history, *messages]
+        now = self._text(everything, tools, True)
+        if not shown.startswith(asked):
+            return None
+        body, _ = self._split_end(shown[len(asked) :])
+        ids, end = self._split_stop(completion_ids)
+        stem = asked + body
+        if not now.startswith(stem) or not self._says(ids, body, asked, tools, is_ended=end is not None):
+            return None
+        end_text = "" if end is None else self._tokenizer.token_text(end)
+        if not now.startswith(end_text, len(stem)):
+            return None
+        start = len(stem) + len(end_text)
+        added, offsets = self._encode_after(end_text, now[start:])
+        token_ids = [*prompt_ids, *completion_ids, *added]
+        self._remember(token_ids, now)
+        if not has_owners:
+            return Rendered(token_ids)
+        spans = [
+            (index - len(history), left - start, right - start)
+            for index, left, right in self._spans(everything, tools, True, now)
+            if index >= len(history)
+        ]
+        return Rendered(token_ids, [-1] * (len(token_ids) - len(added)) + owners_of(offsets, spans))
+
+    def reply_ids(
+        self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None
+    ) -> tuple[list[int], list[bool]] | None:
+        try:
+            asked = self._text(history, tools, True)
+            shown = self._text([*history, reply], tools, False)
+        except DataError:
+            if history:
+                raise
+            return None  # many templates need a first message before a reply
+        if not shown.startswith(asked) or not self._shows_thought(shown[len(asked) :], reply):
+            text = self._reply_with_thought(asked, reply)
+            ids = None if text is None else self._encode_after("", text)[0]
+            return None if ids is None else (ids, [True] * len(ids))
+        body, end = self._split_end(shown[len(asked) :])
+        eos = (
+            ""
+            if end or self._tokenizer.eos_token_id is None
+            else self._tokenizer.token_text(self.stop_ids[0])
+        )
+        ids, offsets = self._encode_after("", body + (end or eos))
+        if not self.template.marks_replies:
+            return ids, [True] * len(ids)
+        marked, spans = self.template.render_marked(self._prepared([*history, reply]), tools)
+        if marked != shown:
+            raise DataError(f"{self.name}: its text changes where {{% generation %}} blocks are marked")
+        inside = [(0, left - len(asked), right - len(asked)) for left, right in spans]
+        return ids, [owner == 0 for owner in owners_of(offsets, inside)]
+
+    # -- tokens to messages --
+
+    def parse(
+        self,
+        completion_ids: Sequence[int],
+        prompt_ids: Sequence[int] | None,
+        tools: Sequence[Message] | None,
+    ) -> Parsed:
+        ids, _ = self._split_stop(completion_ids)
+        tail = None if prompt_ids is None else self._tokenizer.decode(list(prompt_ids)[-32:])
+        return self._parse(ids, tail, tools)[0]
+
+    def _parse(
+        self, ids: Sequence[int], prompt: str | None, tools: Sequence[Message] | None
+    ) -> tuple[Parsed, bool]:
+        """What the tokens of a reply without its end say, and whether they end within a thought."""
+        if self.tool_format in LIBRARY_FORMATS:
+            return self._parse_by_library(self.tool_format, ids, prompt, tools), False
+        text, thinking = self._decode_after(ids), self.thinking
+        reasoning: str | None = None
+        if thinking is not None:
+            is_open = prompt is not None and prompt.rstrip().endswith(thinking.open)
+            if prompt is None and thinking.close in text:
+                is_open = thinking.open not in text.partition(thinking.close)[0]
+            reasoning, text, is_unclosed = split_thought(text, thinking, is_open)
+            if is_unclosed:
+                return Parsed("", reasoning), True
+        if self.tool_format is None or (self.tool_format in UNMARKED and not tools):
+            return Parsed(text, reasoning), False
+        content, calls = TEXT_FORMATS[self.tool_format](text)
+        # Where the template shows no calls, they stay in the content, or the next turn would not have them.
+        return Parsed(content if calls and self.traits.shows_calls else text, reasoning, calls), False
+
+    def _parse_by_library(
+        self, name: str, ids: Sequence[int], prompt: str | None, tools: Sequence[Message] | None
+    ) -> Parsed:
+        from renderers import parsing
+
+        function, tokens = LIBRARY_FORMATS[name]
+        arguments: dict[str, Any] = {key: self._tokenizer.token_id(token) for key, token in tokens.items()}
+        if name != "gpt-oss":
+            is_open = prompt is not None and prompt.rstrip().endswith("<think>")
+            arguments |= {"stop_ids": set(self.stop_ids), "prefilled_thinking": is_open}
+        if name in ("glm", "minimax-m2"):
+            arguments["tools"] = tools
+        return from_library(getattr(parsing, function)(self._tokenizer, list(ids), **arguments))
+
+    # -- text --
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Message] | None, is_asked: bool) -> str:
+        if tools and not self.traits.shows_tools:
+            raise DataError(
+                f"{self.name} shows no tools, so that the model would not know of them: describe them in a message, or "
+                'give a template that shows them, such as renderer.template = "chatml"'
+            )
+        for message in messages:
+            self._check_calls(message)
+            if message["role"] in self.traits.hidden_roles:
+                raise DataError(
+                    f"{self.name} drops messages of the role {message['role']!r}; leave them out, or give another "
+                    "template as renderer.template"
+                )
+        return self.template.render(self._prepared(messages), tools, add_generation_prompt=is_asked)
+
+    def _check_calls(self, message: Message) -> None:
+        if self.traits.shows_calls or not (calls := message.get("tool_calls")):
+            return
+        names = [str(call.get("function", {}).get("name")) for call in calls]
+        if not all(name in str(message.get("content") or "") for name in names):
+            raise DataError(
+                f"{self.name} shows no tool calls, so that the call of {names[0]!r} would be lost: write it in the "
+                'content, or give a template that shows calls, such as renderer.template = "chatml"'
+            )
+
+    def _prepared(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages in the form that this template takes."""
+        numbers = itertools.count()
+        pending: list[str] = []
+        return [self._prepared_one(message, numbers, pending) for message in messages]
+
+    def _prepared_one(self, message: Message, numbers: itertools.count[int], pending: list[str]) -> Message:
+        """pending: ids of calls that have no result yet."""
+        ready = {key: value for key, value in message.items() if key != "unparsed_tool_calls"}
+        content = ready.get("content")
+        if isinstance(content, list) and all(is_text(part) for part in content):
+            ready["content"] = "".join(part if isinstance(part, str) else part["text"] for part in content)
+        if "content" not in ready or (content is None and not ready.get("tool_calls")):
+            ready["content"] = ""
+        if calls := ready.get("tool_calls"):
+            calls = [with_arguments(call, self.traits.arguments_as_text) for call in calls]
+            if self.traits.call_id is not None:
+                calls = [c if c.get("id") else c | {"id": self._call_id(c, next(numbers))} for c in calls]
+                pending[:] = [call["id"] for call in calls]
+            ready["tool_calls"] = calls
+            if not ready["content"]:
+                ready["content"] = self.traits.empty_content
+        elif "tool_calls" in ready:
+            del ready["tool_calls"]
+        if ready["role"] == "tool" and pending and self.traits.call_id is not None:
+            ready.setdefault("tool_call_id", pending[0])
+            pending[:] = pending[1:]
+        return as_parts(ready) if self.traits.takes_parts else ready
+
+    def _call_id(self, call: Message, number: int) -> str:
+        if (self.traits.call_id or "").startswith("functions."):
+            return f"functions.{call['function']['name']}:{number}"
+        return f"call{number:05d}"
+
+    def _spans(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None, is_asked: bool, text: str
+    ) -> list[tuple[int, int, int]]:
+        """Message, first and last character of each message's text in the rendered text."""
+        marked = self.template.render(
+            with_marks(self._prepared(messages)), tools, add_generation_prompt=is_asked
+        )
+        plain, spans = unmarked(marked)
+        if plain != text:
+            raise DataError(f"{self.name}: the text of single messages cannot be told from the template's")
+        return spans
+
+    # -- one reply --
+
+    def _says(
+        self, ids: Sequence[int], body: str, asked: str, tools: Sequence[Message] | None, *, is_ended: bool
+    ) -> bool:
+        """Whether the template shows a reply with the content, the thought and the calls that were sampled."""
+        if self._decode_after(ids) == body:
+            return True
+        said, is_open = self._parse(ids, asked, tools)
+        shown, _ = self._parse(self._encode_after("", body)[0], asked, tools)
+        return not (is_open and not is_ended) and _meaning(said) == _meaning(shown)
+
+    def _shows_thought(self, text: str, reply: Message) -> bool:
+        thought = (reply.get("reasoning_content") or "").strip()
+        if not thought and self.thinking and isinstance(reply.get("content"), str):
+            thought = (
+                split_thought(reply["content"], self.thinking, self.thinking.close in reply["content"])[0]
+                or ""
+            )
+        return thought.strip() in text
+
+    def _reply_with_thought(self, asked: str, reply: Message) -> str | None:
+        """The reply to a prompt that begins the thought, if the template drops the thoughts of replies."""
+        thinking, content = self.thinking, reply.get("content") or ""
+        if thinking is None or reply.get("tool_calls") or not isinstance(content, str):
+            return None
+        reasoning = reply.get("reasoning_content")
+        if reasoning is None and thinking.close in content:
+            reasoning, content, _ = split_thought(content, thinking, True)
+        if not reasoning:
+            return None
+        begins = "" if asked.rstrip().endswith(thinking.open) else thinking.before
+        end = self._tokenizer.token_text(self.stop_ids[0]) if self.stop_ids else ""
+        return f"{begins}{reasoning.strip()}{thinking.after}{content.strip()}{end}"
+
+    def _split_end(self, text: str) -> tuple[str, str]:
+        """A reply as it is shown: its text, and the text of its end token."""
+        at, end = max(((text.rfind(stop), stop) for stop in self._stop_texts), default=(-1, ""))
+        return (text[:at], end) if at >= 0 else (text.rstrip(), "")
+
+    def _split_stop(self, ids: Sequence[int]) -> tuple[list[int], int | None]:
+        """The tokens of a reply up to its end, and the token that ended it; None if it was cut."""
+        for place, token in enumerate(ids):
+            if int(token) in self.stop_ids:
+                return [int(t) for t in ids[:place]], int(token)
+        return [int(t) for t in ids], None
+
+    # -- the tokenizer --
+
+    def _encode_after(self, before: str, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens and character offsets of a text that stands behind a special token.
+
+        Some tokenizers begin every text with a blank; behind a special token they do not.
+        """
+        anchor = before or self._anchor or ""
+        known = self._tokenizer.encode(anchor) if anchor else []
+        encoded = self._tokenizer(anchor + text)
+        if encoded["input_ids"][: len(known)] != known:
+            anchor, known, encoded = "", [], self._tokenizer(text)
+        offsets = [(left - len(anchor), right - len(anchor)) for left, right in encoded["offset_mapping"]]
+        return encoded["input_ids"][len(known) :], offsets[len(known) :]
+
+    def _decode_after(self, ids: Sequence[int]) -> str:
+        """The text of tokens that stand behind others, with a blank that they begin with."""
+        if self._anchor is None:
+            return self._tokenizer.decode(ids)
+        anchor = self._tokenizer.encode(self._anchor)
+        return self._tokenizer.decode([*anchor, *ids]).removeprefix(self._tokenizer.decode(anchor))
+
+    def _remember(self, ids: Sequence[int], text: str) -> None:
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.pop(next(iter(self._known)), None)
+        self._known[self._key(ids)] = _digest(text.encode("utf-8", "surrogatepass"))
+
+    def _shows(self, ids: Sequence[int], text: str) -> bool:
+        """Whether a prompt was made from this text."""
+        known = self._known.get(self._key(ids))
+        if known is not None:
+            return known == _digest(text.encode("utf-8", "surrogatepass"))
+        return self._collapsed(ids) == self._collapsed(self._tokenizer.encode(text))
+
+    def _key(self, ids: Sequence[int]) -> bytes:
+        return _digest(array("q", self._collapsed(ids)).tobytes())
+
+    def _collapsed(self, ids: Sequence[int]) -> list[int]:
+        """The tokens with one placeholder per image."""
+        if self._image_token_id is None:
+            return [int(token) for token in ids]
+        image = self._image_token_id
+        kept = [
+            token for token, after in itertools.zip_longest(ids, ids[1:]) if token != image or after != image
+        ]
+        return [int(token) for token in kept]
+
+    # -- what is found once --
+
+    def _find_end(self) -> int | None:
+        """The first token that the template writes behind a reply, if it is an added one."""
+        text = self.traits.end_text
+        places = [(text.find(token), token) for token in self._tokenizer.added_tokens if token in text]
+        return self._tokenizer.token_id(min(places)[1]) if places else None
+
+    def _find_format(self, name: str) -> str | None:
+        if name == "none":
+            return None
+        if name != "auto":
+            if name not in FORMATS:
+                raise ConfigError(
+                    f"[renderer] tool_parser = {name!r}: use auto, none, or one of {', '.join(FORMATS)}"
+                )
+            return name
+        if self.traits.call_example is None:
+            marks = FORMAT_MARKS if self.traits.shows_tools else {}
+            return next((each for each, mark in marks.items() if mark in self.template.text), None)
+        asked, shown = self.traits.call_example
+        ids = self._encode_after("", self._split_end(shown)[0])[0]
+        return next((each for each in FORMATS if self._reads(each, ids, asked)), None)
+
+    def _reads(self, name: str, ids: list[int], asked: str) -> bool:
+        """Whether a format reads the call that the template has written."""
+        tokens = LIBRARY_FORMATS[name][1].values() if name in LIBRARY_FORMATS else ()
+        if any(self._tokenizer.token_id(token) is None for token in tokens):
+            return False
+        self.tool_format = name
+        try:
+            calls = self._parse(ids, asked, [TOOL])[0].calls
+        except Exception:  # another format's text
+            return False
+        return [(c.name, c.arguments) for c in calls] == [
+            (CALL["function"]["name"], CALL["function"]["arguments"])
+        ]
+
+
+def split_thought(text: str, thinking: Thinking, is_open: bool) -> tuple[str | None, str, bool]:
+    """Thought, content, and whether the thought is not closed. is_open: the prompt has begun it."""
+    body = text
+    if not is_open:
+        if not text.lstrip().startswith(thinking.open):
+            return None, text, False
+        body = text.lstrip().removeprefix(thinking.before)
+        body = body if body != text.lstrip() else body.removeprefix(thinking.open)
+    elif text.lstrip().startswith(thinking.open):
+        body = text.lstrip().removeprefix(thinking.open)
+    for close in (thinking.after, thinking.close):
+        if close in body:
+            thought, _, content = body.partition(close)
+            return thought.strip("\n"), content if close == thinking.after else content.lstrip("\n"), False
+    return body.strip("\n"), "", True
+
+
+def is_text(part: Any) -> bool:
+    return isinstance(part, str) or (isinstance(part, dict) and isinstance(part.get("text"), str))
+
+
+def _meaning(parsed: Parsed) -> tuple[str, str, list[tuple[str, Any]]]:
+    calls = [(call.name, call.arguments) for call in parsed.calls if call.name is not None]
+    return parsed.content.strip(), (parsed.reasoning or "").strip(), calls
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
