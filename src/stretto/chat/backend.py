@@ -33,6 +33,16 @@ class Parsed:
     calls: list[Call] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Reply:
+    """A reply as the model would sample it."""
+
+    token_ids: list[int]
+    is_trained: list[bool]
+    prompt_ids: list[int] | None = None
+    """The prompt that it answers, if that is not the one of `render`: a thought is sampled in another mode."""
+
+
 class Backend(Protocol):
     """Messages <-> tokens. Messages have text only; a conversation that cannot be rendered is a DataError."""
 
@@ -66,10 +76,10 @@ class Backend(Protocol):
         """
         ...
 
-    def reply_ids(
+    def reply(
         self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None
-    ) -> tuple[list[int], list[bool]] | None:
-        """The tokens that the model would sample for a reply, and which of them are trained.
+    ) -> Reply | None:
+        """The tokens that the model would sample for a reply.
 
         None if the template does not show the reply as the model would sample it.
         """

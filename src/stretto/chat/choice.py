@@ -15,7 +15,14 @@ from stretto.chat.backend import Backend
 from stretto.chat.conversations import FIXED
 from stretto.chat.family_backend import FAMILY_OF_MODEL_TYPE, FamilyBackend, build_family
 from stretto.chat.template_backend import TemplateBackend
-from stretto.chat.templates import ChatTemplate, TemplateFiles, named_template, template_of, variables_of
+from stretto.chat.templates import (
+    THINKING_SWITCHES,
+    ChatTemplate,
+    TemplateFiles,
+    named_template,
+    template_of,
+    variables_of,
+)
 from stretto.chat.tokenizer import Tokenizer, is_letters_tokenizer
 from stretto.config.sections.model import RendererSection, ScratchSection
 
@@ -149,10 +156,8 @@ def settings_for(files: TemplateFiles, section: RendererSection) -> dict[str, ob
     """
     known = frozenset().union(*(variables_of(source) for source in files.sources.values()))
     settings: dict[str, object] = {}
-    if "enable_thinking" in known:
-        settings["enable_thinking"] = section.enable_thinking
-    elif "thinking" in known:
-        settings["thinking"] = section.enable_thinking
+    if (switch := next((name for name in THINKING_SWITCHES if name in known), None)) is not None:
+        settings[switch] = section.enable_thinking
     if section.clear_thinking is not None:
         settings["clear_thinking"] = section.clear_thinking
     return settings | section.settings

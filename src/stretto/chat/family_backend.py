@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from stretto.base.errors import ConfigError
-from stretto.chat.backend import Message, Parsed, Rendered
+from stretto.chat.backend import Message, Parsed, Rendered, Reply
 from stretto.chat.tokenizer import Tokenizer
 from stretto.chat.tool_calls import Call
 from stretto.config.sections.model import RendererSection
@@ -80,9 +80,9 @@ class FamilyBackend:
             return None
         return self._with_owners(found) if has_owners else Rendered(found.token_ids)
 
-    def reply_ids(
+    def reply(
         self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None
-    ) -> tuple[list[int], list[bool]] | None:
+    ) -> Reply | None:
         rendered = self._backend.render([*history, reply], tools=tools)
         assert len(rendered.sampled_mask) == len(rendered.token_ids), f"{self.name} attributes no tokens"
         of_reply = [i for i, owner in enumerate(rendered.message_indices) if owner == len(history)]
@@ -91,8 +91,11 @@ class FamilyBackend:
         if rendered.token_ids[start : start + num_prefix] == self._reply_prefix:
             start += num_prefix
         sampled = [i for i in range(start, stop) if rendered.sampled_mask[i]]
-        ids = [rendered.token_ids[i] for i in sampled]
-        return (ids, [True] * len(ids)) if ids else None
+        if not sampled:
+            return None
+        ids, before = [rendered.token_ids[i] for i in sampled], rendered.token_ids[: sampled[0]]
+        prompt = self._backend.render_ids(list(history), tools=tools, add_generation_prompt=True)
+        return Reply(ids, [True] * len(ids), None if before == prompt else before)
 
     def parse(
         self,

@@ -219,11 +219,14 @@ class Renderer:
         for index, message in enumerate(plain):
             if message["role"] != "assistant":
                 continue
-            reply = self._backend.reply_ids(self._plain(plain[:index]), self._plain([message])[0], tools)
+            reply = self._backend.reply(self._plain(plain[:index], is_counted=False), message, tools)
             if reply is None:
                 found = found._replace(num_left_out=found.num_left_out + is_wanted[index])
                 continue
-            prompt, is_new = self._next_prompt(plain, index, turn, tools)
+            if reply.prompt_ids is None:
+                prompt, is_new = self._next_prompt(plain, index, turn, tools)
+            else:
+                prompt, is_new = self._expanded(np.asarray(reply.prompt_ids, np.int32), plain[:index]), True
             if is_new and turn is not None:
                 found.examples.append(SftExample(np.concatenate(turn[:2]), mask, turn[2]))
             kept = np.zeros(0, bool) if is_new else mask
@@ -232,7 +235,7 @@ class Renderer:
                 plain, index, None if is_new else turn, tools, is_wanted, num_seen, len(prompt)
             )
             num_seen = index + 1
-            ids, is_sampled = np.asarray(reply[0], np.int32), np.asarray(reply[1], bool)
+            ids, is_sampled = np.asarray(reply.token_ids, np.int32), np.asarray(reply.is_trained, bool)
             mask = np.concatenate([mask, is_sampled & is_wanted[index]])
             turn = (prompt, ids, index + 1)
         return self._last_example(plain, turn, mask, tools, is_wanted, num_seen, found)

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.chat.backend import Message, Parsed, Rendered
+from stretto.chat.backend import Message, Parsed, Rendered, Reply
 from stretto.chat.conversations import CALL, TOOL
 from stretto.chat.family_backend import from_library
 from stretto.chat.marks import owners_of, unmarked, with_marks
 from stretto.chat.templates import ChatTemplate
 from stretto.chat.tokenizer import Tokenizer
-from stretto.chat.tool_calls import FORMAT_MARKS, FORMATS, LIBRARY_FORMATS, TEXT_FORMATS, UNMARKED
+from stretto.chat.tool_calls import ALIASES, FORMAT_MARKS, FORMATS, LIBRARY_FORMATS, TEXT_FORMATS, UNMARKED
 from stretto.chat.traits import Thinking, as_parts, find_traits, with_arguments
 
 logger = logging.getLogger(__name__)
@@ -47,16 +47,17 @@ class TemplateBackend:
         Raises: ConfigError for a format that there is not; DataError for a template that shows no message.
         """
         self.name = f"the chat template of {template.where}"
+        self._other_mode = template.in_other_mode()
         self.template, self._tokenizer, self._image_token_id = template, tokenizer, image_token_id
         self.traits = find_traits(template)
         self.end_id = self._find_end()
         own = () if self.end_id is None else (self.end_id,)
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*own, *tokenizer.eos_ids)))
-        self._stop_texts = {tokenizer.token_text(token): token for token in self.stop_ids}
         self._anchor = next((t for t, is_plain in tokenizer.special_tokens.items() if is_plain), None)
         self._known: dict[bytes, bytes] = {}  # digests of prompts -> digests of their texts
         self.thinking = self.traits.thinking
         self.tool_format = self._find_format(tool_parser)
+        self._add_end_of_calls()
 
     # -- messages to tokens --
 
@@ -98,10 +99,10 @@ class TemplateBackend:
         now = self._text(everything, tools, True)
         if not shown.startswith(asked):
             return None
-        body, _ = self._split_end(shown[len(asked) :])
-        ids, end = self._split_stop(completion_ids)
+        body, shown_end = self._split_end(shown[len(asked) :])
+        _, end = self._split_stop(completion_ids)
         stem = asked + body
-        if not now.startswith(stem) or not self._says(ids, body, asked, tools, is_ended=end is not None):
+        if not now.startswith(stem) or not self._says(completion_ids, body, shown_end, asked, tools):
             return None
         end_text = "" if end is None else self._tokenizer.token_text(end)
         if not now.startswith(end_text, len(stem)):
@@ -119,9 +120,9 @@ class TemplateBackend:
         ]
         return Rendered(token_ids, [-1] * (len(token_ids) - len(added)) + owners_of(offsets, spans))
 
-    def reply_ids(
+    def reply(
         self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None
-    ) -> tuple[list[int], list[bool]] | None:
+    ) -> Reply | None:
         try:
             asked = self._text(history, tools, True)
             shown = self._text([*history, reply], tools, False)
@@ -129,20 +130,30 @@ class TemplateBackend:
             if history:
                 raise
             return None  # many templates need a first message before a reply
-        if not shown.startswith(asked) or not self._shows_thought(shown[len(asked) :], reply):
-            text = self._reply_with_thought(asked, reply)
-            ids = None if text is None else self._encode_after("", text)[0]
-            return None if ids is None else (ids, [True] * len(ids))
+        if shown.startswith(asked) and self._shows_thought(shown[len(asked) :], reply):
+            return Reply(*self._shown_reply(asked, shown, [*history, reply], tools))
+        if self._other_mode is not None:
+            mode, messages = self._other_mode, self._prepared([*history, reply])
+            other = mode.render(messages[:-1], tools, add_generation_prompt=True)
+            shown = mode.render(messages, tools)
+            if shown.startswith(other) and self._shows_thought(shown[len(other) :], reply):
+                ids, is_trained = self._shown_reply(other, shown, [*history, reply], tools)
+                return Reply(ids, is_trained, self._tokenizer.encode(other))
+        if (text := self._reply_with_thought(asked, reply)) is None:
+            return None
+        ids = self._encode_after("", text)[0]
+        return Reply(ids, [True] * len(ids))
+
+    def _shown_reply(
+        self, asked: str, shown: str, messages: Sequence[Message], tools: Sequence[Message] | None
+    ) -> tuple[list[int], list[bool]]:
+        """The tokens of the last message as the template shows it, and which are trained."""
         body, end = self._split_end(shown[len(asked) :])
-        eos = (
-            ""
-            if end or self._tokenizer.eos_token_id is None
-            else self._tokenizer.token_text(self.stop_ids[0])
-        )
+        eos = self._tokenizer.token_text(self.stop_ids[0]) if self.stop_ids else ""
         ids, offsets = self._encode_after("", body + (end or eos))
         if not self.template.marks_replies:
             return ids, [True] * len(ids)
-        marked, spans = self.template.render_marked(self._prepared([*history, reply]), tools)
+        marked, spans = self.template.render_marked(self._prepared(messages), tools)
         if marked != shown:
             raise DataError(f"{self.name}: its text changes where {{% generation %}} blocks are marked")
         inside = [(0, left - len(asked), right - len(asked)) for left, right in spans]
@@ -156,17 +167,20 @@ class TemplateBackend:
         prompt_ids: Sequence[int] | None,
         tools: Sequence[Message] | None,
     ) -> Parsed:
-        ids, _ = self._split_stop(completion_ids)
         tail = None if prompt_ids is None else self._tokenizer.decode(list(prompt_ids)[-32:])
-        return self._parse(ids, tail, tools)[0]
+        return self._parse(completion_ids, tail, tools)[0]
 
     def _parse(
         self, ids: Sequence[int], prompt: str | None, tools: Sequence[Message] | None
     ) -> tuple[Parsed, bool]:
-        """What the tokens of a reply without its end say, and whether they end within a thought."""
+        """What the tokens of a reply say, and whether they end within a thought."""
         if self.tool_format in LIBRARY_FORMATS:
             return self._parse_by_library(self.tool_format, ids, prompt, tools), False
-        text, thinking = self._decode_after(ids), self.thinking
+        text, thinking = self._decode_after(self._split_stop(ids)[0]), self.thinking
+        before, behind = self.traits.around
+        if thinking is None or thinking.close not in before:
+            text = text.removeprefix(before)
+        text = text.removesuffix(behind)
         reasoning: str | None = None
         if thinking is not None:
             is_open = prompt is not None and prompt.rstrip().endswith(thinking.open)
@@ -188,12 +202,17 @@ class TemplateBackend:
 
         function, tokens = LIBRARY_FORMATS[name]
         arguments: dict[str, Any] = {key: self._tokenizer.token_id(token) for key, token in tokens.items()}
-        if name != "gpt-oss":
+        before: list[int] = []
+        if name == "gpt-oss":  # a header that the prompt has begun
+            before = self._tokenizer.encode("<|start|>assistant")
+        else:
             is_open = prompt is not None and prompt.rstrip().endswith("<think>")
             arguments |= {"stop_ids": set(self.stop_ids), "prefilled_thinking": is_open}
         if name in ("glm", "minimax-m2"):
             arguments["tools"] = tools
-        return from_library(getattr(parsing, function)(self._tokenizer, list(ids), **arguments))
+        return from_library(
+            getattr(parsing, function)(self._tokenizer, [*before, *map(int, ids)], **arguments)
+        )
 
     # -- text --
 
@@ -271,14 +290,14 @@ class TemplateBackend:
     # -- one reply --
 
     def _says(
-        self, ids: Sequence[int], body: str, asked: str, tools: Sequence[Message] | None, *, is_ended: bool
+        self, ids: Sequence[int], body: str, end: str, asked: str, tools: Sequence[Message] | None
     ) -> bool:
         """Whether the template shows a reply with the content, the thought and the calls that were sampled."""
-        if self._decode_after(ids) == body:
+        if self._decode_after(self._split_stop(ids)[0]) == body:
             return True
         said, is_open = self._parse(ids, asked, tools)
-        shown, _ = self._parse(self._encode_after("", body)[0], asked, tools)
-        return not (is_open and not is_ended) and _meaning(said) == _meaning(shown)
+        shown, _ = self._parse(self._encode_after("", body + end)[0], asked, tools)
+        return not is_open and _meaning(said) == _meaning(shown)
 
     def _shows_thought(self, text: str, reply: Message) -> bool:
         thought = (reply.get("reasoning_content") or "").strip()
@@ -292,7 +311,8 @@ class TemplateBackend:
     def _reply_with_thought(self, asked: str, reply: Message) -> str | None:
         """The reply to a prompt that begins the thought, if the template drops the thoughts of replies."""
         thinking, content = self.thinking, reply.get("content") or ""
-        if thinking is None or reply.get("tool_calls") or not isinstance(content, str):
+        is_closed = thinking is not None and asked.rstrip().endswith(thinking.close)
+        if thinking is None or is_closed or reply.get("tool_calls") or not isinstance(content, str):
             return None
         reasoning = reply.get("reasoning_content")
         if reasoning is None and thinking.close in content:
@@ -305,7 +325,8 @@ class TemplateBackend:
 
     def _split_end(self, text: str) -> tuple[str, str]:
         """A reply as it is shown: its text, and the text of its end token."""
-        at, end = max(((text.rfind(stop), stop) for stop in self._stop_texts), default=(-1, ""))
+        stops = map(self._tokenizer.token_text, self.stop_ids)
+        at, end = max(((text.rfind(stop), stop) for stop in stops), default=(-1, ""))
         return (text[:at], end) if at >= 0 else (text.rstrip(), "")
 
     def _split_stop(self, ids: Sequence[int]) -> tuple[list[int], int | None]:
@@ -370,10 +391,23 @@ class TemplateBackend:
         places = [(text.find(token), token) for token in self._tokenizer.added_tokens if token in text]
         return self._tokenizer.token_id(min(places)[1]) if places else None
 
+    def _add_end_of_calls(self) -> None:
+        """Add the token that ends a reply with calls, where it is another one than behind other replies."""
+        if self.traits.call_example is None or self.tool_format is None:
+            return
+        asked, shown = self.traits.call_example[0], self.traits.call_example[1].rstrip()
+        last = next((token for token in self._tokenizer.special_tokens if shown.endswith(token)), "")
+        token_id = self._tokenizer.token_id(last) if last else None
+        if token_id is None or token_id in self.stop_ids:
+            return
+        if self._reads(self.tool_format, self._encode_after("", shown.removesuffix(last))[0], asked):
+            self.stop_ids = (*self.stop_ids, token_id)
+
     def _find_format(self, name: str) -> str | None:
         if name == "none":
             return None
         if name != "auto":
+            name = ALIASES.get(name, name.replace("_", "-"))
             if name not in FORMATS:
                 raise ConfigError(
                     f"[renderer] tool_parser = {name!r}: use auto, none, or one of {', '.join(FORMATS)}"
@@ -383,19 +417,21 @@ class TemplateBackend:
             marks = FORMAT_MARKS if self.traits.shows_tools else {}
             return next((each for each, mark in marks.items() if mark in self.template.text), None)
         asked, shown = self.traits.call_example
-        ids = self._encode_after("", self._split_end(shown)[0])[0]
+        ids = self._encode_after("", shown.rstrip())[0]
         return next((each for each in FORMATS if self._reads(each, ids, asked)), None)
 
     def _reads(self, name: str, ids: list[int], asked: str) -> bool:
         """Whether a format reads the call that the template has written."""
         tokens = LIBRARY_FORMATS[name][1].values() if name in LIBRARY_FORMATS else ()
-        if any(self._tokenizer.token_id(token) is None for token in tokens):
+        if any(self._tokenizer.token_id(token) is None for token in tokens if token != "<|constrain|>"):
             return False
-        self.tool_format = name
+        before, self.tool_format = getattr(self, "tool_format", None), name
         try:
             calls = self._parse(ids, asked, [TOOL])[0].calls
         except Exception:  # another format's text
             return False
+        finally:
+            self.tool_format = before
         return [(c.name, c.arguments) for c in calls] == [
             (CALL["function"]["name"], CALL["function"]["arguments"])
         ]

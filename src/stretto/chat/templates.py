@@ -28,6 +28,8 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 """Names in a list of templates: the one for chats, and the one that transformers takes if there are tools."""
 NAMED = ("chatml", "text")
 """Templates that come with stretto: `renderer.template = "chatml"`, `renderer.name = "text"`."""
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Variables that switch thoughts on."""
 _TOOL_VARIABLES = ("xml_tools",)
 """What some templates call `tools` (SmolLM3)."""
 GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -78,7 +80,7 @@ def named_template(name: str) -> TemplateFiles:
 
 
 def template_of(name: str, own: TemplateFiles) -> TemplateFiles:
-    """The template that `renderer.template` names: a file, one of NAMED, or one of the model's own list.
+    """The template that `renderer.template` names: a file, one of NAMED, one of the model's own list, or its text.
 
     Raises: ConfigError if there is none.
     """
@@ -86,6 +88,8 @@ def template_of(name: str, own: TemplateFiles) -> TemplateFiles:
         return TemplateFiles({DEFAULT: own.sources[name]}, f"{own.where}, {name!r}")
     if name in NAMED:
         return named_template(name)
+    if "{{" in name or "{%" in name:
+        return TemplateFiles({DEFAULT: name}, "renderer.template")
     file = Path(name).expanduser()
     if not file.is_file():
         known = ", ".join(repr(each) for each in (*NAMED, *own.sources))
@@ -121,6 +125,16 @@ class ChatTemplate:
     def text(self) -> str:
         """The sources of all templates, to look for words in."""
         return "\n".join(self.sources.values())
+
+    def in_other_mode(self) -> ChatTemplate | None:
+        """The template with thoughts if this one is without, and the other way round; None if it has no such switch."""
+        switch = next(
+            (name for name in THINKING_SWITCHES if isinstance(self._settings.get(name), bool)), None
+        )
+        if switch is None:
+            return None
+        settings = self._settings | {switch: not self._settings[switch]}
+        return ChatTemplate(TemplateFiles(self.sources, self.where), self._tokens, settings)
 
     @property
     def marks_replies(self) -> bool:
@@ -195,10 +209,14 @@ def without_marks(text: str, start: str, end: str) -> tuple[str, list[tuple[int,
 @lru_cache(maxsize=64)
 def variables_of(source: str) -> frozenset[str]:
     """Variables that a template reads besides messages, tools and special tokens."""
+    import jinja2
     from jinja2 import meta
 
     environment = _environment(False)
-    found = meta.find_undeclared_variables(environment.parse(source))
+    try:
+        found = meta.find_undeclared_variables(environment.parse(source))
+    except jinja2.TemplateError:  # `ChatTemplate` says what is wrong
+        return frozenset()
     return frozenset(
         n for n in found if n not in GIVEN and n not in environment.globals and not n.endswith("_token")
     )

@@ -61,6 +61,8 @@ class Traits:
     """An id of a call as the template takes it; None if it reads none."""
     end_text: str
     """What the template writes behind a reply, or before the next message if that is nothing."""
+    around: tuple[str, str]
+    """What the template writes before the text of a reply, and blanks behind it, which the model samples with it."""
     thinking: Thinking | None
     call_example: tuple[str, str] | None
     """A prompt and the text of a reply with `CALL`; None if the template shows no calls."""
@@ -90,6 +92,7 @@ def find_traits(template: ChatTemplate) -> Traits:
         shows_calls=calls is not None,
         call_id=calls.call_id if calls is not None and _READS_IDS.search(template.text) else None,
         end_text=_end_text(template, user, takes_parts),
+        around=_around(template, user, takes_parts),
         thinking=_thinking(template, user, takes_parts),
         call_example=None if calls is None else _call_example(template, calls, takes_parts),
     )
@@ -143,6 +146,17 @@ def _end_text(template: ChatTemplate, user: Message, takes_parts: bool) -> str:
         if after.strip():
             return after.partition(_WORD)[0]
     return ""
+
+
+def _around(template: ChatTemplate, user: Message, takes_parts: bool) -> tuple[str, str]:
+    reply = shaped({"role": "assistant", "content": _OTHER}, takes_parts)
+    asked = attempt(template, [user], add_generation_prompt=True)
+    shown = attempt(template, [user, reply]) or ""
+    if asked is None or not shown.startswith(asked) or _OTHER not in shown[len(asked) :]:
+        return "", ""
+    before, _, after = shown[len(asked) :].partition(_OTHER)
+    behind = after[: len(after) - len(after.lstrip())] if after.strip() else ""
+    return before, behind
 
 
 def _call_shape(template: ChatTemplate, takes_parts: bool) -> _CallShape | None:

@@ -187,7 +187,10 @@ def test_tokens_are_those_of_the_library_with_transformers_processor(renderer: R
     prompt = renderer.render_prompt(CONVERSATION)
     reply = np.array([*renderer.encode("ok"), renderer.stop_ids[0]], np.int32)
     theirs = backend.bridge_to_next_turn(prompt.tolist(), reply.tolist(), [tool])
-    assert renderer.extend(prompt, reply, [tool]).tolist() == theirs.token_ids
+    assert (
+        renderer.extend(prompt, reply, [*CONVERSATION, renderer.parse(reply, prompt)], [tool]).tolist()
+        == theirs.token_ids
+    )
 
 
 def test_each_image_has_its_number_of_placeholders(renderer: Renderer) -> None:

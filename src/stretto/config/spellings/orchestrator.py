@@ -216,10 +216,10 @@ EVAL_SAMPLING = Table("orchestrator.eval.sampling", "SamplingOverrides", (
             "alike: orchestrator.renderer.enable_thinking, or renderer.reasoning_effort"),
 ))  # fmt: skip
 RENDERER = Table("orchestrator.renderer", "RendererSection", (
-    same("name", "auto", "`default` and None are refused: they cannot tell sampled tokens from the template's"),
+    same("name", "auto", "`default` and None are refused; `template` is the model's own, and `auto` finds out"),
+    same("tool_parser", None, values={None: "auto", "None": "auto"}),
     *old(
-        idle("tool_parser", None, "the family's renderer reads tool calls"),
-        idle("reasoning_parser", None, "the family's renderer reads thinking"),
+        idle("reasoning_parser", None, "how a thought is written is found in the template"),
     ),
     *all_same({"clear_thinking": None, "enable_thinking": None}),
     *(moved(name, None, f"settings.{name}") for name in (

