@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from stretto.envs.base import EpisodeLimits, Message, Reply, RolloutResult, SingleTurnEnv
+from stretto.envs.base import EpisodeLimits, Message, Reply, RolloutResult
 from stretto.envs.bundled.held_out import GeneratedTasks, assistant, user
 from stretto.envs.multi_turn import Episode, MultiTurnEnv
 from stretto.records.rollout import Group, Task
@@ -33,14 +33,16 @@ def words_of(text: str) -> list[str]:
     return [word.strip(".,;:!?\"'()*-").lower() for word in text.split() if LETTERS.search(word)]
 
 
-class Words(GeneratedTasks, SingleTurnEnv):
-    """A given number of words about a thing: `Write 5 words about the old bridge.`
+class Words(GeneratedTasks, MultiTurnEnv):
+    """A given number of words about a thing, in one turn: `Write 5 words about the old bridge.`
 
     The reward is 1 minus the error divided by the number, at least 0. A word that is written twice counts as an error,
-    so repeating one word gets nothing.
+    so repeating one word gets nothing. A reply must come to its end: one that is cut gets 0, which `Episode` knows and
+    the `score` of a `SingleTurnEnv` does not.
     """
 
     stream = "words"
+    limits = EpisodeLimits(max_turns=1)
 
     def __init__(self, seed: int = 0, system: str = "Be brief.") -> None:
         self.name = "words"
@@ -56,10 +58,15 @@ class Words(GeneratedTasks, SingleTurnEnv):
     def prompt(self, task: Task) -> list[Message]:
         return [{"role": "system", "content": self.system}, user(task.data["text"])]
 
-    def score(self, task: Task, text: str) -> RolloutResult:
-        words, count = words_of(text), task.data["count"]
+    def respond(self, episode: Episode, reply: Reply) -> None:
+        """Nothing: the episode ends with the first reply."""
+
+    def score(self, episode: Episode) -> RolloutResult:
+        words, count = words_of(episode.last_text), episode.task.data["count"]
         error = max(abs(len(words) - count), abs(len(set(words)) - count))
-        return RolloutResult(reward=max(0.0, 1 - error / count), metrics={"exact": float(error == 0)})
+        is_exact = error == 0 and not episode.is_truncated
+        reward = 0.0 if episode.is_truncated else max(0.0, 1 - error / count)
+        return RolloutResult(reward=reward, metrics={"exact": float(is_exact)})
 
 
 class PermutedWords(Words):

@@ -66,14 +66,14 @@ def test_transformers_gives_the_tokens_of_rollouts_the_probabilities_that_they_w
     ]
     assert len(rollouts) >= 16
     for row in rollouts[:16]:
-        ids = torch.as_tensor(np.asarray(row["token_ids"]), dtype=torch.int64)
+        ids = torch.tensor(row["token_ids"].tolist())
         is_sampled = np.asarray(row["is_sampled"], bool)[1:]
         with torch.no_grad():
             logprobs = (
                 torch.log_softmax(model(ids[None]).logits[0], -1)[:-1].gather(1, ids[1:, None])[:, 0].numpy()
             )
         sampled = np.asarray(row["logprobs"], np.float32)[1:]
-        np.testing.assert_allclose(logprobs[is_sampled], sampled[is_sampled], atol=1e-3, rtol=0)
+        np.testing.assert_allclose(logprobs[is_sampled], sampled[is_sampled], atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("engine", ["embedded", pytest.param("vllm", marks=needs_vllm)])

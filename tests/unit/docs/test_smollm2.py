@@ -45,8 +45,12 @@ def words_task(text: str) -> Task:
     ],
 )
 def test_the_reward_falls_with_each_word_too_many_too_few_or_written_twice(reply: str, reward: float) -> None:
-    result = Words().score(words_task("Write 4 words about the old bridge."), reply)
+    task = words_task("Write 4 words about the old bridge.")
+    episode = Episode(task, [*Words().prompt(task), {"role": "assistant", "content": reply}])
+    result = Words().score(episode)
     assert result.reward == reward and result.metrics["exact"] == (reward == 1)
+    episode.is_truncated = True
+    assert Words().score(episode).reward == Words().score(episode).metrics["exact"] == 0
 
 
 def test_held_out_tasks_are_none_of_those_trained_on() -> None:
