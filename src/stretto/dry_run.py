@@ -52,8 +52,8 @@ def rl(cfg: RLConfig) -> str:
     router = check_router(cfg.inference, is_dry_run=True)
     service = _service(cfg)
     plan, directory = plan_only(cfg)
-    tasks, missing = preview(cfg.orchestrator_config())
-    models = [*_model(cfg.model, missing), *_other_models(cfg)]
+    tasks, missing, renderer = preview(cfg.orchestrator_config())
+    models = [*_model(cfg.model, missing), *_renderer(renderer), *_other_models(cfg)]
     rows = [*models, *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
     rows += service
     rows += [("router", f"NOT READY: {router}")] if router else []
@@ -93,9 +93,9 @@ def _images(model: ModelSection) -> Rows:
 def orchestrator(cfg: OrchestratorConfig) -> str:
     """The screen of `orchestrator` alone."""
     checked = check_user_code(cfg)
-    tasks, missing = preview(cfg)
-    rows = [*_model(cfg.model, missing), *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
-    rows += _images(cfg.model)
+    tasks, missing, renderer = preview(cfg)
+    rows = [*_model(cfg.model, missing), *_renderer(renderer), *_environments(tasks), *_code(checked)]
+    rows += [*_monitors(cfg.monitors), *_images(cfg.model)]
     return _screen(
         rows, _first_tasks(tasks), f"orchestrator  control port {cfg.control.port}", _run_directory(cfg)
     )
@@ -120,7 +120,7 @@ def sft(cfg: SFTConfig) -> str:
 
     check_model(cfg.model, cfg.num_ranks, "model")
     checked = check_sft_records(cfg)
-    example, missing = _first_example(cfg)
+    example, missing, renderer = _first_example(cfg)
     gpus, is_wide = find_gpus(cfg), cfg.deployment.type == "multi_node"
     devices = f"GPU {','.join(gpus)}" if gpus else f"CPU, {_threads(cfg.num_threads)}"
     devices = "the nodes below" if is_wide else devices
@@ -128,20 +128,20 @@ def sft(cfg: SFTConfig) -> str:
     length = [f"{count} {unit}" for unit, count in lengths.items() if count]
     ranks = f"sft  {cfg.num_ranks} rank{'s' * (cfg.num_ranks != 1)} on {devices}"
     trains = f"trains {' or '.join(length)} of batches of {cfg.batch_size} rows"
-    rows = [*_model(cfg.model, missing), *_code(checked), *_monitors(cfg.monitors)]
+    rows = [*_model(cfg.model, missing), *_renderer(renderer), *_code(checked), *_monitors(cfg.monitors)]
     nodes = table(cfg) if is_wide else ""
     return _screen(rows, example, f"{ranks}; {trains}", nodes, _run_directory(cfg), job(cfg))
 
 
 def evaluate(cfg: EvalConfig) -> str:
     """The screen of `eval`."""
-    tasks, missing = preview(cfg)
+    tasks, missing, renderer = preview(cfg)
     missing = None if cfg.client.api == "chat" else missing
     model = _model(ModelSection(name=cfg.model), missing) if cfg.model else []
     unseen = [("prompt", missing)] if missing and not cfg.model else []
     urls = cfg.client.base_url
     served = "an engine of its own, on a free port" if cfg.model else f"engines at {_listed(_urls(urls))}"
-    rows = [*model, *unseen, *_environments(tasks), *_monitors(cfg.monitors)]
+    rows = [*model, *unseen, *_renderer(renderer), *_environments(tasks), *_monitors(cfg.monitors)]
     return _screen(rows, _first_tasks(tasks), f"eval  {served}", _run_directory(cfg))
 
 
@@ -197,6 +197,11 @@ def _model(model: ModelSection, missing: str | None = None) -> Rows:
     if missing:
         raise ConfigError(missing)
     return [("model", f"{name}: its config.json" + (" and tokenizer" if missing == "" else ""))]
+
+
+def _renderer(description: str) -> Rows:
+    """By what messages are rendered."""
+    return [("renderer", description)] if description else []
 
 
 def _other_models(cfg: RLConfig) -> Rows:
@@ -276,8 +281,8 @@ def _boxed(about: str, text: str) -> str:
     return "\n".join([about, *(f"  | {line}".rstrip() for line in lines)])
 
 
-def _first_example(cfg: SFTConfig) -> tuple[str, str]:
-    """The first row as the model gets it, and why it is not rendered ("" if it is)."""
+def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
+    """The first row as the model gets it, why it is not rendered ("" if it is), and by what it is."""
     from stretto.config.sections.sft import EnvData
     from stretto.orchestrator.build import build_renderer_of, build_scratch_renderer
     from stretto.trainer.batch.sft_data import read_rows, render_row
@@ -291,14 +296,14 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str]:
             renderer = build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
     except ConfigError as error:
         text = "\n".join(f"{message['role']}: {message.get('content')}" for message in row.messages)
-        return _boxed(f"{row.where}, not rendered:", text), str(error)
+        return _boxed(f"{row.where}, not rendered:", text), str(error), ""
     rendered = render_row(row, renderer, cfg.loss_mask)
     if not rendered.examples:
-        return "", f"{row.where}: {renderer.name} shows no reply as the model would sample it"
+        return "", f"{row.where}: {renderer.name} shows no reply as the model would sample it", ""
     ids, mask, _ = rendered.examples[0]
     parts = f" (the first of {len(rendered.examples)} examples)" if len(rendered.examples) > 1 else ""
     about = f"{row.where}: {len(ids)} tokens, of which {int(mask.sum())} are trained{parts}:"
-    return f"renderer  {renderer.description}\n" + _boxed(about, renderer.readable(ids)), ""
+    return _boxed(about, renderer.readable(ids)), "", renderer.description
 
 
 # -- where it goes --

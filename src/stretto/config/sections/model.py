@@ -246,6 +246,8 @@ class TokenizerSection(Section):
 
     name: str | None = None
     """Directory of the tokenizer; None: the model's own."""
+    chat_template: str | None = None
+    """A chat template instead of the tokenizer's, exported with the weights; the same as `renderer.template`."""
 
 
 class RendererSection(Section):
@@ -255,8 +257,8 @@ class RendererSection(Section):
     """`auto`: the model's own chat template, or the renderer of its family where that gives the same tokens;
     `template`: the template always; `text`: prompts as they stand, for base models; or a family (`qwen3`, ...)."""
     template: str | None = None
-    """A chat template instead of the model's: a .jinja file, `chatml`, or one of the model's own list by its name. It
-    is exported with the weights."""
+    """A chat template instead of the model's: a .jinja file, its text, `chatml`, or one of the model's own list by its
+    name. It is exported with the weights."""
     enable_thinking: bool = False
     """Leave room for a thinking block where the template has one (`enable_thinking` or `thinking`)."""
     clear_thinking: bool | None = None
