@@ -10,6 +10,7 @@ from pathlib import Path
 
 from stretto.base.errors import DataError
 from stretto.base.files import read_json
+from stretto.chat.templates import read_templates
 from stretto.doctor.finding import Finding, bad, good, note
 from stretto.doctor.machine import gib
 
@@ -29,9 +30,8 @@ def check_files(name: str, directory: Path) -> Iterator[Finding]:
         return
     text = f"{directory}: {len(sizes)} file{'s' * (len(sizes) != 1)} of weights, {gib(sum(sizes.values()))}, all whole"
     yield good(title, text)
-    has_template = "chat_template" in read_json(directory / "tokenizer_config.json")
-    has_template |= (directory / "chat_template.jinja").is_file()
-    if (directory / "tokenizer.json").is_file() and not has_template:
+    templates = read_templates(directory, read_json(directory / "tokenizer_config.json"))
+    if (directory / "tokenizer.json").is_file() and not templates:
         text = "has a tokenizer and no chat template of its own: [renderer] decides how messages are written"
         yield note(title, text)
 
