@@ -94,16 +94,25 @@ def check_trainable(directory: Path, impl: str, where: str) -> None:
     Raises: ConfigError for quantized ones.
     """
     try:
-        hf = json.loads((directory / "config.json").read_text())
-        method = (hf.get("quantization_config") or {}).get("quant_method")
+        quantization = json.loads((directory / "config.json").read_text()).get("quantization_config")
     except (OSError, ValueError, AttributeError):
         return
-    if method is None or (method == "mxfp4" and impl != "custom"):  # transformers expands mxfp4
+    if not quantization:
         return
-    raise ConfigError(
-        f"{where}: its config.json has quantization_config {method}, and quantized weights cannot be trained; give the "
-        "same model in bfloat16 here, and this one as inference.model.name if engines are to compute with it"
+    method = (
+        quantization.get("quant_method", "of no name") if isinstance(quantization, dict) else quantization
     )
+    if method == "mxfp4" and impl != "custom":  # transformers expands mxfp4
+        return
+    raise ConfigError(quantized_refusal(where, f"its config.json has quantization_config {method}", method))
+
+
+def quantized_refusal(where: str, found: str, method: str = "") -> str:
+    """The message about a quantized model that is to be trained."""
+    too = (
+        ", and this one as inference.model.name if engines are to compute with it" if method == "fp8" else ""
+    )
+    return f"{where}: {found}, and quantized weights cannot be trained; give the same model in bfloat16 here{too}"
 
 
 def check_engine_model(cfg: RLConfig) -> None:
