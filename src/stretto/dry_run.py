@@ -106,11 +106,9 @@ def trainer(cfg: TrainerConfig) -> str:
     """The screen of `trainer` alone."""
     if cfg.model.scratch is None and (directory := find_config(cfg.model.name)) is not None:
         check_trainable(directory, cfg.model.impl, f"[model] name = {cfg.model.name!r}")
-    weights = (
-        []
-        if cfg.model.scratch is not None
-        else check_weights(cfg.model.name, "[model] name", cfg.model, is_dry_run=True)
-    )
+    weights = []
+    if cfg.model.scratch is None:
+        weights = check_weights(cfg.model.name, "[model] name", cfg.model, is_dry_run=True)
     checked = check_trainer_hooks(cfg.hooks)
     rows = [*_model(cfg.model), *_weight_rows(weights), *_code(checked), *_monitors(cfg.monitors)]
     return _screen(

@@ -113,13 +113,13 @@ def read_weight_file(file: Path) -> WeightFile:
 def _check_head(file: Path, head: bytes, size: int) -> None:
     """Raises: DataError for an empty file, and for a link of Git LFS."""
     if not size:
-        raise DataError(f"{file}: is empty (0 bytes): a download or copy that broke off")
+        raise DataError(f"{file}: damaged: is empty (0 bytes), a download or copy that broke off")
     if head.startswith(_POINTER):
         raise DataError(
             f"{file}: is a link of Git LFS, not the weights: run `git lfs pull` in that directory"
         )
     if size < _HEAD.size:
-        raise DataError(f"{file}: has {size} bytes, which is no safetensors file")
+        raise DataError(f"{file}: damaged: has {size} bytes, which is no safetensors file")
 
 
 def _tensor(file: Path, entry: dict[str, Any], begin: int) -> HeaderTensor:
@@ -142,12 +142,12 @@ def _others(directory: Path) -> str:
     """What is there in place of safetensors, and what to do with it."""
     if names := sorted(path.name for path in directory.glob("*.gguf")):
         return (
-            f" but {names[0]}, and a GGUF file can neither be trained nor served here; give the model's directory of "
+            f", but {names[0]}, and a GGUF file can neither be trained nor served here; give the model's directory of "
             "safetensors files, from which the GGUF file was made"
         )
     if names := sorted(path.name for path in directory.glob("*.bin")):
         return (
-            f" but {names[0]}, a pickle of torch; save them as safetensors: transformers' "
+            f", but {names[0]}, a pickle of torch; save them as safetensors: transformers' "
             "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
         )
     return ""

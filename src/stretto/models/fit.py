@@ -72,15 +72,12 @@ def _transformers_faults(directory: Path) -> tuple[list[str], list[str]]:
     shapes = [(name, tuple(theirs), tuple(ours)) for name, theirs, ours in found["mismatched_keys"]]
     missing, unknown = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
     family = model.config.model_type
-    notes = (
-        []
-        if missing or not unknown
-        else [
-            f"transformers leaves out {len(unknown)} of its tensors ({_listed(unknown)}), which are no part of a {family}"
-        ]
-    )
+    notes = []
+    if unknown and not missing:
+        left_out = f"{len(unknown)} of its tensors ({_listed(unknown)})"
+        notes, unknown = [f"transformers leaves out {left_out}, which are not part of a {family}"], []
     num_expected = len(model.state_dict())
-    return _sentences(sorted(shapes), missing, unknown if missing else [], num_expected, family), notes
+    return _sentences(sorted(shapes), missing, unknown, num_expected, family), notes
 
 
 def _sentences(
@@ -101,18 +98,19 @@ def _sentences(
             *faults[:MOST_NAMES],
             f"{len(faults) - MOST_NAMES} more tensors have other shapes; {_OTHER_MODEL}",
         ]
-    way_out = _OTHER_MODEL
-    if len(missing) == num_expected and unknown:
-        way_out = f"no name is one of a {family}: the model_type of config.json is of another family, or names were changed"
+    parts = []
     if unknown:
         count = f"{len(unknown)} tensor{'s are' if len(unknown) > 1 else ' is'}"
-        faults.append(f"{count} not part of a {family} of this config.json ({_listed(unknown)}); {way_out}")
+        parts.append(f"{count} not part of a {family} of this config.json ({_listed(unknown)})")
     if missing:
         count = f"{len(missing)} of the {num_expected} tensors of a {family} of this config.json"
-        faults.append(
-            f"{count} {'are' if len(missing) > 1 else 'is'} missing ({_listed(missing)}); {way_out}"
-        )
-    return faults
+        parts.append(f"{count} {'are' if len(missing) > 1 else 'is'} missing ({_listed(missing)})")
+    if not parts:
+        return faults
+    way_out = _OTHER_MODEL if unknown else "the files are incomplete; copy or save the model again"
+    if len(missing) == num_expected and unknown:
+        way_out = f"no name is one of a {family}: model_type is of another family, or the names were changed"
+    return [*faults, f"{' and '.join(parts)}; {way_out}"]
 
 
 def _shape_fault(name: str, theirs: tuple[int, ...], ours: tuple[int, ...]) -> str:

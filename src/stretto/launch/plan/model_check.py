@@ -99,9 +99,10 @@ def check_trainable(directory: Path, impl: str, where: str) -> None:
         return
     if not quantization:
         return
-    method = (
-        quantization.get("quant_method", "of no name") if isinstance(quantization, dict) else quantization
-    )
+    method = quantization
+    if isinstance(quantization, dict):
+        is_loaded_so = any(str(key).startswith("load_in_") for key in quantization)
+        method = quantization.get("quant_method", "bitsandbytes" if is_loaded_so else "without quant_method")
     if method == "mxfp4" and impl != "custom":  # transformers expands mxfp4
         return
     raise ConfigError(quantized_refusal(where, f"its config.json has quantization_config {method}", method))

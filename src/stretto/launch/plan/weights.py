@@ -87,13 +87,14 @@ def check_weights(
     try:
         found = read_weight_files(directory)
     except DataError as error:
-        raise ConfigError(f"{where}: {error}; fetch or copy the model again, whole") from None
+        way_out = "" if "; " in str(error) else "; fetch or copy the model again, whole"
+        raise ConfigError(f"{where}: {error}{way_out}") from None
     tensors = {each: tensor for file in found.values() for each, tensor in file.tensors.items()}
     config = read_model_file(directory)
     if trained is not None:
         check_trainable(directory, trained.impl, where)
     _check_names(where, tensors, is_trained=trained is not None)
-    _check_head(where, directory, config, tensors)
+    _check_embedding(where, config, tensors)
     notes = check_tokens(where, directory, config, tensors)
     return notes + _check_fit(where, directory, config, tensors, trained)
 
@@ -103,7 +104,7 @@ def _has_files(directory: Path) -> bool:
     try:
         return bool(find_weight_files(directory))
     except DataError as error:
-        return "there are no weights" not in str(error) or " but " in str(error)
+        return "there are no weights" not in str(error) or ", but " in str(error)
 
 
 def _check_names(where: str, tensors: Mapping[str, HeaderTensor], *, is_trained: bool) -> None:
@@ -120,17 +121,21 @@ def _check_names(where: str, tensors: Mapping[str, HeaderTensor], *, is_trained:
         raise ConfigError(quantized_refusal(where, f"its tensor {packed!r} is quantized"))
 
 
-def _check_head(
-    where: str, directory: Path, config: Mapping[str, Any], tensors: Mapping[str, HeaderTensor]
-) -> None:
-    """Check that a model with tied embeddings has no output head of its own in its files.
+def _check_embedding(where: str, config: Mapping[str, Any], tensors: Mapping[str, HeaderTensor]) -> None:
+    """Check the rows of the embedding, and that a model with tied embeddings has no other output head in its files.
 
-    Raises: ConfigError if there is one: it would be dropped.
+    Raises: ConfigError for rows that are not vocab_size, and for a head that would be dropped.
     """
     text = config | (config.get("text_config") or {})
     head = tensors.get("lm_head.weight")
     is_embedding = lambda name: name.endswith(("embed_tokens.weight", "embeddings.weight"))
     embedding = next((tensor for name, tensor in tensors.items() if is_embedding(name)), None)
+    rows = text.get("vocab_size")
+    if embedding is not None and isinstance(rows, int) and embedding.shape[0] != rows:
+        raise ConfigError(
+            f"{where}: its embedding has {embedding.shape[0]} rows, and config.json says vocab_size = {rows}; set "
+            f"vocab_size = {embedding.shape[0]} if the weights are the right ones, else copy both from one place again"
+        )
     if not text.get("tie_word_embeddings") or head is None or embedding is None:
         return
     if not _are_equal(head, embedding):
@@ -183,8 +188,8 @@ def check_tokens(
     needed = [token for token in beyond if token not in added or token in _conversation_tokens(directory)]
     shown = (needed or beyond)[-1]
     text = (
-        f"{where}: its tokenizer has {len(beyond)} token{'s' * (len(beyond) > 1)} without a row in the embedding, which "
-        f"has {num_rows} (vocab_size of config.json): {shown!r} is id {ids[shown]}"
+        f"{where}: its tokenizer has {len(beyond)} token{'s' * (len(beyond) > 1)} without a row in the embedding, "
+        f"which has {num_rows} (vocab_size of config.json): {shown!r} is id {ids[shown]}"
     )
     way_out = (
         "resize the embedding and save the model again (transformers: "
