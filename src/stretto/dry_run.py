@@ -25,7 +25,13 @@ from stretto.config.root import (
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.monitors import MonitorsSection
 from stretto.data.hub_model import find_config, find_local, look_up, size
-from stretto.launch.plan.model_check import check_model, check_served, check_trainable, models_of
+from stretto.launch.plan.model_check import (
+    check_model,
+    check_served,
+    check_trainable,
+    foreign_engines,
+    models_of,
+)
 from stretto.launch.plan.weights import check_weights, check_weights_of
 from stretto.orchestrator.dry_run import (
     Checked,
@@ -55,6 +61,7 @@ def rl(cfg: RLConfig) -> str:
     plan, directory = plan_only(cfg)
     tasks, missing = preview(cfg.orchestrator_config())
     models = [*_model(cfg.model, missing), *_other_models(cfg), *_weights(cfg)]
+    models += [("engine", text) for text in foreign_engines(cfg)]
     rows = [*models, *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
     rows += service
     rows += [("router", f"NOT READY: {router}")] if router else []

@@ -33,6 +33,15 @@ _UNCUT |= {name: {"tp": "its latent attention"} for name in ("deepseek_v3", *SPA
 """Per family: axes that cannot cut it, and the part that stays whole."""
 
 
+def has_own_family(directory: Path | None) -> bool:
+    """Whether models/families has the family of a model directory; True if its config.json cannot be read."""
+    try:
+        family = "" if directory is None else family_of(read_model_file(directory))
+    except ConfigError:
+        return True  # the process that loads the model says what is wrong with it
+    return not family or family in OWN_FAMILIES
+
+
 @dataclass(frozen=True)
 class Shape:
     """The numbers of a model that degrees must divide; num_experts is 0 for a dense model.

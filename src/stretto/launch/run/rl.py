@@ -23,7 +23,14 @@ from stretto.config.root import RLConfig
 from stretto.data.hub_model import fetch, find_config, find_local, is_hub_name
 from stretto.launch.plan import nodes
 from stretto.launch.plan import plan as planning
-from stretto.launch.plan.model_check import check_engine_model, check_model, check_served, models_of
+from stretto.launch.plan.model_check import (
+    check_engine_model,
+    check_model,
+    check_served,
+    foreign_engines,
+    models_of,
+    with_chosen_engines,
+)
 from stretto.launch.plan.placement import asks_for_gpus
 from stretto.launch.plan.plan import LaunchPlan
 from stretto.launch.plan.processes import ProcessSpec
@@ -43,6 +50,7 @@ PORT_KEYS = (
     "control.port, rollout_transport.port, weight_broadcast.port, deployment.rendezvous_port, "
     "inference.server.port, trainer.critic.placement.port"
 )
+NOT_READY = "NOT READY: "
 GPU_KEYS = "deployment.gpus_per_node or inference.parallel"
 SECRET_TIMEOUT_S = 60.0  # another node may be started this long before the first one
 
@@ -93,6 +101,7 @@ def _plan(
 ) -> LaunchPlan:
     if resume_step is not None and cfg.resume is not None and not cfg.resume.skip_progress:
         rundir.check_max_steps(cfg.max_steps, resume_step)
+    cfg = with_chosen_engines(cfg)
     if cfg.deployment.type == "multi_node":
         return nodes.plan_nodes(cfg, run, resume_step, secret)
     return planning.plan(cfg, run, resume_step, ports=ports, secret=secret)
@@ -198,6 +207,9 @@ def _check_weights(cfg: RLConfig) -> None:
     """Check the files of the models that are here, and print warnings about them."""
     for text in check_weights_of(cfg):
         _write_line(f"warning: {text}")
+    for text in foreign_engines(cfg):
+        if text.startswith(NOT_READY):
+            raise ConfigError(f"inference.engine: {text.removeprefix(NOT_READY)}")
 
 
 def _fetch_models(cfg: RLConfig) -> bool:
