@@ -25,7 +25,14 @@ from stretto.config.root import (
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.monitors import MonitorsSection
 from stretto.data.hub_model import find_config, find_local, look_up, size
-from stretto.launch.plan.model_check import check_model, check_served, check_trainable, models_of
+from stretto.launch.plan.model_check import (
+    check_model,
+    check_served,
+    check_trainable,
+    foreign_engines,
+    models_of,
+)
+from stretto.launch.plan.weights import check_weights, check_weights_of
 from stretto.orchestrator.dry_run import (
     Checked,
     FirstTask,
@@ -53,7 +60,8 @@ def rl(cfg: RLConfig) -> str:
     service = _service(cfg)
     plan, directory = plan_only(cfg)
     tasks, missing, renderer = preview(cfg.orchestrator_config())
-    models = [*_model(cfg.model, missing), *_renderer(renderer), *_other_models(cfg)]
+    models = [*_model(cfg.model, missing), *_renderer(renderer), *_other_models(cfg), *_weights(cfg)]
+    models += [("engine", text) for text in foreign_engines(cfg)]
     rows = [*models, *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
     rows += service
     rows += [("router", f"NOT READY: {router}")] if router else []
@@ -105,8 +113,11 @@ def trainer(cfg: TrainerConfig) -> str:
     """The screen of `trainer` alone."""
     if cfg.model.scratch is None and (directory := find_config(cfg.model.name)) is not None:
         check_trainable(directory, cfg.model.impl, f"[model] name = {cfg.model.name!r}")
+    weights = []
+    if cfg.model.scratch is None:
+        weights = check_weights(cfg.model.name, "[model] name", cfg.model, is_dry_run=True)
     checked = check_trainer_hooks(cfg.hooks)
-    rows = [*_model(cfg.model), *_code(checked), *_monitors(cfg.monitors)]
+    rows = [*_model(cfg.model), *_weight_rows(weights), *_code(checked), *_monitors(cfg.monitors)]
     return _screen(
         rows,
         f"trainer  {_threads(cfg.num_threads)}; batches from port {_batch_port(cfg)}",
@@ -128,7 +139,8 @@ def sft(cfg: SFTConfig) -> str:
     length = [f"{count} {unit}" for unit, count in lengths.items() if count]
     ranks = f"sft  {cfg.num_ranks} rank{'s' * (cfg.num_ranks != 1)} on {devices}"
     trains = f"trains {' or '.join(length)} of batches of {cfg.batch_size} rows"
-    rows = [*_model(cfg.model, missing), *_renderer(renderer), *_code(checked), *_monitors(cfg.monitors)]
+    rows = [*_model(cfg.model, missing), *_renderer(renderer), *_weights(cfg)]
+    rows += [*_code(checked), *_monitors(cfg.monitors)]
     nodes = table(cfg) if is_wide else ""
     return _screen(rows, example, f"{ranks}; {trains}", nodes, _run_directory(cfg), job(cfg))
 
@@ -152,6 +164,7 @@ def inference(cfg: InferenceConfig) -> str:
     if cfg.model:
         is_here = cfg.slurm is None and cfg.ray is None
         check_served(cfg, cfg.model, is_cpu=is_here and not process.visible_gpus())
+        model += _weights(cfg)
     engine = f"inference  engine {cfg.engine}, http://{server.host}:{server.port}"
     return _screen(model, engine, _run_directory(cfg), job(cfg))
 
@@ -202,6 +215,18 @@ def _model(model: ModelSection, missing: str | None = None) -> Rows:
 def _renderer(description: str) -> Rows:
     """By what messages are rendered."""
     return [("renderer", description)] if description else []
+
+
+def _weights(cfg: RLConfig | SFTConfig | InferenceConfig) -> Rows:
+    """Rows for what is not right with the files of the models that are here.
+
+    Raises: ConfigError for files with which a run would fail.
+    """
+    return _weight_rows(check_weights_of(cfg, is_dry_run=True))
+
+
+def _weight_rows(texts: Sequence[str]) -> Rows:
+    return [("weights", text) for text in texts]
 
 
 def _other_models(cfg: RLConfig) -> Rows:

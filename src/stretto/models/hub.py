@@ -242,7 +242,7 @@ def load_slices(
     missing = set(needed)
     for name, shape, source in sources:
         if name not in table.their_shapes:
-            if _is_redundant(name, cfg):
+            if is_redundant(name, cfg):
                 continue
             raise DataError(f"{where}: tensor {name!r} is not part of a {cfg.family} of this config.json")
         if name not in needed:
@@ -333,7 +333,7 @@ def copy_tokenizer(source: str | Path, directory: str | Path) -> None:
             shutil.copyfile(path, target)
 
 
-def _is_redundant(name: str, cfg: ModelConfig) -> bool:
+def is_redundant(name: str, cfg: ModelConfig) -> bool:
     """True for tensors of some checkpoints that the network computes itself or does not have."""
     if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and cfg.tie_word_embeddings):
         return True

@@ -201,8 +201,9 @@ class ModelSection(Section):
     """Copies of the sharded weights (HSDP): shards are gathered within a copy, gradients summed over all."""
     cp: int = Field(1, gt=0)
     """Ranks that share the tokens of one packed row, context parallelism."""
-    cp_style: Literal["ulysses", "ring"] = "ulysses"
-    """`ulysses`: ranks swap heads for tokens, cp divides the query heads; `ring`: keys and values go round, any cp."""
+    cp_style: Literal["auto", "ulysses", "ring"] = "auto"
+    """`ulysses`: ranks swap heads for tokens, cp divides the query heads; `ring`: keys and values go round, any cp.
+    `auto`: `ulysses` if cp divides the heads, else `ring`; `ring` for families with an indexer (glm_moe_dsa)."""
     tp: int = Field(1, gt=0)
     """Ranks that share the features of one token, tensor parallelism; a divisor of the key and value heads."""
     ep: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
