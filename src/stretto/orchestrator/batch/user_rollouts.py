@@ -326,8 +326,9 @@ class UserRolloutFunction:
         cuts = self.sampling.cuts()
         if sample.rollout_top_p_token_lengths is not None or not (cuts or requested.has_truncated_sampling):
             return
-        settings = ", ".join(f"{key} = {value:g}" for key, value in cuts.items())
-        what = f"the run samples with {settings}" if cuts else "its function requested top_p, top_k or min_p"
+        settings = ", ".join(f"{key} = {value}" for key, value in cuts.items())
+        requested_cuts = "its function requested top_p, top_k, min_p, min_tokens, bad_words or allowed_token_ids"
+        what = f"the run samples with {settings}" if cuts else requested_cuts
         raise EnvError(
             f"{what}, and it does not say what its tokens were drawn from; set rollout_top_p_token_ids and "
             "rollout_top_p_token_lengths from the engine's sampling_mask (0: drawn from all tokens)"

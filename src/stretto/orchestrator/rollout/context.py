@@ -26,7 +26,7 @@ from stretto.orchestrator.rollout.continuation import (
     merge_completions,
 )
 from stretto.orchestrator.rollout.echo import Echo
-from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images
+from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images, text_to_stop
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.images import Image
@@ -195,9 +195,10 @@ class Recorder(RolloutContext):
         message = play.renderer.parse(completion.token_ids, prompt_ids, tools)
         return Reply(
             message=message,
-            text=message.get("content") or "",
+            text=text_to_stop(message.get("content") or "", completion, request.sampling.min_tokens),
             token_ids=completion.token_ids,
             finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
             num_prompt_tokens=len(prompt_ids),
             logprobs=completion.logprobs,
             versions=completion.versions,

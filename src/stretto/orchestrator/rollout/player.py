@@ -37,7 +37,7 @@ from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.orchestrator.rollout.budget import Budget
 from stretto.orchestrator.rollout.context import Recorder
 from stretto.orchestrator.rollout.continuation import build_turn
-from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images
+from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images, text_to_stop
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest, member_seed
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
@@ -236,7 +236,8 @@ class Player(PlaySettings):
             self.check_reply(completion)
             where = f"environment {env.name}, rollout {draw.rollout_id(member)}, score"
             with boundary(EnvError, where):
-                text = self.renderer.parse(completion.token_ids, request.prompt_ids).get("content") or ""
+                content = self.renderer.parse(completion.token_ids, request.prompt_ids).get("content") or ""
+                text = text_to_stop(content, completion, request.sampling.min_tokens)
             result = await checked_score(await call_async(lambda: env.score(draw.task, text), where), where)
             branch = OpenBranch(self.behavior_temperature())
             branch.add_turn(request.prompt_ids, completion, draw.version, images=request.images)
