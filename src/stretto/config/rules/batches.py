@@ -31,7 +31,7 @@ WHY_NOT_CUT = (
 )
 
 WHY_NOT_BIASED = (
-    "{0.path}: the engine's log-probabilities would be of the changed logits, and the trainer's of the model's, so that "
+    "{0.path}: the engine's log-probabilities would be of changed logits, and the trainer's of the model's, so that "
     "every ratio of the two is wrong; leave it out, or ban words with bad_words; evals and agents that are not trained "
     "may have it"
 )

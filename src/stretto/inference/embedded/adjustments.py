@@ -25,7 +25,9 @@ Encode = Callable[[str], Sequence[int]]
 class Adjustments:
     """The changes of one request's logits; all its samples share them."""
 
-    def __init__(self, params: SamplingParams, stop_ids: Sequence[int], bad_words: Sequence[list[int]]) -> None:
+    def __init__(
+        self, params: SamplingParams, stop_ids: Sequence[int], bad_words: Sequence[list[int]]
+    ) -> None:
         """stop_ids: all tokens that end a reply. bad_words: the tokens of each spelling of a word."""
         self._min_tokens = params.min_tokens
         self._stop_ids = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64)
@@ -34,9 +36,7 @@ class Adjustments:
         self._bad_words = [(np.array(word[:-1], np.int32), word[-1]) for word in bad_words]
 
     @classmethod
-    def of(
-        cls, params: SamplingParams, stop_ids: Sequence[int], encode: Encode | None
-    ) -> Adjustments | None:
+    def of(cls, params: SamplingParams, stop_ids: Sequence[int], encode: Encode | None) -> Adjustments | None:
         """The adjustments of a request; None if it has none.
 
         Raises: Refusal for bad_words without a tokenizer, or if one has no token.

@@ -79,7 +79,8 @@ class Engine:
 
     def __init__(
         self, core: EngineCore, *, model_name: str = "model", max_waiting: int = 4096,
-        decoder: Callable[[], Decode] | None = None, encoder: Callable[[], Encode] | None = None, tracer: Tracer | None = None,
+        decoder: Callable[[], Decode] | None = None, encoder: Callable[[], Encode] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:  # fmt: skip
         self.core, self.max_waiting, self.state = core, max_waiting, EngineState.RUNNING
         self.metrics = Metrics(model_name)

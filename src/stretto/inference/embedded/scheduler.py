@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stretto.inference.embedded.adjustments import Adjustments
 from stretto.inference.embedded.adapters import POLICY, LoadedAdapter
+from stretto.inference.embedded.adjustments import Adjustments
 from stretto.inference.embedded.blocks import BlockPool, chain_hashes
 from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.sampler import PromptScores, stream_key

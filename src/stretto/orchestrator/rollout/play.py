@@ -229,6 +229,8 @@ def bias_by_token(biases: Mapping[Any, float], renderer: Renderer) -> dict[int, 
     found: dict[int, float] = {}
     for key, bias in biases.items():
         if isinstance(key, str) and not (key.isascii() and key.isdigit()):
+            if not hasattr(renderer, "encode"):
+                raise EnvError(f"logit_bias: {key!r} must be a token id, because the engine takes text only")
             ids = renderer.encode(key)
             if len(ids) != 1:
                 raise EnvError(
@@ -273,8 +275,8 @@ def check_supports(completions: Sequence[Completion]) -> None:
     """
     if any(completion.support is None and len(completion.token_ids) for completion in completions):
         raise EngineError(
-            "the engine does not return which tokens top_p, top_k, min_p, min_tokens and bad_words left, so nothing can be replayed; serve "
-            "it with inference.enable_return_sampling_mask = true"
+            "the engine does not return which tokens top_p, top_k, min_p, min_tokens and bad_words left, so nothing "
+            "can be replayed; serve it with inference.enable_return_sampling_mask = true"
         )
 
 
