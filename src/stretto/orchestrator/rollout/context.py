@@ -154,11 +154,10 @@ class Recorder(RolloutContext):
         if self._is_busy:
             raise EnvError("two turns of one agent at once: await a reply before you request the next")
         play.renderer.check_images(prompt_ids, images)
-        turn = (self._attempt, self._member, self._num_turns)
         stream = () if self._stream == POLICY else (self._stream,)
-        seed = seed_of(play.seed, draw.name, draw.group_id, *turn, *stream)
-        if self._first_seed is not None and self._num_turns == 0:
-            seed = self._first_seed
+        turn = (self._attempt, self._member, self._num_turns, *stream)
+        seed = seed_of(play.seed, draw.name, draw.group_id, *turn)
+        seed = self._first_seed if self._first_seed is not None and self._num_turns == 0 else seed
         name = "-".join((play.run_id, draw.rollout_id(self._member), *stream))
         temperature = play.behavior_temperature(sampling.get("temperature"))
         branch = self._extended_branch(prompt_ids, temperature, images)

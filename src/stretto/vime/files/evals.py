@@ -85,7 +85,7 @@ def _settings(entry: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:
         if key in REFUSED:
             if value not in NEUTRAL:
                 raise ConfigError(
-                    f"{at}: {key}: replies end at the model's end token or the limit; leave it out"
+                    f"{at}: {key}: it has no counterpart here; leave it out"
                 )
         elif value is not None and not (key == "top_k" and value == -1):
             yield KEYS[key], value
