@@ -183,7 +183,9 @@ async def test_a_reply_ends_with_the_token_that_completes_a_stop_text(engine, to
 
 async def test_no_reply_ends_before_min_tokens(engine, tokenizer):
     ends, stops = (30, 31, 32, 33), ("a", "q", "t", "0", "Z")
-    for completion in await generate(engine, "late-tokens", n=8, min_tokens=9, stop_token_ids=ends, max_tokens=60):
+    for completion in await generate(
+        engine, "late-tokens", n=8, min_tokens=9, stop_token_ids=ends, max_tokens=60
+    ):
         ids = completion.token_ids.tolist()
         at = next((i for i, token in enumerate(ids) if token in ends), None)
         assert at is None or (9 <= at == len(ids) - 1 and completion.stop_reason == ids[at])
