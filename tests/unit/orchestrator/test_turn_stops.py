@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import numpy as np
 import pytest
@@ -9,8 +11,10 @@ from fakes import CharRenderer, EchoEnv, FakeEngine, parrot, run_virtual
 from orchestrator_runs import config
 
 from stretto.base.errors import ConfigError, EngineError, EnvError
+from stretto.config.load import load
+from stretto.config.root import RLConfig
 from stretto.config.sections.orchestrator import SamplingSection
-from stretto.envs.base import RolloutResult, SingleTurnEnv, TaskSource
+from stretto.envs.base import Reply, RolloutResult, SingleTurnEnv, TaskSource
 from stretto.orchestrator.batch.samples import samples_of
 from stretto.orchestrator.dry_run import check_sampling
 from stretto.orchestrator.rollout.play import Draw
@@ -43,7 +47,7 @@ class ScriptedEngine(FakeEngine):
                     finish_reason="stop",
                     stop_reason=self.stop,
                     support=support if request.sampling.is_truncated else None,
-                )  # fmt: skip
+                )
             )
         return made
 
@@ -212,18 +216,8 @@ async def test_a_hooks_request_gets_the_stop_that_ended_its_turn():
     class Ctx:
         async def generate(self, prompt_ids, **sampling):
             self.sampling = sampling
-            completion = (
-                await ScriptedEngine("a</s>").generate(GenerateRequest(request_id="a", prompt_ids=prompt_ids))
-            )[0]
-            from stretto.envs.base import Reply
-
-            return Reply(
-                message={},
-                text="a</s>",
-                token_ids=completion.token_ids,
-                finish_reason="stop",
-                stop_reason="</s>",
-            )
+            ids = np.array([ord(char) for char in "a</s>"], np.int32)
+            return Reply(message={}, text="a</s>", token_ids=ids, finish_reason="stop", stop_reason="</s>")
 
     ctx = Ctx()
     settings = {"stop": ["</s>"], "min_tokens": 2, "bad_words": ["x"], "logit_bias": {"3": 1.0}}
@@ -239,7 +233,7 @@ async def test_a_hooks_request_gets_the_stop_that_ended_its_turn():
     [
         (
             {"stop_token_ids": [3, 10**6]},
-            r"train\.sampling\.stop_token_ids has 1000000, and the model's tokens are 0 to",
+            r"sampling\.stop_token_ids has 1000000, and the model's tokens are 0 to",
         ),
         ({"bad_words": [" "]}, r"train\.sampling\.bad_words has ' ', which has no token"),
         ({"logit_bias": {"abc": 1.0}}, r"train\.sampling\.logit_bias: 'abc' is 3 tokens"),
@@ -260,3 +254,42 @@ def test_a_dry_run_finds_tokens_and_texts_that_are_none(tmp_path, sampling, word
         return
     with pytest.raises(ConfigError, match=words):
         check_sampling(cfg, Renderer())
+
+
+def toml(value) -> str:
+    """A value of a TOML file, in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return json.dumps(value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"train": {"sampling": {"stop": ["a", ""]}}}, "train.sampling.stop has an empty text"),
+        ({"train": {"sampling": {"bad_words": [" "]}, "replay": {}}}, "bad_words has an empty text"),
+        (
+            {"train": {"sampling": {"min_tokens": 9, "max_completion_tokens": 5}, "replay": {}}},
+            "min_tokens = 9 is more than",
+        ),
+        ({"train": {"sampling": {"min_tokens": 9}}}, "or add [orchestrator.train.replay]"),
+        ({"env": [{"id": "sort-letters", "sampling": {"bad_words": ["a"]}}]}, "env.0.sampling.bad_words"),
+        ({"train": {"sampling": {"logit_bias": {"a": 1.0}}, "replay": {}}}, "or ban words with bad_words"),
+        ({"train": {"sampling": {"logit_bias": {"a": 101.0}}}}, "logit_bias"),
+        ({"train": {"sampling": {"min_tokens": 9}, "replay": {}}}, None),
+        ({"train": {"sampling": {"stop": "</s>", "stop_token_ids": [3]}}}, None),
+        ({"eval": {"sampling": {"logit_bias": {"a": 1.0}, "min_tokens": 3, "bad_words": ["b"]}}}, None),
+    ],
+)
+def test_a_config_is_refused_with_a_way_out(tmp_path, given, words):
+    file = tmp_path / "run.toml"
+    section = {"env": [{"id": "sort-letters"}]} | given
+    file.write_text("orchestrator = " + toml(section))
+    if words is None:
+        load(RLConfig, ["@", str(file)])
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(RLConfig, ["@", str(file)])
+    assert words in str(caught.value)

@@ -190,6 +190,10 @@ RULES: Rules = {
         Rule("min_tokens max_completion_tokens",
              lambda s: s.max_completion_tokens is not None and (s.min_tokens or 0) > s.max_completion_tokens,
              "{0} is more than {1}: no reply could be so long; lower it or raise that"),
+        Rule("stop", lambda s: "" in ([s.stop] if isinstance(s.stop, str) else s.stop or ()),
+             "{0.path} has an empty text, which would end every reply at its first token; leave it out"),
+        Rule("bad_words", lambda s: not all(word.strip() for word in s.bad_words or ()),
+             "{0.path} has an empty text, which would ban every reply; leave it out"),
     ),
     RangeGate: (
         Rule("reject_min reject_max", lambda s: s.reject_min > s.reject_max,

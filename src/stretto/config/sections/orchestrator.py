@@ -47,7 +47,6 @@ class ClientSection(RequestsSection):
     sends its turns to one engine."""
 
 
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -67,14 +66,14 @@ class SamplingOverrides(Section):
     """Tokens in one reply."""
     ignore_eos: bool | None = None
     """Go on past end tokens up to the limit: fixed lengths, for benchmarks."""
-    stop: StopText | list[StopText] | None = None
+    stop: str | list[str] | None = None
     """Texts that end a reply, such as "</answer>"; a list of none: no such text. The token that completes one is the
     last of the reply and is trained; rewards get the text up to and including the stop text."""
     stop_token_ids: list[TokenId] | None = None
     """Tokens that end a reply besides the model's own end tokens; they are part of it and trained."""
     min_tokens: int | None = Field(None, ge=0)
     """Tokens of a reply before which no end token is sampled and no stop text counts; in training only with replay."""
-    bad_words: list[StopText] | None = None
+    bad_words: list[str] | None = None
     """Texts that are not sampled, at the start of a text or after a blank: the token that would complete one is banned;
     in training only with replay."""
     logit_bias: dict[str, Bias] | None = None
