@@ -37,6 +37,7 @@ from stretto.inference.bodies import (
     decode_text_body,
 )
 from stretto.inference.boundary import hold_pixels, json_response, max_body_bytes, read_body
+from stretto.inference.embedded.adjustments import Encode
 from stretto.inference.embedded.engine import Engine, Ticket
 from stretto.inference.embedded.scheduler import EngineRequest
 from stretto.inference.events import (
@@ -83,6 +84,10 @@ class OpenAIRoutes:
     def decoder(self) -> Decode:
         """The decoder for stop strings; special tokens are decoded to their text."""
         return self.tokenizer.decode
+
+    def encoder(self) -> Encode:
+        """The encoder for bad words."""
+        return self.tokenizer.encode
 
     def adapter_of(self, name: str | None) -> str | None:
         """The adapter that a request's `model` names; None for the engine's own model and for None.
@@ -302,7 +307,7 @@ class OpenAIRoutes:
     ) -> dict[str, Any]:
         completion, reason = done.completions[member], done.stop_reasons[member]
         ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
-        text = cut_at_stop(self._text(body, ids), reason)
+        text = cut_at_stop(self._text(body, ids), reason, min_tokens=done.spec.sampling.min_tokens)
         if body.echo:
             prompt_ids = done.spec.prompt_ids.tolist()
             text = self._text(body, prompt_ids) + text
@@ -335,7 +340,9 @@ class OpenAIRoutes:
     ) -> dict[str, Any]:
         completion, reason = done.completions[member], done.stop_reasons[member]
         message = dict(renderer.parse(completion.token_ids, done.spec.prompt_ids, body.tools))
-        message["content"] = cut_at_stop(message.get("content") or "", reason)
+        message["content"] = cut_at_stop(
+            message.get("content") or "", reason, min_tokens=done.spec.sampling.min_tokens
+        )
         finish = completion.finish_reason
         message.pop("unparsed_tool_calls", None)
         if calls := message.get("tool_calls"):

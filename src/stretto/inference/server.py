@@ -343,6 +343,7 @@ async def _load_and_run(server: Server) -> None:
         model_name=server.model_name,
         max_waiting=cfg.server.max_waiting_requests,
         decoder=server.openai.decoder,
+        encoder=server.openai.encoder,
         tracer=Tracer(cfg.run_dir if cfg.run.name else None, f"inference-{cfg.server.port}"),
     )
     freeze_objects()

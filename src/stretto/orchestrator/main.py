@@ -42,7 +42,7 @@ from stretto.orchestrator.batch.user_hooks import BatchHooks, arguments_of
 from stretto.orchestrator.batch.user_rollouts import UserRolloutFunction
 from stretto.orchestrator.build import build_policy_renderer, open_env, run_info, system_prompts, urls_of
 from stretto.orchestrator.clients import build_engines, build_teacher_client
-from stretto.orchestrator.dry_run import check_first_tasks
+from stretto.orchestrator.dry_run import check_first_tasks, check_sampling
 from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
 from stretto.orchestrator.groups.baselines import Baselines
 from stretto.orchestrator.groups.buffer import Bounds, Buffer
@@ -97,6 +97,7 @@ async def run(cfg: OrchestratorConfig) -> int:
     async with AsyncExitStack() as stack:
         # First: the launcher starts the other processes only when all of this has been checked.
         user_code = open_user_code(cfg, renderer, stack)
+        check_sampling(cfg, renderer)
         await check_first_tasks(user_code.envs, user_code.eval_envs, renderer)
         wires = await open_wires(cfg, progress.step, stack)
         loop = build_loop(cfg, wires, renderer, progress, stack, user_code)

@@ -42,6 +42,7 @@ from stretto.orchestrator.rollout.play import (
     Draw,
     PlaySettings,
     load_images,
+    text_to_stop,
     with_system_prompt,
 )
 from stretto.orchestrator.tasks.order import seed_of
@@ -243,7 +244,8 @@ class Player(PlaySettings):
             self.check_reply(completion)
             where = f"environment {env.name}, rollout {draw.rollout_id(member)}, score"
             with boundary(EnvError, where):
-                text = self.renderer.parse(completion.token_ids, request.prompt_ids).get("content") or ""
+                content = self.renderer.parse(completion.token_ids, request.prompt_ids).get("content") or ""
+                text = text_to_stop(content, completion, request.sampling.min_tokens)
             result = await checked_score(await call_async(lambda: env.score(draw.task, text), where), where)
             branch = OpenBranch(self.behavior_temperature())
             branch.add_turn(request.prompt_ids, completion, draw.version, images=request.images)
