@@ -99,9 +99,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     path = find_directory(str(name))
     file = path / "tokenizer.json"
     if not file.is_file():
-        raise DataError(
-            f"{path}: no tokenizer.json; export the tokenizer with `save_pretrained` of a fast tokenizer."
-        )
+        raise DataError(_no_tokenizer(path))
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as cause:  # the library raises bare Exception for malformed files
@@ -117,6 +115,28 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     unknown = _token_text(config.get("unk_token"))
     unk_id = backend.token_to_id(unknown) if unknown else None
     return Tokenizer(backend, name=str(name), eos_ids=eos_ids, unk_id=unk_id)
+
+
+_CONVERTED = {
+    "tokenizer.model": "a file of SentencePiece or tiktoken",
+    "tekken.json": "Mistral's own",
+    "vocab.json": "the files of a slow tokenizer",
+}
+"""Files of a tokenizer that transformers writes as tokenizer.json."""
+
+
+def _no_tokenizer(path: Path) -> str:
+    """What is there in place of tokenizer.json, and the command that writes it."""
+    others = [name for name in (*_CONVERTED, *(file.name for file in path.glob("*.tiktoken")))]
+    found = next((name for name in others if (path / name).is_file()), None)
+    if found is None:
+        return f"{path}: no tokenizer.json; export the tokenizer with `save_pretrained` of a fast tokenizer."
+    load = f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+    return (
+        f"{path}: no tokenizer.json, but {found} ({_CONVERTED.get(found, 'a file of tiktoken')}); write tokenizer.json "
+        f'beside it once: python -c "from transformers import AutoTokenizer; {load}" (it may need the package '
+        "sentencepiece or tiktoken)"
+    )
 
 
 def build_letters_tokenizer(
