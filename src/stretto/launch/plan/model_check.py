@@ -192,10 +192,10 @@ def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:
     return models + [(name, False) for name in tokenizers]
 
 
-def check_served(section: InferenceSection, name: str, *, is_cpu: bool, is_updated: bool = False) -> None:
+def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
     """Check that the engine supports this model.
 
-    is_cpu: engines run without GPUs. is_updated: they get new weights.
+    is_cpu: engines run without GPUs.
 
     Raises: ConfigError with what to do instead.
     """
@@ -216,8 +216,6 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool, is_updat
     model.check()
     if is_cpu or section.device == "cpu":
         model.check_on_cpu()
-    if is_updated:
-        model.check_updates()
 
 
 def with_chosen_engines(cfg: RLConfig) -> RLConfig:
