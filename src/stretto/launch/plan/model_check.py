@@ -95,19 +95,13 @@ def layer_names(directory: Path) -> set[str]:
 def check_trainable(directory: Path, impl: str, where: str) -> None:
     """Check that a model directory has weights that can be trained.
 
-    Raises: ConfigError for quantized ones, and for a family whose logits are soft-capped.
+    Raises: ConfigError for quantized ones.
     """
     try:
         found = json.loads((directory / "config.json").read_text())
         quantization = found.get("quantization_config")
-        cap = (found | (found.get("text_config") or {})).get("final_logit_softcapping")
     except (OSError, ValueError, AttributeError, TypeError):
         return
-    if cap is not None:
-        raise ConfigError(
-            f"{where}: config.json has final_logit_softcapping = {cap:g}; log-probabilities of a soft-capped head "
-            "(gemma2) are not implemented, so it can be served by vLLM and not trained"
-        )
     if not quantization:
         return
     method = quantization
