@@ -63,6 +63,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _OFFLOAD_SIZE = 4096  # characters or tokens, from which work runs in a thread
+_MAX_RENDERERS = 8  # with different settings of the template
 _MESSAGE_OVERHEAD_BYTES = 64  # JSON of a message without its text
 
 
@@ -71,7 +72,7 @@ class OpenAIRoutes:
 
     def __init__(self, directory: Path, model_name: str, engine: Callable[[], Engine]) -> None:
         self.directory, self.model_name, self._engine = directory, model_name, engine
-        self._renderers: dict[bool, Renderer] = {}
+        self._renderers: dict[str, Renderer] = {}  # by the template's settings
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -241,21 +242,25 @@ class OpenAIRoutes:
             raise Refusal(unknown_token(where, int(bad[0]), vocab_size))
 
     async def _renderer(self, template_settings: dict[str, Any] | None) -> Renderer:
-        settings = template_settings or {}
-        if unknown := settings.keys() - {"enable_thinking"}:
-            raise Refusal(f"chat_template_kwargs: {sorted(unknown)} not supported; only enable_thinking is")
-        thinking = bool(settings.get("enable_thinking", False))
-        if thinking not in self._renderers:
+        """The renderer with a request's `chat_template_kwargs`; the last few are kept."""
+        settings = dict(template_settings or {})
+        key = repr(sorted(settings.items()))
+        if key not in self._renderers:
             model_type = self._engine().core.config.hf.get("model_type")
-            section = RendererSection(enable_thinking=thinking)
+            thinking = bool(settings.pop("enable_thinking", False))
+            section = RendererSection(enable_thinking=thinking, settings=settings)
             build = lambda: build_renderer(
                 self.directory, section, model_type, load_image_processor(self.directory)
             )
             try:
-                self._renderers[thinking] = await asyncio.to_thread(build)
+                built = await asyncio.to_thread(build)
             except StrettoError as error:
-                raise Refusal(f"messages: the chat template of this model is not known: {error}") from error
-        return self._renderers[thinking]
+                raise Refusal(f"messages: {error}") from error
+            logger.info("chats are rendered by %s", built.description)
+            while len(self._renderers) >= _MAX_RENDERERS:
+                del self._renderers[next(iter(self._renderers))]
+            self._renderers[key] = built
+        return self._renderers[key]
 
     async def _render(
         self, renderer: Renderer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None

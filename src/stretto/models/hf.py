@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 PACKED_FAMILIES = frozenset({"qwen3", "qwen3_moe", "minimax_m2", "laguna", "glm4_moe", "glm_moe_dsa"})
 """model_type of families whose packed rows equal each document alone (tests/unit/models/test_models_hf.py)."""
 
-_HEAD_SETTINGS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+SOFT_CAP = "final_logit_softcapping"
+"""The setting with which logits are no product of hidden states and output matrix."""
 
 
 class HFDecoder(nn.Module):
@@ -54,6 +55,7 @@ class HFDecoder(nn.Module):
         self.model = model
         self.config = _HFModelConfig(model.config)
         self.is_packable = model.config.model_type in PACKED_FAMILIES
+        self.logit_factor = _logit_factor(model.config.get_text_config())
 
     @property
     def wrapped(self) -> nn.Module:
@@ -119,7 +121,14 @@ class HFDecoder(nn.Module):
 
     def _body(self, token_ids: Tensor, **layout: Tensor) -> Tensor:
         out = self.model.base_model(input_ids=token_ids, use_cache=False, **layout)
-        return out.last_hidden_state
+        hidden = out.last_hidden_state
+        return hidden if self.logit_factor == 1.0 else hidden * self.logit_factor
+
+
+def _logit_factor(config: Any) -> float:
+    """By what a family multiplies its logits (granite, cohere); its hidden states are multiplied instead."""
+    scale, divisor = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "logits_scaling"))
+    return scale / divisor
 
 
 class _HFModelConfig:
@@ -322,18 +331,13 @@ def load_hf_model(
 def check_output_head(decoder: HFDecoder, where: str) -> None:
     """Refuse a family whose logits are not hidden @ output_weight.T.
 
-    They may be soft-capped, scaled, or have a bias.
+    They may be soft-capped, or have a bias.
 
-    Known settings are checked by name, because a soft cap hardly changes small logits; then the logits are compared.
+    A soft cap is found by its name, because it hardly changes small logits; then the logits are compared.
 
     Raises: DataError.
     """
-    config = decoder.model.config.get_text_config()
-    changes = [
-        name
-        for name, neutral in _HEAD_SETTINGS.items()
-        if getattr(config, name, neutral) not in (None, neutral)
-    ]
+    has_cap = getattr(decoder.model.config.get_text_config(), SOFT_CAP, None) is not None
     device = decoder.output_weight.device
     token_ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     hidden = decoder.hidden(token_ids[0], PackedLayout((0, 2), device))
@@ -341,10 +345,10 @@ def check_output_head(decoder: HFDecoder, where: str) -> None:
     logits = decoder.model(input_ids=token_ids, use_cache=False).logits[0].float()
     ours = hidden.float() @ decoder.output_weight.float().T
     tolerance = 1e-3 if decoder.output_weight.dtype is torch.float32 else 0.05
-    if changes or (logits - ours).abs().max() > tolerance * logits.abs().max():
+    if has_cap or (logits - ours).abs().max() > tolerance * logits.abs().max():
         raise DataError(
             f"{where}: {decoder.config.family} changes its logits after the output head "
-            f"({', '.join(changes) or 'found by comparing logits'}); training it would use the wrong "
+            f"({SOFT_CAP if has_cap else 'found by comparing logits'}); training it would use the wrong "
             "log-probabilities, so it is not supported"
         )
 

@@ -81,6 +81,11 @@ def _env_run_info(run: RunInfo, section: TrainEnvSection | EvalEnvSection) -> Ru
     return replace(run, **{key: value for key, value in changes.items() if value is not None})
 
 
+def system_prompts(*sections: EnvSection) -> dict[str, str]:
+    """The system prompts of environments, by name."""
+    return {s.name or s.id: s.system_prompt for s in sections if s.system_prompt is not None}
+
+
 def table_of(cfg: OrchestratorSection | EvalConfig) -> dict[str, Any]:
     """The value of every flag of vime by attribute, from the run's resolved config: `args` of hooks."""
     run_dir = getattr(cfg, "run_dir", None)
@@ -145,8 +150,14 @@ def build_policy_renderer(cfg: OrchestratorConfig) -> Renderer:
     Raises: ConfigError for a model directory that holds no model.
     """
     if cfg.model.scratch is not None and cfg.tokenizer.name is None:
-        return build_scratch_renderer(cfg.model.scratch, cfg.renderer)
-    return build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
+        return build_scratch_renderer(cfg.model.scratch, _section(cfg))
+    return build_renderer_of(cfg.model.name, cfg.tokenizer.name, _section(cfg))
+
+
+def _section(cfg: OrchestratorConfig | EvalConfig) -> RendererSection:
+    """The renderer's section, with the tokenizer's template if it has none of its own."""
+    template = cfg.renderer.template or cfg.tokenizer.chat_template
+    return cfg.renderer.model_copy(update={"template": template})
 
 
 def build_renderer_of(model: str, tokenizer: str | None, section: RendererSection) -> Renderer:
@@ -176,7 +187,7 @@ def build_eval_renderer(cfg: EvalConfig) -> Renderer:
             "tokenizer.name: give the tokenizer of the model that runs at client.base_url, or set client.api = "
             '"chat" to evaluate with text alone.'
         )
-    return build_renderer_of(model, cfg.tokenizer.name, cfg.renderer)
+    return build_renderer_of(model, cfg.tokenizer.name, _section(cfg))
 
 
 def build_scratch_renderer(scratch: ScratchSection, section: RendererSection) -> Renderer:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stretto.base.errors import ConfigError, DataError, EnvError, boundary
 from stretto.base.foreign import call_async, load_function, load_object
@@ -37,7 +37,7 @@ from stretto.envs.base import (
 from stretto.envs.dataset import Dataset
 from stretto.envs.multi_turn import MultiTurnEnv
 from stretto.orchestrator.build import build_eval_renderer, build_policy_renderer, open_env, run_info
-from stretto.orchestrator.rollout.play import bias_by_token
+from stretto.orchestrator.rollout.play import bias_by_token, with_system_prompt
 from stretto.records.rollout import Task
 from stretto.vime.saved import load as load_saved
 
@@ -103,8 +103,18 @@ class FirstTask:
     """Whether the environment was built, and not only named."""
 
 
-def preview(cfg: OrchestratorConfig | EvalConfig) -> tuple[list[FirstTask], str]:
-    """The first task of every environment, and why prompts are not rendered ("" if they are).
+class Preview(NamedTuple):
+    """The first tasks of a config's environments, and how they are rendered."""
+
+    tasks: list[FirstTask]
+    missing: str
+    """Why prompts are not rendered; "" if they are."""
+    renderer: str = ""
+    """By what they are rendered."""
+
+
+def preview(cfg: OrchestratorConfig | EvalConfig) -> Preview:
+    """The first task of every environment.
 
     For `eval` it is the first held-out task.
 
@@ -125,7 +135,8 @@ def preview(cfg: OrchestratorConfig | EvalConfig) -> tuple[list[FirstTask], str]
     if renderer is not None:
         check_sampling(cfg, renderer)
     info = run_info(cfg, renderer, sampling, cfg.tokenizer.name or model)
-    return [asyncio.run(_preview(section, renderer, info, split)) for section in envs], missing
+    tasks = [asyncio.run(_preview(section, renderer, info, split)) for section in envs]
+    return Preview(tasks, missing, "" if renderer is None else renderer.description)
 
 
 def check_sampling(cfg: OrchestratorConfig | EvalConfig, renderer: Renderer) -> None:
@@ -179,7 +190,8 @@ async def _preview(section: EnvSection, renderer: Renderer | None, info: RunInfo
             f"environment {name}: runs in worker processes, which a dry run does not start", is_made=False
         )
     async with AsyncExitStack() as stack:
-        return await _first_task(open_env(section, Path(), stack, info), renderer, split)
+        env = open_env(section, Path(), stack, info)
+        return await _first_task(env, renderer, split, section.system_prompt)
 
 
 async def check_first_tasks(
@@ -194,13 +206,17 @@ async def check_first_tasks(
             await _first_task(env, renderer, split)
 
 
-async def _first_task(env: Environment, renderer: Renderer | None, split: str) -> FirstTask:
+async def _first_task(
+    env: Environment, renderer: Renderer | None, split: str, system_prompt: str | None = None
+) -> FirstTask:
     source = tasks_of(env, split)
     task = source.task(0)
     count = "without end" if source.num_tasks is None else f"{source.num_tasks} {SPLITS[split]}"
     about = f"environment {env.name}: tasks {count}; the first is {task.task_id}"
     where = f"environment {env.name}, task {task.task_id}, prompt"
     prompt, tools = await first_prompt(env, task, where)
+    if isinstance(prompt, list):
+        prompt = with_system_prompt(prompt, system_prompt)
     if prompt is None:
         return FirstTask(f"{about}, whose prompt is made while it is played")
     if renderer is None:

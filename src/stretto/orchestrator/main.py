@@ -40,7 +40,7 @@ from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch.packing import cost_of_model
 from stretto.orchestrator.batch.user_hooks import BatchHooks, arguments_of
 from stretto.orchestrator.batch.user_rollouts import UserRolloutFunction
-from stretto.orchestrator.build import build_policy_renderer, open_env, run_info, urls_of
+from stretto.orchestrator.build import build_policy_renderer, open_env, run_info, system_prompts, urls_of
 from stretto.orchestrator.clients import build_engines, build_teacher_client
 from stretto.orchestrator.dry_run import check_first_tasks, check_sampling
 from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
@@ -93,6 +93,7 @@ async def run(cfg: OrchestratorConfig) -> int:
     if cfg.tokenizer.name is not None or cfg.model.scratch is None:
         fetch(cfg.tokenizer.name or cfg.model.name, has_weights=False)
     renderer = build_policy_renderer(cfg)
+    logger.info("messages are rendered by %s", renderer.description)
     async with AsyncExitStack() as stack:
         # First: the launcher starts the other processes only when all of this has been checked.
         user_code = open_user_code(cfg, renderer, stack)
@@ -270,6 +271,7 @@ def build_player(cfg: OrchestratorConfig, engine: EngineClient, renderer: Render
         run_id=cfg.run_name,
         timeout_s=cfg.rollout_timeout_s,
         max_retries=cfg.max_rollout_retries,
+        system_prompts=system_prompts(*cfg.env, *(() if cfg.eval is None else cfg.eval.env)),
     )
 
 

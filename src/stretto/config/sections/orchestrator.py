@@ -120,6 +120,8 @@ class EnvSection(Section):
     """Name in metrics; None: the id."""
     args: dict[str, Any] = Field({})
     """Keyword arguments of the environment."""
+    system_prompt: str | None = None
+    """A system message before each of its conversations that does not begin with one of its own."""
     num_workers: int | None = Field(None, gt=0)
     """Processes it runs in, killed and started anew when they hang or crash; None: the orchestrator's own, and
     one for verifiers."""

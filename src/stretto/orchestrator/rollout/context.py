@@ -26,7 +26,14 @@ from stretto.orchestrator.rollout.continuation import (
     merge_completions,
 )
 from stretto.orchestrator.rollout.echo import Echo
-from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images, text_to_stop
+from stretto.orchestrator.rollout.play import (
+    POLICY,
+    Draw,
+    PlaySettings,
+    load_images,
+    text_to_stop,
+    with_system_prompt,
+)
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.images import Image
@@ -205,6 +212,7 @@ class Recorder(RolloutContext):
         )
 
     async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
+        messages = with_system_prompt(messages, self._play.system_prompts.get(self._draw.task.env))
         renderer, first_new, images = self._play.renderer, len(self._history), self._images
         await load_images(renderer, messages[first_new:])
         prompt_ids = self._extend(messages, tools)

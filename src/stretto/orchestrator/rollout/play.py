@@ -73,6 +73,7 @@ class PlaySettings:
     masks_older_versions: bool = False  # of a partial rollout, do not train what older weights sampled
     is_learned: bool = False  # its replies are trained by their log-probabilities
     max_support: int | None = None  # most tokens in a support, if top_p, top_k and min_p are replayed
+    system_prompts: Mapping[str, str] = field(default_factory=dict)  # by environment
 
     async def request_completions(
         self, request: GenerateRequest, version: int, *, is_learned: bool
@@ -169,6 +170,13 @@ class PlaySettings:
         """The temperature of the reported logprobs; greedy replies report those of temperature 1."""
         temperature = self.sampling.temperature if override is None else override
         return temperature or 1.0
+
+
+def with_system_prompt(messages: list[Message], prompt: str | None) -> list[Message]:
+    """The messages behind a system message, unless they begin with one."""
+    if prompt is None or (messages and messages[0].get("role") == "system"):
+        return messages
+    return [{"role": "system", "content": prompt}, *messages]
 
 
 async def load_images(renderer: Renderer, messages: Sequence[Message]) -> None:

@@ -37,7 +37,14 @@ from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.orchestrator.rollout.budget import Budget
 from stretto.orchestrator.rollout.context import Recorder
 from stretto.orchestrator.rollout.continuation import build_turn
-from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images, text_to_stop
+from stretto.orchestrator.rollout.play import (
+    POLICY,
+    Draw,
+    PlaySettings,
+    load_images,
+    text_to_stop,
+    with_system_prompt,
+)
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest, member_seed
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
@@ -158,6 +165,7 @@ class Player(PlaySettings):
             try:
                 where = f"environment {env.name}, task {draw.task.task_id}, prompt"
                 messages = checked_prompt(await call_async(lambda: env.prompt(draw.task), where), where)
+                messages = with_system_prompt(messages, self.system_prompts.get(env.name))
                 with boundary(EnvError, where):
                     await load_images(self.renderer, messages)
                     prompt_ids = self.renderer.render_prompt(messages)

@@ -84,8 +84,6 @@ def _settings(entry: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:
     for key, value in entry.items():
         if key in REFUSED:
             if value not in NEUTRAL:
-                raise ConfigError(
-                    f"{at}: {key}: it has no counterpart here; leave it out"
-                )
+                raise ConfigError(f"{at}: {key}: it has no counterpart here; leave it out")
         elif value is not None and not (key == "top_k" and value == -1):
             yield KEYS[key], value
