@@ -7,6 +7,7 @@ text.
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import numpy as np
 import pytest
@@ -160,9 +161,10 @@ def tokenizer(tmp_path_factory):
     return load_tokenizer(build_letters_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
-def first_end(text: str, stops: tuple[str, ...]) -> int:
-    """Where the first stop text ends; more than the text is long if there is none."""
-    return min((text.find(stop) + len(stop) for stop in stops if stop in text), default=len(text) + 1)
+def first_end(text: str, stops: tuple[str, ...]) -> tuple[int, str | None]:
+    """Where the first stop text ends, and which it is; more than the text is long if there is none."""
+    found = ((text.find(stop) + len(stop), stop) for stop in stops if stop in text)
+    return min(found, default=(len(text) + 1, None))
 
 
 async def test_a_reply_ends_with_the_token_that_completes_a_stop_text(engine, tokenizer):
@@ -170,12 +172,12 @@ async def test_a_reply_ends_with_the_token_that_completes_a_stop_text(engine, to
     free = await generate(engine, "free", n=8, max_tokens=60)
     stopped = await generate(engine, "stopped", n=8, max_tokens=60, stop=stops)
     for whole, short in zip(free, stopped):
-        text = tokenizer.decode(short.token_ids.tolist())
+        ids = short.token_ids.tolist()
+        text, before = tokenizer.decode(ids), tokenizer.decode(ids[:-1])
+        end, stop = first_end(text, stops)
         assert whole.token_ids[: len(short.token_ids)].tolist() == short.token_ids.tolist()
-        if short.finish_reason == "stop":
-            assert first_end(text, stops) == len(text) and text.endswith(short.stop_reason)
-        else:
-            assert first_end(text, stops) > len(text) and short.stop_reason is None
+        assert (short.finish_reason == "stop") == (stop is not None) and short.stop_reason == stop
+        assert end > len(before), "its last token completes it, and is whole"
     assert sum(each.finish_reason == "stop" for each in stopped) >= 4
     sampled, trained = scored(stopped, 1.0)
     np.testing.assert_allclose(np.exp(trained - sampled), 1, atol=1e-5, rtol=0)
@@ -192,7 +194,7 @@ async def test_no_reply_ends_before_min_tokens(engine, tokenizer):
     num_ignored = 0
     for completion in await generate(engine, "late-texts", n=8, min_tokens=9, stop=stops, max_tokens=60):
         pieces = [tokenizer.decode([token]) for token in completion.token_ids.tolist()]
-        ending = [i for i, piece in enumerate(pieces) if piece in stops]
+        ending = [i for i, piece in enumerate(pieces) if any(stop in piece for stop in stops)]
         num_ignored += sum(i < 9 for i in ending)
         counted = [i for i in ending if i >= 9]
         assert counted == ([len(pieces) - 1] if completion.finish_reason == "stop" else [])
@@ -214,10 +216,13 @@ async def test_a_bias_is_added_to_a_logit(engine):
 
 async def test_a_bad_word_is_never_completed(engine, tokenizer):
     free = await generate(engine, "any-words", n=8, max_tokens=60)
-    text = tokenizer.decode(free[0].token_ids.tolist())
-    words = (text[5:7].strip() or "ab", text[20:23].strip() or "cde")
-    for completion in await generate(engine, "no-words", n=8, max_tokens=60, bad_words=words):
-        assert not any(word in tokenizer.decode(completion.token_ids.tolist()) for word in words)
+    pairs = [pair for each in free for pair in itertools.pairwise(each.token_ids.tolist())]
+    words = [word for pair in pairs if (word := tokenizer.decode(pair)).isalnum() and len(word) == 2][:20]
+    assert len(words) > 5
+    banned = {tuple(tokenizer.encode(word)) for word in words}
+    assert banned & set(pairs), "they are sampled if nothing is banned"
+    for completion in await generate(engine, "no-words", n=8, max_tokens=60, bad_words=tuple(words)):
+        assert not banned & set(itertools.pairwise(completion.token_ids.tolist()))
 
 
 def _bare(completion: Completion) -> Completion:
