@@ -123,7 +123,7 @@ class EngineCore:
             model, self.cache, self.adapters, expert_choices=self.expert_choices, states=self.states,
             images=self.images,
         )  # fmt: skip
-        if is_exact:
+        if is_exact and not self.runner.has_own_products:
             self.runner.tile = find_model_tile(self.runner.model)
         self.slots = SequenceSlots(self.max_num_seqs, self.max_model_len, settings.block_size)
         is_caching = settings.enable_prefix_caching
@@ -147,7 +147,9 @@ class EngineCore:
     ) -> KVCache:
         block_size = self.settings.block_size
         if kernels is not None:
-            return NativeCache(self.config, num_blocks + 1, block_size, self.max_model_len, kernels)
+            return NativeCache(
+                self.config, num_blocks + 1, block_size, self.max_model_len, kernels, weight.dtype
+            )
         if self.config.chooses_keys:
             return ChosenKeyCache(
                 self.config, num_blocks + 1, block_size, self.max_model_len, dtype=weight.dtype,
