@@ -1,13 +1,14 @@
 """A small model with real weights: decoding and training beside other engines and libraries, in float32 and bfloat16.
 
-    python benchmarks/real.py MODEL [--quick] [--part decode|train] [--dtype float32|bfloat16]
+    python benchmarks/real.py MODEL [--quick] [--part decode|train|lora] [--dtype float32|bfloat16]
                               [--llama-python PYTHON --gguf FILE]
 
 MODEL is a directory with a checkpoint, such as SmolLM2-135M-Instruct. Every engine is a process of its own with one
 thread on one processor; all stay loaded and take turns, a batch each, so that whatever else the machine does falls on
-all. decode: prompts of 40 tokens, 32 new ones per prompt, sampled at temperature 1, at batches of 1, 16 and 64. train: policy
-gradients over 64 rows of 72 tokens, then over rows whose lengths differ, beside a plain loop of transformers; with LoRA
-beside peft. llama.cpp runs in the Python that has `llama-cpp-python`, on a GGUF file of the same model.
+all. decode: prompts of 40 tokens, 32 new ones per prompt, sampled at temperature 1, at batches of 1, 16 and 64; llama.cpp
+runs in a Python that has `llama-cpp-python`, on GGUF files of the model. train: steps of a policy gradient over 16 rows of 40
+tokens of prompt and 32 of completion, then over rows whose completions differ in length, beside the loop one first writes
+with transformers: padded rows, logits of the completions only. lora: the same with adapters of rank 16, beside peft.
 
 `tokens_per_cpu_s` is what to trust on a busy machine. memory_mb is the peak of the process, imports_mb what it had before
 the model was loaded, cache_mb the cache that was asked for. The last line is one JSON object.
@@ -16,6 +17,7 @@ the model was loaded, cache_mb the cache that was asked for. The last line is on
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import resource
@@ -166,6 +168,111 @@ def llama_cpp(model: str, dtype: str) -> tuple[Round, float]:
     return run, 0.0
 
 
+# -- trainers: each function returns what runs one step; `batch` is 0 for equal lengths, 1 for lengths that differ --
+
+ROWS, ROW_TOKENS = 16, 1152
+KINDS = ("equal lengths", "lengths that differ")
+
+
+def completions(kind: int, seed: int) -> list[list[int]]:
+    """Rows of a prompt and a completion; half of their rewards are 1, half -1 (by position)."""
+    import random
+
+    rng = random.Random(seed)
+    lengths = [NEW_TOKENS] * ROWS
+    if kind:
+        lengths = [min(max(4, int(rng.lognormvariate(3.2, 0.8))), 200) for _ in range(ROWS)]
+    return [[rng.randrange(10, VOCAB) for _ in range(PROMPT_TOKENS + length)] for length in lengths]
+
+
+def learner(model: str, dtype: str, lora: bool = False) -> tuple[Round, float]:
+    import numpy as np
+    import torch
+
+    from stretto.base.runtime import keep_freed_memory
+    from stretto.config.sections.algorithm import PpoLoss
+    from stretto.config.sections.model import LoRASection, ModelSection
+    from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
+    from stretto.models.hub import load_model
+    from stretto.records.sample import MicroBatch
+    from stretto.trainer.learner import Learner
+
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    policy = load_model(Path(model), dtype=getattr(torch, dtype), device="cpu")
+    section = ModelSection(lora=LoRASection() if lora else None, dtype=dtype)
+    one = Learner(
+        policy, model=section, optim=AdamWOptim(lr=1e-6), scheduler=ConstantScheduler(), max_steps=None,
+        loss=PpoLoss(),
+    )  # fmt: skip
+
+    def packed(rows: list[list[int]], signs: list[float]) -> MicroBatch:
+        ids = np.concatenate([np.array(row, np.int32) for row in rows])
+        is_completion = np.concatenate([np.arange(len(row)) >= PROMPT_TOKENS for row in rows])
+        signs_by_token = np.repeat(np.array(signs, np.float32), [len(row) for row in rows])
+        return MicroBatch(
+            token_ids=ids, cu_seqlens=np.cumsum([0, *map(len, rows)]).astype(np.int32), loss_mask=is_completion,
+            logprobs=np.where(is_completion, np.nan, 0).astype(np.float32), advantages=signs_by_token,
+            temperatures=np.ones(len(ids), np.float32), sample_ids=tuple(map(str, range(len(rows)))),
+            envs=("",) * len(rows),
+        )  # fmt: skip
+
+    def run(kind: int, seed: int) -> int:
+        rows = completions(kind, seed)
+        signs = [1.0 if i % 2 else -1.0 for i in range(len(rows))]
+        batches: list[list[int]] = []
+        for i in sorted(range(len(rows)), key=lambda i: -len(rows[i])):
+            fits = (b for b in batches if sum(len(rows[j]) for j in [*b, i]) <= ROW_TOKENS)
+            batch = next(fits, None)
+            batches.append([i]) if batch is None else batch.append(i)
+        one.forward_backward([packed([rows[i] for i in b], [signs[i] for i in b]) for b in batches])
+        run.loss = one.optim_step()["loss/mean"]
+        return sum(map(len, rows))
+
+    return run, 0.0
+
+
+def plain_loop(model: str, dtype: str, lora: bool = False) -> tuple[Round, float]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).train()
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        network = get_peft_model(network, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+
+    def run(kind: int, seed: int) -> int:
+        rows = completions(kind, seed)
+        num_trained = sum(len(row) - PROMPT_TOKENS for row in rows)
+        size, total = max(1, ROW_TOKENS // max(map(len, rows))), 0.0
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            longest = max(map(len, part))
+            ids = torch.tensor([row + [0] * (longest - len(row)) for row in part])
+            is_token = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in part])
+            keep = longest - PROMPT_TOKENS + 1
+            logits = network(ids, attention_mask=is_token, use_cache=False, logits_to_keep=keep).logits[:, :-1]
+            targets = ids[:, PROMPT_TOKENS:]
+            logprobs = logits.float().log_softmax(-1).gather(2, targets[:, :, None]).squeeze(2)
+            signs = torch.tensor([[1.0 if (start + i) % 2 else -1.0] for i in range(len(part))])
+            ratio = (logprobs - logprobs.detach()).exp()
+            loss = -torch.minimum(ratio * signs, ratio.clamp(0.8, 1.2) * signs)
+            loss = (loss * is_token[:, PROMPT_TOKENS:]).sum() / num_trained
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.loss = total
+        return sum(map(len, rows))
+
+    return run, 0.0
+
+
 ENGINES = {"stretto": stretto, "transformers": transformers, "vllm": vllm, "llama.cpp": llama_cpp}
 
 
@@ -188,7 +295,9 @@ def serve(engine: str, model: str, dtype: str) -> None:
         batch, seed = map(int, line.split())
         wall, cpu = time.perf_counter(), time.process_time()
         tokens = run(batch, seed)
-        row = {"tokens": tokens, "wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+        loss = getattr(run, "loss", None)
+        row = {} if loss is None else {"loss": loss}
+        row |= {"tokens": tokens, "wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
         print(json.dumps(row | {"memory_mb": peak_mb()}), file=channel, flush=True)
 
 
@@ -224,7 +333,9 @@ class Worker:
         out: dict[str, Any] = {name: round(value) for name, value in self.facts.items()}
         for batch, rows in self.rounds.items():
             per = {u: [row["tokens"] / row[u] for row in rows] for u in ("cpu_s", "wall_s")}
-            out[f"batch {batch}"] = {
+            losses = {"loss": round(rows[-1]["loss"], 5)} if "loss" in rows[-1] else {}
+            label = KINDS[batch] if losses else f"batch {batch}"
+            out[label] = losses | {
                 "tokens_per_cpu_s": round(statistics.median(per["cpu_s"]), 1),
                 "tokens_per_s": round(statistics.median(per["wall_s"]), 1),
                 "lowest_and_highest_per_cpu_s": [round(f(per["cpu_s"]), 1) for f in (min, max)],
@@ -259,7 +370,18 @@ def decode(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     return take_turns(workers, BATCHES, 1 if args.quick else args.rounds)
 
 
-WORK = ENGINES
+def train(args: argparse.Namespace, dtype: str, names: tuple[str, str]) -> dict[str, Any]:
+    workers = [Worker(name, args.model, dtype) for name in names if not args.engine or name in args.engine]
+    return take_turns(workers, (0, 1), 1 if args.quick else args.rounds)
+
+
+TRAINERS = {
+    "trainer": learner,
+    "plain loop": plain_loop,
+    "trainer, LoRA": functools.partial(learner, lora=True),
+    "peft": functools.partial(plain_loop, lora=True),
+}
+WORK = ENGINES | TRAINERS
 
 
 def main() -> None:
@@ -267,7 +389,7 @@ def main() -> None:
     parser.add_argument("model", help="directory of a checkpoint; in a worker of llama.cpp the GGUF file")
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--part", choices=["decode", "train"], action="append")
+    parser.add_argument("--part", choices=["decode", "train", "lora"], action="append")
     parser.add_argument("--dtype", action="append")
     parser.add_argument("--engine", action="append", help="only these")
     parser.add_argument("--llama-python", help="a Python with llama-cpp-python")
@@ -278,8 +400,14 @@ def main() -> None:
     if args.serve:
         return serve(args.serve, args.model, dtypes[0])
     figures: dict[str, Any] = {}
+    parts = args.part or ["decode", "train", "lora"]
     for dtype in dtypes:
-        figures[f"decode {dtype}"] = decode(args, dtype)
+        if "decode" in parts:
+            figures[f"decode {dtype}"] = decode(args, dtype)
+        if "train" in parts:
+            figures[f"train {dtype}"] = train(args, dtype, ("trainer", "plain loop"))
+        if "lora" in parts:
+            figures[f"lora {dtype}"] = train(args, dtype, ("trainer, LoRA", "peft"))
     print(json.dumps(figures))
 
 

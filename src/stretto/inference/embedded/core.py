@@ -39,7 +39,7 @@ from stretto.models.decoder import Decoder
 from stretto.models.hub import export_tensors, load_tensors
 from stretto.models.lora import Adapter
 from stretto.models.native.kernels import Kernels
-from stretto.models.native.memory_offload import MemoryOffload
+from stretto.models.native.memory_offload import MemoryOffload, trim
 from stretto.records.generate import GenerateRequest
 from stretto.records.weights import WeightManifest
 
@@ -139,6 +139,7 @@ class EngineCore:
         )
         self.scheduler.returns_supports = settings.enable_return_sampling_mask
         self._weights_away, self._cache_away = MemoryOffload(), MemoryOffload()
+        trim()  # the memory of the parameters that were stacked
         self.requests: dict[str, EngineRequest] = {}
         self._latest_batch: _SamplingBatch | None = None  # from the step before
 

@@ -43,6 +43,10 @@ class NativeCache(KVCache):
         }  # fmt: skip
         self._layers, self._sections = list(self.blocks.unbind()), config.rope.sections
 
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        # The kernels read only what was written: blocks take memory when sequences first use them.
+        return torch.empty(shape, dtype=dtype)
+
     def layout(self, rows: PassRows) -> PassLayout:
         return PassLayout(rows, torch.empty(0), [])
 
