@@ -56,11 +56,7 @@ class Kernels:
     @staticmethod
     def find(config: ModelConfig, weight: Float[Tensor, "vocab dim"]) -> Kernels | None:
         """Kernels for such a model; None if they do not support it or cannot be compiled here."""
-        if (
-            weight.device.type != "cpu"
-            or weight.dtype not in DTYPES
-            or type(weight.data) is not Tensor
-        ):
+        if weight.device.type != "cpu" or weight.dtype not in DTYPES or type(weight.data) is not Tensor:
             return None
         widths = (config.hidden_size, config.intermediate_size, config.head_dim)
         if any(n % LANES for n in widths) or not config.has_plain_attention:

@@ -82,4 +82,6 @@ class Products:
 
 def _is_supported(weight: Tensor) -> bool:
     is_plain = weight.device.type == "cpu" and weight.dtype in DTYPES and type(weight.data) is Tensor
-    return is_plain and weight.is_contiguous() and weight.shape[1] % LANES == 0 and len(weight) >= _MIN_OUTPUTS
+    return (
+        is_plain and weight.is_contiguous() and weight.shape[1] % LANES == 0 and len(weight) >= _MIN_OUTPUTS
+    )
