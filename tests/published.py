@@ -1,4 +1,4 @@
-"""Published tokenizers and chat templates, from packages, in a cache outside the repository.
+"""Published tokenizers, chat templates and a language model, from packages, in a cache outside the repository.
 
 Nothing of it is part of the project. A test that needs one skips with the reason where it cannot be had.
 """
@@ -16,6 +16,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from stretto.base.errors import EngineError
+from stretto.examples.smollm2.model import fetch
 
 TOKENIZERS = (
     "qwen2_5", "qwen3", "llama3_1", "llama2", "yi", "gemma2", "gemma3", "deepseek_v3", "gptoss",
@@ -62,6 +65,23 @@ def templates_dir() -> Path:
         folder = Path(temporary, "trl", "chat_templates")
         _keep(folder, [file.name for file in folder.glob("*.jinja")], out)
     return out
+
+
+def smollm2() -> Path:
+    """The directory of SmolLM2-135M-Instruct, as its example fetches it; skips the test if it cannot be had."""
+    found = _smollm2()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+@functools.cache
+def _smollm2() -> Path | str:
+    """The directory, or why there is none: pip is asked once per session."""
+    try:
+        return fetch()
+    except EngineError as error:
+        return str(error)
 
 
 def _run(*command: str, cwd: str | None = None) -> list[str]:

@@ -34,6 +34,7 @@ _ELSEWHERE = "an engine or teacher is on another machine"
 _PUSH = "uploads to a server with the Hub's API: tests/unit/data/test_push.py"
 _RECIPE = "with a small model: tests/e2e/learning/test_recipe_runs.py"
 _SHELL = "a command of the shell"
+_REAL = "with real weights and fewer steps: tests/e2e/learning/test_smollm2_run.py"
 
 _CLUSTER = "a cluster's: tests/cluster"
 _PAGE = "serves until Ctrl-C: tests/e2e/test_page_in_browser.py"
@@ -71,6 +72,8 @@ NOT_RUN = {
     ("examples/gsm8k/README.md", "hf download"): "needs the Hub: tests/unit/data",
     ("examples/gsm8k/README.md", "examples/gsm8k"): _RECIPE,
     ("examples/multi_turn_tools/README.md", "multi"): _RECIPE,
+    ("examples/smollm2/README.md", "smollm2"): _REAL,
+    ("examples/smollm2/README.md", "SmolLM2"): "needs the Hub",
     ("docs/first_hour.md", "make demo"): _DEMO,
     ("docs/first_hour.md", "source .venv/bin/activate"): _SHELL,
     ("docs/security.md", "export STRETTO_RUN_SECRET="): _SHELL,

@@ -173,9 +173,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     path = find_directory(str(name))
     file = path / "tokenizer.json"
     if not file.is_file():
-        raise DataError(
-            f"{path}: no tokenizer.json; export the tokenizer with `save_pretrained` of a fast tokenizer."
-        )
+        raise DataError(_no_tokenizer(path))
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as cause:  # the library raises bare Exception for malformed files
@@ -197,6 +195,28 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         unk_id=unk_id,
         templates=read_templates(path, config),
         template_tokens=_template_tokens(path, config),
+    )
+
+
+_CONVERTED = {
+    "tokenizer.model": "a file of SentencePiece or tiktoken",
+    "tekken.json": "Mistral's own",
+    "vocab.json": "the files of a slow tokenizer",
+}
+"""Files of a tokenizer that transformers writes as tokenizer.json."""
+
+
+def _no_tokenizer(path: Path) -> str:
+    """What is there in place of tokenizer.json, and the command that writes it."""
+    others = [name for name in (*_CONVERTED, *(file.name for file in path.glob("*.tiktoken")))]
+    found = next((name for name in others if (path / name).is_file()), None)
+    if found is None:
+        return f"{path}: no tokenizer.json; export the tokenizer with `save_pretrained` of a fast tokenizer."
+    load = f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+    return (
+        f"{path}: no tokenizer.json, but {found} ({_CONVERTED.get(found, 'a file of tiktoken')}); write tokenizer.json "
+        f'beside it once: python -c "from transformers import AutoTokenizer; {load}" (it may need the package '
+        "sentencepiece or tiktoken)"
     )
 
 

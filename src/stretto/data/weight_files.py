@@ -1,4 +1,4 @@
-"""The files of weights of a model directory, by their headers: names, shapes and sizes; no weights are read.
+"""The files of weights of a model directory, by their headers: names, shapes and sizes; and rows of the embedding.
 
 A header says the name, dtype, shape and place of every tensor of its file. The usual faults of files are an aborted
 download, a copy without some shards, and links of Git LFS in place of the files.
@@ -9,9 +9,13 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from stretto.base.errors import DataError
 
@@ -19,6 +23,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HEAD = struct.Struct("<Q")
 _MAX_HEADER = 100 << 20
 _POINTER = b"version https://git-lfs"
+_NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_NUM_REFERENCE_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,46 @@ def read_weight_file(file: Path) -> WeightFile:
             f"{file}: has {size} bytes, its header says {expected}: a download or copy that broke off"
         )
     return WeightFile(size, tensors)
+
+
+def find_embedding(tensors: Mapping[str, HeaderTensor]) -> HeaderTensor | None:
+    """The table of token embeddings among the tensors of a model."""
+    is_embedding = lambda name: name.endswith(("embed_tokens.weight", "embeddings.weight"))
+    return next((tensor for name, tensor in tensors.items() if is_embedding(name)), None)
+
+
+def untrained_rows(directory: Path, token_ids: Sequence[int]) -> list[int]:
+    """Those of the tokens whose rows in the embedding look as if no training had moved them.
+
+    Such a row is less than a third as long as the median of others, or the same in every bit as that of another token.
+    Raises: DataError for damaged files.
+    """
+    files = read_weight_files(directory).values()
+    embedding = find_embedding({name: t for file in files for name, t in file.tensors.items()})
+    if embedding is None or embedding.dtype not in _NUMPY_DTYPES or len(embedding.shape) != 2:
+        return []
+    num_rows = embedding.shape[0]
+    others = range(0, num_rows, max(1, num_rows // _NUM_REFERENCE_ROWS))
+    lengths = [float(np.linalg.norm(row)) for row in _rows(embedding, others).values()]
+    found = _rows(embedding, sorted({token for token in token_ids if token < num_rows}))
+    copies = Counter(row.tobytes() for row in found.values())
+    shortest = float(np.median(lengths)) / 3
+    return [t for t, row in found.items() if np.linalg.norm(row) < shortest or copies[row.tobytes()] > 1]
+
+
+def _rows(tensor: HeaderTensor, indices: Iterable[int]) -> dict[int, np.ndarray]:
+    """Rows of a matrix, float32."""
+    size = tensor.num_bytes // tensor.shape[0]
+    rows = {}
+    with tensor.file.open("rb") as opened:
+        for index in indices:
+            opened.seek(tensor.offset + index * size)
+            row = np.frombuffer(opened.read(size), _NUMPY_DTYPES[tensor.dtype])
+            is_bfloat16 = tensor.dtype == "BF16"
+            rows[index] = (
+                (row.astype(np.uint32) << 16).view(np.float32) if is_bfloat16 else row.astype(np.float32)
+            )
+    return rows
 
 
 def _check_head(file: Path, head: bytes, size: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, DataError
 from stretto.base.runtime import machine_bytes
 from stretto.chat.images import load_image_processor
 from stretto.chat.render import Renderer, build_renderer
@@ -30,7 +30,8 @@ from stretto.config.sections.orchestrator import (
     SamplingSection,
     TrainEnvSection,
 )
-from stretto.data.hub_model import find_config
+from stretto.data.hub_model import find_config, find_local
+from stretto.data.weight_files import untrained_rows
 from stretto.envs.base import Environment, RunInfo, load_environment, needs_worker
 from stretto.envs.workers.handle import WorkerLimits
 from stretto.envs.workers.pool import open_workers
@@ -174,6 +175,26 @@ def build_renderer_of(model: str, tokenizer: str | None, section: RendererSectio
     source = model if tokenizer is None or Path(model).is_dir() else tokenizer
     images = load_image_processor(find_directory(source))
     return build_renderer(load_tokenizer(tokenizer or model), section, model_type, images)
+
+
+def untrained_tokens(renderer: Renderer, model: str) -> str:
+    """What to know of special tokens of every conversation that the weights have not learned; "" if all are."""
+    if (directory := find_local(model)) is None:
+        return ""
+    prompt = renderer.render_prompt([{"role": "user", "content": "a"}])
+    special = set(map(renderer.tokenizer.token_id, renderer.tokenizer.special_tokens))
+    used = [int(token) for token in {*prompt.tolist(), *renderer.stop_ids[:1]} if int(token) in special]
+    try:
+        found = untrained_rows(directory, used)
+    except DataError:
+        return ""  # the check of the files says what is wrong with them
+    if not found:
+        return ""
+    names = ", ".join(repr(renderer.tokenizer.token_text(token)) for token in found)
+    return (
+        f"the embedding of {names} looks untrained, and every conversation has it: warm the model up with `sft`, or "
+        'write without such tokens (renderer.name = "text")'
+    )
 
 
 def build_eval_renderer(cfg: EvalConfig) -> Renderer:

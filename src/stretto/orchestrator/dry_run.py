@@ -36,7 +36,13 @@ from stretto.envs.base import (
 )
 from stretto.envs.dataset import Dataset
 from stretto.envs.multi_turn import MultiTurnEnv
-from stretto.orchestrator.build import build_eval_renderer, build_policy_renderer, open_env, run_info
+from stretto.orchestrator.build import (
+    build_eval_renderer,
+    build_policy_renderer,
+    open_env,
+    run_info,
+    untrained_tokens,
+)
 from stretto.orchestrator.rollout.play import bias_by_token, with_system_prompt
 from stretto.records.rollout import Task
 from stretto.vime.saved import load as load_saved
@@ -136,7 +142,11 @@ def preview(cfg: OrchestratorConfig | EvalConfig) -> Preview:
         check_sampling(cfg, renderer)
     info = run_info(cfg, renderer, sampling, cfg.tokenizer.name or model)
     tasks = [asyncio.run(_preview(section, renderer, info, split)) for section in envs]
-    return Preview(tasks, missing, "" if renderer is None else renderer.description)
+    if renderer is None:
+        return Preview(tasks, missing)
+    is_scratch = isinstance(cfg, OrchestratorConfig) and cfg.model.scratch is not None
+    note = "" if is_scratch or model is None else untrained_tokens(renderer, model)
+    return Preview(tasks, missing, "; ".join(filter(None, [renderer.description, note])))
 
 
 def check_sampling(cfg: OrchestratorConfig | EvalConfig, renderer: Renderer) -> None:

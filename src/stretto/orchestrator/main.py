@@ -40,7 +40,14 @@ from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch.packing import cost_of_model
 from stretto.orchestrator.batch.user_hooks import BatchHooks, arguments_of
 from stretto.orchestrator.batch.user_rollouts import UserRolloutFunction
-from stretto.orchestrator.build import build_policy_renderer, open_env, run_info, system_prompts, urls_of
+from stretto.orchestrator.build import (
+    build_policy_renderer,
+    open_env,
+    run_info,
+    system_prompts,
+    untrained_tokens,
+    urls_of,
+)
 from stretto.orchestrator.clients import build_engines, build_teacher_client
 from stretto.orchestrator.dry_run import check_first_tasks, check_sampling
 from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
@@ -94,6 +101,8 @@ async def run(cfg: OrchestratorConfig) -> int:
         fetch(cfg.tokenizer.name or cfg.model.name, has_weights=False)
     renderer = build_policy_renderer(cfg)
     logger.info("messages are rendered by %s", renderer.description)
+    if cfg.model.scratch is None and (note := untrained_tokens(renderer, cfg.model.name)):
+        logger.warning("%s", note)
     async with AsyncExitStack() as stack:
         # First: the launcher starts the other processes only when all of this has been checked.
         user_code = open_user_code(cfg, renderer, stack)

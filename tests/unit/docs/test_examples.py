@@ -27,8 +27,9 @@ OTHERS = (
     "gsm8k",
     "judge",
     "service",
+    "smollm2",
     *LARGE,
-)  # laid over the demo, or over its model; recipes for models of the Hub: test_recipes.py
+)  # laid over the demo, or over its model; models of the Hub: test_recipes.py, test_smollm2.py
 RL = [path for path in sorted(EXAMPLES.glob("*/rl.toml")) if path.parent.name not in OTHERS]
 SFT = [path for path in sorted(EXAMPLES.glob("*/sft.toml")) if path.parent.name not in OTHERS]
 FOLDERS = [path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name not in OTHERS]

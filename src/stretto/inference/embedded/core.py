@@ -40,7 +40,7 @@ from stretto.models.decoder import Decoder
 from stretto.models.hub import export_tensors, load_tensors
 from stretto.models.lora import Adapter
 from stretto.models.native.kernels import Kernels
-from stretto.models.native.memory_offload import MemoryOffload
+from stretto.models.native.memory_offload import MemoryOffload, trim
 from stretto.records.generate import GenerateRequest
 from stretto.records.weights import WeightManifest
 
@@ -126,7 +126,7 @@ class EngineCore:
             model, self.cache, self.adapters, expert_choices=self.expert_choices, states=self.states,
             images=self.images,
         )  # fmt: skip
-        if is_exact:
+        if is_exact and not self.runner.has_own_products:
             self.runner.tile = find_model_tile(self.runner.model)
         self.slots = SequenceSlots(self.max_num_seqs, self.max_model_len, settings.block_size)
         is_caching = settings.enable_prefix_caching
@@ -142,6 +142,7 @@ class EngineCore:
         )
         self.scheduler.returns_supports = settings.enable_return_sampling_mask
         self._weights_away, self._cache_away = MemoryOffload(), MemoryOffload()
+        trim()  # the memory of the parameters that were stacked
         self.requests: dict[str, EngineRequest] = {}
         self._latest_batch: _SamplingBatch | None = None  # from the step before
 
@@ -150,7 +151,9 @@ class EngineCore:
     ) -> KVCache:
         block_size = self.settings.block_size
         if kernels is not None:
-            return NativeCache(self.config, num_blocks + 1, block_size, self.max_model_len, kernels)
+            return NativeCache(
+                self.config, num_blocks + 1, block_size, self.max_model_len, kernels, weight.dtype
+            )
         if self.config.chooses_keys:
             return ChosenKeyCache(
                 self.config, num_blocks + 1, block_size, self.max_model_len, dtype=weight.dtype,

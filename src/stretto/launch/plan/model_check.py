@@ -95,19 +95,13 @@ def layer_names(directory: Path) -> set[str]:
 def check_trainable(directory: Path, impl: str, where: str) -> None:
     """Check that a model directory has weights that can be trained.
 
-    Raises: ConfigError for quantized ones, and for a family whose logits are soft-capped.
+    Raises: ConfigError for quantized ones.
     """
     try:
         found = json.loads((directory / "config.json").read_text())
         quantization = found.get("quantization_config")
-        cap = (found | (found.get("text_config") or {})).get("final_logit_softcapping")
     except (OSError, ValueError, AttributeError, TypeError):
         return
-    if cap is not None:
-        raise ConfigError(
-            f"{where}: config.json has final_logit_softcapping = {cap:g}; log-probabilities of a soft-capped head "
-            "(gemma2) are not implemented, so it can be served by vLLM and not trained"
-        )
     if not quantization:
         return
     method = quantization
@@ -192,10 +186,10 @@ def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:
     return models + [(name, False) for name in tokenizers]
 
 
-def check_served(section: InferenceSection, name: str, *, is_cpu: bool, is_updated: bool = False) -> None:
+def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
     """Check that the engine supports this model.
 
-    is_cpu: engines run without GPUs. is_updated: they get new weights.
+    is_cpu: engines run without GPUs.
 
     Raises: ConfigError with what to do instead.
     """
@@ -216,8 +210,6 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool, is_updat
     model.check()
     if is_cpu or section.device == "cpu":
         model.check_on_cpu()
-    if is_updated:
-        model.check_updates()
 
 
 def with_chosen_engines(cfg: RLConfig) -> RLConfig:

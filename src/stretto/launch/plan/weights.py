@@ -22,7 +22,7 @@ from stretto.config.rules.checkpoints import tokens_of
 from stretto.config.rules.mesh_degrees import OWN_FAMILIES
 from stretto.config.sections.model import ModelSection
 from stretto.data.hub_model import find_local
-from stretto.data.weight_files import HeaderTensor, find_weight_files, read_weight_files
+from stretto.data.weight_files import HeaderTensor, find_embedding, find_weight_files, read_weight_files
 from stretto.launch.plan.model_check import check_trainable, models_of, quantized_refusal
 
 FIT_TIMEOUT_S = 600.0
@@ -128,8 +128,7 @@ def _check_embedding(where: str, config: Mapping[str, Any], tensors: Mapping[str
     """
     text = config | (config.get("text_config") or {})
     head = tensors.get("lm_head.weight")
-    is_embedding = lambda name: name.endswith(("embed_tokens.weight", "embeddings.weight"))
-    embedding = next((tensor for name, tensor in tensors.items() if is_embedding(name)), None)
+    embedding = find_embedding(tensors)
     rows = text.get("vocab_size")
     if embedding is not None and isinstance(rows, int) and embedding.shape[0] != rows:
         raise ConfigError(

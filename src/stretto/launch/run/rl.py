@@ -183,7 +183,7 @@ def _check_shape(cfg: RLConfig) -> None:
         is_here = cfg.deployment.type == "single_node" and cfg.slurm is None and cfg.ray is None
         is_cpu = is_here and not process.visible_gpus() and not asks_for_gpus(cfg)
         name = cfg.inference.model or cfg.model.name
-        check_served(cfg.inference, name, is_cpu=is_cpu, is_updated=True)
+        check_served(cfg.inference, name, is_cpu=is_cpu)
 
 
 def _check_model(cfg: RLConfig) -> None:

@@ -46,12 +46,12 @@ def compute_logprobs(
         local = places[mesh.cp_rank]
         targets, temperatures = targets[local], temperatures[local]
         support = None if support is None else support.at(local.cpu().numpy())
-    chunk = model.fused_lm_head_token_chunk_size
+    chunk, cap = model.fused_lm_head_token_chunk_size, policy.logit_cap
     scores = token_logprobs(
-        hidden, weight, targets, temperatures, chunk, entropy_grad=entropy_grad, support=support
+        hidden, weight, targets, temperatures, chunk, entropy_grad=entropy_grad, support=support, cap=cap
     )
     if logits is not None:
-        logits.append(_gather(head_logits(hidden, weight), places, mesh))
+        logits.append(_gather(head_logits(hidden, weight, cap), places, mesh))
     logprobs, entropy = scores
     return _gather(logprobs, places, mesh), _gather(entropy, places, mesh)
 

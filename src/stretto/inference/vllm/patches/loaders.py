@@ -50,7 +50,7 @@ def keep_copied_weights(model: torch.nn.Module) -> Iterator[None]:
 class Receiver:
     """Stands for a placeholder in the table of parameters from which gpt_oss loads; passes copies to the reload."""
 
-    def __init__(self, param: torch.nn.Parameter, keep: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, param: torch.nn.Parameter, keep: Callable[[Any], None]) -> None:
         self.data, self.copy_ = self, keep
         self.weight_loader = param.weight_loader
 
