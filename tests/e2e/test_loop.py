@@ -86,7 +86,7 @@ def _num_trained_as_sampled(run: Ended, num_steps: int) -> int:
 
 def test_replies_that_stops_end_and_bans_shape_are_trained_as_sampled(sorter: Path, tmp_path: Path) -> None:
     """Log-probabilities of engine and trainer agree on every token, also where min_tokens and bad_words ban some."""
-    stops, min_tokens = ["d", "gh", "k"], 3
+    stops, min_tokens = ["d", "gh", "k", "n", "r", "t", "w"], 3
     sampling = {"stop": stops, "stop_token_ids": [30], "min_tokens": min_tokens, "bad_words": ["e", "ab"]}
     more = {
         "trainer": {"enable_token_export": True},
