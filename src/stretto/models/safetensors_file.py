@@ -1,9 +1,10 @@
 """Reads slices of tensors from safetensors files, and writes such files as a stream.
 
 The safetensors library maps a whole file while it is open, so every page that was read counts as memory of this process
-until the end, and loading peaks at twice the size of the model. Here each read maps one tensor, which is unmapped when it
-has been copied into a parameter: the peak is the model and one tensor, and no memory is left over. The format: 8 bytes length, a JSON header with names, dtypes, shapes and offsets, then the
-bytes (https://huggingface.co/docs/safetensors).
+until the end, and loading peaks at twice the size of the model. Here each read maps one tensor, which is unmapped when
+it has been copied into a parameter: the peak is the model and one tensor, and no memory is left over. The format: 8
+bytes length, a JSON header with names, dtypes, shapes and offsets, then the bytes
+(https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations

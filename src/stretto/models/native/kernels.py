@@ -1,7 +1,8 @@
 """The operations of a decoder's pass between its matrix products, each as one call.
 
-For float32 and bfloat16 on a CPU. A call costs a few microseconds, as much as an operation of torch, and in a pass over few rows of
-a small model there are four times fewer calls. Every row is computed by itself, so it has equal bits in every batch.
+For float32 and bfloat16 on a CPU. A call costs a few microseconds, as much as an operation of torch, and in a pass over
+few rows of a small model there are four times fewer calls. Every row is computed by itself, so it has equal bits in
+every batch. products.py has the matrix products.
 """
 
 from __future__ import annotations
@@ -56,11 +57,7 @@ class Kernels:
     @staticmethod
     def find(config: ModelConfig, weight: Float[Tensor, "vocab dim"]) -> Kernels | None:
         """Kernels for such a model; None if they do not support it or cannot be compiled here."""
-        if (
-            weight.device.type != "cpu"
-            or weight.dtype not in DTYPES
-            or type(weight.data) is not Tensor
-        ):
+        if weight.device.type != "cpu" or weight.dtype not in DTYPES or type(weight.data) is not Tensor:
             return None
         widths = (config.hidden_size, config.intermediate_size, config.head_dim)
         if any(n % LANES for n in widths) or not config.has_plain_attention:
