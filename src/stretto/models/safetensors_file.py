@@ -46,7 +46,11 @@ class FileTensor:
     offset: int  # bytes from the beginning of the file
 
     def __getitem__(self, region: Region) -> Shaped[Tensor, " ..."]:
-        """The slice as pages of the file, which are unmapped when it is no longer in use; do not write to it."""
+        """A copy of the slice; nothing of the file stays mapped."""
+        return self.peek(region).clone()
+
+    def peek(self, region: Region) -> Shaped[Tensor, " ..."]:
+        """The slice as pages of the file, unmapped when it is no longer in use; do not write to it."""
         return self.mapped()[region]
 
     def mapped(self) -> Shaped[Tensor, " ..."]:
