@@ -5,13 +5,16 @@
 
 MODEL is a directory with a checkpoint, such as SmolLM2-135M-Instruct. Every engine is a process of its own with one
 thread on one processor; all stay loaded and take turns, a batch each, so that whatever else the machine does falls on
-all. decode: prompts of 40 tokens, 32 new ones per prompt, sampled at temperature 1, at batches of 1, 16 and 64; llama.cpp
-runs in a Python that has `llama-cpp-python`, on GGUF files of the model. train: steps of a policy gradient over 16 rows of 40
-tokens of prompt and 32 of completion, then over rows whose completions differ in length, beside the loop one first writes
-with transformers: padded rows, logits of the completions only. lora: the same with adapters of rank 16, beside peft.
+all.
 
-`tokens_per_cpu_s` is what to trust on a busy machine. memory_mb is the peak of the process, imports_mb what it had before
-the model was loaded, cache_mb the cache that was asked for. The last line is one JSON object.
+decode: prompts of 40 tokens, 32 new ones per prompt, sampled at temperature 1, at batches of 1, 16 and 64. llama.cpp
+runs in a Python that has `llama-cpp-python`, on GGUF files of the model. train: steps of a policy gradient over 16 rows
+of 40 tokens of prompt and 32 of completion, then over rows whose completions differ in length, beside the loop one
+first writes with transformers: padded rows, logits of the completions only. lora: the same with adapters of rank 16,
+beside peft.
+
+`tokens_per_cpu_s` is what to trust on a busy machine. memory_mb is the peak of the process, imports_mb what it had
+before the model was loaded, cache_mb the cache that was asked for. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -115,7 +118,9 @@ def vllm(model: str, dtype: str) -> tuple[Round, float]:
     )  # fmt: skip
 
     def run(batch: int, seed: int) -> int:
-        sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, logprobs=0, seed=seed)
+        sampling = SamplingParams(
+            max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, logprobs=0, seed=seed
+        )
         asked = [{"prompt_token_ids": ids} for ids in prompts(batch, seed)]
         engine.generate(asked, sampling, use_tqdm=False)
         return batch * NEW_TOKENS
@@ -255,7 +260,9 @@ def plain_loop(model: str, dtype: str, lora: bool = False) -> tuple[Round, float
             ids = torch.tensor([row + [0] * (longest - len(row)) for row in part])
             is_token = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in part])
             keep = longest - PROMPT_TOKENS + 1
-            logits = network(ids, attention_mask=is_token, use_cache=False, logits_to_keep=keep).logits[:, :-1]
+            logits = network(ids, attention_mask=is_token, use_cache=False, logits_to_keep=keep).logits[
+                :, :-1
+            ]
             targets = ids[:, PROMPT_TOKENS:]
             logprobs = logits.float().log_softmax(-1).gather(2, targets[:, :, None]).squeeze(2)
             signs = torch.tensor([[1.0 if (start + i) % 2 else -1.0] for i in range(len(part))])
@@ -364,9 +371,7 @@ def decode(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     chosen = [name for name in engines if not args.engine or name in args.engine]
     workers = [Worker(name, args.model, dtype) for name in chosen]
     if args.llama_python:
-        workers += [
-            Worker("llama.cpp", path, Path(path).stem, args.llama_python) for path in args.gguf or ()
-        ]
+        workers += [Worker("llama.cpp", path, Path(path).stem, args.llama_python) for path in args.gguf or ()]
     return take_turns(workers, BATCHES, 1 if args.quick else args.rounds)
 
 

@@ -3,9 +3,9 @@
 Weights that multiply the same rows (q, k and v; gate and up) are stacked in one tensor, of which the model's
 parameters are views: parameters keep their names, and an update of a parameter takes effect in the next pass. The pass
 computes what decoder.py does, which is its slow reference; mixtures of experts use their module (moe.py). In float32 a
-norm is four operations, and the matrix product adds the residual; with kernels in C (native/) everything between two
-products is one call. In other dtypes every rounding is that of the modules, so that the engine stays as close to the
-trainer as possible.
+norm is four operations, and the matrix product adds the residual; with kernels in C (native/) a product, and everything
+between two products, is one call. In other dtypes every rounding is that of the modules, so that the engine stays as
+close to the trainer as possible.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FusedLinear:
     columns: tuple[tuple[str, slice], ...]
     """The name of each layer's weight, and the columns of the result that it computes."""
     products: Products | None = None
-    """Computes it, if not torch does."""
+    """What computes it; None: torch."""
 
     def __call__(self, x: Float[Tensor, "rows in"], adapt: Adapt | None) -> Float[Tensor, "rows out"]:
         if self.products is not None:
@@ -146,7 +146,10 @@ class FusedDecoder:
     """`Decoder.forward` over the same parameters, with fused layers."""
 
     def __init__(self, model: Decoder, kernels: Kernels | None = None) -> None:
-        """kernels: they compute the products and everything between; `attend` is then a `NativeAttend`."""
+        """kernels: they compute what is between the products; `attend` is then a `NativeAttend`.
+
+        With kernels, products are those of native/products.py if they support all weights.
+        """
         cfg, self.model, self.kernels = model.config, model, kernels
         self.heads, self.kv_heads, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         blocks = list(model.model.layers)

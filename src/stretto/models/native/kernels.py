@@ -1,7 +1,8 @@
 """The operations of a decoder's pass between its matrix products, each as one call.
 
-For float32 and bfloat16 on a CPU. A call costs a few microseconds, as much as an operation of torch, and in a pass over few rows of
-a small model there are four times fewer calls. Every row is computed by itself, so it has equal bits in every batch.
+For float32 and bfloat16 on a CPU. A call costs a few microseconds, as much as an operation of torch, and in a pass over
+few rows of a small model there are four times fewer calls. Every row is computed by itself, so it has equal bits in
+every batch. products.py has the matrix products.
 """
 
 from __future__ import annotations

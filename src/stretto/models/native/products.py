@@ -1,6 +1,6 @@
 """Matrix products of an engine's pass: x @ weight.T for one row or many, over weights as the model holds them.
 
-torch's products pad, copy or convert weights when there are few rows, and the bits of a row depend on how many there are.
+torch's products copy or convert weights when there are few rows, and the bits of a row depend on how many there are.
 These read each weight once and sum in one order for any number of rows, so that an engine need not add rows for equal
 bits. They need AVX-512 and the compiled library (library.py); without either, callers use torch's products.
 """
