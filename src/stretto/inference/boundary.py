@@ -22,7 +22,7 @@ from stretto.base.errors import StrettoError
 from stretto.config.sections.engines import ADMITTED
 from stretto.records.images import Image
 from stretto.transports.engine import api
-from stretto.transports.engine.api import Refusal
+from stretto.transports.engine.api import EngineStopping, Refusal
 from stretto.transports.engine.images import VisionSizes
 
 logger = logging.getLogger(__name__)
@@ -185,6 +185,9 @@ def middleware(key: str | None) -> Callable[[web.Request, Handler], Awaitable[we
         except ConnectionError as error:
             logger.debug("%s %s: the caller has disconnected: %s", http.method, http.path, error)
             return web.Response(status=499)
+        except EngineStopping as error:
+            logger.info("%s %s: %s", http.method, http.path, error)
+            return _refusal_response(Refusal(str(error), 500))
         except StrettoError as error:
             logger.error("%s %s: %s", http.method, http.path, error)
             return _refusal_response(Refusal(str(error), 500))

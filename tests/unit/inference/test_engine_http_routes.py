@@ -1,15 +1,19 @@
 import asyncio
 import json
+import logging
 
 import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 from engine_runs import build_core
 from http_site import MESSAGES, build_directory, open_site
 
 from stretto.base.errors import EngineError
 from stretto.chat.tokenizer import load_tokenizer
 from stretto.config.root import EvalConfig
+from stretto.inference.boundary import build_app
 from stretto.monitors import read_metrics
 from stretto.orchestrator.eval.verb import evaluate_engine
 from stretto.records.generate import GenerateRequest, SamplingParams
@@ -387,3 +391,23 @@ async def test_an_engine_that_is_not_there_is_an_engine_error():
             await client.generate(request)
         with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
             await client._all("POST", api.RESUME)
+
+
+@pytest.mark.parametrize(
+    ("error", "level"), [(EngineError("out of blocks"), "ERROR"), (api.EngineStopping("it ends"), "INFO")]
+)
+async def test_a_request_that_the_end_of_the_engine_cuts_is_answered_and_is_no_error_in_the_log(
+    error, level, caplog
+):
+    async def fail(http):
+        raise error
+
+    app = build_app(None)
+    app.router.add_get("/work", fail)
+    caplog.set_level(logging.INFO, "stretto.inference.boundary")
+    async with TestClient(TestServer(app)) as client:
+        reply = await client.get("/work")
+        assert reply.status == 500
+        assert (await reply.json())["error"]["message"] == str(error)
+    [record] = [each for each in caplog.records if each.name == "stretto.inference.boundary"]
+    assert record.levelname == level

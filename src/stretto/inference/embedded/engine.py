@@ -43,7 +43,7 @@ from stretto.models.tracing.tracer import Tracer
 from stretto.records.generate import GenerateRequest
 from stretto.records.weights import WeightGroup, WeightManifest
 from stretto.transports.engine import api
-from stretto.transports.engine.api import Refusal
+from stretto.transports.engine.api import EngineStopping, Refusal
 from stretto.transports.weights import receive
 
 logger = logging.getLogger(__name__)
@@ -343,7 +343,7 @@ class Engine:
 
     def close(self) -> None:
         self._is_closing = True
-        self._fail_all(EngineError("the engine is shutting down"))
+        self._fail_all(EngineStopping("the engine is shutting down"))
         if self._tracer.is_tracing:  # it must end in the thread in which it was started
             self._thread.submit(self._tracer.close)
         self._thread.shutdown(wait=False, cancel_futures=not self._tracer.is_tracing)

@@ -15,7 +15,7 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from stretto.base.errors import DataError, StrettoError
+from stretto.base.errors import DataError, EngineError, StrettoError
 from stretto.records.generate import NOT_REPLAYED, REPLAYED, GenerateRequest, SamplingParams
 from stretto.transports.engine.images import FeaturesBody, decode_features, encode_features
 
@@ -66,6 +66,10 @@ class Refusal(StrettoError):
 
     def body(self) -> bytes:
         return msgspec.json.encode({"error": {"message": str(self), "type": self.kind, "code": self.status}})
+
+
+class EngineStopping(EngineError):
+    """The engine was told to end while this request was running; nothing is wrong with it."""
 
 
 def pause_mode(query: Mapping[str, str]) -> str:
