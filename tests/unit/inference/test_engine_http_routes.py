@@ -5,7 +5,6 @@ import logging
 import aiohttp
 import numpy as np
 import pytest
-from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from engine_runs import build_core
 from http_site import MESSAGES, build_directory, open_site
