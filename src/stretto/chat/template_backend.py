@@ -237,9 +237,7 @@ class TemplateBackend:
             self._check_shown(messages, index, tools)
         return self.template.render(self._prepared(messages), tools, add_generation_prompt=is_asked)
 
-    def _check_shown(
-        self, messages: Sequence[Message], index: int, tools: Sequence[Message] | None
-    ) -> None:
+    def _check_shown(self, messages: Sequence[Message], index: int, tools: Sequence[Message] | None) -> None:
         """Whether the template shows a message at its place: tried once per role and role before it.
 
         Raises: DataError if not.
@@ -445,7 +443,9 @@ class TemplateBackend:
     def _find_end(self) -> int | None:
         """The first token that the template writes behind a reply, if it is an added one."""
         text = self.traits.end_text
-        added = [token for token in self._tokenizer.added_tokens if token.strip()]  # a line break ends no reply
+        added = [
+            token for token in self._tokenizer.added_tokens if token.strip()
+        ]  # a line break ends no reply
         places = [(text.find(token), token) for token in added if token in text]
         return self._tokenizer.token_id(min(places)[1]) if places else None
 

@@ -67,7 +67,9 @@ class Tokenizer:
         self.eos_ids = eos_ids
         self.unk_token_id = unk_id
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        self._keeps_text = False  # until `as_text` has been asked for: texts may have such characters of their own
+        self._keeps_text = (
+            False  # until `as_text` has been asked for: texts may have such characters of their own
+        )
         # The renderers library encodes the same fixed texts for every prompt and every reply.
         self._encode_short = lru_cache(maxsize=256)(lambda *text: tuple(self._encode(*text).ids))
 
