@@ -336,6 +336,7 @@ class TemplateBackend:
 
     def _shows_reply(self, text: str, reply: Message) -> bool:
         """Whether the text of a reply has its thought, then its content, and all its calls."""
+        text = "".join(self._split_end(text))  # the engine samples nothing behind the end
         content, thinking = _text_of(reply.get("content")), self.thinking
         thought = (reply.get("reasoning_content") or "").strip()
         if not thought and thinking is not None:
@@ -370,7 +371,7 @@ class TemplateBackend:
 
     def _split_end(self, text: str) -> tuple[str, str]:
         """A reply as it is shown: its text, and the text of its end token."""
-        at, end = max(((text.rfind(stop), stop) for stop in self._stop_texts), default=(-1, ""))
+        at, end = min(((text.find(s), s) for s in self._stop_texts if s in text), default=(-1, ""))
         return (text[:at], end) if at >= 0 else (text.rstrip(), "")
 
     def _split_stop(self, ids: Sequence[int]) -> tuple[list[int], int | None]:
@@ -443,9 +444,7 @@ class TemplateBackend:
     def _find_end(self) -> int | None:
         """The first token that the template writes behind a reply, if it is an added one."""
         text = self.traits.end_text
-        added = [
-            token for token in self._tokenizer.added_tokens if token.strip()
-        ]  # a line break ends no reply
+        added = [t for t in self._tokenizer.added_tokens if t.strip()]  # a line break ends no reply
         places = [(text.find(token), token) for token in added if token in text]
         return self._tokenizer.token_id(min(places)[1]) if places else None
 

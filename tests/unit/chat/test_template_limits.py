@@ -130,3 +130,10 @@ def test_a_reply_that_repeats_a_mark_is_parsed_in_time(text):
     TEXT_FORMATS["qwen3-coder"](f"<tool_call><function=x>{text * 8000}</function></tool_call>")
     TEXT_FORMATS["qwen3-coder"](f"<tool_call>{text * 8000}")
     assert time.perf_counter() - started < 2
+
+
+def test_a_reply_ends_with_its_first_end_token_where_the_template_writes_another_behind_it():
+    renderer = renderer_of(sources()["phi3"], name="template")
+    row = [*TWO_TURNS[1:3], TWO_TURNS[3], {"role": "assistant", "content": "Entries that overlap."}]
+    [(ids, mask, _)] = renderer.render_sft(row, LossMaskSection()).examples
+    assert renderer.decode(ids[mask]) == "A piece with one theme.<|end|>Entries that overlap.<|end|>"
