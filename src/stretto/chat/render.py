@@ -353,6 +353,8 @@ class Renderer:
             return message
         parts = content if isinstance(content, list) else [content]
         texts = [_part_text(part) for part in parts]
+        if not any(map(self.tokenizer.has_special_text, texts)):
+            return message
         placeholders = () if self.images is None else VISION_TOKENS
         specials = (t for t in self.tokenizer.special_tokens if t not in placeholders)
         found = [token for token in specials if any(token in text for text in texts)]

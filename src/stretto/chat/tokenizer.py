@@ -119,6 +119,15 @@ class Tokenizer:
                 text = text.replace(token, chr(_FIRST_PRIVATE + index))
         return text
 
+    def has_special_text(self, text: str) -> bool:
+        """Whether a text may have a special token's text: a quick look, before the tokens are looked for one by one."""
+        return any(start in text for start in self._special_starts)
+
+    @cached_property
+    def _special_starts(self) -> frozenset[str]:
+        """The first two characters of all special tokens: a few, even where the tokens are hundreds."""
+        return frozenset(token[:2] for token in self.special_tokens)
+
     @cached_property
     def _text_only(self) -> tokenizers.Tokenizer:
         copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
