@@ -67,6 +67,9 @@ class Tokenizer:
         self.eos_ids = eos_ids
         self.unk_token_id = unk_id
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._keeps_text = (
+            False  # until `as_text` has been asked for: texts may have such characters of their own
+        )
         # The renderers library encodes the same fixed texts for every prompt and every reply.
         self._encode_short = lru_cache(maxsize=256)(lambda *text: tuple(self._encode(*text).ids))
 
@@ -81,7 +84,7 @@ class Tokenizer:
         return self._encode(text, add_special_tokens).ids
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding | _Pieces:
-        if _PRIVATE.search(text):
+        if self._keeps_text and _PRIVATE.search(text):
             return self._encode_with_text(text, add_special_tokens)
         if len(text) < _LONG_TEXT:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
@@ -108,11 +111,22 @@ class Tokenizer:
             place += len(piece)
         return found
 
-    def as_text(self, text: str) -> str:
-        """The text with a private-use character for each special token in it, which `encode` keeps text."""
+    def as_text(self, text: str, tokens: Sequence[str]) -> str:
+        """The text with a private-use character for each of these special tokens in it, which `encode` keeps text."""
+        self._keeps_text = True
         for index, token in enumerate(self.special_tokens):
-            text = text.replace(token, chr(_FIRST_PRIVATE + index))
+            if token in tokens:
+                text = text.replace(token, chr(_FIRST_PRIVATE + index))
         return text
+
+    def has_special_text(self, text: str) -> bool:
+        """Whether a text may have a special token's text: a quick look, before the tokens are looked for one by one."""
+        return any(start in text for start in self._special_starts)
+
+    @cached_property
+    def _special_starts(self) -> frozenset[str]:
+        """The first two characters of all special tokens: a few, even where the tokens are hundreds."""
+        return frozenset(token[:2] for token in self.special_tokens)
 
     @cached_property
     def _text_only(self) -> tokenizers.Tokenizer:
