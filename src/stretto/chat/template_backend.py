@@ -161,7 +161,7 @@ class TemplateBackend:
         body, end = self._split_end(shown[len(asked) :])
         eos = next(iter(self._stop_texts), "")
         ids, offsets = self._encode_after(asked, body + (end or eos))
-        if not self.template.marks_replies:
+        if not self.template.marks_replies(tools):
             return ids, [True] * len(ids)
         marked, spans = self.template.render_marked(self._prepared(messages), tools)
         if marked != shown:

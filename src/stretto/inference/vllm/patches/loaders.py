@@ -47,7 +47,7 @@ def keep_copied_weights(model: torch.nn.Module) -> Iterator[None]:
             del module.named_parameters
 
 
-class Receiver:
+class _Receiver:
     """Stands for a placeholder in the table of parameters from which gpt_oss loads; passes copies to the reload."""
 
     def __init__(self, param: torch.nn.Parameter, keep: Callable[[Any], None]) -> None:
@@ -60,7 +60,7 @@ def _with_receivers(module: torch.nn.Module, *args: Any, **options: Any) -> Iter
     for name, param in torch.nn.Module.named_parameters(module, *args, **options):
         path, _, last = name.rpartition(".")
         if param.is_meta and last in STACKED:
-            yield name, Receiver(param, functools.partial(_keep, module.get_submodule(path), last))
+            yield name, _Receiver(param, functools.partial(_keep, module.get_submodule(path), last))
         else:
             yield name, param
 
