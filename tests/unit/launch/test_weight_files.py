@@ -15,6 +15,7 @@ from stretto.base.errors import ConfigError
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.cli import main
 from stretto.config.sections.model import ModelSection, ScratchSection
+from stretto.data.weight_files import untrained_rows
 from stretto.launch.plan.weights import check_weights
 from stretto.models.hub import random_model, save_hf
 
@@ -217,3 +218,13 @@ def test_a_start_a_dry_run_and_the_doctor_refuse_with_the_same_line(verb, model,
     said = " ".join(capsys.readouterr().out.split())
     assert "have '_orig_mod.' in their names" in said
     assert not (tmp_path / "out" / "weights" / "logs").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_the_embedding_that_no_training_has_moved_are_found(tmp_path, dtype):
+    rows = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    rows[3] *= 0.01
+    rows[7] = rows[9]
+    save_file({"model.embed_tokens.weight": rows.to(dtype)}, tmp_path / "model.safetensors")
+    assert untrained_rows(tmp_path, [1, 3, 7, 9, 60]) == [3, 7, 9]
+    assert untrained_rows(tmp_path, [1, 7]) == []
