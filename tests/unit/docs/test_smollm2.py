@@ -144,6 +144,16 @@ def test_every_file_is_planned_over_the_first(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("num_steps", [1, 7, 50])
+def test_every_file_can_be_run_for_fewer_steps(num_steps: int) -> None:
+    for overlay in (None, *OVERLAYS):
+        files = [str(EXAMPLE / f"{name}.toml") for name in ("rl", overlay) if name]
+        words = [word for file in files for word in ("@", file)]
+        # The first three steps of critic.toml are the critic's alone.
+        fewer = max(num_steps, 10) if overlay == "critic" else num_steps
+        assert load(RLConfig, [*words, "--max-steps", str(fewer)]).max_steps == fewer
+
+
 def test_the_demo_fetches_the_model_unless_another_is_named() -> None:
     example = demos.examples()["smollm2"]
     fetch, train = demos.commands(example, ["--seed", "2"])
