@@ -67,7 +67,7 @@ class SamplingOverrides(Section):
     ignore_eos: bool | None = None
     """Go on past end tokens up to the limit: fixed lengths, for benchmarks."""
     stop: str | list[str] | None = None
-    """Texts that end a reply, such as "</answer>"; a list of none: no such text. The token that completes one is the
+    """Texts that end a reply, such as `</answer>`; a list of none: no such text. The token that completes one is the
     last of the reply and is trained; rewards get the text up to and including the stop text."""
     stop_token_ids: list[TokenId] | None = None
     """Tokens that end a reply besides the model's own end tokens; they are part of it and trained."""

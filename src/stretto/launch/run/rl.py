@@ -61,11 +61,10 @@ def main(cfg: RLConfig) -> int:
     _check_shape(cfg)
     _check_model(cfg)
     find_trackers(cfg.monitors)
-    _check_weights(cfg)
     if cfg.slurm is not None:
-        return submit.main(cfg)
+        return submit.main(cfg, check=lambda: _check_weights(cfg))
     if cfg.ray is not None:
-        return on_ray.main(cfg)
+        return on_ray.main(cfg, check=lambda: _check_weights(cfg))
     if cfg.deployment.type == "multi_node":
         hosts = nodes.node_hosts(cfg)
         node = nodes.find_node_rank(cfg.deployment.node_rank, hosts, "deployment.node_rank")
@@ -75,8 +74,7 @@ def main(cfg: RLConfig) -> int:
             return _run_other_node(cfg, run, node)
     check_router(cfg.inference)
     rundir.check(run, **cfg.start_options)  # before gigabytes are downloaded for a run that is then refused
-    if _fetch_models(cfg):
-        _check_weights(cfg)
+    _fetch_models(cfg)
     checkpoints = None if cfg.ckpt is None else cfg.ckpt.output_dir
     with (
         closing(rundir.claim(run, **cfg.start_options, checkpoints=checkpoints)) as claim,
@@ -86,6 +84,7 @@ def main(cfg: RLConfig) -> int:
         if plan.hosts:
             _check_node([spec for spec in plan.processes if spec.node == 0], 0, plan.hosts)
             node_checks.announce(run, plan.hosts)
+        _check_weights(cfg)
         changed = changes(run.config("run"), cfg, plan.config) if not claim.is_new else []
         planning.write(plan, run.path)
         log.setup("launcher", run, cfg.log.level, cfg.log.json_logging, is_quiet=True)
