@@ -119,18 +119,21 @@ def demo_step(rounds: int) -> dict[str, float]:
 
 
 def price_of_equal_bits(rounds: int) -> dict[str, float]:
-    """What padding rows to a multiple of 16 costs, by decode batch: CPU with it relative to CPU without."""
+    """What padding rows to a multiple of 16 costs, by decode batch: CPU with it relative to CPU without.
+
+    Engines pad where products are not their own (native/products.py).
+    """
     scratch, vocab = MODELS["0.1M"]
     core = EngineCore(random_model(scratch, vocab), CoreSettings(enable_prefix_caching=False))
     padding, out = runner_module._ROW_MULTIPLE, {}
+    has_own_products = core.runner.has_own_products
     for batch in (1, 8, 17, 64):
         cost: dict[int, list[float]] = {padding: [], 1: []}
         for i in range(2 * rounds):
-            runner_module._ROW_MULTIPLE = (padding, 1)[i % 2]
+            multiple = runner_module._ROW_MULTIPLE = (padding, 1)[i % 2]
+            core.runner.has_own_products = has_own_products and multiple == 1
             ids = prompts(batch, vocab, i // 2)
-            cost[runner_module._ROW_MULTIPLE].append(
-                measure(lambda i=i, ids=ids: run_core(core, str(i), ids, 32))[1]
-            )
+            cost[multiple].append(measure(lambda i=i, ids=ids: run_core(core, str(i), ids, 32))[1])
         out[str(batch)] = round(statistics.median(cost[padding]) / statistics.median(cost[1]), 3)
     runner_module._ROW_MULTIPLE = padding
     return out

@@ -84,7 +84,8 @@ async def open_site(
     server = Server(cfg)
     tokenizer = load_tokenizer(directory)
     core = build_core(load_model(directory, dtype=torch.float32), eos_ids=tokenizer.eos_ids, **settings)
-    engine = Engine(core, model_name="tiny", max_waiting=max_waiting, decoder=server.openai.decoder)
+    texts = {"decoder": server.openai.decoder, "encoder": server.openai.encoder}
+    engine = Engine(core, model_name="tiny", max_waiting=max_waiting, **texts)
     runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=0.5, **RUNNER_SETTINGS)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

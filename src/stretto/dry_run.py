@@ -25,7 +25,14 @@ from stretto.config.root import (
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.monitors import MonitorsSection
 from stretto.data.hub_model import find_config, find_local, look_up, size
-from stretto.launch.plan.model_check import check_model, check_served, check_trainable, models_of
+from stretto.launch.plan.model_check import (
+    check_model,
+    check_served,
+    check_trainable,
+    foreign_engines,
+    models_of,
+)
+from stretto.launch.plan.weights import check_weights, check_weights_of
 from stretto.orchestrator.dry_run import (
     Checked,
     FirstTask,
@@ -52,8 +59,9 @@ def rl(cfg: RLConfig) -> str:
     router = check_router(cfg.inference, is_dry_run=True)
     service = _service(cfg)
     plan, directory = plan_only(cfg)
-    tasks, missing = preview(cfg.orchestrator_config())
-    models = [*_model(cfg.model, missing), *_other_models(cfg)]
+    tasks, missing, renderer = preview(cfg.orchestrator_config())
+    models = [*_model(cfg.model, missing), *_renderer(renderer), *_other_models(cfg), *_weights(cfg)]
+    models += [("engine", text) for text in foreign_engines(cfg)]
     rows = [*models, *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
     rows += service
     rows += [("router", f"NOT READY: {router}")] if router else []
@@ -93,9 +101,9 @@ def _images(model: ModelSection) -> Rows:
 def orchestrator(cfg: OrchestratorConfig) -> str:
     """The screen of `orchestrator` alone."""
     checked = check_user_code(cfg)
-    tasks, missing = preview(cfg)
-    rows = [*_model(cfg.model, missing), *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
-    rows += _images(cfg.model)
+    tasks, missing, renderer = preview(cfg)
+    rows = [*_model(cfg.model, missing), *_renderer(renderer), *_environments(tasks), *_code(checked)]
+    rows += [*_monitors(cfg.monitors), *_images(cfg.model)]
     return _screen(
         rows, _first_tasks(tasks), f"orchestrator  control port {cfg.control.port}", _run_directory(cfg)
     )
@@ -105,8 +113,11 @@ def trainer(cfg: TrainerConfig) -> str:
     """The screen of `trainer` alone."""
     if cfg.model.scratch is None and (directory := find_config(cfg.model.name)) is not None:
         check_trainable(directory, cfg.model.impl, f"[model] name = {cfg.model.name!r}")
+    weights = []
+    if cfg.model.scratch is None:
+        weights = check_weights(cfg.model.name, "[model] name", cfg.model, is_dry_run=True)
     checked = check_trainer_hooks(cfg.hooks)
-    rows = [*_model(cfg.model), *_code(checked), *_monitors(cfg.monitors)]
+    rows = [*_model(cfg.model), *_weight_rows(weights), *_code(checked), *_monitors(cfg.monitors)]
     return _screen(
         rows,
         f"trainer  {_threads(cfg.num_threads)}; batches from port {_batch_port(cfg)}",
@@ -120,7 +131,7 @@ def sft(cfg: SFTConfig) -> str:
 
     check_model(cfg.model, cfg.num_ranks, "model")
     checked = check_sft_records(cfg)
-    example, missing = _first_example(cfg)
+    example, missing, renderer = _first_example(cfg)
     gpus, is_wide = find_gpus(cfg), cfg.deployment.type == "multi_node"
     devices = f"GPU {','.join(gpus)}" if gpus else f"CPU, {_threads(cfg.num_threads)}"
     devices = "the nodes below" if is_wide else devices
@@ -128,20 +139,21 @@ def sft(cfg: SFTConfig) -> str:
     length = [f"{count} {unit}" for unit, count in lengths.items() if count]
     ranks = f"sft  {cfg.num_ranks} rank{'s' * (cfg.num_ranks != 1)} on {devices}"
     trains = f"trains {' or '.join(length)} of batches of {cfg.batch_size} rows"
-    rows = [*_model(cfg.model, missing), *_code(checked), *_monitors(cfg.monitors)]
+    rows = [*_model(cfg.model, missing), *_renderer(renderer), *_weights(cfg)]
+    rows += [*_code(checked), *_monitors(cfg.monitors)]
     nodes = table(cfg) if is_wide else ""
     return _screen(rows, example, f"{ranks}; {trains}", nodes, _run_directory(cfg), job(cfg))
 
 
 def evaluate(cfg: EvalConfig) -> str:
     """The screen of `eval`."""
-    tasks, missing = preview(cfg)
+    tasks, missing, renderer = preview(cfg)
     missing = None if cfg.client.api == "chat" else missing
     model = _model(ModelSection(name=cfg.model), missing) if cfg.model else []
     unseen = [("prompt", missing)] if missing and not cfg.model else []
     urls = cfg.client.base_url
     served = "an engine of its own, on a free port" if cfg.model else f"engines at {_listed(_urls(urls))}"
-    rows = [*model, *unseen, *_environments(tasks), *_monitors(cfg.monitors)]
+    rows = [*model, *unseen, *_renderer(renderer), *_environments(tasks), *_monitors(cfg.monitors)]
     return _screen(rows, _first_tasks(tasks), f"eval  {served}", _run_directory(cfg))
 
 
@@ -152,6 +164,7 @@ def inference(cfg: InferenceConfig) -> str:
     if cfg.model:
         is_here = cfg.slurm is None and cfg.ray is None
         check_served(cfg, cfg.model, is_cpu=is_here and not process.visible_gpus())
+        model += _weights(cfg)
     engine = f"inference  engine {cfg.engine}, http://{server.host}:{server.port}"
     return _screen(model, engine, _run_directory(cfg), job(cfg))
 
@@ -197,6 +210,23 @@ def _model(model: ModelSection, missing: str | None = None) -> Rows:
     if missing:
         raise ConfigError(missing)
     return [("model", f"{name}: its config.json" + (" and tokenizer" if missing == "" else ""))]
+
+
+def _renderer(description: str) -> Rows:
+    """By what messages are rendered."""
+    return [("renderer", description)] if description else []
+
+
+def _weights(cfg: RLConfig | SFTConfig | InferenceConfig) -> Rows:
+    """Rows for what is not right with the files of the models that are here.
+
+    Raises: ConfigError for files with which a run would fail.
+    """
+    return _weight_rows(check_weights_of(cfg, is_dry_run=True))
+
+
+def _weight_rows(texts: Sequence[str]) -> Rows:
+    return [("weights", text) for text in texts]
 
 
 def _other_models(cfg: RLConfig) -> Rows:
@@ -276,8 +306,8 @@ def _boxed(about: str, text: str) -> str:
     return "\n".join([about, *(f"  | {line}".rstrip() for line in lines)])
 
 
-def _first_example(cfg: SFTConfig) -> tuple[str, str]:
-    """The first row as the model gets it, and why it is not rendered ("" if it is)."""
+def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
+    """The first row as the model gets it, why it is not rendered ("" if it is), and by what it is."""
     from stretto.config.sections.sft import EnvData
     from stretto.orchestrator.build import build_renderer_of, build_scratch_renderer
     from stretto.trainer.batch.sft_data import read_rows, render_row
@@ -291,14 +321,14 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str]:
             renderer = build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
     except ConfigError as error:
         text = "\n".join(f"{message['role']}: {message.get('content')}" for message in row.messages)
-        return _boxed(f"{row.where}, not rendered:", text), str(error)
+        return _boxed(f"{row.where}, not rendered:", text), str(error), ""
     rendered = render_row(row, renderer, cfg.loss_mask)
     if not rendered.examples:
-        return "", f"{row.where}: {renderer.name} shows no reply as the model would sample it"
+        return "", f"{row.where}: {renderer.name} shows no reply as the model would sample it", ""
     ids, mask, _ = rendered.examples[0]
     parts = f" (the first of {len(rendered.examples)} examples)" if len(rendered.examples) > 1 else ""
     about = f"{row.where}: {len(ids)} tokens, of which {int(mask.sum())} are trained{parts}:"
-    return f"renderer  {renderer.description}\n" + _boxed(about, renderer.readable(ids)), ""
+    return _boxed(about, renderer.readable(ids)), "", renderer.description
 
 
 # -- where it goes --

@@ -104,6 +104,7 @@ def _sft(cfg: SFTConfig, words: list[str]) -> int:
     _let_waiting_threads_sleep()
     if "WORLD_SIZE" not in os.environ:
         _check_first_rows(cfg)
+        _check_weights(cfg)
     from stretto.launch.run.ranks import start_ranks
 
     if (code := start_ranks(cfg, words)) is not None:
@@ -111,6 +112,17 @@ def _sft(cfg: SFTConfig, words: list[str]) -> int:
     from stretto.trainer.sft import main as run
 
     return run(cfg)
+
+
+def _check_weights(cfg: SFTConfig | InferenceConfig) -> None:
+    """Check the files of the model, if it is here, before processes start; warnings go to stderr.
+
+    Raises: ConfigError for files with which the run would fail.
+    """
+    from stretto.launch.plan.weights import check_weights_of
+
+    for text in check_weights_of(cfg):
+        sys.stderr.write(f"warning: {text}\n")
 
 
 def _elsewhere(cfg: SFTConfig | InferenceConfig) -> int:
@@ -161,6 +173,8 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
 
     if SUPERVISED_VAR not in os.environ and (note := unused_gpus(cfg)):
         sys.stderr.write(f"note: {note}\n")
+    if SUPERVISED_VAR not in os.environ and not cfg.dry_run:
+        _check_weights(cfg)
     if (
         max(cfg.deployment.num_processes, cfg.num_nodes) > 1
         or cfg.kv_cache_offload is not None

@@ -1,14 +1,20 @@
-"""top_p, top_k and min_p on every engine: with the returned supports the trainer's distribution is the engine's."""
+"""What leaves tokens out, and what ends a reply, on every engine.
+
+With the returned supports the trainer's distribution is the engine's. A reply ends with the token that completes a stop
+text.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import numpy as np
 import pytest
 import torch
 from servers import VOCAB, needs_vllm, save, scratch, serve_ready
 
+from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.orchestrator.batch.packing import to_micro_batch
@@ -26,6 +32,9 @@ CUTS = {
     "min_p": {"min_p": 0.05},
     "all": {"top_p": 0.9, "top_k": 30, "min_p": 0.02},
     "temperature": {"top_p": 0.9, "top_k": 30, "temperature": 0.6},
+    "min_tokens": {"min_tokens": 12, "stop_token_ids": (30, 31, 32, 33), "top_k": VOCAB},
+    "bad_words": {"bad_words": ("e", "ab", "ba"), "top_k": VOCAB},
+    "both": {"bad_words": ("c",), "min_tokens": 20, "stop_token_ids": (40,), "top_k": 30, "temperature": 0.8},
 }
 
 
@@ -75,7 +84,7 @@ def scored(completions: list[Completion], temperature: float) -> tuple[np.ndarra
 async def test_the_trainers_distribution_is_the_one_that_was_sampled_from(engine, cut):
     completions = await generate(engine, cut, **CUTS[cut])
     sizes = np.concatenate([completion.support.sizes for completion in completions])
-    assert sizes.min() >= 0 and 1 < sizes.mean() < 60
+    assert sizes.min() >= 0 and 1 < sizes.mean() < VOCAB - 1
     sampled, trained = scored(completions, CUTS[cut].get("temperature", 1.0))
     np.testing.assert_allclose(np.exp(trained - sampled), 1, atol=1e-5, rtol=0)
 
@@ -115,7 +124,7 @@ async def test_requests_that_come_and_go_keep_what_is_theirs(engine):
         return await generate(engine, f"mixed-{i}", **settings), cut.get("temperature", 1.0)
 
     cuts = [*CUTS.values(), {}, {"temperature": 0.8}]
-    for completions, temperature in await asyncio.gather(*(one(i, cuts[i % 7]) for i in range(21))):
+    for completions, temperature in await asyncio.gather(*(one(i, cuts[i % len(cuts)]) for i in range(22))):
         sampled, trained = scored(completions, temperature)
         np.testing.assert_allclose(np.exp(trained - sampled), 1, atol=1e-5, rtol=0)
 
@@ -142,6 +151,78 @@ async def test_an_aborted_reply_has_what_its_tokens_were_drawn_from(engine):
 async def test_a_cut_that_takes_nothing_away_says_so(engine):
     for completion in await generate(engine, "whole", top_k=VOCAB + 900):
         assert completion.support is not None and not completion.support.sizes.any()
+
+
+# -- what ends a reply --
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(build_letters_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def first_end(text: str, stops: tuple[str, ...]) -> tuple[int, str | None]:
+    """Where the first stop text ends, and which it is; more than the text is long if there is none."""
+    found = ((text.find(stop) + len(stop), stop) for stop in stops if stop in text)
+    return min(found, default=(len(text) + 1, None))
+
+
+async def test_a_reply_ends_with_the_token_that_completes_a_stop_text(engine, tokenizer):
+    stops = ("ab", "q", "Zx", "t", "0")
+    free = await generate(engine, "free", n=8, max_tokens=60)
+    stopped = await generate(engine, "stopped", n=8, max_tokens=60, stop=stops)
+    for whole, short in zip(free, stopped):
+        ids = short.token_ids.tolist()
+        text, before = tokenizer.decode(ids), tokenizer.decode(ids[:-1])
+        end, stop = first_end(text, stops)
+        assert whole.token_ids[: len(short.token_ids)].tolist() == short.token_ids.tolist()
+        assert (short.finish_reason == "stop") == (stop is not None) and short.stop_reason == stop
+        assert end > len(before), "its last token completes it, and is whole"
+    assert sum(each.finish_reason == "stop" for each in stopped) >= 4
+    sampled, trained = scored(stopped, 1.0)
+    np.testing.assert_allclose(np.exp(trained - sampled), 1, atol=1e-5, rtol=0)
+
+
+async def test_no_reply_ends_before_min_tokens(engine, tokenizer):
+    ends, stops = (30, 31, 32, 33), ("a", "q", "t", "0", "Z")
+    for completion in await generate(
+        engine, "late-tokens", n=8, min_tokens=9, stop_token_ids=ends, max_tokens=60
+    ):
+        ids = completion.token_ids.tolist()
+        at = next((i for i, token in enumerate(ids) if token in ends), None)
+        assert at is None or (9 <= at == len(ids) - 1 and completion.stop_reason == ids[at])
+    num_ignored = 0
+    for completion in await generate(engine, "late-texts", n=8, min_tokens=9, stop=stops, max_tokens=60):
+        pieces = [tokenizer.decode([token]) for token in completion.token_ids.tolist()]
+        ending = [i for i, piece in enumerate(pieces) if any(stop in piece for stop in stops)]
+        num_ignored += sum(i < 9 for i in ending)
+        counted = [i for i in ending if i >= 9]
+        assert counted == ([len(pieces) - 1] if completion.finish_reason == "stop" else [])
+    assert num_ignored
+
+
+async def test_min_tokens_may_be_more_than_the_room_of_a_reply(engine):
+    [completion] = await generate(engine, "no-room", n=1, min_tokens=50, max_tokens=7, stop_token_ids=(30,))
+    assert len(completion.token_ids) == 7 and completion.finish_reason == "length"
+
+
+async def test_a_bias_is_added_to_a_logit(engine):
+    for completion in await generate(engine, "certain", logit_bias={30: 100.0}):
+        assert set(completion.token_ids.tolist()) == {30} and np.abs(completion.logprobs).max() < 1e-3
+    banned = {token: -100.0 for token in range(60)}
+    for completion in await generate(engine, "banned", logit_bias=banned):
+        assert completion.token_ids.min() >= 60
+
+
+async def test_a_bad_word_is_never_completed(engine, tokenizer):
+    free = await generate(engine, "any-words", n=8, max_tokens=60)
+    pairs = [pair for each in free for pair in itertools.pairwise(each.token_ids.tolist())]
+    words = [word for pair in pairs if (word := tokenizer.decode(pair)).isalnum() and len(word) == 2][:20]
+    assert len(words) > 5
+    banned = {tuple(tokenizer.encode(word)) for word in words}
+    assert banned & set(pairs), "they are sampled if nothing is banned"
+    for completion in await generate(engine, "no-words", n=8, max_tokens=60, bad_words=tuple(words)):
+        assert not banned & set(itertools.pairwise(completion.token_ids.tolist()))
 
 
 def _bare(completion: Completion) -> Completion:

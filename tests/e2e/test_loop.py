@@ -7,6 +7,7 @@ Figures in docstrings were measured on two cores; nothing here asserts a time.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import signal
@@ -20,6 +21,7 @@ from ports import free_ports
 from runs import Ended, merged, rl, sorting, start, start_rl, toml, until, wait
 
 from stretto.base.paths import RunDir
+from stretto.chat.tokenizer import load_tokenizer
 from stretto.ledger.audit import audit
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.records.sample import MicroBatch
@@ -57,12 +59,17 @@ def test_trainer_and_engine_agree_on_every_trained_token_of_a_synchronous_run(st
         assert len(values) == NUM_STEPS and all(0 <= value < 1e-6 for value in values), (name, values)
     assert straight.column("off_policy/max") == [0.0] * NUM_STEPS
 
+    assert _num_trained_as_sampled(straight, NUM_STEPS) == straight.summary()["tokens"] > 1000
+
+
+def _num_trained_as_sampled(run: Ended, num_steps: int) -> int:
+    """How many tokens were trained, each exactly as it was sampled and with the engine's log-probability."""
     num_tokens = 0
-    with straight.ledger() as ledger:
-        for step in range(1, NUM_STEPS + 1):
+    with run.ledger() as ledger:
+        for step in range(1, num_steps + 1):
             rows = ledger.trained_rollouts(step)
             sampled = {f"g{row['group_id']}.{row['member']}/0": row for row in rows}
-            lines = (straight.run.trained_tokens / f"step_{step}.jsonl").read_text().splitlines()
+            lines = (run.run.trained_tokens / f"step_{step}.jsonl").read_text().splitlines()
             trained = {line["sample_id"]: line for line in map(json.loads, lines)}
             assert trained.keys() == sampled.keys()
             for sample_id, line in trained.items():
@@ -74,7 +81,32 @@ def test_trainer_and_engine_agree_on_every_trained_token_of_a_synchronous_run(st
                 distance = np.abs(np.array(line["trainer_logprob"]) - branch.logprobs[positions])
                 assert distance.max() <= FIDELITY, (step, sample_id, distance)
                 num_tokens += len(positions)
-    assert num_tokens == straight.summary()["tokens"] > 1000
+    return num_tokens
+
+
+def test_replies_that_stops_end_and_bans_shape_are_trained_as_sampled(sorter: Path, tmp_path: Path) -> None:
+    """Log-probabilities of engine and trainer agree on every token, also where min_tokens and bad_words ban some."""
+    stops, min_tokens = ["d", "gh", "k", "n", "r", "t", "w"], 3
+    sampling = {"stop": stops, "stop_token_ids": [30], "min_tokens": min_tokens, "bad_words": ["e", "ab"]}
+    more = {
+        "trainer": {"enable_token_export": True},
+        "orchestrator": {"train": {"sampling": sampling, "replay": {"max_tokens": 128}}},
+    }
+    run = rl(tmp_path, merged(sorting(sorter, 4), more))
+    assert _num_trained_as_sampled(run, 4) > 300
+    assert audit(run.run) == []
+    tokenizer, num_stopped = load_tokenizer(sorter), 0
+    a, b, e = (tokenizer.encode(letter)[0] for letter in "abe")
+    with run.ledger() as ledger:
+        groups = {row["group_id"] for step in range(1, 5) for row in ledger.trained_rollouts(step)}
+        for branch in (r.branches[0] for group in groups for r in ledger.group(group).rollouts if r.branches):
+            ids = branch.token_ids[branch.is_sampled].tolist()
+            text = tokenizer.decode(ids)
+            assert not {e} & set(ids) and (a, b) not in itertools.pairwise(ids)
+            late = tokenizer.decode(ids[min_tokens:-1])
+            assert not any(stop in late for stop in stops) and 30 not in ids[:-1]
+            num_stopped += any(text.endswith(stop) for stop in stops)
+    assert num_stopped > 20
 
 
 def test_learner_and_a_served_model_agree_on_sampled_tokens(sorter: Path, tmp_path: Path) -> None:

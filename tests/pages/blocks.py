@@ -34,7 +34,7 @@ _ELSEWHERE = "an engine or teacher is on another machine"
 _PUSH = "uploads to a server with the Hub's API: tests/unit/data/test_push.py"
 _RECIPE = "with a small model: tests/e2e/learning/test_recipe_runs.py"
 _SHELL = "a command of the shell"
-_REAL = "with real weights and fewer steps: tests/e2e/learning/test_smollm2_run.py"
+_REAL = "with real weights and fewer steps: tests/e2e/models/test_smollm2_run.py"
 
 _CLUSTER = "a cluster's: tests/cluster"
 _PAGE = "serves until Ctrl-C: tests/e2e/test_page_in_browser.py"

@@ -84,6 +84,12 @@ def write_atomic(path: Path, content: bytes, *, is_durable: bool = False, mode: 
             file.write(content)
 
 
+def cache_dir() -> Path:
+    """Where this user keeps what can be made again: $XDG_CACHE_HOME/stretto, or ~/.cache/stretto."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "stretto"
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; {} if the file is missing, is incomplete or holds something else."""
     try:

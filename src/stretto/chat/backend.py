@@ -41,6 +41,8 @@ class Reply:
     is_trained: list[bool]
     prompt_ids: list[int] | None = None
     """The prompt that it answers, if that is not the one of `render`: a thought is sampled in another mode."""
+    prompt_owners: list[int] = field(default_factory=list)
+    """As `Rendered.owners`, of prompt_ids."""
 
 
 class Backend(Protocol):

@@ -95,7 +95,9 @@ class FamilyBackend:
             return None
         ids, before = [rendered.token_ids[i] for i in sampled], rendered.token_ids[: sampled[0]]
         prompt = self._backend.render_ids(list(history), tools=tools, add_generation_prompt=True)
-        return Reply(ids, [True] * len(ids), None if before == prompt else before)
+        if before == prompt:
+            return Reply(ids, [True] * len(ids))
+        return Reply(ids, [True] * len(ids), before, self._with_owners(rendered).owners[: len(before)])
 
     def parse(
         self,

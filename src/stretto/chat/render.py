@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.chat.backend import Backend, Message, Rendered
+from stretto.chat.backend import Backend, Message, Rendered, Reply
 from stretto.chat.choice import choose_backend
 from stretto.chat.images import CONFIG_FILES, ImageProcessor
 from stretto.chat.placeholders import PLACEHOLDER, VISION_TOKENS, one_per_image, repeats, with_placeholders
@@ -193,9 +193,7 @@ class Renderer:
             bridged = self._bridge(*after, messages, tools, has_owners=True)
             assert bridged is not None, "text_owners is asked about a prompt that `extend` made"
             rendered = bridged
-        ids, owners = np.asarray(rendered.token_ids, np.int32), np.asarray(rendered.owners, np.int64)
-        times = self._repeats(ids, messages, None if after is None else after[:2])
-        return np.repeat(np.where(self._is_image(ids), -1, owners), times)
+        return self._expanded_owners(rendered, messages, None if after is None else after[:2])
 
     def render_sft(
         self, messages: Sequence[Message], loss_mask: LossMaskSection, tools: list[Message] | None = None
@@ -231,9 +229,8 @@ class Renderer:
                 found.examples.append(SftExample(np.concatenate(turn[:2]), mask, turn[2]))
             kept = np.zeros(0, bool) if is_new else mask
             mask = np.concatenate([kept, np.zeros(len(prompt) - len(kept), bool)])
-            mask |= self._text_mask(
-                plain, index, None if is_new else turn, tools, is_wanted, num_seen, len(prompt)
-            )
+            before = None if is_new else turn
+            mask |= self._text_mask(plain, index, before, tools, is_wanted, num_seen, len(prompt), reply)
             num_seen = index + 1
             ids, is_sampled = np.asarray(reply.token_ids, np.int32), np.asarray(reply.is_trained, bool)
             mask = np.concatenate([mask, is_sampled & is_wanted[index]])
@@ -297,12 +294,16 @@ class Renderer:
         is_wanted: list[bool],
         num_seen: int,
         num_tokens: int,
+        reply: Reply | None = None,
     ) -> Bool[np.ndarray, " tokens"]:
         """The tokens of wanted messages in [num_seen, end) that are not the assistant's, in the prompt before `end`."""
         first = 0 if turn is None else turn[2]
         wanted = [i for i in range(num_seen, end) if is_wanted[i] and messages[i]["role"] != "assistant"]
         if not wanted:
             return np.zeros(num_tokens, bool)
+        if reply is not None and reply.prompt_ids is not None:  # the prompt of another mode
+            rendered = Rendered(reply.prompt_ids, reply.prompt_owners)
+            return np.isin(self._expanded_owners(rendered, messages[:end]), wanted)
         after = None if turn is None else (*turn[:2], messages[:first])
         owners = self.text_owners(messages[first:end], tools, after=after)
         return np.isin(owners, [i - first for i in wanted])
@@ -348,16 +349,25 @@ class Renderer:
     def _guarded(self, message: Message, is_counted: bool) -> Message:
         """The message; texts of special tokens in it are counted, and stay text if that is set."""
         content = message.get("content")
-        if message.get("role") == "assistant" or not isinstance(content, str):
+        if message.get("role") == "assistant" or not isinstance(content, str | list):
             return message
-        found = [t for t in self.tokenizer.special_tokens if t in content and t not in VISION_TOKENS]
+        parts = content if isinstance(content, list) else [content]
+        texts = [_part_text(part) for part in parts]
+        if not any(map(self.tokenizer.has_special_text, texts)):
+            return message
+        placeholders = () if self.images is None else VISION_TOKENS
+        specials = (t for t in self.tokenizer.special_tokens if t not in placeholders)
+        found = [token for token in specials if any(token in text for text in texts)]
         if not found:
             return message
         if is_counted:
             self._count_special(message, found)
         if not self._keeps_special_text:
             return message
-        return message | {"content": self.tokenizer.as_text(content)}
+        kept = [self.tokenizer.as_text(text, found) for text in texts]
+        if isinstance(content, str):
+            return message | {"content": kept[0]}
+        return message | {"content": [_with_text(part, text) for part, text in zip(parts, kept)]}
 
     def _count_special(self, message: Message, found: list[str]) -> None:
         before = self.num_special_in_text
@@ -412,8 +422,13 @@ class Renderer:
         num_known = len(prompt_ids)
         return repeats(ids, self.image_token_id, counts, num_known=num_known, num_sampled=num_sampled)
 
-    def _is_image(self, ids: Int32[np.ndarray, " rendered"]) -> Bool[np.ndarray, " rendered"]:
-        return np.zeros(len(ids), bool) if self.image_token_id is None else ids == self.image_token_id
+    def _expanded_owners(
+        self, rendered: Rendered, messages: Sequence[Message], after: tuple[Any, Any] | None = None
+    ) -> Int64[np.ndarray, " tokens"]:
+        """The owners of rendered tokens with each placeholder repeated; placeholders belong to no text."""
+        ids, owners = np.asarray(rendered.token_ids, np.int32), np.asarray(rendered.owners, np.int64)
+        is_image = np.zeros(len(ids), bool) if self.image_token_id is None else ids == self.image_token_id
+        return np.repeat(np.where(is_image, -1, owners), self._repeats(ids, messages, after))
 
     def _processor(self, where: str) -> ImageProcessor:
         if self.images is None:
@@ -430,6 +445,17 @@ class Renderer:
     def pictures(self, images: Sequence[Image]) -> tuple[bytes, ...]:
         """These images as PNG files, for display."""
         return () if self.images is None else tuple(map(self.images.png, images))
+
+
+def _part_text(part: Any) -> str:
+    text = part.get("text") if isinstance(part, dict) else part
+    return text if isinstance(text, str) else ""
+
+
+def _with_text(part: Any, text: str) -> Any:
+    if isinstance(part, dict):
+        return part | {"text": text} if "text" in part else part
+    return text if isinstance(part, str) else part
 
 
 def build_renderer(

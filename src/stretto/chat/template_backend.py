@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import logging
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,10 +24,12 @@ from stretto.chat.marks import owners_of, unmarked, with_marks
 from stretto.chat.templates import ChatTemplate
 from stretto.chat.tokenizer import Tokenizer
 from stretto.chat.tool_calls import ALIASES, FORMAT_MARKS, FORMATS, LIBRARY_FORMATS, TEXT_FORMATS, UNMARKED
-from stretto.chat.traits import Thinking, as_parts, find_traits, with_arguments
+from stretto.chat.traits import Thinking, as_parts, find_traits, shows_at, with_arguments
 
 logger = logging.getLogger(__name__)
 
+_MAX_TAIL = 64
+"""Characters of a prompt behind which a reply is encoded."""
 _MAX_KNOWN = 2**16
 """Prompts whose text is remembered, as two hashes each."""
 
@@ -54,6 +57,8 @@ class TemplateBackend:
         own = () if self.end_id is None else (self.end_id,)
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*own, *tokenizer.eos_ids)))
         self._anchor = next((t for t, is_plain in tokenizer.special_tokens.items() if is_plain), None)
+        self._inner = self._find_inner()
+        self._shown_places: set[tuple[str, str | None, bool]] = set()  # of messages whose text is shown
         self._known: dict[bytes, bytes] = {}  # digests of prompts -> digests of their texts
         self.thinking = self.traits.thinking
         self.tool_format = self._find_format(tool_parser)
@@ -100,7 +105,9 @@ class TemplateBackend:
         if not shown.startswith(asked):
             return None
         body, shown_end = self._split_end(shown[len(asked) :])
-        _, end = self._split_stop(completion_ids)
+        said, end = self._split_stop(completion_ids)
+        if end is not None and len(said) + 1 < len(completion_ids):
+            return None  # tokens behind the end, which the template cannot show
         stem = asked + body
         if not now.startswith(stem) or not self._says(completion_ids, body, shown_end, asked, tools):
             return None
@@ -108,7 +115,7 @@ class TemplateBackend:
         if not now.startswith(end_text, len(stem)):
             return None
         start = len(stem) + len(end_text)
-        added, offsets = self._encode_after(end_text, now[start:])
+        added, offsets = self._encode_after(end_text or stem, now[start:])
         token_ids = [*prompt_ids, *completion_ids, *added]
         self._remember(token_ids, now)
         if not has_owners:
@@ -130,18 +137,21 @@ class TemplateBackend:
             if history:
                 raise
             return None  # many templates need a first message before a reply
-        if shown.startswith(asked) and self._shows_thought(shown[len(asked) :], reply):
+        if shown.startswith(asked) and self._shows_reply(shown[len(asked) :], reply):
             return Reply(*self._shown_reply(asked, shown, [*history, reply], tools))
         if self._other_mode is not None:
             mode, messages = self._other_mode, self._prepared([*history, reply])
             other = mode.render(messages[:-1], tools, add_generation_prompt=True)
             shown = mode.render(messages, tools)
-            if shown.startswith(other) and self._shows_thought(shown[len(other) :], reply):
+            if shown.startswith(other) and self._shows_reply(shown[len(other) :], reply):
                 ids, is_trained = self._shown_reply(other, shown, [*history, reply], tools)
-                return Reply(ids, is_trained, self._tokenizer.encode(other))
+                spans = self._spans(history, tools, True, other, mode)
+                prompt = self._tokenizer(other)
+                owners = owners_of(prompt["offset_mapping"], spans)
+                return Reply(ids, is_trained, prompt["input_ids"], owners)
         if (text := self._reply_with_thought(asked, reply)) is None:
             return None
-        ids = self._encode_after("", text)[0]
+        ids = self._encode_after(asked, text)[0]
         return Reply(ids, [True] * len(ids))
 
     def _shown_reply(
@@ -149,9 +159,9 @@ class TemplateBackend:
     ) -> tuple[list[int], list[bool]]:
         """The tokens of the last message as the template shows it, and which are trained."""
         body, end = self._split_end(shown[len(asked) :])
-        eos = self._tokenizer.token_text(self.stop_ids[0]) if self.stop_ids else ""
-        ids, offsets = self._encode_after("", body + (end or eos))
-        if not self.template.marks_replies:
+        eos = next(iter(self._stop_texts), "")
+        ids, offsets = self._encode_after(asked, body + (end or eos))
+        if not self.template.marks_replies(tools):
             return ids, [True] * len(ids)
         marked, spans = self.template.render_marked(self._prepared(messages), tools)
         if marked != shown:
@@ -222,14 +232,34 @@ class TemplateBackend:
                 f"{self.name} shows no tools, so that the model would not know of them: describe them in a message, or "
                 'give a template that shows them, such as renderer.template = "chatml"'
             )
-        for message in messages:
+        for index, message in enumerate(messages):
             self._check_calls(message)
-            if message["role"] in self.traits.hidden_roles:
-                raise DataError(
-                    f"{self.name} drops messages of the role {message['role']!r}; leave them out, or give another "
-                    "template as renderer.template"
-                )
+            self._check_shown(messages, index, tools)
         return self.template.render(self._prepared(messages), tools, add_generation_prompt=is_asked)
+
+    def _check_shown(self, messages: Sequence[Message], index: int, tools: Sequence[Message] | None) -> None:
+        """Whether the template shows a message at its place: tried once per role and role before it.
+
+        Raises: DataError if not.
+        """
+        message = messages[index]
+        role, before = message["role"], messages[index - 1]["role"] if index else None
+        if role in self.traits.hidden_roles:
+            raise DataError(
+                f"{self.name} drops messages of the role {role!r}; leave them out, or give another template as "
+                "renderer.template"
+            )
+        place = (role, before, bool(tools))
+        if role == "assistant" or place in self._shown_places or not message.get("content"):
+            return
+        if shows_at(self.template, self._prepared(messages), index, tools):
+            self._shown_places.add(place)
+            return
+        behind = "" if before is None else f" behind one of the role {before!r}"
+        raise DataError(
+            f"{self.name} drops a message of the role {role!r}{behind} (message {index}); leave it out, write its text "
+            "in another message, or give another template as renderer.template"
+        )
 
     def _check_calls(self, message: Message) -> None:
         if self.traits.shows_calls or not (calls := message.get("tool_calls")):
@@ -276,10 +306,15 @@ class TemplateBackend:
         return f"call{number:05d}"
 
     def _spans(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None, is_asked: bool, text: str
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+        is_asked: bool,
+        text: str,
+        template: ChatTemplate | None = None,
     ) -> list[tuple[int, int, int]]:
         """Message, first and last character of each message's text in the rendered text."""
-        marked = self.template.render(
+        marked = (template or self.template).render(
             with_marks(self._prepared(messages)), tools, add_generation_prompt=is_asked
         )
         plain, spans = unmarked(marked)
@@ -296,17 +331,23 @@ class TemplateBackend:
         if self._decode_after(self._split_stop(ids)[0]) == body:
             return True
         said, is_open = self._parse(ids, asked, tools)
-        shown, _ = self._parse(self._encode_after("", body + end)[0], asked, tools)
+        shown, _ = self._parse(self._encode_after(asked, body + end)[0], asked, tools)
         return not is_open and _meaning(said) == _meaning(shown)
 
-    def _shows_thought(self, text: str, reply: Message) -> bool:
+    def _shows_reply(self, text: str, reply: Message) -> bool:
+        """Whether the text of a reply has its thought, then its content, and all its calls."""
+        text = "".join(self._split_end(text))  # the engine samples nothing behind the end
+        content, thinking = _text_of(reply.get("content")), self.thinking
         thought = (reply.get("reasoning_content") or "").strip()
-        if not thought and self.thinking and isinstance(reply.get("content"), str):
-            thought = (
-                split_thought(reply["content"], self.thinking, self.thinking.close in reply["content"])[0]
-                or ""
-            )
-        return thought.strip() in text
+        if not thought and thinking is not None:
+            thought, content, _ = split_thought(content, thinking, thinking.close in content)
+            thought = (thought or "").strip()
+        if thought:
+            _, found, text = text.partition(thought)
+            if not found or (thinking is not None and thinking.close not in text):
+                return False
+        calls = Counter(str(call["function"].get("name")) for call in reply.get("tool_calls") or ())
+        return content.strip() in text and all(text.count(name) >= n for name, n in calls.items())
 
     def _reply_with_thought(self, asked: str, reply: Message) -> str | None:
         """The reply to a prompt that begins the thought, if the template drops the thoughts of replies."""
@@ -320,13 +361,17 @@ class TemplateBackend:
         if not reasoning:
             return None
         begins = "" if asked.rstrip().endswith(thinking.open) else thinking.before
-        end = self._tokenizer.token_text(self.stop_ids[0]) if self.stop_ids else ""
+        end = next(iter(self._stop_texts), "")
         return f"{begins}{reasoning.strip()}{thinking.after}{content.strip()}{end}"
+
+    @property
+    def _stop_texts(self) -> list[str]:
+        """The texts of the end tokens; a model may have some that its tokenizer lacks."""
+        return [text for text in map(self._tokenizer.token_text, self.stop_ids) if text]
 
     def _split_end(self, text: str) -> tuple[str, str]:
         """A reply as it is shown: its text, and the text of its end token."""
-        stops = map(self._tokenizer.token_text, self.stop_ids)
-        at, end = max(((text.rfind(stop), stop) for stop in stops), default=(-1, ""))
+        at, end = min(((text.find(s), s) for s in self._stop_texts if s in text), default=(-1, ""))
         return (text[:at], end) if at >= 0 else (text.rstrip(), "")
 
     def _split_stop(self, ids: Sequence[int]) -> tuple[list[int], int | None]:
@@ -339,17 +384,28 @@ class TemplateBackend:
     # -- the tokenizer --
 
     def _encode_after(self, before: str, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens and character offsets of a text that stands behind a special token.
+        """Tokens and character offsets of a text that stands behind another.
 
-        Some tokenizers begin every text with a blank; behind a special token they do not.
+        Some tokenizers write a blank at the start of a text, some behind special tokens too, so it is encoded behind
+        the end of the other; where a token would cross the border, behind a text with which it does not merge.
         """
-        anchor = before or self._anchor or ""
-        known = self._tokenizer.encode(anchor) if anchor else []
-        encoded = self._tokenizer(anchor + text)
-        if encoded["input_ids"][: len(known)] != known:
-            anchor, known, encoded = "", [], self._tokenizer(text)
+        tail = before[-_MAX_TAIL:]
+        start = max((tail.rfind(token) for token in self._tokenizer.special_tokens), default=-1)
+        for anchor in (tail[max(start, 0) :], self._inner, self._anchor or "", ""):
+            known = self._tokenizer.encode(anchor) if anchor else []
+            encoded = self._tokenizer(anchor + text)
+            if (anchor or not before) and encoded["input_ids"][: len(known)] == known:
+                break
         offsets = [(left - len(anchor), right - len(anchor)) for left, right in encoded["offset_mapping"]]
         return encoded["input_ids"][len(known) :], offsets[len(known) :]
+
+    def _find_inner(self) -> str:
+        """A text behind which another is encoded as in the middle of a text: without a blank before it."""
+        for anchor in (*([self._anchor] if self._anchor else []), "\n"):
+            known, ids = self._tokenizer.encode(anchor), self._tokenizer.encode(anchor + "a")
+            if ids[: len(known)] == known and self._tokenizer.decode(ids).endswith(anchor + "a"):
+                return anchor
+        return self._anchor or ""
 
     def _decode_after(self, ids: Sequence[int]) -> str:
         """The text of tokens that stand behind others, with a blank that they begin with."""
@@ -388,7 +444,8 @@ class TemplateBackend:
     def _find_end(self) -> int | None:
         """The first token that the template writes behind a reply, if it is an added one."""
         text = self.traits.end_text
-        places = [(text.find(token), token) for token in self._tokenizer.added_tokens if token in text]
+        added = [t for t in self._tokenizer.added_tokens if t.strip()]  # a line break ends no reply
+        places = [(text.find(token), token) for token in added if token in text]
         return self._tokenizer.token_id(min(places)[1]) if places else None
 
     def _add_end_of_calls(self) -> None:
@@ -400,7 +457,7 @@ class TemplateBackend:
         token_id = self._tokenizer.token_id(last) if last else None
         if token_id is None or token_id in self.stop_ids:
             return
-        if self._reads(self.tool_format, self._encode_after("", shown.removesuffix(last))[0], asked):
+        if self._reads(self.tool_format, self._encode_after(asked, shown.removesuffix(last))[0], asked):
             self.stop_ids = (*self.stop_ids, token_id)
 
     def _find_format(self, name: str) -> str | None:
@@ -417,7 +474,7 @@ class TemplateBackend:
             marks = FORMAT_MARKS if self.traits.shows_tools else {}
             return next((each for each, mark in marks.items() if mark in self.template.text), None)
         asked, shown = self.traits.call_example
-        ids = self._encode_after("", shown.rstrip())[0]
+        ids = self._encode_after(asked, shown.rstrip())[0]
         return next((each for each in FORMATS if self._reads(each, ids, asked)), None)
 
     def _reads(self, name: str, ids: list[int], asked: str) -> bool:
@@ -452,6 +509,12 @@ def split_thought(text: str, thinking: Thinking, is_open: bool) -> tuple[str | N
             thought, _, content = body.partition(close)
             return thought.strip("\n"), content if close == thinking.after else content.lstrip("\n"), False
     return body.strip("\n"), "", True
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(part if isinstance(part, str) else part["text"] for part in content if is_text(part))
+    return content if isinstance(content, str) else ""
 
 
 def is_text(part: Any) -> bool:

@@ -136,10 +136,9 @@ class ChatTemplate:
         settings = self._settings | {switch: not self._settings[switch]}
         return ChatTemplate(TemplateFiles(self.sources, self.where), self._tokens, settings)
 
-    @property
-    def marks_replies(self) -> bool:
-        """Whether the default template says with {% generation %} what the model samples."""
-        return _has_generation(self._source(None))
+    def marks_replies(self, tools: Sequence[Message] | None) -> bool:
+        """Whether the template of a conversation says with {% generation %} what the model samples."""
+        return _has_generation(self._source(tools))
 
     def render(
         self,

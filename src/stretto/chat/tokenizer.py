@@ -67,6 +67,9 @@ class Tokenizer:
         self.eos_ids = eos_ids
         self.unk_token_id = unk_id
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._keeps_text = (
+            False  # until `as_text` has been asked for: texts may have such characters of their own
+        )
         # The renderers library encodes the same fixed texts for every prompt and every reply.
         self._encode_short = lru_cache(maxsize=256)(lambda *text: tuple(self._encode(*text).ids))
 
@@ -81,7 +84,7 @@ class Tokenizer:
         return self._encode(text, add_special_tokens).ids
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding | _Pieces:
-        if _PRIVATE.search(text):
+        if self._keeps_text and _PRIVATE.search(text):
             return self._encode_with_text(text, add_special_tokens)
         if len(text) < _LONG_TEXT:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
@@ -108,11 +111,22 @@ class Tokenizer:
             place += len(piece)
         return found
 
-    def as_text(self, text: str) -> str:
-        """The text with a private-use character for each special token in it, which `encode` keeps text."""
+    def as_text(self, text: str, tokens: Sequence[str]) -> str:
+        """The text with a private-use character for each of these special tokens in it, which `encode` keeps text."""
+        self._keeps_text = True
         for index, token in enumerate(self.special_tokens):
-            text = text.replace(token, chr(_FIRST_PRIVATE + index))
+            if token in tokens:
+                text = text.replace(token, chr(_FIRST_PRIVATE + index))
         return text
+
+    def has_special_text(self, text: str) -> bool:
+        """Whether a text may have a special token's text: a quick look, before the tokens are looked for one by one."""
+        return any(start in text for start in self._special_starts)
+
+    @cached_property
+    def _special_starts(self) -> frozenset[str]:
+        """The first two characters of all special tokens: a few, even where the tokens are hundreds."""
+        return frozenset(token[:2] for token in self.special_tokens)
 
     @cached_property
     def _text_only(self) -> tokenizers.Tokenizer:
@@ -173,9 +187,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     path = find_directory(str(name))
     file = path / "tokenizer.json"
     if not file.is_file():
-        raise DataError(
-            f"{path}: no tokenizer.json; export the tokenizer with `save_pretrained` of a fast tokenizer."
-        )
+        raise DataError(_no_tokenizer(path))
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as cause:  # the library raises bare Exception for malformed files
@@ -197,6 +209,28 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         unk_id=unk_id,
         templates=read_templates(path, config),
         template_tokens=_template_tokens(path, config),
+    )
+
+
+_CONVERTED = {
+    "tokenizer.model": "a file of SentencePiece or tiktoken",
+    "tekken.json": "Mistral's own",
+    "vocab.json": "the files of a slow tokenizer",
+}
+"""Files of a tokenizer that transformers writes as tokenizer.json."""
+
+
+def _no_tokenizer(path: Path) -> str:
+    """What is there in place of tokenizer.json, and the command that writes it."""
+    others = [name for name in (*_CONVERTED, *(file.name for file in path.glob("*.tiktoken")))]
+    found = next((name for name in others if (path / name).is_file()), None)
+    if found is None:
+        return f"{path}: no tokenizer.json; export the tokenizer with `save_pretrained` of a fast tokenizer."
+    load = f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+    return (
+        f"{path}: no tokenizer.json, but {found} ({_CONVERTED.get(found, 'a file of tiktoken')}); write tokenizer.json "
+        f'beside it once: python -c "from transformers import AutoTokenizer; {load}" (it may need the package '
+        "sentencepiece or tiktoken)"
     )
 
 

@@ -69,11 +69,19 @@ def _qwen3_coder(text: str) -> Parsed:
 
 
 def _xml_call(block: str) -> Call:
-    found = re.search(r"<function=([^>\n]+)>(.*?)</function>", block, re.S)
+    # Without a text behind the last end, so that no search runs to the end of a long reply once per start.
+    found = re.search(r"<function=([^>\n]+)>(.*?)</function>", _up_to("</function>", block), re.S)
     if found is None:
         return Call(block.strip())
-    pairs = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", found[2], re.S)
+    body = _up_to("</parameter>", found[2])
+    pairs = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body, re.S)
     return Call(block.strip(), found[1].strip(), {key: _value(value) for key, value in pairs})
+
+
+def _up_to(end: str, text: str) -> str:
+    """The text up to the last `end`, with it; nothing if there is none."""
+    at = text.rfind(end)
+    return text[: at + len(end)] if at >= 0 else ""
 
 
 def _value(text: str) -> Any:

@@ -112,6 +112,16 @@ def attempt(
         return None
 
 
+def shows_at(template: ChatTemplate, messages: Sequence[Message], index: int, tools: Any) -> bool:
+    """Whether a template shows the text of a message at its place in a conversation, or refuses a word there."""
+    word: Any = _WORD
+    if isinstance(messages[index].get("content"), list):
+        word = [{"type": "text", "text": _WORD}]
+    changed = [*messages[:index], messages[index] | {"content": word}, *messages[index + 1 :]]
+    text = attempt(template, changed, tools, add_generation_prompt=True)
+    return text is None or _WORD in text
+
+
 def as_parts(message: Message) -> Message:
     """The message with its text as one part of a list."""
     if not isinstance(message.get("content"), str):

@@ -57,6 +57,13 @@ def _derive_model(values: Values) -> dict[str, Any]:
     return {"weight_broadcast.engine_model": served}
 
 
+def derive_template(values: Values, renderer: str) -> dict[str, Any]:
+    """A chat template that is given for the renderer is the tokenizer's, and the other way round."""
+    paths = (f"{renderer}.template", "tokenizer.chat_template")
+    given = next((values[path] for path in paths if values.get(path) is not None), None)
+    return {} if given is None else dict.fromkeys(paths, given)
+
+
 def _derive_wire(values: Values) -> dict[str, Any]:
     """Over several machines weights are broadcast, because shared memory ends at one machine."""
     is_wide = values.get("deployment.type") == "multi_node"

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.config.derived import DERIVED, comma_list, derive_copies
+from stretto.config.derived import DERIVED, comma_list, derive_copies, derive_template
 from stretto.config.section import Section
 from stretto.config.sections.deployment import (
     Deployment,
@@ -184,7 +184,8 @@ class RLConfig(RunKeys, ClusterRoot):
 
     @classmethod
     def _derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {path: value for derive in DERIVED for path, value in derive(values).items()}
+        derived = {path: value for derive in DERIVED for path, value in derive(values).items()}
+        return derived | derive_template(values, "orchestrator.renderer")
 
     @property
     def num_train_ranks(self) -> int:
@@ -342,7 +343,7 @@ class SFTConfig(ClusterRoot):
 
     @classmethod
     def _derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        return derive_copies(values)
+        return derive_copies(values) | derive_template(values, "renderer")
 
     @property
     def num_ranks(self) -> int:

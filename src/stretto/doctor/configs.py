@@ -17,11 +17,12 @@ from stretto.config.root import EvalConfig, InferenceConfig, RLConfig, SFTConfig
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import CkptSection, num_kept
 from stretto.data.hub_model import find_local, look_up, size
-from stretto.doctor.finding import Finding, bad, good, guarded, note, warn
+from stretto.doctor.finding import Finding, State, bad, good, guarded, note, warn
 from stretto.doctor.machine import gib
 from stretto.doctor.model_files import check_files, num_parameters
 from stretto.doctor.rollouts import check_rollouts
-from stretto.launch.plan.model_check import check_model, check_served, models_of
+from stretto.launch.plan.model_check import check_model, check_served, check_trainable, models_of
+from stretto.launch.plan.weights import check_weights_of
 from stretto.launch.run import node_checks
 from stretto.launch.run.ranks import find_gpus, plan_ranks
 from stretto.launch.run.rl import check_here
@@ -139,6 +140,34 @@ def _models(cfg: Config) -> list[tuple[str, bool]]:
 
 
 def _check_models(cfg: Config) -> Iterator[Finding]:
+    found = list(_check_directories(cfg))
+    yield from found
+    if not any(finding.state is State.BAD for finding in found):
+        yield from _check_weights(cfg)
+
+
+def _check_weights(cfg: Config) -> Iterator[Finding]:
+    """Whether names and shapes of weights fit config.json, and tokens the embedding, if a model is here."""
+    model = cfg.model
+    if isinstance(model, ModelSection) and (directory := find_local(model.name)) is not None:
+        try:
+            check_trainable(directory, model.impl, "")
+        except ConfigError:
+            return  # `check_fit` says it
+    if not any(has_weights and find_local(name) for name, has_weights in _models(cfg)):
+        return
+    try:
+        notes = check_weights_of(cfg)
+    except ConfigError as error:
+        yield bad("weights", str(error))
+        return
+    for text in notes:
+        yield warn("weights", text)
+    if not notes:
+        yield good("weights", "names and shapes fit config.json, and every token has a row in the embedding")
+
+
+def _check_directories(cfg: Config) -> Iterator[Finding]:
     for name, has_weights in _models(cfg):
         directory = find_local(name, has_weights=has_weights)
         if directory is not None and has_weights:

@@ -20,7 +20,7 @@ from stretto.chat.render import Renderer
 from stretto.config.root import OrchestratorConfig
 from stretto.doctor.finding import Finding, bad, good, note, warn
 from stretto.envs.base import RunInfo, tasks_of
-from stretto.orchestrator.build import build_policy_renderer, open_env, run_info
+from stretto.orchestrator.build import build_policy_renderer, open_env, run_info, system_prompts
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.generate import Completion, GenerateRequest
@@ -56,7 +56,7 @@ def check_rollouts(cfg: OrchestratorConfig) -> Iterator[Finding]:
     except (ConfigError, DataError) as error:
         yield bad("tokenizer", str(error))
         return
-    yield good("tokenizer", "read; the first prompts are rendered with its template")
+    yield good("tokenizer", f"read; messages are rendered by {renderer.description}")
     info = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name)
     for index, section in enumerate(cfg.env):
         name = f"environment {section.name or section.id}"
@@ -96,6 +96,7 @@ async def _play(cfg: OrchestratorConfig, index: int, renderer: Renderer, info: R
             run_id="doctor",
             timeout_s=TIMEOUT_S,
             max_retries=0,
+            system_prompts=system_prompts(cfg.env[index]),
         )
         task = tasks_of(env, "train").task(0)
         return await player.play(env, Draw(group_id=0, task=task, num_members=1, version=0))

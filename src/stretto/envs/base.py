@@ -62,8 +62,11 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     message: Message
     text: str
+    """Its text; up to and including the stop text that ended it, even if its last token goes on."""
     token_ids: np.ndarray  # int32 [completion]
     finish_reason: str  # "stop" | "length"
+    stop_reason: int | str | None = None
+    """The stop text or the token of `stop_token_ids` that ended it; None for an end token of the model."""
     num_prompt_tokens: int = 0
     logprobs: np.ndarray | None = None
     """float32 [completion], nats under the policy that sampled; None if not recorded."""

@@ -276,12 +276,13 @@ def sampling_params(ctx: RolloutContext) -> dict[str, Any]:
     """The sampling settings of this rollout, by vime's names."""
     sampling = ctx.sampling
     assert sampling is not None, "checked when the environment was built"
+    stops = {"stop": sampling.stop, "stop_token_ids": sampling.stop_token_ids}
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": -1 if sampling.top_k is None else sampling.top_k,
         "max_new_tokens": sampling.max_completion_tokens,
-    }
+    } | {key: value for key, value in stops.items() if value is not None}
 
 
 def as_samples(returned: Any) -> list[Sample]:

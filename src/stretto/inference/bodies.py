@@ -57,11 +57,12 @@ class TextBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool = True
     user: str | None = None
     metadata: Any = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
     presence_penalty: Any = None
     frequency_penalty: Any = None
     repetition_penalty: Any = None
-    logit_bias: Any = None
-    min_tokens: Any = None
     structured_outputs: Any = None
     include_stop_str_in_output: Any = False
     kv_transfer_params: Any = None
@@ -79,6 +80,9 @@ class TextBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             ignore_eos=self.ignore_eos,
             seed=self.seed,
+            min_tokens=self.min_tokens or 0,
+            logit_bias=api.token_biases(self.logit_bias),
+            bad_words=tuple(dict.fromkeys(self.bad_words or ())),
         )
 
 

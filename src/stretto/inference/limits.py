@@ -22,6 +22,10 @@ MAX_TOP_LOGPROBS = 20
 """vLLM's default."""
 MAX_TARGETS = 64
 MAX_STOP_CHARACTERS = 1024
+MAX_BAD_WORDS = 64
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+"""OpenAI's."""
 
 
 def refusal_reason(
@@ -46,6 +50,7 @@ def refusal_reason(
         _check_scores(spec, vocab_size),
         _check_sampling(spec.sampling),
         _check_stops(spec.sampling, vocab_size),
+        _check_biases(spec.sampling, vocab_size),
     )
     return next(itertools.chain(*checks), None)
 
@@ -117,6 +122,7 @@ def _check_sampling(params: SamplingParams) -> Iterator[str]:
         (top_k is None or 1 <= top_k <= MAX_TOP_K, "top_k", top_k, f"1 to {MAX_TOP_K}, or null for all"),
         (0 <= params.min_p <= 1, "min_p", params.min_p, "0 to 1"),
         (max_tokens is None or max_tokens >= 0, "max_tokens", max_tokens, "0 or more"),
+        (0 <= params.min_tokens < 2**31, "min_tokens", params.min_tokens, f"0 to {2**31 - 1}"),
     )
     for is_allowed, name, value, rule in checks:
         if not is_allowed:
@@ -137,3 +143,19 @@ def _check_stops(params: SamplingParams, vocab_size: int) -> Iterator[str]:
     for text in params.stop:
         if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
             yield f"stop: a text has {len(text)} characters; it must have 1 to {MAX_STOP_CHARACTERS}"
+
+
+def _check_biases(params: SamplingParams, vocab_size: int) -> Iterator[str]:
+    """Check logit_bias and bad_words."""
+    if len(params.logit_bias) > MAX_BIASES:
+        yield f"logit_bias: {len(params.logit_bias)} tokens are too many; at most {MAX_BIASES} are allowed"
+    for token, bias in params.logit_bias.items():
+        if not 0 <= token < vocab_size:
+            yield unknown_token("logit_bias", token, vocab_size)
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            yield f"logit_bias: {bias} of token {token} is not allowed; it must be -{MAX_BIAS:g} to {MAX_BIAS:g}"
+    if len(params.bad_words) > MAX_BAD_WORDS:
+        yield f"bad_words: {len(params.bad_words)} texts are too many; at most {MAX_BAD_WORDS} are allowed"
+    for text in params.bad_words:
+        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+            yield f"bad_words: a text has {len(text)} characters; it must have 1 to {MAX_STOP_CHARACTERS}"

@@ -37,6 +37,7 @@ from stretto.inference.bodies import (
     decode_text_body,
 )
 from stretto.inference.boundary import hold_pixels, json_response, max_body_bytes, read_body
+from stretto.inference.embedded.adjustments import Encode
 from stretto.inference.embedded.engine import Engine, Ticket
 from stretto.inference.embedded.scheduler import EngineRequest
 from stretto.inference.events import (
@@ -62,6 +63,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _OFFLOAD_SIZE = 4096  # characters or tokens, from which work runs in a thread
+_MAX_RENDERERS = 8  # with different settings of the template
 _MESSAGE_OVERHEAD_BYTES = 64  # JSON of a message without its text
 
 
@@ -70,7 +72,7 @@ class OpenAIRoutes:
 
     def __init__(self, directory: Path, model_name: str, engine: Callable[[], Engine]) -> None:
         self.directory, self.model_name, self._engine = directory, model_name, engine
-        self._renderers: dict[bool, Renderer] = {}
+        self._renderers: dict[str, Renderer] = {}  # by the template's settings
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -82,6 +84,10 @@ class OpenAIRoutes:
     def decoder(self) -> Decode:
         """The decoder for stop strings; special tokens are decoded to their text."""
         return self.tokenizer.decode
+
+    def encoder(self) -> Encode:
+        """The encoder for bad words."""
+        return self.tokenizer.encode
 
     def adapter_of(self, name: str | None) -> str | None:
         """The adapter that a request's `model` names; None for the engine's own model and for None.
@@ -236,21 +242,25 @@ class OpenAIRoutes:
             raise Refusal(unknown_token(where, int(bad[0]), vocab_size))
 
     async def _renderer(self, template_settings: dict[str, Any] | None) -> Renderer:
-        settings = template_settings or {}
-        if unknown := settings.keys() - {"enable_thinking"}:
-            raise Refusal(f"chat_template_kwargs: {sorted(unknown)} not supported; only enable_thinking is")
-        thinking = bool(settings.get("enable_thinking", False))
-        if thinking not in self._renderers:
+        """The renderer with a request's `chat_template_kwargs`; the last few are kept."""
+        settings = dict(template_settings or {})
+        key = repr(sorted(settings.items()))
+        if key not in self._renderers:
             model_type = self._engine().core.config.hf.get("model_type")
-            section = RendererSection(enable_thinking=thinking)
+            thinking = bool(settings.pop("enable_thinking", False))
+            section = RendererSection(enable_thinking=thinking, settings=settings)
             build = lambda: build_renderer(
                 self.directory, section, model_type, load_image_processor(self.directory)
             )
             try:
-                self._renderers[thinking] = await asyncio.to_thread(build)
+                built = await asyncio.to_thread(build)
             except StrettoError as error:
-                raise Refusal(f"messages: the chat template of this model is not known: {error}") from error
-        return self._renderers[thinking]
+                raise Refusal(f"messages: {error}") from error
+            logger.info("chats are rendered by %s", built.description)
+            while len(self._renderers) >= _MAX_RENDERERS:
+                del self._renderers[next(iter(self._renderers))]
+            self._renderers[key] = built
+        return self._renderers[key]
 
     async def _render(
         self, renderer: Renderer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
@@ -297,7 +307,7 @@ class OpenAIRoutes:
     ) -> dict[str, Any]:
         completion, reason = done.completions[member], done.stop_reasons[member]
         ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
-        text = cut_at_stop(self._text(body, ids), reason)
+        text = cut_at_stop(self._text(body, ids), reason, min_tokens=done.spec.sampling.min_tokens)
         if body.echo:
             prompt_ids = done.spec.prompt_ids.tolist()
             text = self._text(body, prompt_ids) + text
@@ -330,7 +340,9 @@ class OpenAIRoutes:
     ) -> dict[str, Any]:
         completion, reason = done.completions[member], done.stop_reasons[member]
         message = dict(renderer.parse(completion.token_ids, done.spec.prompt_ids, body.tools))
-        message["content"] = cut_at_stop(message.get("content") or "", reason)
+        message["content"] = cut_at_stop(
+            message.get("content") or "", reason, min_tokens=done.spec.sampling.min_tokens
+        )
         finish = completion.finish_reason
         message.pop("unparsed_tool_calls", None)
         if calls := message.get("tool_calls"):

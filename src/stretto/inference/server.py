@@ -26,8 +26,9 @@ from stretto.base.process import visible_gpus
 from stretto.base.runtime import freeze_objects, keep_freed_memory, raise_file_limit
 from stretto.base.status import is_supervised
 from stretto.chat.tokenizer import end_ids
+from stretto.config.rules.mesh_degrees import has_own_family
 from stretto.config.sections.engines import ADMITTED, HOLD_VAR
-from stretto.data.hub_model import fetch
+from stretto.data.hub_model import fetch, find_config
 from stretto.inference.boundary import (
     MAX_ADMIN_BYTES,
     RUNNER_SETTINGS,
@@ -273,7 +274,8 @@ def main(cfg: InferenceConfig) -> int:
     log.setup("inference", cfg.run_dir if cfg.run.name else None, cfg.log.level, cfg.log.json_logging)
     raise_file_limit()
     cfg = with_address(cfg)
-    if cfg.chosen_engine(has_gpu=bool(visible_gpus())) == "vllm":
+    is_own = cfg.model is None or has_own_family(find_config(cfg.model))
+    if cfg.chosen_engine(has_gpu=bool(visible_gpus()), is_own=is_own) == "vllm":
         from stretto.inference.vllm.launch import main as serve_vllm
 
         return serve_vllm(cfg, model_directory(cfg))
@@ -341,6 +343,7 @@ async def _load_and_run(server: Server) -> None:
         model_name=server.model_name,
         max_waiting=cfg.server.max_waiting_requests,
         decoder=server.openai.decoder,
+        encoder=server.openai.encoder,
         tracer=Tracer(cfg.run_dir if cfg.run.name else None, f"inference-{cfg.server.port}"),
     )
     freeze_objects()

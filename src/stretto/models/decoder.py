@@ -251,6 +251,8 @@ class Decoder(nn.Module):
 
     layout: BlockLayout | None = None
     """In an engine: which weights the checkpoint has in 8 bits; None: none of them."""
+    logit_cap: float | None = None
+    """The soft cap of `head_logits`; none of our families has one."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()

@@ -3,16 +3,16 @@
 Weights that multiply the same rows (q, k and v; gate and up) are stacked in one tensor, of which the model's
 parameters are views: parameters keep their names, and an update of a parameter takes effect in the next pass. The pass
 computes what decoder.py does, which is its slow reference; mixtures of experts use their module (moe.py). In float32 a
-norm is four operations, and the matrix product adds the residual; with kernels in C (native/) everything between two
-products is one call. In other dtypes every rounding is that of the modules, so that the engine stays as close to the
-trainer as possible.
+norm is four operations, and the matrix product adds the residual; with kernels in C (native/) a product, and everything
+between two products, is one call. In other dtypes every rounding is that of the modules, so that the engine stays as
+close to the trainer as possible.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +23,7 @@ from stretto.models.attention import Attend
 from stretto.models.decoder import Block, Decoder, RMSNorm
 from stretto.models.moe import MoE, Routing
 from stretto.models.native.kernels import Kernels
+from stretto.models.native.products import Products
 from stretto.models.parts.mixers.carried import CarriedDocuments
 from stretto.models.parts.mixers.sparse_mla import RowMatrices, SparseLatentAttention
 from stretto.models.parts.mlp import MLP
@@ -50,9 +51,14 @@ class FusedLinear:
     bias: Float[Tensor, " out"] | None
     columns: tuple[tuple[str, slice], ...]
     """The name of each layer's weight, and the columns of the result that it computes."""
+    products: Products | None = None
+    """What computes it; None: torch."""
 
     def __call__(self, x: Float[Tensor, "rows in"], adapt: Adapt | None) -> Float[Tensor, "rows out"]:
-        out = F.linear(x, self.weight, self.bias)
+        if self.products is not None:
+            out = self.products(x, self.weight, self.bias)
+        else:
+            out = F.linear(x, self.weight, self.bias)
         if adapt is not None:
             self._adapt(adapt, x, out)
         return out
@@ -61,7 +67,9 @@ class FusedLinear:
         self, residual: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], adapt: Adapt | None
     ) -> Float[Tensor, "rows out"]:
         """residual + x @ weight.T + bias."""
-        if residual.dtype is not torch.float32:
+        if self.products is not None and adapt is None:
+            return self.products(x, self.weight, self.bias, residual)
+        if residual.dtype is not torch.float32 or self.products is not None:
             return residual + self(x, adapt)
         out = torch.addmm(residual, x, self.weight.T)
         if self.bias is not None:
@@ -88,6 +96,12 @@ class _Layer:
     mlp: MLPPair | None
     """The MLP of a dense block, or the one beside the experts; None: experts only."""
     experts: MoE | None
+
+    def computed_by(self, products: Products) -> _Layer:
+        """The same layer with these products."""
+        one = lambda linear: None if linear is None else replace(linear, products=products)
+        pair = None if self.mlp is None else (one(self.mlp[0]), one(self.mlp[1]))
+        return _Layer(one(self.qkv), one(self.gate), one(self.output_proj), pair, self.experts)
 
 
 class _Norms:
@@ -132,11 +146,19 @@ class FusedDecoder:
     """`Decoder.forward` over the same parameters, with fused layers."""
 
     def __init__(self, model: Decoder, kernels: Kernels | None = None) -> None:
-        """kernels: they compute everything between the products; `attend` is then a `NativeAttend`."""
+        """kernels: they compute what is between the products; `attend` is then a `NativeAttend`.
+
+        With kernels, products are those of native/products.py if they support all weights.
+        """
         cfg, self.model, self.kernels = model.config, model, kernels
         self.heads, self.kv_heads, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         blocks = list(model.model.layers)
         self.layers = [_fuse(block, f"model.layers.{i}") for i, block in enumerate(blocks)]
+        self.products = None
+        if kernels is not None:
+            self.products = Products.find([*(one.weight for one in self.linears), model.output_weight])
+        if self.products is not None:
+            self.layers = [layer.computed_by(self.products) for layer in self.layers]
         self.blocks, self.scale, self.has_post_norms = blocks, cfg.embedding_scale, cfg.has_post_norms
         norms = [norm for b in blocks for norm in (b.input_layernorm, b.post_attention_layernorm)]
         if cfg.has_post_norms:
@@ -259,7 +281,7 @@ class FusedDecoder:
 class ModuleDecoder:
     """`Decoder.forward` itself as an engine's pass, for models whose layers cannot be fused."""
 
-    kernels = None
+    kernels = products = None
 
     def __init__(self, model: Decoder) -> None:
         self.model = model

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from stretto.base.errors import ConfigError, DataError
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
+from stretto.models.lm_head import head_logits
 from stretto.models.lora import MergedWeights, is_adapter_parameter
 from stretto.models.tensor_map import LazyTensor, SharedSlice, TensorMap
 
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 PACKED_FAMILIES = frozenset({"qwen3", "qwen3_moe", "minimax_m2", "laguna", "glm4_moe", "glm_moe_dsa"})
 """model_type of families whose packed rows equal each document alone (tests/unit/models/test_models_hf.py)."""
 
-_HEAD_SETTINGS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+SOFT_CAP = "final_logit_softcapping"
+"""The setting with which logits z are c tanh(z / c) (gemma2)."""
 
 
 class HFDecoder(nn.Module):
@@ -54,6 +56,11 @@ class HFDecoder(nn.Module):
         self.model = model
         self.config = _HFModelConfig(model.config)
         self.is_packable = model.config.model_type in PACKED_FAMILIES
+        text_config = model.config.get_text_config()
+        self.logit_factor = _logit_factor(text_config)
+        self.logit_cap: float | None = getattr(text_config, SOFT_CAP, None)
+        if getattr(text_config, "attn_logit_softcapping", None) is not None:
+            model.set_attn_implementation("eager")  # scaled_dot_product_attention has no soft cap
 
     @property
     def wrapped(self) -> nn.Module:
@@ -119,7 +126,14 @@ class HFDecoder(nn.Module):
 
     def _body(self, token_ids: Tensor, **layout: Tensor) -> Tensor:
         out = self.model.base_model(input_ids=token_ids, use_cache=False, **layout)
-        return out.last_hidden_state
+        hidden = out.last_hidden_state
+        return hidden if self.logit_factor == 1.0 else hidden * self.logit_factor
+
+
+def _logit_factor(config: Any) -> float:
+    """By what a family multiplies its logits (granite, cohere); its hidden states are multiplied instead."""
+    scale, divisor = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "logits_scaling"))
+    return scale / divisor
 
 
 class _HFModelConfig:
@@ -320,32 +334,21 @@ def load_hf_model(
 
 @torch.no_grad()
 def check_output_head(decoder: HFDecoder, where: str) -> None:
-    """Refuse a family whose logits are not hidden @ output_weight.T.
-
-    They may be soft-capped, scaled, or have a bias.
-
-    Known settings are checked by name, because a soft cap hardly changes small logits; then the logits are compared.
+    """Refuse a family whose logits are not those of `head_logits`; they may have a bias.
 
     Raises: DataError.
     """
-    config = decoder.model.config.get_text_config()
-    changes = [
-        name
-        for name, neutral in _HEAD_SETTINGS.items()
-        if getattr(config, name, neutral) not in (None, neutral)
-    ]
     device = decoder.output_weight.device
     token_ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     hidden = decoder.hidden(token_ids[0], PackedLayout((0, 2), device))
     # After the pass above, weights outside blocks are gathered on every rank, so the wrapped model can use them.
     logits = decoder.model(input_ids=token_ids, use_cache=False).logits[0].float()
-    ours = hidden.float() @ decoder.output_weight.float().T
+    ours = head_logits(hidden.float(), decoder.output_weight.float(), decoder.logit_cap)
     tolerance = 1e-3 if decoder.output_weight.dtype is torch.float32 else 0.05
-    if changes or (logits - ours).abs().max() > tolerance * logits.abs().max():
+    if (logits - ours).abs().max() > tolerance * logits.abs().max():
         raise DataError(
-            f"{where}: {decoder.config.family} changes its logits after the output head "
-            f"({', '.join(changes) or 'found by comparing logits'}); training it would use the wrong "
-            "log-probabilities, so it is not supported"
+            f"{where}: {decoder.config.family} changes its logits after the output head (found by comparing logits); "
+            "training it would use the wrong log-probabilities, so it is not supported"
         )
 
 

@@ -242,7 +242,7 @@ def load_slices(
     missing = set(needed)
     for name, shape, source in sources:
         if name not in table.their_shapes:
-            if _is_redundant(name, cfg):
+            if is_redundant(name, cfg):
                 continue
             raise DataError(f"{where}: tensor {name!r} is not part of a {cfg.family} of this config.json")
         if name not in needed:
@@ -324,12 +324,16 @@ def copy_tokenizer(source: str | Path, directory: str | Path) -> None:
     """Copy the files of tokenizer and image processor, and Python files for config.json."""
     if not Path(source).is_dir():
         raise DataError(f"tokenizer {str(source)!r}: no such directory")
-    for path in [Path(source) / name for name in TOKENIZER_FILES] + sorted(Path(source).glob("*.py")):
-        if path.is_file() and path.parent.resolve() != Path(directory).resolve():
-            shutil.copyfile(path, Path(directory) / path.name)
+    source, directory = Path(source), Path(directory)
+    templates = source.glob("additional_chat_templates/*.jinja")
+    for path in [*(source / name for name in TOKENIZER_FILES), *sorted(source.glob("*.py")), *templates]:
+        if path.is_file() and source.resolve() != directory.resolve():
+            target = directory / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
 
 
-def _is_redundant(name: str, cfg: ModelConfig) -> bool:
+def is_redundant(name: str, cfg: ModelConfig) -> bool:
     """True for tensors of some checkpoints that the network computes itself or does not have."""
     if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and cfg.tie_word_embeddings):
         return True

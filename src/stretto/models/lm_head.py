@@ -34,23 +34,32 @@ def token_logprobs(
     *,
     entropy_grad: bool = False,
     support: Support | None = None,
+    cap: float | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """Per token, log p(target) and the entropy, both float32 in nats.
 
-    p is softmax(hidden @ output_weight.T / temperatures). The entropy has a gradient only with entropy_grad. `chunk`
-    tokens are computed at a time, or all if they have few logits (MAX_SAVED_LOGITS). support: the softmax of a token
-    is over its support and the target only.
+    p is softmax(hidden @ output_weight.T / temperatures); cap: of `head_logits`. The entropy has a gradient only with
+    entropy_grad. `chunk` tokens are computed at a time, or all if they have few logits (MAX_SAVED_LOGITS). support: the
+    softmax of a token is over its support and the target only.
     """
-    return _TokenLogprobs.apply(hidden, output_weight, targets, temperatures, chunk, entropy_grad, support)
+    return _TokenLogprobs.apply(
+        hidden, output_weight, targets, temperatures, chunk, entropy_grad, support, cap
+    )
 
 
 def head_logits(
-    hidden: Float[Tensor, "tokens dim"], output_weight: Float[Tensor, "vocab dim"]
+    hidden: Float[Tensor, "tokens dim"], output_weight: Float[Tensor, "vocab dim"], cap: float | None = None
 ) -> Float[Tensor, "tokens vocab"]:
-    """float32 logits; 16-bit operands are summed in float32 and not rounded."""
-    if hidden.dtype is torch.float32:
-        return hidden @ output_weight.T
-    return _WideProduct.apply(hidden, output_weight)
+    """float32 logits; 16-bit operands are summed in float32 and not rounded.
+
+    cap: logits are cap * tanh(logits / cap), as Gemma 2 has them; None: they stay as they are.
+    """
+    product = (
+        hidden @ output_weight.T
+        if hidden.dtype is torch.float32
+        else _WideProduct.apply(hidden, output_weight)
+    )
+    return product if cap is None else (product / cap).tanh() * cap
 
 
 class _WideProduct(torch.autograd.Function):
@@ -89,20 +98,21 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk: int,
         entropy_grad: bool,
         support: Support | None,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden.shape[0]
         logprobs = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
-        should_save = tokens * weight.shape[0] <= MAX_SAVED_LOGITS
+        should_save = cap is None and tokens * weight.shape[0] <= MAX_SAVED_LOGITS
         chunk = max(tokens, 1) if should_save else chunk
         probs = None
         for rows in _chunks(tokens, chunk):
-            logits = _scaled_logits(hidden, weight, targets, temperatures, support, rows)
+            logits = _scaled_logits(hidden, weight, targets, temperatures, support, rows, cap)
             normalised = logits.sub_(torch.logsumexp(logits, dim=-1, keepdim=True))
             logprobs[rows] = normalised.gather(1, targets[rows, None]).squeeze(1)
             probs = normalised.exp()
             entropy[rows] = torch.linalg.vecdot(probs, normalised).neg_()
-        ctx.chunk, ctx.support = chunk, support
+        ctx.chunk, ctx.support, ctx.cap = chunk, support, cap
         saved_entropy = entropy if entropy_grad else None
         ctx.save_for_backward(
             hidden, weight, targets, temperatures, probs if should_save else None, saved_entropy
@@ -118,12 +128,10 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         for rows in _chunks(hidden.shape[0], ctx.chunk):
+            logits = None
             if saved_probs is None:
-                probs = _scaled_logits(hidden, weight, targets, temperatures, ctx.support, rows).softmax(
-                    dim=-1
-                )
-            else:
-                probs = saved_probs
+                logits = _scaled_logits(hidden, weight, targets, temperatures, ctx.support, rows, ctx.cap)
+            probs = saved_probs if logits is None else logits.softmax(dim=-1)
             # d logprob / d logits = (onehot - p) / temperature
             scale = grad[rows] / temperatures[rows]
             d_logits = probs * -scale[:, None]
@@ -133,13 +141,17 @@ class _TokenLogprobs(torch.autograd.Function):
                 scale = grad_entropy[rows] / temperatures[rows]
                 slope = torch.special.entr(probs).sub_(probs * entropy[rows, None])
                 d_logits += slope.mul_(scale[:, None])
+            if ctx.cap is not None:
+                # d (cap tanh(z / cap)) / d z = 1 - tanh^2; where the support masks a logit its gradient is 0
+                slope = (logits * temperatures[rows, None] / ctx.cap).clamp_(-1, 1).square_()
+                d_logits *= 1 - slope
             d_logits = d_logits.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(d_logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 grad_weight += d_logits.T @ hidden[rows]
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _scaled_logits(
@@ -149,9 +161,10 @@ def _scaled_logits(
     temperatures: Tensor,
     support: Support | None,
     rows: slice,
+    cap: float | None,
 ) -> Tensor:
     """float32 logits over their temperatures; MASKED_LOGIT outside the support."""
-    logits = head_logits(hidden[rows], weight).div_(temperatures[rows, None])
+    logits = head_logits(hidden[rows], weight, cap).div_(temperatures[rows, None])
     if support is None:
         return logits
     part = support.part(rows.start, rows.stop)

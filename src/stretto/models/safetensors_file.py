@@ -1,9 +1,10 @@
 """Reads slices of tensors from safetensors files, and writes such files as a stream.
 
 The safetensors library maps a whole file while it is open, so every page that was read counts as memory of this process
-until the end, and loading peaks at twice the size of the model. Here each read maps one tensor and unmaps it: the peak
-is the model and one tensor. The format: 8 bytes length, a JSON header with names, dtypes, shapes and offsets, then the
-bytes (https://huggingface.co/docs/safetensors).
+until the end, and loading peaks at twice the size of the model. Here each read maps one tensor, which is unmapped when
+it has been copied into a parameter: the peak is the model and one tensor, and no memory is left over. The format: 8
+bytes length, a JSON header with names, dtypes, shapes and offsets, then the bytes
+(https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ class FileTensor:
 
     def __getitem__(self, region: Region) -> Shaped[Tensor, " ..."]:
         """A copy of the slice; nothing of the file stays mapped."""
-        return self.mapped()[region].clone()
+        return self.peek(region).clone()
+
+    def peek(self, region: Region) -> Shaped[Tensor, " ..."]:
+        """The slice as pages of the file, unmapped when it is no longer in use; do not write to it."""
+        return self.mapped()[region]
 
     def mapped(self) -> Shaped[Tensor, " ..."]:
         """The tensor without a copy, as pages of the file; do not write to it.

@@ -199,12 +199,13 @@ class TensorMap:
             shape, source = expected, _Swapped(source)
         if tuple(shape) != expected:
             raise DataError(f"tensor {name!r} has shape {tuple(shape)}, config.json asks for {expected}")
+        read = getattr(source, "peek", source.__getitem__)  # from a file: without a copy in between
         for shared in slices:
             if shared.ours not in targets or (overlap := shared.overlap(targets[shared.ours])) is None:
                 continue
             theirs, ours = overlap
             target = targets[shared.ours].tensor[ours]
-            target.copy_(source[theirs].reshape(target.shape))
+            target.copy_(read(theirs).reshape(target.shape))
 
 
 def as_whole_slices(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, TensorSlice]:

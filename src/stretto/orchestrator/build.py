@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, DataError
 from stretto.base.runtime import machine_bytes
 from stretto.chat.images import load_image_processor
 from stretto.chat.render import Renderer, build_renderer
@@ -30,7 +30,8 @@ from stretto.config.sections.orchestrator import (
     SamplingSection,
     TrainEnvSection,
 )
-from stretto.data.hub_model import find_config
+from stretto.data.hub_model import find_config, find_local
+from stretto.data.weight_files import untrained_rows
 from stretto.envs.base import Environment, RunInfo, load_environment, needs_worker
 from stretto.envs.workers.handle import WorkerLimits
 from stretto.envs.workers.pool import open_workers
@@ -79,6 +80,11 @@ def _env_run_info(run: RunInfo, section: TrainEnvSection | EvalEnvSection) -> Ru
     """The run info of one environment, with the sampling and group size that its section sets."""
     changes = _sampling_info(section.sampling) | {"group_size": section.group_size}
     return replace(run, **{key: value for key, value in changes.items() if value is not None})
+
+
+def system_prompts(*sections: EnvSection) -> dict[str, str]:
+    """The system prompts of environments, by name."""
+    return {s.name or s.id: s.system_prompt for s in sections if s.system_prompt is not None}
 
 
 def table_of(cfg: OrchestratorSection | EvalConfig) -> dict[str, Any]:
@@ -145,8 +151,14 @@ def build_policy_renderer(cfg: OrchestratorConfig) -> Renderer:
     Raises: ConfigError for a model directory that holds no model.
     """
     if cfg.model.scratch is not None and cfg.tokenizer.name is None:
-        return build_scratch_renderer(cfg.model.scratch, cfg.renderer)
-    return build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
+        return build_scratch_renderer(cfg.model.scratch, _section(cfg))
+    return build_renderer_of(cfg.model.name, cfg.tokenizer.name, _section(cfg))
+
+
+def _section(cfg: OrchestratorConfig | EvalConfig) -> RendererSection:
+    """The renderer's section, with the tokenizer's template if it has none of its own."""
+    template = cfg.renderer.template or cfg.tokenizer.chat_template
+    return cfg.renderer.model_copy(update={"template": template})
 
 
 def build_renderer_of(model: str, tokenizer: str | None, section: RendererSection) -> Renderer:
@@ -165,6 +177,26 @@ def build_renderer_of(model: str, tokenizer: str | None, section: RendererSectio
     return build_renderer(load_tokenizer(tokenizer or model), section, model_type, images)
 
 
+def untrained_tokens(renderer: Renderer, model: str) -> str:
+    """What to know of special tokens of every conversation that the weights have not learned; "" if all are."""
+    if (directory := find_local(model)) is None:
+        return ""
+    prompt = renderer.render_prompt([{"role": "user", "content": "a"}])
+    special = set(map(renderer.tokenizer.token_id, renderer.tokenizer.special_tokens))
+    used = [int(token) for token in {*prompt.tolist(), *renderer.stop_ids[:1]} if int(token) in special]
+    try:
+        found = untrained_rows(directory, used)
+    except DataError:
+        return ""  # the check of the files says what is wrong with them
+    if not found:
+        return ""
+    names = ", ".join(repr(renderer.tokenizer.token_text(token)) for token in found)
+    return (
+        f"the embedding of {names} looks untrained, and every conversation has it: warm the model up with `sft`, or "
+        'write without such tokens (renderer.name = "text")'
+    )
+
+
 def build_eval_renderer(cfg: EvalConfig) -> Renderer:
     """Build the renderer of the evaluated model.
 
@@ -176,7 +208,7 @@ def build_eval_renderer(cfg: EvalConfig) -> Renderer:
             "tokenizer.name: give the tokenizer of the model that runs at client.base_url, or set client.api = "
             '"chat" to evaluate with text alone.'
         )
-    return build_renderer_of(model, cfg.tokenizer.name, cfg.renderer)
+    return build_renderer_of(model, cfg.tokenizer.name, _section(cfg))
 
 
 def build_scratch_renderer(scratch: ScratchSection, section: RendererSection) -> Renderer:

@@ -11,17 +11,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stretto.base.errors import ConfigError, DataError, EnvError, boundary
 from stretto.base.foreign import call_async, load_function, load_object
 from stretto.chat.placeholders import with_placeholders
 from stretto.chat.render import Renderer
+from stretto.config.model_file import read_model_file
 from stretto.config.root import EvalConfig, OrchestratorConfig, SFTConfig
 from stretto.config.sections.hooks import ENVIRONMENTS
-from stretto.config.sections.orchestrator import EnvSection, OrchestratorKeys
+from stretto.config.sections.orchestrator import EnvSection, OrchestratorKeys, SamplingOverrides
 from stretto.config.sections.sft import FileData
 from stretto.config.sections.trainer import TrainerHooksSection
+from stretto.data.hub_model import find_config
 from stretto.data.records import read_records
 from stretto.envs.base import (
     Environment,
@@ -34,7 +36,14 @@ from stretto.envs.base import (
 )
 from stretto.envs.dataset import Dataset
 from stretto.envs.multi_turn import MultiTurnEnv
-from stretto.orchestrator.build import build_eval_renderer, build_policy_renderer, open_env, run_info
+from stretto.orchestrator.build import (
+    build_eval_renderer,
+    build_policy_renderer,
+    open_env,
+    run_info,
+    untrained_tokens,
+)
+from stretto.orchestrator.rollout.play import bias_by_token, with_system_prompt
 from stretto.records.rollout import Task
 from stretto.vime.saved import load as load_saved
 
@@ -100,8 +109,18 @@ class FirstTask:
     """Whether the environment was built, and not only named."""
 
 
-def preview(cfg: OrchestratorConfig | EvalConfig) -> tuple[list[FirstTask], str]:
-    """The first task of every environment, and why prompts are not rendered ("" if they are).
+class Preview(NamedTuple):
+    """The first tasks of a config's environments, and how they are rendered."""
+
+    tasks: list[FirstTask]
+    missing: str
+    """Why prompts are not rendered; "" if they are."""
+    renderer: str = ""
+    """By what they are rendered."""
+
+
+def preview(cfg: OrchestratorConfig | EvalConfig) -> Preview:
+    """The first task of every environment.
 
     For `eval` it is the first held-out task.
 
@@ -119,8 +138,59 @@ def preview(cfg: OrchestratorConfig | EvalConfig) -> tuple[list[FirstTask], str]
         renderer = build_eval_renderer(cfg) if isinstance(cfg, EvalConfig) else build_policy_renderer(cfg)
     except (ConfigError, DataError) as error:  # the model may be the result of a run that has not run yet
         missing = str(error)
+    if renderer is not None:
+        check_sampling(cfg, renderer)
     info = run_info(cfg, renderer, sampling, cfg.tokenizer.name or model)
-    return [asyncio.run(_preview(section, renderer, info, split)) for section in envs], missing
+    tasks = [asyncio.run(_preview(section, renderer, info, split)) for section in envs]
+    if renderer is None:
+        return Preview(tasks, missing)
+    is_scratch = isinstance(cfg, OrchestratorConfig) and cfg.model.scratch is not None
+    note = "" if is_scratch or model is None else untrained_tokens(renderer, model)
+    return Preview(tasks, missing, "; ".join(filter(None, [renderer.description, note])))
+
+
+def check_sampling(cfg: OrchestratorConfig | EvalConfig, renderer: Renderer) -> None:
+    """Check the tokens and texts of every `sampling` against the model's vocabulary and tokenizer.
+
+    Raises: ConfigError for a token that the model does not have, and for a text with too few or too many tokens.
+    """
+    places: list[tuple[str, SamplingOverrides]] = []
+    if isinstance(cfg, OrchestratorConfig):
+        places.append(("orchestrator.train.sampling", cfg.train.sampling))
+        places += [(f"orchestrator.env.{index}.sampling", env.sampling) for index, env in enumerate(cfg.env)]
+    if cfg.eval is not None:
+        at = "orchestrator.eval" if isinstance(cfg, OrchestratorConfig) else "eval"
+        places.append((f"{at}.sampling", cfg.eval.sampling))
+        places += [(f"{at}.env.{index}.sampling", env.sampling) for index, env in enumerate(cfg.eval.env)]
+    vocab_size = _vocab_size(cfg) or renderer.tokenizer.vocab_size
+    for place, sampling in places:
+        for token in sampling.stop_token_ids or ():
+            if token >= vocab_size:
+                raise ConfigError(
+                    f"{place}.stop_token_ids has {token}, and the model's tokens are 0 to {vocab_size - 1}; correct it"
+                )
+        for word in sampling.bad_words or ():
+            if not len(renderer.encode(word.lstrip())):
+                raise ConfigError(f"{place}.bad_words has {word!r}, which has no token; remove it")
+        try:
+            biases = bias_by_token(sampling.logit_bias or {}, renderer)
+        except EnvError as error:
+            raise ConfigError(f"{place}.{error}") from None
+        if wrong := next((token for token in biases if token >= vocab_size), None):
+            raise ConfigError(
+                f"{place}.logit_bias has token {wrong}, and the model's tokens are 0 to {vocab_size - 1}; correct it"
+            )
+
+
+def _vocab_size(cfg: OrchestratorConfig | EvalConfig) -> int | None:
+    """The size of the model's vocabulary as its config.json says it; None if there is none."""
+    model = cfg.model if isinstance(cfg, EvalConfig) else cfg.model.name
+    if not isinstance(cfg, EvalConfig) and cfg.model.scratch is not None:
+        return None
+    if not isinstance(model, str) or (directory := find_config(model)) is None:
+        return None
+    found = read_model_file(directory)
+    return found.get("vocab_size") or (found.get("text_config") or {}).get("vocab_size")
 
 
 async def _preview(section: EnvSection, renderer: Renderer | None, info: RunInfo, split: str) -> FirstTask:
@@ -130,7 +200,8 @@ async def _preview(section: EnvSection, renderer: Renderer | None, info: RunInfo
             f"environment {name}: runs in worker processes, which a dry run does not start", is_made=False
         )
     async with AsyncExitStack() as stack:
-        return await _first_task(open_env(section, Path(), stack, info), renderer, split)
+        env = open_env(section, Path(), stack, info)
+        return await _first_task(env, renderer, split, section.system_prompt)
 
 
 async def check_first_tasks(
@@ -145,13 +216,17 @@ async def check_first_tasks(
             await _first_task(env, renderer, split)
 
 
-async def _first_task(env: Environment, renderer: Renderer | None, split: str) -> FirstTask:
+async def _first_task(
+    env: Environment, renderer: Renderer | None, split: str, system_prompt: str | None = None
+) -> FirstTask:
     source = tasks_of(env, split)
     task = source.task(0)
     count = "without end" if source.num_tasks is None else f"{source.num_tasks} {SPLITS[split]}"
     about = f"environment {env.name}: tasks {count}; the first is {task.task_id}"
     where = f"environment {env.name}, task {task.task_id}, prompt"
     prompt, tools = await first_prompt(env, task, where)
+    if isinstance(prompt, list):
+        prompt = with_system_prompt(prompt, system_prompt)
     if prompt is None:
         return FirstTask(f"{about}, whose prompt is made while it is played")
     if renderer is None:

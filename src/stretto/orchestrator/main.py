@@ -40,9 +40,16 @@ from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch.packing import cost_of_model
 from stretto.orchestrator.batch.user_hooks import BatchHooks, arguments_of
 from stretto.orchestrator.batch.user_rollouts import UserRolloutFunction
-from stretto.orchestrator.build import build_policy_renderer, open_env, run_info, urls_of
+from stretto.orchestrator.build import (
+    build_policy_renderer,
+    open_env,
+    run_info,
+    system_prompts,
+    untrained_tokens,
+    urls_of,
+)
 from stretto.orchestrator.clients import build_engines, build_teacher_client
-from stretto.orchestrator.dry_run import check_first_tasks
+from stretto.orchestrator.dry_run import check_first_tasks, check_sampling
 from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
 from stretto.orchestrator.groups.baselines import Baselines
 from stretto.orchestrator.groups.buffer import Bounds, Buffer
@@ -93,9 +100,13 @@ async def run(cfg: OrchestratorConfig) -> int:
     if cfg.tokenizer.name is not None or cfg.model.scratch is None:
         fetch(cfg.tokenizer.name or cfg.model.name, has_weights=False)
     renderer = build_policy_renderer(cfg)
+    logger.info("messages are rendered by %s", renderer.description)
+    if cfg.model.scratch is None and (note := untrained_tokens(renderer, cfg.model.name)):
+        logger.warning("%s", note)
     async with AsyncExitStack() as stack:
         # First: the launcher starts the other processes only when all of this has been checked.
         user_code = open_user_code(cfg, renderer, stack)
+        check_sampling(cfg, renderer)
         await check_first_tasks(user_code.envs, user_code.eval_envs, renderer)
         wires = await open_wires(cfg, progress.step, stack)
         loop = build_loop(cfg, wires, renderer, progress, stack, user_code)
@@ -269,6 +280,7 @@ def build_player(cfg: OrchestratorConfig, engine: EngineClient, renderer: Render
         run_id=cfg.run_name,
         timeout_s=cfg.rollout_timeout_s,
         max_retries=cfg.max_rollout_retries,
+        system_prompts=system_prompts(*cfg.env, *(() if cfg.eval is None else cfg.eval.env)),
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 import numpy as np
 
@@ -10,6 +13,26 @@ from stretto.records.support import Support
 
 NO_EXPERT = (255, 65535)
 """Marks a token of `routed_experts` whose experts are unknown: the largest value of the dtype, in every entry."""
+
+REPLAYED: dict[str, tuple[Any, ...]] = {
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+}
+"""Sampling parameters that leave a part of the vocabulary to draw from, which the trainer can replay, and the values
+without effect."""
+NOT_REPLAYED: dict[str, tuple[Any, ...]] = {
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "structured_outputs": (None,),
+}
+"""Sampling parameters that change probabilities in a way that the trainer does not replay, and the values without
+effect."""
 
 _MEMBER_STRIDE = 0x1E3779B97F4A7C15
 
@@ -20,6 +43,11 @@ def member_seed(seed: int, member: int) -> int:
     This holds for the embedded engine, whose random numbers depend only on seed and position.
     """
     return seed if member == 0 else (seed + member * _MEMBER_STRIDE) & (2**63 - 1)
+
+
+def changed_by(given: Mapping[str, Any], parameters: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """Those of the parameters that have an effect, as `name = value`."""
+    return [f"{name} = {given[name]}" for name, same in parameters.items() if given.get(name) not in same]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,12 +65,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None  # if n > 1, completion i uses (seed, i)
+    min_tokens: int = 0  # before so many, no end token is sampled and no stop text ends the reply
+    logit_bias: dict[int, float] = {}  # by token; added to its logit
+    bad_words: tuple[str, ...] = ()  # the token that would complete one is not sampled
 
     @property
     def is_truncated(self) -> bool:
         """Whether tokens are drawn from a part of the vocabulary only."""
         has_cut = self.top_p < 1 or self.top_k is not None or self.min_p > 0
-        return has_cut and self.temperature > 0
+        has_ban = self.min_tokens > 0 or bool(self.bad_words)
+        return (has_cut or has_ban) and self.temperature > 0
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +120,9 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: np.ndarray  # int32 [completion]
     logprobs: np.ndarray  # float32 [completion], nats
     finish_reason: str  # "stop" | "length" | "abort"
+    stop_reason: int | str | None = (
+        None  # the stop text or token that ended it; None: an end token of the model
+    )
     versions: tuple[VersionSpan, ...] = ()
     cached_tokens: int = 0
     prompt_logprobs: np.ndarray | None = None  # float32 [prompt], index 0 is 0.0
@@ -96,5 +131,5 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     top_prompt_logprobs: np.ndarray | None = None  # float32 [prompt, top]
     target_prompt_logprobs: np.ndarray | None = None  # float32 [prompt - 1, targets], NaN without a target
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [prompt + completion, layers, top_k]
-    # Tokens that each completion token was drawn from, if top_p, top_k or min_p applied and the engine reports it.
+    # Tokens that each completion token was drawn from, if only a part of the vocabulary was and the engine reports it.
     support: Support | None = None

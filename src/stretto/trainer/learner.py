@@ -8,6 +8,7 @@ tensors); the loss is algorithms/losses.py; waiting, publishing and files belong
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,8 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.chat.placeholders import PLACEHOLDER
 from stretto.chat.scratch import build_scratch_files
-from stretto.chat.tokenizer import END_OF_TEXT, Tokenizer
+from stretto.chat.templates import DEFAULT, template_of
+from stretto.chat.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 from stretto.config.rules.mesh_degrees import check_vision
 from stretto.config.sections.algorithm import CustomLoss, DefaultLoss, LossSection
 from stretto.config.sections.model import ModelSection, TokenizerSection
@@ -98,12 +100,32 @@ def find_tokenizer(model: ModelSection, tokenizer: TokenizerSection, run_dir: Ru
 
     def find() -> str:
         if tokenizer.name is not None:
-            return str(fetch(tokenizer.name, has_weights=False))
-        if model.scratch is not None:
-            return str(build_scratch_files(run_dir.tokenizer, model.scratch))
-        return str(fetch(model.name))
+            found = fetch(tokenizer.name, has_weights=False)
+        elif model.scratch is not None:
+            found = build_scratch_files(run_dir.tokenizer, model.scratch)
+        else:
+            found = fetch(model.name)
+        if tokenizer.chat_template is None:
+            return str(found)
+        return str(with_template(Path(found), tokenizer.chat_template, run_dir.tokenizer))
 
     return Path(run_on_lead(find, str))
+
+
+def with_template(source: Path, template: str, directory: Path) -> Path:
+    """A copy of a tokenizer's files that has this chat template as its own.
+
+    Raises: ConfigError if there is no such template.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    files = template_of(template, load_tokenizer(source).templates)
+    hub.copy_tokenizer(source, directory)
+    for name in ("config.json", "generation_config.json"):  # the end tokens
+        if (source / name).is_file() and source.resolve() != directory.resolve():
+            shutil.copyfile(source / name, directory / name)
+    shutil.rmtree(directory / "additional_chat_templates", ignore_errors=True)
+    (directory / "chat_template.jinja").write_text(files.sources[DEFAULT], encoding="utf-8")
+    return directory
 
 
 def find_tokens(tokenizer: Tokenizer) -> dict[str, Any]:

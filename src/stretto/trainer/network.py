@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from stretto.base.errors import EngineError
+from stretto.config.rules.mesh_degrees import cp_style
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import Optim
 from stretto.models import hub
@@ -86,7 +87,7 @@ class Network:
         else:
             self.weights = parallelise(module, self.mesh, model)
         self.optimizer = build_optimizer(self.weights, optim, offloads_state=model.optim_cpu_offload)
-        is_ring = self.mesh.degrees.cp > 1 and model.cp_style == "ring"
+        is_ring = self.mesh.degrees.cp > 1 and cp_style(model, module.config) == "ring"
         # On a GPU one flash kernel over whole documents is faster than a call per shape of segment.
         self.shares_prefixes = self.mesh.device.type == "cpu" and module.shares_prefixes and not is_ring
 

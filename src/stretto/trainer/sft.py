@@ -122,6 +122,7 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     """Build model, data and learner, and load the checkpoint of `start` if there is one."""
     run = cfg.run_dir
     policy, renderer, tokenizer_dir = _load_model(cfg)
+    logger.info("messages are rendered by %s", renderer.description)
     longest = min(cfg.seq_len, policy.config.hf.get("max_position_embeddings") or cfg.seq_len)
     examples = load_examples(cfg.data, renderer, cfg.loss_mask, longest, cfg.seed)
     order = ExampleOrder(

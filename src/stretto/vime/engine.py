@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from stretto.base.errors import EngineError, EnvError
+from stretto.records.generate import NOT_REPLAYED, REPLAYED, changed_by
 from stretto.vime.arguments import Address, address_of
 
 if TYPE_CHECKING:
@@ -30,10 +31,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
-SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"}
+SAMPLING = {
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "bad_words",
+    "logit_bias",
+}
 """Sampling parameters that a request may set; all others are the run's."""
-FULL_VOCABULARY = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
-"""Values with which a parameter does not restrict the vocabulary to draw from."""
 IGNORED = {
     "logprobs",
     "prompt_logprobs",
@@ -70,8 +81,10 @@ class EngineRequests:
     """The version that is loaded."""
     key: str | None
     is_truncated_sampling_refused: bool
+    is_trained: bool = False
+    """Whether the samples are trained by their log-probabilities."""
     has_truncated_sampling: bool = False
-    """A request that was not greedy set top_p, top_k or min_p."""
+    """A request that was not greedy left a part of the vocabulary to draw from."""
     temperatures: set[float] = field(default_factory=set)
     """Temperatures of all requests."""
 
@@ -86,11 +99,12 @@ class EngineRequests:
         temperature = 1.0 if given.get("temperature") is None else given["temperature"]
         if isinstance(temperature, int | float):  # otherwise the engine refuses it
             self.temperatures.add(temperature)
-        restricted = [
-            f"{key} = {given[key]}"
-            for key, full in FULL_VOCABULARY.items()
-            if given.get(key) not in (None, *full)
-        ]
+        restricted, changed = changed_by(given, REPLAYED), changed_by(given, NOT_REPLAYED)
+        if changed and temperature != 0 and self.is_trained:
+            raise EnvError(
+                f"sampling_params has {', '.join(changed)}: the engine's log-probabilities would be of changed "
+                "probabilities, and the trainer's of the model's own; remove it"
+            )
         if restricted and temperature != 0:
             self.has_truncated_sampling = True
             if self.is_truncated_sampling_refused:
@@ -140,13 +154,17 @@ def requests_to_engines(
     *,
     key: str | None = None,
     is_truncated_sampling_refused: bool = False,
+    is_trained: bool = False,
 ) -> Iterator[EngineRequests]:
     """Inside, requests for tokens to the policy at these addresses share cached prompts per version only.
 
     key: API key of the policy's engines; it is sent to no other server.
-    is_truncated_sampling_refused: the samples are trained and top_p, top_k and min_p are not replayed.
+    is_truncated_sampling_refused: the samples are trained and top_p, top_k, min_p, min_tokens and bad_words are not
+    replayed. is_trained: the samples are trained by their log-probabilities.
     """
-    requests = EngineRequests(set(map(address_of, urls)), version, key, is_truncated_sampling_refused)
+    requests = EngineRequests(
+        set(map(address_of, urls)), version, key, is_truncated_sampling_refused, is_trained
+    )
     token = _requests.set(requests)
     try:
         yield requests
@@ -194,10 +212,6 @@ async def _request_turn(ctx: Turns, payload: dict[str, Any]) -> dict[str, Any]:
             "sampling_params.n: a turn has one reply; set group_size of the run to get several rollouts"
         )
     settings = {key: value for key, value in given.items() if key in SAMPLING and value is not None}
-    if "stop_token_ids" in settings:
-        settings["stop_token_ids"] = tuple(settings["stop_token_ids"])
-    if isinstance(stop := settings.get("stop"), str | list):
-        settings["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     reply = await ctx.generate(np.asarray(tokens, np.int32), **settings)
     return _answer(reply, len(tokens), payload, with_logprobs=given.get("logprobs") is not None)
 
@@ -206,6 +220,7 @@ def _answer(reply: Any, num_prompt: int, payload: dict[str, Any], *, with_logpro
     """A reply as an engine's route answers it."""
     token_ids = reply.token_ids.tolist()
     choice = {"index": 0, "token_ids": token_ids, "text": reply.text, "finish_reason": reply.finish_reason}
+    choice["stop_reason"] = reply.stop_reason
     if with_logprobs and reply.logprobs is not None:
         pairs = zip(token_ids, reply.logprobs.tolist())
         choice["logprobs"] = {

@@ -5,6 +5,9 @@ One start per family. In vLLM's CPU build here; what it does not run is refused 
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import msgspec
 import numpy as np
 import pytest
@@ -83,3 +86,51 @@ async def test_a_family_is_served_and_updated(family, tmp_path):
                 await check(version, Adapter.of(policy).tensors(), policy, AdapterInfo(4, 2.0))
             await check(4, export_tensors(other), other)
     publisher.close()
+
+
+@pytest.mark.slow
+@needs_vllm
+async def test_updates_of_gpt_oss_leave_vllm_as_if_it_had_been_started_with_them(tmp_path):
+    """On a CPU vLLM computes gpt_oss a little differently, so runs are refused there; updates are whole."""
+    policies = [loud(build("gpt_oss", 0), seed) for seed in (1, 2)]
+    publisher = FilesystemPublisher(tmp_path / "broadcasts", keep_versions=2)
+    found = []
+    for start, policy in enumerate(policies):
+        directory = save(policy, tmp_path / f"model-{start}")
+        with serve("vllm", directory, tmp_path / f"log-{start}", start=Allowed) as (url, _):
+            async with EngineClient([url], timeout_s=120) as client:
+                await client.wait_ready(120)
+                [before] = (await client.prompt_logprobs(PROMPT, "before")).values()
+                manifest = publisher.publish(start + 1, export_tensors(policies[1 - start]))
+                await client.update_weights(manifest)
+                [after] = (await client.prompt_logprobs(PROMPT, "after")).values()
+                found.append((before[1:], after[1:]))
+    publisher.close()
+    assert abs(found[0][0] - found[1][0]).max() > 0.3
+    for start in (0, 1):
+        np.testing.assert_allclose(found[start][1], found[1 - start][0], atol=1e-5, rtol=0)
+
+
+class Allowed(subprocess.Popen):
+    """An engine that is started although its model is refused on CPUs."""
+
+    def __init__(self, words: list[str], **options: object) -> None:
+        at = words.index("stretto")
+        code = (
+            "from stretto.config.rules.vllm_models import ServedModel\n"
+            "ServedModel.check_on_cpu = lambda self: None\n"
+            "import sys\n"
+            "from stretto.cli import main\n"
+            "sys.exit(main(sys.argv[1:]))"
+        )
+        super().__init__([sys.executable, "-c", code, *words[at + 1 :]], **options)
+
+
+def loud(model, seed: int):
+    """The model with other experts and sinks, which change its log-probabilities much; the rest stays."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "experts" in name or "sinks" in name:
+                parameter.normal_(0, 1.0 if "sinks" in name else 0.1, generator=generator)
+    return model

@@ -121,3 +121,35 @@ def test_phrases_are_one_token_each_and_change_no_other_id(tmp_path):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     with pytest.raises(ConfigError, match="'a' is a token already"):
         build_letters_tokenizer(tmp_path / "twice", phrases=["a"])
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "qwen.tiktoken", "vocab.json"])
+def test_a_tokenizer_in_another_format_is_refused_with_the_command_that_writes_it(name, tmp_path):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(DataError, match=rf"no tokenizer.json, but {name} .*AutoTokenizer.*save_pretrained"):
+        load_tokenizer(tmp_path)
+
+
+def test_the_command_writes_a_tokenizer_of_the_same_ids(tmp_path):
+    spm = pytest.importorskip("sentencepiece")
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"the quick brown fox jumps {i} times over {i % 7} dogs" for i in range(300)))
+    model = tmp_path / "model"
+    model.mkdir()
+    options = {"vocab_size": 300, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2}
+    spm.SentencePieceTrainer.train(input=str(text), model_prefix=str(model / "tokenizer"), **options)
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    pieces = spm.SentencePieceProcessor(model_file=str(model / "tokenizer.model"))
+    with pytest.raises(DataError) as raised:
+        load_tokenizer(model)
+    code = str(raised.value).partition('python -c "')[2].partition('"')[0]
+    exec(code)
+    ids = load_tokenizer(model).encode("the quick fox")
+    assert ids == pieces.encode("the quick fox")

@@ -7,6 +7,7 @@ import pytest
 from stretto.base.errors import ConfigError
 from stretto.config.load import build
 from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.rules import mesh_degrees
 from stretto.config.rules.mesh_degrees import Shape
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.launch.plan.plan import plan
@@ -85,7 +86,7 @@ AT_RUN_TIME = {
     "cp x tp and ranks": (4, {"cp": 3}, "cp = 3 x tp = 1 does not divide the 4 trainer ranks; .*: 1, 2, 4"),
     "dp_replicate": (4, {"tp": 2, "dp_replicate": 4}, "dp_replicate = 4 does not divide the 2 ranks .*; valid: 1, 2"),
     "tp and heads": (4, {"tp": 4}, "tp = 4 does not divide the 2 key and value heads of this model; valid: 1, 2"),
-    "ulysses": (3, {"cp": 3}, 'cp = 3 does not divide the 4 query heads of a rank .*; valid: 1, 2, 4'),
+    "ulysses": (3, {"cp": 3, "cp_style": "ulysses"}, 'cp = 3 does not divide the 4 query heads .*; valid: 1, 2, 4'),
     "tp of joint norms": (2, {"tp": 2, "family": "minimax_m2"}, "tp = 2: a minimax_m2 normalises .*; use tp = 1"),
     "ep without experts": (2, {"ep": 2}, "ep = 2, but the policy has no experts; leave ep out"),
     "ep": (4, {"ep": 3, "family": "qwen3_moe"}, 'ep = 3 must divide both .* and the 6 experts; valid: 1, 2, or "auto"'),
@@ -100,6 +101,16 @@ def test_torchrun_refuses_the_same_when_the_model_is_known(name):
     shape = hub.random_model(ScratchSection(**SCRATCH, family=family, num_layers=1), 40).config
     with pytest.raises(ConfigError, match=words):
         mesh.find_degrees(ModelSection(**model), world_size, shape)
+
+
+@pytest.mark.parametrize(
+    ("family", "cp", "style"),
+    [("qwen3", 2, "ulysses"), ("qwen3", 3, "ring"), ("glm_moe_dsa", 2, "ring"), ("deepseek_v32", 4, "ring")],
+)
+def test_the_style_of_cp_is_chosen_by_heads_and_family(family, cp, style):
+    shape = Shape(4, 2, 64, family=family)
+    assert mesh_degrees.cp_style(ModelSection(cp=cp), shape) == style
+    assert mesh.find_degrees(ModelSection(cp=cp), cp, shape).cp == cp
 
 
 @pytest.mark.parametrize("key", ["tp", "cp", "ep"])
@@ -150,8 +161,8 @@ def test_a_step_to_resume_from_can_be_given_with_the_checkpoints(tmp_path):
         ("glm_moe_dsa", {"tp": 2}, "tp = 2 cannot cut its latent attention .* use .*dp_replicate, cp, ep$"),
         (
             "deepseek_v32",
-            {"cp": 2},
-            'cp_style = "ulysses" gives .* the same keys for all heads; set cp_style = "ring"',
+            {"cp": 2, "cp_style": "ulysses"},
+            'cp_style = "ulysses" gives .* the same keys for all heads; leave cp_style out',
         ),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cases.renderers import FAMILIES
@@ -17,7 +18,8 @@ from stretto.orchestrator.rollout.player import Player
 from stretto.records.rollout import RolloutStatus
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "environments.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+ALL_BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+BLOCKS = [block for block in ALL_BLOCKS if re.search(r"^class ", block, re.M)]
 NAMES = [re.findall(r"^class (\w+)", block, re.M)[0] for block in BLOCKS]
 
 SAYS = {
@@ -44,6 +46,30 @@ def test_every_environment_shown_plays(name, code, tmp_path, monkeypatch):
     assert len(trained) == 2 * num_trained
     held_out = [env.tasks("eval").task(i).data for i in range(2)]
     assert name == "Auction" or not any(env.tasks("train").task(i).data in held_out for i in range(2))
+
+
+async def test_the_episode_of_searches_goes_on_after_a_stop():
+    [block] = [block for block in ALL_BLOCKS if "def search_episode" in block]
+    names: dict = {}
+    exec(block, names)
+    encode = CharRenderer().encode
+    replies = ["<search>Rome</search>", "<answer>5</answer>"]
+
+    prompts = []
+
+    class Ctx:
+        async def generate(self, tokens, stop):
+            prompts.append("".join(map(chr, tokens)))
+            text = replies.pop(0)
+            return SimpleNamespace(
+                text=text,
+                token_ids=encode(text),
+                stop_reason=next(each for each in stop if text.endswith(each)),
+            )
+
+    answer = await names["search_episode"](Ctx(), encode("q:"), {"Rome": "old"}.get, encode)
+    assert answer == "<answer>5</answer>"
+    assert prompts == ["q:", "q:<search>Rome</search><information>old</information>"]
 
 
 def test_all_kinds_are_shown_and_the_families_are_those_of_the_test():

@@ -287,7 +287,7 @@ MISFITS = {
     "GPUs": lambda words: [*words, "--deployment.num-train-gpus", "2", "--deployment.num-infer-gpus", "2"],
     "engines": lambda words: [*words, "--inference.device", "cuda"],
     "batch": lambda words: [*words, "--orchestrator.batch-size", "30", "--orchestrator.group-size", "8"],
-    "cp": lambda words: [*words, "--model.cp", "3"],
+    "cp": lambda words: [*words, "--model.cp", "3", "--model.cp-style", "ulysses"],
 }
 
 

@@ -361,7 +361,7 @@ async def test_the_served_model_is_listed(site):
 
 
 async def test_an_unexpected_error_is_a_500_with_an_id(site, caplog):
-    site.server.openai._renderers[False] = object()  # no renderer at all
+    site.server.openai._renderers["[]"] = object()  # no renderer at all
     status, answer = await site.post(
         api.CHAT_COMPLETIONS, {"messages": MESSAGES}, headers={"X-Request-Id": "id-7"}
     )

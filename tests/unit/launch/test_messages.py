@@ -18,8 +18,9 @@ import pytest
 from processes import forked
 
 from stretto import cli
-from stretto.chat.tokenizer import build_letters_tokenizer
-from stretto.models.hub import save_hf
+from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
+from stretto.config.sections.model import ScratchSection
+from stretto.models.hub import random_model, save_hf
 
 ENV = '[[orchestrator.env]]\nid = "sort-letters"\n'
 SFT = '[model.scratch]\n[data]\ntype = "file"\nname = "rows.jsonl"\n'
@@ -322,11 +323,10 @@ assert len(CASES) >= 40
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A small but complete model directory."""
-    from tiny import build_policy
-
     directory = tmp_path_factory.mktemp("model")
     tokenizer = build_letters_tokenizer(directory / "tokenizer")
-    save_hf(build_policy(), directory / "model", tokenizer)
+    policy = random_model(ScratchSection(), load_tokenizer(tokenizer).vocab_size, eos_token_id=1)
+    save_hf(policy, directory / "model", tokenizer)
     return directory / "model"
 
 

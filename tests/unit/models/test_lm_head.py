@@ -130,3 +130,20 @@ def test_bfloat16_logits_and_their_gradients_are_those_of_float32_rounded_once(v
     for ours, reference in zip(grads, torch.autograd.grad((expected * probe).sum(), exact)):
         assert ours.dtype is torch.bfloat16
         assert (ours.float() - reference).abs().max() < 0.02 * reference.abs().max()
+
+
+def test_a_soft_cap_has_the_gradients_of_autograd():
+    hidden, weight, targets, temperatures = case()
+    hidden, weight = (each.detach().requires_grad_() for each in (hidden, weight))
+    cap = 0.7
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperatures, 8, entropy_grad=True, cap=cap)
+    factors = torch.linspace(-1, 1, len(targets))
+    found = torch.autograd.grad((logprobs * factors + entropy).sum(), (hidden, weight))
+    logits = torch.tanh(hidden @ weight.T / cap) * cap / temperatures[:, None]
+    normalised = logits.log_softmax(-1)
+    plain = normalised.gather(1, targets[:, None])[:, 0]
+    spread = -(normalised.exp() * normalised).sum(-1)
+    torch.testing.assert_close(logprobs, plain)
+    torch.testing.assert_close(entropy, spread)
+    expected = torch.autograd.grad((plain * factors + spread).sum(), (hidden, weight))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)

@@ -20,6 +20,7 @@ from stretto.models.hf import (
     build_meta_hf_model,
     load_hf_model,
 )
+from stretto.models.lm_head import head_logits
 from stretto.trainer.learner import load_policy
 
 VOCAB = 64
@@ -170,21 +171,32 @@ def test_auto_takes_transformers_for_families_that_are_not_ours(tmp_path):
         load_policy(ModelSection(name=str(tmp_path), impl="custom"))
 
 
-@pytest.mark.parametrize(
-    ("family", "settings", "words"),
-    [
-        ("gemma2", {"final_logit_softcapping": 30.0, "query_pre_attn_scalar": 8}, "final_logit_softcapping"),
-        ("phi", {}, "found by comparing logits"),
-    ],
-)
-def test_logits_that_are_not_a_plain_product_are_refused(tmp_path, family, settings, words):
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(BASE | settings)))
+def test_logits_that_are_not_a_plain_product_are_refused(tmp_path):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("phi", **BASE))
     with torch.no_grad():
         for parameter in model.get_output_embeddings().parameters():
             parameter.add_(0.1)  # phi's head has a bias, which starts at 0
     model.save_pretrained(tmp_path)
-    with pytest.raises(DataError, match=f"{family} changes its logits after the output head .{words}"):
+    with pytest.raises(DataError, match=r"phi changes its logits after the output head .found by comparing"):
         load_hf_model(tmp_path, dtype=torch.float32)
+
+
+def test_soft_caps_of_head_and_attention_are_those_of_transformers(tmp_path):
+    settings = {"final_logit_softcapping": 0.5, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 8}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gemma2", **(BASE | settings)), attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(20)  # so that caps matter
+    model.save_pretrained(tmp_path)
+    decoder = load_hf_model(tmp_path, dtype=torch.float32)
+    ids = torch.arange(12) % 7
+    logits = model(input_ids=ids[None]).logits[0]
+    hidden = decoder.hidden(ids, PackedLayout((0, 12), "cpu"))
+    uncapped, found = (head_logits(hidden, decoder.output_weight, cap) for cap in (None, decoder.logit_cap))
+    torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-5)
+    assert (uncapped - logits).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("impl", ["auto", "hf"])

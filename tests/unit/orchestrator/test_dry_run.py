@@ -150,7 +150,7 @@ def test_the_first_task_of_an_environment_is_shown_as_the_model_will_see_it(tmp_
 
     def shown(**args) -> str:
         words = ["--orchestrator.env", json.dumps([{"id": "previewed:Ask", "name": "mine", "args": args}])]
-        [task], missing = preview(load(RLConfig, [*words, "--model.name", "model"]).orchestrator_config())
+        [task], missing, _ = preview(load(RLConfig, [*words, "--model.name", "model"]).orchestrator_config())
         assert not missing
         return f"{task.about}\n{task.prompt}"
 
@@ -168,11 +168,11 @@ def test_the_first_task_of_an_environment_is_shown_as_the_model_will_see_it(tmp_
         shown(count=0)
     with pytest.raises(ConfigError, match="did you mean 'sort-letters'"):
         preview(of_env("sort-leters"))
-    [task], _ = preview(of_env("sort-letters", num_workers=2))
+    [task], _, _ = preview(of_env("sort-letters", num_workers=2))
     assert "worker processes" in task.about and not task.prompt
-    [task], _ = preview(of_env("previewed:Own"))
+    [task], _, _ = preview(of_env("previewed:Own"))
     assert "whose prompt is made while it is played" in task.about
-    [task], missing = preview(of_env("sort-letters"))
+    [task], missing, _ = preview(of_env("sort-letters"))
     assert (
         "not rendered" in task.about and task.prompt.startswith("user: ") and "no directory 'Qwen" in missing
     )

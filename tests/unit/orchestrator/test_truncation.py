@@ -357,7 +357,10 @@ ASKING = """
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [
-        ({"top_p": 0.9}, "requested top_p, top_k or min_p, and it does not say"),
+        (
+            {"top_p": 0.9},
+            "requested top_p, top_k, min_p, min_tokens, bad_words or allowed_token_ids, and it does not say",
+        ),
         ({"temperature": 0.5}, "requested temperature = 0.5, the run has 1, and it does not say at which"),
         ({"temperature": 0}, "requested temperature = 0, the run has 1, and it does not say at which"),
         ({"top_p": 1.0, "temperature": 1.0}, None),

@@ -18,6 +18,8 @@ from stretto.config.sections.orchestrator import (
     EvalSection,
     OrchestratorKeys,
     OrchestratorSection,
+    SamplingOverrides,
+    SamplingSection,
 )
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::1", "::")
@@ -26,6 +28,12 @@ RESERVED_ENV_NAMES = ("all", "agg", "mean")
 WHY_NOT_CUT = (
     "the engine's log-probabilities would be of the tokens that are left, and the trainer's of the whole vocabulary, "
     "so that every ratio of the two is wrong"
+)
+
+WHY_NOT_BIASED = (
+    "{0.path}: the engine's log-probabilities would be of changed logits, and the trainer's of the model's, so that "
+    "every ratio of the two is wrong; leave it out, or ban words with bad_words; evals and agents that are not trained "
+    "may have it"
 )
 
 
@@ -84,7 +92,7 @@ def sampling_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str]]:
         is_learned_as_given = algo.type in WITHOUT_BEHAVIOR
         given = {} if own is None else own.model_dump(exclude_none=True)
         tables = {True: f"env.{index}.sampling", False: "train.sampling"}
-        places = {key: f"{tables[key in given]}.{key}" for key in ("temperature", "top_p", "top_k", "min_p")}
+        places = {key: f"{tables[key in given]}.{key}" for key in SamplingSection.model_fields}
         if (own_size or section.group_size) == 1 and algo.type in GROUP_BASELINE:
             where = "group_size" if own_size is None else f"env.{index}.group_size"
             rule = f"every advantage would be zero, for {algo.type} subtracts the group's mean and one is its own mean"
@@ -98,6 +106,8 @@ def sampling_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str]]:
             if algo.type != "zero" and not is_fine:
                 found.setdefault(where, f"{{0}} is greedy: {rule}; use more, such as 1.0")
             continue
+        if sampling.logit_bias and not is_learned_as_given:
+            found.setdefault(places["logit_bias"], WHY_NOT_BIASED)
         for key, value in () if is_learned_as_given else sampling.cuts().items():
             if replay is None:
                 way = "leave it out, or add [{1.path}], which trains what was sampled"
@@ -176,6 +186,15 @@ RULES: Rules = {
              '{0.path} = "{it}" is not an address; write it like http://127.0.0.1:8000/v1'),
     ),
     EvalSection: (Each(name_faults),),
+    SamplingOverrides: (
+        Rule("min_tokens max_completion_tokens",
+             lambda s: s.max_completion_tokens is not None and (s.min_tokens or 0) > s.max_completion_tokens,
+             "{0} is more than {1}: no reply could be so long; lower it or raise that"),
+        Rule("stop", lambda s: "" in ([s.stop] if isinstance(s.stop, str) else s.stop or ()),
+             "{0.path} has an empty text, which would end every reply at its first token; leave it out"),
+        Rule("bad_words", lambda s: not all(word.strip() for word in s.bad_words or ()),
+             "{0.path} has an empty text, which would ban every reply; leave it out"),
+    ),
     RangeGate: (
         Rule("reject_min reject_max", lambda s: s.reject_min > s.reject_max,
              "{0} is above {1}; it would reject nothing: swap them"),

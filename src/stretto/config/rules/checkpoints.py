@@ -71,7 +71,7 @@ def check_same_tokens(trained: Mapping[str, Any], served: Mapping[str, Any], nam
 
     Raises: ConfigError naming a token that differs.
     """
-    ours, theirs = map(_tokens_of, (trained, served))
+    ours, theirs = map(tokens_of, (trained, served))
     if ours == theirs:
         return
     token = min(text for text in ours.keys() | theirs.keys() if ours.get(text) != theirs.get(text))
@@ -82,7 +82,7 @@ def check_same_tokens(trained: Mapping[str, Any], served: Mapping[str, Any], nam
     )
 
 
-def _tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """Text and id of every token."""
     vocab = (tokenizer.get("model") or {}).get("vocab") or {}
     # Byte pairs have a table of ids, unigrams a list of texts and scores.

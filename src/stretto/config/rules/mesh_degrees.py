@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from stretto.base.errors import ConfigError
 from stretto.config.model_file import family_of, read_model_file
@@ -31,6 +31,15 @@ SPARSE_FAMILIES = ("glm_moe_dsa", "deepseek_v32")
 """Families whose queries attend to the keys that an indexer chooses."""
 _UNCUT |= {name: {"tp": "its latent attention"} for name in ("deepseek_v3", *SPARSE_FAMILIES)}
 """Per family: axes that cannot cut it, and the part that stays whole."""
+
+
+def has_own_family(directory: Path | None) -> bool:
+    """Whether models/families has the family of a model directory; True if its config.json cannot be read."""
+    try:
+        family = "" if directory is None else family_of(read_model_file(directory))
+    except ConfigError:
+        return True  # the process that loads the model says what is wrong with it
+    return not family or family in OWN_FAMILIES
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,18 @@ class Degrees:
         return self.dp * self.cp * self.tp
 
 
+def cp_style(section: ModelSection, shape: Any) -> Literal["ulysses", "ring"]:
+    """How the ranks of cp share a row: `auto` is `ring` if an indexer chooses keys, or cp cannot divide the heads.
+
+    shape: as in `find_degrees`.
+    """
+    if section.cp_style != "auto":
+        return section.cp_style
+    heads, kv_heads = shape.num_heads // section.tp, shape.num_kv_heads // section.tp
+    is_cut = not heads % section.cp and not (kv_heads % section.cp and section.cp % kv_heads)
+    return "ulysses" if is_cut and shape.family not in SPARSE_FAMILIES else "ring"
+
+
 def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
     """The degrees of [model] on a number of ranks; dp_shard is the rest.
 
@@ -116,10 +137,11 @@ def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
             f"[model] tp = {section.tp}: a {shape.family} {reason}, so its attention is not spread over tp; "
             "use tp = 1, and cp, ep or more dp_shard instead"
         )
-    if section.cp > 1 and section.cp_style == "ulysses" and shape.family in SPARSE_FAMILIES:
+    style = cp_style(section, shape) if section.cp > 1 else None
+    if style == "ulysses" and shape.family in SPARSE_FAMILIES:
         raise ConfigError(
             f'[model] cp_style = "ulysses" gives each of cp = {section.cp} ranks some heads, but the indexer of '
-            f'{shape.family} chooses the same keys for all heads; set cp_style = "ring", which takes any cp'
+            f'{shape.family} chooses the same keys for all heads; leave cp_style out, or set "ring", which takes any cp'
         )
     number: int = shape.num_state_heads
     if section.cp > 1 and number:
@@ -130,7 +152,7 @@ def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
     kv_heads, heads = shape.num_kv_heads, shape.num_heads
     _divides("tp", section.tp, kv_heads, f"the {kv_heads} key and value heads of this model")
     _divides("tp", section.tp, shape.intermediate_size, f"intermediate_size = {shape.intermediate_size}")
-    if section.cp > 1 and section.cp_style == "ulysses":
+    if style == "ulysses":
         heads, kv_heads = heads // section.tp, kv_heads // section.tp
         _divides("cp", section.cp, heads, f'the {heads} query heads of a rank (cp_style = "ulysses")')
         if kv_heads % section.cp and section.cp % kv_heads:

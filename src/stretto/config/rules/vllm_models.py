@@ -105,20 +105,6 @@ class ServedModel:
                 f"{file}: it has no norm_topk_prob = true, without which vLLM does not start; {way_out}"
             )
 
-    def check_updates(self) -> None:
-        """Check that updates of weights replace all weights in vLLM, on any device.
-
-        During an update parameters are placeholders whose loaders record the new weights. vLLM's gpt_oss copies stacked
-        experts and sinks into the placeholders itself, and the reload then restores the old ones.
-
-        Raises: ConfigError if some weights would stay as they are.
-        """
-        if self.family == "gpt_oss":
-            raise ConfigError(
-                f"{self.directory}: vLLM copies new experts and sinks of gpt_oss past its own reload, so that updates "
-                f"of weights would change neither; {EMBEDDED}"
-            )
-
     def check_on_cpu(self) -> None:
         """Check that vLLM's CPU build can run the model.
 

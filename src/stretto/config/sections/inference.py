@@ -241,10 +241,10 @@ class InferenceSection(Section):
         }
         return {key: value for key, value in values.items() if value is not None}
 
-    def chosen_engine(self, *, has_gpu: bool) -> Literal["embedded", "vllm"]:
-        """The engine that `auto` means on this machine."""
+    def chosen_engine(self, *, has_gpu: bool, is_own: bool = True) -> Literal["embedded", "vllm"]:
+        """The engine that `auto` means on this machine; is_own: whether the embedded one has the model's family."""
         if self.engine != "auto":
             return self.engine
-        if self.vllm_only():
+        if self.vllm_only() or not is_own:
             return "vllm"
         return "vllm" if has_gpu and self.device != "cpu" and find_spec("vllm") is not None else "embedded"

@@ -201,8 +201,9 @@ class ModelSection(Section):
     """Copies of the sharded weights (HSDP): shards are gathered within a copy, gradients summed over all."""
     cp: int = Field(1, gt=0)
     """Ranks that share the tokens of one packed row, context parallelism."""
-    cp_style: Literal["ulysses", "ring"] = "ulysses"
-    """`ulysses`: ranks swap heads for tokens, cp divides the query heads; `ring`: keys and values go round, any cp."""
+    cp_style: Literal["auto", "ulysses", "ring"] = "auto"
+    """`ulysses`: ranks swap heads for tokens, cp divides the query heads; `ring`: keys and values go round, any cp.
+    `auto`: `ulysses` if cp divides the heads, else `ring`; `ring` for families with an indexer (glm_moe_dsa)."""
     tp: int = Field(1, gt=0)
     """Ranks that share the features of one token, tensor parallelism; a divisor of the key and value heads."""
     ep: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
@@ -246,6 +247,8 @@ class TokenizerSection(Section):
 
     name: str | None = None
     """Directory of the tokenizer; None: the model's own."""
+    chat_template: str | None = None
+    """A chat template instead of the tokenizer's, exported with the weights; the same as `renderer.template`."""
 
 
 class RendererSection(Section):
@@ -255,8 +258,8 @@ class RendererSection(Section):
     """`auto`: the model's own chat template, or the renderer of its family where that gives the same tokens;
     `template`: the template always; `text`: prompts as they stand, for base models; or a family (`qwen3`, ...)."""
     template: str | None = None
-    """A chat template instead of the model's: a .jinja file, `chatml`, or one of the model's own list by its name. It
-    is exported with the weights."""
+    """A chat template instead of the model's: a .jinja file, its text, `chatml`, or one of the model's own list by its
+    name. It is exported with the weights."""
     enable_thinking: bool = False
     """Leave room for a thinking block where the template has one (`enable_thinking` or `thinking`)."""
     clear_thinking: bool | None = None

@@ -47,6 +47,10 @@ class ClientSection(RequestsSection):
     sends its turns to one engine."""
 
 
+TokenId = Annotated[int, Field(ge=0)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
 class SamplingOverrides(Section):
     """How one environment is sampled; None: like the others."""
 
@@ -62,6 +66,19 @@ class SamplingOverrides(Section):
     """Tokens in one reply."""
     ignore_eos: bool | None = None
     """Go on past end tokens up to the limit: fixed lengths, for benchmarks."""
+    stop: str | list[str] | None = None
+    """Texts that end a reply, such as `</answer>`; a list of none: no such text. The token that completes one is the
+    last of the reply and is trained; rewards get the text up to and including the stop text."""
+    stop_token_ids: list[TokenId] | None = None
+    """Tokens that end a reply besides the model's own end tokens; they are part of it and trained."""
+    min_tokens: int | None = Field(None, ge=0)
+    """Tokens of a reply before which no end token is sampled and no stop text counts; in training only with replay."""
+    bad_words: list[str] | None = None
+    """Texts that are not sampled, at the start of a text or after a blank: the token that would complete one is banned;
+    in training only with replay."""
+    logit_bias: dict[str, Bias] | None = None
+    """Numbers that are added to the logits of tokens, by token id or by the text of one token; not in training, because
+    its log-probabilities would not be the model's."""
 
     def over(self, sampling: SamplingSection) -> SamplingSection:
         """The sampling with what is set here."""
@@ -79,13 +96,16 @@ class SamplingSection(SamplingOverrides):
     max_completion_tokens: int | None = Field(None, gt=0)
     """Tokens in one reply; None: up to seq_len."""
     ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
 
-    def cuts(self) -> dict[str, float]:
+    def cuts(self) -> dict[str, Any]:
         """The settings, with values, that leave only a part of the vocabulary to draw from."""
         found = {
             "top_p": self.top_p if self.top_p < 1 else None,
             "top_k": self.top_k,
             "min_p": self.min_p or None,
+            "min_tokens": self.min_tokens or None,
+            "bad_words": self.bad_words or None,
         }
         return {key: value for key, value in found.items() if value is not None}
 
@@ -100,6 +120,8 @@ class EnvSection(Section):
     """Name in metrics; None: the id."""
     args: dict[str, Any] = Field({})
     """Keyword arguments of the environment."""
+    system_prompt: str | None = None
+    """A system message before each of its conversations that does not begin with one of its own."""
     num_workers: int | None = Field(None, gt=0)
     """Processes it runs in, killed and started anew when they hang or crash; None: the orchestrator's own, and
     one for verifiers."""
@@ -134,12 +156,13 @@ class TrainEnvSection(EnvSection):
 
 
 class ReplaySection(Section):
-    """top_p, top_k and min_p in training: engines return the tokens that each token was drawn from, and the trainer
-    computes its probability among the same. With `rl` this also sets inference.enable_return_sampling_mask."""
+    """top_p, top_k, min_p, min_tokens and bad_words in training: engines return the tokens that each token was drawn
+    from, and the trainer computes its probability among the same. With `rl` this also sets
+    inference.enable_return_sampling_mask."""
 
     max_tokens: int = Field(1024, gt=0)
-    """Most tokens that one may be drawn from; with top_p or min_p and without top_k, this is the top_k. Each takes four
-    bytes of a batch."""
+    """Most tokens that one may be drawn from; without top_k, this is the top_k of rollouts that any other of the five
+    applies to. Each takes four bytes of a batch."""
 
 
 class TrainSection(Section):
@@ -147,7 +170,8 @@ class TrainSection(Section):
 
     sampling: SamplingSection = SamplingSection()
     replay: ReplaySection | None = None
-    """Present: rollouts may be sampled with top_p, top_k and min_p, which are refused without it."""
+    """Present: rollouts may be sampled with top_p, top_k, min_p, min_tokens and bad_words, which are refused without
+    it."""
 
 
 class EvalEnvSection(EnvSection):

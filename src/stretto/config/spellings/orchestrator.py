@@ -123,15 +123,18 @@ CLIENT = Table("orchestrator.model.client", "ClientSection", (
         refused("elastic", None, "engines register with the router; leave it out"),
     ),
 ))  # fmt: skip
+STOPS = ("stop", "stop_token_ids", "min_tokens", "bad_words", "logit_bias")
 SAMPLING_ROWS = (
     *all_same({"temperature": 1.0, "max_completion_tokens": None}),
     moved("extra_body.top_k", None, "top_k", values=ALL),
     moved("extra_body.min_p", None, "min_p"),
     moved("extra_body.top_p", None, "top_p"),
-    refused("extra_body", {}, "requests have no further fields; top_k, top_p and min_p are keys of their own"),
+    *(moved(f"extra_body.{name}", None, name) for name in STOPS),
+    refused("extra_body", {}, "requests have no further fields; top_k, top_p, min_p and what ends a reply are keys of "
+            "their own"),
     *old(
         moved("max_tokens", None, "max_completion_tokens"),
-        refused("min_tokens", 0, "replies may be as short as they are; leave it out"),
+        same("min_tokens", 0, "in training with `train.replay` only"),
         refused("seed", None, "the run's seed is `seed`; leave it out"),
     ),
 )  # fmt: skip

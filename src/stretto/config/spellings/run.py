@@ -76,7 +76,7 @@ MODEL = Table("model", "ModelSection", (
 TOKENIZER = Table("tokenizer", "TokenizerSection", (
     same("name", None),
     idle("trust_remote_code", None, "tokenizer.json is read, and no code of the model's is run for it"),
-    refused("chat_template", None, "give the file, or the text, as orchestrator.renderer.template"),
+    same("chat_template", None, values={"None": None}),
 ))  # fmt: skip
 WEIGHTS = Table("weight_broadcast", "RunKeys", (
     same("type", "nccl", "`nccl` is the collective transport; the default on one machine is shared memory, and over "

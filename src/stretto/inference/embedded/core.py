@@ -21,6 +21,7 @@ from torch import Tensor
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.inference.embedded.adapters import POLICY, Adapters
+from stretto.inference.embedded.adjustments import Adjustments, Encode
 from stretto.inference.embedded.blocks import BlockPool
 from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.kv_cache import KVCache
@@ -39,7 +40,7 @@ from stretto.models.decoder import Decoder
 from stretto.models.hub import export_tensors, load_tensors
 from stretto.models.lora import Adapter
 from stretto.models.native.kernels import Kernels
-from stretto.models.native.memory_offload import MemoryOffload
+from stretto.models.native.memory_offload import MemoryOffload, trim
 from stretto.records.generate import GenerateRequest
 from stretto.records.weights import WeightManifest
 
@@ -80,6 +81,7 @@ class _SamplingBatch:
     end: Int[np.ndarray, " rows"]
     stop_ids: Int[np.ndarray, "rows ids"] | None  # None if no token ends any of them
     is_watched: Bool[np.ndarray, " rows"] | None  # None if no sequence is watched
+    adjusted: Int[np.ndarray, " adjusted"]  # the rows whose logits are changed
     adapters: Int[np.ndarray, " rows"] | None  # None if all use the engine's own model
 
     @classmethod
@@ -95,6 +97,7 @@ class _SamplingBatch:
             chosen, rows, slots.key[chosen], slots.end[chosen],
             stop_ids if (stop_ids >= 0).any() else None,
             is_watched if is_watched.any() else None,
+            np.flatnonzero(slots.is_adjusted[chosen]),
             adapters if (adapters != POLICY).any() else None,
         )  # fmt: skip
 
@@ -123,7 +126,7 @@ class EngineCore:
             model, self.cache, self.adapters, expert_choices=self.expert_choices, states=self.states,
             images=self.images,
         )  # fmt: skip
-        if is_exact:
+        if is_exact and not self.runner.has_own_products:
             self.runner.tile = find_model_tile(self.runner.model)
         self.slots = SequenceSlots(self.max_num_seqs, self.max_model_len, settings.block_size)
         is_caching = settings.enable_prefix_caching
@@ -139,6 +142,7 @@ class EngineCore:
         )
         self.scheduler.returns_supports = settings.enable_return_sampling_mask
         self._weights_away, self._cache_away = MemoryOffload(), MemoryOffload()
+        trim()  # the memory of the parameters that were stacked
         self.requests: dict[str, EngineRequest] = {}
         self._latest_batch: _SamplingBatch | None = None  # from the step before
 
@@ -147,7 +151,9 @@ class EngineCore:
     ) -> KVCache:
         block_size = self.settings.block_size
         if kernels is not None:
-            return NativeCache(self.config, num_blocks + 1, block_size, self.max_model_len, kernels)
+            return NativeCache(
+                self.config, num_blocks + 1, block_size, self.max_model_len, kernels, weight.dtype
+            )
         if self.config.chooses_keys:
             return ChosenKeyCache(
                 self.config, num_blocks + 1, block_size, self.max_model_len, dtype=weight.dtype,
@@ -174,8 +180,11 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def build_request(self, spec: GenerateRequest) -> EngineRequest:
-        """Build the engine's form of a request for which `refusal_reason` returned None."""
+    def build_request(self, spec: GenerateRequest, encode: Encode | None = None) -> EngineRequest:
+        """Build the engine's form of a request for which `refusal_reason` returned None.
+
+        encode: the tokenizer's, for bad_words. Raises: Refusal for bad_words without it, or without a token.
+        """
         params = spec.sampling
         length = len(spec.prompt_ids)
         end = self.max_model_len if params.max_tokens is None else length + params.max_tokens
@@ -190,7 +199,10 @@ class EngineCore:
         vision = self.config.vision
         images = None if vision is None else ImagePrompt.of(spec, vision)
         end = min(end, self.max_model_len)
-        return EngineRequest(spec, stop_ids, seed, end, adapter=adapter, images=images)
+        adjustments = Adjustments.of(params, stop_ids, encode)
+        return EngineRequest(
+            spec, stop_ids, seed, end, adapter=adapter, images=images, adjustments=adjustments
+        )
 
     def refusal_reason(self, spec: GenerateRequest) -> str | None:
         """Why this request cannot be served, as a message for its sender; None if it can."""
@@ -368,6 +380,8 @@ class EngineCore:
         slots, chosen, is_watched = self.slots, batch.slots, batch.is_watched
         at = slots.num_tokens[chosen]
         with torch.inference_mode():
+            if len(batch.adjusted):
+                self._adjust(batch, logits)
             supports = {} if self.scheduler.returns_supports else None
             tokens, logprobs = sample(logits, batch.rows, uniforms(batch.key, at), supports, self.kernels)
         for row, ids in (supports or {}).items():
@@ -408,6 +422,16 @@ class EngineCore:
                 self._finish_sample(slot, "stop", matched, finished)
             elif is_end[i]:
                 self._finish_sample(slot, "length", None, finished)
+
+    def _adjust(self, batch: _SamplingBatch, logits: Tensor) -> None:
+        """Change the logits of the rows that have adjustments, in place."""
+        slots = self.slots
+        for row in batch.adjusted.tolist():
+            slot = int(batch.slots[row])
+            request = self.scheduler.request_of[slot]
+            assert request is not None and request.adjustments is not None, f"slot {slot} is adjusted"
+            sampled = slots.tokens[slot, slots.num_prompt[slot] : slots.num_tokens[slot]]
+            request.adjustments.apply(logits[row], sampled)
 
     def _finish_sample(
         self, slot: int, reason: str, stop_reason: int | str | None, finished: list[EngineRequest]

@@ -32,6 +32,7 @@ from typing import Any
 from torch import Tensor
 
 from stretto.base.errors import DataError, EngineError
+from stretto.inference.embedded.adjustments import Encode
 from stretto.inference.embedded.core import EngineCore
 from stretto.inference.embedded.metrics import Metrics
 from stretto.inference.embedded.scheduler import EngineRequest, RequestState
@@ -78,11 +79,12 @@ class Engine:
 
     def __init__(
         self, core: EngineCore, *, model_name: str = "model", max_waiting: int = 4096,
-        decoder: Callable[[], Decode] | None = None, tracer: Tracer | None = None,
+        decoder: Callable[[], Decode] | None = None, encoder: Callable[[], Encode] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:  # fmt: skip
         self.core, self.max_waiting, self.state = core, max_waiting, EngineState.RUNNING
         self.metrics = Metrics(model_name)
-        self._decoder = decoder
+        self._decoder, self._encoder = decoder, encoder
         self._tracer = tracer or Tracer(None, "", frozenset())
         self._inbox: list[EngineRequest] = []
         self._cancelled: list[str] = []
@@ -108,13 +110,14 @@ class Engine:
         if spec.request_id in self._tickets:
             raise Refusal(f"request_id: {spec.request_id!r} is in use by an unfinished request", 409)
         check_queue(self.num_waiting, self.max_waiting)
-        request = self.core.build_request(spec)
-        stops = spec.sampling.stop
+        stops, bad_words = spec.sampling.stop, spec.sampling.bad_words
+        encode = self._encoder() if bad_words and self._encoder is not None else None
+        request = self.core.build_request(spec, encode)
         if stops and self._decoder is None:
             raise Refusal("stop: stop strings need a tokenizer, and this engine has none; use stop_token_ids")
         if stops or is_streamed:
             decode = self._decoder() if stops else None
-            request.watcher = TokenWatcher(spec.n, stops, decode, is_streamed=is_streamed)
+            request.watcher = TokenWatcher(spec, decode, is_streamed=is_streamed)
         ticket = Ticket(request, asyncio.get_running_loop().create_future())
         self._tickets[spec.request_id] = ticket
         if is_streamed:

@@ -117,7 +117,7 @@ class KVCache:
         self.device = device
         self._nth = {layer: i for i, layer in enumerate(config.attending_layers)}
         shape = (len(self._nth), 2 * config.num_kv_heads, num_blocks, block_size * config.head_dim)
-        self.blocks = torch.zeros(shape, dtype=dtype, device=device)
+        self.blocks = self._allocate(shape, dtype)
         by_token = self.blocks.view(*shape[:2], num_blocks * block_size, config.head_dim).transpose(1, 2)
         self._tokens = list(by_token.unbind())  # by layer: [blocks * block_size, 2 * kv_heads, dim]
         self.widths = key_widths(block_size, max_len)
@@ -125,6 +125,10 @@ class KVCache:
         self.running = RunningKV(
             config, self.widths, max_tokens=slab_tokens, dtype=dtype, device=device, is_exact=is_exact
         )
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        # Keys and values that are not written yet are multiplied by 0, so they must be numbers.
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     @staticmethod
     def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:

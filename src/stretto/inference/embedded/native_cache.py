@@ -25,24 +25,27 @@ class NativeCache(KVCache):
     """Blocks of keys are [head_dim, block_size] here; only kernels read them."""
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, max_len: int, kernels: Kernels
-    ) -> None:
+        self, config: ModelConfig, num_blocks: int, block_size: int, max_len: int, kernels: Kernels,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
         cpu = torch.device("cpu")
-        super().__init__(
-            config, num_blocks, block_size, max_len, dtype=torch.float32, device=cpu, is_exact=True
-        )
+        super().__init__(config, num_blocks, block_size, max_len, dtype=dtype, device=cpu, is_exact=True)
         self.widths = np.array([max_len], np.int64)
         self.kernels = kernels
-        self._angles = angle_table(
-            config.rope, config.head_dim, config.max_position_embeddings, self.device, torch.float32
-        )
+        angles = angle_table(config.rope, config.head_dim, config.max_position_embeddings, cpu, dtype)
+        # The kernels read floats; in bfloat16 they are those to which the model rounds cos and sin.
+        self._angles = angles._replace(cos=angles.cos.float(), sin=angles.sin.float())
         cos, sin = self._angles.cos.data_ptr(), self._angles.sin.data_ptr()
         self._sizes = {
             "heads": config.num_heads, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
             "block_size": block_size, "num_blocks": num_blocks, "cos": cos, "sin": sin,
-            "eps": config.rms_norm_eps, "scale": self.scale,
+            "eps": config.rms_norm_eps, "scale": self.scale, "is_half": dtype is torch.bfloat16,
         }  # fmt: skip
         self._layers, self._sections = list(self.blocks.unbind()), config.rope.sections
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        # The kernels read only what was written: blocks take memory when sequences first use them.
+        return torch.empty(shape, dtype=dtype)
 
     def layout(self, rows: PassRows) -> PassLayout:
         return PassLayout(rows, torch.empty(0), [])

@@ -2,7 +2,8 @@
 
 Bits: a row of a matrix product may depend on how many rows are multiplied (BLAS has other kernels for a few rows), so
 rows are padded to a multiple of `_ROW_MULTIPLE`. At start, `find_model_tile` checks on the model's own weight shapes
-that every padded row count then gives the same bits. If it does not, every product has exactly `tile` rows.
+that every padded row count then gives the same bits. If it does not, every product has exactly `tile` rows. Where all
+products are our own (native/products.py), rows have equal bits in any number and none are added.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class _Pass:
     documents: list[CarriedDocuments]  # by layout; none for a model without states
     plan_slots: np.ndarray
     num_left: int  # later passes, one token further each, that can reuse these layouts
+    row_multiple: int
 
 
 class Runner:
@@ -109,9 +111,19 @@ class Runner:
         if isinstance(self.model, ModuleDecoder):
             self.model.use_matrices(adapters.matrices)
         self.output_weight = model.output_weight
+        self.products = self.model.products
+        self.has_own_products = self.products is not None and not mixtures(model)
+        """Whether no product of a pass without adapters depends on the number of rows."""
         self.tile, self.expert_choices = tile, expert_choices
         self.device = cache.device
         self._latest: _Pass | None = None
+
+    @property
+    def row_multiple(self) -> int:
+        """The rows of a pass are padded to a multiple of this."""
+        if self.tile is not None:
+            return self.tile
+        return 1 if self.has_own_products and not self.adapters.is_used else _ROW_MULTIPLE
 
     @torch.inference_mode()
     def run(
@@ -137,6 +149,7 @@ class Runner:
             or latest is None
             or plan.slots is not latest.plan_slots
             or not latest.num_left
+            or latest.row_multiple != self.row_multiple
         ):
             return None
         latest.num_left -= 1
@@ -155,20 +168,20 @@ class Runner:
             first = np.cumsum(plan.count) - plan.count
             positions = np.arange(len(owners)) + np.repeat(plan.start - first, plan.count)
             is_decoded = np.repeat(is_decoded, plan.count)
-        width_index = self.cache.width_index(positions)
+        width_index, multiple = self.cache.width_index(positions), self.row_multiple
         places, fills = self.cache.running.place(
             slots.allocation_id[owners],
             positions,
             width_index,
             is_decoded,
-            padding=self.tile or _ROW_MULTIPLE,
+            padding=multiple,
         )
         for fill in fills:
             self.cache.fill(fill, slots.blocks[owners[fill.sources]])
         nth = np.arange(len(owners))
         order = np.lexsort((np.where(places < 0, nth, places), places < 0, width_index))
         rows = PassRows(owners[order], positions[order], width_index[order], places[order], slots.blocks)
-        rows = _padded(rows, -len(order) % (self.tile or _ROW_MULTIPLE))
+        rows = _padded(rows, -len(order) % multiple)
         rows.rotations = find_rotations(slots, rows.owners, rows.positions)
         step = self.tile or len(rows.owners)
         cuts = [slice(low, low + step) for low in range(0, len(rows.owners), step)]
@@ -184,7 +197,7 @@ class Runner:
         documents = []
         if self.states is not None:
             documents = [self.states.documents(part.rows.owners, part.rows.positions) for part in layouts]
-        return _Pass(len(order), inverse, layouts, documents, plan.slots, num_left)
+        return _Pass(len(order), inverse, layouts, documents, plan.slots, num_left, multiple)
 
     def _forward(self, slots: SequenceSlots, whole: _Pass) -> Tensor:
         hidden = []
@@ -221,12 +234,14 @@ class Runner:
         self, hidden: Tensor, rows: Int[np.ndarray, " rows"] | None, num_rows: int
     ) -> Float[Tensor, "rows vocab"]:
         """Logits of these rows of `hidden`; of the first num_rows if rows is None."""
-        multiple = self.tile or _ROW_MULTIPLE
+        multiple = self.row_multiple
         if rows is not None or num_rows + -num_rows % multiple != len(hidden):
             rows = np.arange(num_rows) if rows is None else rows
             padded = np.concatenate([rows, np.zeros(-num_rows % multiple, rows.dtype)])
             hidden = hidden.index_select(0, torch.from_numpy(padded).to(self.device))
         weight = self.output_weight
+        if self.products is not None:
+            return self.products.logits(hidden, weight)[:num_rows]
         if self.tile is None:
             return head_logits(hidden, weight)[:num_rows]
         return torch.cat([head_logits(part, weight) for part in hidden.split(self.tile)])[:num_rows]

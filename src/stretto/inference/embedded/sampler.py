@@ -151,6 +151,7 @@ def _filter(
     ranked, order = logits.sort(dim=-1, descending=True, stable=True)
     is_cut = ranked < ranked[:, :1] + column(rows.min_p).log()
     is_cut |= torch.arange(logits.shape[1], device=logits.device) >= column(rows.top_k)
+    is_cut |= ranked == -torch.inf  # tokens that the request bans
     probs = torch.softmax(ranked.masked_fill(is_cut, -torch.inf), dim=-1)
     before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
     top_p = column(rows.top_p)

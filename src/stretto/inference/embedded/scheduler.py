@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stretto.inference.embedded.adapters import POLICY, LoadedAdapter
+from stretto.inference.embedded.adjustments import Adjustments
 from stretto.inference.embedded.blocks import BlockPool, chain_hashes
 from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.sampler import PromptScores, stream_key
@@ -69,6 +70,7 @@ class EngineRequest:
     started_s: float | None = None
     first_token_s: float | None = None
     watcher: TokenWatcher | None = None  # reads this request's tokens as they are sampled
+    adjustments: Adjustments | None = None  # of its logits
     adapter: LoadedAdapter | None = None  # None for the engine's own model
     images: ImagePrompt | None = None
     image_marks: Mapping[int, bytes] = field(default_factory=dict)  # by block, for its hash
@@ -251,7 +253,7 @@ class Scheduler:
         """
         request, slots = self.request_of[slot], self.slots
         member = int(slots.member[slot])
-        request.completions[member] = self._completion(slot, request, reason)
+        request.completions[member] = self._completion(slot, request, reason, stop_reason)
         request.stop_reasons[member] = stop_reason
         self._register(slot)
         self._finished_slots.append(slot)
@@ -381,7 +383,7 @@ class Scheduler:
                 _RESERVED if member else _PREEMPTED, arrival + member, 0, len(prompt), len(prompt), 0, 0,
                 request.end, member, stream_key(request.seed, member), inv_temperature, is_greedy, top_k,
                 params.top_p, params.min_p, is_filtered, request.watcher is not None,
-                POLICY if request.adapter is None else request.adapter.id,
+                request.adjustments is not None, POLICY if request.adapter is None else request.adapter.id,
                 0 if request.images is None else request.images.shift,
             )  # fmt: skip
             self.request_of[slot] = request
@@ -493,13 +495,16 @@ class Scheduler:
         order = self.slots.order[run]
         self.running = run if (np.diff(order) > 0).all() else run[np.argsort(order)]
 
-    def _completion(self, slot: int, request: EngineRequest, reason: str) -> Completion:
+    def _completion(
+        self, slot: int, request: EngineRequest, reason: str, stop_reason: int | str | None
+    ) -> Completion:
         slots, scores = self.slots, request.prompt_scores
         start, stop = int(slots.num_prompt[slot]), int(slots.num_tokens[slot])
         return Completion(
             token_ids=slots.tokens[slot, start:stop].copy(),
             logprobs=slots.logprobs[slot, start:stop].copy(),
             finish_reason=reason,
+            stop_reason=stop_reason,
             versions=version_spans(slots.versions[slot, start:stop]),
             cached_tokens=request.cached_tokens,
             prompt_logprobs=None if scores is None else scores.logprobs,

@@ -43,6 +43,7 @@ _ROW = np.dtype(
         ("min_p", np.float32),
         ("is_filtered", np.bool_),  # by top_k, top_p or min_p
         ("is_watched", np.bool_),  # a TokenWatcher reads its tokens: stop strings, streaming
+        ("is_adjusted", np.bool_),  # its logits are changed: min_tokens, logit_bias, bad_words
         ("adapter", np.int32),  # id of the adapter; 0 for the engine's own model
         ("shift", np.int64),  # position minus index behind the prompt; 0 without images
     ]

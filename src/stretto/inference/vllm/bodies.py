@@ -19,6 +19,7 @@ from stretto.chat.tokenizer import load_tokenizer
 from stretto.inference.bodies import check_messages
 from stretto.inference.boundary import MAX_ADMIN_BYTES, max_body_bytes
 from stretto.inference.limits import (
+    MAX_BAD_WORDS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
@@ -48,8 +49,8 @@ _KINDS = {
 _WITHOUT_BODY = {api.PAUSE, api.RESUME, api.START_UPDATE, api.RESET_PREFIX_CACHE, api.SLEEP, api.WAKE_UP}
 """Routes that ignore their body."""
 _VLLM_ONLY = frozenset({"structured_outputs", "kv_transfer_params", "ec_transfer_params", "stream", "stream_options",
-                   "output_mode", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
-                   "logit_bias", "bad_words", "allowed_token_ids", "include_stop_str_in_output"})  # fmt: skip
+                   "output_mode", "presence_penalty", "frequency_penalty", "repetition_penalty",
+                   "allowed_token_ids", "include_stop_str_in_output"})  # fmt: skip
 """Settings of the token route that vLLM supports and the embedded engine does not."""
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _COUNTS = ("n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", "logprobs", "prompt_logprobs",
@@ -57,7 +58,6 @@ _COUNTS = ("n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", 
 _OBJECTS = ("structured_outputs", "response_format", "stream_options", "chat_template_kwargs",
             "kv_transfer_params")  # fmt: skip
 _GRAMMARS = frozenset({"structured_outputs", "response_format", "tools"})
-_MAX_BAD_WORDS = 64
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def _check_stops(params: dict[str, Any], sizes: EngineSizes) -> None:
             _check_ids(ids, name, sizes)
     if len(params.get("stop_token_ids") or ()) > MAX_STOP_TOKEN_IDS:
         raise Refusal(f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS} ids are allowed")
-    for name, most in (("stop", MAX_STOPS), ("bad_words", _MAX_BAD_WORDS)):
+    for name, most in (("stop", MAX_STOPS), ("bad_words", MAX_BAD_WORDS)):
         value = params.get(name)
         texts = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from stretto.base.errors import ConfigError
 from stretto.inference.vllm.base import BaseWeights
+from stretto.inference.vllm.patches.loaders import keep_copied_weights
 from stretto.inference.vllm.worker import worker_index
 from stretto.records.weights import AdapterInfo, WeightGroup, WeightManifest
 from stretto.transports.weights import receive
@@ -80,7 +81,8 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
             if manifest.adapter is None:
                 self._mark_replaced()
             weights = tensors if manifest.adapter is None else self._merge_adapter(manifest.adapter, tensors)
-            self.model.load_weights((name, tensor.to(self.device)) for name, tensor in weights)
+            with keep_copied_weights(self.model):
+                self.model.load_weights((name, tensor.to(self.device)) for name, tensor in weights)
             tensors.check_unchanged()
 
     def _merge_adapter(self, info: AdapterInfo, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
+from stretto.config.model_file import family_of, read_model_file
 from stretto.config.root import RLConfig
 from stretto.config.rules.checkpoints import check_quantize, check_same_network, check_same_tokens
 from stretto.config.rules.mesh_degrees import (
@@ -21,12 +23,14 @@ from stretto.config.rules.mesh_degrees import (
     check_vision,
     find_degrees,
     find_plain_degrees,
+    has_own_family,
     read_shape,
 )
 from stretto.config.rules.vllm_models import ServedModel
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import LORA_TARGETS, ModelSection
 from stretto.data.hub_model import find_config
+from stretto.launch.plan.placement import replaced
 
 
 def check_model(model: ModelSection, num_ranks: int, path: str, *, has_replay: bool = False) -> None:
@@ -94,16 +98,27 @@ def check_trainable(directory: Path, impl: str, where: str) -> None:
     Raises: ConfigError for quantized ones.
     """
     try:
-        hf = json.loads((directory / "config.json").read_text())
-        method = (hf.get("quantization_config") or {}).get("quant_method")
-    except (OSError, ValueError, AttributeError):
+        found = json.loads((directory / "config.json").read_text())
+        quantization = found.get("quantization_config")
+    except (OSError, ValueError, AttributeError, TypeError):
         return
-    if method is None or (method == "mxfp4" and impl != "custom"):  # transformers expands mxfp4
+    if not quantization:
         return
-    raise ConfigError(
-        f"{where}: its config.json has quantization_config {method}, and quantized weights cannot be trained; give the "
-        "same model in bfloat16 here, and this one as inference.model.name if engines are to compute with it"
+    method = quantization
+    if isinstance(quantization, dict):
+        is_loaded_so = any(str(key).startswith("load_in_") for key in quantization)
+        method = quantization.get("quant_method", "bitsandbytes" if is_loaded_so else "without quant_method")
+    if method == "mxfp4" and impl != "custom":  # transformers expands mxfp4
+        return
+    raise ConfigError(quantized_refusal(where, f"its config.json has quantization_config {method}", method))
+
+
+def quantized_refusal(where: str, found: str, method: str = "") -> str:
+    """The message about a quantized model that is to be trained."""
+    too = (
+        ", and this one as inference.model.name if engines are to compute with it" if method == "fp8" else ""
     )
+    return f"{where}: {found}, and quantized weights cannot be trained; give the same model in bfloat16 here{too}"
 
 
 def check_engine_model(cfg: RLConfig) -> None:
@@ -153,6 +168,9 @@ def _check_tokens(there: Path, here: Path, names: tuple[str, str]) -> None:
         return
 
 
+INSTALL_VLLM = "install vLLM: `pip install vllm==0.32.*` on a machine with GPUs, `make vllm` on one without"
+
+
 def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:
     """Names of the models that a run loads, each with False if it needs only the tokenizer."""
     teacher, trainer = cfg.teacher_inference, cfg.trainer
@@ -168,10 +186,10 @@ def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:
     return models + [(name, False) for name in tokenizers]
 
 
-def check_served(section: InferenceSection, name: str, *, is_cpu: bool, is_updated: bool = False) -> None:
+def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
     """Check that the engine supports this model.
 
-    is_cpu: engines run without GPUs. is_updated: they get new weights.
+    is_cpu: engines run without GPUs.
 
     Raises: ConfigError with what to do instead.
     """
@@ -182,13 +200,52 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool, is_updat
         model = ServedModel.of(directory)
     except (OSError, ValueError):
         return
-    if section.chosen_engine(has_gpu=not is_cpu) == "embedded":
+    is_own = has_own_family(directory)
+    if section.chosen_engine(has_gpu=not is_cpu, is_own=is_own) == "embedded":
+        if not is_own:
+            raise ConfigError(
+                f'{name}: inference.engine = "embedded" has no {model.family}; set "vllm", or leave it out'
+            )
         return
     model.check()
     if is_cpu or section.device == "cpu":
         model.check_on_cpu()
-    if is_updated:
-        model.check_updates()
+
+
+def with_chosen_engines(cfg: RLConfig) -> RLConfig:
+    """The root in which engines for families that the embedded engine lacks are vLLM's, where `auto` may choose."""
+    for key in ("inference", "teacher_inference"):
+        section = getattr(cfg, key)
+        if section is not None and needs_vllm(section, section.model or cfg.model.name):
+            cfg = replaced(cfg, f"{key}.engine", "vllm")
+    for name, section in cfg.models.items():
+        if section.base_url is None and section.model and needs_vllm(section, section.model):
+            models = dict(cfg.models) | {name: section.model_copy(update={"engine": "vllm"})}
+            cfg = replaced(cfg, "models", models)
+    return cfg
+
+
+def needs_vllm(section: InferenceSection, name: str) -> bool:
+    """Whether `auto` means vLLM because the embedded engine has no such family."""
+    return section.engine == "auto" and not has_own_family(find_config(name))
+
+
+def foreign_engines(cfg: RLConfig) -> list[str]:
+    """A line for the policy's engines if only transformers and vLLM have its family."""
+    section = cfg.inference
+    if section is None or cfg.model.scratch is not None:
+        return []
+    name = section.model or cfg.model.name
+    if not needs_vllm(section, name):
+        return []
+    directory = find_config(name)
+    assert directory is not None, "needs_vllm has read its config.json"
+    family = family_of(read_model_file(directory))
+    text = (
+        f"vLLM, as the embedded engine has no {family}; transformers computes it in the trainer (impl = hf)"
+    )
+    is_here = cfg.slurm is None and cfg.ray is None and cfg.deployment.type == "single_node"
+    return [text] if find_spec("vllm") is not None or not is_here else [f"NOT READY: {text}; {INSTALL_VLLM}"]
 
 
 def _unused_keys(model: ModelSection, shape: Shape | None, *, has_replay: bool) -> list[tuple[str, str]]:

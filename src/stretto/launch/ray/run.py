@@ -22,7 +22,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +63,8 @@ class Outcome:
     """The message about a lost machine; "" if none was lost."""
 
 
-def main(cfg: JobConfig) -> int:
-    """Run the command on the cluster; the exit status.
+def main(cfg: JobConfig, *, check: Callable[[], None] = lambda: None) -> int:
+    """Run the command on the cluster; the exit status. check: what else may refuse it, called before it is placed.
 
     Raises: ConfigError if Ray or the cluster is missing, too small for ray.wait_s, or does not see the run directory.
     """
@@ -73,6 +73,7 @@ def main(cfg: JobConfig) -> int:
     bundles, env = plan_bundles(cfg), passed_env(cfg)
     run = check_run(cfg)
     with closing(Cluster(section.address)) as cluster, hold(run):
+        check()
         write_config(cfg, run, run.ray / f"{VERBS[type(cfg)]}.json")
         write_json(run.launch, record(cfg))
         job = RayJob(cfg, run, bundles, env, cluster)

@@ -20,14 +20,22 @@ from stretto.base.process import EXIT_LOST
 from stretto.base.secret import Secret, find_secret, load_secret
 from stretto.config.changes import changes
 from stretto.config.root import RLConfig
-from stretto.data.hub_model import fetch, find_config, is_hub_name
+from stretto.data.hub_model import fetch, find_config, find_local, is_hub_name
 from stretto.launch.plan import nodes
 from stretto.launch.plan import plan as planning
-from stretto.launch.plan.model_check import check_engine_model, check_model, check_served, models_of
+from stretto.launch.plan.model_check import (
+    check_engine_model,
+    check_model,
+    check_served,
+    foreign_engines,
+    models_of,
+    with_chosen_engines,
+)
 from stretto.launch.plan.placement import asks_for_gpus
 from stretto.launch.plan.plan import LaunchPlan
 from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.routers import check_router
+from stretto.launch.plan.weights import check_weights_of
 from stretto.launch.ray import run as on_ray
 from stretto.launch.run import node_checks, page
 from stretto.launch.run.console import Console
@@ -42,6 +50,7 @@ PORT_KEYS = (
     "control.port, rollout_transport.port, weight_broadcast.port, deployment.rendezvous_port, "
     "inference.server.port, trainer.critic.placement.port"
 )
+NOT_READY = "NOT READY: "
 GPU_KEYS = "deployment.gpus_per_node or inference.parallel"
 SECRET_TIMEOUT_S = 60.0  # another node may be started this long before the first one
 
@@ -53,9 +62,9 @@ def main(cfg: RLConfig) -> int:
     _check_model(cfg)
     find_trackers(cfg.monitors)
     if cfg.slurm is not None:
-        return submit.main(cfg)
+        return submit.main(cfg, check=lambda: _check_weights(cfg))
     if cfg.ray is not None:
-        return on_ray.main(cfg)
+        return on_ray.main(cfg, check=lambda: _check_weights(cfg))
     if cfg.deployment.type == "multi_node":
         hosts = nodes.node_hosts(cfg)
         node = nodes.find_node_rank(cfg.deployment.node_rank, hosts, "deployment.node_rank")
@@ -75,6 +84,7 @@ def main(cfg: RLConfig) -> int:
         if plan.hosts:
             _check_node([spec for spec in plan.processes if spec.node == 0], 0, plan.hosts)
             node_checks.announce(run, plan.hosts)
+        _check_weights(cfg)
         changed = changes(run.config("run"), cfg, plan.config) if not claim.is_new else []
         planning.write(plan, run.path)
         log.setup("launcher", run, cfg.log.level, cfg.log.json_logging, is_quiet=True)
@@ -90,6 +100,7 @@ def _plan(
 ) -> LaunchPlan:
     if resume_step is not None and cfg.resume is not None and not cfg.resume.skip_progress:
         rundir.check_max_steps(cfg.max_steps, resume_step)
+    cfg = with_chosen_engines(cfg)
     if cfg.deployment.type == "multi_node":
         return nodes.plan_nodes(cfg, run, resume_step, secret)
     return planning.plan(cfg, run, resume_step, ports=ports, secret=secret)
@@ -171,7 +182,7 @@ def _check_shape(cfg: RLConfig) -> None:
         is_here = cfg.deployment.type == "single_node" and cfg.slurm is None and cfg.ray is None
         is_cpu = is_here and not process.visible_gpus() and not asks_for_gpus(cfg)
         name = cfg.inference.model or cfg.model.name
-        check_served(cfg.inference, name, is_cpu=is_cpu, is_updated=True)
+        check_served(cfg.inference, name, is_cpu=is_cpu)
 
 
 def _check_model(cfg: RLConfig) -> None:
@@ -191,10 +202,25 @@ def _check_model(cfg: RLConfig) -> None:
         )
 
 
-def _fetch_models(cfg: RLConfig) -> None:
-    """Download the run's models and tokenizers that are not here, before processes start that would wait for them."""
-    for name, has_weights in models_of(cfg):
+def _check_weights(cfg: RLConfig) -> None:
+    """Check the files of the models that are here, and print warnings about them."""
+    for text in check_weights_of(cfg):
+        _write_line(f"warning: {text}")
+    for text in foreign_engines(cfg):
+        if text.startswith(NOT_READY):
+            raise ConfigError(f"inference.engine: {text.removeprefix(NOT_READY)}")
+
+
+def _fetch_models(cfg: RLConfig) -> bool:
+    """Download the run's models and tokenizers that are not here, before processes start that would wait for them.
+
+    True if there were any.
+    """
+    models = models_of(cfg)
+    are_missing = any(find_local(name, has_weights=has_weights) is None for name, has_weights in models)
+    for name, has_weights in models:
         fetch(name, has_weights=has_weights, report=_write_line)
+    return are_missing
 
 
 def _write_line(text: str) -> None:

@@ -6,6 +6,7 @@ import itertools
 import socket
 import sys
 import textwrap
+from collections.abc import Callable
 
 from stretto.base.errors import ConfigError
 from stretto.base.files import read_json, write_atomic
@@ -19,11 +20,12 @@ WIDTH = 116
 """Width of the lines that a dry run shows, characters."""
 
 
-def main(cfg: JobConfig) -> int:
-    """Submit the job; the exit status."""
+def main(cfg: JobConfig, *, check: Callable[[], None] = lambda: None) -> int:
+    """Submit the job; the exit status. check: what else may refuse it, called before it is submitted."""
     job = plan_job(cfg)
     refuse_second(job.run)
     check_run(cfg)
+    check()
     write(job, cfg)
     number = submit(str(job.script_file))
     record = {"by": "slurm", "verb": job.verb, "job": number, "host": socket.gethostname()}

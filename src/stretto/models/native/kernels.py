@@ -1,7 +1,8 @@
 """The operations of a decoder's pass between its matrix products, each as one call.
 
-For float32 on a CPU. A call costs a few microseconds, as much as an operation of torch, and in a pass over few rows of
-a small model there are four times fewer calls. Every row is computed by itself, so it has equal bits in every batch.
+For float32 and bfloat16 on a CPU. A call costs a few microseconds, as much as an operation of torch, and in a pass over
+few rows of a small model there are four times fewer calls. Every row is computed by itself, so it has equal bits in
+every batch. products.py has the matrix products.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 LANES = 16
 """The kernels support widths that are multiples of this."""
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 class AttentionPass(Structure):
@@ -36,18 +38,18 @@ class AttentionPass(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("rows", "heads", "kv_heads", "head_dim", "block_size", "num_blocks")),
-        *((name, c_int64) for name in ("table_width", "threads")),
+        *((name, c_int64) for name in ("table_width", "threads", "is_half")),
         *((name, c_void_p) for name in ("owners", "positions", "tables", "turns", "cos", "sin")),
         *((name, c_float) for name in ("eps", "scale")),
     )
 
 
 class Kernels:
-    """The functions of kernels.c over contiguous float32 tensors of a CPU."""
+    """The functions of kernels.c over contiguous tensors of a CPU, in float32 or bfloat16."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._rms_norm = declare(library.rms_norm, "pppllfi")
-        self._silu_product = declare(library.silu_product, "pplli")
+        self._rms_norm = declare(library.rms_norm, "pppllfii")
+        self._silu_product = declare(library.silu_product, "ppllii")
         self._sample = declare(library.sample, "ppppplli")
         self._attend = library.attend
         self._attend.argtypes, self._attend.restype = [POINTER(AttentionPass), *[c_void_p] * 5], None
@@ -55,11 +57,7 @@ class Kernels:
     @staticmethod
     def find(config: ModelConfig, weight: Float[Tensor, "vocab dim"]) -> Kernels | None:
         """Kernels for such a model; None if they do not support it or cannot be compiled here."""
-        if (
-            weight.device.type != "cpu"
-            or weight.dtype is not torch.float32
-            or type(weight.data) is not Tensor
-        ):
+        if weight.device.type != "cpu" or weight.dtype not in DTYPES or type(weight.data) is not Tensor:
             return None
         widths = (config.hidden_size, config.intermediate_size, config.head_dim)
         if any(n % LANES for n in widths) or not config.has_plain_attention:
@@ -77,8 +75,9 @@ class Kernels:
         out = torch.empty_like(x)
         rows, dim = x.shape
         self._rms_norm(
-            x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, dim, eps, torch.get_num_threads()
-        )
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, dim, eps, x.dtype is torch.bfloat16,
+            torch.get_num_threads(),
+        )  # fmt: skip
         return out
 
     def silu_product(self, gate_up: Float[Tensor, "rows two_dims"]) -> Float[Tensor, "rows dim"]:
@@ -86,7 +85,10 @@ class Kernels:
         assert gate_up.is_contiguous()
         rows, dims = gate_up.shape
         out = gate_up.new_empty(rows, dims // 2)
-        self._silu_product(gate_up.data_ptr(), out.data_ptr(), rows, dims // 2, torch.get_num_threads())
+        is_half = gate_up.dtype is torch.bfloat16
+        self._silu_product(
+            gate_up.data_ptr(), out.data_ptr(), rows, dims // 2, is_half, torch.get_num_threads()
+        )
         return out
 
     def attend(

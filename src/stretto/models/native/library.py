@@ -18,9 +18,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from stretto.base.files import cache_dir
+
 logger = logging.getLogger(__name__)
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "training.c"))
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "products.c", "training.c"))
 _HEADER = Path(__file__).with_name("lanes.h")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared")
 _COMPILE_S = 60
@@ -36,7 +38,7 @@ def find_library() -> ctypes.CDLL | None:
         )
         return None
     try:
-        path = _cache_dir() / f"kernels-{_fingerprint(compiler)}.so"
+        path = cache_dir() / f"kernels-{_fingerprint(compiler)}.so"
         if not path.exists():
             _compile(compiler, path)
         return ctypes.CDLL(str(path))
@@ -46,11 +48,6 @@ def find_library() -> ctypes.CDLL | None:
             "cannot compile %s, so torch's operations are used, which are slower: %s", _HEADER.parent, message
         )
         return None
-
-
-def _cache_dir() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "stretto"
 
 
 def _fingerprint(compiler: list[str]) -> str:

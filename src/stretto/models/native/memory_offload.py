@@ -73,7 +73,7 @@ class MemoryOffload:
             self._file.madvise(mmap.MADV_DONTNEED)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        _trim()
+        trim()
         self.is_offloaded = True
         return sum(part.num_bytes for part in self._parts)
 
@@ -123,7 +123,7 @@ def _give_pages_back(storage: UntypedStorage) -> None:
         logger.debug("madvise: errno %d", ctypes.get_errno())
 
 
-def _trim() -> None:
+def trim() -> None:
     """Have the C library return its free memory to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -140,7 +140,11 @@ class UserRolloutFunction:
         Raises: EnvError if it raises, or returns anything but groups of the data source.
         """
         with requests_to_engines(
-            self.urls, version, key=self.key, is_truncated_sampling_refused=self.max_support is None
+            self.urls,
+            version,
+            key=self.key,
+            is_truncated_sampling_refused=self.max_support is None,
+            is_trained=True,
         ) as requested:
             output = await self._call(call_index, source, evaluation=False)
         with boundary(EnvError, self.hook.where):
@@ -326,11 +330,15 @@ class UserRolloutFunction:
         cuts = self.sampling.cuts()
         if sample.rollout_top_p_token_lengths is not None or not (cuts or requested.has_truncated_sampling):
             return
-        settings = ", ".join(f"{key} = {value:g}" for key, value in cuts.items())
-        what = f"the run samples with {settings}" if cuts else "its function requested top_p, top_k or min_p"
+        settings = ", ".join(f"{key} = {value}" for key, value in cuts.items())
+        requested_cuts = (
+            "its function requested top_p, top_k, min_p, min_tokens, bad_words or allowed_token_ids"
+        )
+        what = f"the run samples with {settings}" if cuts else requested_cuts
         raise EnvError(
-            f"{what}, and it does not say what its tokens were drawn from; set rollout_top_p_token_ids and "
-            "rollout_top_p_token_lengths from the engine's sampling_mask (0: drawn from all tokens)"
+            f"{what}, and it does not say what its tokens were drawn from; give requests a top_k, and set "
+            "rollout_top_p_token_ids and rollout_top_p_token_lengths from the engine's sampling_mask "
+            "(0: drawn from all tokens)"
         )
 
     def _check_entry(self, name: Any, entry: Any) -> None:

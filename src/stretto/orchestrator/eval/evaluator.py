@@ -29,7 +29,7 @@ from stretto.config.root import EvalConfig
 from stretto.config.sections.orchestrator import EvalSection, SamplingSection, is_at_interval
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.orchestrator.batch.user_rollouts import DataSource, UserRolloutFunction
-from stretto.orchestrator.build import eval_run_info, open_env
+from stretto.orchestrator.build import eval_run_info, open_env, system_prompts
 from stretto.orchestrator.eval.examples import Row, example_rows, log_rows
 from stretto.orchestrator.eval.results import (
     EvalScore,
@@ -184,6 +184,7 @@ def standalone_evaluator(
         seed=cfg.seed,
         run_id=cfg.run_name,
         timeout_s=cfg.rollout_timeout_s,
+        system_prompts=system_prompts(*cfg.eval.env),
     )
     return Evaluator(
         envs, cfg.eval, player, max_inflight_rollouts=cfg.max_inflight_rollouts, run_dir=cfg.run_dir

@@ -26,7 +26,14 @@ from stretto.orchestrator.rollout.continuation import (
     merge_completions,
 )
 from stretto.orchestrator.rollout.echo import Echo
-from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images
+from stretto.orchestrator.rollout.play import (
+    POLICY,
+    Draw,
+    PlaySettings,
+    load_images,
+    text_to_stop,
+    with_system_prompt,
+)
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.images import Image
@@ -154,11 +161,10 @@ class Recorder(RolloutContext):
         if self._is_busy:
             raise EnvError("two turns of one agent at once: await a reply before you request the next")
         play.renderer.check_images(prompt_ids, images)
-        turn = (self._attempt, self._member, self._num_turns)
         stream = () if self._stream == POLICY else (self._stream,)
-        seed = seed_of(play.seed, draw.name, draw.group_id, *turn, *stream)
-        if self._first_seed is not None and self._num_turns == 0:
-            seed = self._first_seed
+        turn = (self._attempt, self._member, self._num_turns, *stream)
+        seed = seed_of(play.seed, draw.name, draw.group_id, *turn)
+        seed = self._first_seed if self._first_seed is not None and self._num_turns == 0 else seed
         name = "-".join((play.run_id, draw.rollout_id(self._member), *stream))
         temperature = play.behavior_temperature(sampling.get("temperature"))
         branch = self._extended_branch(prompt_ids, temperature, images)
@@ -195,9 +201,10 @@ class Recorder(RolloutContext):
         message = play.renderer.parse(completion.token_ids, prompt_ids, tools)
         return Reply(
             message=message,
-            text=message.get("content") or "",
+            text=text_to_stop(message.get("content") or "", completion, request.sampling.min_tokens),
             token_ids=completion.token_ids,
             finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
             num_prompt_tokens=len(prompt_ids),
             logprobs=completion.logprobs,
             versions=completion.versions,
@@ -205,6 +212,7 @@ class Recorder(RolloutContext):
         )
 
     async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
+        messages = with_system_prompt(messages, self._play.system_prompts.get(self._draw.task.env))
         renderer, first_new, images = self._play.renderer, len(self._history), self._images
         await load_images(renderer, messages[first_new:])
         prompt_ids = self._extend(messages, tools)

@@ -147,8 +147,9 @@ def match_saved_turn(
     images = (*(known_images if turn.num_shared else ()), *turn.images)
     is_same = temperature == turn.temperature and np.array_equal(prompt_ids, request.prompt_ids)
     is_same = is_same and images == request.images  # equal tokens may show other pictures
-    # A stop text may span both parts of a reply; the engine can find it in a whole reply only.
-    if is_same and (turn.is_done or not request.sampling.stop):
+    # A stop text or a bad word may span both parts of a reply; the engine can find it in a whole reply only.
+    needs_whole = bool(request.sampling.stop or request.sampling.bad_words)
+    if is_same and (turn.is_done or not needs_whole):
         return turn
     num_lost = sum(len(each.completion.token_ids) for each in (turn, *turns))
     turns.clear()
@@ -157,7 +158,9 @@ def match_saved_turn(
         rollout_id,
         turn.index,
         turn.agent,
-        "its stop texts need a whole reply" if is_same else "the environment sends another prompt now",
+        "its stop texts or bad words need a whole reply"
+        if is_same
+        else "the environment sends another prompt now",
         num_lost,
     )
     return None
@@ -173,7 +176,10 @@ def continuation_request(request: GenerateRequest, begun: Turn) -> GenerateReque
         request,
         prompt_ids=prompt_ids,
         sampling=msgspec.structs.replace(
-            sampling, max_tokens=max(sampling.max_tokens - len(ids), 1), seed=begun.seed
+            sampling,
+            max_tokens=max(sampling.max_tokens - len(ids), 1),
+            min_tokens=max(sampling.min_tokens - len(ids), 0),
+            seed=begun.seed,
         ),
         routed_experts_start=request.routed_experts_start if routes is None else len(prompt_ids) - 1,
     )

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 POLICY = "policy"
 """Name of the agent if an episode has only one."""
 NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
-UNRESTRICTED = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
+UNRESTRICTED = {"top_p": 1.0, "top_k": None, "min_p": 0.0, "min_tokens": 0, "bad_words": ()}
+BIASED = "logit_bias: the engine's log-probabilities would be of the changed logits, and the trainer's of the model's"
 
 
 class GenerationClient(Protocol):
@@ -72,6 +73,7 @@ class PlaySettings:
     masks_older_versions: bool = False  # of a partial rollout, do not train what older weights sampled
     is_learned: bool = False  # its replies are trained by their log-probabilities
     max_support: int | None = None  # most tokens in a support, if top_p, top_k and min_p are replayed
+    system_prompts: Mapping[str, str] = field(default_factory=dict)  # by environment
 
     async def request_completions(
         self, request: GenerateRequest, version: int, *, is_learned: bool
@@ -128,7 +130,7 @@ class PlaySettings:
         """The run's sampling, with max_tokens limited to what fits in seq_len.
 
         Raises: OutOfContext if nothing fits; EnvError if the reply is trained and its log-probabilities would be over
-        a part of the vocabulary that the trainer cannot replay.
+        a part of the vocabulary, or of changed logits, that the trainer cannot replay.
         """
         room = self.seq_len - num_prompt_tokens
         if room < 1:
@@ -139,15 +141,13 @@ class PlaySettings:
         max_tokens = overrides.pop("max_tokens", None) or sampling.max_completion_tokens or room
         if overrides.get("top_k") in (0, -1):  # the engines' spellings of no limit
             overrides["top_k"] = None
-        settings = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "stop_token_ids": () if sampling.ignore_eos else self.renderer.stop_ids,
-            "ignore_eos": sampling.ignore_eos,
-        }
-        params = SamplingParams(**settings | overrides, max_tokens=min(max_tokens, room), seed=seed)
+        settings = sampling.model_dump(exclude={"max_completion_tokens"}) | overrides
+        settings |= {name: as_tuple(settings[name]) for name in ("stop", "stop_token_ids", "bad_words")}
+        settings["min_tokens"] = settings["min_tokens"] or 0
+        settings["logit_bias"] = bias_by_token(settings["logit_bias"] or {}, self.renderer)
+        if not settings["ignore_eos"]:
+            settings["stop_token_ids"] = (*self.renderer.stop_ids, *settings["stop_token_ids"])
+        params = SamplingParams(**settings, max_tokens=min(max_tokens, room), seed=seed)
         return limit_support(params, self.max_support) if is_learned else params
 
     def check_reply(self, completion: Completion) -> None:
@@ -172,6 +172,13 @@ class PlaySettings:
         return temperature or 1.0
 
 
+def with_system_prompt(messages: list[Message], prompt: str | None) -> list[Message]:
+    """The messages behind a system message, unless they begin with one."""
+    if prompt is None or (messages and messages[0].get("role") == "system"):
+        return messages
+    return [{"role": "system", "content": prompt}, *messages]
+
+
 async def load_images(renderer: Renderer, messages: Sequence[Message]) -> None:
     """Read the pictures of messages in a thread; rendering then finds their patches in a cache.
 
@@ -188,12 +195,19 @@ def limit_support(params: SamplingParams, max_support: int | None) -> SamplingPa
 
     Raises: EnvError if the trainer cannot replay it.
     """
+    if params.logit_bias and params.temperature > 0:
+        raise EnvError(
+            f"a reply that is trained is sampled with {BIASED}; remove it, ban words with bad_words, or let an agent "
+            "with is_trained = false reply"
+        )
     if not params.is_truncated:
         return params
     if max_support is None:
-        limits = {"top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p}
+        given = {name: getattr(params, name) for name in UNRESTRICTED}
         settings = ", ".join(
-            f"{k} = {v:g}" for k, v in limits.items() if v is not None and v != UNRESTRICTED[k]
+            f"{name} = {list(value) if isinstance(value, tuple) else value}"
+            for name, value in given.items()
+            if value != UNRESTRICTED[name]
         )
         raise EnvError(
             f"a reply that is trained is sampled with {settings}: the engine's log-probabilities would be over the "
@@ -206,6 +220,44 @@ def limit_support(params: SamplingParams, max_support: int | None) -> SamplingPa
             f"max_tokens = {max_support}; lower it or raise that"
         )
     return msgspec.structs.replace(params, top_k=params.top_k or max_support)
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """A setting that is one value, several, or None, as a tuple."""
+    if value is None or isinstance(value, str | int):
+        return () if value is None else (value,)
+    return tuple(value)
+
+
+def bias_by_token(biases: Mapping[Any, float], renderer: Renderer) -> dict[int, float]:
+    """logit_bias by token id; a key is a token id, or the text of one token.
+
+    Raises: EnvError for a text that is not one token.
+    """
+    found: dict[int, float] = {}
+    for key, bias in biases.items():
+        if isinstance(key, str) and not (key.isascii() and key.isdigit()):
+            if not hasattr(renderer, "encode"):
+                raise EnvError(f"logit_bias: {key!r} must be a token id, because the engine takes text only")
+            ids = renderer.encode(key)
+            if len(ids) != 1:
+                raise EnvError(
+                    f"logit_bias: {key!r} is {len(ids)} tokens ({list(map(int, ids))}), not one; name each by its id"
+                )
+            key = ids[0]
+        found[int(key)] = found.get(int(key), 0.0) + bias
+    return found
+
+
+def text_to_stop(text: str, completion: Completion, min_tokens: int = 0) -> str:
+    """A reply's text up to and including the stop text that ended it; its last token may go on behind.
+
+    With min_tokens it is the last stop text of the reply, because earlier ones may not have counted.
+    """
+    stop = completion.stop_reason
+    if not isinstance(stop, str) or stop not in text:
+        return text
+    return text[: (text.rfind(stop) if min_tokens else text.find(stop)) + len(stop)]
 
 
 def check_completions(completions: Sequence[Completion], num_requested: int) -> None:
@@ -231,8 +283,8 @@ def check_supports(completions: Sequence[Completion]) -> None:
     """
     if any(completion.support is None and len(completion.token_ids) for completion in completions):
         raise EngineError(
-            "the engine does not return which tokens top_p, top_k and min_p left, so nothing can be replayed; serve "
-            "it with inference.enable_return_sampling_mask = true"
+            "the engine does not return which tokens top_p, top_k, min_p, min_tokens and bad_words left, so nothing "
+            "can be replayed; serve it with inference.enable_return_sampling_mask = true"
         )
 
 

@@ -37,7 +37,14 @@ from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.orchestrator.rollout.budget import Budget
 from stretto.orchestrator.rollout.context import Recorder
 from stretto.orchestrator.rollout.continuation import build_turn
-from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images
+from stretto.orchestrator.rollout.play import (
+    POLICY,
+    Draw,
+    PlaySettings,
+    load_images,
+    text_to_stop,
+    with_system_prompt,
+)
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest, member_seed
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
@@ -158,6 +165,7 @@ class Player(PlaySettings):
             try:
                 where = f"environment {env.name}, task {draw.task.task_id}, prompt"
                 messages = checked_prompt(await call_async(lambda: env.prompt(draw.task), where), where)
+                messages = with_system_prompt(messages, self.system_prompts.get(env.name))
                 with boundary(EnvError, where):
                     await load_images(self.renderer, messages)
                     prompt_ids = self.renderer.render_prompt(messages)
@@ -236,7 +244,8 @@ class Player(PlaySettings):
             self.check_reply(completion)
             where = f"environment {env.name}, rollout {draw.rollout_id(member)}, score"
             with boundary(EnvError, where):
-                text = self.renderer.parse(completion.token_ids, request.prompt_ids).get("content") or ""
+                content = self.renderer.parse(completion.token_ids, request.prompt_ids).get("content") or ""
+                text = text_to_stop(content, completion, request.sampling.min_tokens)
             result = await checked_score(await call_async(lambda: env.score(draw.task, text), where), where)
             branch = OpenBranch(self.behavior_temperature())
             branch.add_turn(request.prompt_ids, completion, draw.version, images=request.images)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from stretto.config.rules.mesh_degrees import cp_style
 from stretto.config.sections.model import ModelSection
 from stretto.models.lm_head import head_logits, token_logprobs
 from stretto.models.moe import Routing
@@ -45,12 +46,12 @@ def compute_logprobs(
         local = places[mesh.cp_rank]
         targets, temperatures = targets[local], temperatures[local]
         support = None if support is None else support.at(local.cpu().numpy())
-    chunk = model.fused_lm_head_token_chunk_size
+    chunk, cap = model.fused_lm_head_token_chunk_size, policy.logit_cap
     scores = token_logprobs(
-        hidden, weight, targets, temperatures, chunk, entropy_grad=entropy_grad, support=support
+        hidden, weight, targets, temperatures, chunk, entropy_grad=entropy_grad, support=support, cap=cap
     )
     if logits is not None:
-        logits.append(_gather(head_logits(hidden, weight), places, mesh))
+        logits.append(_gather(head_logits(hidden, weight, cap), places, mesh))
     logprobs, entropy = scores
     return _gather(logprobs, places, mesh), _gather(entropy, places, mesh)
 
@@ -68,7 +69,7 @@ def _hidden_states(
 ) -> tuple[Tensor, list[Tensor] | None]:
     """Hidden states before the trained tokens of this rank, and which tokens each rank has; None: it has all."""
     if mesh.degrees.cp > 1:
-        return context.hidden_states(policy, inputs, mesh, model.cp_style, routing)
+        return context.hidden_states(policy, inputs, mesh, cp_style(model, policy.config), routing)
     more: dict[str, Any] = {} if routing is None else {"routing": routing}
     hidden = policy.hidden(inputs.token_ids, inputs.layout, inputs.rows, **more, **inputs.options)
     return hidden.index_select(0, inputs.predictors), None

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from stretto.base.errors import DataError, EngineError, StrettoError
-from stretto.records.generate import GenerateRequest, SamplingParams
+from stretto.records.generate import NOT_REPLAYED, REPLAYED, GenerateRequest, SamplingParams
 from stretto.transports.engine.images import FeaturesBody, decode_features, encode_features
 
 if TYPE_CHECKING:
@@ -101,12 +101,12 @@ class SamplingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     include_stop_str_in_output: bool = False
     output_kind: Any = None
     routed_experts_prompt_start: int | None = None
-    min_tokens: Any = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
     presence_penalty: Any = None
     frequency_penalty: Any = None
     repetition_penalty: Any = None
-    logit_bias: Any = None
-    bad_words: Any = None
     structured_outputs: Any = None
     allowed_token_ids: Any = None
     extra_args: Any = None
@@ -155,16 +155,16 @@ class UnloadAdapterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     lora_int_id: int | None = None  # vLLM's field, without effect
 
 
+_VLLM_SAMPLING = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "structured_outputs",
+    "allowed_token_ids",
+)
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **{name: (REPLAYED | NOT_REPLAYED)[name] for name in _VLLM_SAMPLING},
     "output_kind": (None, 0, 2),
-    "min_tokens": (None, 0),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "bad_words": (None, []),
-    "structured_outputs": (None,),
-    "allowed_token_ids": (None,),
     "extra_args": (None, {}),
     "include_stop_str_in_output": (False,),
     "stream": (False,),
@@ -225,7 +225,18 @@ def sampling_params(body: SamplingBody) -> SamplingParams:
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         ignore_eos=body.ignore_eos,
         seed=body.seed,
+        min_tokens=body.min_tokens or 0,
+        logit_bias=token_biases(body.logit_bias),
+        bad_words=tuple(dict.fromkeys(body.bad_words or ())),
     )
+
+
+def token_biases(body: Mapping[str, float] | None) -> dict[int, float]:
+    """`logit_bias` of a body by token id. Raises: Refusal for a key that is no token id."""
+    for key in body or ():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise Refusal(f"logit_bias: {key!r} is not a token id")
+    return {int(key): bias for key, bias in (body or {}).items()}
 
 
 def token_array(token_ids: Sequence[int], where: str) -> Int32[np.ndarray, " tokens"]:
@@ -284,8 +295,13 @@ def decode_generate(data: bytes) -> tuple[GenerateRequest, str | None]:
 
 
 def encode_generate(request: GenerateRequest, model: str | None = None) -> bytes:
-    """The body of GENERATE."""
+    """The body of GENERATE.
+
+    Stop texts are found in text with special tokens. min_tokens is at most max_tokens, as vLLM demands; that is the
+    same for a reply that ends there.
+    """
     params = request.sampling
+    least = params.min_tokens if params.max_tokens is None else min(params.min_tokens, params.max_tokens)
     return msgspec.json.encode(
         GenerateBody(
             token_ids=request.prompt_ids.tolist(),
@@ -300,6 +316,10 @@ def encode_generate(request: GenerateRequest, model: str | None = None) -> bytes
                 stop=list(params.stop) or None,
                 stop_token_ids=list(params.stop_token_ids) or None,
                 ignore_eos=params.ignore_eos,
+                min_tokens=least or None,
+                logit_bias={str(token): bias for token, bias in params.logit_bias.items()} or None,
+                bad_words=list(params.bad_words) or None,
+                skip_special_tokens=not params.stop,
                 logprobs=0,
                 prompt_logprobs=request.top_prompt_logprobs if request.prompt_logprobs else None,
                 routed_experts_prompt_start=request.routed_experts_start or None,

@@ -158,6 +158,10 @@ class ChatClient:
             "top_k": sampling.top_k,
             "min_p": sampling.min_p or None,
             "stop": list(sampling.stop) or None,
+            "stop_token_ids": list(sampling.stop_token_ids) or None,
+            "min_tokens": sampling.min_tokens or None,
+            "bad_words": list(sampling.bad_words) or None,
+            "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} or None,
             "tools": prompt["tools"] or None,
             # Servers accept 32 bits; each member of a group needs another seed.
             "seed": None if sampling.seed is None else (sampling.seed + index) % (1 << 31),
@@ -170,6 +174,9 @@ class ChatClient:
         except (KeyError, IndexError, TypeError, AttributeError) as cause:
             raise EngineError(f"{self.base_url}: the answer has no choices[0].message: {cause!r}") from cause
         message = {"content": ""} | message | {"role": "assistant"}
+        stop = choice.get("stop_reason")  # vLLM and our engines say it; servers leave the stop text out
+        if isinstance(stop, str):
+            message["content"] += stop
         num_tokens = (answer.get("usage") or {}).get("completion_tokens") or 1
         ids = self._handle(message, num_tokens)
         reason = choice.get("finish_reason")
@@ -177,6 +184,7 @@ class ChatClient:
             token_ids=ids,
             logprobs=np.zeros(len(ids), dtype=np.float32),
             finish_reason="length" if reason == "length" else "stop",
+            stop_reason=stop,
         )
 
     async def _post_with_retries(self, request_id: str, body: bytes) -> dict[str, Any]:

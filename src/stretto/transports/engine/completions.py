@@ -159,6 +159,7 @@ class _Choice(msgspec.Struct, frozen=True):
     token_ids: list[int]
     finish_reason: str
     logprobs: _Logprobs
+    stop_reason: int | str | None = None
     weight_versions: list[_Span] = []
     routed_experts: str | None = None
     sampling_mask: list[list[int]] | None = None
@@ -219,6 +220,7 @@ def decode_completions(request: GenerateRequest, data: bytes) -> list[Completion
             token_ids=np.array(choice.token_ids, np.int32),
             logprobs=_finite_logprobs(request, choice),
             finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
             versions=tuple(
                 VersionSpan(_version(s.version), s.start, s.end)
                 for s in choice.weight_versions or carried.weight_versions.get(str(choice.index), [])

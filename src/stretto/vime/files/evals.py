@@ -34,10 +34,13 @@ KEYS = {
     "top_p": "sampling.top_p",
     "top_k": "sampling.top_k",
     "max_response_len": "sampling.max_completion_tokens",
+    "stop": "sampling.stop",
+    "stop_token_ids": "sampling.stop_token_ids",
+    "min_new_tokens": "sampling.min_tokens",
 }
 """The key of [[orchestrator.eval.env]] for each key of a data set."""
 REFUSED = (
-    "stop", "stop_token_ids", "min_new_tokens", "repetition_penalty", "skip_special_tokens", "no_stop_trim",
+    "repetition_penalty", "skip_special_tokens", "no_stop_trim",
     "min_eval_samples", "eval_early_stop_patience", "eval_early_stop_threshold",
 )  # fmt: skip
 """Keys of vime that cannot be honoured; their neutral values are accepted."""
@@ -81,8 +84,6 @@ def _settings(entry: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:
     for key, value in entry.items():
         if key in REFUSED:
             if value not in NEUTRAL:
-                raise ConfigError(
-                    f"{at}: {key}: replies end at the model's end token or the limit; leave it out"
-                )
+                raise ConfigError(f"{at}: {key}: it has no counterpart here; leave it out")
         elif value is not None and not (key == "top_k" and value == -1):
             yield KEYS[key], value

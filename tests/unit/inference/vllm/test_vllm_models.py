@@ -9,7 +9,7 @@ import pytest
 from stretto.base.errors import ConfigError
 from stretto.config.sections.inference import InferenceSection
 from stretto.inference.vllm.command import build_command
-from stretto.launch.plan.model_check import check_served
+from stretto.launch.plan.model_check import check_served, needs_vllm
 
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 LATENT = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -53,19 +53,20 @@ def test_a_tied_head_is_refused_where_vllm_does_not_tie_it(tmp_path, is_cpu):
     check_served(section, save(tmp_path, model_type="glm4", tie_word_embeddings=True), is_cpu=is_cpu)
 
 
-def test_updates_that_vllm_would_lose_are_refused_on_every_device(tmp_path):
-    name, section = save(tmp_path, model_type="gpt_oss"), InferenceSection(engine="vllm")
-    with pytest.raises(ConfigError, match=r"experts and sinks of gpt_oss past its own reload.*embedded"):
-        check_served(section, name, is_cpu=False, is_updated=True)
-    check_served(section, name, is_cpu=False)
-    for is_cpu in (True, False):
-        check_served(InferenceSection(engine="embedded"), name, is_cpu=is_cpu, is_updated=True)
+def test_auto_means_vllm_for_families_that_the_embedded_engine_lacks(tmp_path):
+    name = save(tmp_path, model_type="olmo2")
+    check_served(InferenceSection(), name, is_cpu=True)
+    assert needs_vllm(InferenceSection(), name) and not needs_vllm(InferenceSection(engine="embedded"), name)
+    assert InferenceSection().chosen_engine(has_gpu=False, is_own=False) == "vllm"
+    with pytest.raises(ConfigError, match=r'engine = "embedded" has no olmo2; set "vllm", or leave it out'):
+        check_served(InferenceSection(engine="embedded"), name, is_cpu=True)
+    assert not needs_vllm(InferenceSection(), save(tmp_path, model_type="qwen3"))
 
 
 def test_a_model_that_chooses_its_keys_is_served_by_the_embedded_engine_or_on_gpus(tmp_path):
     name = save(tmp_path, model_type="glm_moe_dsa")
     for engine, is_cpu in (("embedded", True), ("embedded", False), ("auto", True), ("vllm", False)):
-        check_served(InferenceSection(engine=engine), name, is_cpu=is_cpu, is_updated=True)
+        check_served(InferenceSection(engine=engine), name, is_cpu=is_cpu)
     with pytest.raises(ConfigError, match=r"does not let glm_moe_dsa choose .*embedded"):
         check_served(InferenceSection(engine="vllm"), name, is_cpu=True)
 

@@ -61,6 +61,26 @@ def test_a_group_is_one_request_and_keeps_every_token_apart():
         assert rollout.status is RolloutStatus.FINISHED and rollout.num_turns == 1
 
 
+@pytest.mark.parametrize("env", [EchoEnv(), GuessEnv()], ids=["one turn", "turns"])
+def test_a_system_prompt_stands_before_every_conversation_of_its_environment(env):
+    prompts = {env.name: "be brief", "another": "no"}
+    group = play(env, FakeEngine(parrot(1.0)), members=2, system_prompts=prompts)
+    for rollout in group.rollouts:
+        for branch in rollout.branches:
+            assert "".join(map(chr, branch.token_ids)).startswith("Sbe brief.U")
+
+
+def test_a_conversation_that_has_a_system_message_keeps_it():
+    class Spoken(EchoEnv):
+        def prompt(self, task):
+            return [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]
+
+    group = play(
+        Spoken(), FakeEngine(parrot(1.0)), members=1, system_prompts={"echo": "no", EchoEnv().name: "no"}
+    )
+    assert text_of(group.rollouts[0].branches[0], False) == "Sown.Uhi.A"
+
+
 def test_members_of_an_async_score_are_scored_concurrently():
     class Judged(EchoEnv):
         """No member gets a reward before all have requested theirs."""

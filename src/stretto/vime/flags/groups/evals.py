@@ -40,8 +40,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         part("--eval-max-prompt-len", "integer", None, f"{EVAL}.env.0.args.max_prompt_tokens",
              "Longer prompts are skipped; without it as in training."),
         refused("--eval-max-context-len", "integer", None, ONE_FOR_ALL, "Tokens of prompt and reply."),
-        refused("--eval-min-new-tokens", "integer", None, "replies end where the model ends them; leave it out",
-                "Fewest tokens of a reply."),
+        sets("--eval-min-new-tokens", "integer", None, f"{EVAL}.sampling.min_tokens", "Fewest tokens of a reply."),
         sets("--skip-eval-before-train", "switch", False, f"{EVAL}.skip_first_step",
              "No eval of the starting weights."),
         part("--eval-config", "text", None, f"{EVAL}.env", "YAML file of data sets, each with its own values."),
@@ -66,10 +65,14 @@ def settings(flags: Values) -> Iterator[Setting]:
         ("top_p", "--eval-top-p", flags.rollout_top_p),
         ("top_k", "--eval-top-k", flags.rollout_top_k),
         ("max_completion_tokens", "--eval-max-response-len", flags.rollout_max_response_len),
+        ("min_tokens", "--eval-min-new-tokens", None),
     ):
         value = _or(flags, own, other)
         if value is not None and not (key == "top_k" and value == -1):
             yield Setting(f"{EVAL}.sampling.{key}", value, (own,))
+    for key, name in (("stop", "--rollout-stop"), ("stop_token_ids", "--rollout-stop-token-ids")):
+        if (value := flags.value(name)) is not None:
+            yield Setting(f"{EVAL}.sampling.{key}", value, (name,))
     replaced = {
         "input_key": ("--eval-input-key", flags.input_key),
         "label_key": ("--eval-label-key", flags.label_key),

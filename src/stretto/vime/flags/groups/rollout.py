@@ -17,10 +17,7 @@ ASYNC_ROLLOUT = "vime.rollout.fully_async_rollout.generate_rollout_fully_async"
 SFT_ROLLOUT = "vime.rollout.sft_rollout.generate_rollout"
 NONZERO_STD = "check_reward_nonzero_std"
 """End of the path of vime's own filter of groups."""
-NO_STOPS = (
-    "replies end at the model's end token or the limit; leave it out, or stop in a function: "
-    "--custom-generate-function-path"
-)
+EVAL_STOP = "orchestrator.eval.sampling.stop"
 NO_STORE = "batches travel by rollout_transport, zmq or filesystem; leave it out"
 NO_BUFFER = "the plugin of an external buffer has no place here; write an environment (docs/environments.md)"
 
@@ -101,8 +98,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         sets("--rollout-max-response-len", "integer", None,
              "orchestrator.train.sampling.max_completion_tokens seq_len", "Tokens of a reply."),
         copies("--rollout-seed", "integer", 42, "seed", "Seed of the order of prompts and of sampling."),
-        refused("--rollout-stop", "list", None, NO_STOPS, "Texts that end a reply."),
-        refused("--rollout-stop-token-ids", "integers", None, NO_STOPS, "Tokens that end a reply."),
+        sets("--rollout-stop", "list", None, f"orchestrator.train.sampling.stop {EVAL_STOP}", "Texts that end a reply.",
+             note="A reply ends with the token that completes one, which is trained; rewards get the text up to and "
+                  "including it."),
+        sets("--rollout-stop-token-ids", "integers", None,
+             f"orchestrator.train.sampling.stop_token_ids {EVAL_STOP}_token_ids", "Tokens that end a reply.",
+             note="Besides the model's own end tokens."),
         equal("--rollout-skip-special-tokens", "switch", False,
               "The text of a reply has no special tokens; its ids are complete.",
               "Leave special tokens out of the text."),
@@ -254,6 +255,7 @@ def row_of_tokens(flags: Values) -> int | None:
 
 def _sampling(flags: Values) -> Iterator[Setting]:
     yield from flags.settings("--rollout-top-p", "--rollout-max-response-len")
+    yield from flags.settings("--rollout-stop", "--rollout-stop-token-ids")
     if flags.rollout_top_k != -1:
         yield from flags.settings("--rollout-top-k")
     if flags.rollout_top_p < 1 or flags.rollout_top_k != -1:

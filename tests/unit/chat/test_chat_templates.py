@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from stretto.chat.conversations import CALL, FIXED, ONE_TURN, THINKING, TOOL, TW
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.templates import ChatTemplate, TemplateFiles, named_template, read_templates
 from stretto.chat.tokenizer import Tokenizer, load_tokenizer
-from stretto.config.sections.model import RendererSection
+from stretto.config.load import load
+from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.sections.model import Family, RendererSection
 from stretto.config.sections.sft import LossMaskSection
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -106,7 +109,12 @@ def test_every_published_template_gives_the_bytes_of_transformers():
     assert num_equal > 500
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+LARGE = ("gptoss", "gemma2", "gemma3", "deepseek_v3")  # read in some ten seconds
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in TOKENIZERS]
+)
 def test_a_published_tokenizer_gives_the_tokens_of_apply_chat_template(name):
     from transformers import (
         PreTrainedTokenizerFast,
@@ -225,7 +233,7 @@ def test_a_rollout_is_extended_as_the_template_shows_it_and_sft_trains_the_same_
             assert len(rendered.examples) == len(chain.branches), name
             for example, (ids, is_sampled) in zip(rendered.examples, chain.branches):
                 assert example.token_ids.tolist() == ids.tolist(), name
-                if not renderer._backend.template.marks_replies:
+                if not renderer._backend.template.marks_replies(chain.tools):
                     # A branch begins with earlier replies as its prompt, in both.
                     assert np.array_equal(example.is_trained, is_sampled), name
             for ids, is_sampled in chain.branches:
@@ -453,6 +461,58 @@ def test_a_template_cannot_leave_its_sandbox():
     attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}" + CHATML
     with pytest.raises(StrettoError, match="unsafe"):
         renderer_of(attack)
+
+
+@pytest.mark.parametrize("template", ["chatml", "tool_use", "{{ messages[0].content }}", "own.jinja"])
+def test_a_template_that_is_given_is_exported_with_the_tokenizer(tmp_path, template):
+    from transformers import AutoTokenizer
+
+    from stretto.trainer.learner import with_template
+
+    source, exported = tmp_path / "source", tmp_path / "exported"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    byte_tokenizer(CHATML)._backend.save(str(source / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    (source / "chat_template.jinja").write_text(CHATML)
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("tools: {{ messages[0].content }}")
+    own = tmp_path / "own.jinja"
+    own.write_text("a file: {{ messages[0].content }}")
+    given = str(own) if template == "own.jinja" else template
+    shown = "{{ messages[0].content }}"
+    chatml = named_template("chatml").sources["default"]
+    texts = {"chatml": chatml, "tool_use": f"tools: {shown}", "own.jinja": f"a file: {shown}"}
+    expected = texts.get(template, template)
+    assert AutoTokenizer.from_pretrained(with_template(source, given, exported)).chat_template == expected
+    assert build_renderer(exported).render_prompt(ONE_TURN).tolist() == (
+        build_renderer(source, RendererSection(template=given)).render_prompt(ONE_TURN).tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("verb", "key", "path"),
+    [
+        (RLConfig, "--orchestrator.renderer.template", "orchestrator.renderer"),
+        (RLConfig, "--tokenizer.chat-template", "orchestrator.renderer"),
+        (SFTConfig, "--renderer.template", "renderer"),
+        (SFTConfig, "--tokenizer.chat-template", "renderer"),
+    ],
+)
+def test_a_template_is_one_fact_for_renderer_and_exports(verb, key, path):
+    words = (
+        ["--data.name", "x.jsonl", "--max-steps", "1"]
+        if verb is SFTConfig
+        else ["--orchestrator.env.0.id", "sort-letters"]
+    )
+    cfg = load(verb, [*words, "--model.name", "somewhere", key, "chatml"])
+    section = cfg.orchestrator.renderer if path.startswith("orchestrator") else cfg.renderer
+    assert section.template == cfg.tokenizer.chat_template == "chatml"
+
+
+@pytest.mark.parametrize("family", get_args(Family))
+def test_a_model_of_every_family_with_a_template_has_a_renderer(family):
+    renderer = build_renderer(byte_tokenizer(CHATML), RendererSection(), family)
+    assert renderer.decode(renderer.render_prompt(ONE_TURN)).endswith("<|im_start|>assistant\n")
 
 
 # -- what a template does not show --

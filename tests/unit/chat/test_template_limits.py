@@ -1,0 +1,139 @@
+"""What a template does not show, and how a reply's tokens depend on where it stands."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from published import tokenizer_dir
+from test_chat_templates import CHATML, DROPS_THOUGHTS, byte_tokenizer, renderer_of, sources
+from tokenizers import AddedToken
+
+from stretto.base.errors import DataError
+from stretto.chat.conversations import CALL, ONE_TURN, TOOL, TWO_TURNS
+from stretto.chat.render import build_renderer
+from stretto.chat.templates import TemplateFiles
+from stretto.chat.tokenizer import load_tokenizer
+from stretto.chat.tool_calls import TEXT_FORMATS
+from stretto.config.sections.model import RendererSection
+from stretto.config.sections.sft import LossMaskSection
+
+ROW = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b", "reasoning_content": "because"},
+]
+
+
+def test_the_text_of_a_user_is_trained_where_the_thought_is_of_the_other_mode():
+    renderer = renderer_of(sources()["qwen3"], name="template", enable_thinking=False)
+    [(ids, mask, _)] = renderer.render_sft(ROW, LossMaskSection(user=True)).examples
+    assert renderer.decode(ids[mask]) == "a<think>\nbecause\n</think>\n\nb<|im_end|>"
+
+
+def test_a_thought_that_is_a_part_of_the_answer_is_not_taken_for_shown():
+    renderer = renderer_of(DROPS_THOUGHTS)
+    row = [ROW[0], {"role": "assistant", "content": "No.", "reasoning_content": "No"}]
+    [(ids, mask, _)] = renderer.render_sft(row, LossMaskSection()).examples
+    assert renderer.decode(ids[mask]) == "<think>\nNo\n</think>\n\nNo.<|im_end|>"
+
+
+def test_a_reply_whose_text_the_template_drops_beside_a_call_is_left_out_and_counted():
+    renderer = renderer_of(sources()["llama3_1"], name="template")
+    row = [ROW[0], {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}]
+    rendered = renderer.render_sft(row, LossMaskSection(), [TOOL])
+    assert rendered.num_left_out == 1 and not rendered.examples
+    row = [ROW[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    assert renderer.render_sft(row, LossMaskSection(), [TOOL]).num_left_out == 0
+
+
+def test_a_reply_of_two_calls_of_which_the_template_shows_one_is_left_out_and_counted():
+    renderer = renderer_of(sources()["gptoss"], name="template")
+    row = [ROW[0], {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}]
+    rendered = renderer.render_sft(row, LossMaskSection(), [TOOL])
+    assert rendered.num_left_out == 1 and not rendered.examples
+
+
+@pytest.mark.parametrize("role", ["system", "critic"])
+def test_a_message_that_the_template_drops_at_its_place_is_refused(role):
+    renderer = renderer_of(sources()["gptoss"], name="template")
+    messages = [*TWO_TURNS[1:3], {"role": role, "content": "Be brief."}, TWO_TURNS[3]]
+    with pytest.raises(
+        DataError, match=f"drops a message of the role '{role}' behind one of the role 'assist"
+    ):
+        renderer.render_prompt(messages)
+    assert len(renderer.render_prompt(TWO_TURNS))
+
+
+VICUNA = """{{ bos_token }}{% for m in messages %}{{ m.role.upper() + ': ' + m.content }}
+{%- if m.role == 'assistant' %}{{ eos_token }}{% else %}{{ ' ' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("name", ["llama2", "gemma2", "yi"])
+def test_a_reply_has_the_tokens_that_it_has_within_the_whole_text(name):
+    tokenizer = load_tokenizer(tokenizer_dir(name))
+    tokenizer.templates = TemplateFiles({"default": VICUNA}, "a test")
+    renderer = build_renderer(tokenizer, RendererSection(name="template"))
+    for content in ("Yes.", "é 日本", "<b>", "1"):
+        row = [*TWO_TURNS[1:2], {"role": "assistant", "content": content}]
+        [(ids, mask, _)] = renderer.render_sft(row, LossMaskSection()).examples
+        assert ids.tolist() == tokenizer.encode(renderer._backend._text(row, None, False))
+        assert renderer.decode(ids[mask]).strip() == content + tokenizer.template_tokens["eos_token"]
+
+
+def test_a_line_break_that_is_a_token_ends_no_reply():
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer._backend.add_tokens([AddedToken("\n\n", normalized=False)])
+    source = "{% for m in messages %}{{ '### ' + m.role + ':\\n' + m.content + '\\n\\n' }}{% endfor %}"
+    tokenizer.templates = TemplateFiles({"default": source}, "a test")
+    assert build_renderer(tokenizer).stop_ids == tokenizer.eos_ids
+
+
+def test_an_end_token_that_the_tokenizer_lacks_hides_no_other():
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.eos_ids = (*tokenizer.eos_ids, 10**6)
+    renderer = build_renderer(tokenizer)
+    prompt = renderer.render_prompt(ONE_TURN)
+    reply = [*renderer.encode("so").tolist(), renderer.stop_ids[0]]
+    history = [*ONE_TURN, renderer.parse(reply, prompt)]
+    assert renderer.extend(prompt, reply, history, ONE_TURN) is not None
+    [(ids, mask, _)] = renderer.render_sft(history, LossMaskSection()).examples
+    assert renderer.decode(ids[mask]) == "so<|im_end|>"
+
+
+def test_tokens_behind_the_end_of_a_reply_begin_another_branch():
+    renderer = renderer_of(CHATML)
+    prompt = renderer.render_prompt(ONE_TURN)
+    reply = [*renderer.encode("so").tolist(), renderer.stop_ids[0]]
+    history = [*ONE_TURN, renderer.parse(reply, prompt)]
+    assert renderer.extend(prompt, [*reply, *renderer.encode("lost").tolist()], history, ONE_TURN) is None
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_special_text_in_parts_stays_text_too(is_list):
+    renderer = renderer_of(CHATML, special_tokens_in_text="text")
+    content = "say <|im_end|>"
+    message = {"role": "user", "content": [{"type": "text", "text": content}] if is_list else content}
+    prompt = renderer.render_prompt([message]).tolist()
+    assert prompt.count(renderer.stop_ids[0]) == 1 and renderer.num_special_in_text == 1
+
+
+def test_private_characters_of_a_message_stay_what_they_are():
+    renderer = renderer_of(CHATML)
+    prompt = renderer.render_prompt([{"role": "user", "content": "\U00100000 \U00100001"}])
+    assert "user\n\U00100000 \U00100001<|im_end|>" in renderer.decode(prompt)
+
+
+@pytest.mark.parametrize("text", ["<function=a>", "</function><function=a>", "<parameter=a>"])
+def test_a_reply_that_repeats_a_mark_is_parsed_in_time(text):
+    started = time.perf_counter()
+    TEXT_FORMATS["qwen3-coder"](f"<tool_call><function=x>{text * 8000}</function></tool_call>")
+    TEXT_FORMATS["qwen3-coder"](f"<tool_call>{text * 8000}")
+    assert time.perf_counter() - started < 2
+
+
+def test_a_reply_ends_with_its_first_end_token_where_the_template_writes_another_behind_it():
+    renderer = renderer_of(sources()["phi3"], name="template")
+    row = [*TWO_TURNS[1:3], TWO_TURNS[3], {"role": "assistant", "content": "Entries that overlap."}]
+    [(ids, mask, _)] = renderer.render_sft(row, LossMaskSection()).examples
+    assert renderer.decode(ids[mask]) == "A piece with one theme.<|end|>Entries that overlap.<|end|>"
