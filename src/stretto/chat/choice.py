@@ -13,7 +13,12 @@ from typing import NamedTuple, get_args
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.chat.backend import Backend
 from stretto.chat.conversations import FIXED
-from stretto.chat.family_backend import FAMILY_OF_MODEL_TYPE, FamilyBackend, build_family
+from stretto.chat.family_backend import (
+    FAMILY_OF_MODEL_TYPE,
+    FamilyBackend,
+    UnfitVocabularyError,
+    build_family,
+)
 from stretto.chat.template_backend import TemplateBackend
 from stretto.chat.templates import (
     THINKING_SWITCHES,
@@ -82,23 +87,28 @@ def _auto(
     if family is not None:
         try:
             backend = build_family(tokenizer, family, section)
-        except ConfigError as error:
-            if own and not section.settings and section.clear_thinking is None:
-                logger.debug("the family %s does not fit: %s", family, error)
-            elif not own and "does not fit" not in str(error):
+        except UnfitVocabularyError as error:
+            logger.debug("the family %s does not fit: %s", family, error)
+        except ConfigError:  # of a setting that the family does not have; the template may
+            if not own:
                 raise
     if not own:
         if backend is not None:
             return Choice(backend, f"the family {family}; the model has no chat template of its own")
         return _as_text(tokenizer, section, is_fallback=True)
-    if backend is not None:
-        difference = next(differences(tokenizer, backend, section), None)
-        if difference is None:
-            return Choice(backend, f"the family {family}, which gives the tokens of the model's own template")
-        choice = _by_template(tokenizer, own, section, image_token_id)
-        note = f"the family {family} writes the conversation '{difference.conversation}' otherwise"
-        return choice._replace(description=f"{choice.description}; {note}")
-    return _by_template(tokenizer, own, section, image_token_id)
+    if backend is None:
+        return _by_template(tokenizer, own, section, image_token_id)
+    difference = next(differences(tokenizer, backend, section), None)
+    if difference is None:
+        return Choice(backend, f"the family {family}, which gives the tokens of the model's own template")
+    note = f"the family {family} writes the conversation '{difference.conversation}' otherwise"
+    if only := sorted(settings_for(own, section).keys() - _variables(own)):
+        return Choice(
+            backend,
+            f"the family {family}, for its setting {only[0]}; the model's template has none, and {note}",
+        )
+    choice = _by_template(tokenizer, own, section, image_token_id)
+    return choice._replace(description=f"{choice.description}; {note}")
 
 
 def _by_hand(tokenizer: Tokenizer, section: RendererSection) -> Choice:
@@ -130,7 +140,8 @@ def _by_template(
         raise ConfigError(f"{tokenizer.name_or_path}: {error}") from error
     calls = backend.tool_format or ("not read" if backend.traits.shows_calls else "none")
     ends = ", ".join(repr(tokenizer.token_text(token)) for token in backend.stop_ids) or "none"
-    return Choice(backend, f"the model's own template ({files.where}); tool calls: {calls}; ends: {ends}")
+    what = "the model's own template" if section.template is None else "the template that the config names"
+    return Choice(backend, f"{what} ({files.where}); tool calls: {calls}; ends: {ends}")
 
 
 def _as_text(tokenizer: Tokenizer, section: RendererSection, *, is_fallback: bool = False) -> Choice:
@@ -154,7 +165,7 @@ def settings_for(files: TemplateFiles, section: RendererSection) -> dict[str, ob
 
     `enable_thinking` is called `thinking` by some; a template that has neither does not get it.
     """
-    known = frozenset().union(*(variables_of(source) for source in files.sources.values()))
+    known = _variables(files)
     settings: dict[str, object] = {}
     if (switch := next((name for name in THINKING_SWITCHES if name in known), None)) is not None:
         settings[switch] = section.enable_thinking
@@ -197,5 +208,10 @@ def differences(
 
 def _shared(settings: dict[str, object], files: TemplateFiles) -> dict[str, object]:
     """Settings without those that only the family has."""
-    known = frozenset().union(*(variables_of(source) for source in files.sources.values()))
+    known = _variables(files)
     return {name: value for name, value in settings.items() if name in known}
+
+
+def _variables(files: TemplateFiles) -> frozenset[str]:
+    """What the templates read besides messages, tools and special tokens."""
+    return frozenset().union(*(variables_of(source) for source in files.sources.values()))

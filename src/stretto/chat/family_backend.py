@@ -38,6 +38,10 @@ FAMILY_OF_MODEL_TYPE = {
 """The library's renderer by a model's type, where it has one."""
 
 
+class UnfitVocabularyError(ConfigError):
+    """A vocabulary lacks special tokens of a family."""
+
+
 class FamilyBackend:
     """One renderer of the library."""
 
@@ -160,7 +164,7 @@ def build_family(tokenizer: Tokenizer, family: str, section: RendererSection) ->
     try:
         return FamilyBackend(renderers.create_renderer(tokenizer, config), family)
     except AssertionError as cause:
-        raise ConfigError(
+        raise UnfitVocabularyError(
             f"[renderer] name = {family!r} does not fit {tokenizer.name_or_path}: {cause}"
         ) from cause
 

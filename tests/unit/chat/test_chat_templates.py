@@ -579,6 +579,16 @@ def test_a_family_that_writes_other_tokens_than_the_template_is_not_taken():
     assert "the family qwen3 writes the conversation 'one turn' otherwise" in renderer.description
 
 
+def test_a_setting_that_only_the_family_has_takes_the_family():
+    tokenizer = byte_tokenizer(CHATML, special=(*SPECIAL, "<think>", "</think>", "<tool_call>", "</tool_call>",
+                               "<tool_response>", "</tool_response>", "<|endoftext|>"))  # fmt: skip
+    section = RendererSection(settings={"thinking_retention": "all"})
+    renderer = build_renderer(tokenizer, section, "qwen3")
+    assert renderer.name == "qwen3" and "for its setting thinking_retention" in renderer.description
+    with pytest.raises(ConfigError, match=r"thinking_retension: .*has no such variable"):
+        build_renderer(tokenizer, RendererSection(settings={"thinking_retension": "all"}), "qwen3")
+
+
 def test_a_family_that_is_named_and_differs_is_a_warning_with_both_texts(caplog):
     tokenizer = byte_tokenizer(CHATML, special=(*SPECIAL, "<think>", "</think>", "<tool_call>", "</tool_call>",
                                "<tool_response>", "</tool_response>", "<|endoftext|>"))  # fmt: skip

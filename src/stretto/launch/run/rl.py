@@ -20,7 +20,7 @@ from stretto.base.process import EXIT_LOST
 from stretto.base.secret import Secret, find_secret, load_secret
 from stretto.config.changes import changes
 from stretto.config.root import RLConfig
-from stretto.data.hub_model import fetch, find_config, find_local, is_hub_name
+from stretto.data.hub_model import fetch, find_config, is_hub_name
 from stretto.launch.plan import nodes
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.model_check import (
@@ -211,16 +211,10 @@ def _check_weights(cfg: RLConfig) -> None:
             raise ConfigError(f"inference.engine: {text.removeprefix(NOT_READY)}")
 
 
-def _fetch_models(cfg: RLConfig) -> bool:
-    """Download the run's models and tokenizers that are not here, before processes start that would wait for them.
-
-    True if there were any.
-    """
-    models = models_of(cfg)
-    are_missing = any(find_local(name, has_weights=has_weights) is None for name, has_weights in models)
-    for name, has_weights in models:
+def _fetch_models(cfg: RLConfig) -> None:
+    """Download the run's models and tokenizers that are not here, before processes start that would wait for them."""
+    for name, has_weights in models_of(cfg):
         fetch(name, has_weights=has_weights, report=_write_line)
-    return are_missing
 
 
 def _write_line(text: str) -> None:
