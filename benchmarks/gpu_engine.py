@@ -1,9 +1,9 @@
 """The embedded engine on a GPU against transformers' `generate`: a random model shaped like Qwen3-0.6B, bfloat16.
 
-    python benchmarks/gpu_engine.py [--quick]
+    python benchmarks/gpu_engine.py [--quick] [--rounds N]
 
 Batches of 1, 64 and 256 prompts of 128 tokens, 256 new tokens each, drawn at temperature 1. Both take turns on the same
-model and prompts; figures are medians of five, tokens per second of the whole call, reading the prompts included.
+model and prompts; figures are medians of N (5), tokens per second of the whole call, reading the prompts included.
 Without a GPU, and with --quick, a small model on what there is: to see that it runs. The last line is one JSON object.
 """
 
@@ -102,12 +102,13 @@ def compare(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small model, few tokens")
+    parser.add_argument("--rounds", type=int, default=5, help="calls of each side that are timed")
     args = parser.parse_args()
     is_small = args.quick or not torch.cuda.is_available()
     if is_small:
         found = compare(SMALL, 64, (16, 16), (1, 8), rounds=2)
     else:
-        found = compare(LIKE_06B, VOCAB, (128, 256), (1, 64, 256), rounds=5)
+        found = compare(LIKE_06B, VOCAB, (128, 256), (1, 64, 256), rounds=args.rounds)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(json.dumps({"device": device, "model": "small" if is_small else "0.6B", **found}))
 

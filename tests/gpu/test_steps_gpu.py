@@ -143,11 +143,14 @@ def test_fine_tuning_lowers_the_loss_of_what_it_sees(record_property):
     assert losses[1] < losses[0]
 
 
-def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path, is_async):
     learner, run_dir = build("cuda"), RunDir(tmp_path)
     train(learner, 1)
-    checkpoint.save(run_dir, learner)
+    saver = checkpoint.Saver(run_dir, is_async=is_async, on_written=lambda step: None)
+    saver.save(learner)
     straight = train(learner, 1)
+    saver.wait()
     resumed = build("cuda", build_policy(7))
     checkpoint.load(run_dir, resumed, 1)
     assert furthest(straight, train(resumed, 1)) == 0

@@ -102,9 +102,9 @@ class Session:
         processes = [
             f"process {pid}: {words}" for pid in keeper.marked_processes(self.mark) if (words := _words(pid))
         ]
-        shared = [
-            f"{keeper.SHARED}/{name}" for name in sorted(self._shared) if (keeper.SHARED / name).exists()
-        ]
+        # CUDA's own goes with a process that returns from main, which xdist's workers and forked ones do not.
+        names = sorted(name for name in self._shared if not name.startswith("cuda.shm."))
+        shared = [f"{keeper.SHARED}/{name}" for name in names if (keeper.SHARED / name).exists()]
         own = keeper.temp_directory()  # goes with this process
         files = [str(path) for path in sorted(self.directory.iterdir()) if path != own]
         return processes + shared + files

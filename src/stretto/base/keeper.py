@@ -43,8 +43,8 @@ else:
 VARIABLE = "STRETTO_KEPT"
 PREFIX = "stretto-"
 SHARED = Path("/dev/shm")
-# Names of shared memory of multiprocessing, torch and vLLM. Our own files are locked by their owners (files.py).
-_LIBRARY_NAMES = re.compile(r"psm_|sem\.mp-|torch_|vllm")
+# Names of shared memory of multiprocessing, torch, CUDA and vLLM. Our own files are locked by their owners (files.py).
+_LIBRARY_NAMES = re.compile(r"psm_|sem\.mp-|torch_|cuda\.shm\.|vllm")
 _DIRECTORY = re.compile(PREFIX + r"[0-9a-f]{8}$")
 _NAMES = "shared_memory"  # file in the directory: the names that were reported
 _SWEEP_S = 10.0  # a process that survives SIGKILL for longer hangs in the kernel

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from stretto.base.process import thread_env, visible_gpus
-from stretto.doctor.finding import Finding, bad, good, note
+from stretto.doctor.finding import Finding, bad, good, note, warn
 
 TORCH_TIMEOUT_S = 60.0
 VLLM_SERIES = Version("0.32")
@@ -104,6 +104,12 @@ def probe_torch() -> dict | str:
 
 def requirements() -> Iterator[Finding]:
     """The packages that stretto needs, and their versions."""
+    if version_of("stretto") is None:
+        fix = "make install (or pip install -e . in the clone)"
+        yield warn(
+            "packages", "stretto runs from its sources and is not installed: versions were not looked at", fix
+        )
+        return
     wrong = []
     for line in importlib.metadata.requires("stretto") or ():
         requirement = Requirement(line)

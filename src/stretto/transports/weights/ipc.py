@@ -87,9 +87,11 @@ class IpcPublisher:
 
     def release(self, version: int) -> None:
         self._buckets = {v: buffers for v, buffers in self._buckets.items() if v > version}
+        torch.cuda.ipc_collect()  # torch keeps what another process has mapped until it is told to look again
 
     def close(self) -> None:
         self._buckets.clear()
+        torch.cuda.ipc_collect()
 
 
 class IpcReceiver(Receiver):
