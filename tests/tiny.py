@@ -40,7 +40,7 @@ def build_learner(policy: Decoder | None = None, *, optim=None, scheduler=None, 
         policy or build_policy(),
         model=model,
         optim=optim or AdamWOptim(lr=1e-2),
-        scheduler=scheduler or ConstantScheduler(),
+        scheduler=scheduler or ConstantScheduler(warmup_steps=0),
         max_steps=settings.pop("max_steps", None),
         **settings,
     )

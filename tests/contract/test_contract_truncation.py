@@ -74,7 +74,11 @@ def scored(completions: list[Completion], temperature: float) -> tuple[np.ndarra
         samples += samples_of(rollout, 1.0)
     mb = to_micro_batch(samples)
     learner = Learner(
-        sharp(), model=ModelSection(), optim=AdamWOptim(), scheduler=ConstantScheduler(), max_steps=None
+        sharp(),
+        model=ModelSection(),
+        optim=AdamWOptim(),
+        scheduler=ConstantScheduler(warmup_steps=0),
+        max_steps=None,
     )
     [logprobs] = learner.trained_logprobs([mb])
     return mb.logprobs[mb.loss_mask], logprobs[mb.loss_mask]

@@ -35,7 +35,7 @@ def play(directory: Path) -> dict:
         model=section,
         optim=optim,
         critic=critic,
-        scheduler=ConstantScheduler(),
+        scheduler=ConstantScheduler(warmup_steps=0),
         max_steps=None,
         mesh=mesh,
     )

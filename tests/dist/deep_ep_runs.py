@@ -96,7 +96,7 @@ def main(out: Path) -> None:
                 build_policy(**MOE),
                 model=section,
                 optim=AdamWOptim(lr=1e-3, max_norm=0.5, eps=1e-3),
-                scheduler=ConstantScheduler(),
+                scheduler=ConstantScheduler(warmup_steps=0),
                 max_steps=None,
                 enable_router_replay=True,
                 mesh=mesh,

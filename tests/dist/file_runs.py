@@ -52,7 +52,12 @@ def build(kind: str, model: dict, folder: Path, world_size: int) -> Learner:
         policy = hub.build_meta_model(directory, torch.float32)
         mesh = Mesh(find_degrees(section, world_size, policy.config), training_device())
     return Learner(
-        policy, model=section, optim=optim_of(kind), scheduler=ConstantScheduler(), max_steps=None, mesh=mesh
+        policy,
+        model=section,
+        optim=optim_of(kind),
+        scheduler=ConstantScheduler(warmup_steps=0),
+        max_steps=None,
+        mesh=mesh,
     )
 
 

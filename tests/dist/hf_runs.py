@@ -74,7 +74,7 @@ def build(kind: str, folder: Path, model: dict) -> Learner:
         policy,
         model=section,
         optim=optim_of(kind),
-        scheduler=ConstantScheduler(),
+        scheduler=ConstantScheduler(warmup_steps=0),
         max_steps=None,
         mesh=build_mesh(section, policy.config),
     )

@@ -421,7 +421,7 @@ def build(kind: str, model: dict, mesh: Mesh | None = None) -> Learner:
         model=section,
         optim=optim,
         critic=critic,
-        scheduler=ConstantScheduler(),
+        scheduler=ConstantScheduler(warmup_steps=0),
         max_steps=None,
         enable_router_replay=is_replayed(kind),
         mesh=mesh,

@@ -164,7 +164,11 @@ def _learner_logprobs(
 
     section = ModelSection(name=str(model))
     learner = Learner(
-        load_policy(section), model=section, optim=AdamWOptim(), scheduler=ConstantScheduler(), max_steps=None
+        load_policy(section),
+        model=section,
+        optim=AdamWOptim(),
+        scheduler=ConstantScheduler(warmup_steps=0),
+        max_steps=None,
     )
     documents = [np.concatenate((p, c.token_ids)) for p, c in zip(prompts, completions)]
     ends = np.cumsum([0, *map(len, documents)], dtype=np.int32)

@@ -71,7 +71,7 @@ def test_a_learner_in_8_bits_has_the_gradients_of_the_reference(kernels, family)
             build_policy(**shape).to("cuda", torch.bfloat16),
             model=ModelSection(dtype="bfloat16", fp8=fp8),
             optim=AdamWOptim(),
-            scheduler=ConstantScheduler(),
+            scheduler=ConstantScheduler(warmup_steps=0),
             max_steps=None,
         )
         learner.forward_backward([pack(documents())])

@@ -24,7 +24,7 @@ def build(shape, optim=None, **model):
         build_policy(**shape).to("cuda"),
         model=ModelSection(**model),
         optim=optim or AdamWOptim(lr=1e-3),
-        scheduler=ConstantScheduler(),
+        scheduler=ConstantScheduler(warmup_steps=0),
         max_steps=None,
     )
 

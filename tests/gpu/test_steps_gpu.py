@@ -44,7 +44,7 @@ def build(device: str, policy=None, **settings) -> Learner:
         (policy or build_policy()).to(device),
         model=ModelSection(**settings.pop("model", {})),
         optim=settings.pop("optim", ADAMW),
-        scheduler=ConstantScheduler(),
+        scheduler=ConstantScheduler(warmup_steps=0),
         max_steps=None,
         **settings,
     )

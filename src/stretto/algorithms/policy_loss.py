@@ -53,8 +53,8 @@ def dppo_kl(
     r is not detached: the gradient is A * r * grad log p.
 
     Source: DPPO with binary total variation, arXiv:2602.04879; KL term of Kimi K2.5, arXiv:2602.02276.
-    Differs: the KL term is to the sampler, not to a reference policy; in r, log r is clamped at 20 (also in `ipo` and
-    `ref_kl`).
+    Differs: the KL term is to the sampler, not to a reference policy, and 0 up to |log r| = 0.001 (`_squared`, also in
+    `ipo`); in r, log r is clamped at 20 (also in `ipo` and `ref_kl`).
     """
     log_ratio = logprobs - behavior_logprobs
     moved = logprobs.detach().exp() - behavior_logprobs.exp()
@@ -62,7 +62,7 @@ def dppo_kl(
     dropped_high = is_positive & (moved > mask_high)
     dropped_low = ~is_positive & (moved < -mask_low)
     pushed = (adv_tau * advantages).masked_fill(dropped_high | dropped_low, 0.0)
-    loss = kl_tau * log_ratio.square() - pushed * _ratio(log_ratio)
+    loss = kl_tau * _squared(log_ratio) - pushed * _ratio(log_ratio)
     return PolicyLoss(loss, dropped_low, dropped_high)
 
 
@@ -85,7 +85,7 @@ def ipo(
     moved = logprobs.detach().exp() - behavior_logprobs.exp()
     dropped_high, dropped_low = moved > threshold, moved < -threshold
     pushed = (adv_tau * advantages).masked_fill(dropped_high | dropped_low, 0.0)
-    loss = kl_tau * log_ratio.square() - pushed * _ratio(log_ratio)
+    loss = kl_tau * _squared(log_ratio) - pushed * _ratio(log_ratio)
     return PolicyLoss(loss, dropped_low, dropped_high)
 
 
@@ -153,6 +153,15 @@ def reinforce(logprobs: Float[Tensor, " tokens"], advantages: Float[Tensor, " to
     """
     nothing = logprobs.new_zeros(logprobs.shape, dtype=torch.bool)
     return PolicyLoss(-advantages * logprobs, nothing, nothing)
+
+
+NOISE = 1e-3
+"""Log ratios (nats) up to this are what engine and trainer round differently."""
+
+
+def _squared(log_ratio: Tensor) -> Tensor:
+    """(log r)^2, and 0 with no gradient where log r is noise: Adam makes full steps of any gradient that is alone."""
+    return log_ratio.masked_fill(log_ratio.detach().abs() <= NOISE, 0.0).square()
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:

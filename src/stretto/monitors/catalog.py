@@ -128,6 +128,11 @@ mismatch_kl/mean | nats per token | How far the trainer's log-probabilities of s
     engine's (k3 estimate); staleness is part of it. | Runs that learn stay below 0.03; above 0.3 the run
     warns: a learning rate that is far too high, or other numerics.
 mismatch_kl/max | nats | The largest value of one token. | Single large values are normal.
+ess/token | 0 to 1 | Effective sample size of the batch by tokens, (sum r)^2 / (n sum r^2), with r the ratio of trained
+    policy and sampler. | 1 where no token is older than the policy; runs that fell below 0.7 lost much of what they
+    could have learned.
+ess/sample | 0 to 1 | The same by samples, whose r is the product over their tokens. | Above 0.6 harmless; below 0.3,
+    with short replies, most is lost. It falls with the length of replies.
 mismatch_kl/<env>/mean | nats per token | The same per environment, if there are several.
 is_masked/mean | 0 to 1 | Tokens whose gradient the loss's bounds removed. | Above 0.2 steps are too large or
     data too old.
@@ -151,6 +156,7 @@ optim/lr | - | Learning rate of the step.
 optim/grad_norm | - | Norm of the gradient before clipping, mean over the updates of the step. | Sudden peaks
     announce trouble; a value that is not finite ends the run.
 optim/updates | updates | Optimizer updates in the step, if more than one.
+optim/skipped | updates | Updates that were left out because no token had an advantage or another target.
 """),
     ),
     Part(

@@ -17,7 +17,12 @@ WINDOW = 5
 """Steps over which a warning averages, so that one bad batch gives none."""
 FLAT_STEPS = 100
 """Steps after which a reward that has not risen gives a warning."""
-MISMATCH_BOUND = 0.3  # nats per token; asynchronous runs that learn stay below a tenth of it
+MISMATCH_BOUND = 0.1  # nats per token; asynchronous runs that learn stay below a third of it
+EARLY_STEPS = 20
+"""Steps in which one whose mismatch is over the bound shows that the policy moved too far."""
+LEAST_ESS, LEAST_TOKEN_ESS = 0.3, 0.9
+"""Effective sample sizes, of samples and of tokens: runs that had less of both lost most of what they could learn. That of
+samples alone falls with the length of replies too."""
 SOLVED = 0.9
 """Share of zero-signal groups above which hardly anything is learned."""
 
@@ -37,6 +42,9 @@ class Diagnosis:
     rewards: list[float] = field(default_factory=list)  # finite ones of all steps
     speeds: list[float] = field(default_factory=list)  # tokens per second of all steps
     first_entropy: float = 0.0
+    moves: dict[int, float] = field(
+        default_factory=dict
+    )  # mismatch KL of early steps over the bound, by step
     warned: set[str] = field(default_factory=set)
     _next_full_check: int = 0  # number of rows; a check of all steps at every step would cost more and more
 
@@ -46,6 +54,8 @@ class Diagnosis:
             self.first_entropy = row.get("entropy/mean", 0.0)
         self.num_rows += 1
         self.last.append(row)
+        if self.num_rows <= EARLY_STEPS and (moved := row.get("mismatch_kl/mean", 0.0)) > MISMATCH_BOUND:
+            self.moves[self.num_rows] = moved
         if math.isfinite(reward := row.get("reward/mean", math.nan)):
             self.rewards.append(reward)
         if "tokens_per_s" in row:
@@ -63,12 +73,15 @@ class Diagnosis:
         if last - first > 2 * noise:
             return f"{change}: improved"
         reasons = {
+            "apart": "engine and trainer disagreed about the policy before the first update",
+            "moved": f"the policy moved too far in {self._early_moves()}",
             "signal": "most groups have equal rewards, which give no signal",
-            "mismatch": "engine and trainer disagree about the policy",
+            "mismatch": "batches came from policies that were too far from the trained one",
+            "ess": "batches came from policies that were too far from the trained one",
             "truncated": "most replies are truncated",
             "entropy": "the policy gives nearly the same reply every time",
         }
-        likely = [text for kind, text in reasons.items() if kind in self.warned]
+        likely = list(dict.fromkeys(text for kind, text in reasons.items() if kind in self.warned))
         usual = (
             "too few steps, a learning rate that is too low or too high, tasks that are too hard or too easy"
         )
@@ -91,16 +104,13 @@ class Diagnosis:
                     f"the metric {name} is nan at step {self.num_rows}: look at what measures it (docs/metrics.md).",
                 )
                 break
+        yield from self._about_first_steps()
         if self.num_rows < WINDOW:
             return
         if (share := self._mean("groups/zero_signal_share")) >= SOLVED:
             yield "signal", self._about_signal(share)
-        if (mismatch := self._mean("mismatch_kl/mean")) > MISMATCH_BOUND:
-            yield (
-                "mismatch",
-                f"mismatch KL is {mismatch:.2g} nats per token (mean of {WINDOW} steps): the trained policy is far "
-                "from the one that sampled the tokens. Lower trainer.optim.lr, or max_async_level.",
-            )
+        if not self.moves or self.num_rows > EARLY_STEPS + WINDOW:
+            yield from self._about_distance()
         if (truncated := self._mean("completion/truncated_share")) > 0.5:
             limit = f" = {self.max_completion_tokens}" if self.max_completion_tokens else ""
             yield (
@@ -113,6 +123,43 @@ class Diagnosis:
             yield from self._about_entropy()
             yield from self._about_reward()
             yield from self._about_speed()
+
+    def _about_first_steps(self) -> Iterator[tuple[str, str]]:
+        if 1 in self.moves:
+            yield (
+                "apart",
+                f"mismatch KL of the first batch is {self.moves[1]:.2g} nats per token, before any update: the engine "
+                "computes something else than the trainer. Compare dtype, temperature, and what the engine changes in "
+                "its distribution.",
+            )
+        elif self.moves:
+            yield (
+                "moved",
+                f"the policy moved too far in {self._early_moves()} (mismatch KL {max(self.moves.values()):.2g} nats "
+                "per token). Lower trainer.optim.lr, or raise trainer.scheduler.warmup_steps.",
+            )
+
+    def _early_moves(self) -> str:
+        """The early steps in which the policy moved too far, in words."""
+        steps = list(self.moves) or [0]
+        return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+    def _about_distance(self) -> Iterator[tuple[str, str]]:
+        if (mismatch := self._mean("mismatch_kl/mean")) > MISMATCH_BOUND:
+            yield (
+                "mismatch",
+                f"mismatch KL is {mismatch:.2g} nats per token (mean of {WINDOW} steps): the trained policy is far "
+                "from the one that sampled the tokens. Lower trainer.optim.lr, or max_async_level.",
+            )
+        samples, tokens = (
+            fmean(row.get(f"ess/{name}", 1.0) for row in self.last) for name in ("sample", "token")
+        )
+        if samples < LEAST_ESS and tokens < LEAST_TOKEN_ESS:
+            yield (
+                "ess",
+                f"a batch is worth {samples:.0%} of its samples (effective sample size, mean of {WINDOW} steps): the "
+                "policy has moved far from the ones that sampled. Lower trainer.optim.lr, or max_async_level.",
+            )
 
     def _about_signal(self, share: float) -> str:
         rewards = [row["reward/mean"] for row in self.last if "reward/mean" in row]
@@ -172,7 +219,8 @@ class Diagnosis:
         if len(self.rewards) < 4:
             return 0.0, 0.0, math.inf
         size = max(2, len(self.rewards) // 5)
-        parts = self.rewards[:size], self.rewards[-size:]
+        # What was before the policy moved too far is in the first batches only.
+        parts = self.rewards[: 2 if self.moves else size], self.rewards[-size:]
         # The reward has a trend, so the noise is estimated from differences between successive steps.
         errors = [_noise(part) for part in parts]
         return fmean(parts[0]), fmean(parts[1]), math.hypot(*errors)

@@ -66,6 +66,18 @@ def count_tokens(micro_batches: Sequence[MicroBatch], *, by_sample: bool = False
     return TokenCounts(*counts.tolist())
 
 
+NO_ADVANTAGE = 1e-6
+"""Advantages up to this are 0: means of equal rewards are off by about 1e-17."""
+
+
+def has_signal(mb: MicroBatch) -> bool:
+    """True if a token of the micro batch has an advantage, or a target of another component."""
+    weights = ComponentWeights.of(mb)
+    if weights.ce is not None or weights.ref_kl is not None:
+        return True
+    return weights.rl is not None and bool(np.any(np.abs(mb.advantages[weights.rl != 0]) > NO_ADVANTAGE))
+
+
 def weigh_by_rollout(micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], float]:
     """Divide rl weights by the rl tokens of their rollout; returns also the number of rollouts.
 

@@ -35,9 +35,9 @@ from stretto.data.hub_model import fetch
 from stretto.models import hub
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
-from stretto.records.token_counts import counts_of_step, weigh_by_rollout
+from stretto.records.token_counts import counts_of_step, has_signal, weigh_by_rollout
 from stretto.records.weights import AdapterInfo
-from stretto.trainer.batch.metrics import StepSums, sums_by_env
+from stretto.trainer.batch.metrics import StepSums, ratio_sums, sums_by_env
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.batch.routing import build_routers
 from stretto.trainer.batch.scores import compute_logprobs
@@ -194,6 +194,7 @@ class Learner:
         self._observe = observe if self.mesh.is_batch_lead else None
         self._sums = StepSums()
         self._updates: list[tuple[float, float]] = []
+        self._has_signal, self._num_skipped = True, 0
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Add the gradients of a batch; all ranks must call it.
@@ -202,9 +203,13 @@ class Learner:
         """
         with_samples = needs_samples(self._loss) or self.user != UserFunctions()
         local_sums = counts_of_step(micro_batches, self._loss.reduction)._asdict()
-        local_sums |= {"tokens": float(sum(len(mb.token_ids) for mb in micro_batches))}
+        local_sums |= {
+            "tokens": float(sum(len(mb.token_ids) for mb in micro_batches)),
+            "max/signal": float(any(map(has_signal, micro_batches))),
+        }
         sums = self.mesh.reduce(local_sums | self.network.count_passes(micro_batches))
         num_tokens, passes = sums.pop("tokens"), PassCounts.of(sums)
+        self._has_signal = bool(sums.pop("max/signal")) or self._learns_without_advantages
         if self._loss.reduction == "rollout":
             micro_batches, _ = weigh_by_rollout(micro_batches)
         if self._index_coeff is not None:
@@ -241,7 +246,7 @@ class Learner:
             )
             loss.backward()
             entropy = entropy.detach()
-            sums["loss"] = loss.detach()
+            sums |= ratio_sums(inputs, logprobs.detach()) | {"loss": loss.detach()}
             sums["entropy"] = (entropy * inputs.streams.is_sampled).sum()
             if len(set(mb.envs)) > 1:
                 sums |= sums_by_env(mb, inputs, logprobs.detach(), entropy)
@@ -261,10 +266,28 @@ class Learner:
     def update(self) -> None:
         """Clip the gradient and update the weights; more updates in the same step may follow.
 
+        Without a signal (`has_signal`) weights and the optimizer's state stay: the gradient is that of rounding, or of
+        the squared log ratio alone, and Adam would make full steps of it.
+
         Raises: EngineError when the gradient is not finite; the weights are then unchanged.
         """
         lr = self.next_lr
-        self._updates.append((lr, self.network.update(self.step + 1, lr)))
+        norm = self.network.update(self.step + 1, lr, is_skipped=not self._has_signal)
+        self._updates.append((lr, norm))
+        self._num_skipped += not self._has_signal
+
+    @property
+    def _learns_without_advantages(self) -> bool:
+        """True if the loss has terms that move the policy where all advantages are 0."""
+        loss = self._loss
+        return (
+            isinstance(loss, CustomLoss)
+            or self.user.loss is not None
+            or self.user.correct is not None
+            or bool(loss.entropy_coef)
+            or (loss.reference_kl is not None and loss.reference_kl.coef > 0)
+            or self._index_coeff is not None
+        )
 
     @property
     def next_lr(self) -> float:
@@ -298,7 +321,9 @@ class Learner:
         metrics |= {"optim/lr": rates[-1], "optim/grad_norm": sum(norms) / len(norms)}
         if len(norms) > 1:
             metrics["optim/updates"] = len(norms)
-        self._updates = []
+        if self._num_skipped:
+            metrics["optim/skipped"] = self._num_skipped
+        self._updates, self._num_skipped = [], 0
         if self._routers is not None:
             metrics |= self._routers.end_step(self.mesh.reduce_token_sums)
         return metrics

@@ -139,8 +139,10 @@ class Network:
 
     # -- updates --
 
-    def update(self, step: int, lr: float) -> float:
+    def update(self, step: int, lr: float, *, is_skipped: bool = False) -> float:
         """Clip the gradient and update the weights; the norm of the gradient before clipping.
+
+        is_skipped: drop the gradient instead.
 
         Raises: EngineError when the norm is not finite; the weights are then unchanged.
         """
@@ -151,6 +153,9 @@ class Network:
                 f"step {step}: {self._prefix}gradient norm is {norm}; lower {self._lr_key} = {self.optim.lr:g}, "
                 "or train in float32. The weights are those of the previous step."
             )
+        if is_skipped:
+            self.weights.zero_grad()
+            return norm
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

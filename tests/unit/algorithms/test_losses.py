@@ -10,7 +10,7 @@ import torch
 
 from stretto.algorithms import kl
 from stretto.algorithms.losses import TokenCounts, TokenStreams, total_loss
-from stretto.algorithms.policy_loss import dppo_kl, ref_kl
+from stretto.algorithms.policy_loss import NOISE, dppo_kl, ipo, ref_kl
 from stretto.config.sections.algorithm import DefaultLoss, ReferenceKlSection
 
 LOSS = DefaultLoss(dppo_mask_low=0.2, dppo_mask_high=0.15, adv_tau=0.7, kl_tau=0.01)
@@ -26,7 +26,8 @@ def reference(logprobs, s, counts, cfg):
             a = s["advantages"][t]
             drop = moved > cfg.dppo_mask_high if a > 0 else moved < -cfg.dppo_mask_low
             policy = 0.0 if drop else cfg.adv_tau * a * ratio
-            rl += s["rl_weights"][t] * (cfg.kl_tau * (lp - q) ** 2 - policy)
+            squared = 0.0 if abs(lp - q) <= NOISE else (lp - q) ** 2
+            rl += s["rl_weights"][t] * (cfg.kl_tau * squared - policy)
         if s["ce_weights"][t] != 0:
             ce -= s["ce_weights"][t] * lp
         if s["ref_kl_weights"][t] != 0:
@@ -78,7 +79,9 @@ def test_gradient_is_what_the_formula_says(seed):
         q, a = s["behavior_logprobs"][t], s["advantages"][t]
         log_ratio, moved = logprobs[t] - q, math.exp(logprobs[t]) - math.exp(q)
         drop = moved > LOSS.dppo_mask_high if a > 0 else moved < -LOSS.dppo_mask_low
-        rl = 2 * LOSS.kl_tau * log_ratio - (0 if drop else LOSS.adv_tau * a * math.exp(log_ratio))
+        rl = 2 * LOSS.kl_tau * log_ratio * (abs(log_ratio) > NOISE) - (
+            0 if drop else LOSS.adv_tau * a * math.exp(log_ratio)
+        )
         pull = 0 if moved < -0.2 else (s["ref_logprobs"][t] - logprobs[t]) * math.exp(log_ratio)
         ref = 2e-3 * log_ratio - pull
         expected = (
@@ -87,6 +90,16 @@ def test_gradient_is_what_the_formula_says(seed):
             + s["ref_kl_weights"][t] * ref / counts.ref_kl
         )
         assert float(lp.grad[t]) == pytest.approx(expected, rel=1e-9, abs=1e-14)
+
+
+@pytest.mark.parametrize("loss", [dppo_kl, ipo], ids=["default", "ipo"])
+def test_a_log_ratio_that_is_rounding_has_no_squared_term(loss):
+    q = torch.log(torch.tensor([0.3, 0.3, 0.3, 0.3]))
+    lp = (q + torch.tensor([1e-7, -9e-4, 2e-3, -0.5])).requires_grad_()
+    bounds = {"threshold": 0.9} if loss is ipo else {"mask_low": 0.9, "mask_high": 0.9}
+    loss(lp, q, torch.zeros(4), kl_tau=0.5, **bounds).loss.sum().backward()
+    assert lp.grad[:2].tolist() == [0, 0]
+    assert lp.grad[2:].tolist() == pytest.approx([2e-3, -0.5], rel=1e-3)
 
 
 def test_policy_gradient_agrees_with_finite_differences_in_float64():

@@ -48,7 +48,11 @@ def measured_peak(shape: ScratchSection, settings, vocab: int) -> float:
     section = ModelSection(**settings)
     policy = hub.random_model(shape, vocab).to(hub.dtype_of(section.dtype, "cpu"))
     learner = Learner(
-        policy, model=section, optim=AdamWOptim(lr=1e-4), scheduler=ConstantScheduler(), max_steps=None
+        policy,
+        model=section,
+        optim=AdamWOptim(lr=1e-4),
+        scheduler=ConstantScheduler(warmup_steps=0),
+        max_steps=None,
     )
     rows = rows_of(TOKENS, TOKENS // 4, vocab)
     learner.forward_backward(rows)

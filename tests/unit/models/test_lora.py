@@ -34,7 +34,11 @@ def build_learner(policy=None, lora=LORA, **model) -> Learner:
     optim = AdamWOptim(lr=model.pop("lr", 1e-2))
     section = ModelSection(lora=lora, **model)
     return Learner(
-        policy or build_policy(), model=section, optim=optim, scheduler=ConstantScheduler(), max_steps=None
+        policy or build_policy(),
+        model=section,
+        optim=optim,
+        scheduler=ConstantScheduler(warmup_steps=0),
+        max_steps=None,
     )
 
 

@@ -49,7 +49,7 @@ def test_a_run_that_learns_gets_no_warning(seed: int) -> None:
     ("bad", "words"),
     [
         ({"groups/zero_signal_share": 1.0}, "100% of the groups have equal rewards"),
-        ({"mismatch_kl/mean": 2.0}, "mismatch KL is 2 nats per token"),
+        ({"mismatch_kl/mean": 2.0}, "mismatch KL of the first batch is 2 nats per token"),
         (
             {"completion/truncated_share": 0.9},
             "90% of the replies are truncated at max_completion_tokens = 2",
@@ -82,7 +82,35 @@ def test_a_reward_that_falls_gives_a_warning_and_the_verdict_names_the_likely_re
     diagnosis = Diagnosis()
     for row in rows:
         diagnosis.add(GOOD | row)
-    assert ": fell; likely: engine and trainer disagree" in diagnosis.verdict()
+    assert ": fell; likely: batches came from policies that were too far" in diagnosis.verdict()
+
+
+def test_a_policy_that_moves_too_far_at_the_start_is_named_with_its_steps() -> None:
+    """The first batches count: mean rewards of the first and last fifth are equal here."""
+    rewards = [0.45, 0.43, 0.16, *[0.32] * 37]
+    mismatches = [1e-6, 0.28, 0.52, 0.15, 0.11, *[0.02] * 35]
+    rows = [{"reward/mean": r, "mismatch_kl/mean": k} for r, k in zip(rewards, mismatches)]
+    [text] = warnings_of(rows)[:1]
+    assert "the policy moved too far in step 2" in text and "trainer.scheduler.warmup_steps" in text
+    assert not any("disagree" in text or "far from the one" in text for text in warnings_of(rows))
+    diagnosis = Diagnosis()
+    for row in rows:
+        diagnosis.add(GOOD | row)
+    assert "training reward 0.440 -> 0.320" in diagnosis.verdict()
+    assert diagnosis.verdict().endswith("likely: the policy moved too far in steps 2 to 5")
+
+
+def test_an_engine_that_computes_something_else_is_told_from_a_policy_that_moved() -> None:
+    [text] = warnings_of([{"mismatch_kl/mean": 0.4}] * 3)
+    assert "before any update" in text and "Compare dtype" in text
+
+
+@pytest.mark.parametrize(
+    ("samples", "tokens", "is_told"), [(0.2, 0.5, True), (0.2, 0.99, False), (0.5, 0.8, False)]
+)
+def test_batches_that_are_worth_few_of_their_samples_are_told(samples, tokens, is_told) -> None:
+    rows = [{"ess/sample": samples, "ess/token": tokens}] * 10
+    assert any("a batch is worth 20% of its samples" in text for text in warnings_of(rows)) == is_told
 
 
 def test_entropy_that_collapses_gives_a_warning_only_if_the_reward_has_not_risen() -> None:

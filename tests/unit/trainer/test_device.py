@@ -91,7 +91,7 @@ def build(place: Place, policy: torch.nn.Module | None = None, **settings: Any) 
         model=ModelSection(**settings.pop("model", {})),
         # Sums in another order differ in the last bits; a large eps keeps such differences small in updates.
         optim=settings.pop("optim", AdamWOptim(lr=1e-2, eps=1e-2)),
-        scheduler=ConstantScheduler(),
+        scheduler=ConstantScheduler(warmup_steps=0),
         max_steps=None,
         **settings,
     )

@@ -23,7 +23,11 @@ def build(shape, *, dtype="float32", policy=None, **model):
     policy = policy or build_policy(**shape).to(hub.DTYPES[dtype])
     section = ModelSection(dtype=dtype, **model)
     return Learner(
-        policy, model=section, optim=AdamWOptim(lr=1e-3), scheduler=ConstantScheduler(), max_steps=None
+        policy,
+        model=section,
+        optim=AdamWOptim(lr=1e-3),
+        scheduler=ConstantScheduler(warmup_steps=0),
+        max_steps=None,
     )
 
 

@@ -205,6 +205,65 @@ def test_advantage_of_zero_moves_nothing_but_the_kl_term():
     assert all(not grad.any() for grad in gradients(learner).values())
 
 
+def everything(learner):
+    """Weights and the optimizer's state, copied."""
+    return {name: part.tensor.clone() for name, part in learner.state().slices.items()}
+
+
+@pytest.mark.parametrize("advantage", [0.0, 1e-17])
+def test_a_batch_without_any_advantage_moves_neither_weights_nor_moments(advantage):
+    learner = build_learner(optim=AdamWOptim(lr=1e-2, weight_decay=0.1))
+    learner.forward_backward([pack(documents())])
+    learner.optim_step()
+    before = everything(learner)
+    mb = pack(documents(1))
+    learner.forward_backward([replace(mb, advantages=np.full_like(mb.advantages, advantage))])
+    metrics = learner.optim_step()
+    assert metrics["optim/skipped"] == 1 and metrics["optim/grad_norm"] > 0 and learner.step == 2
+    after = everything(learner)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    learner.forward_backward([mb])
+    assert "optim/skipped" not in learner.optim_step()
+    assert not all(torch.equal(before[name], part) for name, part in everything(learner).items())
+
+
+@pytest.mark.parametrize("change", [{"ce_weights": 1.0}, {"ref_kl_weights": 1.0, "ref_logprobs": -1.0}])
+def test_other_targets_are_a_signal_without_advantages(change):
+    mb = pack(documents())
+    mask = mb.loss_mask.astype(np.float32)
+    mb = replace(mb, advantages=0 * mask, **{name: value * mask for name, value in change.items()})
+    learner = build_learner()
+    before = everything(learner)
+    learner.forward_backward([mb])
+    assert "optim/skipped" not in learner.optim_step()
+    assert not all(torch.equal(before[name], part) for name, part in everything(learner).items())
+
+
+def test_an_entropy_bonus_is_a_signal_without_advantages():
+    mb = pack(documents())
+    learner = build_learner(loss=DefaultLoss(entropy_coef=0.01))
+    learner.forward_backward([replace(mb, advantages=np.zeros_like(mb.advantages))])
+    assert "optim/skipped" not in learner.optim_step()
+
+
+def test_effective_sample_sizes_are_those_of_ratios_one_by_one():
+    learner, docs = build_learner(), documents(4)
+    rows = [pack(docs[:5]), pack(docs[5:])]
+    for mb in rows:
+        learner.forward_backward([mb])
+    tokens, samples = [], []
+    for mb in rows:
+        logs = np.where(mb.loss_mask, learner.logprobs(mb)[0] - mb.logprobs, 0.0)
+        for low, high in pairwise(mb.cu_seqlens):
+            if mb.loss_mask[low:high].any():
+                tokens += np.exp(logs[low:high][mb.loss_mask[low:high]]).tolist()
+                samples.append(np.exp(logs[low:high].sum()))
+    metrics = learner.optim_step()
+    for name, ratios in (("token", np.array(tokens)), ("sample", np.array(samples))):
+        size = ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum())
+        assert metrics[f"ess/{name}"] == pytest.approx(size, rel=1e-4)
+
+
 def test_the_policy_learns_what_is_rewarded():
     """One token of a document has positive advantage: its probability rises."""
     rng = np.random.default_rng(0)
@@ -385,7 +444,7 @@ def rates(cfg, max_steps, peak=1.0):
 
 def test_constant_rate_rises_in_equal_parts_and_stays():
     assert rates(ConstantScheduler(warmup_steps=4), 6) == [0.25, 0.5, 0.75, 1, 1, 1]
-    assert rates(ConstantScheduler(), 2, peak=0.1) == [0.1, 0.1]
+    assert rates(ConstantScheduler(warmup_steps=0), 2, peak=0.1) == [0.1, 0.1]
 
 
 def test_linear_rate_rises_stays_and_falls():

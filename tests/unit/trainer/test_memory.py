@@ -34,7 +34,7 @@ def train(shape, model=None, *, is_replaying=False, num_steps=2, dtype="float32"
         build_policy(**shape).to(getattr(torch, dtype)),
         model=section,
         optim=AdamWOptim(lr=1e-2),
-        scheduler=ConstantScheduler(),
+        scheduler=ConstantScheduler(warmup_steps=0),
         max_steps=None,
         enable_router_replay=is_replaying,
     )

@@ -82,7 +82,7 @@ def test_offloading_without_a_gpu_is_refused(monkeypatch):
             build_policy(),
             model=ModelSection(**model),
             optim=AdamWOptim(),
-            scheduler=ConstantScheduler(),
+            scheduler=ConstantScheduler(warmup_steps=0),
             max_steps=None,
         )
 

@@ -92,8 +92,9 @@ class ConstantScheduler(Section):
     """Learning rate stays at its peak after the warm-up."""
 
     type: Literal["constant"] = "constant"
-    warmup_steps: Steps = 0
-    """Steps of linear rise from 0; a number below 1 is a share of max_steps."""
+    warmup_steps: Steps = 10
+    """Steps of linear rise from 0; a number below 1 is a share of max_steps. Adam's first steps are large: without a
+    rise they can move a policy so far that it does not come back."""
 
 
 class FallingScheduler(Section):

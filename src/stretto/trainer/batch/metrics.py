@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stretto.algorithms import kl
+from stretto.algorithms.sample_index import SampleIndex
 from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.pass_inputs import PassInputs
 
@@ -60,6 +61,24 @@ class StepSums:
 
 
 @torch.no_grad()
+def ratio_sums(inputs: PassInputs, logprobs: Float[Tensor, " trained"]) -> dict[str, Shaped[Tensor, ""]]:
+    """Sums of the ratios of trained policy and sampler and of their squares, of tokens and of samples (products)."""
+    streams = inputs.streams
+    log_ratio = (logprobs - streams.behavior_logprobs).masked_fill(~streams.is_sampled, 0.0)
+    lengths = torch.from_numpy(np.bincount(inputs.documents)).to(logprobs.device)
+    samples = SampleIndex.of(lengths)
+    has_sampled = samples.count(streams.is_sampled) > 0
+    sums: dict[str, Tensor] = {"samples": has_sampled.sum()}
+    for name, logs, is_member in (
+        ("token", log_ratio, streams.is_sampled),
+        ("sample", samples.sum(log_ratio), has_sampled),
+    ):
+        ratio = logs.clamp(-kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO).double().exp() * is_member
+        sums |= {f"ratio/{name}": ratio.sum(), f"ratio_squared/{name}": ratio.square().sum()}
+    return sums
+
+
+@torch.no_grad()
 def sums_by_env(
     mb: MicroBatch,
     inputs: PassInputs,
@@ -92,6 +111,9 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
     if total["sampled_tokens"]:
         metrics["mismatch_kl/mean"] = total["mismatch_kl"] / sampled
         metrics["mismatch_kl/max"] = total["max/mismatch_kl"]
+        for name, number in (("token", sampled), ("sample", total["samples"])):
+            if squares := total[f"ratio_squared/{name}"]:
+                metrics[f"ess/{name}"] = total[f"ratio/{name}"] ** 2 / (number * squares)
     if total["rl_tokens"]:
         low, high = (total[name] / total["rl_tokens"] for name in ("is_masked_low", "is_masked_high"))
         metrics |= {"is_masked/mean": low + high, "is_masked_low/mean": low, "is_masked_high/mean": high}

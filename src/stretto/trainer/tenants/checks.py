@@ -25,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 class _SpecSections(Section):
     lora: LoRASection
     optim: Optim = AdamWOptim()
-    scheduler: Scheduler = ConstantScheduler()
+    scheduler: Scheduler = ConstantScheduler(warmup_steps=0)
 
 
 class _LossSections(Section):

@@ -30,7 +30,7 @@ def learner_of(case="qwen3_vl", *, is_frozen=True, **model):
         build_vision_policy(case),
         model=section,
         optim=AdamWOptim(lr=1e-2),
-        scheduler=ConstantScheduler(),
+        scheduler=ConstantScheduler(warmup_steps=0),
         max_steps=None,
     )
 

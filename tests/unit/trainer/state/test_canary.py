@@ -112,7 +112,11 @@ def test_experts_are_suspected_where_there_are_some_and_all_where_nothing_stands
 def test_the_trainers_half_is_a_plain_forward_pass_over_tokens_that_never_change():
     model = random_model(ScratchSection(seed=4), 112, eos_token_id=2)
     learner = Learner(
-        model, model=ModelSection(), optim=AdamWOptim(), scheduler=ConstantScheduler(), max_steps=None
+        model,
+        model=ModelSection(),
+        optim=AdamWOptim(),
+        scheduler=ConstantScheduler(warmup_steps=0),
+        max_steps=None,
     )
     canary = score_canary(learner, 40)
     ids = torch.tensor(canary.token_ids)

@@ -60,7 +60,7 @@ class Log:
 def score(num_tokens: int = 48) -> Canary:
     learner = Learner(
         build_vision_policy("qwen3_vl"), model=ModelSection(vlm=VisionSection()), optim=AdamWOptim(lr=1e-2),
-        scheduler=ConstantScheduler(), max_steps=None,
+        scheduler=ConstantScheduler(warmup_steps=0), max_steps=None,
     )  # fmt: skip
     return score_canary(learner, num_tokens)
 
