@@ -21,8 +21,8 @@ MISMATCH_BOUND = 0.1  # nats per token; asynchronous runs that learn stay below 
 EARLY_STEPS = 20
 """Steps in which one whose mismatch is over the bound shows that the policy moved too far."""
 LEAST_ESS, LEAST_TOKEN_ESS = 0.3, 0.9
-"""Effective sample sizes, of samples and of tokens: runs that had less of both lost most of what they could learn. That of
-samples alone falls with the length of replies too."""
+"""Effective sample sizes, of samples and of tokens: runs that had less of both lost most of what they could learn. That
+of samples alone falls with the length of replies too."""
 SOLVED = 0.9
 """Share of zero-signal groups above which hardly anything is learned."""
 

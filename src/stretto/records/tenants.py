@@ -34,9 +34,8 @@ class TenantSpec(msgspec.Struct, frozen=True, kw_only=True):
     target_modules: tuple[str, ...] | None = None  # None: the default of [model.lora]
     seed: int = 0  # of the adapter's first values, and of dropout
     optim: Section = msgspec.field(default_factory=lambda: {"type": "adamw"})  # [trainer.optim]
-    scheduler: Section = msgspec.field(
-        default_factory=lambda: {"type": "constant", "warmup_steps": 0}
-    )  # [trainer.scheduler]
+    # [trainer.scheduler]; without a rise, because clients choose the rate of every step.
+    scheduler: Section = msgspec.field(default_factory=lambda: {"type": "constant", "warmup_steps": 0})
     max_steps: int | None = None  # where a schedule that falls ends
 
 

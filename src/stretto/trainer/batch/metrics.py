@@ -70,8 +70,8 @@ def ratio_sums(inputs: PassInputs, logprobs: Float[Tensor, " trained"]) -> dict[
     has_sampled = samples.count(streams.is_sampled) > 0
     sums: dict[str, Tensor] = {"samples": has_sampled.sum()}
     for name, logs, is_member in (
-        ("token", log_ratio, streams.is_sampled),
-        ("sample", samples.sum(log_ratio), has_sampled),
+        ("ess/token", log_ratio, streams.is_sampled),
+        ("ess/sample", samples.sum(log_ratio), has_sampled),
     ):
         ratio = logs.clamp(-kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO).double().exp() * is_member
         sums |= {f"ratio/{name}": ratio.sum(), f"ratio_squared/{name}": ratio.square().sum()}
@@ -111,9 +111,9 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
     if total["sampled_tokens"]:
         metrics["mismatch_kl/mean"] = total["mismatch_kl"] / sampled
         metrics["mismatch_kl/max"] = total["max/mismatch_kl"]
-        for name, number in (("token", sampled), ("sample", total["samples"])):
+        for name, number in (("ess/token", sampled), ("ess/sample", total["samples"])):
             if squares := total[f"ratio_squared/{name}"]:
-                metrics[f"ess/{name}"] = total[f"ratio/{name}"] ** 2 / (number * squares)
+                metrics[name] = total[f"ratio/{name}"] ** 2 / (number * squares)
     if total["rl_tokens"]:
         low, high = (total[name] / total["rl_tokens"] for name in ("is_masked_low", "is_masked_high"))
         metrics |= {"is_masked/mean": low + high, "is_masked_low/mean": low, "is_masked_high/mean": high}
