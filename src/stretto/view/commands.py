@@ -16,6 +16,7 @@ import numpy as np
 
 from stretto.base.errors import ConfigError
 from stretto.base.status import duration
+from stretto.ledger.audit import report_of
 from stretto.ledger.reader import LedgerReader
 from stretto.view import state
 from stretto.view.run import Run, compare
@@ -77,8 +78,14 @@ def show(words: Sequence[str]) -> int:
     )
     parser.add_argument("run", help="run directory, such as outputs/demo")
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument(
+        "--audit", action="store_true", help="also check the ledger, and read every rollout that is kept"
+    )
     args = parser.parse_args(list(words))
-    found = summary(Run(args.run))
+    found_run = Run(args.run)
+    found = summary(found_run)
+    if args.audit:
+        found["ledger"] = report_of(found_run.dir, payloads=True)
     if args.json:
         _print_json(found)
     else:
@@ -139,6 +146,8 @@ def _summary_text(found: dict[str, Any]) -> str:
     if found["rollouts"]:
         counts = _counts_text(found["rollouts"])
         lines += ["", f"rollouts: {counts}", f"read some: stretto rollouts {found['path']} --worst 3"]
+    if "ledger" in found:
+        lines += ["", f"ledger: {found['ledger']}"]
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ from ledger_runs import MEMBERS, Run, group, num_reused, steps, task, turn
 from stretto.base.errors import ConfigError, DataError, EngineError
 from stretto.base.paths import RunDir
 from stretto.ledger import Ledger, LedgerReader, audit, schema
+from stretto.ledger.audit import report_of
 from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Group, RolloutStatus
 
@@ -394,3 +395,18 @@ def test_the_audit_finds_every_broken_promise(run_dir: RunDir, change: str, find
     db.execute(change)
     db.close()
     assert any(finding in line for line in audit(run_dir)), audit(run_dir)
+
+
+def test_the_report_of_an_audit_counts_promises_or_names_faults(run_dir: RunDir) -> None:
+    steps(run_dir, 5).close()
+    assert report_of(run_dir).startswith("7 promises kept") and "whole" not in report_of(run_dir)
+    assert report_of(run_dir, payloads=True).endswith("all payloads are whole")
+    db = schema.open_for_writing(run_dir.ledger)
+    db.execute("UPDATE rollouts SET first_version = 4 WHERE group_id < 3")
+    db.close()
+    assert report_of(run_dir).startswith(
+        "12 faults: step 1 has rollout g0.0 of version 4, which came after it; "
+    )
+    assert report_of(run_dir).endswith("; and 7 more")
+    run_dir.ledger.unlink()
+    assert report_of(run_dir).startswith("cannot be checked: ")
