@@ -29,6 +29,7 @@ from stretto.envs.base import (
     SingleTurnEnv,
     checked_prompt,
     checked_score,
+    place_of,
     play_episode,
 )
 from stretto.envs.result import checked_group_rewards
@@ -164,7 +165,8 @@ class Player(PlaySettings):
             missing = members.missing
             try:
                 where = f"environment {env.name}, task {draw.task.task_id}, prompt"
-                messages = checked_prompt(await call_async(lambda: env.prompt(draw.task), where), where)
+                given = await call_async(lambda: env.prompt(draw.task), where)
+                messages = checked_prompt(given, f"{where} of {place_of(env, 'prompt')}")
                 messages = with_system_prompt(messages, self.system_prompts.get(env.name))
                 with boundary(EnvError, where):
                     await load_images(self.renderer, messages)
@@ -246,7 +248,8 @@ class Player(PlaySettings):
             with boundary(EnvError, where):
                 content = self.renderer.parse(completion.token_ids, request.prompt_ids).get("content") or ""
                 text = text_to_stop(content, completion, request.sampling.min_tokens)
-            result = await checked_score(await call_async(lambda: env.score(draw.task, text), where), where)
+            score = await call_async(lambda: env.score(draw.task, text), where)
+            result = await checked_score(score, f"{where} of {place_of(env, 'score')}")
             branch = OpenBranch(self.behavior_temperature())
             branch.add_turn(request.prompt_ids, completion, draw.version, images=request.images)
             is_truncated = completion.finish_reason == "length" or result.is_truncated
