@@ -149,10 +149,12 @@ def _check_content(message: Mapping[str, Any], where: str, kind: type[StrettoErr
         raise kind(f"{where}.content must be text, got {short_repr(content)}; {way}.")
     for index, part in enumerate(content):
         place = f"{where}.content[{index}]"
-        if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+        if not isinstance(part, Mapping) or not {"type", "text", "image", "image_url"} & part.keys():
             example = '{"type": "text", "text": "..."}'
             raise kind(f"{place} must be an object with a type, such as {example}, got {short_repr(part)}.")
-        if part["type"] == "text" and not isinstance(part.get("text"), str):
+        if part.get("type", "text" if "text" in part else "") == "text" and not isinstance(
+            part.get("text"), str
+        ):
             raise kind(f"{place}.text must be text, got {short_repr(part.get('text'))}; write str(...).")
 
 

@@ -151,7 +151,7 @@ def _describes(entry: Any) -> bool:
 def without_null_columns(record: dict[str, Any]) -> dict[str, Any]:
     """A record of a column format, whose objects all have each other's keys, without the nulls that this adds.
 
-    Only messages, with their calls, and tools are changed. Tools that are JSON in a text stay as their author wrote them.
+    Only messages, with their calls, and tools are changed; tools that are JSON in a text stay as they are.
     """
     return {
         key: _without_filling(value) if isinstance(value, list) and any(map(_describes, value)) else value

@@ -248,10 +248,11 @@ class SingleTurnEnv(ABC):
         return await checked_score(self.score(task, reply.text), place_of(self, "score"))
 
 
-def place_of(env: Environment, method: str) -> str:
-    """For messages: the environment, one of its methods, and file and line of that."""
+def place_of(env: Environment, method: str, where: str | None = None) -> str:
+    """For messages: the environment and its method (or `where`), and file and line of the method."""
     function = getattr(env, method)
-    return f"environment {env.name}: {method} ({definition_of(getattr(function, '__func__', function))})"
+    place = where or f"environment {env.name}: {method}"
+    return f"{place} ({definition_of(getattr(function, '__func__', function))})"
 
 
 def checked_prompt(prompt: Prompt, where: str) -> list[Message]:

@@ -117,7 +117,7 @@ class MultiTurnEnv(ABC):
             with contextlib.suppress(AttributeError):
                 answer.close()  # avoids a second warning, that it was never awaited
             raise EnvError(
-                f"{where} returned something that has to be awaited; make it `async def`, and `await` that call"
+                f"{where} returned a call that nobody awaited; write `async def`, and `await` before it"
             )
         if isinstance(answer, str | Mapping) or not isinstance(answer, Sequence):
             example = '[{"role": "user", "content": "..."}]'

@@ -265,7 +265,7 @@ async def first_prompt(
     if not isinstance(env, SingleTurnEnv | MultiTurnEnv):  # a `prompt` of another class may be anything
         return None, None
     given = await call_async(lambda: env.prompt(task), where)
-    messages = checked_prompt(given, f"{where} of {place_of(env, 'prompt')}")
+    messages = checked_prompt(given, place_of(env, "prompt", where))
     return messages, env.tool_schemas() if hasattr(env, "tool_schemas") else None
 
 
