@@ -307,6 +307,15 @@ def test_tools_are_answered_and_then_the_environment_gives_the_next_turn() -> No
     assert "again" in text_of(rollout.branches[0], False)
 
 
+def test_further_turns_come_also_if_respond_asks_the_class_above_without_await() -> None:
+    class Asks(Further):
+        def respond(self, episode: Any, reply: Any) -> Any:
+            answered = ToolEnv.respond(self, episode, reply)
+            return answered or super().respond(episode, reply)
+
+    assert play(Asks(), scripted("one.", "two.")).reward == 2.0
+
+
 def test_an_answer_that_nobody_awaited_is_told() -> None:
     class Forgets(Further):
         def respond(self, episode: Any, reply: Any) -> Any:
