@@ -44,6 +44,7 @@ from stretto.envs.base import (
     checked_prompt,
     checked_score,
     load_environment,
+    place_of,
     tasks_of,
 )
 from stretto.envs.result import checked_result
@@ -211,13 +212,12 @@ class Worker:
         messages = self._env.prompt(self._task_of(start))
         if inspect.isawaitable(messages):
             messages = await messages
-        where = f"environment {self._env.name}: prompt"
-        return PromptResult(call=start.call, messages=checked_prompt(messages, where))
+        return PromptResult(call=start.call, messages=checked_prompt(messages, place_of(self._env, "prompt")))
 
     async def _score(self, start: StartCall) -> CallResult:
         assert isinstance(self._env, SingleTurnEnv)
         score = self._env.score(self._task_of(start), start.text)
-        result = await checked_score(score, f"environment {self._env.name}: score")
+        result = await checked_score(score, place_of(self._env, "score"))
         return CallResult(call=start.call, result=msgspec.structs.replace(result, note=None))
 
     # -- turns --
