@@ -21,6 +21,7 @@ import msgspec
 from aiohttp import web
 
 from stretto.base.errors import ConfigError, DataError, StrettoError
+from stretto.base.ports import refusal_of
 from stretto.config.root import ServeConfig
 from stretto.data.hub_model import find_config, find_local
 from stretto.records.tenants import TenantSpec
@@ -184,6 +185,8 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
         user: User | None = None
         refusal: Refusal | None = None
         try:
+            if refused := refusal_of(http.method, http.headers, has_key=True):
+                raise Refusal(refused[1], refused[0])
             # The address of a file for download is signed, so it needs no token.
             if http.path not in OPEN_ROUTES and not http.path.startswith("/download/"):
                 user = hub.access.user(http.headers)
@@ -194,6 +197,8 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
             refusal = error
         except web.HTTPException as error:
             refusal = Refusal(f"{http.method} {http.path[:200]}: {error.reason}", error.status)
+        except web.RequestPayloadError as error:
+            refusal = Refusal(f"the body cannot be read: {error.__cause__ or error}", 400)
         except (DataError, ConfigError) as error:
             refusal = Refusal(str(error), 400)
         except ConnectionError:

@@ -115,7 +115,7 @@ def prepare_cursor(
         if not verdict.has_failed:
             buffer.restore(verdict.group, has_signal=verdict.has_signal, rejected=verdict.rejected)
             num_reused += len(group.rollouts)
-    redraws = ledger.unfinished_draws()
+    redraws = [(group_id, mix.playable(task)) for group_id, task in ledger.unfinished_draws()]
     buffer.expect_redraws(group_id for group_id, _ in redraws)
     partials = ledger.partial_rollouts(progress.step, oldest_version) if cfg.partial_rollout else {}
     text = (
