@@ -37,6 +37,10 @@ from stretto.transports.engine.api import Refusal
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 256 << 20
+"""Largest body of a route that takes tensors or tokens, decompressed."""
+MAX_PLAIN_BYTES = 1 << 20
+"""Largest body of any other route of Tinker's API, decompressed."""
+_LARGE = ("/forward", "/forward_backward", "/asample")
 OPEN_ROUTES = frozenset({"/health", "/api/v1/healthz"})
 QUIET_ROUTES = frozenset(
     {
@@ -191,6 +195,8 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
             if http.path not in OPEN_ROUTES and not http.path.startswith("/download/"):
                 user = hub.access.user(http.headers)
                 http[USER] = user
+            if http.path.startswith("/api/v1/") and not http.path.endswith(_LARGE):
+                http = http.clone(client_max_size=MAX_PLAIN_BYTES)
             with hub.reading.body(user.name if user is not None else "", body_size(http)):
                 return await handler(http)
         except Refusal as error:
@@ -216,7 +222,10 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
                 status = 200 if refusal is None else refusal.status
                 details = {} if refusal is None else {"error": str(refusal)[:500]}
                 action = f"{http.method} {http.path[:300]}"
-                hub.audit.write(user and user.name, action, http.remote or "", status=status, **details)
+                if user is None:
+                    hub.audit.write_stranger(action, http.remote or "", status=status, **details)
+                else:
+                    hub.audit.write(user.name, action, http.remote or "", status=status, **details)
         # Clients of Tinker show `detail`.
         body = json.loads(refusal.body()) | {"detail": str(refusal)}
         return answer(body, refusal.status)

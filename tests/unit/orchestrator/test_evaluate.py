@@ -283,3 +283,14 @@ def test_a_server_that_refuses_is_quoted_and_an_environment_of_tokens_is_refused
         await server.runner.cleanup()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("content", ["", "[{", "{}", "[1]", "[{\"mode\": 1}]", "null"])
+def test_an_eval_that_a_power_cut_left_incomplete_is_no_eval(tmp_path, content):
+    from stretto.base.paths import RunDir
+    from stretto.orchestrator.eval.results import load_mean_rewards
+
+    run = RunDir(tmp_path)
+    run.eval_results(3).parent.mkdir(parents=True)
+    run.eval_results(3).write_text(content)
+    assert not load_mean_rewards(run, 3)

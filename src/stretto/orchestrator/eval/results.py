@@ -155,7 +155,7 @@ def user_sample_lines(
 def _open_atomic(path: Path) -> Iterator[TextIO]:
     """Open a file that appears only when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as part, part.open("w") as file:
+    with atomic_path(path, is_durable=True) as part, part.open("w") as file:
         yield file
 
 
@@ -173,13 +173,17 @@ def write_results(path: Path, scores: Sequence[EvalScore]) -> None:
 
 
 def load_mean_rewards(run_dir: RunDir, version: int) -> dict[str, float] | None:
-    """Mean rewards by mode of an eval that was done; None if there is none."""
+    """Mean rewards by mode of an eval that was done; None if there is none, or a power cut left it incomplete."""
     path = run_dir.eval_results(version)
     if not path.exists():
         return None
-    rows = json.loads(path.read_text())
-    modes = {row["mode"] for row in rows}
-    return {mode: float(np.mean([row["mean"] for row in rows if row["mode"] == mode])) for mode in modes}
+    try:
+        rows = json.loads(path.read_text())
+        modes = {row["mode"] for row in rows}
+        return {mode: float(np.mean([row["mean"] for row in rows if row["mode"] == mode])) for mode in modes}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.warning("%s is damaged (%s): this eval is done again", path, error)
+        return None
 
 
 def build_eval_score(env: str, mode: str, k: int, groups: Sequence[Group], time_s: float) -> EvalScore:
