@@ -333,7 +333,7 @@ def _describe(run: RunDir, contents: list[str]) -> str:
 
 def _num_steps(metrics: Path) -> int:
     try:
-        lines = metrics.read_text().splitlines()
+        lines = metrics.read_text(errors="replace").splitlines()
     except OSError:
         return 0
     steps = set()

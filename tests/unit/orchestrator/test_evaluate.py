@@ -156,6 +156,24 @@ def test_a_resumed_run_repeats_an_eval_only_if_configured(tmp_path):
             assert sorted(loop.progress.sampled) == [0, 2, 4, 5]
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_resumed_run_repeats_an_eval_whose_results_a_power_cut_has_cut(tmp_path, share):
+    settings = {"eval": {"num_examples": 10, "interval": 2}, "max_async_level": 0}
+    cfg = config(tmp_path, **settings)
+    with pytest.raises(EngineError, match="killed"):
+        train(cfg, FakeEngine(parrot(0.5)), FakeTrainer(max_steps=5, checkpoint_every=2, die_after=4))
+    step = cfg.run_dir.latest_complete_checkpoint()
+    result = cfg.run_dir.eval_results(step)
+    whole = result.read_text()
+    result.write_text(whole[: int(len(whole) * share)])
+    engine = FakeEngine(parrot(0.5))
+    engine.version = step
+    again = config(tmp_path, **settings | {"resume": {"step": step}})
+    loop = train(again, engine, FakeTrainer(max_steps=5, start=step))
+    assert len(json.loads(result.read_text())) == len(json.loads(whole))
+    assert sorted(loop.progress.sampled) == [0, 2, 4, 5]
+
+
 # -- evals that fail --
 
 

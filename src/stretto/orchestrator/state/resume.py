@@ -49,7 +49,10 @@ def starting_point(cfg: OrchestratorConfig) -> Progress:
     progress.num_resumes += 1
     # A version is often evaluated after its checkpoint is saved: do not repeat that eval.
     means_of_eval = load_mean_rewards(cfg.run_dir, step)
-    if cfg.eval is not None and cfg.eval.retrigger_on_resume:
+    is_damaged = means_of_eval is None and cfg.run_dir.eval_results(step).exists()
+    if is_damaged:
+        logger.warning("%s is damaged: that eval is done again", cfg.run_dir.eval_results(step))
+    if cfg.eval is not None and (cfg.eval.retrigger_on_resume or is_damaged):
         progress.sampled.pop(step, None)
         progress.greedy.pop(step, None)
     elif means_of_eval is not None:
