@@ -85,6 +85,15 @@ def damaged_images(db: sqlite3.Connection, run_dir: RunDir) -> Iterator[str]:
             yield str(error)
 
 
+def forget_damaged(db: sqlite3.Connection, run_dir: RunDir, segment: int) -> None:
+    """Forget images that a power cut took from a segment, so that the next group that shows one writes it again."""
+    for name in hashes_in(db, segment):
+        try:
+            load(db, run_dir, segment, name)
+        except (DataError, WireError):
+            db.execute("DELETE FROM images WHERE hash = ? AND segment = ?", (name, segment))
+
+
 def _has_table(db: sqlite3.Connection) -> bool:
     return db.execute("SELECT 1 FROM sqlite_master WHERE name = 'images'").fetchone() is not None
 

@@ -94,6 +94,8 @@ class Ledger:
         self._step = self._scalar("SELECT coalesce(max(step), 0) FROM batches WHERE state != 'undone'")
         self._segments = self._open_segment()
         self._flushed_segment = self._segments.segment  # all segments before it are on the disk
+        with self.transaction():
+            images.forget_damaged(self._db, self._run_dir, self._segments.segment)
         self._stored_images = images.hashes_in(self._db, self._segments.segment)  # in the open segment
 
     def close(self) -> None:
