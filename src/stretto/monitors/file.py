@@ -24,6 +24,10 @@ from stretto.monitors.monitor import Monitor, TableRow, images_of
 
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 _TAIL_BYTES = 1 << 16
+_READ_BYTES = 1 << 24
+MERGED_TOKENS = "batch/tokens merged"
+"""In a row that stands for several: the tokens of the batches of those before it."""
+_KEPT_AS_THEY_ARE = 500  # the newest rows, when older ones are merged
 _MAX_ROWS_BACK = 20  # `newest_row` looks at so many rows
 
 
@@ -69,10 +73,16 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 class MetricsTail:
-    """The rows of a metrics file that may still grow."""
+    """The rows of a metrics file that may still grow.
 
-    def __init__(self, path: Path | str) -> None:
-        self._path = Path(path)
+    With max_rows, its memory does not grow with the run: of more rows, older neighbours are merged. A merged row has
+    the step of its last one, and of every metric the value that is farthest from the mean, so that no peak disappears.
+    """
+
+    def __init__(self, path: Path | str, *, max_rows: int | None = None) -> None:
+        assert max_rows is None or max_rows > 2 * _KEPT_AS_THEY_ARE
+        self._path, self._max_rows = Path(path), max_rows
+        self._stride = 1  # steps that a merged row stands for
         self._rows: dict[int, dict[str, Any]] = {}
         self._end = 0  # bytes read
         self._is_new = (
@@ -93,18 +103,24 @@ class MetricsTail:
         try:
             with self._path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._end:
-                    self._rows, self._end, self._is_new = {}, 0, False
+                    self._rows, self._end, self._is_new, self._stride = {}, 0, False, 1
                 file.seek(self._end)
-                text = file.read()
+                begin, cut = self._end, b""
+                while text := file.read(_READ_BYTES):
+                    cut = self._add_lines(cut + text)
         except FileNotFoundError:
             return False
         except OSError as error:
             raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
+        return self._end > begin
+
+    def _add_lines(self, text: bytes) -> bytes:
+        """Add the whole lines at the beginning of a text; returns the rest."""
         whole = text.rfind(b"\n") + 1
         for line in text[:whole].splitlines():
             self._add(line)
         self._end += whole
-        return whole > 0
+        return text[whole:]
 
     def _add(self, line: bytes) -> None:
         row = _parse(line)
@@ -123,6 +139,53 @@ class MetricsTail:
             self._rows, self._is_new = {s: old for s, old in self._rows.items() if s < step}, False
         new = {k: math.nan if v is None else v for k, v in row.items()}
         self._rows[step] = self._rows.get(step, {}) | new  # a row that a caller has does not change
+        if self._max_rows is not None and len(self._rows) > self._max_rows:
+            self._merge(self._max_rows)
+
+    def _merge(self, max_rows: int) -> None:
+        """Merge all but the first row and the newest ones, so that at most three quarters of max_rows remain."""
+        steps = sorted(self._rows)
+        old, new = steps[1:-_KEPT_AS_THEY_ARE], [steps[0], *steps[-_KEPT_AS_THEY_ARE:]]
+        while len({step // self._stride for step in old}) > max_rows * 3 // 4 - _KEPT_AS_THEY_ARE:
+            self._stride *= 2
+        means = _means([self._rows[step] for step in old])
+        neighbours = itertools.groupby(old, key=lambda step: step // self._stride)
+        merged = [_merged([self._rows[step] for step in group], means) for _, group in neighbours]
+        self._rows = {row["step"]: row for row in merged} | {step: self._rows[step] for step in new}
+
+
+def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    sums: dict[str, list[float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                own = sums.setdefault(key, [0.0, 0.0])
+                own[0] += value
+                own[1] += 1
+    return {key: total / number for key, (total, number) in sums.items()}
+
+
+def _merged(rows: Sequence[Mapping[str, Any]], means: Mapping[str, float]) -> dict[str, Any]:
+    """One row for several, in step order."""
+    last, found = rows[-1], dict(rows[0])
+    if len(rows) == 1:
+        return found
+    for key, value in itertools.chain.from_iterable(row.items() for row in rows[1:]):
+        if _distance(value, key, means) > _distance(found.get(key), key, means):
+            found[key] = value
+        else:
+            found.setdefault(key, value)
+    batches = [row.get("batch/tokens", 0) + row.get(MERGED_TOKENS, 0) for row in rows]
+    counted = {key: value for key, value in last.items() if key.startswith("progress/")}
+    frame = {key: last[key] for key in ("step", "time", "incarnation") if key in last}
+    merged_tokens = sum(batches) - found.get("batch/tokens", 0)
+    return found | counted | frame | ({MERGED_TOKENS: merged_tokens} if any(batches) else {})
+
+
+def _distance(value: Any, key: str, means: Mapping[str, float]) -> float:
+    """How far a value is from the mean of its metric; -1 if it is no finite number."""
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return abs(value - means.get(key, 0.0)) if is_number else -1.0
 
 
 def newest_row(path: Path, name: str) -> dict[str, Any]:
