@@ -24,9 +24,10 @@ from stretto.monitors.monitor import Monitor, TableRow, images_of
 
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 _TAIL_BYTES = 1 << 16
-_READ_BYTES = 1 << 24
+_READ_BYTES = 1 << 22
 MERGED_TOKENS = "batch/tokens merged"
 """In a row that stands for several: the tokens of the batches of those before it."""
+_FRAME = frozenset({"step", "time", "incarnation"})
 _KEPT_AS_THEY_ARE = 500  # the newest rows, when older ones are merged
 _MAX_ROWS_BACK = 20  # `newest_row` looks at so many rows
 
@@ -143,10 +144,10 @@ class MetricsTail:
             self._merge(self._max_rows)
 
     def _merge(self, max_rows: int) -> None:
-        """Merge all but the first row and the newest ones, so that at most three quarters of max_rows remain."""
+        """Merge all but the first row and the newest ones, so that at most half of max_rows remain."""
         steps = sorted(self._rows)
         old, new = steps[1:-_KEPT_AS_THEY_ARE], [steps[0], *steps[-_KEPT_AS_THEY_ARE:]]
-        while len({step // self._stride for step in old}) > max_rows * 3 // 4 - _KEPT_AS_THEY_ARE:
+        while len({step // self._stride for step in old}) > max_rows // 2 - _KEPT_AS_THEY_ARE:
             self._stride *= 2
         means = _means([self._rows[step] for step in old])
         neighbours = itertools.groupby(old, key=lambda step: step // self._stride)
@@ -155,37 +156,36 @@ class MetricsTail:
 
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    sums: dict[str, list[float]] = {}
+    """The mean of each metric over its finite values."""
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
     for row in rows:
         for key, value in row.items():
             if isinstance(value, int | float) and math.isfinite(value):
-                own = sums.setdefault(key, [0.0, 0.0])
-                own[0] += value
-                own[1] += 1
-    return {key: total / number for key, (total, number) in sums.items()}
+                sums[key] = sums.get(key, 0.0) + value
+                counts[key] = counts.get(key, 0) + 1
+    return {key: total / counts[key] for key, total in sums.items()}
 
 
 def _merged(rows: Sequence[Mapping[str, Any]], means: Mapping[str, float]) -> dict[str, Any]:
     """One row for several, in step order."""
-    last, found = rows[-1], dict(rows[0])
+    last, found, distances = rows[-1], dict(rows[0]), dict[str, float]()
     if len(rows) == 1:
         return found
-    for key, value in itertools.chain.from_iterable(row.items() for row in rows[1:]):
-        if _distance(value, key, means) > _distance(found.get(key), key, means):
-            found[key] = value
-        else:
-            found.setdefault(key, value)
+    for row in rows:
+        for key, value in row.items():
+            mean = means.get(key)
+            is_number = mean is not None and isinstance(value, int | float)
+            distance = abs(value - mean) if is_number else math.nan
+            if distance > distances.get(key, -1.0):
+                found[key], distances[key] = value, distance
+            elif key not in found:
+                found[key] = value
     batches = [row.get("batch/tokens", 0) + row.get(MERGED_TOKENS, 0) for row in rows]
-    counted = {key: value for key, value in last.items() if key.startswith("progress/")}
-    frame = {key: last[key] for key in ("step", "time", "incarnation") if key in last}
-    merged_tokens = sum(batches) - found.get("batch/tokens", 0)
-    return found | counted | frame | ({MERGED_TOKENS: merged_tokens} if any(batches) else {})
-
-
-def _distance(value: Any, key: str, means: Mapping[str, float]) -> float:
-    """How far a value is from the mean of its metric; -1 if it is no finite number."""
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    return abs(value - means.get(key, 0.0)) if is_number else -1.0
+    if any(batches):
+        found[MERGED_TOKENS] = sum(batches) - found.get("batch/tokens", 0)
+    as_last = {key: value for key, value in last.items() if key in _FRAME or key.startswith("progress/")}
+    return found | as_last
 
 
 def newest_row(path: Path, name: str) -> dict[str, Any]:
