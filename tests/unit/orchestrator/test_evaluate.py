@@ -303,7 +303,7 @@ def test_a_server_that_refuses_is_quoted_and_an_environment_of_tokens_is_refused
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("content", ["", "[{", "{}", "[1]", "[{\"mode\": 1}]", "null"])
+@pytest.mark.parametrize("content", ["", "[{", "{}", "[1]", '[{"mode": 1}]', "null"])
 def test_an_eval_that_a_power_cut_left_incomplete_is_no_eval(tmp_path, content):
     from stretto.base.paths import RunDir
     from stretto.orchestrator.eval.results import load_mean_rewards
