@@ -188,7 +188,7 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
                 from stretto.dry_run import job
 
                 if shown := job(cfg):
-                    print(shown)
+                    _print(shown)
             return served
         cfg = served
     if cfg.dry_run:
@@ -305,8 +305,14 @@ def _print_config(cfg: RunRoot) -> int:
     return 0
 
 
+def _print(text: str) -> None:
+    from stretto.base.status import harmless
+
+    print(harmless(text))  # it shows what models and environments have written
+
+
 def _dry_run(verb: str, cfg: RunRoot) -> int:
     from stretto.dry_run import SCREENS
 
-    print(SCREENS[verb](cfg))
+    _print(SCREENS[verb](cfg))
     return 0

@@ -135,10 +135,12 @@ def _open_ends(db: sqlite3.Connection) -> Iterator[str]:
 
 
 def _damaged(db: sqlite3.Connection, run_dir: RunDir) -> Iterator[str]:
+    """Damaged payloads, but for those of lost rollouts: a resume has found these, and has played them again."""
     query = (
         "SELECT group_id, member, finished_at, segment, offset, length, crc FROM rollouts "
         "LEFT JOIN segments USING (segment) WHERE segment IS NOT NULL AND deleted_at IS NULL AND "
-        "(finished_at IS NOT NULL OR group_id IN (SELECT group_id FROM draws WHERE state = 'drawn'))"
+        "(finished_at IS NOT NULL AND status != 'lost' OR "
+        "group_id IN (SELECT group_id FROM draws WHERE state = 'drawn'))"
     )
     for group_id, member, finished_at, *where in db.execute(query).fetchall():
         place, rollout_id = Place(*where), f"g{group_id}.{member}"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stretto.base.files import write_atomic
 from stretto.config.sections.monitors import WandbSection
 from stretto.monitors.monitor import Monitor, Source, TableRow, Values
 
@@ -65,6 +66,6 @@ class WandbMonitor(Monitor):
 
 def _run_id(path: Path) -> str:
     """The W&B id of this process, kept in a file of the run directory across resumes."""
-    if not path.exists():
-        path.write_text(secrets.token_hex(6))
+    if not path.exists() or not path.read_text().strip():  # empty after a power cut
+        write_atomic(path, secrets.token_hex(6).encode(), is_durable=True)
     return path.read_text().strip()

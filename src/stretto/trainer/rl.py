@@ -49,7 +49,7 @@ from stretto.trainer.parallel.mesh import rank_name
 from stretto.trainer.process import StopFlag, find_group_timeout_s, rank_process
 from stretto.trainer.state import checkpoint
 from stretto.trainer.state.canary import is_canary_due, score_canary
-from stretto.trainer.state.export import export_critic, export_weights
+from stretto.trainer.state.export import export_critic, export_weights, prune_exports
 from stretto.trainer.updates import Updates
 from stretto.transports.orchestrator import Orchestrator
 from stretto.transports.weights import build_publisher, meeting_host
@@ -288,6 +288,8 @@ class Trainer:
             if (critic := self.learner.critic) is not None:
                 folder = critic.section.save or self.run_dir.critic
                 export_critic(critic, folder / f"step_{step}", self.tokenizer_dir)
+                prune_exports(folder, ckpt, step, critic.network.weights.mesh)
+            prune_exports(self.run_dir.weights, ckpt, step, self.learner.network.weights.mesh)
             if self.remote_critic is not None:
                 self.remote_critic.command("export")
             self.exported_step = step

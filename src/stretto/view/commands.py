@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from stretto.base.errors import ConfigError
-from stretto.base.status import duration
+from stretto.base.status import duration, harmless
 from stretto.ledger.audit import report_of
 from stretto.ledger.reader import LedgerReader
 from stretto.view import state
@@ -51,7 +51,7 @@ def runs(words: Sequence[str]) -> int:
             f"{', '.join(map(str, places))}: no run there; a run is a directory with configs/run.json."
         )
     else:
-        print(table([_listed(row) for row in rows]))
+        print(harmless(table([_listed(row) for row in rows])))
     return 0
 
 
@@ -89,7 +89,7 @@ def show(words: Sequence[str]) -> int:
     if args.json:
         _print_json(found)
     else:
-        print(_summary_text(found))
+        print(harmless(_summary_text(found)))
     return 0
 
 
@@ -198,12 +198,12 @@ def rollouts(words: Sequence[str]) -> int:
         _print_json(rows)
         return 0
     if not rows and args.failed and not (args.step or args.env):
-        print(f"{run.dir}: no rollout failed. {_what_there_is(run)}")
+        print(harmless(f"{run.dir}: no rollout failed. {_what_there_is(run)}"))
         return 0
     if not rows:
         raise ConfigError(f"{run.dir}: no such rollouts. {_what_there_is(run)}")
     for row in rows:
-        print(as_text(row, is_raw=args.raw), end="\n\n")
+        print(harmless(as_text(row, is_raw=args.raw)), end="\n\n")
     return 0
 
 
@@ -237,7 +237,7 @@ def plot(words: Sequence[str]) -> int:
     args = parser.parse_args(list(words))
     runs = [Run(path) for path in args.run]
     draw(runs, *args.key, path=args.out)
-    print(table(compare(runs)))
+    print(harmless(table(compare(runs))))
     print(f"\npicture  {args.out}")
     return 0
 

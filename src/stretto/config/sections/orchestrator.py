@@ -236,8 +236,13 @@ def is_at_interval(interval: int | None, version: int, *, end: int | None) -> bo
 class LedgerSection(Section):
     """The run's database."""
 
-    keep_steps: int | None = Field(50, gt=0)
-    """Steps whose token payloads are kept on disk; None: all. Rows are kept always."""
+    keep_bytes: int | None = Field(10_000_000_000, gt=0)
+    """Bytes of token payloads kept on disk: beyond them the oldest go. None: no limit. Rows are kept always, and so is
+    what came after the newest checkpoint."""
+    keep_steps: int | None = Field(None, gt=0)
+    """Steps whose token payloads are kept on disk at most; None: as many as keep_bytes allows."""
+    keep_samples: int = Field(16, ge=0)
+    """Rollouts per step whose token payloads are kept for ever: best ones, worst ones and the first ones."""
     segment_bytes: int = Field(64_000_000, gt=0)
     """Size at which a payload file is closed and the next begun."""
 

@@ -67,6 +67,7 @@ from stretto.envs.workers.wire import (
     error_kind,
     packed,
     packed_checked,
+    place_of,
     receive,
     receive_blocking,
 )
@@ -197,8 +198,12 @@ class Worker:
     # -- the three calls --
 
     def _task_of(self, start: StartCall) -> Task:
-        """The environment's own task; the orchestrator's has split and index only."""
-        return self._task(start.task.data["split"], start.task.data["index"])
+        """The environment's own task; the orchestrator's has split and index only.
+
+        A group that was drawn before the run had workers brings the environment's own task.
+        """
+        place = place_of(start.task)
+        return start.task if place is None else self._task(*place)
 
     async def _play(self, start: StartCall) -> CallResult:
         result = self._env.rollout(self._task_of(start), RemoteContext(self, start.call))
