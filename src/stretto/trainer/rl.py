@@ -35,6 +35,7 @@ from stretto.records.control import (
     CheckpointBegun,
     CheckpointSaved,
     Register,
+    StepMetrics,
     VersionReady,
 )
 from stretto.records.sample import TrainBatch
@@ -119,7 +120,12 @@ class Trainer:
         self.stack.callback(self.publisher.close)
         if self.is_lead:
             self.monitors = build_monitors(
-                self.cfg.monitors, self.run_dir, ROLE, self.cfg.run_name, resumed_step=self.resumed_step
+                self.cfg.monitors,
+                self.run_dir,
+                ROLE,
+                self.cfg.run_name,
+                resumed_step=self.resumed_step,
+                has_trackers=False,
             )
             self.stack.callback(self.monitors.close, MONITOR_CLOSE_S)
         self.written: deque[int] = deque()
@@ -224,6 +230,11 @@ class Trainer:
             self.wait_s,
         )
 
+    def log_more(self, step: int, metrics: dict[str, float]) -> None:
+        """Log metrics that are known after the step's report, here and in the orchestrator, which feeds trackers."""
+        self.monitors.log(step, metrics)
+        self.orchestrator.post(StepMetrics(step=step, metrics=metrics))
+
     def publish(self) -> VersionReady | None:
         """Publish the current weights as the version after the current step; on the lead, its announcement."""
         start = time.perf_counter()
@@ -246,7 +257,7 @@ class Trainer:
         adapter = self.learner.adapter_info()
         manifest = msgspec.structs.replace(manifest, canary=canary, adapter=adapter)
         values = {"time/publish": time.perf_counter() - start, "publish/bytes": manifest.sent_bytes}
-        self.monitors.log(self.learner.step, values)
+        self.log_more(self.learner.step, values)
         return VersionReady(manifest=manifest)
 
     def announce(self, ready: VersionReady | None) -> None:
@@ -305,7 +316,7 @@ class Trainer:
                 self.remote_critic.flush()
         self.report_saved()
         if self.is_lead and step in (self.saved_step, self.exported_step):
-            self.monitors.log(step, {"time/save_ckpt": time.perf_counter() - start})
+            self.log_more(step, {"time/save_ckpt": time.perf_counter() - start})
 
     def report_saved(self) -> None:
         """Report checkpoints whose files are written; the orchestrator then completes them."""
