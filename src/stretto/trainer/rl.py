@@ -284,24 +284,10 @@ class Trainer:
         start = time.perf_counter()
         is_saving = is_last or self.is_checkpoint_due(step)
         weights = ckpt.weights
-        is_exporting = is_last or (
-            weights is not None and checkpoint.is_interval_end(step, weights.interval or ckpt.interval)
-        )
-        if weights is not None and is_exporting and step != self.exported_step:
-            self.learner.check_finite()
-            export_weights(
-                self.run_dir,
-                self.learner.network.weights,
-                step,
-                self.tokenizer_dir,
-                self.cfg.model if ckpt.weights.save_adapter_separately else None,
-            )
-            if (critic := self.learner.critic) is not None:
-                folder = critic.section.save or self.run_dir.critic
-                export_critic(critic, folder / f"step_{step}", self.tokenizer_dir)
-            if self.remote_critic is not None:
-                self.remote_critic.command("export")
-            self.exported_step = step
+        interval = (None if weights is None else weights.interval) or ckpt.interval
+        is_exporting = is_last or checkpoint.is_interval_end(step, interval)
+        if self.has_exports and is_exporting and step != self.exported_step:
+            self.export(step)
         if is_saving and step != self.saved_step:
             self.learner.check_finite()
             if self.is_lead:
@@ -317,6 +303,33 @@ class Trainer:
         self.report_saved()
         if self.is_lead and step in (self.saved_step, self.exported_step):
             self.log_more(step, {"time/save_ckpt": time.perf_counter() - start})
+
+    @property
+    def has_exports(self) -> bool:
+        """Are model directories written? A critic's are with [ckpt] alone, if they have a place of their own."""
+        critic = self.cfg.critic
+        return self.cfg.ckpt is not None and (
+            self.cfg.ckpt.weights is not None or (critic is not None and critic.save is not None)
+        )
+
+    def export(self, step: int) -> None:
+        """Write model directories: of the policy with [ckpt.weights], of a critic with it or a place of its own."""
+        self.learner.check_finite()
+        weights = self.cfg.ckpt.weights if self.cfg.ckpt is not None else None
+        if weights is not None:
+            export_weights(
+                self.run_dir,
+                self.learner.network.weights,
+                step,
+                self.tokenizer_dir,
+                self.cfg.model if weights.save_adapter_separately else None,
+            )
+        if (critic := self.learner.critic) is not None:
+            folder = critic.section.save or self.run_dir.critic
+            export_critic(critic, folder / f"step_{step}", self.tokenizer_dir)
+        if self.remote_critic is not None:
+            self.remote_critic.command("export")
+        self.exported_step = step
 
     def report_saved(self) -> None:
         """Report checkpoints whose files are written; the orchestrator then completes them."""
@@ -353,7 +366,7 @@ class Trainer:
         should_save = stop is None or stop.save
         if self.mesh.broadcast(should_save, bool):
             ckpt = self.cfg.ckpt
-            if ckpt and (step != self.saved_step or (ckpt.weights and step != self.exported_step)):
+            if ckpt and (step != self.saved_step or (self.has_exports and step != self.exported_step)):
                 self.memory.bring_back()
             self.save_if_due(is_last=True)
         if self.is_lead:

@@ -110,7 +110,8 @@ CLASHES: tuple[Clash, ...] = (
     Clash("--num-rollout --num-epoch", lambda v: v.num_rollout is None and v.num_epoch is None,
           "{0} or {1} is missing: how long to train"),
     _idle("--memory-snapshot-dir", "--record-memory-history", ", which records the memory; add that"),
-    *(_needs(name, "--save", ", the directory") for name in ("--save-interval", "--save-hf", "--async-save")),
+    *(_needs(name, "--save", ", the directory")
+      for name in ("--save-interval", "--save-hf", "--async-save", "--critic-save")),
     _needs("--ckpt-step", "--load", ", the run that it is a step of"),
     Clash("--save-hf --hf-checkpoint", lambda v: v.save_hf is not None and v.save_hf == v.hf_checkpoint,
           "{0} would write over {1}; name another directory"),
