@@ -287,7 +287,8 @@ def run_vime(words: list[str]) -> int:
         return 0
     from stretto.vime.flags.command import read_command
 
-    cfg, notes, names = read_command(words)
+    cfg, notes, names, environment = read_command(words)
+    os.environ.update(environment)
     if cfg.print_config:
         return _print_config(cfg)
     for note in notes:

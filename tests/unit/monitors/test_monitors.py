@@ -313,7 +313,7 @@ def test_trackio_takes_rows(
     import trackio
 
     [run] = trackio.Api().runs("t")
-    assert run.name == "run-trainer" and run.config["seq_len"] == 64 and "secret" not in str(run.config)
+    assert run.name == "run" and run.config["seq_len"] == 64 and "secret" not in str(run.config)
 
 
 @pytest.mark.parametrize("left", [None, "", "\n"])

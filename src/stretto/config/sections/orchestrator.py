@@ -309,8 +309,8 @@ class OrchestratorKeys(Section):
     group_size: int = Field(8, gt=0)
     """Rollouts of one task that are compared."""
     row_tokens: int | None = Field(None, gt=1)
-    """Tokens in one packed row of the trainer, at least seq_len: several long samples share a longer one's pass. None:
-    seq_len."""
+    """Tokens in one packed row of the trainer. More than seq_len: several long samples share a pass; less: a pass of
+    short samples is small, and a longer sample has a row of its own. None: seq_len."""
     max_async_level: int = Field(1, ge=0)
     """Steps that generation may be ahead of the trained weights; 0 is synchronous."""
     max_off_policy_steps: int = Field(8, ge=0)

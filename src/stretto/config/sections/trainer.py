@@ -142,7 +142,8 @@ class CriticSection(Section):
     """Directory or name of a model of the policy's family to start from: a critic that was saved, a reward model,
     or a language model, which gets a new output that is 0. None: the model that the policy starts from."""
     save: Path | None = None
-    """Directory of its exports, one `step_N` whenever the policy's weights are exported; None: RUN/critic."""
+    """Directory of its exports, one `step_N` whenever the policy's weights are exported, or without
+    [ckpt.weights] every ckpt.interval steps and at the end. None: RUN/critic, with the policy's only."""
     lr: float | None = Field(None, gt=0)
     """Learning rate; None: the peak of the policy's."""
     optim: Optim | None = None

@@ -67,9 +67,9 @@ from stretto.envs.workers.wire import (
     error_kind,
     packed,
     packed_checked,
-    place_of,
     receive,
     receive_blocking,
+    split_and_index,
 )
 from stretto.records.rollout import Task
 
@@ -202,7 +202,7 @@ class Worker:
 
         A group that was drawn before the run had workers brings the environment's own task.
         """
-        place = place_of(start.task)
+        place = split_and_index(start.task)
         return start.task if place is None else self._task(*place)
 
     async def _play(self, start: StartCall) -> CallResult:

@@ -44,7 +44,7 @@ def task_at(env: str, split: Split, index: int) -> Task:
     return Task(env=env, task_id=f"{split}-{index}", data={"split": split, "index": index})
 
 
-def place_of(task: Task) -> tuple[Split, int] | None:
+def split_and_index(task: Task) -> tuple[Split, int] | None:
     """Split and index of a task that `task_at` made; None for an environment's own task."""
     if task.data.keys() != {"split", "index"}:
         return None

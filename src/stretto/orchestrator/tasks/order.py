@@ -21,7 +21,7 @@ import numpy as np
 from stretto.base.errors import ConfigError
 from stretto.envs.base import Environment, TaskSource, tasks_of
 from stretto.envs.workers.pool import WorkerEnv
-from stretto.envs.workers.wire import place_of
+from stretto.envs.workers.wire import split_and_index
 from stretto.orchestrator.tasks.curriculum import DifficultyPools
 from stretto.records.partial import PartialRollout
 from stretto.records.rollout import Task
@@ -72,7 +72,7 @@ class TaskMix:
         The orchestrator has only the place of a task whose episodes worker processes play. A run that is resumed
         without them takes the environment's own task from that place; workers find their own.
         """
-        env, place = self.envs.get(task.env), place_of(task)
+        env, place = self.envs.get(task.env), split_and_index(task)
         if env is None or place is None or isinstance(env, WorkerEnv):
             return task
         return tasks_of(env, place[0]).task(place[1])
