@@ -26,6 +26,7 @@ SAYS = {
     "Shout": (lambda prompt: prompt.removeprefix("U").removesuffix(".A").upper(), 1),
     "Guess": (lambda prompt: str(prompt.count("A") - 1), 1),
     "Capitals": (lambda prompt: "Paris" if "France" in prompt else "Tokyo", 1),
+    "TwoCities": (lambda prompt: "10" if "Lima" in prompt else "37", 1),
     "Auction": (lambda prompt: "7" if "umpire" not in prompt else "first", 2),
 }
 

@@ -17,6 +17,7 @@ import numpy as np
 from stretto.base.errors import EnvError, boundary
 from stretto.chat.render import Renderer
 from stretto.config.sections.orchestrator import OrchestratorSection
+from stretto.data.values import with_whole_text
 from stretto.envs.result import checked_number, checked_reward, checked_rewards, describe_value
 from stretto.orchestrator.build import other_models, table_of, urls_of
 from stretto.records.rollout import Group, Rollout, RolloutStatus
@@ -303,7 +304,7 @@ def _checked(metrics: Mapping[str, Any], prefix: str, hook: Hook) -> dict[str, f
     Raises: EnvError for one that is no number.
     """
     return {
-        f"{prefix}/{name}": checked_number(value, hook.where, f"the metric {name}")
+        f"{prefix}/{with_whole_text(str(name))}": checked_number(value, hook.where, f"the metric {name}")
         for name, value in metrics.items()
     }
 

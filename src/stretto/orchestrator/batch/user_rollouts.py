@@ -28,6 +28,7 @@ import msgspec
 
 from stretto.base.errors import EnvError, StrettoError, boundary
 from stretto.config.sections.orchestrator import SamplingSection
+from stretto.data.values import with_whole_text
 from stretto.envs.result import checked_number, checked_reward
 from stretto.orchestrator.eval.results import EvalScore
 from stretto.orchestrator.groups.buffer import Slot
@@ -369,7 +370,7 @@ class UserRolloutFunction:
         if not isinstance(metrics, dict | None):
             raise EnvError(f"{where}: metrics are {type(metrics).__name__}, not a dictionary of numbers")
         return {
-            f"{prefix}/{name}": checked_number(value, where, f"the metric {name}")
+            f"{prefix}/{with_whole_text(str(name))}": checked_number(value, where, f"the metric {name}")
             for name, value in (metrics or {}).items()
         }
 
