@@ -1,4 +1,4 @@
-"""Of two values the later one holds, with a note; harmless values are notes; a key goes to W&B and nowhere else."""
+"""The later of two values holds, with a note; harmless values are notes; a key goes to W&B and nowhere else."""
 
 from __future__ import annotations
 
