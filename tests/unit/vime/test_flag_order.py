@@ -1,4 +1,4 @@
-"""Of two values the later one holds, with a note; harmless values are notes; a key goes to W&B and nowhere else."""
+"""The later of two values holds, with a note; harmless values are notes; a key goes to W&B and nowhere else."""
 
 from __future__ import annotations
 
@@ -138,3 +138,12 @@ def test_rows_are_as_long_as_the_flag_says_and_evals_do_not_lengthen_them(files)
 @pytest.mark.parametrize("correction", ["", "--use-tis", "--use-tis --custom-tis-function-path own.tis"])
 def test_a_clip_range_that_does_nothing_is_a_note(correction, files):
     assert read_command(words_of(files, SPLIT, "--eps-clip 0.2 --eps-clip-high 0.28", correction)).config
+
+
+def test_the_flags_of_a_key_stand_after_its_whole_address(files):
+    names = read_command(words_of(files, SPLIT, "--vllm-router-ip 10.0.0.9 --vllm-router-port 3000")).names
+    said = names.reword("inference.router.address = http://10.0.0.9:3000: nobody answers; see its log")
+    assert said == (
+        "inference.router.address = http://10.0.0.9:3000 (--vllm-router-ip 10.0.0.9, --vllm-router-port 3000): "
+        "nobody answers; see its log"
+    )

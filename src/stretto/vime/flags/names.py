@@ -15,7 +15,7 @@ from stretto.vime.flags.flag import Setting, Values
 from stretto.vime.flags.groups import BY_NAME
 
 _ROOTS = "|".join(sorted(RLConfig.model_fields, key=len, reverse=True))
-_VALUE = r' = (?:"[^"]*"|\[[^\]]*\]|[^\s,;:()\]]+)'
+_VALUE = r' = (?:"[^"]*"|\[[^\]]*\]|(?:[^\s,;:()\]]|:(?=\S))+)'
 _KEY = re.compile(
     rf"(?<![\w./{{-])(?P<mark>--|\[)?(?P<key>(?:{_ROOTS})(?:[.][\w-]+)*)\]?(?P<value>{_VALUE})?"
 )
