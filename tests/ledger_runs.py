@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from stretto.base.paths import RunDir
@@ -57,7 +59,7 @@ def group(
 class Run:
     """A run in miniature: what the orchestrator would tell its ledger."""
 
-    def __init__(self, run_dir: RunDir, *, resumed_step: int | None = None, **settings: int) -> None:
+    def __init__(self, run_dir: RunDir, *, resumed_step: int | None = None, **settings: Any) -> None:
         self.ledger = Ledger(run_dir, **settings)
         self.version = resumed_step or 0
 

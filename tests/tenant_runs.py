@@ -56,7 +56,10 @@ def cases(num: int = 8) -> list[Case]:
         {"type": "gspo"}, {"type": "default", "reduction": "sample"}, {"type": "default", "entropy_coef": 0.01},
     )  # fmt: skip
     optims = ({"type": "adamw", "eps": 1e-4}, {"type": "sgd", "momentum": 0.9})
-    schedules = ({"type": "constant", "warmup_steps": 0}, {"type": "cosine", "warmup_steps": 2, "min_lr": 1e-4})
+    schedules = (
+        {"type": "constant", "warmup_steps": 0},
+        {"type": "cosine", "warmup_steps": 2, "min_lr": 1e-4},
+    )
     return [
         Case(
             TenantSpec(

@@ -2,7 +2,8 @@
 
 The documents link to each other, to examples and to source files, by paths that also work in a checkout. On the site
 the README is the home page, other markdown files keep their path, and every other text file that a page links to
-becomes a page with its source. A link that leads nowhere stays as it is, and the strict build refuses it.
+becomes a page with its source, and a directory without a README a page with the names of its files. A link that leads
+nowhere stays as it is, and the strict build refuses it.
 `make docs` builds the site into build/site.
 """
 
@@ -71,12 +72,15 @@ def _targets(path: str) -> set[str]:
 
 
 def _target(path: str, link: str) -> str | None:
-    """The file that a link of the document `path` leads to; None if there is no such file."""
+    """The file that a link of `path` leads to, or the directory, with a slash; None if there is neither."""
     if "://" in link or link.startswith("mailto:"):
         return None
     target = os.path.relpath((ROOT / path).parent / link, ROOT)
     if (ROOT / target).is_dir():
-        target = os.path.join(target, "README.md")
+        readme = os.path.join(target, "README.md")
+        target = readme if (ROOT / readme).is_file() else target + "/"
+    if target.endswith("/"):
+        return None if target.startswith("..") else target
     return target if not target.startswith("..") and (ROOT / target).is_file() else None
 
 
@@ -86,7 +90,7 @@ def _uri(path: str) -> str:
         return "index.md"
     if Path(path).suffix in {".md", *PICTURES}:
         return path.removeprefix("docs/")
-    return f"source/{path}.md"
+    return f"source/{path}files.md" if path.endswith("/") else f"source/{path}.md"
 
 
 def _path(uri: str) -> str | None:
@@ -101,6 +105,13 @@ def _path(uri: str) -> str | None:
 def _file(path: str, config: MkDocsConfig) -> File:
     if not _uri(path).startswith("source/"):
         return File.generated(config, _uri(path), abs_src_path=str(ROOT / path))
+    if path.endswith("/"):
+        names = sorted(
+            str(each.relative_to(ROOT / path)) for each in (ROOT / path).rglob("*") if each.is_file()
+        )
+        listed = "\n".join(f"- `{name}`" for name in names if "__pycache__" not in name)
+        head = f"---\ntitle: {path}\nsearch:\n  exclude: true\n---\n# {path}\n\n"
+        return File.generated(config, _uri(path), content=f"{head}{listed}\n")
     language = LANGUAGES.get(Path(path).suffix, "text")
     head = f"---\ntitle: {path}\nsearch:\n  exclude: true\n---\n# {path}\n\n"
     text = f"{head}{FENCE}{language}\n{(ROOT / path).read_text()}\n{FENCE}\n"

@@ -103,10 +103,10 @@ def run_verb(verb: str, words: list[str], *, command: str | None = None) -> int:
         sys.stdout.flush()
         return code
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _print_error(str(error))
         return 2
     except StrettoError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _print_error(str(error))
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -116,8 +116,16 @@ def run_verb(verb: str, words: list[str], *, command: str | None = None) -> int:
     except Exception as error:
         if is_child:  # its output is a log
             raise
-        print(f"error: {_unexpected(error)}", file=sys.stderr)
+        _print_error(_unexpected(error))
         return 1
+
+
+def _print_error(text: str) -> None:
+    from stretto.base.status import harmless
+
+    print(
+        f"error: {harmless(text)}", file=sys.stderr
+    )  # it may quote what a model or an environment has written
 
 
 def _print_to_pipe(text: str) -> int:

@@ -267,9 +267,11 @@ def _code(checked: Sequence[Checked]) -> Rows:
 
 def _monitors(section: MonitorsSection) -> Rows:
     from stretto.monitors.base import find_trackers
+    from stretto.monitors.wandb import check_login
 
     names = find_trackers(section)
-    return [("monitors", f"{_listed(names)}: installed")] if names else []
+    rows = [("monitors", f"{_listed(names)}: installed")] if names else []
+    return rows + ([("W&B", check_login(section.wandb))] if section.wandb is not None else [])
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -188,7 +188,7 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
                 from stretto.dry_run import job
 
                 if shown := job(cfg):
-                    print(shown)
+                    _print(shown)
             return served
         cfg = served
     if cfg.dry_run:
@@ -287,7 +287,8 @@ def run_vime(words: list[str]) -> int:
         return 0
     from stretto.vime.flags.command import read_command
 
-    cfg, notes, names = read_command(words)
+    cfg, notes, names, environment = read_command(words)
+    os.environ.update(environment)
     if cfg.print_config:
         return _print_config(cfg)
     for note in notes:
@@ -305,8 +306,14 @@ def _print_config(cfg: RunRoot) -> int:
     return 0
 
 
+def _print(text: str) -> None:
+    from stretto.base.status import harmless
+
+    print(harmless(text))  # it shows what models and environments have written
+
+
 def _dry_run(verb: str, cfg: RunRoot) -> int:
     from stretto.dry_run import SCREENS
 
-    print(SCREENS[verb](cfg))
+    _print(SCREENS[verb](cfg))
     return 0

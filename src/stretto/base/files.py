@@ -99,6 +99,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
+def read_rows(path: Path, *keys: str) -> list[dict[str, Any]] | None:
+    """The JSON list of objects in a file, each with these keys; None if the file is missing or damaged."""
+    try:
+        rows = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    is_whole = isinstance(rows, list) and all(isinstance(row, dict) and row.keys() >= {*keys} for row in rows)
+    return rows if is_whole else None
+
+
 # -- locks --
 
 

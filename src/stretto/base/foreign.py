@@ -230,6 +230,13 @@ def innermost_location(frames: list[traceback.FrameSummary]) -> str:
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
+def definition_of(function: Callable[..., Any]) -> str:
+    """`file:line` where a function is defined; its name if it has no Python source."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return name if code is None else f"{name}, {code.co_filename}:{code.co_firstlineno}"
+
+
 # -- user code that blocks the event loop --
 
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from stretto.base.paths import RunDir
-from stretto.base.status import adopt_pipe, report
+from stretto.base.status import adopt_pipe, harmless, report
 
 _NOISY = ("asyncio", "aiohttp.access", "matplotlib", "PIL", "urllib3", "filelock", "httpx")
 _MAX_ECHOED_CHARS = 600
@@ -27,6 +27,9 @@ class _TextFormatter(logging.Formatter):
 
     def __init__(self, role: str) -> None:
         super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)-7s {role} | %(message)s", datefmt="%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return harmless(super().format(record))  # messages quote what models and environments have written
 
 
 class _JsonFormatter(logging.Formatter):

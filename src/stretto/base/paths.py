@@ -13,6 +13,8 @@ from pathlib import Path
 
 from stretto.base.files import atomic_path
 
+KEPT = -1
+"""The segment of samples that are kept for ever."""
 _STEP = re.compile(r"step_(\d+)$")
 
 
@@ -98,7 +100,7 @@ class RunDir:
     """Directory of the segments: append-only files of rollout tokens."""
 
     def segment(self, index: int) -> Path:
-        return self.tokens / f"segment_{index:06d}.bin"
+        return self.tokens / ("kept.bin" if index == KEPT else f"segment_{index:06d}.bin")
 
     trained_tokens = _Below("tokens_trained")
     """Directory of the debugging export, one file per step."""

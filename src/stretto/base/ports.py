@@ -3,17 +3,29 @@
 A launcher chooses a port long before the process that will listen on it has started. `PortClaims` reserves
 the port as long as the run lives, and other launchers of this user choose another one. A reservation is an
 abstract socket: it is no file, and it disappears with its process.
+
+`refusal_of` keeps web pages of other sites, open in a browser on the same machine, away from our HTTP servers:
+A browser sends requests of any page to any address, 127.0.0.1 too. Three checks refuse them on every route:
+
+- `Origin` or `Sec-Fetch-Site` say that a page of another site sends the request;
+- the body has a type that a page may send to other sites without asking (text, forms), which no client of ours uses;
+- `Host` is a name, on a server that asks for no key: another site's name may resolve to this machine, and then the
+  browser takes that page for one of ours (DNS rebinding).
 """
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
+import re
 import socket
 import sys
 import urllib.request
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from http.client import HTTPResponse
+from urllib.parse import urlsplit
 
 from stretto.base.errors import ConfigError
 
@@ -130,3 +142,67 @@ def address_towards(host: str, port: int) -> str | None:
     except OSError:
         pass
     return None
+
+
+# -- requests that pages of other sites send --
+
+_HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")
+_SENT_BY_FORMS = frozenset({"text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
+_OWN_SITES = frozenset({"same-origin", "none"})
+
+
+def is_local(host: str) -> bool:
+    """Whether a Host header is localhost or a loopback address: no name server can make other names out of these."""
+    address = _address_of(host)
+    return address.is_loopback if address is not None else _name_of(host) == "localhost"
+
+
+def refusal_of(
+    method: str, headers: Mapping[str, str], *, has_key: bool, is_ip_enough: bool = False
+) -> tuple[int, str] | None:
+    """The status and sentence with which a request is refused, or None if it may pass.
+
+    headers: by lower-case or case-insensitive names. has_key: the server asks for a key or token.
+    is_ip_enough: other machines may call it too, by its address, which is no name that resolves to another one.
+    """
+    host, origin = headers.get("host", ""), headers.get("origin")
+    if not has_key and not is_local(host) and not (is_ip_enough and _address_of(host)):
+        rule = "an IP address" if is_ip_enough else "127.0.0.1"
+        return (
+            403,
+            f"Host: {host[:200]!r} is refused: without a key this server answers as localhost or {rule} only",
+        )
+    if origin is not None and (not host or _host_of(origin) != host.lower()):
+        return 403, f"Origin: {origin[:200]!r} is refused: pages of other sites may not call this server"
+    is_opened = (
+        method == "GET" and headers.get("sec-fetch-mode") == "navigate"
+    )  # a link to the page was followed
+    if headers.get("sec-fetch-site", "none") not in _OWN_SITES and not is_opened:
+        return 403, "Sec-Fetch-Site is refused: pages of other sites may not call this server"
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind in _SENT_BY_FORMS:
+        return 415, f"Content-Type: {kind} is not read here; send `Content-Type: application/json`"
+    return None
+
+
+def _address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(_name_of(host))
+    except ValueError:
+        return None
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header; "" if it is no valid one."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "") if _HOST.fullmatch(host) else ""
+    except ValueError:
+        return ""
+
+
+def _host_of(origin: str) -> str | None:
+    """Host and port of an Origin header as a Host header has them; None if it has none (`null`)."""
+    try:
+        return urlsplit(origin).netloc.lower() or None
+    except ValueError:
+        return None

@@ -158,6 +158,29 @@ def prune_checkpoints(run: RunDir, keep_last: int | None, keep_interval: int | N
     return deleted
 
 
+def prune_exports(
+    directory: Path, step: int, keep_last: int | None, keep_interval: int | None = None
+) -> list[int]:
+    """Delete exports `step_N` beyond the newest `keep_last` up to `step`; the steps that were deleted.
+
+    Those of later steps stay: a run that was resumed from an earlier step has not come to them yet. keep_last None: all
+    are kept; those of every `keep_interval`-th step always are.
+    """
+    names = (re.fullmatch(r"step_(\d+)", path.name) for path in directory.glob("step_*"))
+    steps = sorted(number for name in names if name and (number := int(name[1])) <= step)
+    deleted = [] if keep_last is None else steps[:-keep_last]
+    deleted = [each for each in deleted if keep_interval is None or each % keep_interval]
+    for each in deleted:
+        # Renamed first, so that no reader finds half of a model; `drop_unfinished` deletes what a kill leaves.
+        leaving = directory / f".step_{each}"
+        shutil.rmtree(leaving, ignore_errors=True)
+        (directory / f"step_{each}").rename(leaving)
+        shutil.rmtree(leaving, ignore_errors=True)
+    if deleted:
+        logger.info("deleted exports of steps %s in %s", ", ".join(map(str, deleted)), directory)
+    return deleted
+
+
 def discard(run: RunDir) -> None:
     """Delete a new run that trained no step, except its logs and dumps; its name can then be used again."""
     _delete_linked(run)
@@ -333,7 +356,7 @@ def _describe(run: RunDir, contents: list[str]) -> str:
 
 def _num_steps(metrics: Path) -> int:
     try:
-        lines = metrics.read_text().splitlines()
+        lines = metrics.read_text(errors="replace").splitlines()
     except OSError:
         return 0
     steps = set()

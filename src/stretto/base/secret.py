@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
-from stretto.base.files import write_atomic
+from stretto.base.files import flush, write_atomic
 from stretto.base.paths import RunDir
 
 SECRET_VAR = "STRETTO_RUN_SECRET"
@@ -100,6 +100,9 @@ def _make(path: Path) -> None:
         return
     with os.fdopen(fd, "w") as file:
         file.write(secrets.token_hex(32) + "\n")
+        file.flush()
+        os.fsync(fd)
+    flush(path.parent)
 
 
 def _read(path: Path) -> Secret:

@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -152,10 +153,21 @@ def _plain(value: Any) -> Any:
 
 # -- how numbers and texts are written --
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
 
 def printable(text: str) -> str:
     """The text with a space for each control character, so that it cannot change the terminal."""
     return "".join(char if char.isprintable() else " " for char in text)
+
+
+def harmless(text: str) -> str:
+    """The text with its line breaks and tabs, and every other control character written out, such as `\\x1b`.
+
+    For what models, environments and users have written: escape sequences clear the terminal, set its title, write the
+    clipboard. Marks that turn the direction of the text are written out too.
+    """
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def duration(seconds: float) -> str:

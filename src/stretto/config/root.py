@@ -259,7 +259,7 @@ class RLConfig(RunKeys, ClusterRoot):
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of the longest packed row of the trainer."""
+        """Tokens of a packed row of the trainer; a longer sample, of up to seq_len, has a row of its own."""
         return self.orchestrator.row_tokens or self.seq_len
 
     def trainer_config(self) -> TrainerConfig:

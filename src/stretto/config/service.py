@@ -24,7 +24,7 @@ class UserSection(Section):
     tokens_per_minute: float | None = Field(None, gt=0)
     """Most tokens that each run of the user trains on per minute, averaged; None: no limit."""
     max_runs: int | None = Field(None, gt=0)
-    """Most runs of the user at a time; None: as many as the service has room for."""
+    """Most runs of the user at a time; None: as many as leave one place for each of the users who have no run."""
     max_samples: int = Field(64, gt=0)
     """Most sequences that the engines generate for the user at a time."""
 

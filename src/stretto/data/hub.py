@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError, DataError
+from stretto.data.values import without_null_columns
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def _read(
     number = 0
     try:
         for number, row in enumerate(_open(source, setting, is_streamed), start=1):
-            yield f"{source}, row {number}", row
+            yield f"{source}, row {number}", without_null_columns(row)
     except (OSError, RuntimeError) as cause:
         where = f"after row {number}: " if number else ""
         raise DataError(f"{setting} = {str(source)!r}: {where}{_message_of(cause)}") from cause

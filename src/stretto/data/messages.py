@@ -1,21 +1,45 @@
-"""Checks of messages and tools of a record, shared by conversations for SFT and prompts for RL."""
+"""The one check of messages and tools that users give: in records, from environments, from rollout functions.
+
+A record is refused with its file and line. A message of an environment is refused too, and fails its rollout; only
+lone surrogates, which come from the output of programs, become U+FFFD there.
+"""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stretto.base.errors import DataError
+from stretto.base.errors import DataError, EnvError, StrettoError
 from stretto.data.records import from_json
+from stretto.data.values import checked_json, refuse_surrogates
 
 ROLES = ("system", "user", "assistant", "tool")
+KNOWN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "step_loss_mask")
+"""Keys of a message in a record."""
+THOUGHT_KEYS = ("reasoning", "thinking")
+"""Other spellings of `reasoning_content`."""
+MASK_KEYS = ("weight", "loss", "train", "trainable")
+"""Other spellings of `step_loss_mask`, with 0 and 1 or false and true."""
+NO_EFFECT = ("id", "audio", "annotations", "refusal", "timestamp")
+"""Keys that say nothing to a chat template, and may be empty or not."""
+_ROLE_WORDS = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "ai": "assistant",
+}
+_ROLE_WORDS |= {"developer": "system", "function": "tool", "ipython": "tool", "observation": "tool"}
 
 
 def parse_messages(value: Any, key: str, where: str, role_of_text: str | None = None) -> list[dict[str, Any]]:
-    """The messages of a conversation; with role_of_text, a text is one message of that role.
+    """The messages of a conversation in a record; with role_of_text, a text is one message of that role.
 
     Raises: DataError that names the invalid message.
     """
     if isinstance(value, str) and role_of_text is not None:
+        refuse_surrogates(value, f"{where}: {key}")
         return [{"role": role_of_text, "content": value}]
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: `{key}` must be a list of messages, got {short_repr(value)}.")
@@ -23,24 +47,135 @@ def parse_messages(value: Any, key: str, where: str, role_of_text: str | None = 
 
 
 def parse_message(message: Any, where: str) -> dict[str, Any]:
-    """One message, without the empty fields that parquet columns add.
+    """One message of a record, without the empty fields that parquet columns add, and with our names of keys.
 
     Raises: DataError if it is not valid.
     """
     if not isinstance(message, dict):
         raise DataError(f"{where} must be an object with role and content, got {short_repr(message)}.")
-    message = {key: value for key, value in message.items() if value is not None}
-    if message.get("role") not in ROLES:
+    message = {key: value for key, value in message.items() if value is not None and key not in NO_EFFECT}
+    _check_role(message, where, DataError)
+    message = _with_known_names(message, where, DataError)
+    if unknown := [key for key in message if key not in KNOWN_KEYS]:
+        near = difflib.get_close_matches(str(unknown[0]), KNOWN_KEYS, n=1)
+        meant = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(KNOWN_KEYS)};"
         raise DataError(
-            f"{where}.role must be one of {', '.join(ROLES)}, got {short_repr(message.get('role'))}."
+            f"{where} has the key {unknown[0]!r}, which no chat template is given; {meant} rename or remove it, in the "
+            "file or by the function that `convert` names."
         )
+    message.setdefault(
+        "content", "" if message.get("tool_calls") or message.get("reasoning_content") else None
+    )
+    _check_content(message, where, DataError)
+    if "tool_calls" in message:
+        message["tool_calls"] = _checked_calls(message["tool_calls"], where, DataError)
+    refuse_surrogates(message, where)
+    return message
+
+
+def checked_messages(messages: Sequence[Any], where: str) -> list[dict[str, Any]]:
+    """Messages that an environment gave; `where` names the environment and the call.
+
+    Keys that are not ours stay: the model's template may read them.
+
+    Raises: EnvError that names the message and what to give in its place.
+    """
+    return [_checked(message, f"{where}[{index}]") for index, message in enumerate(messages)]
+
+
+def _checked(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        example = '{"role": "user", "content": "..."}'
+        raise EnvError(f"{where} is {short_repr(message)}, not a message; give an object such as {example}.")
+    _check_role(message, where, EnvError)
+    known = _with_known_names(dict(message), where, EnvError)
+    _check_content(known, where, EnvError)
+    if known.get("tool_calls") is not None:
+        known["tool_calls"] = _checked_calls(known["tool_calls"], where, EnvError)
+    for key in ("content", "tool_calls", "reasoning_content", "name", "tool_call_id"):
+        if isinstance(known.get(key), str) or (key == "tool_calls" and known.get(key)):
+            known[key] = checked_json(known[key], f"{where}.{key}")
+    if isinstance(known.get("content"), list):
+        known["content"] = [
+            part | {"text": checked_json(part["text"], where)} if "text" in part else part
+            for part in known["content"]
+        ]
+    return known
+
+
+def _check_role(message: Mapping[str, Any], where: str, kind: type[StrettoError]) -> None:
+    role = message.get("role")
+    if isinstance(role, str) and role in ROLES:
+        return
+    word = role.lower() if isinstance(role, str) else ""
+    near = [_ROLE_WORDS[word]] if word in _ROLE_WORDS else difflib.get_close_matches(word, ROLES, n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else "."
+    raise kind(f"{where}.role must be one of {', '.join(ROLES)}, got {short_repr(role)}{meant}")
+
+
+def _with_known_names(message: dict[str, Any], where: str, kind: type[StrettoError]) -> dict[str, Any]:
+    """The message with `reasoning_content` and `step_loss_mask` in the place of their other spellings."""
+    if message.get("function_call") is not None:
+        raise kind(
+            f"{where}.function_call is OpenAI's old form of a call; write "
+            '"tool_calls": [{"type": "function", "function": {"name": ..., "arguments": {...}}}].'
+        )
+    for ours, others in (("reasoning_content", THOUGHT_KEYS), ("step_loss_mask", MASK_KEYS)):
+        for other in others:
+            if message.get(other) is None:
+                continue
+            value = message.pop(other)
+            if ours == "step_loss_mask" and value in (0, 1):
+                value = int(value)
+            if message.setdefault(ours, value) != value:
+                raise kind(f"{where} has {ours!r} and {other!r}, which differ; leave one of them.")
     if message.get("step_loss_mask", 1) not in (0, 1):
         rule = "must be 1, or 0 for a message that is not trained"
-        raise DataError(f"{where}.step_loss_mask {rule}, got {short_repr(message['step_loss_mask'])}.")
-    message.setdefault("content", "" if message.get("tool_calls") else None)
-    if not isinstance(message["content"], str | list):
-        raise DataError(f"{where}.content must be text, got {short_repr(message['content'])}.")
+        raise kind(f"{where}.step_loss_mask {rule}, got {short_repr(message['step_loss_mask'])}.")
+    thought = message.get("reasoning_content")
+    if thought is not None and not isinstance(thought, str):
+        raise kind(f"{where}.reasoning_content must be text, got {short_repr(thought)}.")
     return message
+
+
+def _check_content(message: Mapping[str, Any], where: str, kind: type[StrettoError]) -> None:
+    content = message.get("content")
+    if isinstance(content, str):
+        return
+    if content is None and kind is EnvError and message["role"] == "assistant":
+        return  # a reply that only calls tools
+    if not isinstance(content, list):
+        way = "write str(...)" if content is not None else 'write "" for an empty one'
+        raise kind(f"{where}.content must be text, got {short_repr(content)}; {way}.")
+    for index, part in enumerate(content):
+        place = f"{where}.content[{index}]"
+        if not isinstance(part, Mapping) or not {"type", "text", "image", "image_url"} & part.keys():
+            example = '{"type": "text", "text": "..."}'
+            raise kind(f"{place} must be an object with a type, such as {example}, got {short_repr(part)}.")
+        if part.get("type", "text" if "text" in part else "") == "text" and not isinstance(
+            part.get("text"), str
+        ):
+            raise kind(f"{place}.text must be text, got {short_repr(part.get('text'))}; write str(...).")
+
+
+def _checked_calls(calls: Any, where: str, kind: type[StrettoError]) -> list[dict[str, Any]]:
+    if isinstance(calls, str) or not isinstance(calls, Sequence):
+        raise kind(f"{where}.tool_calls must be a list of calls, got {short_repr(calls)}.")
+    checked = []
+    for index, call in enumerate(calls):
+        place = f"{where}.tool_calls[{index}]"
+        if not isinstance(call, Mapping):
+            example = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
+            raise kind(f"{place} must be an object such as {example}, got {short_repr(call)}.")
+        function = call.get("function", call)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise kind(f"{place} needs a function with a name, got {short_repr(call)}.")
+        arguments = function.get("arguments")
+        if not isinstance(arguments, str | Mapping | None):
+            rule = "must be an object, or JSON as text"
+            raise kind(f"{place}: the arguments of {function['name']} {rule}, got {short_repr(arguments)}.")
+        checked.append(dict(call))
+    return checked
 
 
 def parse_tools(value: Any, key: str, where: str) -> list[dict[str, Any]] | None:
@@ -57,6 +192,7 @@ def parse_tools(value: Any, key: str, where: str) -> list[dict[str, Any]] | None
             raise DataError(
                 f"{where}: {key}[{i}] must be an object that describes a tool, got {short_repr(tool)}."
             )
+    refuse_surrogates(value, f"{where}: {key}")
     return value or None
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.foreign import call, load_function
 from stretto.data.hub import looks_like_hub_name, parse_source, read_hub
+from stretto.data.values import without_null_columns
 
 SUFFIXES = (".jsonl", ".parquet")
 _FILE_SUFFIXES = (*SUFFIXES, ".json", ".csv")
@@ -174,8 +175,8 @@ def from_json(text: bytes | str, where: str) -> Any:
         raise DataError(f"{where}: not UTF-8 text: {cause}") from cause
     except json.JSONDecodeError as cause:
         raise DataError(f"{where}: not JSON: {_explain_mistake(cause) or cause}") from cause
-    except RecursionError as cause:
-        raise DataError(f"{where}: nested too deeply to be read; make it flatter") from cause
+    except RecursionError:
+        raise DataError(f"{where}: too many levels of lists and objects; flatten it") from None
     except ValueError as cause:  # a number with thousands of digits
         raise DataError(f"{where}: not read: {cause}; write such a number as text") from cause
 
@@ -215,6 +216,6 @@ def _read_parquet(file: Path) -> Iterator[Record]:
         with pyarrow.parquet.ParquetFile(file) as table:
             rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
             for number, row in enumerate(rows, start=1):
-                yield Place(f"{file}, row {number}", file.parent), row
+                yield Place(f"{file}, row {number}", file.parent), without_null_columns(row)
     except (pyarrow.ArrowException, OSError) as cause:
         raise DataError(f"{file}: not a readable parquet file: {cause}") from cause

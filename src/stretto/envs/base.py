@@ -25,7 +25,9 @@ import msgspec
 import numpy as np
 
 from stretto.base.errors import ConfigError, EnvError
-from stretto.base.foreign import call_async, guarded, load_module
+from stretto.base.foreign import call_async, definition_of, guarded, load_module
+from stretto.data.messages import checked_messages
+from stretto.data.values import checked_json, with_whole_text
 from stretto.envs import find
 from stretto.envs.arguments import check_argument_types, signature_of
 from stretto.envs.result import RolloutResult, checked_result, checked_reward
@@ -241,25 +243,35 @@ class SingleTurnEnv(ABC):
         messages = self.prompt(task)
         if inspect.isawaitable(messages):
             messages = await messages
-        messages = checked_prompt(messages, f"environment {self.name}: prompt")
+        messages = checked_prompt(messages, place_of(self, "prompt"))
         reply = await ctx.chat(messages)
-        return await checked_score(self.score(task, reply.text), f"environment {self.name}: score")
+        return await checked_score(self.score(task, reply.text), place_of(self, "score"))
+
+
+def place_of(env: Environment, method: str, where: str | None = None) -> str:
+    """For messages: the environment and its method (or `where`), and file and line of the method."""
+    function = getattr(env, method)
+    place = where or f"environment {env.name}: {method}"
+    return f"{place} ({definition_of(getattr(function, '__func__', function))})"
 
 
 def checked_prompt(prompt: Prompt, where: str) -> list[Message]:
     """What an environment's `prompt` returned, as messages; `where` is for errors.
 
-    Raises: EnvError if it is neither text nor messages.
+    Raises: EnvError if it is neither text nor messages, or one of these is not valid.
     """
     if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    messages = list(prompt) if isinstance(prompt, Sequence) else []
-    if not messages or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
+        return [{"role": "user", "content": with_whole_text(prompt)}]
+    if (
+        not isinstance(prompt, Sequence)
+        or not prompt
+        or not all(isinstance(each, Mapping) for each in prompt)
+    ):
         raise EnvError(
             f"{where} is {reprlib.repr(prompt)}; return a text, or a list of messages such as "
             '{"role": "user", "content": "..."}.'
         )
-    return messages
+    return checked_messages(prompt, where)
 
 
 async def checked_score(
@@ -354,7 +366,8 @@ def tasks_of(env: Environment, split: Split) -> TaskSource:
             task = source.make(index)
         if not isinstance(task, Task):
             raise EnvError(f"{where}, task {index} is a {type(task).__name__}, not a Task")
-        return task if task.env == env.name else msgspec.structs.replace(task, env=env.name)
+        data = checked_json(task.data, f"{where}, task {index}: data")
+        return msgspec.structs.replace(task, env=env.name, task_id=with_whole_text(task.task_id), data=data)
 
     return replace(source, make=make)
 

@@ -37,6 +37,7 @@ from stretto.envs.dataset_records import (
     has_entries,
     is_built_in,
 )
+from stretto.envs.result import listed_rewards
 from stretto.envs.rewards.hub import async_rm
 from stretto.envs.rewards.math_reward import MathVerifier
 from stretto.records.rollout import Group, Task
@@ -147,10 +148,7 @@ class Dataset:
         samples = [sample for of_member in notes for sample in of_member]
         if any(sample.reward is None for sample in samples):
             returned = await self._reward.call(self.args, samples)
-            if not isinstance(returned, Sequence) or len(returned) != len(samples):
-                rule = f"return a reward for each of {len(samples)} samples"
-                raise EnvError(f"{self._reward.where} returned {returned!r}; {rule}")
-            for sample, reward in zip(samples, returned):
+            for sample, reward in zip(samples, listed_rewards(returned, len(samples), self._reward.where)):
                 sample.reward = reward if sample.reward is None else sample.reward
         where = self._reward.where
         rewards = [[sample.get_reward_value(self.args, where) for sample in of_member] for of_member in notes]

@@ -19,6 +19,7 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.data.image_columns import column_of, with_images
 from stretto.data.messages import parse_messages, parse_tools, short_repr
 from stretto.data.records import read_records
+from stretto.data.values import refuse_surrogates
 from stretto.envs.base import Message, RunInfo, Split
 from stretto.envs.pictures import Pictures
 from stretto.vime.arguments import Arguments
@@ -260,11 +261,12 @@ class Records:
         found, num_long, limit = [], 0, self.settings.max_prompt_tokens
         for where, record in records:
             row = self._row(record, where)
+            encoded = _as_json(row, where)  # first: a tokenizer refuses some texts without their place
             if self._is_too_long(row):
                 num_long += 1
                 continue
             found.append(row)
-            self.fingerprints[split] = zlib.crc32(_as_json(row, where), self.fingerprints[split])
+            self.fingerprints[split] = zlib.crc32(encoded, self.fingerprints[split])
         if not found and not num_long:
             raise DataError(f"{setting}: it has no record")
         if not found:
@@ -402,9 +404,10 @@ def _as_json(row: dict[str, Any], where: str) -> bytes:
 
     Raises: DataError for values that JSON cannot hold, such as dates and bytes of parquet files.
     """
+    refuse_surrogates(row, where)
     try:
         return json.dumps(row).encode()
-    except (TypeError, ValueError) as cause:
+    except (TypeError, ValueError, RecursionError) as cause:
         raise DataError(
             f"{where}: {cause}; prompt, label, metadata and tools hold text, numbers, lists and objects only"
         ) from None

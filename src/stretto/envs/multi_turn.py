@@ -6,14 +6,18 @@ tools. An environment with a different flow (several agents, branches) implement
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
+from stretto.base.errors import EnvError
+from stretto.data.messages import checked_messages
+from stretto.data.values import describe_value
 from stretto.envs.base import (
     EpisodeLimits,
     LimitReached,
@@ -26,6 +30,7 @@ from stretto.envs.base import (
     TaskSource,
     checked_prompt,
     checked_score,
+    place_of,
 )
 from stretto.envs.tools import Toolset
 from stretto.records.rollout import Task
@@ -77,7 +82,7 @@ class MultiTurnEnv(ABC):
         return None
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
-        messages = checked_prompt(self.prompt(task), f"environment {self.name}: prompt")
+        messages = checked_prompt(self.prompt(task), place_of(self, "prompt"))
         episode = Episode(task, messages)
         tools = self.tool_schemas()
         while True:
@@ -93,20 +98,40 @@ class MultiTurnEnv(ABC):
             if reply.finish_reason == "length":
                 episode.is_truncated = True
                 break
-            answer = self.respond(episode, reply)
-            if inspect.isawaitable(answer):
-                answer = await answer
+            answer = await self._answer(episode, reply)
             if not answer:
                 break
             episode.messages += answer
-        result = await checked_score(self.score(episode), f"environment {self.name}: score")
+        result = await checked_score(self.score(episode), place_of(self, "score"))
         return replace(result, is_truncated=True) if episode.is_truncated else result
+
+    async def _answer(self, episode: Episode, reply: Reply) -> list[Message]:
+        """The messages of `respond`, checked; empty if the episode ends."""
+        answer = self.respond(episode, reply)
+        if inspect.isawaitable(answer):
+            answer = await answer
+        if answer is None:
+            return []
+        where = place_of(self, "respond")
+        if inspect.isawaitable(answer):
+            with contextlib.suppress(AttributeError):
+                answer.close()  # avoids a second warning, that it was never awaited
+            raise EnvError(
+                f"{where} returned a call that nobody awaited; write `async def`, and `await` before it"
+            )
+        if isinstance(answer, str | Mapping) or not isinstance(answer, Sequence):
+            example = '[{"role": "user", "content": "..."}]'
+            raise EnvError(
+                f"{where} returned {describe_value(answer)}; return messages, {example}, or None to end"
+            )
+        return checked_messages(answer, where)
 
 
 class ToolEnv(MultiTurnEnv):
-    """A policy with tools; the episode ends with the first reply that calls none.
+    """A policy with tools: `answer_tools` answers a reply that calls some, `respond` one that calls none.
 
-    `tools` are functions with annotated arguments (tools.py).
+    `tools` are functions with annotated arguments (tools.py). The episode ends with the first reply that calls no tool,
+    unless the environment writes a `respond` of its own, which gives the next turn.
     """
 
     limits = EpisodeLimits(max_turns=10)
@@ -123,5 +148,18 @@ class ToolEnv(MultiTurnEnv):
     def tool_schemas(self) -> list[dict[str, Any]]:
         return self.toolset().schemas
 
-    async def respond(self, episode: Episode, reply: Reply) -> list[Message]:
+    async def answer_tools(self, episode: Episode, reply: Reply) -> list[Message]:
+        """The tool messages for the calls of a reply; empty if it calls none."""
         return await self.toolset().answer(reply)
+
+    def respond(
+        self, episode: Episode, reply: Reply
+    ) -> list[Message] | Awaitable[list[Message] | None] | None:
+        """Messages that answer a reply without calls; None or [] ends the episode."""
+        return None
+
+    async def _answer(self, episode: Episode, reply: Reply) -> list[Message]:
+        answered = await self.answer_tools(episode, reply)
+        return checked_messages(answered, place_of(self, "answer_tools")) or await super()._answer(
+            episode, reply
+        )

@@ -6,18 +6,16 @@ rely on rewards and metrics being finite Python floats.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from stretto.base.errors import EnvError
+from stretto.data.values import checked_number, describe_value, with_whole_text
 
 MAX_REWARD = 1e18
 """Largest absolute reward: its square, as in a value loss or a gradient norm, still fits into a float32."""
-_MAX_VALUE_CHARS = 80
-"""Characters of a wrong value that a message shows."""
 
 
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,11 +46,11 @@ def checked_result(returned: Any, where: str) -> RolloutResult:
     return RolloutResult(
         reward=checked_reward(returned.reward, where, "its reward"),
         agent_rewards={
-            name: checked_reward(value, where, f"the reward of {name}")
+            with_whole_text(name): checked_reward(value, where, f"the reward of {name}")
             for name, value in _named_values(returned.agent_rewards, where, "agent_rewards")
         },
         metrics={
-            name: checked_number(value, where, f"metrics[{name!r}]")
+            with_whole_text(name): checked_number(value, where, f"metrics[{name!r}]")
             for name, value in _named_values(returned.metrics, where, "metrics")
         },
         is_truncated=bool(returned.is_truncated),
@@ -98,6 +96,15 @@ def checked_rewards(returned: Any, count: int, where: str) -> list[float]:
 
     Raises: EnvError if there are more or fewer, or one is not a valid reward.
     """
+    rewards = listed_rewards(returned, count, where)
+    return [checked_reward(value, where, f"the reward of member {i}") for i, value in enumerate(rewards)]
+
+
+def listed_rewards(returned: Any, count: int, where: str) -> list[Any]:
+    """What a function returned for `count` samples as a list: of a list, an array or a tensor; not yet checked.
+
+    Raises: EnvError if it is no sequence, or of another length.
+    """
     try:
         rewards = [] if isinstance(returned, str | bytes | Mapping) else list(returned)
     except TypeError:
@@ -106,42 +113,7 @@ def checked_rewards(returned: Any, count: int, where: str) -> list[float]:
         raise EnvError(f"{where} returned {describe_value(returned)}; return a reward for each of {count}")
     if len(rewards) != count:
         raise EnvError(f"{where} returned {len(rewards)} rewards for {count}; return one for each")
-    return [checked_reward(value, where, f"the reward of member {i}") for i, value in enumerate(rewards)]
-
-
-def checked_number(value: Any, where: str, what: str) -> float:
-    """A finite number as a float: of Python, of numpy, or a tensor without dimensions; `where` may be empty.
-
-    Raises: EnvError with the value otherwise.
-    """
-    place = f"{where}: " if where else ""
-    problem = f"{place}{what} is {describe_value(value)}, not a finite number"
-    if (
-        isinstance(value, str | bytes | bytearray)
-        or getattr(value, "ndim", 0)
-        or not hasattr(value, "__float__")
-    ):
-        raise EnvError(f"{problem}; return a float")
-    try:
-        number = float(value)
-    except Exception as cause:  # whatever a foreign __float__ raises
-        raise EnvError(f"{problem}; return a float") from cause
-    if not math.isfinite(number):
-        raise EnvError(f"{problem}; look for a division by zero or an overflow")
-    return number
-
-
-def describe_value(value: Any) -> str:
-    """A value for a message: its type, and the first characters of its repr."""
-    try:
-        text = repr(value)
-    except Exception:
-        return f"a {type(value).__name__}"
-    if value is None or isinstance(value, bool | int | float | str):
-        return text[:_MAX_VALUE_CHARS]
-    text = text.replace("\n", " ")
-    cut = text if len(text) <= _MAX_VALUE_CHARS else text[:_MAX_VALUE_CHARS] + "..."
-    return f"{type(value).__name__} {cut}"
+    return rewards
 
 
 def _named_values(values: Any, where: str, what: str) -> list[tuple[str, Any]]:

@@ -22,6 +22,7 @@ from typing import Any
 import pydantic
 
 from stretto.base.errors import ConfigError, EnvError
+from stretto.data.values import with_whole_text
 from stretto.envs.base import Message, Reply
 
 MAX_CALLS = 32
@@ -65,11 +66,11 @@ class Tool:
         else:
             result = await self._function(**values)
         if isinstance(result, str):
-            return result
+            return with_whole_text(result)
         try:
-            return json.dumps(result, ensure_ascii=False)
+            return with_whole_text(json.dumps(result, ensure_ascii=False))
         except (TypeError, ValueError):
-            return str(result)
+            return with_whole_text(str(result))
 
 
 class Toolset:

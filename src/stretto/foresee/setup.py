@@ -88,7 +88,11 @@ class Setup:
     @property
     def row_tokens(self) -> int:
         """The longest row of the trainer."""
-        return self.cfg.seq_len if isinstance(self.cfg, SFTConfig) else self.cfg.row_tokens
+        return (
+            self.cfg.seq_len
+            if isinstance(self.cfg, SFTConfig)
+            else max(self.cfg.row_tokens, self.cfg.seq_len)
+        )
 
     @property
     def optim(self) -> Optim:

@@ -10,7 +10,7 @@ import hmac
 import logging
 import os
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from uuid import uuid4
 
@@ -19,6 +19,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from stretto.base.errors import StrettoError
+from stretto.base.ports import refusal_of
 from stretto.config.sections.engines import ADMITTED
 from stretto.records.images import Image
 from stretto.transports.engine import api
@@ -49,6 +50,12 @@ def is_allowed(path: str, authorization: bytes, key: str | None) -> bool:
         return True
     scheme, _, sent = authorization.partition(b" ")
     return scheme.lower() == b"bearer" and hmac.compare_digest(sent.strip(), key.encode())
+
+
+def check_origin(method: str, headers: Mapping[str, str], key: str | None) -> None:
+    """Raises: Refusal for a request of another site's page in a browser; see `base.origin`."""
+    if refused := refusal_of(method, headers, has_key=key is not None, is_ip_enough=True):
+        raise Refusal(refused[1], refused[0])
 
 
 def max_body_bytes(
@@ -175,6 +182,7 @@ def middleware(key: str | None) -> Callable[[web.Request, Handler], Awaitable[we
             authorization = http.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
             if not is_allowed(http.path, authorization, key):
                 raise Refusal(NO_KEY, 401)
+            check_origin(http.method, http.headers, key)
             return await handler(http)
         except Refusal as refusal:
             return _refusal_response(refusal)

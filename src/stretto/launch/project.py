@@ -89,7 +89,7 @@ interval = 30               # steps between evaluations on tasks of the split "e
 num_examples = 64
 
 [trainer.optim]
-lr = 1e-3
+lr = 3e-4                   # it rises over the first ten steps
 """
 
 README = """\

@@ -29,9 +29,8 @@ def audit(run_dir: RunDir | Path | str, *, payloads: bool = True) -> list[str]:
     run_dir = run_dir if isinstance(run_dir, RunDir) else RunDir(Path(run_dir))
     db = schema.open_for_reading(run_dir.ledger)
     try:
-        checks = [_trained_twice, _never_finished, _wrong_age, _step_gaps, _lost, _version_gaps, _open_ends]
         with schema.guarded(run_dir.ledger):
-            broken = [line for check in checks for line in check(db)]
+            broken = [line for check in PROMISES for line in check(db)]
             return broken + ([*_damaged(db, run_dir), *damaged_images(db, run_dir)] if payloads else [])
     finally:
         db.close()
@@ -136,10 +135,12 @@ def _open_ends(db: sqlite3.Connection) -> Iterator[str]:
 
 
 def _damaged(db: sqlite3.Connection, run_dir: RunDir) -> Iterator[str]:
+    """Damaged payloads, but for those of lost rollouts: a resume has found these, and has played them again."""
     query = (
         "SELECT group_id, member, finished_at, segment, offset, length, crc FROM rollouts "
         "LEFT JOIN segments USING (segment) WHERE segment IS NOT NULL AND deleted_at IS NULL AND "
-        "(finished_at IS NOT NULL OR group_id IN (SELECT group_id FROM draws WHERE state = 'drawn'))"
+        "(finished_at IS NOT NULL AND status != 'lost' OR "
+        "group_id IN (SELECT group_id FROM draws WHERE state = 'drawn'))"
     )
     for group_id, member, finished_at, *where in db.execute(query).fetchall():
         place, rollout_id = Place(*where), f"g{group_id}.{member}"
@@ -153,6 +154,24 @@ def _damaged(db: sqlite3.Connection, run_dir: RunDir) -> Iterator[str]:
                     yield f"rollout {rollout_id} shows image {name}, which segment {place.segment} does not have"
         except (DataError, WireError) as error:
             yield str(error)
+
+
+PROMISES = (_trained_twice, _never_finished, _wrong_age, _step_gaps, _lost, _version_gaps, _open_ends)
+"""What is checked without reading payloads, one function for each promise."""
+MOST_SHOWN = 5
+
+
+def report_of(run_dir: RunDir, *, payloads: bool = False) -> str:
+    """What `audit` found, as lines for a person."""
+    try:
+        broken = audit(run_dir, payloads=payloads)
+    except DataError as error:
+        return f"cannot be checked: {error}"
+    if not broken:
+        also = ", and all payloads are whole" if payloads else ""
+        return f"{len(PROMISES)} promises kept (each rollout trained once, none too old, no gaps){also}"
+    more = [f"and {len(broken) - MOST_SHOWN} more"] * (len(broken) > MOST_SHOWN)
+    return "; ".join([f"{len(broken)} faults: {broken[0]}", *broken[1:MOST_SHOWN], *more])
 
 
 def _runs(numbers: list[int]) -> str:

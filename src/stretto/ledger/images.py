@@ -50,7 +50,7 @@ def with_patches(
     """
     names = {image.hash for branch in branches for image in branch.images}
     for name in names - known.keys():
-        known[name] = _load(db, run_dir, segment, name)
+        known[name] = load(db, run_dir, segment, name)
     return tuple(
         msgspec.structs.replace(branch, images=tuple(known[image.hash] for image in branch.images))
         if branch.images
@@ -70,7 +70,7 @@ def find_image(db: sqlite3.Connection, run_dir: RunDir, name: str) -> Image:
         row = db.execute(query, (name,)).fetchone()
     if row is None:
         raise DataError(f"{run_dir.ledger}: there is no image {name}; its rollouts may be deleted.")
-    return _load(db, run_dir, row[0], name)
+    return load(db, run_dir, row[0], name)
 
 
 def damaged_images(db: sqlite3.Connection, run_dir: RunDir) -> Iterator[str]:
@@ -80,16 +80,29 @@ def damaged_images(db: sqlite3.Connection, run_dir: RunDir) -> Iterator[str]:
     query = "SELECT hash, segment FROM images LEFT JOIN segments USING (segment) WHERE deleted_at IS NULL"
     for name, segment in db.execute(query).fetchall():
         try:
-            _load(db, run_dir, segment, name)
+            load(db, run_dir, segment, name)
         except (DataError, WireError) as error:
             yield str(error)
+
+
+def forget_damaged(db: sqlite3.Connection, run_dir: RunDir, segment: int) -> None:
+    """Forget images that a power cut took from a segment, so that the next group that shows one writes it again."""
+    for name in hashes_in(db, segment):
+        try:
+            load(db, run_dir, segment, name)
+        except (DataError, WireError):
+            db.execute("DELETE FROM images WHERE hash = ? AND segment = ?", (name, segment))
 
 
 def _has_table(db: sqlite3.Connection) -> bool:
     return db.execute("SELECT 1 FROM sqlite_master WHERE name = 'images'").fetchone() is not None
 
 
-def _load(db: sqlite3.Connection, run_dir: RunDir, segment: int, name: str) -> Image:
+def load(db: sqlite3.Connection, run_dir: RunDir, segment: int, name: str) -> Image:
+    """The image of this hash in a segment, with its pixels.
+
+    Raises: DataError if it is missing or damaged.
+    """
     query = "SELECT offset, length, crc FROM images WHERE hash = ? AND segment = ?"
     row = db.execute(query, (name, segment)).fetchone()
     if row is None:

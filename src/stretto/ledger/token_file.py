@@ -66,6 +66,14 @@ class SegmentWriter:
             [Payload(_by_name(rollout.branches), rollout.agent_rewards) for rollout in rollouts]
         )
 
+    def append_payload(self, payload: Payload) -> Place:
+        """Write a payload that was loaded from another segment.
+
+        Raises: EngineError if the disk refuses it.
+        """
+        [place] = self._write([payload])
+        return place
+
     def append_images(self, images: Sequence[Image]) -> list[Place]:
         """Write these images with their pixels.
 
@@ -172,4 +180,6 @@ def _read(path: Path, place: Place, what: str) -> bytes:
         with path.open("rb") as file:
             return os.pread(file.fileno(), place.length, place.offset)
     except FileNotFoundError:
-        raise DataError(f"{path} is gone: {what} is older than ledger.keep_steps.") from None
+        raise DataError(
+            f"{path} is gone: {what} went with the limits of [ledger] (keep_bytes, keep_steps)."
+        ) from None

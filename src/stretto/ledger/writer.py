@@ -22,8 +22,9 @@ import msgspec
 
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.files import flush, flush_parents, try_lock
-from stretto.base.paths import RunDir
+from stretto.base.paths import KEPT, RunDir
 from stretto.ledger import images, resume, schema
+from stretto.ledger.kept import Limits, deletable_segments, keep_samples, mark_deleted
 from stretto.ledger.token_file import Place, SegmentWriter
 from stretto.records.partial import PartialRollout, Turn
 from stretto.records.rollout import Group, Rollout, Task
@@ -59,14 +60,14 @@ class Ledger:
     """The writing end of the ledger. One process and one thread write."""
 
     def __init__(
-        self, run_dir: RunDir, *, keep_steps: int | None = 50, segment_bytes: int = 64_000_000
+        self, run_dir: RunDir, *, limits: Limits | None = None, segment_bytes: int = 64_000_000
     ) -> None:
         """Open the run's ledger, or create it.
 
         Raises: EngineError if another process writes it, DataError if it is damaged or of another version.
         """
         self._run_dir = run_dir
-        self._keep_steps = keep_steps
+        self._limits = limits or Limits()
         self._segment_bytes = segment_bytes
         self._lock = _lock(run_dir)
         try:
@@ -93,6 +94,8 @@ class Ledger:
         self._step = self._scalar("SELECT coalesce(max(step), 0) FROM batches WHERE state != 'undone'")
         self._segments = self._open_segment()
         self._flushed_segment = self._segments.segment  # all segments before it are on the disk
+        with self.transaction():
+            images.forget_damaged(self._db, self._run_dir, self._segments.segment)
         self._stored_images = images.hashes_in(self._db, self._segments.segment)  # in the open segment
 
     def close(self) -> None:
@@ -416,31 +419,22 @@ class Ledger:
             self._insert("segments", self._segments.segment, self._step, self._segments.end, None)
         self._segments.rotate()
         self._stored_images.clear()
-        if self._keep_steps is not None:
-            self._delete_old_segments(self._keep_steps)
+        self._delete_old_segments()
 
-    def _delete_old_segments(self, keep_steps: int) -> None:
-        """Delete segments whose rollouts were all trained or dropped at least `keep_steps` ago.
-
-        What came after the newest checkpoint is kept at any age: a resume may need it.
-        """
-        # `state != 'undone'` lets SQLite use the index batches_live, here and in step_trained.
-        query = "SELECT coalesce(max(step), 0) FROM batches WHERE state = 'trained' AND state != 'undone'"
-        horizon = self._scalar(query) - keep_steps
-        saved = self._scalar("SELECT max(step) FROM checkpoints WHERE state = 'saved'")
-        horizon = horizon if saved is None else min(horizon, saved)
-        query = (
-            "SELECT segment FROM segments WHERE deleted_at IS NULL AND closed_at_step <= ? ORDER BY segment"
-        )
-        for segment in schema.column(self._db, query, horizon):
-            if resume.is_needed(self._db, segment, horizon):
-                continue
-            # First the row: if a kill comes before the file is deleted, the next opening deletes it.
+    def _delete_old_segments(self) -> None:
+        """Delete segments beyond the limits, but for the samples of each step that are kept for ever."""
+        for segment, horizon in list(deletable_segments(self._db, self._limits)):
             with self.transaction():
-                query = "UPDATE segments SET deleted_at = ? WHERE segment = ?"
-                self._db.execute(query, (time.time(), segment))
+                kept = keep_samples(self._db, self._run_dir, segment, self._limits.samples)
+                mark_deleted(self._db, segment)
+            _flush(self._run_dir, [self._run_dir.segment(KEPT)])  # the copies, before the originals go
             self._run_dir.segment(segment).unlink(missing_ok=True)
-            logger.info("deleted token payloads of segment %d: all older than step %d", segment, horizon)
+            logger.info(
+                "deleted token payloads of segment %d: all of step %d or older; kept=%d",
+                segment,
+                horizon,
+                kept,
+            )
 
 
 def _flush(run_dir: RunDir, segments: Sequence[Path]) -> None:

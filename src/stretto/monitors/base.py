@@ -2,7 +2,8 @@
 
 The metrics file is written at once by the caller (tens of microseconds). Each tracker (`wandb`, `tensorboard`,
 `trackio`) has a thread that builds it and feeds it from a bounded queue, so that neither its seconds of start-up nor a
-slow network delays the loop that logs. A monitor that raises is removed with one error line. `file.py` defines the
+slow network delays the loop that logs. A monitor that raises is removed with one error
+line, but a tracker that cannot start ends the start of a new run. `file.py` defines the
 format of the metrics file and reads it.
 """
 
@@ -26,12 +27,13 @@ from stretto.monitors.monitor import Monitor, Source, TableRow, Values
 from stretto.monitors.prometheus import PrometheusMonitor
 from stretto.monitors.tensorboard import TensorboardMonitor
 from stretto.monitors.trackio import TrackioMonitor
-from stretto.monitors.wandb import WandbMonitor
+from stretto.monitors.wandb import WandbMonitor, check_login
 
 logger = logging.getLogger(__name__)
 
 QUEUE_ROWS = 10_000
 CLOSE_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 
 
 class Monitors:
@@ -101,6 +103,7 @@ class BackgroundMonitor(Monitor):
         self.name = name
         self._rows: queue.Queue[Callable[[Monitor], None] | None] = queue.Queue(QUEUE_ROWS)
         self._error: Exception | None = None
+        self._is_built = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(build,), name=f"monitor-{name}", daemon=True)
         self._thread.start()
 
@@ -124,6 +127,10 @@ class BackgroundMonitor(Monitor):
         except queue.Full:
             raise RuntimeError(f"{QUEUE_ROWS} rows are queued; the tracker is stuck or too slow") from None
 
+    def wait_built(self, timeout_s: float) -> Exception | None:
+        """Why the tracker could not start; None if it has started, or still starts after `timeout_s`."""
+        return None if not self._is_built.wait(timeout_s) else self._error
+
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(queue.Full):
@@ -137,11 +144,14 @@ class BackgroundMonitor(Monitor):
     def _run(self, build: Callable[[], Monitor]) -> None:
         try:
             monitor = build()
+            self._is_built.set()
             while (write := self._rows.get()) is not None:
                 write(monitor)
             monitor.close()
         except Exception as error:
             self._error = error
+        finally:
+            self._is_built.set()
 
 
 TRACKERS: dict[str, type[Monitor]] = {
@@ -156,7 +166,7 @@ WITHOUT_PACKAGE: dict[str, type[Monitor]] = {"heartbeat": HeartbeatMonitor, "pro
 def find_trackers(section: MonitorsSection) -> list[str]:
     """The trackers that have a section and need a package.
 
-    Raises: ConfigError if the package of one is missing.
+    Raises: ConfigError if the package of one is missing, or W&B has no key.
     """
     names = [name for name in TRACKERS if getattr(section, name) is not None]
     for name in names:
@@ -165,25 +175,59 @@ def find_trackers(section: MonitorsSection) -> list[str]:
                 f"[monitors.{name}] needs the package {name}, which is not installed; "
                 f"run pip install 'stretto[{name}]' (in a clone: pip install -e '.[{name}]') or remove the section."
             )
+    if section.wandb is not None:
+        check_login(section.wandb)
     return names
 
 
 def build_monitors(
-    section: MonitorsSection, run_dir: RunDir, role: str, run_name: str, *, resumed_step: int | None = None
+    section: MonitorsSection,
+    run_dir: RunDir,
+    role: str,
+    run_name: str,
+    *,
+    resumed_step: int | None = None,
+    has_trackers: bool = True,
 ) -> Monitors:
-    """Build the metrics file of `role` and every tracker that has a section.
+    """Build the metrics file of `role` and every monitor that has a section.
+
+    has_trackers: False for a process whose metrics another one sends to the trackers, so that a run is one run there.
 
     resumed_step: the step after which a resumed run continues; rows of later steps from earlier incarnations of the
-    run are superseded. Raises: ConfigError if a tracker's package is missing.
+    run are superseded. Raises: ConfigError if a tracker's package is missing, or one cannot start a new run.
     """
-    find_trackers(section)
+    kinds = (TRACKERS | WITHOUT_PACKAGE) if has_trackers else WITHOUT_PACKAGE
+    if has_trackers:
+        find_trackers(section)
     source = Source(run_dir, role, run_name, resumed_step)
     monitors: dict[str, Monitor] = {}
     try:
         monitors["file"] = MetricsFile(run_dir.metrics(role), resumed_step=resumed_step)
     except OSError as error:
         logger.error("monitor file failed and is off from now on: %s", error)
-    for name, kind in (TRACKERS | WITHOUT_PACKAGE).items():
+    for name, kind in kinds.items():
         if (settings := getattr(section, name)) is not None:
             monitors[name] = BackgroundMonitor(name, partial(kind, settings, source))
+    if resumed_step is None:
+        _check_started(monitors)
     return Monitors(monitors)
+
+
+def _check_started(monitors: Mapping[str, Monitor]) -> None:
+    """Wait for trackers to start; one that takes long goes on in its thread.
+
+    Raises: ConfigError with the cause if one cannot start; the others are then closed.
+    """
+    deadline = time.monotonic() + START_TIMEOUT_S
+    for name, monitor in monitors.items():
+        if name not in TRACKERS or not isinstance(monitor, BackgroundMonitor):
+            continue
+        error = monitor.wait_built(max(deadline - time.monotonic(), 0.0))
+        if error is None:
+            continue
+        Monitors({other: each for other, each in monitors.items() if other != name}).close()
+        cause = f"{type(error).__name__}: {error}".rstrip(". \n")
+        advice = " (WANDB_MODE=offline writes to files)" if name == "wandb" else ""
+        raise ConfigError(
+            f"[monitors.{name}] cannot start: {cause}; mend this{advice} or remove the section."
+        ) from error

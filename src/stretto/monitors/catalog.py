@@ -193,7 +193,7 @@ time/wait_for_batch | s | Waiting for the batch.
     ),
     Part(
         "Files and weights",
-        ("trainer",),
+        ("trainer", "orchestrator"),
         "In the rows of the steps in which they happen.",
         _rows("""
 time/publish | s | Publishing a version for engines.
@@ -305,10 +305,11 @@ _HEAD = """
 
 Written from the table in `monitors/catalog.py` by `python -m stretto.monitors.catalog`; do not edit by hand.
 
-Each process writes `metrics/<role>.jsonl` in the run directory, one JSON object per step, and sends the same
-to trackers that are configured (`[monitors.wandb]`, `[monitors.tensorboard]`, `[monitors.trackio]`). The
-orchestrator's file has the trainer's metrics too: one file has every curve. From Python:
-`stretto.Run("outputs/demo").metrics()`; as a picture: `stretto plot outputs/demo --key entropy/mean`.
+Each process writes `metrics/<role>.jsonl` in the run directory, one JSON object per step. In `rl` the
+orchestrator sends its metrics to the trackers that are configured (`[monitors.wandb]`,
+`[monitors.tensorboard]`, `[monitors.trackio]`). The orchestrator's file has the trainer's metrics too: one
+file has every curve. From Python: `stretto.Run("outputs/demo").metrics()`;
+as a picture: `stretto plot outputs/demo --key entropy/mean`.
 
 For each metric: its name, its unit, what it is, and *how to read it*. `<env>` and other words in angle
 brackets stand for names of your run. Look first at `reward/mean` and the evals, then at `completion/mean`,

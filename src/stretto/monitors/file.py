@@ -24,6 +24,11 @@ from stretto.monitors.monitor import Monitor, TableRow, images_of
 
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 _TAIL_BYTES = 1 << 16
+_READ_BYTES = 1 << 22
+MERGED_TOKENS = "batch/tokens merged"
+"""In a row that stands for several: the tokens of the batches of those before it."""
+_FRAME = frozenset({"step", "time", "incarnation"})
+_KEPT_AS_THEY_ARE = 500  # the newest rows, when older ones are merged
 _MAX_ROWS_BACK = 20  # `newest_row` looks at so many rows
 
 
@@ -69,10 +74,16 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 class MetricsTail:
-    """The rows of a metrics file that may still grow."""
+    """The rows of a metrics file that may still grow.
 
-    def __init__(self, path: Path | str) -> None:
-        self._path = Path(path)
+    With max_rows, its memory does not grow with the run: of more rows, older neighbours are merged. A merged row has
+    the step of its last one, and of every metric the value that is farthest from the mean, so that no peak disappears.
+    """
+
+    def __init__(self, path: Path | str, *, max_rows: int | None = None) -> None:
+        assert max_rows is None or max_rows > 2 * _KEPT_AS_THEY_ARE
+        self._path, self._max_rows = Path(path), max_rows
+        self._stride = 1  # steps that a merged row stands for
         self._rows: dict[int, dict[str, Any]] = {}
         self._end = 0  # bytes read
         self._is_new = (
@@ -93,18 +104,24 @@ class MetricsTail:
         try:
             with self._path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._end:
-                    self._rows, self._end, self._is_new = {}, 0, False
+                    self._rows, self._end, self._is_new, self._stride = {}, 0, False, 1
                 file.seek(self._end)
-                text = file.read()
+                begin, cut = self._end, b""
+                while text := file.read(_READ_BYTES):
+                    cut = self._add_lines(cut + text)
         except FileNotFoundError:
             return False
         except OSError as error:
             raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
+        return self._end > begin
+
+    def _add_lines(self, text: bytes) -> bytes:
+        """Add the whole lines at the beginning of a text; returns the rest."""
         whole = text.rfind(b"\n") + 1
         for line in text[:whole].splitlines():
             self._add(line)
         self._end += whole
-        return whole > 0
+        return text[whole:]
 
     def _add(self, line: bytes) -> None:
         row = _parse(line)
@@ -123,6 +140,52 @@ class MetricsTail:
             self._rows, self._is_new = {s: old for s, old in self._rows.items() if s < step}, False
         new = {k: math.nan if v is None else v for k, v in row.items()}
         self._rows[step] = self._rows.get(step, {}) | new  # a row that a caller has does not change
+        if self._max_rows is not None and len(self._rows) > self._max_rows:
+            self._merge(self._max_rows)
+
+    def _merge(self, max_rows: int) -> None:
+        """Merge all but the first row and the newest ones, so that at most half of max_rows remain."""
+        steps = sorted(self._rows)
+        old, new = steps[1:-_KEPT_AS_THEY_ARE], [steps[0], *steps[-_KEPT_AS_THEY_ARE:]]
+        while len({step // self._stride for step in old}) > max_rows // 2 - _KEPT_AS_THEY_ARE:
+            self._stride *= 2
+        means = _means([self._rows[step] for step in old])
+        neighbours = itertools.groupby(old, key=lambda step: step // self._stride)
+        merged = [_merged([self._rows[step] for step in group], means) for _, group in neighbours]
+        self._rows = {row["step"]: row for row in merged} | {step: self._rows[step] for step in new}
+
+
+def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The mean of each metric over its finite values."""
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for row in rows:
+        for key, value in row.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                sums[key] = sums.get(key, 0.0) + value
+                counts[key] = counts.get(key, 0) + 1
+    return {key: total / counts[key] for key, total in sums.items()}
+
+
+def _merged(rows: Sequence[Mapping[str, Any]], means: Mapping[str, float]) -> dict[str, Any]:
+    """One row for several, in step order."""
+    last, found, distances = rows[-1], dict(rows[0]), dict[str, float]()
+    if len(rows) == 1:
+        return found
+    for row in rows:
+        for key, value in row.items():
+            mean = means.get(key)
+            is_number = mean is not None and isinstance(value, int | float)
+            distance = abs(value - mean) if is_number else math.nan
+            if distance > distances.get(key, -1.0):
+                found[key], distances[key] = value, distance
+            elif key not in found:
+                found[key] = value
+    batches = [row.get("batch/tokens", 0) + row.get(MERGED_TOKENS, 0) for row in rows]
+    if any(batches):
+        found[MERGED_TOKENS] = sum(batches) - found.get("batch/tokens", 0)
+    as_last = {key: value for key, value in last.items() if key in _FRAME or key.startswith("progress/")}
+    return found | as_last
 
 
 def newest_row(path: Path, name: str) -> dict[str, Any]:

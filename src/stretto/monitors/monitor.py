@@ -46,6 +46,10 @@ class Source:
     resumed_step: int | None
     """The step after which a resumed run continues; None for a new run."""
 
+    def label(self, name: str) -> str:
+        """The name of the run in a tracker; evals that are made beside a training run have one of their own."""
+        return name if self.role in ("orchestrator", "trainer") else f"{name}-{self.role}"
+
     def config(self) -> dict[str, Any] | None:
         """The run's resolved config without its secrets; None if there is none."""
         try:

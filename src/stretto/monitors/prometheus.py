@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from stretto.base.ports import is_local, refusal_of
 from stretto.config.sections.monitors import PrometheusSection
 from stretto.monitors.monitor import Monitor, Source
 
@@ -29,7 +30,7 @@ class PrometheusMonitor(Monitor):
         self._server: ThreadingHTTPServer | None = None
         if role in ROLES:
             port = section.port + (role == "orchestrator")
-            self._server = ThreadingHTTPServer((section.host, port), self._handler())
+            self._server = ThreadingHTTPServer((section.host, port), self._handler(section.host))
             self._server.daemon_threads = True
             threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
 
@@ -50,11 +51,15 @@ class PrometheusMonitor(Monitor):
             f"{_metric_name(name)}{{{self._labels}}} {float(value)!r}\n" for name, value in values.items()
         )
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
+    def _handler(self, host: str) -> type[BaseHTTPRequestHandler]:
         monitor = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                # A host that the user gave is for other machines, which call it by any of its names.
+                if refused := refusal_of("GET", self.headers, has_key=not is_local(host)):
+                    self.send_error(*refused)
+                    return
                 is_known = self.path in ("/metrics", "/health")
                 body = (monitor.text() if self.path == "/metrics" else "ok\n" if is_known else "").encode()
                 self.send_response(200 if is_known else 404)

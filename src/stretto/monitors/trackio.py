@@ -14,7 +14,7 @@ class TrackioMonitor(Monitor):
 
         self._run = trackio.init(
             project=section.project,
-            name=f"{source.run_name}-{source.role}",
+            name=source.label(source.run_name),
             group=source.run_name,
             config=source.config(),
             resume="allow",

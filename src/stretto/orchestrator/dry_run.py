@@ -26,13 +26,16 @@ from stretto.config.sections.sft import FileData
 from stretto.config.sections.trainer import TrainerHooksSection
 from stretto.data.hub_model import find_config
 from stretto.data.records import read_records
+from stretto.data.values import describe_value
 from stretto.envs.base import (
     Environment,
     Message,
     RunInfo,
     SingleTurnEnv,
+    TaskSource,
     checked_prompt,
     needs_worker,
+    place_of,
     tasks_of,
 )
 from stretto.envs.dataset import Dataset
@@ -280,7 +283,7 @@ async def _first_task(
     env: Environment, renderer: Renderer | None, split: str, system_prompt: str | None = None
 ) -> FirstTask:
     source = tasks_of(env, split)
-    task = source.task(0)
+    task = same_task(env, source, split)
     count = "without end" if source.num_tasks is None else f"{source.num_tasks} {SPLITS[split]}"
     about = f"environment {env.name}: tasks {count}; the first is {task.task_id}"
     where = f"environment {env.name}, task {task.task_id}, prompt"
@@ -296,6 +299,23 @@ async def _first_task(
     return FirstTask(f"{about}, {len(ids)} tokens:", renderer.readable(ids), num_tokens=len(ids))
 
 
+def same_task(env: Environment, source: TaskSource, split: str) -> Task:
+    """The first task, made twice.
+
+    Raises: EnvError if the second differs: a group, an epoch and a resumed run would play another task.
+    """
+    first, second = source.task(0), source.task(0)
+    for name in ("task_id", "data"):
+        one, other = getattr(first, name), getattr(second, name)
+        if repr(one) != repr(other):
+            raise EnvError(
+                f"environment {env.name}, tasks({split!r}): make(0) gave two different tasks, with {name} "
+                f"{describe_value(one)} and {describe_value(other)}; draw from random.Random(index), so that an index "
+                "always gives the same task"
+            )
+    return first
+
+
 async def first_prompt(
     env: Environment, task: Task, where: str
 ) -> tuple[Prompt, list[dict[str, Any]] | None]:
@@ -304,7 +324,8 @@ async def first_prompt(
         return task.data["prompt"], task.data["tools"]
     if not isinstance(env, SingleTurnEnv | MultiTurnEnv):  # a `prompt` of another class may be anything
         return None, None
-    messages = checked_prompt(await call_async(lambda: env.prompt(task), where), where)
+    given = await call_async(lambda: env.prompt(task), where)
+    messages = checked_prompt(given, place_of(env, "prompt", where))
     return messages, env.tool_schemas() if hasattr(env, "tool_schemas") else None
 
 

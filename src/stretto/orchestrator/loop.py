@@ -34,6 +34,7 @@ from stretto.records.control import (
     CheckpointSaved,
     Failed,
     StepDone,
+    StepMetrics,
     Stop,
     VersionLoaded,
     VersionReady,
@@ -253,6 +254,8 @@ class Loop:
         while ranks:
             event = await self.parts.control.next_event()
             match event.message:
+                case StepMetrics(step=step, metrics=metrics):
+                    self.parts.monitors.log(step, metrics)
                 case VersionReady(manifest=manifest):
                     self.parts.versions.on_published(manifest)
                 case StepDone() as done:

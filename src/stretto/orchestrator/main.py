@@ -34,7 +34,7 @@ from stretto.config.sections.distill import OpdAlgo, OpsdAlgo, SftAlgo
 from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.data.hub_model import fetch, find_config
 from stretto.envs.base import Environment, RunInfo, tasks_of
-from stretto.ledger.writer import Ledger
+from stretto.ledger import Ledger, Limits
 from stretto.monitors import build_monitors
 from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch.packing import cost_of_model
@@ -223,7 +223,9 @@ def build_loop(
     envs = user_code.envs
     progress = with_fingerprints(cfg, progress, envs)
     player = build_player(cfg, wires.engines, renderer)
-    ledger = Ledger(run_dir, keep_steps=cfg.ledger.keep_steps, segment_bytes=cfg.ledger.segment_bytes)
+    kept = cfg.ledger
+    limits = Limits(kept.keep_steps, kept.keep_bytes, kept.keep_samples)
+    ledger = Ledger(run_dir, limits=limits, segment_bytes=cfg.ledger.segment_bytes)
     stack.callback(ledger.close)
     buffer = Buffer(build_bounds(cfg), ledger, next_step=progress.step + 1)
     curriculum = build_curriculum(cfg, envs, progress)

@@ -40,6 +40,13 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     wait_s: float = 0.0  # part of time_s spent waiting for the batch
 
 
+class StepMetrics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Further metrics of a step, which are known after its StepDone."""
+
+    step: int
+    metrics: dict[str, float]
+
+
 class VersionReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A version was published; engines may load it."""
 
@@ -90,6 +97,7 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 Message = (
     StepDone
+    | StepMetrics
     | VersionReady
     | VersionLoaded
     | CheckpointBegun

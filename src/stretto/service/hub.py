@@ -21,6 +21,7 @@ import msgspec
 from aiohttp import web
 
 from stretto.base.errors import ConfigError, DataError, StrettoError
+from stretto.base.ports import refusal_of
 from stretto.config.root import ServeConfig
 from stretto.data.hub_model import find_config, find_local
 from stretto.records.tenants import TenantSpec
@@ -36,6 +37,10 @@ from stretto.transports.engine.api import Refusal
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 256 << 20
+"""Largest body of a route that takes tensors or tokens, decompressed."""
+MAX_PLAIN_BYTES = 1 << 20
+"""Largest body of any other route of Tinker's API, decompressed."""
+_LARGE = ("/forward", "/forward_backward", "/asample")
 OPEN_ROUTES = frozenset({"/health", "/api/v1/healthz"})
 QUIET_ROUTES = frozenset(
     {
@@ -184,16 +189,22 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
         user: User | None = None
         refusal: Refusal | None = None
         try:
+            if refused := refusal_of(http.method, http.headers, has_key=True):
+                raise Refusal(refused[1], refused[0])
             # The address of a file for download is signed, so it needs no token.
             if http.path not in OPEN_ROUTES and not http.path.startswith("/download/"):
                 user = hub.access.user(http.headers)
                 http[USER] = user
+            if http.path.startswith("/api/v1/") and not http.path.endswith(_LARGE):
+                http = http.clone(client_max_size=MAX_PLAIN_BYTES)
             with hub.reading.body(user.name if user is not None else "", body_size(http)):
                 return await handler(http)
         except Refusal as error:
             refusal = error
         except web.HTTPException as error:
             refusal = Refusal(f"{http.method} {http.path[:200]}: {error.reason}", error.status)
+        except web.RequestPayloadError as error:
+            refusal = Refusal(f"the body cannot be read: {error.__cause__ or error}", 400)
         except (DataError, ConfigError) as error:
             refusal = Refusal(str(error), 400)
         except ConnectionError:
@@ -211,7 +222,10 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
                 status = 200 if refusal is None else refusal.status
                 details = {} if refusal is None else {"error": str(refusal)[:500]}
                 action = f"{http.method} {http.path[:300]}"
-                hub.audit.write(user and user.name, action, http.remote or "", status=status, **details)
+                if user is None:
+                    hub.audit.write_stranger(action, http.remote or "", status=status, **details)
+                else:
+                    hub.audit.write(user.name, action, http.remote or "", status=status, **details)
         # Clients of Tinker show `detail`.
         body = json.loads(refusal.body()) | {"detail": str(refusal)}
         return answer(body, refusal.status)

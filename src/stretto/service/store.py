@@ -231,6 +231,10 @@ class Store:
         self._db.close()
 
 
+MOST_STRANGERS = 1000
+"""Addresses per minute whose refused requests are written."""
+
+
 class Audit:
     """The audit log, one JSON object per line: time, user, action, target and HTTP status.
 
@@ -241,6 +245,11 @@ class Audit:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self._max_bytes = path, max_bytes
         self._older = path.with_suffix(f".1{path.suffix}")
+        self._of_strangers: Audit | None = None
+        self._strangers: dict[
+            str, tuple[int | None, int]
+        ] = {}  # address -> minute of its last request, left out
+        self._minute = 0
         self._open()
 
     def _open(self) -> None:
@@ -257,6 +266,28 @@ class Audit:
             self.path.replace(self._older)
             self._open()
 
+    def write_stranger(self, action: str, address: str, **details: Any) -> None:
+        """Record a refused request of nobody we know: the first of each address and minute, in a file of its own.
+
+        A later entry of the address has the number of requests that were left out before it, as `left_out`.
+        """
+        minute = int(time.time() // 60)
+        if minute != self._minute and len(self._strangers) > MOST_STRANGERS:
+            self._strangers.clear()
+        self._minute = minute
+        last, left_out = self._strangers.get(address, (None, 0))
+        if last is None and len(self._strangers) > MOST_STRANGERS:
+            return
+        if last == minute:
+            self._strangers[address] = (minute, left_out + 1)
+            return
+        self._strangers[address] = (minute, 0)
+        more = {"left_out": left_out} if left_out else {}
+        if self._of_strangers is None:
+            path = self.path.with_name(f"{self.path.stem}.strangers{self.path.suffix}")
+            self._of_strangers = Audit(path, max_bytes=self._max_bytes // 8)
+        self._of_strangers.write(None, action, address, **details, **more)
+
     def read(self, user: str | None = None, *, most: int = 1000) -> list[dict[str, Any]]:
         """The newest entries of one user or of all, oldest first, within the last `AUDIT_BYTES`."""
         end = _end(self.path, AUDIT_BYTES)
@@ -272,10 +303,17 @@ class Audit:
             entry = json.loads(line)
             if user is None or entry.get("user") == user:
                 found.append(entry)
-        return found[::-1]
+        entries = found[::-1]
+        if user is None and self._of_strangers is not None:
+            entries = sorted([*entries, *self._of_strangers.read(most=most)], key=lambda each: each["time"])[
+                -most:
+            ]
+        return entries
 
     def close(self) -> None:
         self._file.close()
+        if self._of_strangers is not None:
+            self._of_strangers.close()
 
 
 def _end(path: Path, num_bytes: int) -> bytes:

@@ -35,7 +35,7 @@ from stretto.trainer.critic_wire import (
 )
 from stretto.trainer.process import find_group_timeout_s, rank_process
 from stretto.trainer.state import checkpoint
-from stretto.trainer.state.export import export_critic
+from stretto.trainer.state.export import export_critic, prune_exports
 from stretto.trainer.updates import parts_of_step
 
 logger = logging.getLogger(__name__)
@@ -115,6 +115,8 @@ class CriticProcess:
                 folder = self.critic.section.save or self.cfg.run_dir.critic
                 self.critic.check_finite()
                 export_critic(self.critic, folder / f"step_{self.critic.step}", self.tokenizer_dir)
+                if self.cfg.ckpt is not None:
+                    prune_exports(folder, self.cfg.ckpt, self.critic.step, self.mesh)
             case "flush":
                 if self.saver is not None:
                     self.saver.wait()

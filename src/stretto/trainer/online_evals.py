@@ -9,7 +9,6 @@ The child runs orchestrator/eval/follow.py; it is started and stopped here, and 
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from stretto.base import process
 from stretto.base.errors import EngineError
+from stretto.base.files import read_rows
 from stretto.config.root import EvalsConfig, SFTConfig
 from stretto.trainer.learner import Learner
 from stretto.trainer.parallel.mesh import is_lead_process
@@ -148,17 +148,17 @@ class OnlineEvals:
             self._run.broadcasts.glob("version_*"), key=lambda p: int(p.name.partition("_")[2])
         ):
             version = int(path.name.partition("_")[2])
-            if not self._run.eval_results(version).exists():
+            if read_rows(self._run.eval_results(version)) is None:
                 waiting = version
                 break
         self._publisher.release(waiting - 1)
 
 
 def read_results(evals: Path) -> dict[int, dict[str, float]]:
-    """Mean rewards by version, for every eval with results."""
+    """Mean rewards by version, for every eval with results; one that failed or is damaged has none."""
     means = {}
     for path in evals.glob("version_*/results.json"):
-        if not (rows := json.loads(path.read_text())):  # this eval failed
+        if not (rows := read_rows(path, "env", "mode", "mean")):
             continue
         version = int(path.parent.name.partition("_")[2])
         means[version] = {f"{row['env']}/{row['mode']}": row["mean"] for row in rows}

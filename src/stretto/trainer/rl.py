@@ -35,6 +35,7 @@ from stretto.records.control import (
     CheckpointBegun,
     CheckpointSaved,
     Register,
+    StepMetrics,
     VersionReady,
 )
 from stretto.records.sample import TrainBatch
@@ -49,7 +50,7 @@ from stretto.trainer.parallel.mesh import rank_name
 from stretto.trainer.process import StopFlag, find_group_timeout_s, rank_process
 from stretto.trainer.state import checkpoint
 from stretto.trainer.state.canary import is_canary_due, score_canary
-from stretto.trainer.state.export import export_critic, export_weights
+from stretto.trainer.state.export import export_critic, export_weights, prune_exports
 from stretto.trainer.updates import Updates
 from stretto.transports.orchestrator import Orchestrator
 from stretto.transports.weights import build_publisher, meeting_host
@@ -119,7 +120,12 @@ class Trainer:
         self.stack.callback(self.publisher.close)
         if self.is_lead:
             self.monitors = build_monitors(
-                self.cfg.monitors, self.run_dir, ROLE, self.cfg.run_name, resumed_step=self.resumed_step
+                self.cfg.monitors,
+                self.run_dir,
+                ROLE,
+                self.cfg.run_name,
+                resumed_step=self.resumed_step,
+                has_trackers=False,
             )
             self.stack.callback(self.monitors.close, MONITOR_CLOSE_S)
         self.written: deque[int] = deque()
@@ -224,6 +230,11 @@ class Trainer:
             self.wait_s,
         )
 
+    def log_more(self, step: int, metrics: dict[str, float]) -> None:
+        """Log metrics that are known after the step's report, here and in the orchestrator, which feeds trackers."""
+        self.monitors.log(step, metrics)
+        self.orchestrator.post(StepMetrics(step=step, metrics=metrics))
+
     def publish(self) -> VersionReady | None:
         """Publish the current weights as the version after the current step; on the lead, its announcement."""
         start = time.perf_counter()
@@ -246,7 +257,7 @@ class Trainer:
         adapter = self.learner.adapter_info()
         manifest = msgspec.structs.replace(manifest, canary=canary, adapter=adapter)
         values = {"time/publish": time.perf_counter() - start, "publish/bytes": manifest.sent_bytes}
-        self.monitors.log(self.learner.step, values)
+        self.log_more(self.learner.step, values)
         return VersionReady(manifest=manifest)
 
     def announce(self, ready: VersionReady | None) -> None:
@@ -273,24 +284,10 @@ class Trainer:
         start = time.perf_counter()
         is_saving = is_last or self.is_checkpoint_due(step)
         weights = ckpt.weights
-        is_exporting = is_last or (
-            weights is not None and checkpoint.is_interval_end(step, weights.interval or ckpt.interval)
-        )
-        if weights is not None and is_exporting and step != self.exported_step:
-            self.learner.check_finite()
-            export_weights(
-                self.run_dir,
-                self.learner.network.weights,
-                step,
-                self.tokenizer_dir,
-                self.cfg.model if ckpt.weights.save_adapter_separately else None,
-            )
-            if (critic := self.learner.critic) is not None:
-                folder = critic.section.save or self.run_dir.critic
-                export_critic(critic, folder / f"step_{step}", self.tokenizer_dir)
-            if self.remote_critic is not None:
-                self.remote_critic.command("export")
-            self.exported_step = step
+        interval = (None if weights is None else weights.interval) or ckpt.interval
+        is_exporting = is_last or checkpoint.is_interval_end(step, interval)
+        if self.has_exports and is_exporting and step != self.exported_step:
+            self.export(step)
         if is_saving and step != self.saved_step:
             self.learner.check_finite()
             if self.is_lead:
@@ -305,7 +302,38 @@ class Trainer:
                 self.remote_critic.flush()
         self.report_saved()
         if self.is_lead and step in (self.saved_step, self.exported_step):
-            self.monitors.log(step, {"time/save_ckpt": time.perf_counter() - start})
+            self.log_more(step, {"time/save_ckpt": time.perf_counter() - start})
+
+    @property
+    def has_exports(self) -> bool:
+        """Are model directories written? A critic's are with [ckpt] alone, if they have a place of their own."""
+        critic = self.cfg.critic
+        return self.cfg.ckpt is not None and (
+            self.cfg.ckpt.weights is not None or (critic is not None and critic.save is not None)
+        )
+
+    def export(self, step: int) -> None:
+        """Write model directories: of the policy with [ckpt.weights], of a critic with it or a place of its own."""
+        self.learner.check_finite()
+        ckpt = self.cfg.ckpt
+        weights = ckpt.weights if ckpt is not None else None
+        if weights is not None:
+            export_weights(
+                self.run_dir,
+                self.learner.network.weights,
+                step,
+                self.tokenizer_dir,
+                self.cfg.model if weights.save_adapter_separately else None,
+            )
+            prune_exports(self.run_dir.weights, ckpt, step, self.learner.network.weights.mesh)
+        if (critic := self.learner.critic) is not None:
+            folder = critic.section.save or self.run_dir.critic
+            export_critic(critic, folder / f"step_{step}", self.tokenizer_dir)
+            if weights is not None:
+                prune_exports(folder, ckpt, step, critic.network.weights.mesh)
+        if self.remote_critic is not None:
+            self.remote_critic.command("export")
+        self.exported_step = step
 
     def report_saved(self) -> None:
         """Report checkpoints whose files are written; the orchestrator then completes them."""
@@ -342,7 +370,7 @@ class Trainer:
         should_save = stop is None or stop.save
         if self.mesh.broadcast(should_save, bool):
             ckpt = self.cfg.ckpt
-            if ckpt and (step != self.saved_step or (ckpt.weights and step != self.exported_step)):
+            if ckpt and (step != self.saved_step or (self.has_exports and step != self.exported_step)):
                 self.memory.bring_back()
             self.save_if_due(is_last=True)
         if self.is_lead:

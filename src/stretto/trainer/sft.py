@@ -60,7 +60,7 @@ from stretto.trainer.parallel.mesh import (
 )
 from stretto.trainer.process import StopFlag, stop_on_signal
 from stretto.trainer.state import checkpoint
-from stretto.trainer.state.export import export_weights
+from stretto.trainer.state.export import export_weights, prune_exports
 
 SCRATCH_POSITIONS = "model.scratch.max_position_embeddings"
 logger = logging.getLogger(__name__)
@@ -418,6 +418,9 @@ def export(session: Session) -> None:
             session.cfg.model if weights is not None and weights.save_adapter_separately else None,
         )
         session.exported_step = session.learner.step
+        prune_exports(
+            session.run.weights, session.cfg.ckpt, session.learner.step, session.learner.network.weights.mesh
+        )
 
 
 def end_run(session: Session, monitors: Monitors) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from stretto.base.errors import ConfigError
-from stretto.base.status import duration
+from stretto.base.status import duration, harmless
+from stretto.ledger.audit import report_of
 from stretto.ledger.reader import LedgerReader
 from stretto.view import state
 from stretto.view.run import Run, compare
@@ -50,7 +51,7 @@ def runs(words: Sequence[str]) -> int:
             f"{', '.join(map(str, places))}: no run there; a run is a directory with configs/run.json."
         )
     else:
-        print(table([_listed(row) for row in rows]))
+        print(harmless(table([_listed(row) for row in rows])))
     return 0
 
 
@@ -77,12 +78,18 @@ def show(words: Sequence[str]) -> int:
     )
     parser.add_argument("run", help="run directory, such as outputs/demo")
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument(
+        "--audit", action="store_true", help="also check the ledger, and read every rollout that is kept"
+    )
     args = parser.parse_args(list(words))
-    found = summary(Run(args.run))
+    found_run = Run(args.run)
+    found = summary(found_run)
+    if args.audit:
+        found["ledger"] = report_of(found_run.dir, payloads=True)
     if args.json:
         _print_json(found)
     else:
-        print(_summary_text(found))
+        print(harmless(_summary_text(found)))
     return 0
 
 
@@ -139,6 +146,8 @@ def _summary_text(found: dict[str, Any]) -> str:
     if found["rollouts"]:
         counts = _counts_text(found["rollouts"])
         lines += ["", f"rollouts: {counts}", f"read some: stretto rollouts {found['path']} --worst 3"]
+    if "ledger" in found:
+        lines += ["", f"ledger: {found['ledger']}"]
     return "\n".join(lines)
 
 
@@ -189,12 +198,12 @@ def rollouts(words: Sequence[str]) -> int:
         _print_json(rows)
         return 0
     if not rows and args.failed and not (args.step or args.env):
-        print(f"{run.dir}: no rollout failed. {_what_there_is(run)}")
+        print(harmless(f"{run.dir}: no rollout failed. {_what_there_is(run)}"))
         return 0
     if not rows:
         raise ConfigError(f"{run.dir}: no such rollouts. {_what_there_is(run)}")
     for row in rows:
-        print(as_text(row, is_raw=args.raw), end="\n\n")
+        print(harmless(as_text(row, is_raw=args.raw)), end="\n\n")
     return 0
 
 
@@ -228,7 +237,7 @@ def plot(words: Sequence[str]) -> int:
     args = parser.parse_args(list(words))
     runs = [Run(path) for path in args.run]
     draw(runs, *args.key, path=args.out)
-    print(table(compare(runs)))
+    print(harmless(table(compare(runs))))
     print(f"\npicture  {args.out}")
     return 0
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import ConfigError, EngineError
+from stretto.base.status import harmless
 from stretto.view.run import Run
 
 if TYPE_CHECKING:
@@ -72,10 +73,10 @@ def _start(verb: str, file: str, flags: tuple[str, ...]) -> None:
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                print(line, end="", flush=True)
+                print(harmless(line), end="", flush=True)
         except KeyboardInterrupt:  # the verb received Ctrl-C too, and shuts down
             for line in process.stdout:
-                print(line, end="", flush=True)
+                print(harmless(line), end="", flush=True)
         code = process.wait()
     if code == 2:
         raise ConfigError(f"{verb}: the configuration is wrong; the message above names the place.")

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any
 
 from stretto.base.errors import EnvError
+from stretto.data.values import checked_number
 
 Message = dict[str, Any]
 
@@ -95,10 +96,7 @@ class Sample:
             if key is None or key not in value:
                 raise EnvError(f"the reward has the keys {sorted(value)}; name one of them as reward_key")
             value = value[key]
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            place = f"{where}: " if where else ""
-            raise EnvError(f"{place}the reward is {value!r}, not a number; return a float")
-        return float(value)
+        return checked_number(value, where, "the reward")
 
     def append_response_tokens(
         self,

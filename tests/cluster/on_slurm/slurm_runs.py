@@ -82,14 +82,22 @@ class Submitted(ClusterRun):
         """How often the orchestrator has let the engine of a host in again."""
         return len(re.findall(rf"engine http://{host}:\d+ is back", self.dir.log("orchestrator").read_text()))
 
-    def until_back(self, host: str, times: int = 1) -> None:
-        """Until a lost node has come back this many times, and its engine has been let in since.
+    def is_in(self, host: str) -> bool:
+        """Whether the last that the orchestrator said of the engine of a host is that it is back."""
+        said = re.findall(
+            rf"engine http://{host}:\d+ is (back|down)", self.dir.log("orchestrator").read_text()
+        )
+        return bool(said) and said[-1] == "back"
 
-        An engine whose node was cut off may be let in before Slurm ends it.
+    def until_back(self, host: str, times: int, let_in: int) -> None:
+        """Until a lost node has come back this many times, and its engine is in.
+
+        let_in: how often the engine had been let in before the link went down; it may be let in again before this
+        is called. An engine whose node was cut off may also be let in before Slurm ends it; it is then out again.
         """
         self.until(lambda: self.said().count(f"job | {host} is back") >= times, f"{host} is back")
-        before = self.num_let_in(host)
-        self.until(lambda: self.num_let_in(host) > before, f"the engine of {host} is let in")
+        is_let_in = lambda: self.num_let_in(host) > let_in and self.is_in(host)
+        self.until(is_let_in, f"the engine of {host} is let in")
 
     def stop(self) -> None:
         assert "finishes its step" in self.stretto("stop", str(self.dir))

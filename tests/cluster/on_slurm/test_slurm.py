@@ -32,7 +32,8 @@ def started_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluste
 
 @pytest.fixture
 def cluster(started_cluster: Cluster) -> Cluster:
-    """All of its nodes are free."""
+    """All of its nodes are free; jobs that a failed test has left are cancelled."""
+    started_cluster.login("scancel", "--me")
     started_cluster.until(started_cluster.is_idle, "the nodes are free")
     return started_cluster
 
@@ -120,13 +121,14 @@ def test_an_inference_node_that_is_cut_off_twice_is_let_in_twice(cluster: Cluste
     lost = run.nodes()[2]
     said = f"{lost} is lost: the run goes on without it", f"{lost} is lost again: job "
     for time, line in enumerate(said, start=1):
+        let_in = run.num_let_in(lost)
         try:
             cluster.set_link(lost, "down")
             run.until(lambda line=line: line in run.said(), "Slurm notices it")
             run.until_saved(run.saved() + 2)
         finally:
             cluster.set_link(lost, "up")
-        run.until_back(lost, time)
+        run.until_back(lost, time, let_in)
         run.until_saved(run.saved() + 2)
         assert lost not in run.nodes(), "a job of its own has it"
     run.stop()

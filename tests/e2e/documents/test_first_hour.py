@@ -25,6 +25,23 @@ def test_the_task_of_the_first_hour_is_learned_and_looked_at(workplace: Path) ->
     assert len(printed.splitlines()) >= 4 and ": improved" in output
 
 
+def test_its_settings_do_not_harm_another_task(workplace: Path) -> None:
+    """The letters, which the model of the demo sorts right most of the time if the likeliest token is taken."""
+    words = [
+        "--orchestrator.env",
+        '[{"id": "sort-letters"}]',
+        "--run.name",
+        "letters",
+        "--orchestrator.eval",
+        "{}",
+    ]
+    code, output = wait(start("rl", ["@", "vowels.toml", "--clean", *words], workplace))
+    assert code == 0 and "ledger " in output and "7 promises kept" in output, output
+    summary = json.loads((workplace / "outputs" / "letters" / "summary.json").read_text())
+    assert summary["reward_after"] > summary["reward_before"] + 0.05, summary
+    assert summary["greedy_after"] > summary["greedy_before"] - 0.1, summary
+
+
 def train_a_new_project(folder: Path, *words: str) -> dict[str, float]:
     """`stretto init`, then what its README says, with other words behind; the run's summary."""
     code, output = wait(start("init", ["mine"], folder))

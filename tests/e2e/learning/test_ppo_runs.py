@@ -94,6 +94,21 @@ def test_a_critic_on_ranks_of_its_own_learns_the_same_weights(model, tmp_path):
     assert (rest.run.critic / "step_10" / "model.safetensors").read_bytes() == critics[1].read_bytes()
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_critic_with_a_place_of_its_own_is_exported_there_though_the_policy_is_not(
+    model, tmp_path, is_alone
+):
+    critic = {"save": str(tmp_path / "critic")} | (
+        {"placement": {"port": free_ports(1)[0]}} if is_alone else {}
+    )
+    given = settings(model, 3, critic=critic)
+    given["ckpt"] = {"interval": 2, "weights": "None"}
+    ended = rl(tmp_path, given)
+    assert {each.name for each in (tmp_path / "critic").iterdir()} == {"step_2", "step_3"}
+    assert all((each / "model.safetensors").exists() for each in (tmp_path / "critic").iterdir())
+    assert not ended.run.weights_step(3).exists() and ended.run.complete_marker(3).exists()
+
+
 @pytest.mark.slow
 def test_one_rank_of_a_critic_may_have_the_batches_of_two_of_the_policys(model, tmp_path):
     found = {}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from stretto.base.files import atomic_path, put_in_place, write_atomic
+from stretto.base.files import atomic_path, put_in_place, read_rows, write_atomic
+from stretto.base.paths import RunDir
+from stretto.base.secret import load_secret
 
 
 @pytest.mark.parametrize("is_durable", [False, True])
@@ -43,3 +46,28 @@ def test_a_directory_takes_the_place_of_a_full_one(tmp_path: Path, is_durable: b
         put_in_place(tmp_path / "part", tmp_path / "model", is_durable=is_durable)
         assert os.listdir(tmp_path / "model" / "below") == [name]
     assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_list_of_rows_that_was_cut_anywhere_is_no_list(tmp_path: Path) -> None:
+    rows = [{"env": "a", "mode": "sampled", "mean": 0.5}, {"env": "é", "mode": "greedy", "mean": 1.0}]
+    whole = json.dumps(rows, ensure_ascii=False).encode()
+    path = tmp_path / "rows.json"
+    assert read_rows(path) is None
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        assert read_rows(path) is None
+    path.write_bytes(whole)
+    assert read_rows(path, "env", "mean") == rows
+    assert read_rows(path, "env", "k") is None
+    for other in ("{}", "null", "[1]", '"rows"'):
+        path.write_text(other)
+        assert read_rows(path) is None
+
+
+def test_a_new_secret_is_on_disk_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (flushed.append(os.fstat(fd).st_ino), fsync(fd)))
+    run = RunDir(tmp_path / "run")
+    load_secret(run)
+    assert {run.secret.stat().st_ino, run.path.stat().st_ino} <= {*flushed}

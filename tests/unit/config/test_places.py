@@ -92,7 +92,7 @@ def test_other_files_get_a_command_that_makes_records_of_them(name, command, tmp
 
 def test_json_that_python_cannot_read_names_its_line(tmp_path):
     for text, words in (
-        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ("[" * 100_000 + "]" * 100_000, "too many levels"),
         ("1" * 5000, "write such a number as text"),
     ):
         (tmp_path / "d.jsonl").write_text('{"a": 1}\n{"a": ' + text + "}\n")

@@ -27,7 +27,8 @@ LOADED = re.compile(r'<(?:script|img|iframe)[^>]* src="([^"]+)"|<link[^>]* href=
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    # Not --quiet, with which a warning does not fail the build.
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(
         words, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
     )
@@ -47,6 +48,7 @@ def test_every_document_is_a_page_and_linked_source_too(site):
     assert {f"{page.stem}.html" for page in (ROOT / "docs").glob("*.md")} <= names
     assert {"index.html", "CHANGELOG.html", "SECURITY.html", "benchmarks/index.html"} <= names
     assert {f"examples/{path.parent.name}/index.html" for path in ROOT.glob("examples/*/README.md")} <= names
+    assert "mixers/mla.py" in (site / "source/src/stretto/models/parts/files.html").read_text()
     source = (site / "source/src/stretto/trainer/rl.py.html").read_text()
     assert "def main(" in re.sub(r"<[^>]+>", "", source)
 

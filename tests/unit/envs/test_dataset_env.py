@@ -775,7 +775,7 @@ def test_a_function_may_reward_a_whole_group(file, module):
     assert [r.reward for r in group.rollouts] == [float(n == min(lengths)) for n in lengths]
     wrong = module("def rm(args, samples):\n    return [1.0]\n")
     group, _ = play(dataset(file, reward=f"{wrong}:rm", group_reward=True), members=2)
-    assert all("return a reward for each of 2 samples" in r.error for r in group.rollouts)
+    assert all("returned 1 rewards for 2; return one for each" in r.error for r in group.rollouts)
 
 
 def test_group_reward_gets_the_samples_that_generate_returned(file, module):

@@ -299,8 +299,13 @@ def test_a_text_is_a_message_of_the_user() -> None:
 def test_what_is_no_prompt_fails_and_says_what_a_prompt_is(prompt: Any) -> None:
     group = play(Prompted(prompt))
     assert all(rollout.status is RolloutStatus.FAILED for rollout in group.rollouts)
-    assert "environment scores, task 0, prompt is " in group.rollouts[0].error
-    assert 'return a text, or a list of messages such as {"role": "user"' in group.rollouts[0].error
+    assert "environment scores, task 0, prompt (" in group.rollouts[0].error
+    assert "test_env_results.py:" in group.rollouts[0].error
+    advice = "role must be one of" if isinstance(prompt, list) and prompt and "role" not in prompt[0] else ""
+    advice = (
+        advice if advice and isinstance(prompt[0], dict) else "return a text, or a list of messages such as"
+    )
+    assert advice in group.rollouts[0].error
 
 
 def test_the_traceback_of_an_error_that_comes_again_and_again_is_logged_once(

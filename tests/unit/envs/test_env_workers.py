@@ -9,6 +9,7 @@ import socket
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from fakes import CharRenderer, FakeEngine, parrot
 
@@ -24,6 +25,7 @@ from stretto.envs.workers.handle import WorkerLimits
 from stretto.envs.workers.pool import Pool, WorkerEnv, open_workers
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
+from stretto.orchestrator.tasks.order import TaskMix
 from stretto.records.rollout import Group, RolloutStatus, Task
 
 pytestmark = pytest.mark.heavy
@@ -116,6 +118,31 @@ def test_groups_are_the_same_as_without_worker_processes(env_id, args):
         RolloutStatus.TRUNCATED,
     }
     assert num_lost == 0
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_group_drawn_with_other_workers_is_played_after_a_resume(before, after):
+    def opened(num_workers: int):
+        if num_workers:
+            return open_workers("worker_envs:Repeat", {}, "test", num_workers=num_workers)
+        return load_environment("worker_envs:Repeat", {}, "test")
+
+    async def scenario() -> tuple[Group, Group]:
+        envs = [opened(before), opened(after)]
+        drawn = TaskMix([envs[0]], [1.0], seed=1).draw(3)
+        recorded = msgspec.json.decode(msgspec.json.encode(drawn), type=Task)  # as the ledger has it
+        task = TaskMix([envs[1]], [1.0], seed=1).playable(recorded)
+        try:
+            first = await player_of().play(envs[0], Draw(3, drawn, 2, version=0))
+            return first, await player_of().play(envs[1], Draw(3, task, 2, version=0))
+        finally:
+            for env, num_workers in zip(envs, (before, after)):
+                if num_workers:
+                    await env.close()
+
+    first, again = asyncio.run(scenario())
+    assert plain(again) == plain(first)
 
 
 def test_a_group_of_one_turn_is_still_one_request():

@@ -205,6 +205,17 @@ async def test_an_unexplained_end_is_reported_with_its_likely_cause(
     assert code == 1 and "FAILED: orchestrator" in output and ("LIKELY CAUSE" in output) == is_explained
 
 
+async def test_a_process_that_was_asked_to_end_from_outside_is_not_blamed_on_an_environment(
+    tmp_path: Path,
+) -> None:
+    launcher = Launcher(tmp_path, inference="waits", orchestrator="talks waits", trainer="waits")
+    await launcher.is_up()
+    os.kill(await launcher.pid("orchestrator"), signal.SIGTERM)
+    code, output = await launcher.end()
+    assert code == 1 and "killed by SIGTERM (15): it was asked to end from outside" in output
+    assert "LIKELY CAUSE" not in output and "`scancel`" in output
+
+
 @pytest.mark.parametrize("status", [1, 2])
 async def test_an_error_before_the_first_rollout_is_shown_as_the_commands_own(
     tmp_path: Path, status: int

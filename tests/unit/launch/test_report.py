@@ -250,7 +250,7 @@ def test_a_failed_run_says_how_to_continue(finished: LaunchPlan) -> None:
     assert "continue from step 40" in report.ending(finished, is_complete=False, stopped_early=False)
     finished.run.complete_marker(40).unlink()
     text = report.ending(finished, is_complete=False, stopped_early=False)
-    assert "no checkpoint was complete" in text and text.endswith("--clean")
+    assert "no checkpoint was complete" in text and text.endswith("--clean --max-steps 40")
 
 
 def test_a_run_that_fails_at_its_checkpoint_names_the_one_before_it(finished: LaunchPlan) -> None:

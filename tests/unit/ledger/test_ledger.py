@@ -7,7 +7,8 @@ from ledger_runs import MEMBERS, Run, group, num_reused, steps, task, turn
 
 from stretto.base.errors import ConfigError, DataError, EngineError
 from stretto.base.paths import RunDir
-from stretto.ledger import Ledger, LedgerReader, audit, schema
+from stretto.ledger import Ledger, LedgerReader, Limits, audit, schema
+from stretto.ledger.audit import report_of
 from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Group, RolloutStatus
 
@@ -253,7 +254,7 @@ def test_bytes_without_a_row_are_cut_off_when_the_ledger_is_opened(run_dir: RunD
 
 
 def test_segments_are_rotated_and_deleted_once_trained_long_ago(run_dir: RunDir) -> None:
-    run = Run(run_dir, keep_steps=2, segment_bytes=1000).begin()
+    run = Run(run_dir, limits=Limits(steps=2, samples=0), segment_bytes=1000).begin()
     for step in range(1, 11):
         draws = [2 * step - 2, 2 * step - 1]
         for draw in draws:
@@ -262,7 +263,7 @@ def test_segments_are_rotated_and_deleted_once_trained_long_ago(run_dir: RunDir)
     run.close()
     with LedgerReader(run_dir) as reader:
         assert reader.group(19).rollouts[0].branches
-        with pytest.raises(DataError, match=r"older than ledger\.keep_steps"):
+        with pytest.raises(DataError, match="went with the limits"):
             reader.group(0)
         kept = {row["step"] for row in reader.rows(
             "SELECT step FROM live_rollouts LEFT JOIN segments USING (segment) WHERE deleted_at IS NULL"
@@ -273,7 +274,7 @@ def test_segments_are_rotated_and_deleted_once_trained_long_ago(run_dir: RunDir)
 
 
 def test_payloads_after_the_newest_checkpoint_are_kept_however_old(run_dir: RunDir) -> None:
-    run = Run(run_dir, keep_steps=1, segment_bytes=500).begin()
+    run = Run(run_dir, limits=Limits(steps=1, samples=0), segment_bytes=500).begin()
     for step in range(1, 11):
         run.roll(step - 1)
         run.train(step, [step - 1])
@@ -287,7 +288,7 @@ def test_payloads_after_the_newest_checkpoint_are_kept_however_old(run_dir: RunD
 
 
 def test_segments_of_untrained_groups_are_kept(run_dir: RunDir) -> None:
-    run = Run(run_dir, keep_steps=1, segment_bytes=500).begin()
+    run = Run(run_dir, limits=Limits(steps=1, samples=0), segment_bytes=500).begin()
     run.roll(100)
     for step in range(1, 8):
         run.roll(step - 1)
@@ -394,3 +395,18 @@ def test_the_audit_finds_every_broken_promise(run_dir: RunDir, change: str, find
     db.execute(change)
     db.close()
     assert any(finding in line for line in audit(run_dir)), audit(run_dir)
+
+
+def test_the_report_of_an_audit_counts_promises_or_names_faults(run_dir: RunDir) -> None:
+    steps(run_dir, 5).close()
+    assert report_of(run_dir).startswith("7 promises kept") and "whole" not in report_of(run_dir)
+    assert report_of(run_dir, payloads=True).endswith("all payloads are whole")
+    db = schema.open_for_writing(run_dir.ledger)
+    db.execute("UPDATE rollouts SET first_version = 4 WHERE group_id < 3")
+    db.close()
+    assert report_of(run_dir).startswith(
+        "12 faults: step 1 has rollout g0.0 of version 4, which came after it; "
+    )
+    assert report_of(run_dir).endswith("; and 7 more")
+    run_dir.ledger.unlink()
+    assert report_of(run_dir).startswith("cannot be checked: ")

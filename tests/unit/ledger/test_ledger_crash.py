@@ -21,12 +21,12 @@ import sys
 from pathlib import Path
 import numpy as np
 from stretto.base.paths import RunDir
-from stretto.ledger import Ledger
+from stretto.ledger import Ledger, Limits
 from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
 
 run_dir = RunDir(Path(sys.argv[1]))
-ledger = Ledger(run_dir, keep_steps=3, segment_bytes=20_000)
+ledger = Ledger(run_dir, limits=Limits(steps=3, samples=1), segment_bytes=20_000)
 step = run_dir.latest_complete_checkpoint() or 0
 ledger.rewind(step)
 reused = [group.group_id for group in ledger.resumable(step, step - 2)]

@@ -1,6 +1,7 @@
 """A power cut removes the end of a ledger: the run continues, and trains no trained group again."""
 
 import asyncio
+import os
 import random
 import shutil
 import sqlite3
@@ -13,7 +14,7 @@ from orchestrator_runs import config, train
 from stretto.base.errors import DataError, EngineError
 from stretto.base.paths import RunDir
 from stretto.config.root import OrchestratorConfig
-from stretto.ledger import Ledger
+from stretto.ledger import Ledger, schema
 from stretto.ledger.audit import audit
 
 pytestmark = pytest.mark.heavy
@@ -126,6 +127,19 @@ def test_cut_payloads_are_generated_again(died, tmp_path):
     with segment.open("r+b") as file:
         file.truncate(segment.stat().st_size * 3 // 4)
     check(died, tmp_path)
+
+
+def test_the_audit_is_empty_again_after_a_power_cut_that_was_handled(died, tmp_path):
+    """The cut takes all payloads that no checkpoint has flushed."""
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(died[1], run.path)
+    with schema.open_for_reading(run.ledger) as db:
+        end = schema.scalar(db, "SELECT max(offset + length) FROM live_rollouts WHERE step <= ?", SAVED)
+        num_cut = schema.scalar(db, "SELECT count(*) FROM rollouts WHERE offset >= ?", end)
+    db.close()
+    os.truncate(run.segment(0), end)
+    assert len(audit(run)) == num_cut >= 8
+    assert check(died, tmp_path) == []
 
 
 def test_resuming_from_an_earlier_checkpoint_after_a_loss_trains_nothing_again(died, tmp_path):

@@ -20,6 +20,7 @@ from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import MonitorsSection, TensorboardSection, TrackioSection, WandbSection
 from stretto.monitors import Monitors, build_monitors, read_metrics
 from stretto.monitors.base import BackgroundMonitor
+from stretto.monitors.wandb import _run_id
 
 
 def is_missing(package: str) -> bool:
@@ -312,4 +313,15 @@ def test_trackio_takes_rows(
     import trackio
 
     [run] = trackio.Api().runs("t")
-    assert run.name == "run-trainer" and run.config["seq_len"] == 64 and "secret" not in str(run.config)
+    assert run.name == "run" and run.config["seq_len"] == 64 and "secret" not in str(run.config)
+
+
+@pytest.mark.parametrize("left", [None, "", "\n"])
+def test_the_run_of_wandb_keeps_its_id_and_gets_one_if_a_power_cut_took_it(
+    tmp_path: Path, left: str | None
+) -> None:
+    path = tmp_path / "wandb_id"
+    if left is not None:
+        path.write_text(left)
+    first = _run_id(path)
+    assert first and _run_id(path) == first

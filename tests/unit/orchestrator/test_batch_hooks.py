@@ -299,7 +299,7 @@ def test_own_samples_and_members_with_several_are_trained_each_by_its_own_reward
             "a, b = data_source.get_samples(2); return [[a[0], b[0]]]",
             "has samples of the groups ['0', '1']",
         ),
-        ("groups = data_source.get_samples(1); return groups", "the reward is None, not a number"),
+        ("groups = data_source.get_samples(1); return groups", "the reward is None, not a finite number"),
         ("data_source.get_samples(1); raise ValueError('x')", ".py:2: ValueError: x"),
         (
             "data_source.add_samples(data_source.get_samples(1)[0]); return []",

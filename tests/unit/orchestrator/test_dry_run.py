@@ -159,9 +159,11 @@ def test_the_first_task_of_an_environment_is_shown_as_the_model_will_see_it(tmp_
         "environment mine: tasks 7 to train on; the first is train-0, 17 tokens:\n"
         "<|im_start|>user\nsay a<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
-    with pytest.raises(EnvError, match="environment mine, task train-0, prompt: TypeError: "):
+    with pytest.raises(
+        EnvError, match=r"environment mine, task train-0, prompt \(.*\[0\].tool_calls must be a list"
+    ):
         shown(prompt=[{"role": "assistant", "content": "a", "tool_calls": 5}])
-    with pytest.raises(EnvError, match="environment mine, task train-0, prompt is 3; return a text"):
+    with pytest.raises(EnvError, match=r"environment mine, task train-0, prompt \(.* is 3; return a text"):
         shown(prompt=3)
     with pytest.raises(EnvError, match=r"prompt: .*previewed.py:14 in prompt: KeyError: 'absent'"):
         shown(prompt="raise")

@@ -156,6 +156,24 @@ def test_a_resumed_run_repeats_an_eval_only_if_configured(tmp_path):
             assert sorted(loop.progress.sampled) == [0, 2, 4, 5]
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_resumed_run_repeats_an_eval_whose_results_a_power_cut_has_cut(tmp_path, share):
+    settings = {"eval": {"num_examples": 10, "interval": 2}, "max_async_level": 0}
+    cfg = config(tmp_path, **settings)
+    with pytest.raises(EngineError, match="killed"):
+        train(cfg, FakeEngine(parrot(0.5)), FakeTrainer(max_steps=5, checkpoint_every=2, die_after=4))
+    step = cfg.run_dir.latest_complete_checkpoint()
+    result = cfg.run_dir.eval_results(step)
+    whole = result.read_text()
+    result.write_text(whole[: int(len(whole) * share)])
+    engine = FakeEngine(parrot(0.5))
+    engine.version = step
+    again = config(tmp_path, **settings | {"resume": {"step": step}})
+    loop = train(again, engine, FakeTrainer(max_steps=5, start=step))
+    assert len(json.loads(result.read_text())) == len(json.loads(whole))
+    assert sorted(loop.progress.sampled) == [0, 2, 4, 5]
+
+
 # -- evals that fail --
 
 
@@ -283,3 +301,14 @@ def test_a_server_that_refuses_is_quoted_and_an_environment_of_tokens_is_refused
         await server.runner.cleanup()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("content", ["", "[{", "{}", "[1]", '[{"mode": 1}]', "null"])
+def test_an_eval_that_a_power_cut_left_incomplete_is_no_eval(tmp_path, content):
+    from stretto.base.paths import RunDir
+    from stretto.orchestrator.eval.results import load_mean_rewards
+
+    run = RunDir(tmp_path)
+    run.eval_results(3).parent.mkdir(parents=True)
+    run.eval_results(3).write_text(content)
+    assert not load_mean_rewards(run, 3)

@@ -242,6 +242,16 @@ def test_a_sample_longer_than_a_row_is_refused_by_name():
         pack_now([sample(7, SEQ_LEN + 1)], step=1, seq_len=SEQ_LEN)
 
 
+@settings(max_examples=60, deadline=None)
+@given(lengths, st.integers(1, 40))
+def test_rows_have_at_most_their_tokens_but_for_one_longer_sample(lengths, row_tokens):
+    samples = [sample(i, n) for i, n in enumerate(lengths)]
+    batches = pack_now(samples, step=1, seq_len=SEQ_LEN, row_tokens=row_tokens)
+    rows = [micro for batch in batches for micro in batch.micro_batches]
+    assert all(len(micro.token_ids) <= row_tokens or micro.num_samples == 1 for micro in rows)
+    assert set(documents(batches)) == {each.sample_id for each in samples}
+
+
 def test_cost_follows_the_shape_of_the_model(tmp_path):
     assert cost_of_model(tmp_path) == Cost()
     shape = {

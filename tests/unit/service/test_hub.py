@@ -351,3 +351,32 @@ async def test_weights_that_are_deleted_before_they_are_copied_are_not_found(
         assert status == 404 and f"{path}: these weights were deleted" in answer["detail"]
         monkeypatch.setattr("stretto.service.tinker.rest.shutil.copytree", copytree)
     assert len(list(hub.checkpoints.directory.glob("*/weights/a/state"))) == 1  # the first copy
+
+
+async def test_a_stranger_does_not_push_users_out_of_the_audit_log(client):
+    audit = client.hub.audit
+    audit.write("alice", "POST /api/v1/create_model")
+    before = audit.path.stat().st_size
+    for _ in range(300):
+        assert (await client.post("/api/v1/create_session", json={})).status == 401
+    assert audit.path.stat().st_size == before
+    assert [entry["action"] for entry in audit.read() if entry["user"] == "alice"]
+    assert 1 <= sum(entry["user"] is None for entry in audit.read()) <= 2
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_body_that_is_not_of_its_encoding_is_the_senders_error(client, encoding):
+    headers = {"X-API-Key": token(client, "alice"), "Content-Encoding": encoding}
+    answer = await client.post("/api/v1/create_session", data=b"no such thing", headers=headers)
+    assert answer.status == 400
+
+
+async def test_a_session_is_small_however_it_is_compressed(client):
+    headers = {
+        "X-API-Key": token(client, "alice"),
+        "Content-Encoding": "gzip",
+        "Content-Type": "application/json",
+    }
+    for size in (20_000, 3 << 20):
+        body = gzip.compress(json.dumps({"tags": ["x" * size]}).encode())
+        assert (await client.post("/api/v1/create_session", data=body, headers=headers)).status == 413

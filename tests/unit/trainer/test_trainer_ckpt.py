@@ -18,12 +18,18 @@ from stretto.base import files, status
 from stretto.base.errors import DataError
 from stretto.base.paths import RunDir
 from stretto.base.rundir import prune_checkpoints
-from stretto.config.sections.trainer import CkptSection, LinearScheduler, SgdOptim, num_kept
+from stretto.config.sections.trainer import (
+    CkptSection,
+    CkptWeightsSection,
+    LinearScheduler,
+    SgdOptim,
+    num_kept,
+)
 from stretto.models.hub import load_model
 from stretto.models.tensor_map import TensorSlice
 from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.state import checkpoint
-from stretto.trainer.state.export import export_weights
+from stretto.trainer.state.export import export_weights, prune_exports
 from stretto.trainer.state.learner_state import LearnerState
 from stretto.trainer.state.slice_files import INDEX
 
@@ -292,6 +298,26 @@ def test_an_export_is_whole_and_latest_points_to_it(tmp_path):
     loaded = load_model(run.latest_weights, dtype=torch.float32)
     assert all(torch.equal(t, weights(learner)[name]) for name, t in loaded.named_parameters())
     assert (run.latest_weights / "tokenizer.json").is_file()
+
+
+def test_exports_obey_a_limit_and_those_of_steps_ahead_stay(tmp_path):
+    """A run that was resumed from step 4 finds its former exports of steps 8 and 9."""
+    mesh = build_learner().network.weights.mesh
+    for step in (1, 2, 3, 4, 5, 8, 9):
+        (tmp_path / f"step_{step}").mkdir()
+        (tmp_path / f"step_{step}" / "config.json").touch()
+    (tmp_path / "step_best").mkdir()
+    (tmp_path / "latest").symlink_to("step_5")
+    ckpt = CkptSection(keep_last=1, keep_interval=2, weights=CkptWeightsSection(keep_last=2))
+    prune_exports(tmp_path, ckpt, 5, mesh)
+    left = ["latest", "step_2", "step_4", "step_5", "step_8", "step_9", "step_best"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    assert (tmp_path / "latest" / "config.json").exists()
+    for ckpt in (CkptSection(), CkptSection(interval=2), CkptSection(weights=CkptWeightsSection(interval=3))):
+        prune_exports(tmp_path, ckpt, 9, mesh)
+        assert sorted(path.name for path in tmp_path.iterdir()) == left, "without a limit all are kept"
+    prune_exports(tmp_path, CkptSection(keep_last=1), 9, mesh)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_9", "step_best"]
 
 
 def test_what_is_written_beside_training_is_the_step_at_which_it_began(tmp_path, monkeypatch):

@@ -95,3 +95,38 @@ def test_rows_do_not_change_in_the_hand_of_who_has_them(tmp_path: Path) -> None:
     file.close()
     assert tail.refresh() and "loss/mean" not in held
     assert {"reward/mean": 0.5, "loss/mean": 2.0}.items() <= tail.rows()[0].items()
+
+
+def test_rows_in_memory_are_bounded_and_lose_no_peak_and_no_token(tmp_path: Path) -> None:
+    num_steps, max_rows, peaks = 20_000, 1200, {3_000: 50.0, 11_111: -50.0, 19_990: 40.0}
+    file = MetricsFile(tmp_path / "sft.jsonl")
+    tail, most = MetricsTail(tmp_path / "sft.jsonl", max_rows=max_rows), 0
+    for step in range(1, num_steps + 1):
+        values = {"nll/mean": peaks.get(step, step % 7 / 7), "batch/tokens": 100 + step % 3}
+        file.log(step, values | ({"eval/mean": float(step)} if step % 1000 == 0 else {}))
+        if step % 500 == 0:
+            tail.refresh()
+            most = max(most, len(tail.rows()))
+    file.close()
+    whole, own = {"sft": read_metrics(tmp_path / "sft.jsonl")}, {"sft": tail.rows()}
+    assert len(whole["sft"]) == num_steps and most <= max_rows
+    found, expected = (curves.curve(rows, "nll/mean", axis="tokens") for rows in (own, whole))
+    assert {50.0, -50.0, 40.0} <= {*found["y"]} and found["last"] == expected["last"]
+    assert found["x"][0] == expected["x"][0] and found["x"][-1] == expected["x"][-1]
+    assert [row["step"] for row in own["sft"][-400:]] == [*range(num_steps - 399, num_steps + 1)]
+    assert {row["eval/mean"] for row in own["sft"] if "eval/mean" in row} >= {1000.0, 20_000.0}
+    assert len(own["sft"]) > max_rows // 4 and curves.names(own) == curves.names(whole)
+
+
+def test_a_resume_takes_back_rows_that_were_merged(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.jsonl"
+    tail = MetricsTail(path, max_rows=1200)
+    for resumed, last in ((None, 5000), (2000, 4000)):
+        file = MetricsFile(path, resumed_step=resumed)
+        for step in range((resumed or 0) + 1, last + 1):
+            file.log(step, {"loss/mean": float(step), "progress/tokens": float(step)})
+        file.close()
+        tail.refresh()
+        rows = tail.rows()
+        assert rows[-1]["step"] == last and len(rows) <= 1200
+        assert all(row["progress/tokens"] == row["step"] for row in rows)

@@ -18,11 +18,12 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from stretto.base.files import open_locked, unlock
 from stretto.base.paths import RunDir
+from stretto.base.ports import is_local
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import MetricsFile
 from stretto.records import codec
 from stretto.view.page import conversation, library, logs, now, rollouts
-from stretto.view.page.app import POLL_S, _Cached, build, is_local
+from stretto.view.page.app import POLL_S, _Cached, build
 from stretto.view.page.library import Library, OpenRun
 
 

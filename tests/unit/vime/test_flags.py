@@ -73,7 +73,7 @@ def test_the_page_is_up_to_date_and_lists_every_flag():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_of_the_guide_is_the_plan_that_is_written_down(name, files):
-    cfg, notes, _ = read_command(words_of(files, MODEL_ARGS, COMMANDS[name], "--dry-run"))
+    cfg, notes, *_ = read_command(words_of(files, MODEL_ARGS, COMMANDS[name], "--dry-run"))
     plan, _ = plan_only(cfg.model_copy(update={"ray": None}) if cfg.ray else cfg)
     rows = [f"node {each.node} {each.name}: {','.join(each.devices) or 'CPU'}" for each in plan.processes]
     text = (
@@ -97,7 +97,7 @@ def test_a_command_of_the_guide_is_the_plan_that_is_written_down(name, files):
 
 
 def test_defaults_are_those_of_vime(files):
-    cfg, notes, _ = read_command(["train.py", *words_of(files, SPLIT)][1:])
+    cfg, notes, *_ = read_command(["train.py", *words_of(files, SPLIT)][1:])
     loss, algo, env = cfg.trainer.loss, cfg.orchestrator.algo, cfg.orchestrator.env[0]
     assert (loss.type, loss.reduction, loss.use_rollout_logprobs, loss.clip_low) == (
         "ppo",
@@ -148,7 +148,7 @@ def test_a_schedule_in_updates_is_one_in_rollouts(files):
 
 
 def test_without_an_interval_there_are_no_evals(files):
-    cfg, notes, _ = read_command(words_of(files, SPLIT, "--eval-prompt-data rows.jsonl"))
+    cfg, notes, *_ = read_command(words_of(files, SPLIT, "--eval-prompt-data rows.jsonl"))
     assert cfg.orchestrator.eval is None
     assert notes == ["--eval-prompt-data rows.jsonl is not used without --eval-interval: there are no evals"]
 
@@ -230,7 +230,7 @@ def test_the_printed_toml_chooses_no_port_and_runs_where_the_usual_ones_are_take
 def test_a_missing_checkpoint_is_the_reference_and_a_note_says_so(files):
     (files / "ref").mkdir()
     (files / "ref" / "config.json").write_text(json.dumps(CONFIG))
-    cfg, notes, _ = read_command(words_of(files, SPLIT, "--load runs/a --save runs/a --ref-load ref"))
+    cfg, notes, *_ = read_command(words_of(files, SPLIT, "--load runs/a --save runs/a --ref-load ref"))
     assert cfg.model.name == "ref" and cfg.tokenizer.name == str(files / "Qwen3-4B")
     assert cfg.resume is None and (cfg.output_dir, cfg.run.name) == (Path("runs"), "a")
     assert notes == ["--load runs/a: nothing is there yet; training starts from --ref-load ref"]

@@ -247,8 +247,6 @@ RULES: Rules = {
              '{0} gives no tokens to train on; use "tokens" with the `inference` verb or vLLM'),
     ),
     OrchestratorSection: (
-        Rule("row_tokens seq_len", lambda s: s.row_tokens is not None and s.row_tokens < s.seq_len,
-             "{0} is less than {1}, so that the longest samples would fit into no row; raise it, or leave it out"),
         Rule("train.sampling.max_completion_tokens seq_len",
              lambda s: (s.train.sampling.max_completion_tokens or 0) > s.seq_len,
              "{0} is more than {1}; lower it or raise seq_len"),

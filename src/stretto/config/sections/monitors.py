@@ -17,13 +17,14 @@ class WandbSection(Section):
     name: str | None = None
     """Name of the run there; None: the run's name."""
     group: str | None = None
-    """Group of its processes there; None: the name."""
+    """Group of the run there; None: the name."""
     entity: str | None = None
     """Team or user; None: the default of the login."""
     tags: list[str] = Field([])
     """Tags of the run."""
-    offline: bool = False
-    """Write to RUN/wandb without a network; `wandb sync` uploads later."""
+    offline: bool | None = None
+    """Write to RUN/wandb without a network; `wandb sync` uploads later. None: as WANDB_MODE or `wandb offline` says,
+    else online."""
 
 
 class TensorboardSection(Section):

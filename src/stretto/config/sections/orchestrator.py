@@ -236,8 +236,13 @@ def is_at_interval(interval: int | None, version: int, *, end: int | None) -> bo
 class LedgerSection(Section):
     """The run's database."""
 
-    keep_steps: int | None = Field(50, gt=0)
-    """Steps whose token payloads are kept on disk; None: all. Rows are kept always."""
+    keep_bytes: int | None = Field(10_000_000_000, gt=0)
+    """Bytes of token payloads kept on disk: beyond them the oldest go. None: no limit. Rows are kept always, and so is
+    what came after the newest checkpoint."""
+    keep_steps: int | None = Field(None, gt=0)
+    """Steps whose token payloads are kept on disk at most; None: as many as keep_bytes allows."""
+    keep_samples: int = Field(16, ge=0)
+    """Rollouts per step whose token payloads are kept for ever: best ones, worst ones and the first ones."""
     segment_bytes: int = Field(64_000_000, gt=0)
     """Size at which a payload file is closed and the next begun."""
 
@@ -304,8 +309,8 @@ class OrchestratorKeys(Section):
     group_size: int = Field(8, gt=0)
     """Rollouts of one task that are compared."""
     row_tokens: int | None = Field(None, gt=1)
-    """Tokens in one packed row of the trainer, at least seq_len: several long samples share a longer one's pass. None:
-    seq_len."""
+    """Tokens in one packed row of the trainer. More than seq_len: several long samples share a pass; less: a pass of
+    short samples is small, and a longer sample has a row of its own. None: seq_len."""
     max_async_level: int = Field(1, ge=0)
     """Steps that generation may be ahead of the trained weights; 0 is synchronous."""
     max_off_policy_steps: int = Field(8, ge=0)

@@ -142,7 +142,8 @@ class CriticSection(Section):
     """Directory or name of a model of the policy's family to start from: a critic that was saved, a reward model,
     or a language model, which gets a new output that is 0. None: the model that the policy starts from."""
     save: Path | None = None
-    """Directory of its exports, one `step_N` whenever the policy's weights are exported; None: RUN/critic."""
+    """Directory of its exports, one `step_N` whenever the policy's weights are exported, or without
+    [ckpt.weights] every ckpt.interval steps and at the end. None: RUN/critic, with the policy's only."""
     lr: float | None = Field(None, gt=0)
     """Learning rate; None: the peak of the policy's."""
     optim: Optim | None = None
@@ -162,6 +163,9 @@ class CkptWeightsSection(Section):
 
     interval: int | None = Field(None, gt=0)
     """Steps between exports; None: with every checkpoint, and at the end."""
+    keep_last: int | None = Field(None, ge=1)
+    """Newest exports kept, of the policy and of a critic; None: as many as ckpt.keep_last says. Those of every
+    ckpt.keep_interval-th step are kept as well."""
     save_adapter_separately: bool = False
     """With model.lora: also write the adapter alone, in PEFT's format, under weights/step_N/lora_adapters."""
 
@@ -206,6 +210,12 @@ def is_checkpoint_due(ckpt: CkptSection, step: int, since_last_s: float) -> bool
     if ckpt.interval is not None:
         return step % ckpt.interval == 0
     return ckpt.minutes is not None and since_last_s >= 60 * ckpt.minutes
+
+
+def num_exports_kept(ckpt: CkptSection) -> int | None:
+    """How many of the newest exports are kept; None: all."""
+    own = ckpt.weights.keep_last if ckpt.weights is not None else None
+    return ckpt.keep_last if own is None else own
 
 
 def num_kept(ckpt: CkptSection) -> int | None:

@@ -88,6 +88,8 @@ ORCHESTRATOR = Table("orchestrator", "OrchestratorKeys", (
 DATASET_SFT = (
     "the verb `sft` trains replies of a data set: write data.name = DATASET there, and [eval] for evals"
 )
+ONLY_GIVEN_ROLES = (("algo.tool", None),)
+"""A table of roles replaces their default, in which tool messages are learned."""
 ALGO_ROWS = (
     moved("type", "grpo", "algo.type", values={"dataset_sft": Instead(DATASET_SFT)}),
     refused("dataset", None, DATASET_SFT, unless=()),
@@ -105,8 +107,8 @@ ALGO_ROWS = (
     moved("source.name", NO_DEFAULT, "algo.teacher.model"),
     moved("source.client", NO_DEFAULT, "algo.teacher"),
     moved("roles.tool.alpha", 0.1, "algo.tool"),
-    moved("roles.user.alpha", None, "algo.user"),
-    moved("roles.system.alpha", None, "algo.system"),
+    moved("roles.user.alpha", None, "algo.user", sets=ONLY_GIVEN_ROLES),
+    moved("roles.system.alpha", None, "algo.system", sets=ONLY_GIVEN_ROLES),
     *old(same("tool", 0.1), same("user", None), same("system", None)),
 )  # fmt: skip
 ALGO = Table("orchestrator.algo", "OrchestratorKeys", ALGO_ROWS, below="algo")

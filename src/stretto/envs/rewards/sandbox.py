@@ -5,15 +5,16 @@ processes and IPC, read-only access to the system's libraries and the interprete
 `subprocess`, if bubblewrap is missing or may not make namespaces: resource limits, an empty environment, and the
 namespaces and Landlock rules that the kernel grants. The log says once which back end is used and what stays open.
 
-If the kernel grants no namespaces, as in many containers, only Landlock stands between a program and the
-network: it refuses TCP from Linux 6.7 on, and never UDP.
+A seccomp filter refuses sockets of every family in both back ends. Where the machine has none (other processors than
+x86-64 and arm64) and no namespaces either, as in many containers, only Landlock stands between a program and the
+network: it refuses TCP from Linux 6.7 on, and never UDP or sockets by file name.
 
 As root, `subprocess` can count processes only from outside (unless every user may read the interpreter): a fork
 bomb is ended within moments, but slows the machine down. Prefer bubblewrap there.
 
 Both limit time, memory (of all processes together), number of processes, file size, the work directory and output,
-and nothing that the program started survives it. There is no cgroup for memory and no seccomp filter: code that is
-written to break out of a kernel needs a virtual machine.
+and nothing that the program started survives it. There is no cgroup for memory, and the filter is a list of refused
+calls: code that is written to break out of a kernel needs a virtual machine.
 """
 
 from __future__ import annotations
@@ -213,7 +214,9 @@ def subprocess_gaps() -> list[str]:
     abi, gaps = found["landlock_abi"], []
     if abi < 1:
         gaps.append("no Landlock: it reads the files of this user")
-    if not found["has_namespaces"]:
+    if not found["has_filter"]:
+        gaps.append("no seccomp filter: sockets by file name, such as Docker's, are open to it")
+    if not found["has_namespaces"] and not found["has_filter"]:
         gaps.append(f"no network namespace: {'UDP is' if abi >= 4 else 'UDP and TCP are'} open to it")
     return gaps
 

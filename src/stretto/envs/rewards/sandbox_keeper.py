@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -41,6 +42,13 @@ CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
     0x20000000,
     0x40000000,
 )
+PR_SET_SECCOMP = 22
+REFUSED_CALLS = {  # by machine: its number in audit.h, and the numbers of the calls
+    "x86_64": (0xC000003E, (41, 425, 426, 427, 248, 249, 250, 101, 310, 311, 438, 321, 298, 323)),
+    "aarch64": (0xC00000B7, (198, 425, 426, 427, 217, 218, 219, 117, 270, 271, 438, 280, 241, 282)),
+}
+"""socket; io_uring_setup, _enter, _register (they open sockets too); add_key, request_key, keyctl; ptrace,
+process_vm_readv, process_vm_writev, pidfd_getfd; bpf, perf_event_open, userfaultfd."""
 ENTERED = b"entered"  # the report of `enter` if nothing went wrong
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -286,6 +294,7 @@ def enter(request: dict) -> None:
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if not is_bubblewrapped:
         landlock(readable=request["readable"], writable=[os.getcwd()])
+    refuse_calls()
     os.write(request["report_fd"], ENTERED)
     os.execve(request["program"][0], request["program"], request["env"])
 
@@ -407,6 +416,30 @@ def landlock(readable: list[str], writable: list[str]) -> bool:
     return is_restricted
 
 
+def refuse_calls() -> bool:
+    """Let the kernel refuse sockets of every family, and what reaches into other processes. False if it has no filter.
+
+    Neither Landlock nor a network namespace rules connections to sockets by file name, netlink and vsock. A socket pair
+    is allowed: it reaches nobody else. Calls in another machine's convention (32 bits) are refused altogether.
+    Source: Linux, Documentation/userspace-api/seccomp_filter.rst.
+    """
+    machine = os.uname().machine
+    if machine not in REFUSED_CALLS or struct.calcsize("P") != 8:
+        return False
+    architecture, calls = REFUSED_CALLS[machine]
+    load, jump_equal, jump_at_least, answer = 0x20, 0x15, 0x35, 0x06
+    allow, refuse = 0x7FFF0000, 0x00050000 | errno.EACCES
+    code = [(load, 0, 0, 4), (jump_equal, 1, 0, architecture), (answer, 0, 0, refuse), (load, 0, 0, 0)]
+    code += [(jump_at_least, 0, 1, 1 << 30), (answer, 0, 0, refuse)]  # x32
+    for call in calls:
+        code += [(jump_equal, 0, 1, call), (answer, 0, 0, refuse)]
+    code.append((answer, 0, 0, allow))
+    program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in code))
+    head = struct.pack("@HP", len(code), ctypes.addressof(program))
+    LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    return LIBC.prctl(PR_SET_SECCOMP, 2, head, 0, 0) == 0
+
+
 def remove(folder: str) -> None:
     """Remove a work directory, however deep it is and whatever permissions the program set. No process uses it."""
     with contextlib.suppress(RecursionError):
@@ -426,7 +459,11 @@ def _exit_on_signal(number: int, frame: object) -> NoReturn:
 def main() -> None:
     mode = sys.argv[1]
     if mode == "probe":
-        print(json.dumps({"landlock_abi": landlock_abi(), "has_namespaces": unshare()}))
+        print(
+            json.dumps(
+                {"landlock_abi": landlock_abi(), "has_namespaces": unshare(), "has_filter": refuse_calls()}
+            )
+        )
         return
     if mode == "keep":
         # If the caller cancels the run by SIGTERM, or is killed itself, the program is killed too.

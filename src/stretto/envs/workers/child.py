@@ -44,6 +44,7 @@ from stretto.envs.base import (
     checked_prompt,
     checked_score,
     load_environment,
+    place_of,
     tasks_of,
 )
 from stretto.envs.result import checked_result
@@ -68,6 +69,7 @@ from stretto.envs.workers.wire import (
     packed_checked,
     receive,
     receive_blocking,
+    split_and_index,
 )
 from stretto.records.rollout import Task
 
@@ -196,8 +198,12 @@ class Worker:
     # -- the three calls --
 
     def _task_of(self, start: StartCall) -> Task:
-        """The environment's own task; the orchestrator's has split and index only."""
-        return self._task(start.task.data["split"], start.task.data["index"])
+        """The environment's own task; the orchestrator's has split and index only.
+
+        A group that was drawn before the run had workers brings the environment's own task.
+        """
+        place = split_and_index(start.task)
+        return start.task if place is None else self._task(*place)
 
     async def _play(self, start: StartCall) -> CallResult:
         result = self._env.rollout(self._task_of(start), RemoteContext(self, start.call))
@@ -211,13 +217,12 @@ class Worker:
         messages = self._env.prompt(self._task_of(start))
         if inspect.isawaitable(messages):
             messages = await messages
-        where = f"environment {self._env.name}: prompt"
-        return PromptResult(call=start.call, messages=checked_prompt(messages, where))
+        return PromptResult(call=start.call, messages=checked_prompt(messages, place_of(self._env, "prompt")))
 
     async def _score(self, start: StartCall) -> CallResult:
         assert isinstance(self._env, SingleTurnEnv)
         score = self._env.score(self._task_of(start), start.text)
-        result = await checked_score(score, f"environment {self._env.name}: score")
+        result = await checked_score(score, place_of(self._env, "score"))
         return CallResult(call=start.call, result=msgspec.structs.replace(result, note=None))
 
     # -- turns --

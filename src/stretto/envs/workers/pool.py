@@ -55,6 +55,7 @@ from stretto.envs.workers.wire import (
     packed,
     receive,
     receive_blocking,
+    task_at,
 )
 from stretto.records.rollout import Task
 
@@ -116,7 +117,7 @@ class WorkerEnv:
         return TaskSource(make, ready.num_tasks[split], split in ready.ordered, ready.fingerprints.get(split))
 
     def _task(self, split: Split, index: int) -> Task:
-        return Task(env=self.name, task_id=f"{split}-{index}", data={"split": split, "index": index})
+        return task_at(self.name, split, index)
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
         return (await self.pool.call(ctx, method="rollout", task=task)).result

@@ -19,7 +19,7 @@ import numpy as np
 
 from stretto.base import errors
 from stretto.base.errors import EnvError, StrettoError, WireError
-from stretto.envs.base import EpisodeLimits, LimitReached, Message, OutOfContext, Reply, RolloutResult
+from stretto.envs.base import EpisodeLimits, LimitReached, Message, OutOfContext, Reply, RolloutResult, Split
 from stretto.records.codec import BLOB_HEAD_BYTES, blob_bytes, decode_blob, encode_blob
 from stretto.records.rollout import Task
 
@@ -37,6 +37,19 @@ _KINDS: dict[str, type[StrettoError]] = {
         OutOfContext,
     )
 }
+
+
+def task_at(env: str, split: Split, index: int) -> Task:
+    """The task as the orchestrator has it where workers play the episodes: its place, without its data."""
+    return Task(env=env, task_id=f"{split}-{index}", data={"split": split, "index": index})
+
+
+def split_and_index(task: Task) -> tuple[Split, int] | None:
+    """Split and index of a task that `task_at` made; None for an environment's own task."""
+    if task.data.keys() != {"split", "index"}:
+        return None
+    split, index = task.data["split"], task.data["index"]
+    return (split, index) if task.task_id == f"{split}-{index}" and isinstance(index, int) else None
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from stretto.inference.boundary import GENERATING, NO_KEY, OPEN_ROUTES, OpenBytes, is_allowed
+from stretto.inference.boundary import GENERATING, NO_KEY, OPEN_ROUTES, OpenBytes, check_origin, is_allowed
 from stretto.inference.limits import check_queue
 from stretto.inference.update_order import UpdateOrder
 from stretto.inference.vllm.bodies import CheckedBody, EngineSizes, check
@@ -102,6 +102,8 @@ class Guard:
         headers: Mapping[bytes, bytes] = dict(scope["headers"])
         if not is_allowed(path, headers.get(b"authorization", b""), self._key):
             raise Refusal(NO_KEY, 401)
+        names = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers.items()}
+        check_origin(scope["method"], names, self._key)
         if path not in SERVED and not path.startswith(SERVED_BELOW):
             raise Refusal(f"{scope['method']} {path[:200]}: Not Found", 404)
         if scope["method"] != "POST":

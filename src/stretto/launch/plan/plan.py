@@ -159,7 +159,7 @@ def plan(
 ) -> LaunchPlan:
     """Plan the processes of a run on this machine; their ports stay claimed as long as `ports` is open.
 
-    secret: the run's, from which a key is made for engines that a router on another machine reaches.
+    secret: the run's, from which the engines' key is made if the user gave none; None in a dry run.
 
     Raises: ConfigError if a port given by the user is taken, or GPUs are missing.
     """
@@ -167,9 +167,12 @@ def plan(
     if cfg.service is not None:
         cfg = replaced(cfg, "orchestrator.client.base_url", cfg.service.engine_url(cfg.run_name))
     keyed = cfg.inference
-    if cfg.inference is not None and (reached := with_reachable_host(cfg.inference)) is not cfg.inference:
-        cfg = cfg.model_copy(update={"inference": reached})
-        keyed, notes = with_engine_key(cfg, secret)
+    if cfg.inference is not None:
+        reached = with_reachable_host(cfg.inference)
+        is_open, cfg = reached is not cfg.inference, cfg.model_copy(update={"inference": reached})
+        # Engines have a key on one machine too: its other users reach 127.0.0.1.
+        keyed, key_notes = with_engine_key(cfg, secret)
+        notes += key_notes if is_open else []
     with contextlib.ExitStack() as stack:
         claims = stack.enter_context(contextlib.closing(PortClaims())) if ports is None else ports
         cfg = with_free_ports(cfg, claims, notes)

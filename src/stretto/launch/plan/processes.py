@@ -262,7 +262,7 @@ def engine_key_env(section: InferenceSection, client_var: str | None) -> dict[st
 
 
 def with_engine_key(cfg: RLConfig, secret: Secret | None) -> tuple[InferenceSection | None, list[str]]:
-    """[inference] with the API key of engines that other hosts reach; also a note that says where it comes from.
+    """[inference] with the API key of a run's engines; also a note that says where it comes from.
 
     The key is that of the config, else of the environment; without both, every node derives the same key from the
     run's secret. A derived key is passed in the environment of processes, and is not in the configs that are written.

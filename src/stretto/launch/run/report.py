@@ -27,6 +27,7 @@ from stretto.base.status import duration, quantity
 from stretto.launch.plan.plan import LaunchPlan
 from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.table import resume_text
+from stretto.ledger.audit import report_of
 from stretto.monitors.file import moving_mean, read_metrics
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,10 @@ def ending(plan: LaunchPlan, *, is_complete: bool, stopped_early: bool) -> str:
         return _how_to_continue(plan)
     parts: list[str] = []
     if summary := read_json(plan.run.summary):
-        parts.append(summary_table(summary))
+        rows = summary_rows(summary)
+        if plan.run.ledger.exists():
+            rows["ledger"] = report_of(plan.run)
+        parts.append("\n".join(f"{name:<26}{value}" for name, value in rows.items()))
     if len((curve := Curve.read(plan.run)).steps) >= 2:
         parts.append(curve.as_text())
         try:
@@ -89,8 +93,8 @@ def _locations(plan: LaunchPlan, stopped_early: bool) -> str:
     return "\n".join(lines)
 
 
-def summary_table(summary: Mapping[str, Any]) -> str:
-    """The result as aligned lines; missing values are omitted."""
+def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
+    """The result in words, by what it is; missing values are omitted."""
 
     def change(before: str, after: str) -> str | None:
         values = [summary.get(before), summary.get(after)]
@@ -108,7 +112,7 @@ def summary_table(summary: Mapping[str, Any]) -> str:
         "largest mismatch KL": shown("mismatch_kl_max", lambda value: f"{value:.1e}"),
         "resumed": shown("resumed", lambda value: "yes" if value else "no"),
     }
-    return "\n".join(f"{name:<26}{value}" for name, value in rows.items() if value is not None)
+    return {name: value for name, value in rows.items() if value is not None}
 
 
 # -- what to type next --
@@ -137,7 +141,10 @@ def _how_to_continue(plan: LaunchPlan) -> str:
             text += "\nif that checkpoint is the reason, from the one before it:"
             text += f"\n  {resume_command(plan.run)}.step {before[-1]}{keep}"
         return text
-    return f"no checkpoint was complete yet; start over:\n  {restart_command(plan.run, keeps_resume=True)} --clean"
+    again = f"{restart_command(plan.run, keeps_resume=True)} --clean"
+    if plan.config.max_steps:
+        again += f" --max-steps {plan.config.max_steps}"
+    return f"no checkpoint was complete yet; start over:\n  {again}"
 
 
 def resume_command(run: RunDir) -> str:

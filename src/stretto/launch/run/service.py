@@ -16,7 +16,7 @@ from stretto.base import log, process, rundir
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims, in_url
-from stretto.base.secret import load_secret, prepare_tokens
+from stretto.base.secret import Secret, load_secret, prepare_tokens
 from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig, ServeConfig
 from stretto.config.sections.inference import KEY_VAR, ServedAdaptersSection
@@ -55,8 +55,10 @@ class ServicePlan:
     notes: tuple[str, ...]
 
 
-def plan(cfg: ServeConfig, ports: PortClaims) -> ServicePlan:
+def plan(cfg: ServeConfig, ports: PortClaims, secret: Secret | None = None) -> ServicePlan:
     """Plan the processes of a service on this machine.
+
+    secret: the service's, from which the engines' key is made if the user gave none; None in a dry run.
 
     Raises: ConfigError if the model, a port or GPUs are missing.
     """
@@ -82,16 +84,18 @@ def plan(cfg: ServeConfig, ports: PortClaims) -> ServicePlan:
     trainer_gpus = _gpus(gpus, cfg.trainer_gpu_ids, cfg.trainer.num_ranks, len(engine_gpus))
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"name": cfg.run_name})})
     run = cfg.run_dir
-    processes = []
+    processes: list[ProcessSpec] = []
+    key: dict[str, str] = {}
     if inference is not None and engines is not None:
-        key = {} if inference.key is None else {KEY_VAR: inference.key}
+        made = None if secret is None else secret.text_key("inference.api_key")
+        key = {} if (text := inference.key or made) is None else {KEY_VAR: text}
         specs = engine_processes(inference, engines, run, is_held=False, gpus=engine_gpus, key_env=key)
         processes += [
             dataclasses.replace(spec, max_restarts=max(spec.max_restarts, RESTARTS)) for spec in specs
         ]
     processes += _ranks(cfg, run, trainer_gpus, ports)
     hub_ports = {"http": cfg.service.port, "control": cfg.control.port}
-    processes.append(stretto_process("hub", run, CONFIG, (), 1, {}, hub_ports, max_restarts=RESTARTS))
+    processes.append(stretto_process("hub", run, CONFIG, (), 1, key, hub_ports, max_restarts=RESTARTS))
     return ServicePlan(cfg, inference, engines, tuple(processes), tuple(notes))
 
 
@@ -213,9 +217,8 @@ def main(cfg: ServeConfig) -> int:
     if cfg.clean:
         _clean(run)
     with rundir.claim_part(run, "service", is_new=False, clean=False), closing(PortClaims()) as ports:
-        planned = plan(cfg, ports)
+        planned = plan(cfg, ports, load_secret(run))
         fetch(cfg.model.name, report=lambda text: sys.stdout.write(text + "\n"))
-        load_secret(run)
         write(planned)
         log.setup("launcher", run, cfg.log.level, cfg.log.json_logging, is_quiet=True)
         title = f"service at {address(planned.config)}, tokens in {run.path / 'tokens.json'}"

@@ -294,12 +294,15 @@ class Supervisor:
             how += " (it was not asked to end)"
         elif returncode == -signal.SIGKILL:
             how += ", by hand or because memory ran out (`dmesg` says)"
+        is_asked = returncode in (-signal.SIGTERM, -signal.SIGINT)
+        if is_asked:
+            how += ": it was asked to end from outside the run, as `kill`, `scancel` or a time limit does"
         lines = [f"FAILED: {child.name} (pid {child.pid}) ended after {child.age_s:.0f}s: {how}"]
         tail = last_error(child) or child.tail()  # lines before a known reason would hide it
         lines.append(f"  the end of {child.log}:" if tail else f"  {child.log}: it wrote nothing")
         lines += [f"    {line}" for line in tail]
         cause = self._likely_causes.get(self._specs[child.name].role)
-        if cause and not any(map(is_reason, tail[-1:])):
+        if cause and not is_asked and not any(map(is_reason, tail[-1:])):
             lines.append(f"  {cause}")
         logger.error("%s ended: %s", child.name, how)
         self._show("\n".join(lines), is_failure=True)

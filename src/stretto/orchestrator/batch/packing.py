@@ -80,13 +80,15 @@ def pack(
     *,
     step: int,
     seq_len: int,
+    row_tokens: int | None = None,
     world_size: int = 1,
     cost: Cost | None = None,
     max_patches: int | None = None,
 ) -> Generator[None, None, list[TrainBatch]]:
     """Pack the batches of `step` for `world_size` ranks; yields wherever other tasks may run.
 
-    max_patches: most patches of images in one row; a sample with more has a row of its own.
+    row_tokens: most tokens of a row, None: seq_len; a sample with more has a row of its own. max_patches: the same for
+    patches of images.
 
     Raises: DataError if a sample is longer than seq_len.
     """
@@ -99,7 +101,9 @@ def pack(
             "raise seq_len or shorten the replies."
         )
     images = [{image.hash: image.num_patches for image in sample.images} for sample in samples]
-    rows = yield from first_fit_decreasing(lengths, seq_len, images if any(images) else (), max_patches)
+    rows = yield from first_fit_decreasing(
+        lengths, row_tokens or seq_len, images if any(images) else (), max_patches
+    )
     costs = cost.of(lengths)
     if any(images):
         costs += [cost.patches * sum(patches.values()) for patches in images]

@@ -122,7 +122,8 @@ class BatchShipper:
             pack(
                 samples,
                 step=step,
-                seq_len=self.cfg.row_tokens or self.cfg.seq_len,
+                seq_len=self.cfg.seq_len,
+                row_tokens=self.cfg.row_tokens,
                 world_size=self.cfg.num_train_workers,
                 cost=run.cost,
                 max_patches=None if self.cfg.model.vlm is None else self.cfg.model.vlm.max_patches,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from stretto.base import log
 from stretto.base.errors import ConfigError, DataError, EnvError
+from stretto.base.files import read_rows
 from stretto.base.foreign import warn_when_blocked
 from stretto.config.root import EvalsConfig
 from stretto.monitors import build_monitors
@@ -76,7 +77,7 @@ async def next_version(cfg: EvalsConfig) -> WeightManifest | None:
     while True:
         is_end = cfg.run_dir.evals_end.exists()  # read first, so that no version before it is missed
         for version, path in published_versions(cfg.watch):
-            if not cfg.run_dir.eval_results(version).exists():
+            if read_rows(cfg.run_dir.eval_results(version)) is None:
                 return load_manifest(path)
         if is_end:
             return None

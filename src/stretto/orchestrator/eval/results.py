@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from stretto.base.files import atomic_path
+from stretto.base.files import atomic_path, read_rows
 from stretto.base.paths import RunDir
 from stretto.chat.render import Renderer
 from stretto.orchestrator.rollout.player import error_type_of
@@ -153,9 +153,9 @@ def user_sample_lines(
 
 @contextmanager
 def _open_atomic(path: Path) -> Iterator[TextIO]:
-    """Open a file that appears only when it is complete."""
+    """Open a file that appears only when it is complete and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as part, part.open("w") as file:
+    with atomic_path(path, is_durable=True) as part, part.open("w") as file:
         yield file
 
 
@@ -173,11 +173,11 @@ def write_results(path: Path, scores: Sequence[EvalScore]) -> None:
 
 
 def load_mean_rewards(run_dir: RunDir, version: int) -> dict[str, float] | None:
-    """Mean rewards by mode of an eval that was done; None if there is none."""
+    """Mean rewards by mode of an eval that was done; None if there is none, or if its file is damaged."""
     path = run_dir.eval_results(version)
-    if not path.exists():
+    rows = read_rows(path, "mode", "mean")
+    if rows is None:
         return None
-    rows = json.loads(path.read_text())
     modes = {row["mode"] for row in rows}
     return {mode: float(np.mean([row["mean"] for row in rows if row["mode"] == mode])) for mode in modes}
 

@@ -14,6 +14,7 @@ from stretto.base import log, process
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.foreign import warn_when_blocked
 from stretto.base.ports import is_free
+from stretto.base.status import harmless
 from stretto.chat.render import Renderer
 from stretto.config.root import EvalConfig, InferenceConfig
 from stretto.config.sections.inference import KEY_VAR
@@ -43,7 +44,7 @@ def main(cfg: EvalConfig) -> int:
     scores = asyncio.run(evaluate_engine(cfg))
     path = cfg.run_path / "eval.json"
     write_results(path, scores)
-    sys.stdout.write(format_table(scores) + f"\n\n{path}\n")
+    sys.stdout.write(harmless(format_table(scores)) + f"\n\n{path}\n")
     return 0
 
 

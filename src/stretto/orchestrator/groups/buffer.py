@@ -37,7 +37,7 @@ import math
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from stretto.ledger.writer import Ledger
@@ -283,8 +283,10 @@ class Buffer:
         is_frozen = any(rollout.is_frozen for rollout in group.rollouts)
         slot = Slot(group.group_id, group.task, self.bounds.oldest_version(self.next_step), is_frozen)
         self._add(slot)
+        counts = replace(self.counts)  # they are of groups that this incarnation has played
         self.complete(slot, group, has_signal=has_signal, rejected=rejected)
-        self.counts.finished -= 1
+        counts.stale = self.counts.stale
+        self.counts = counts
 
     def expect_redraws(self, group_ids: Iterable[int]) -> None:
         """Let batches wait for these draws of an earlier incarnation, which will be started again."""

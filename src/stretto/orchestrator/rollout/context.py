@@ -16,6 +16,7 @@ import numpy as np
 
 from stretto.base.errors import EnvError
 from stretto.config.sections.orchestrator import SamplingSection
+from stretto.data.messages import checked_messages
 from stretto.envs.base import EpisodeInfo, EpisodeLimits, Message, Reply, RolloutContext
 from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.orchestrator.rollout.budget import Budget
@@ -212,7 +213,11 @@ class Recorder(RolloutContext):
         )
 
     async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
-        messages = with_system_prompt(messages, self._play.system_prompts.get(self._draw.task.env))
+        task = self._draw.task
+        messages = checked_messages(
+            messages, f"environment {task.env}, task {task.task_id}: messages of ctx.chat"
+        )
+        messages = with_system_prompt(messages, self._play.system_prompts.get(task.env))
         renderer, first_new, images = self._play.renderer, len(self._history), self._images
         await load_images(renderer, messages[first_new:])
         prompt_ids = self._extend(messages, tools)

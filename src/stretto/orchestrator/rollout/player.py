@@ -20,6 +20,7 @@ import msgspec
 
 from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, StrettoError, boundary
 from stretto.base.foreign import call_async
+from stretto.data.values import with_whole_text
 from stretto.envs.base import (
     Environment,
     EpisodeLimits,
@@ -29,6 +30,7 @@ from stretto.envs.base import (
     SingleTurnEnv,
     checked_prompt,
     checked_score,
+    place_of,
     play_episode,
 )
 from stretto.envs.result import checked_group_rewards
@@ -164,7 +166,8 @@ class Player(PlaySettings):
             missing = members.missing
             try:
                 where = f"environment {env.name}, task {draw.task.task_id}, prompt"
-                messages = checked_prompt(await call_async(lambda: env.prompt(draw.task), where), where)
+                given = await call_async(lambda: env.prompt(draw.task), where)
+                messages = checked_prompt(given, place_of(env, "prompt", where))
                 messages = with_system_prompt(messages, self.system_prompts.get(env.name))
                 with boundary(EnvError, where):
                     await load_images(self.renderer, messages)
@@ -246,7 +249,8 @@ class Player(PlaySettings):
             with boundary(EnvError, where):
                 content = self.renderer.parse(completion.token_ids, request.prompt_ids).get("content") or ""
                 text = text_to_stop(content, completion, request.sampling.min_tokens)
-            result = await checked_score(await call_async(lambda: env.score(draw.task, text), where), where)
+            score = await call_async(lambda: env.score(draw.task, text), where)
+            result = await checked_score(score, place_of(env, "score", where))
             branch = OpenBranch(self.behavior_temperature())
             branch.add_turn(request.prompt_ids, completion, draw.version, images=request.images)
             is_truncated = completion.finish_reason == "length" or result.is_truncated
@@ -340,13 +344,13 @@ def failed_rollout(draw: Draw, member: int, cause: str, started_at: float) -> Ro
         status=RolloutStatus.FAILED,
         started_at=started_at,
         finished_at=time.time(),
-        error=cause,
+        error=with_whole_text(cause),
     )
 
 
 def describe(error: StrettoError) -> str:
     """An error as the ledger and a run's last message show it."""
-    return f"{type(error).__name__}: {error}"
+    return with_whole_text(f"{type(error).__name__}: {error}")
 
 
 def error_type_of(cause: str) -> type[StrettoError]:

@@ -49,7 +49,10 @@ def starting_point(cfg: OrchestratorConfig) -> Progress:
     progress.num_resumes += 1
     # A version is often evaluated after its checkpoint is saved: do not repeat that eval.
     means_of_eval = load_mean_rewards(cfg.run_dir, step)
-    if cfg.eval is not None and cfg.eval.retrigger_on_resume:
+    is_damaged = means_of_eval is None and cfg.run_dir.eval_results(step).exists()
+    if is_damaged:
+        logger.warning("%s is damaged: that eval is done again", cfg.run_dir.eval_results(step))
+    if cfg.eval is not None and (cfg.eval.retrigger_on_resume or is_damaged):
         progress.sampled.pop(step, None)
         progress.greedy.pop(step, None)
     elif means_of_eval is not None:
@@ -115,7 +118,7 @@ def prepare_cursor(
         if not verdict.has_failed:
             buffer.restore(verdict.group, has_signal=verdict.has_signal, rejected=verdict.rejected)
             num_reused += len(group.rollouts)
-    redraws = ledger.unfinished_draws()
+    redraws = [(group_id, mix.playable(task)) for group_id, task in ledger.unfinished_draws()]
     buffer.expect_redraws(group_id for group_id, _ in redraws)
     partials = ledger.partial_rollouts(progress.step, oldest_version) if cfg.partial_rollout else {}
     text = (

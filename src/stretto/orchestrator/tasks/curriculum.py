@@ -54,6 +54,8 @@ class DifficultyPools:
         """Update the running rewards by mean rewards of groups (task id, reward), in draw order."""
         momentum = self.cfg.momentum
         for task_id, reward in rewards:
+            if task_id not in self._index:  # drawn before a resume with other tasks, as in `restore`
+                continue
             before = self.rewards.get(task_id)
             self.rewards[task_id] = _running_reward(before, reward, momentum)
             self._pool[self._index[task_id]] = self.pool_of(self.rewards[task_id])

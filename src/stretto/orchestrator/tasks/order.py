@@ -20,6 +20,8 @@ import numpy as np
 
 from stretto.base.errors import ConfigError
 from stretto.envs.base import Environment, TaskSource, tasks_of
+from stretto.envs.workers.pool import WorkerEnv
+from stretto.envs.workers.wire import split_and_index
 from stretto.orchestrator.tasks.curriculum import DifficultyPools
 from stretto.records.partial import PartialRollout
 from stretto.records.rollout import Task
@@ -63,6 +65,17 @@ class TaskMix:
         if pools := self._pools.get(self._names[env]):
             return pools.draw(np.random.default_rng(seed_of("pool", self._seed, env, k)))
         return self._task(self._sources[env], env, num_cycles * self._counts[env] + num_before)
+
+    def playable(self, task: Task) -> Task:
+        """A recorded task as the environment can play it now.
+
+        The orchestrator has only the place of a task whose episodes worker processes play. A run that is resumed
+        without them takes the environment's own task from that place; workers find their own.
+        """
+        env, place = self.envs.get(task.env), split_and_index(task)
+        if env is None or place is None or isinstance(env, WorkerEnv):
+            return task
+        return tasks_of(env, place[0]).task(place[1])
 
     def _task(self, source: TaskSource, env: int, index: int) -> Task:
         if source.num_tasks is None:

@@ -91,7 +91,12 @@ class Bridge:
         )
         try:
             monitors = build_monitors(
-                self.cfg.monitors, self.run_dir, ROLE, self.cfg.run_name, resumed_step=self.resumed_step
+                self.cfg.monitors,
+                self.run_dir,
+                ROLE,
+                self.cfg.run_name,
+                resumed_step=self.resumed_step,
+                has_trackers=False,
             )
             self.stack.callback(monitors.close, MONITOR_CLOSE_S)
             self.publish()

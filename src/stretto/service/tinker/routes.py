@@ -33,6 +33,7 @@ NOTICE = (
     "adapters of this service stand beside attention and MLP layers; train_unembed has no effect "
     "(weights info says so)"
 )
+MAX_SESSION_BYTES = 16 << 10
 NOTICE_FULL = "this service trains all weights of one run at a time; rank, seed and train_* have no effect"
 
 
@@ -93,6 +94,10 @@ class TinkerRoutes(Routes):
 
     async def create_session(self, http: web.Request) -> web.Response:
         body, now = await read(http, bodies.CreateSessionBody), time.time()
+        if len(msgspec.json.encode(body)) > MAX_SESSION_BYTES:
+            raise Refusal(
+                f"a session's tags, user_metadata and names: at most {MAX_SESSION_BYTES} bytes", 413
+            )
         session = Session(
             id=uuid4().hex,
             owner=http[USER].name,

@@ -36,11 +36,11 @@ class Journal:
         directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, seq: int, kind: str, body: bytes) -> None:
-        """Write a request, completely before it is answered."""
-        write_atomic(self._path(seq, kind), body)
+        """Write a request; it is on the disk, safe from a power cut, before it is answered."""
+        write_atomic(self._path(seq, kind), body, is_durable=True)
 
     def write_result(self, seq: int, result: Result) -> None:
-        write_atomic(self._path(seq, _RESULT), msgspec.msgpack.encode(result))
+        write_atomic(self._path(seq, _RESULT), msgspec.msgpack.encode(result), is_durable=True)
 
     def refuse(self, seq: int) -> None:
         """Mark a number as used; a request with it is not computed, now or later."""

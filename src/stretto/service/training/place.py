@@ -32,6 +32,13 @@ def check_place(section: ServiceSection, owners: Sequence[str], owner: str) -> N
             "wait until a run ends, or is idle for long enough",
             403,
         )
+    num_without = len(section.users.keys() - {*owners, owner})
+    if user.max_runs is None and own and section.num_places - len(owners) <= num_without:
+        raise Refusal(
+            f"you have {own} runs, and the places that are left are kept for users who have none; wait until a run "
+            f"ends, or is idle for long enough, or let the admin set service.users.{owner}.max_runs",
+            403,
+        )
 
 
 def creation_answer(run: Run) -> dict[str, Any]:

@@ -12,10 +12,12 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from stretto.base import rundir
 from stretto.base.errors import EngineError
 from stretto.base.files import flush_parents, put_in_place
 from stretto.base.paths import RunDir
 from stretto.config.sections.model import ModelSection
+from stretto.config.sections.trainer import CkptSection, num_exports_kept
 from stretto.models import hub
 from stretto.models.lora import save_adapter
 from stretto.trainer.critic import HEAD_NAME, SCORE_NAME, Critic
@@ -67,6 +69,12 @@ def export_model(weights: TrainedWeights, target: Path, tokenizer_dir: Path) -> 
     """Write the policy as a model directory; all ranks must call it."""
     with new_directory(target, weights.mesh) as directory:
         _write(weights, directory, tokenizer_dir, weights.policy.config.hf)
+
+
+def prune_exports(directory: Path, ckpt: CkptSection, step: int, mesh: Mesh) -> None:
+    """Delete exports beyond those that [ckpt] keeps, after the export of `step`; all ranks may call it."""
+    if mesh.is_lead:
+        rundir.prune_exports(directory, step, num_exports_kept(ckpt), ckpt.keep_interval)
 
 
 @contextmanager

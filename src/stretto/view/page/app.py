@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import logging
 import math
 import time
@@ -18,12 +17,12 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from importlib import resources
 from typing import Any
-from urllib.parse import urlsplit
 
 import orjson
 from aiohttp import web
 
 from stretto.base.errors import ConfigError, StrettoError
+from stretto.base.ports import refusal_of
 from stretto.ledger.reader import LedgerReader
 from stretto.view import state
 from stretto.view.page import conversation, curves, logs, now, rollouts, timeline
@@ -101,9 +100,8 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise web.HTTPUnauthorized(
                 text="open the address that `stretto view` printed: it ends with ?token=...\n"
             )
-    elif not is_local(request.host):
-        # Another site's name may resolve to this machine: the scripts of that site must not read this page.
-        raise web.HTTPForbidden(text=f"{request.host}: this page is served as localhost only\n")
+    if refused := refusal_of(request.method, request.headers, has_key=bool(token)):
+        return web.Response(status=refused[0], text=refused[1] + "\n")
     try:
         answer = await handler(request)
     except (web.HTTPException, ConnectionError):  # raised by aiohttp, or the browser has disconnected
@@ -126,15 +124,6 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
 def cookie(token: str) -> str:
     """The name of a token's cookie. Pages on several ports of a host share its cookies, so each has its own name."""
     return f"{COOKIE}-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
-
-
-def is_local(host: str) -> bool:
-    """Whether a Host header is localhost or a loopback address: no name server can make other names out of these."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 # -- the page's own files --

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from stretto.monitors.catalog import find_metric
+from stretto.monitors.file import MERGED_TOKENS
 
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -26,7 +27,7 @@ FIRST = (
     "loss/mean",
 )
 """Shown first, where a run has them."""
-_FRAME = frozenset({"step", "time", "incarnation", "resumed_step"})
+_FRAME = frozenset({"step", "time", "incarnation", "resumed_step", MERGED_TOKENS})
 
 
 def names(rows: Rows) -> list[dict[str, str]]:
@@ -85,7 +86,7 @@ def _tokens(rows: Rows) -> dict[int, float]:
     if counted:
         return counted
     batches = [row for row in rows.get("sft", ()) if "batch/tokens" in row]
-    sums = np.cumsum([row["batch/tokens"] for row in batches]).tolist()
+    sums = np.cumsum([row["batch/tokens"] + row.get(MERGED_TOKENS, 0) for row in batches]).tolist()
     return {row["step"]: tokens for row, tokens in zip(batches, sums)}
 
 

@@ -20,6 +20,9 @@ _RESCAN_S = 5.0
 ROLES = ("orchestrator", "trainer", "sft", "evals", "eval")
 """The metrics files of a run; if two have the same metric, the first of them in this list is used."""
 
+MOST_ROWS = 4000
+"""Rows of each of these files that are in memory: four times the points of a curve, and about 35 MB."""
+
 
 class OpenRun(Run):
     """A run with its metrics in memory; new rows are added as its files grow."""
@@ -28,7 +31,7 @@ class OpenRun(Run):
         super().__init__(path)
         self.made_of = made_of(self.dir)
         self.lock = threading.Lock()  # requests are answered by several threads
-        self.tails = {role: MetricsTail(self.dir.metrics(role)) for role in ROLES}
+        self.tails = {role: MetricsTail(self.dir.metrics(role), max_rows=MOST_ROWS) for role in ROLES}
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """The rows of each metrics file, by role; a role without rows is left out."""

@@ -110,7 +110,8 @@ CLASHES: tuple[Clash, ...] = (
     Clash("--num-rollout --num-epoch", lambda v: v.num_rollout is None and v.num_epoch is None,
           "{0} or {1} is missing: how long to train"),
     _idle("--memory-snapshot-dir", "--record-memory-history", ", which records the memory; add that"),
-    *(_needs(name, "--save", ", the directory") for name in ("--save-interval", "--save-hf", "--async-save")),
+    *(_needs(name, "--save", ", the directory")
+      for name in ("--save-interval", "--save-hf", "--async-save", "--critic-save")),
     _needs("--ckpt-step", "--load", ", the run that it is a step of"),
     Clash("--save-hf --hf-checkpoint", lambda v: v.save_hf is not None and v.save_hf == v.hf_checkpoint,
           "{0} would write over {1}; name another directory"),
@@ -215,14 +216,10 @@ CLASHES: tuple[Clash, ...] = (
 
 NOTES: tuple[Clash, ...] = (
     Clash("--eps-clip-high", lambda v: v.eps_clip_high is not None and v.num_updates == 1
-          and not (v.use_tis or v.use_rollout_logprobs),
+          and not (v.use_rollout_logprobs or (v.use_tis and v.custom_tis_function_path is None)),
           "{0} does nothing while a rollout is one update: the ratio is 1; --global-batch-size makes several"),
     Clash("--kl-loss-coef", lambda v: v.use_kl_loss and not v.kl_loss_coef,
           "{0}: no reference is loaded, and no divergence reported"),
-    Clash("--max-tokens-per-gpu --rollout-max-context-len",
-          lambda v: v.max_tokens_per_gpu is not None and v.rollout_max_context_len is not None
-          and v.max_tokens_per_gpu * v.context_parallel_size < v.rollout_max_context_len,
-          "{0} is not used: a row is as long as the longest sample may be, {1}"),
     Clash("--eval-prompt-data --eval-interval", lambda v: v.eval_prompt_data is not None and v.eval_interval is None,
           "{0} is not used without {1}: there are no evals"),
     Clash("--over-sampling-batch-size", lambda v: v.has("--over-sampling-batch-size") and not v.partial_rollout,

@@ -15,9 +15,10 @@ from stretto.config.section import nest
 from stretto.data.records import read_records
 from stretto.vime.files.models import read_models
 from stretto.vime.flags.clashes import clashes, notes
-from stretto.vime.flags.flag import Setting, Values, listed
+from stretto.vime.flags.flag import Setting, Values, attribute_of, listed
 from stretto.vime.flags.groups import BY_NAME, PARTS
 from stretto.vime.flags.groups.rollout import argument_tables
+from stretto.vime.flags.groups.watching import OF_WANDB, environment
 from stretto.vime.flags.names import FlagNames
 from stretto.vime.flags.shape import mismatches
 from stretto.vime.flags.words import read
@@ -26,9 +27,9 @@ from stretto.vime.resolved import resolved
 HIDDEN = {
     "dry_run", "print_config", "load", "save", "ref_load", "save_hf", "prompt_data", "eval_prompt_data", "vllm_config",
     "rollout_num_gpus", "rollout_num_gpus_per_engine", "prefill_num_servers", "custom_config_path",
-    "megatron_config_path", "eval_config",
+    "megatron_config_path", "eval_config", *map(attribute_of, OF_WANDB),
 }  # fmt: skip
-"""Flags that name a place, or whose value the plan resolves; functions find the resolved value."""
+"""Flags that name a place, are secret, or whose value the plan resolves; functions find the resolved value."""
 
 
 class Command(NamedTuple):
@@ -39,6 +40,8 @@ class Command(NamedTuple):
     """Flags that do nothing here, each with the reason."""
     names: FlagNames
     """How messages about the config name the flags."""
+    environment: dict[str, str]
+    """Variables for the run's processes."""
 
 
 def read_command(words: Sequence[str]) -> Command:
@@ -71,7 +74,8 @@ def read_command(words: Sequence[str]) -> Command:
         ]
         cfg = _build(flags, settings)
     _check_new(flags, cfg)
-    return Command(cfg, [*_starts(flags), *notes(flags)], FlagNames(flags, settings))
+    said = [*flags.overridden, *_starts(flags), *notes(flags)]
+    return Command(cfg, said, FlagNames(flags, settings), environment(flags))
 
 
 def _check_new(flags: Values, cfg: RLConfig) -> None:

@@ -12,8 +12,10 @@ from stretto.base.errors import ConfigError
 from stretto.vime.flags.flag import Flag, Kind, Values
 
 Config = Mapping[str, Any]
-WITH_QK_NORM = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "olmo2", "gemma3")
+WITH_QK_NORM = ("qwen3", "olmo2", "olmo3", "gemma3")
 """Families, by the beginning of their model_type, that normalise queries and keys."""
+WITHOUT_QK_NORM = ("llama", "mistral", "mixtral", "qwen2", "gemma", "gemma2", "phi3", "gpt_oss", "smollm3")
+"""Families that do not. Any other may, and is not compared."""
 
 
 def _first(config: Config, *fields: str) -> Any:
@@ -27,6 +29,8 @@ def _map(config: Config, field: str, change: Callable[[Any], Any]) -> Any:
 
 
 def _head_dim(config: Config) -> Any:
+    if _is_latent(config):
+        return None  # queries, keys and values have widths of their own, and Megatron's flag is none of them
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     return config.get("head_dim") or (hidden // heads if hidden and heads else None)
 
@@ -37,6 +41,21 @@ def _rope_theta(config: Config) -> Any:
 
 def _has_bias(config: Config) -> bool | None:
     return True if config.get("model_type") == "qwen2" else config.get("attention_bias")
+
+
+def _is_latent(config: Config) -> bool:
+    """Is attention latent? Its low-rank projections are normalised, which Megatron calls norms of queries and keys."""
+    return config.get("kv_lora_rank") is not None
+
+
+def _has_qk_norm(config: Config) -> bool | None:
+    """Are queries and keys normalised? None if config.json does not say."""
+    kind = config.get("model_type", "")
+    if config.get("use_qk_norm") is not None:
+        return bool(config["use_qk_norm"])
+    if _is_latent(config) or kind.startswith(WITH_QK_NORM):
+        return True
+    return False if kind in WITHOUT_QK_NORM else None
 
 
 def _norm(config: Config) -> str | None:
@@ -91,8 +110,7 @@ SHAPES: dict[str, Shape] = {
     "--disable-bias-linear": Shape("switch", "mlp_bias", "No biases in linear layers.",
                                    lambda c: _map(c, "mlp_bias", lambda bias: not bias)),
     "--add-qkv-bias": Shape("switch", "attention_bias", "Biases of queries, keys and values.", _has_bias),
-    "--qk-layernorm": Shape("switch", "model_type", "Norms of queries and keys.",
-                            lambda c: _map(c, "model_type", lambda kind: kind.startswith(WITH_QK_NORM))),
+    "--qk-layernorm": Shape("switch", "model_type", "Norms of queries and keys.", _has_qk_norm),
     "--group-query-attention": Shape("switch", "num_key_value_heads", "Fewer key heads than query heads.",
         lambda c: _map(c, "num_key_value_heads", lambda heads: heads < c.get("num_attention_heads", heads + 1))),
     "--use-rotary-position-embeddings": Shape("switch", "model_type", "Rotary embeddings.",

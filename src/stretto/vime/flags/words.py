@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from stretto.base.errors import ConfigError
@@ -29,67 +29,89 @@ THROUGH: dict[str, tuple[Program, str]] = {
 def read(words: Sequence[str]) -> tuple[Values, list[Setting]]:
     """The value of every flag, and settings for the options that pass through.
 
-    Raises: ConfigError that lists every unknown flag, wrong value, and flag that is given twice.
+    A flag of a file wins over one that was typed, and the last of two over the first; a note says so.
+
+    Raises: ConfigError that lists every unknown flag and wrong value.
     """
     queue = list(words)
     is_async = PROGRAMS[queue.pop(0)] if queue and queue[0] in PROGRAMS else False
-    values: dict[str, Any] = {}
-    given: dict[str, str] = {}
+    found = _Found()
     passed: list[Setting] = []
     problems: list[str] = []
     while queue:
         word = queue.pop(0)
         try:
             if (flag := BY_NAME.get(word.partition("=")[0])) is not None:
-                _read_flag(flag, word, queue, values, given)
+                _read_flag(flag, word, queue, found)
             elif (prefix := next((each for each in THROUGH if word.startswith(each)), None)) is not None:
-                _add(passed, _pass_through(prefix, word, queue))
+                _add(passed, _pass_through(prefix, word, queue), found.notes)
             else:
                 _pop_values(queue)
                 raise ConfigError(_unknown(word))
         except ConfigError as error:
             problems.append(str(error))
-    if problems:
+    extra = _read_files(found, problems)
+    if problems := [*problems, *found.refusals.values()]:
         raise ConfigError(listed(problems))
-    extra = _read_files(values, given, problems)
-    if problems:
-        raise ConfigError(listed(problems))
-    every = {flag.attribute: values.get(flag.attribute, flag.default) for flag in BY_NAME.values()}
-    flags = Values(every, given, BY_NAME)
-    flags.is_async, flags.extra = is_async, extra
+    every = {flag.attribute: found.values.get(flag.attribute, flag.default) for flag in BY_NAME.values()}
+    flags = Values(every, found.given, BY_NAME)
+    flags.is_async, flags.extra, flags.overridden = is_async, extra, found.notes
     return flags, passed
 
 
-def _read_files(values: dict[str, Any], given: dict[str, str], problems: list[str]) -> dict[str, Any]:
-    """Add the flags of the YAML files, as if they were typed; returns the other values of --custom-config-path."""
+class _Found:
+    """The flags that were read so far."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        """By attribute."""
+        self.given: dict[str, str] = {}
+        """By name: the flag as it was typed, or the place of a file that has it."""
+        self.refusals: dict[str, str] = {}
+        """By name: why the value is refused. A later value may be accepted."""
+        self.notes: list[str] = []
+        """Which values were replaced by later ones."""
+
+    def add(self, flag: Flag, value: Any, source: str) -> None:
+        """Add a value; it replaces an earlier one."""
+        old = self.values.get(flag.attribute, value)
+        if old != value:
+            self.notes.append(f"{self.given[flag.name]} is not used: {source} comes after it")
+        self.values[flag.attribute], self.given[flag.name] = value, source
+        self.refusals.pop(flag.name, None)
+        if flag.state == "refused" and value is not False and value not in flag.allowed:
+            self.refusals[flag.name] = f"{source}: {flag.note}"
+
+
+def _read_files(found: _Found, problems: list[str]) -> dict[str, Any]:
+    """Add the flags of the YAML files; returns the other values of --custom-config-path."""
     extra: dict[str, Any] = {}
     for name, reader in (("--custom-config-path", read_arguments), ("--megatron-config-path", read_roles)):
-        path = values.get(attribute_of(name))
+        path = found.values.get(attribute_of(name))
         if path is None:
             continue
+        where = found.given[name]
         try:
-            found = reader(path, given[name])
+            read_values = reader(path, where)
         except ConfigError as error:
             problems.append(str(error))
             continue
-        for key, value in found.items():
+        for key, value in read_values.items():
             flag = BY_NAME.get("--" + key.replace("_", "-"))
             try:
                 if flag is not None:
-                    _read_from_file(flag, value, f"{key}: {value} of {path}", values, given)
+                    _read_from_file(flag, value, f"{key}: {value} of {path}", found)
                 elif reader is read_arguments:
                     extra[key] = value
                 else:
-                    raise ConfigError(f"{given[name]}: {_unknown('--' + key)}")
+                    raise ConfigError(f"{where}: {_unknown('--' + key)}")
             except ConfigError as error:
                 problems.append(str(error))
     return extra
 
 
-def _read_from_file(
-    flag: Flag, value: Any, source: str, values: dict[str, Any], given: dict[str, str]
-) -> None:
-    """Add the value of a flag in a file.
+def _read_from_file(flag: Flag, value: Any, source: str, found: _Found) -> None:
+    """Add the value of a flag in a file, which replaces one that was typed.
 
     Raises: ConfigError as for a word of the command line.
     """
@@ -104,11 +126,10 @@ def _read_from_file(
             parsed = parse(flag, [str(each) for each in value] if isinstance(value, list) else [str(value)])
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
-    if values.setdefault(flag.attribute, parsed) != parsed:
-        raise ConfigError(f"{given[flag.name]} and {source}: different values; leave one of them out")
-    given.setdefault(flag.name, source)
-    if flag.state == "refused" and parsed not in flag.allowed and parsed is not False:
-        raise ConfigError(f"{source}: {flag.note}")
+    if flag.name in SECRET:
+        source = f"{flag.name} of a file"
+    if flag.name not in found.given or found.values[flag.attribute] != parsed:
+        found.add(flag, parsed, source)
 
 
 def _pop_values(queue: list[str]) -> list[str]:
@@ -119,9 +140,7 @@ def _pop_values(queue: list[str]) -> list[str]:
     return found
 
 
-def _read_flag(
-    flag: Flag, word: str, queue: list[str], values: dict[str, Any], given: dict[str, str]
-) -> None:
+def _read_flag(flag: Flag, word: str, queue: list[str], found: _Found) -> None:
     _, equals, value = word.partition("=")
     following = ([value] if equals else []) + _pop_values(queue)
     typed = " ".join([flag.name, *following])
@@ -132,21 +151,15 @@ def _read_flag(
         raise ConfigError(f"{flag.name}: needs a value")
     if most is not None and len(following) > most:
         raise ConfigError(f"{typed}: one value is needed; is a flag missing before {following[1]}?")
-    parsed = parse(flag, following)
-    if values.setdefault(flag.attribute, parsed) != parsed:
-        raise ConfigError(
-            f"{given[flag.name]} and {typed}: given twice with different values; leave one of them out"
-        )
-    given[flag.name] = typed
-    if flag.state == "refused" and parsed not in flag.allowed:
-        raise ConfigError(f"{flag.name if flag.name in SECRET else typed}: {flag.note}")
+    found.add(flag, parse(flag, following), flag.name if flag.name in SECRET else typed)
 
 
-def _add(passed: list[Setting], new: Setting) -> None:
-    for old in passed:
-        if old.path == new.path and old.value != new.value:
-            both = f"{old.flags[0]} and {new.flags[0]}"
-            raise ConfigError(f"{both}: given twice with different values; leave one of them out")
+def _add(passed: list[Setting], new: Setting, notes: list[str]) -> None:
+    """Add a setting; it replaces an earlier one of the same key."""
+    for old in [each for each in passed if each.path == new.path]:
+        passed.remove(old)
+        if old.value != new.value:
+            notes.append(f"{old.flags[0]} is not used: {new.flags[0]} comes after it")
     passed.append(new)
 
 
@@ -159,11 +172,9 @@ def _pass_through(prefix: str, word: str, queue: list[str]) -> Setting:
     if prefix == "--vllm-" and name in MOVED:
         _pop_values(queue)
         raise ConfigError(f"{option} is not yours to set: {MOVED[name]}; leave it out")
-    if near := difflib.get_close_matches(option, BY_NAME, n=1, cutoff=0.9):
-        known = "--" + name in program.by_name
-        if not known:
-            _pop_values(queue)
-            raise ConfigError(f"{option}: unknown flag; did you mean {near[0]}?")
+    if (near := nearest(option, BY_NAME, ours=prefix)) and "--" + name not in program.by_name:
+        _pop_values(queue)
+        raise ConfigError(f"{option}: unknown flag; did you mean {near}?")
     try:
         program.refuse_reserved(name, option)
         value = program.parse_value(program.find(name, option), word, queue)
@@ -178,5 +189,27 @@ def _pass_through(prefix: str, word: str, queue: list[str]) -> Setting:
 def _unknown(word: str) -> str:
     if not word.startswith("-"):
         return f"{word}: a flag is needed here, such as --hf-checkpoint; vime's values follow their flags"
-    near = difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), BY_NAME, n=1)
-    return f"{word}: unknown flag; " + (f"did you mean {near[0]}?" if near else "`vime --help` lists all")
+    near = nearest(word.partition("=")[0].replace("_", "-"), BY_NAME)
+    return f"{word}: unknown flag; " + (f"did you mean {near}?" if near else "`vime --help` lists all")
+
+
+def nearest(name: str, known: Iterable[str], ours: str = "--") -> str | None:
+    """The known flag that a misspelt one may have meant: at most a third of its letters differ; None if none is near.
+
+    ours: the beginning that all have, which makes no two flags alike.
+    """
+    word = name.removeprefix(ours)
+    among = [each.removeprefix(ours) for each in known if each.startswith(ours)]
+    near = difflib.get_close_matches(word, among, n=5)
+    found = min(near, key=lambda each: _distance(word, each), default=None)
+    return None if found is None or 3 * _distance(word, found) > len(word) else ours + found
+
+
+def _distance(left: str, right: str) -> int:
+    """How many letters must be inserted, removed or replaced to make one word of the other."""
+    row = [*range(len(right) + 1)]
+    for count, letter in enumerate(left, start=1):
+        before, row[0] = row[0], count
+        for at, other in enumerate(right, start=1):
+            before, row[at] = row[at], min(row[at] + 1, row[at - 1] + 1, before + (letter != other))
+    return row[-1]

@@ -138,6 +138,19 @@ def test_without_the_filter_every_finished_group_counts():
     assert len(run_virtual(buffer.next_batch())) == 4
 
 
+def test_groups_of_an_earlier_incarnation_are_not_among_those_without_signal_of_this_one():
+    buffer = build()
+    for number in range(6):
+        buffer.restore(group_of(number, 0), has_signal=number % 2 == 0)
+    buffer.restore(group_of(6, 0), has_signal=True, rejected="too long")
+    assert (buffer.counts.finished, buffer.counts.zero_signal, buffer.counts.rejected) == (0, 0, 0)
+    start_all(buffer, first=7)
+    for slot in list(buffer.slots.values()):
+        if slot.state is SlotState.RUNNING:
+            finish(buffer, slot, has_signal=False)
+    assert buffer.counts.finished >= buffer.counts.zero_signal > 0
+
+
 def test_a_failed_group_is_replaced():
     buffer = build(max_async_level=0)
     slots = start_all(buffer)

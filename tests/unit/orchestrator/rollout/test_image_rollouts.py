@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sqlite3
 import threading
 from typing import ClassVar
@@ -120,6 +121,21 @@ def test_a_resumed_run_trains_the_same_images(tmp_path, renderer, end):
     first = run_once(cfg, renderer, **end)
     second = run_once(cfg, renderer, resume=first.step)
     assert trained(first) + trained(second) == whole
+    assert audit(cfg.run_dir) == []
+
+
+def test_images_that_a_power_cut_took_are_written_again_with_the_groups_that_show_them(tmp_path, renderer):
+    cfg = config(tmp_path)
+    run_once(cfg, renderer)
+    with sqlite3.connect(cfg.run_dir.ledger) as db:
+        query = "SELECT coalesce(max(offset + length), 0) FROM live_rollouts WHERE step <= ?"
+        ((end,),) = db.execute(query, (1,)).fetchall()
+        ((num_cut,),) = db.execute("SELECT count(*) FROM images WHERE offset >= ?", (end,)).fetchall()
+    db.close()
+    assert num_cut and end
+    os.truncate(cfg.run_dir.segment(0), end)
+    second = run_once(cfg, renderer, resume=1)
+    assert second.step == STEPS and all(hashes for *_, hashes, _ in trained(second))
     assert audit(cfg.run_dir) == []
 
 

@@ -16,7 +16,7 @@ import pytest
 from stretto.base.errors import DataError, EngineError
 from stretto.base.secret import load_secret
 from stretto.config.root import ServeConfig
-from stretto.config.service import UserSection
+from stretto.config.service import ServiceSection, UserSection
 from stretto.records.sample import MicroBatch
 from stretto.records.tenants import (
     AdamSettings,
@@ -33,6 +33,7 @@ from stretto.service.futures import Futures
 from stretto.service.store import Audit, Checkpoint, Run, Sampler, Store
 from stretto.service.training.jobs import Limits, read_job
 from stretto.service.training.journal import REFUSED, Journal
+from stretto.service.training.place import check_place
 from stretto.service.training.training import Training
 from stretto.transports.engine.api import Refusal
 from stretto.transports.service import PublishBody, SaveBody, StepBody, encode_work
@@ -340,6 +341,30 @@ async def test_a_run_that_is_frozen_before_it_is_created_is_created(open_trainin
     training.submit(run, "step", 1, STEP)
     await serve(training)
     assert ranks.names[1:] == ["DropGradients", "OptimStep"]
+
+
+@pytest.mark.parametrize("num_places", [3, 4, 8])
+def test_one_user_leaves_a_place_for_every_other_unless_a_limit_says_more(num_places: int) -> None:
+    users = {"alice": UserSection(), "bob": UserSection(), "carol": UserSection()}
+    section = ServiceSection(users=users, max_concurrent_runs=num_places)
+    owners: list[str] = []
+    for _ in range(num_places - 2):
+        check_place(section, owners, "alice")
+        owners.append("alice")
+    with pytest.raises(Refusal, match="kept for users who have none") as refused:
+        check_place(section, owners, "alice")
+    assert refused.value.status == 403
+    for other in ("bob", "carol"):
+        check_place(section, owners, other)
+        owners.append(other)
+    with pytest.raises(Refusal, match="places of this service are taken"):
+        check_place(section, owners, "bob")
+    if num_places > 3:
+        check_place(section, owners[1:], "bob")  # all have one: who comes first has what is free
+    limited = section.model_copy(update={"users": users | {"alice": UserSection(max_runs=num_places)}})
+    check_place(limited, ["alice"] * (num_places - 1), "alice")
+    alone = section.model_copy(update={"users": {"alice": UserSection()}})
+    check_place(alone, ["alice"] * (num_places - 1), "alice")
 
 
 async def test_a_run_that_comes_back_counts_among_its_users_runs(open_training: Open) -> None:

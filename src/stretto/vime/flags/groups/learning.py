@@ -154,12 +154,13 @@ def _loss(flags: Values) -> Iterator[Setting]:
     yield Setting(f"{LOSS}.reduction", reduction, ("--calculate-per-token-loss",))
     yield from flags.settings("--use-rollout-logprobs")
     # With one update per rollout the ratio to the trainer's own log-probabilities is 1, and nothing is clipped.
-    if flags.use_rollout_logprobs or flags.use_tis or flags.num_updates > 1:
+    is_corrected = flags.use_tis and flags.custom_tis_function_path is None
+    if flags.use_rollout_logprobs or is_corrected or flags.num_updates > 1:
         high = flags.eps_clip if flags.eps_clip_high is None else flags.eps_clip_high
         yield Setting(f"{LOSS}.clip_low", min(flags.eps_clip, 1.0), ("--eps-clip",))
         yield Setting(f"{LOSS}.clip_high", high, ("--eps-clip-high", "--eps-clip"))
         yield from flags.settings("--eps-clip-c")
-    if flags.use_tis and flags.custom_tis_function_path is None:
+    if is_corrected:
         yield from flags.settings("--tis-clip", "--tis-clip-low")
     if flags.entropy_coef:
         yield from flags.settings("--entropy-coef")

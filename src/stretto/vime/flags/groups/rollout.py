@@ -221,7 +221,7 @@ def _batches(flags: Values) -> Iterator[Setting]:
     length, source = _longest(flags)
     yield Setting("seq_len", length, source)
     row = (flags.max_tokens_per_gpu or 0) * flags.context_parallel_size
-    if row > length:
+    if row and row != length:
         yield Setting("orchestrator.row_tokens", row, ("--max-tokens-per-gpu", "--context-parallel-size"))
 
 

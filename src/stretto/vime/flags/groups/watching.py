@@ -11,7 +11,8 @@ NOT_LOADED = "saved batches are not trained again; fine-tuning on saved conversa
 NO_PROFILER = "give --profile STEPS to `rl` with the TOML of --print-config (docs/debugging.md)"
 SNAPSHOTS = "trainer.memory_profiler_path"
 IN_CI = "it is for vime's own tests; leave it out"
-BY_LOGIN = "wandb reads it from its own environment variables"
+OF_WANDB = {"--wandb-key": "WANDB_API_KEY", "--wandb-host": "WANDB_BASE_URL"}
+"""Flags that go to W&B through the environment of the run's processes, and to no file."""
 
 # fmt: off
 FLAGS: dict[str, tuple[Flag, ...]] = {
@@ -22,10 +23,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         part("--wandb-team", "text", None, "monitors.wandb.entity", "Team."),
         part("--wandb-mode", "text", None, "monitors.wandb.offline", "online, offline or disabled.",
              choices=("online", "offline", "disabled")),
-        refused("--wandb-key", "text", None, f"{BY_LOGIN}, WANDB_API_KEY; a key on a command line is visible to all",
-                "API key."),
-        refused("--wandb-host", "text", None, f"{BY_LOGIN}, WANDB_BASE_URL", "Address of the server."),
-        refused("--wandb-dir", "text", None, "files are in RUN/wandb; leave it out", "Directory of its files."),
+        part("--wandb-key", "text", None, "", "API key.",
+             note="WANDB_API_KEY of the run's processes; in no file and no message."),
+        part("--wandb-host", "text", None, "", "Address of the server.", note="WANDB_BASE_URL of the run's processes."),
+        equal("--wandb-dir", "text", None, "Files are in RUN/wandb.", "Directory of its files."),
         refused("--wandb-run-id", "text", None, "a run that is resumed goes on under its own id; leave it out",
                 "Id of a run to go on with."),
         equal("--disable-wandb-random-suffix", "switch", False, "The name has no suffix.", "Name without a suffix."),
@@ -90,8 +91,8 @@ def settings(flags: Values) -> Iterator[Setting]:
     if flags.use_wandb and flags.wandb_mode != "disabled":
         yield Setting("monitors.wandb", {}, ("--use-wandb",))
         yield from flags.settings("--wandb-project", "--wandb-group", "--wandb-team")
-        if flags.wandb_mode == "offline":
-            yield Setting("monitors.wandb.offline", True, ("--wandb-mode",))
+        if flags.wandb_mode is not None:
+            yield Setting("monitors.wandb.offline", flags.wandb_mode == "offline", ("--wandb-mode",))
     if flags.use_tensorboard:
         yield Setting("monitors.tensorboard", {}, ("--use-tensorboard",))
     if flags.record_memory_history:
@@ -116,3 +117,10 @@ def _alone(flags: Values) -> Iterator[Setting]:
     if flags.load_debug_rollout_data_subsample is not None:
         given["load_debug_rollout_data_subsample"] = flags.load_debug_rollout_data_subsample
     yield Setting("orchestrator.hooks.args", flags.extra | given, source)
+
+
+def environment(flags: Values) -> dict[str, str]:
+    """Variables for the run's processes."""
+    return {
+        variable: flags.value(name) for name, variable in OF_WANDB.items() if flags.value(name) is not None
+    }
