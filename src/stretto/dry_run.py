@@ -9,9 +9,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from stretto.base import process, rundir
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, DataError
 from stretto.config.root import (
     EvalConfig,
     InferenceConfig,
@@ -32,6 +33,7 @@ from stretto.launch.plan.model_check import (
     foreign_engines,
     models_of,
 )
+from stretto.launch.plan.models import with_model_names
 from stretto.launch.plan.weights import check_weights, check_weights_of
 from stretto.orchestrator.dry_run import (
     Checked,
@@ -41,6 +43,7 @@ from stretto.orchestrator.dry_run import (
     check_user_code,
     preview,
 )
+from stretto.orchestrator.lengths import Limit, limits_of, smallest
 
 WIDTH = 118
 PROMPT_LINES = 14
@@ -59,7 +62,7 @@ def rl(cfg: RLConfig) -> str:
     router = check_router(cfg.inference, is_dry_run=True)
     service = _service(cfg)
     plan, directory = plan_only(cfg)
-    tasks, missing, renderer = preview(cfg.orchestrator_config())
+    tasks, missing, renderer = preview(with_model_names(cfg).orchestrator_config(), limits_of(cfg))
     models = [*_model(cfg.model, missing), *_renderer(renderer), *_other_models(cfg), *_weights(cfg)]
     models += [("engine", text) for text in foreign_engines(cfg)]
     rows = [*models, *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
@@ -249,8 +252,12 @@ def _of_hub(name: str) -> str:
 
 def _environments(tasks: Sequence[FirstTask]) -> Rows:
     names = [task.about.split()[1].rstrip(":") for task in tasks]
-    played = [name for name, task in zip(names, tasks) if task.is_made]
-    return [("environment", f"{_listed(played)}: made, with its first task and prompt")] if played else []
+    rows = []
+    for is_played, what in ((True, ", and one rollout of it played with a dummy reply"), (False, "")):
+        made = [name for name, task in zip(names, tasks) if task.is_made and task.is_played == is_played]
+        if made:
+            rows.append(("environment", f"{_listed(made)}: made, with its first task and prompt{what}"))
+    return rows + [("environment", note) for task in tasks for note in task.notes]
 
 
 def _code(checked: Sequence[Checked]) -> Rows:
@@ -315,7 +322,11 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
     from stretto.trainer.batch.sft_data import read_rows, render_row
 
     data = cfg.data.model_copy(update={"num_rows": 1}) if isinstance(cfg.data, EnvData) else cfg.data
-    row = next(read_rows(data, cfg.seed))
+    row = next(read_rows(data, cfg.seed), None)
+    if row is None:
+        raise DataError(
+            "[data] has no row; check what its key names holds rows, or its sft_rows returns them"
+        )
     try:
         if cfg.model.scratch is not None and cfg.tokenizer.name is None:
             renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)
@@ -330,8 +341,19 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
         return about, "", renderer.description
     ids, mask, _ = rendered.examples[0]
     parts = f" (the first of {len(rendered.examples)} examples)" if len(rendered.examples) > 1 else ""
-    about = f"{row.where}: {len(ids)} tokens, of which {int(mask.sum())} are trained{parts}:"
+    about = f"{row.where}: {len(ids)} tokens, of which {int(mask.sum())} are trained{parts}"
+    about += f"{_cut(ids, mask, limits_of(cfg))}:"
     return _boxed(about, renderer.readable(ids)), "", renderer.description
+
+
+def _cut(ids: Sequence[int], mask: Any, limits: Sequence[Limit]) -> str:
+    """What a limit leaves of a row that is longer."""
+    limit = smallest(limits)
+    if len(ids) <= limit.tokens:
+        return ""
+    left = int(mask[: limit.tokens].sum())
+    fate = f"it is cut, and {left} are trained" if left else "nothing of it is trained"
+    return f"; with {limit} {fate} (raise that key, or shorten the row)"
 
 
 # -- where it goes --

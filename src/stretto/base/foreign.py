@@ -154,6 +154,16 @@ def _log_first(where: str, error: BaseException) -> None:
         logger.warning(text, where, type(error).__name__, exc_info=error)
 
 
+@contextmanager
+def without_tracebacks() -> Iterator[None]:
+    """Log no traceback inside: for commands whose one message has file and line."""
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
+
+
 async def call_async(work: Callable[[], Any], where: str) -> Any:
     """Call a user's function; if it returns an awaitable, await that in a task of its own.
 

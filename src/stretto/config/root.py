@@ -326,7 +326,7 @@ class SFTConfig(ClusterRoot):
     memory_profiler_path: Path | None = None
     """Directory for snapshots of the GPU's memory, a file per step and rank, which https://pytorch.org/memory_viz
     draws; steps become slower, and files have up to 40 MB. None: nothing is recorded."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the order of examples and of everything else random."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads of a rank; None: OMP_NUM_THREADS, else the cores divided by the ranks, fewer for a small model."""
@@ -364,7 +364,7 @@ class ServeConfig(RunRoot):
     tokenizer: TokenizerSection = TokenizerSection()
     seq_len: int = Field(2048, gt=1)
     """Longest sequence that a run may train on, tokens."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of sampling."""
     trainer: ServeTrainerSection = ServeTrainerSection()
     inference: InferenceSection = InferenceSection(router=None)
@@ -402,7 +402,7 @@ class EvalConfig(RunRoot):
     """Rollouts running at once."""
     rollout_timeout_s: float | None = Field(600.0, gt=0)
     """Deadline of one rollout; None: no deadline."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of sampling."""
     monitors: MonitorsSection = MonitorsSection()
     log: LogSection = LogSection()

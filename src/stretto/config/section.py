@@ -10,6 +10,8 @@ import ast
 import difflib
 import inspect
 import itertools
+import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +54,8 @@ class Section(BaseModel):
             for own, value in meaning.values.items():
                 found = find(cls, own)
                 value = None if value == "None" and found.is_known and found.key.is_nullable else value
+                if found.is_known:
+                    value = place_meant(found.key, value)
                 if values.setdefault(own, value) != value:
                     raise ValueError(f"`{dotted(own)}` has two values, {show(values[own])} and {show(value)}")
         values = {path: value for path, value in further.items() if path not in values} | values
@@ -74,6 +78,29 @@ class Section(BaseModel):
     def _derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values that follow from the given ones, by dotted path; a given value is never replaced."""
         return {}
+
+
+NAMES_OF_PLACES = ("name", "model", "template", "chat_template")
+"""Keys of texts that may be a path: of a model, a data set, a template."""
+
+
+def place_meant(key: Key, value: Any) -> Any:
+    """The value of a key with `~` as the home directory, if it can be a path.
+
+    Raises: ValueError for a variable of the shell in it.
+    """
+    if isinstance(value, list) and key.is_list and key.name in NAMES_OF_PLACES:
+        return [place_meant(key, each) for each in value]
+    is_path = FilePath in key.members
+    if not isinstance(value, str | FilePath) or not (is_path or key.name in NAMES_OF_PLACES):
+        return value
+    text = str(value)
+    if "\n" not in text and (found := re.search(r"\$(\w+|\{\w+\})", text)) and (is_path or "/" in text):
+        raise ValueError(
+            f"`{key.name}` = {show(text)}: only a shell replaces {found[0]}, and no shell reads this; write the whole "
+            "path, or begin it with ~ for your home directory"
+        )
+    return os.path.expanduser(text) if text.startswith("~") else value
 
 
 # -- nested data and paths --
@@ -454,7 +481,7 @@ _SIGNS = {"gt": "> ", "ge": ">= ", "lt": "< ", "le": "<= ", "multiple_of": "a mu
 
 def _range(field: FieldInfo) -> str:
     found = [
-        f"{sign}{value:g}"
+        f"{sign}{'2**63' if value == 2**63 else format(value, 'g')}"
         for name, sign in _SIGNS.items()
         for item in field.metadata
         if (value := getattr(item, name, None)) is not None

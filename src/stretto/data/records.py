@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
+import shlex
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -56,7 +58,12 @@ def read_records(
 
 
 def _read_source(source: str | Path, setting: str, is_streamed: bool) -> Iterator[Record]:
-    path, start, stop = split_source(str(source), setting)
+    path, start, stop = split_source(os.path.expanduser(str(source)), setting)
+    if (found := re.search(r"\$(\w+|\{\w+\})", path)) and not Path(path).exists():
+        raise ConfigError(
+            f"{setting} = {path!r}: only a shell replaces {found[0]}, and no shell reads this; write the whole path, "
+            "or begin it with ~ for your home directory"
+        )
     hub = None if Path(path).exists() or path.endswith(_FILE_SUFFIXES) else parse_source(path)
     if is_streamed and hub is None and files_of(Path(path), setting):
         raise ConfigError(f"{setting} = {path!r} is a file, which cannot be streamed; remove streaming")
@@ -71,7 +78,12 @@ def _read_source(source: str | Path, setting: str, is_streamed: bool) -> Iterato
         chosen = islice(records, start, stop)
     first = next(chosen, None)
     if first is None:
-        what = "has no record" if start is None and stop is None else "is an empty slice"
+        is_whole = start is None and stop is None
+        what = (
+            "has no record; write one JSON object per line"
+            if is_whole
+            else "is an empty slice; correct its bounds"
+        )
         raise DataError(f"{setting} = {str(source)!r} {what}")
     yield first
     yield from chosen
@@ -132,8 +144,24 @@ def files_of(path: Path, setting: str) -> list[Path]:
             advice = f" A data set of the Hub is written with its split, '{path}[train]' or 'ORG/NAME:CONFIG[train]'."
         raise ConfigError(f"{setting} = {str(path)!r}: no such file or directory.{advice or _advice(path)}")
     if path.suffix not in SUFFIXES:
-        raise ConfigError(f"{setting} = {str(path)!r}: must end in .jsonl or .parquet.")
+        raise ConfigError(
+            f"{setting} = {str(path)!r}: must end in .jsonl or .parquet.{_how_to_convert(path)}"
+        )
     return [path]
+
+
+def _how_to_convert(path: Path) -> str:
+    """A command that makes a .jsonl file of one with another suffix; "" if there is none."""
+    read = {
+        ".csv": "csv.DictReader(open(sys.argv[1]))",
+        ".tsv": "csv.DictReader(open(sys.argv[1]), delimiter=chr(9))",
+        ".json": "json.load(open(sys.argv[1]))",
+    }.get(path.suffix.lower())
+    if read is None:
+        return ""
+    code = f"import csv, json, sys; [print(json.dumps(row)) for row in {read}]"
+    old, new = shlex.quote(str(path)), shlex.quote(str(path.with_suffix(".jsonl")))
+    return f' To make one of it: python -c "{code}" {old} > {new}'
 
 
 def from_json(text: bytes | str, where: str) -> Any:
@@ -149,6 +177,8 @@ def from_json(text: bytes | str, where: str) -> Any:
         raise DataError(f"{where}: not JSON: {_explain_mistake(cause) or cause}") from cause
     except RecursionError:
         raise DataError(f"{where}: too many levels of lists and objects; flatten it") from None
+    except ValueError as cause:  # a number with thousands of digits
+        raise DataError(f"{where}: not read: {cause}; write such a number as text") from cause
 
 
 def _explain_mistake(error: json.JSONDecodeError) -> str | None:
@@ -172,7 +202,9 @@ def _read_file(file: Path) -> Iterator[Record]:
                 where = Place(f"{file}:{number}", file.parent)
                 row = from_json(line, where)
                 if not isinstance(row, dict):
-                    raise DataError(f"{where}: a row must be an object, got {type(row).__name__}.")
+                    raise DataError(
+                        f"{where}: a row must be an object, got {type(row).__name__}; write one object per line."
+                    )
                 yield where, row
 
 

@@ -1,7 +1,8 @@
 """Checks the user's code and files, in a dry run and before a run starts other processes.
 
 Imports functions, reads first records, makes the first task of each environment and renders its prompt as the policy
-will get it. No reward is computed, and only what the config names is imported.
+will get it. A dry run also plays one rollout of it with a reply that means nothing. Only what the config names is
+imported.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stretto.base.errors import ConfigError, DataError, EnvError, boundary
-from stretto.base.foreign import call_async, load_function, load_object
+from stretto.base.foreign import call_async, load_function, load_object, without_tracebacks
 from stretto.chat.placeholders import with_placeholders
 from stretto.chat.render import Renderer
 from stretto.config.model_file import read_model_file
@@ -46,6 +47,8 @@ from stretto.orchestrator.build import (
     run_info,
     untrained_tokens,
 )
+from stretto.orchestrator.first_rollout import fault_of, play, without_engines
+from stretto.orchestrator.lengths import Limit, cut_reply, limits_of, room_after
 from stretto.orchestrator.rollout.play import bias_by_token, with_system_prompt
 from stretto.records.rollout import Task
 from stretto.vime.saved import load as load_saved
@@ -63,6 +66,8 @@ NUM_ARGUMENTS = {
     "eval_function": 3,
 }
 """Number of arguments of each function in [orchestrator.hooks]."""
+PLAY_TIMEOUT_S, MODELS_TIMEOUT_S = 10.0, 2.0
+"""A rollout of a dry run may take this long; the shorter time is for runs with models that a dry run does not start."""
 SPLITS = {"train": "to train on", "eval": "to evaluate on"}
 
 Checked = tuple[str, str]
@@ -110,6 +115,12 @@ class FirstTask:
     """As the policy will get it, with the chat template; its messages without a tokenizer; "" if not known."""
     is_made: bool = True
     """Whether the environment was built, and not only named."""
+    num_tokens: int | None = None
+    """Length of the rendered prompt."""
+    notes: tuple[str, ...] = ()
+    """What is not as the config says: replies that are cut, a rollout that was not played to its end."""
+    is_played: bool = False
+    """Whether a rollout was played and scored."""
 
 
 class Preview(NamedTuple):
@@ -122,12 +133,12 @@ class Preview(NamedTuple):
     """By what they are rendered."""
 
 
-def preview(cfg: OrchestratorConfig | EvalConfig) -> Preview:
-    """The first task of every environment.
+def preview(cfg: OrchestratorConfig | EvalConfig, limits: Sequence[Limit] | None = None) -> Preview:
+    """The first task of every environment, and what one rollout of it with a dummy reply shows.
 
-    For `eval` it is the first held-out task.
+    For `eval` it is the first held-out task. limits: the longest sequence by several keys; None takes those of `cfg`.
 
-    Raises: ConfigError, DataError, EnvError that name the wrong name, argument, task or prompt.
+    Raises: ConfigError, DataError, EnvError that name the wrong name, argument, task, prompt or score.
     """
     envs: Sequence[EnvSection]
     if isinstance(cfg, EvalConfig):
@@ -143,8 +154,9 @@ def preview(cfg: OrchestratorConfig | EvalConfig) -> Preview:
         missing = str(error)
     if renderer is not None:
         check_sampling(cfg, renderer)
-    info = run_info(cfg, renderer, sampling, cfg.tokenizer.name or model)
-    tasks = [asyncio.run(_preview(section, renderer, info, split)) for section in envs]
+    info = without_engines(run_info(cfg, renderer, sampling, cfg.tokenizer.name or model))
+    looking = _Looking(cfg, renderer, info, split, limits_of(cfg) if limits is None else limits)
+    tasks = [asyncio.run(_preview(section, looking)) for section in envs]
     if renderer is None:
         return Preview(tasks, missing)
     is_scratch = isinstance(cfg, OrchestratorConfig) and cfg.model.scratch is not None
@@ -196,15 +208,63 @@ def _vocab_size(cfg: OrchestratorConfig | EvalConfig) -> int | None:
     return found.get("vocab_size") or (found.get("text_config") or {}).get("vocab_size")
 
 
-async def _preview(section: EnvSection, renderer: Renderer | None, info: RunInfo, split: str) -> FirstTask:
+@dataclass(frozen=True)
+class _Looking:
+    """What the preview of every environment needs."""
+
+    cfg: OrchestratorConfig | EvalConfig
+    renderer: Renderer | None
+    info: RunInfo
+    split: str
+    limits: Sequence[Limit]
+
+
+async def _preview(section: EnvSection, looking: _Looking) -> FirstTask:
     name = section.name or section.id
     if section.num_workers or needs_worker(section.id):
         return FirstTask(
             f"environment {name}: runs in worker processes, which a dry run does not start", is_made=False
         )
+    cfg, renderer = looking.cfg, looking.renderer
     async with AsyncExitStack() as stack:
-        env = open_env(section, Path(), stack, info)
-        return await _first_task(env, renderer, split, section.system_prompt)
+        env = open_env(section, Path(), stack, looking.info)
+        first = await _first_task(env, renderer, looking.split, section.system_prompt)
+        where = f"environment {name}"
+        notes = []
+        if first.num_tokens is not None:
+            room_after(first.num_tokens, looking.limits, where)
+            notes.append(cut_reply(first.num_tokens, _reply_tokens(cfg, section), looking.limits))
+        if renderer is None or _plays_itself(cfg):
+            return replace(first, notes=tuple(filter(None, notes)))
+        notes.append(unplayed := await _play_first(section, env, looking, where))
+        return replace(first, notes=tuple(filter(None, notes)), is_played=not unplayed)
+
+
+def _plays_itself(cfg: OrchestratorConfig | EvalConfig) -> bool:
+    """Whether the rollouts are made by a function of the user, and not by environments."""
+    if isinstance(cfg, EvalConfig):
+        return cfg.client.api == "chat"
+    return cfg.hooks.rollout_function is not None
+
+
+async def _play_first(section: EnvSection, env: Environment, looking: _Looking, where: str) -> str:
+    """Play one rollout; why it was not played to its end, "" if it was.
+
+    Raises: EnvError for a fault of the environment.
+    """
+    assert looking.renderer is not None
+    task = tasks_of(env, looking.split).task(0)
+    timeout_s = MODELS_TIMEOUT_S if looking.info.model_urls else PLAY_TIMEOUT_S
+    with without_tracebacks():
+        group = await play(looking.cfg, section, env, task, looking.renderer, timeout_s)
+    return fault_of(where, group)
+
+
+def _reply_tokens(cfg: OrchestratorConfig | EvalConfig, section: EnvSection) -> int | None:
+    """The most tokens of a reply in an environment."""
+    own = getattr(section, "sampling", None)
+    everywhere = cfg.eval.sampling if isinstance(cfg, EvalConfig) else cfg.train.sampling
+    return getattr(own, "max_completion_tokens", None) or everywhere.max_completion_tokens
 
 
 async def check_first_tasks(
@@ -236,7 +296,7 @@ async def _first_task(
         return FirstTask(f"{about}, not rendered:", _plain(prompt))
     with boundary(EnvError, where):
         ids = renderer.encode(prompt) if isinstance(prompt, str) else renderer.render_prompt(prompt, tools)
-    return FirstTask(f"{about}, {len(ids)} tokens:", renderer.readable(ids))
+    return FirstTask(f"{about}, {len(ids)} tokens:", renderer.readable(ids), num_tokens=len(ids))
 
 
 def same_task(env: Environment, source: TaskSource, split: str) -> Task:

@@ -62,6 +62,7 @@ from stretto.trainer.process import StopFlag, stop_on_signal
 from stretto.trainer.state import checkpoint
 from stretto.trainer.state.export import export_weights, prune_exports
 
+SCRATCH_POSITIONS = "model.scratch.max_position_embeddings"
 logger = logging.getLogger(__name__)
 
 ROLE = "sft"
@@ -124,7 +125,9 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     policy, renderer, tokenizer_dir = _load_model(cfg)
     logger.info("messages are rendered by %s", renderer.description)
     longest = min(cfg.seq_len, policy.config.hf.get("max_position_embeddings") or cfg.seq_len)
-    examples = load_examples(cfg.data, renderer, cfg.loss_mask, longest, cfg.seed)
+    positions = "max_position_embeddings of the model" if cfg.model.scratch is None else SCRATCH_POSITIONS
+    limit = "seq_len" if longest == cfg.seq_len else positions
+    examples = load_examples(cfg.data, renderer, cfg.loss_mask, longest, cfg.seed, limit=limit)
     order = ExampleOrder(
         len(examples), cfg.seed, is_shuffled=not isinstance(cfg.data, FileData) or cfg.data.shuffle
     )
@@ -133,7 +136,9 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     log_epochs(cfg, len(examples), max_steps, order.num_drawn + (max_steps - step) * cfg.batch_size)
     validation: list[MicroBatch] = []
     if cfg.val is not None:
-        rows = load_examples(cfg.val.data, renderer, cfg.loss_mask, longest, cfg.seed + VAL_SEED_OFFSET)
+        rows = load_examples(
+            cfg.val.data, renderer, cfg.loss_mask, longest, cfg.seed + VAL_SEED_OFFSET, limit=limit
+        )
         validation = pack(rows.examples, cfg.seq_len)
     learner = Learner(
         policy,

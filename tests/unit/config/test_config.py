@@ -92,7 +92,6 @@ def test_another_type_replaces_a_section_and_the_same_type_refines_it(tmp_path: 
 FLAGS: dict[str, tuple[str, Any]] = {
     "--seed 5": ("seed", 5),
     "--seed=5": ("seed", 5),
-    "--seed -5": ("seed", -5),
     "--trainer.optim.lr 1e-5": ("trainer.optim.lr", 1e-5),
     "--trainer.optim.max-norm None": ("trainer.optim.max_norm", None),
     "--trainer.optim.max_norm None": ("trainer.optim.max_norm", None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os.path import expanduser
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ args = { path = "{output_dir}/rows.jsonl", words = "say {output_dir}/" }
 def test_a_path_in_the_output_directory_follows_it(tmp_path: Path, flags: list[str], root: str) -> None:
     (tmp_path / "rl.toml").write_text(TOML)
     cfg = load(RLConfig, ["@", str(tmp_path / "rl.toml"), *flags])
-    assert cfg.model.name == cfg.inference_config().model == f"{root}/warm/weights/latest"
+    assert cfg.model.name == cfg.inference_config().model == expanduser(f"{root}/warm/weights/latest")
     assert cfg.orchestrator.env[0].args == {"path": f"{root}/rows.jsonl", "words": "say {output_dir}/"}
     assert build(RLConfig, dump(cfg)) == cfg
     assert cfg.run_name == "dataset-warm"

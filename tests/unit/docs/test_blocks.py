@@ -74,7 +74,8 @@ def test_every_command_is_understood(
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cached_data))
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "prepared")
     # Whether a run is there to continue or to delete is tested elsewhere.
-    words = [word for word in command.words if word not in ("--resume", "--clean")]
+    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
+    words = [os.path.expandvars(word) for word in command.words if word not in ("--resume", "--clean")]
     if command.verb in ("sft", "rl") and "--output-dir" not in words:
         runs = link_models(workplace / "outputs", tmp_path / "runs") if command.verb == "rl" else tmp_path
         words += ["--output-dir", str(runs)]

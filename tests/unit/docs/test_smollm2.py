@@ -137,7 +137,7 @@ def test_every_file_is_planned_over_the_first(
     cfg = load(RLConfig, [*words, "--output-dir", str(tmp_path)])
     roles = [spec.role for spec in plan(cfg, cfg.run_dir).processes]
     assert roles == ["teacher"] * (overlay == "teacher") + ["inference", "orchestrator", "trainer"]
-    assert cli.main(["rl", *words, "--output-dir", str(tmp_path), "--seq-len", "128", "--dry-run"]) in (
+    assert cli.main(["rl", *words, "--output-dir", str(tmp_path), "--seq-len", "256", "--dry-run"]) in (
         0,
         None,
     )

@@ -166,7 +166,7 @@ class InferenceSection(Section):
     else 3."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads; None: given out by the launcher."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of requests without one."""
     env_vars: dict[str, str] = Field({})
     """Environment variables of the engines."""

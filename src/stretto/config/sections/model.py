@@ -80,7 +80,7 @@ class ScratchSection(Section):
     vision: ScratchVisionSection | None = None
     """Present: the vision tower of `qwen3_vl`, `qwen3_vl_moe`, `qwen3_5` and `qwen3_5_moe`, which need it. The
     tokenizer then has the Qwen-VL families' tokens for images too."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the initial weights."""
 
     @classmethod

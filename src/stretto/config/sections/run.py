@@ -74,7 +74,7 @@ class RunKeys(Section):
     """Steps to train; None: until stopped."""
     seq_len: int = Field(2048, gt=1)
     """Longest prompt plus reply, tokens; also the size of a packed row."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of everything random."""
     rollout_transport: RolloutTransport = ZmqRollouts()
     weight_broadcast: WeightBroadcast = ShmWeights()

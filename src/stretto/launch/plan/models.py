@@ -37,6 +37,11 @@ def with_model_ports(cfg: RLConfig, ports: PortClaims) -> RLConfig:
     return _with_servers(cfg, listen, {})
 
 
+def with_model_names(cfg: RLConfig) -> RLConfig:
+    """The root in which the orchestrator knows every model by name, at addresses where nobody answers."""
+    return _with_servers(cfg, lambda _: ("127.0.0.1", 9), {})
+
+
 def with_model_hosts(cfg: RLConfig, hosts: Sequence[str]) -> RLConfig:
     """The root with models that listen on nodes of their own, with the key of the policy's engines.
 

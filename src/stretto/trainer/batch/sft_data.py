@@ -81,13 +81,19 @@ class Examples:
 
 
 def load_examples(
-    data: Data, renderer: Renderer, loss_mask: LossMaskSection, max_tokens: int, seed: int
+    data: Data,
+    renderer: Renderer,
+    loss_mask: LossMaskSection,
+    max_tokens: int,
+    seed: int,
+    *,
+    limit: str = "seq_len",
 ) -> Examples:
-    """Read, check and render all rows; examples are truncated to max_tokens.
+    """Read, check and render all rows; examples are truncated to max_tokens, which the key `limit` says.
 
     Raises: DataError with file and line of a malformed row, or when no row has a trained token.
     """
-    parts = [_load_part(rows, renderer, loss_mask, max_tokens) for rows in read_sources(data, seed)]
+    parts = [_load_part(rows, renderer, loss_mask, max_tokens, limit) for rows in read_sources(data, seed)]
     mixed = parts[0].examples
     if isinstance(data, FileData) and parts[1:]:
         mixed = mix([part.examples for part in parts], data.probabilities, data.stopping_strategy)
@@ -128,7 +134,7 @@ def mix(
 
 
 def _load_part(
-    rows: Iterator[Row], renderer: Renderer, loss_mask: LossMaskSection, max_tokens: int
+    rows: Iterator[Row], renderer: Renderer, loss_mask: LossMaskSection, max_tokens: int, limit: str
 ) -> Examples:
     """The examples of one file or data set."""
     examples: list[Example] = []
@@ -157,7 +163,7 @@ def _load_part(
         reason = f"; {num_left_out} replies are not shown by {renderer.name}" if num_left_out else ""
         raise DataError(
             f"{where}: no row has a token to train on ({num_dropped} rows read{reason}); "
-            f"check [loss_mask] and seq_len = {max_tokens}."
+            f"check [loss_mask] and {limit} = {max_tokens}."
         )
     return Examples(tuple(examples), num_truncated, num_dropped, num_left_out)
 
@@ -202,6 +208,11 @@ def _rows_of_environment(data: EnvData, seed: int) -> Iterator[Row]:
         raise ConfigError(f"[data] environment {data.id!r} has no sft_rows: it cannot solve its own tasks.")
     with guarded(EnvError, f"[data] environment {data.id!r}: sft_rows"):
         rows = list(env.sft_rows(data.num_rows, seed))
+    if not rows:
+        raise EnvError(
+            f"[data] environment {data.id!r}: sft_rows({data.num_rows}, {seed}) returned no row. It is called as "
+            'sft_rows(num_rows, seed), and returns num_rows times {"messages": [...]}'
+        )
     for i, row in enumerate(rows):
         yield parse_row(row, f"environment {data.id}, row {i}")
 

@@ -1,0 +1,115 @@
+"""Plays one rollout of an environment with a stub engine, to find code that would fail only in a run.
+
+The reply is the same fixed sentence each time, so its reward means nothing. The check is that the environment is built,
+that its prompt is rendered, and that the reply is parsed and scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from stretto.base.errors import EnvError
+from stretto.chat.render import Renderer
+from stretto.config.root import EvalConfig, OrchestratorConfig
+from stretto.config.sections.orchestrator import EnvSection, SamplingSection
+from stretto.envs.base import Environment, RunInfo, tasks_of
+from stretto.orchestrator.build import open_env, system_prompts
+from stretto.orchestrator.rollout.play import Draw
+from stretto.orchestrator.rollout.player import Player
+from stretto.records.generate import Completion, GenerateRequest
+from stretto.records.rollout import Group, RolloutStatus, Task
+
+REPLY = "This is a reply to try your code."
+TIMEOUT_S = 60.0
+NOBODY = "http://127.0.0.1:9"
+"""In place of the addresses of engines that do not run yet: nobody answers at the port of `discard`."""
+_UNREACHABLE = re.compile(
+    r"\b(Client(Connector|OS)\w*|Server(Disconnected|Timeout)\w*|Connect\w*(Error|Timeout)|Connection\w*Error|URLError|"
+    r"(Read|Write|Pool)Timeout|gaierror|TimeoutError|API(Connection|Timeout)Error|MaxRetryError|EngineError)\b"
+)
+
+
+class StubEngine:
+    """Answers every request with REPLY; each of its tokens has a probability of almost 1."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        ids = [*renderer.encode(REPLY), *list(renderer.stop_ids)[:1]]
+        self._ids = np.array(ids, dtype=np.int32)
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """The same completion for each sample, cut at max_tokens."""
+        ids = self._ids[: request.sampling.max_tokens]
+        reason = "stop" if len(ids) == len(self._ids) else "length"
+        logprobs = np.zeros(len(ids), dtype=np.float32)
+        completion = Completion(token_ids=ids, logprobs=logprobs, finish_reason=reason)
+        return [completion] * request.n
+
+
+async def open_and_play(
+    cfg: OrchestratorConfig, section: EnvSection, renderer: Renderer, info: RunInfo
+) -> Group:
+    """Build the environment of a section, and play one rollout of its first task.
+
+    Raises: EnvError, ConfigError for an environment that is not built; TimeoutError.
+    """
+    async with asyncio.timeout(TIMEOUT_S), AsyncExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-doctor-")))
+        env = open_env(section, logs, stack, info)
+        return await play(cfg, section, env, tasks_of(env, "train").task(0), renderer)
+
+
+async def play(
+    cfg: OrchestratorConfig | EvalConfig,
+    section: EnvSection,
+    env: Environment,
+    task: Task,
+    renderer: Renderer,
+    timeout_s: float = TIMEOUT_S,
+) -> Group:
+    """A group of one rollout of the task, which has failed if the code of the environment has."""
+    player = Player(
+        engine=StubEngine(renderer),
+        renderer=renderer,
+        sampling=_plain(cfg.eval.sampling if isinstance(cfg, EvalConfig) else cfg.train.sampling),
+        seq_len=cfg.seq_len,
+        seed=cfg.seed,
+        run_id="doctor",
+        timeout_s=timeout_s,
+        max_retries=0,
+        system_prompts=system_prompts(section),
+    )
+    return await player.play(env, Draw(group_id=0, task=task, num_members=1, version=0))
+
+
+def without_engines(info: RunInfo) -> RunInfo:
+    """The facts of a run, with addresses at which nobody answers: a dry run sends nothing to engines."""
+    return replace(info, engine_urls=(NOBODY,), model_urls=dict.fromkeys(info.model_urls, NOBODY))
+
+
+def fault_of(name: str, group: Group) -> str:
+    """Why the rollout was not played to its end, if only for want of a server that is not there; "" if it was.
+
+    Raises: EnvError with the fault if the code of the environment has one.
+    """
+    rollout = group.rollouts[0]
+    if rollout.status is not RolloutStatus.FAILED:
+        return ""
+    cause = rollout.error or "unknown"
+    if _UNREACHABLE.search(cause):
+        return (
+            f"{name}: NOT PLAYED to its end, which is right only if a server of the run is missing: {cause}"
+        )
+    raise EnvError(
+        f"{cause.removeprefix('EnvError: ')}; this is the first task, played with the reply {REPLY!r}"
+    )
+
+
+def _plain(sampling: SamplingSection) -> SamplingSection:
+    return sampling.model_copy(update={"top_p": 1.0, "top_k": None, "min_p": 0.0})

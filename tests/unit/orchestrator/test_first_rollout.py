@@ -1,0 +1,142 @@
+"""What a dry run learns from one rollout with a dummy reply, and from the lengths that it has rendered."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from stretto.base.errors import ConfigError, EnvError
+from stretto.chat.tokenizer import build_letters_tokenizer
+from stretto.config.load import load
+from stretto.config.root import RLConfig, SFTConfig
+from stretto.dry_run import sft
+from stretto.orchestrator.dry_run import FirstTask, preview
+from stretto.orchestrator.lengths import limits_of
+
+ENVS = """
+import urllib.request
+
+from stretto.envs.base import SingleTurnEnv, TaskSource
+from stretto.records.rollout import Task
+
+
+class Scored(SingleTurnEnv):
+    name = "scored"
+
+    def __init__(self, score="1.0", length=1):
+        self.code, self.length = score, length
+
+    def tasks(self, split):
+        return TaskSource(lambda i: Task(env=self.name, task_id=f"{split}-{i}", data={}))
+
+    def prompt(self, task):
+        return "a" * self.length
+
+    def score(self, task, text):
+        return eval(self.code)
+
+
+class Swapped(Scored):
+    def sft_rows(self, split, num_rows):
+        return [{"messages": []}] * num_rows
+
+
+class Solved(Scored):
+    def sft_rows(self, num_rows, seed):
+        messages = [{"role": "user", "content": "a" * 90}, {"role": "assistant", "content": "b" * 90}]
+        return [{"messages": messages}] * num_rows
+"""
+
+
+@pytest.fixture
+def look(tmp_path, monkeypatch):
+    """A function that previews an environment with arguments, by a model of letters that is in a directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scores.py").write_text(ENVS)
+    build_letters_tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({"model_type": "qwen3", "max_position_embeddings": 150})
+    )
+
+    def look(*words: str, env: str = "scores:Scored", **args) -> FirstTask:
+        section = json.dumps([{"id": env, "name": "mine", "args": args}])
+        words = ("--orchestrator.env", section, "--model.name", "model", *words)
+        cfg = load(RLConfig, list(words))
+        [task], missing, _ = preview(cfg.orchestrator_config(), limits_of(cfg))
+        assert not missing
+        return task
+
+    return look
+
+
+def test_a_healthy_environment_is_played_and_has_nothing_to_say(look):
+    task = look()
+    assert task.is_played and not task.notes
+
+
+@pytest.mark.parametrize(
+    ("score", "words"),
+    [
+        ("{}['gold']", r"score: .* KeyError: 'gold'"),
+        ("float('nan')", "its reward is nan"),
+        ("'good'", "its reward is 'good'"),
+        ("None", "its reward is None"),
+    ],
+)
+def test_a_score_that_fails_in_a_run_fails_in_the_dry_run(look, score, words):
+    with pytest.raises(EnvError, match=words) as caught:
+        look(score=score)
+    assert "played with the reply" in str(caught.value)
+
+
+def test_a_server_that_runs_only_in_a_run_is_not_an_error(look):
+    task = look(score="urllib.request.urlopen('http://127.0.0.1:9/x', timeout=5)")
+    assert not task.is_played
+    assert "NOT PLAYED to its end" in task.notes[0] and "URLError" in task.notes[0]
+
+
+def test_a_prompt_without_room_for_a_reply_names_the_smallest_limit_by_its_key(look):
+    with pytest.raises(
+        ConfigError, match=r"mine: its prompt of \d+ tokens leaves no room .* in seq_len = 30"
+    ):
+        look("--seq-len", "30", length=40)
+    with pytest.raises(
+        ConfigError, match=r"no room .* in max_position_embeddings of model/config.json = 150"
+    ):
+        look(length=200)
+
+
+def test_a_reply_that_will_be_cut_is_said_with_the_limit_that_cuts_it(look):
+    words = ("--seq-len", "400", "--orchestrator.train.sampling.max-completion-tokens", "140")
+    [note] = look(*words, length=30).notes
+    assert "replies are cut after" in note and "max_position_embeddings of model/config.json = 150" in note
+    assert not look(*words[:3], "50", length=30).notes
+
+
+def sft_screen(env: str, seq_len: int) -> str:
+    scratch = ["--model.scratch.max-position-embeddings", "150"]
+    words = [
+        "--data.type",
+        "environment",
+        "--data.id",
+        env,
+        "--model.scratch.family",
+        "qwen3",
+        "--max-steps",
+        "1",
+    ]
+    return sft(load(SFTConfig, [*words, *scratch, "--seq-len", str(seq_len)]))
+
+
+def test_the_first_row_of_sft_is_compared_with_every_limit(look):
+    assert "with seq_len = 50 nothing of it is trained" in sft_screen("scores:Solved", 50)
+    assert "with seq_len = 120 it is cut" in sft_screen("scores:Solved", 120)
+    assert "with model.scratch.max_position_embeddings = 150 it is cut" in sft_screen("scores:Solved", 400)
+
+
+def test_sft_rows_with_another_signature_get_a_sentence(look):
+    with pytest.raises(
+        EnvError, match=r"sft_rows\(1, 0\) returned no row. It is called as sft_rows\(num_rows, seed\)"
+    ):
+        sft_screen("scores:Swapped", 100)
