@@ -200,7 +200,9 @@ class Source(OneTask):
         return TaskSource(self._make, 5)
 
 
-@pytest.mark.parametrize("value", [{1}, b"a", object(), 1j, [{"a": {2}}]], ids=["set", "bytes", "object", "complex", "set below"])
+@pytest.mark.parametrize(
+    "value", [{1}, b"a", object(), 1j, [{"a": {2}}]], ids=["set", "bytes", "object", "complex", "set below"]
+)
 def test_data_of_a_task_that_json_cannot_hold_is_refused(value: Any) -> None:
     env = Source(lambda i: Task(env="e", task_id="t", data={"letters": value}))
     with pytest.raises(EnvError, match=r"task 0: data\['letters'\].*which JSON cannot hold"):
