@@ -65,7 +65,12 @@ def rl(cfg: RLConfig) -> str:
     tasks, missing, renderer = preview(with_model_names(cfg).orchestrator_config(), limits_of(cfg))
     models = [*_model(cfg.model, missing), *_renderer(renderer), *_other_models(cfg), *_weights(cfg)]
     models += [("engine", text) for text in foreign_engines(cfg)]
-    rows = [*models, *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
+    rows = [
+        *models,
+        *_environments(tasks),
+        *_code(checked),
+        *_monitors(cfg.monitors, is_fed_here=cfg.ray is None),
+    ]
     rows += service
     rows += [("router", f"NOT READY: {router}")] if router else []
     rows += _images(cfg.model) if cfg.inference is None else []
@@ -120,7 +125,8 @@ def trainer(cfg: TrainerConfig) -> str:
     if cfg.model.scratch is None:
         weights = check_weights(cfg.model.name, "[model] name", cfg.model, is_dry_run=True)
     checked = check_trainer_hooks(cfg.hooks)
-    rows = [*_model(cfg.model), *_weight_rows(weights), *_code(checked), *_monitors(cfg.monitors)]
+    rows = [*_model(cfg.model), *_weight_rows(weights), *_code(checked)]
+    rows += _monitors(cfg.monitors, is_fed_here=False)  # the orchestrator feeds trackers
     return _screen(
         rows,
         f"trainer  {_threads(cfg.num_threads)}; batches from port {_batch_port(cfg)}",
@@ -143,7 +149,7 @@ def sft(cfg: SFTConfig) -> str:
     ranks = f"sft  {cfg.num_ranks} rank{'s' * (cfg.num_ranks != 1)} on {devices}"
     trains = f"trains {' or '.join(length)} of batches of {cfg.batch_size} rows"
     rows = [*_model(cfg.model, missing), *_renderer(renderer), *_weights(cfg)]
-    rows += [*_code(checked), *_monitors(cfg.monitors)]
+    rows += [*_code(checked), *_monitors(cfg.monitors, is_fed_here=cfg.ray is None)]
     nodes = table(cfg) if is_wide else ""
     return _screen(rows, example, f"{ranks}; {trains}", nodes, _run_directory(cfg), job(cfg))
 
@@ -265,13 +271,13 @@ def _code(checked: Sequence[Checked]) -> Rows:
     return [(kind, _listed([name for each, name in checked if each == kind])) for kind in kinds]
 
 
-def _monitors(section: MonitorsSection) -> Rows:
+def _monitors(section: MonitorsSection, *, is_fed_here: bool = True) -> Rows:
     from stretto.monitors.base import find_trackers
     from stretto.monitors.wandb import check_login
 
-    names = find_trackers(section)
+    names = find_trackers(section, is_fed_here=is_fed_here)
     rows = [("monitors", f"{_listed(names)}: installed")] if names else []
-    return rows + ([("W&B", check_login(section.wandb))] if section.wandb is not None else [])
+    return rows + ([("W&B", check_login(section.wandb))] if section.wandb is not None and is_fed_here else [])
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -85,7 +85,7 @@ def check_fit(cfg: Config) -> str:
         return f"{len(plan.processes)} processes on {machines(len(plan.hosts) or 1)}; {plan.batch}"
     if isinstance(cfg, SFTConfig):
         check_model(cfg.model, cfg.num_ranks, "model")
-        find_trackers(cfg.monitors)
+        find_trackers(cfg.monitors, is_fed_here=cfg.ray is None)
         if cfg.deployment.type == "multi_node" and cfg.slurm is None and cfg.ray is None:
             hosts, _ = plan_ranks(cfg)
             node_checks.check_num_gpus(cfg.deployment.gpus_per_node, 0, hosts[0], "deployment.gpus_per_node")

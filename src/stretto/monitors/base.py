@@ -163,8 +163,10 @@ TRACKERS: dict[str, type[Monitor]] = {
 WITHOUT_PACKAGE: dict[str, type[Monitor]] = {"heartbeat": HeartbeatMonitor, "prometheus": PrometheusMonitor}
 
 
-def find_trackers(section: MonitorsSection) -> list[str]:
+def find_trackers(section: MonitorsSection, *, is_fed_here: bool = True) -> list[str]:
     """The trackers that have a section and need a package.
+
+    is_fed_here: False where other machines feed them, whose login is not known here.
 
     Raises: ConfigError if the package of one is missing, or W&B has no key.
     """
@@ -175,7 +177,7 @@ def find_trackers(section: MonitorsSection) -> list[str]:
                 f"[monitors.{name}] needs the package {name}, which is not installed; "
                 f"run pip install 'stretto[{name}]' (in a clone: pip install -e '.[{name}]') or remove the section."
             )
-    if section.wandb is not None:
+    if section.wandb is not None and is_fed_here:
         check_login(section.wandb)
     return names
 

@@ -119,3 +119,8 @@ def test_a_tracker_that_cannot_start_ends_the_start_of_a_new_run_only(
         resumed.log(4, {"loss": 1.0})
     assert resumed.names == ["file"] and "no space in its database" in caplog.text
     resumed.close()
+
+
+@NEEDS_WANDB
+def test_a_login_is_looked_for_only_where_the_tracker_is_fed() -> None:
+    assert find_trackers(MonitorsSection(wandb=WandbSection()), is_fed_here=False) == ["wandb"]

@@ -97,7 +97,7 @@ def _title(pod: Pod, specs: Sequence[ProcessSpec]) -> str:
 
 async def _run(cfg: RLConfig, pod: Pod) -> int:
     log.setup("pod", None, cfg.log.level, cfg.log.json_logging)
-    find_trackers(cfg.monitors)
+    find_trackers(cfg.monitors, is_fed_here=pod.role == "orchestrator")
     stop = _stop_event()
     processes = PodProcesses(cfg.run_dir)
     async with _probes(pod, processes):

@@ -60,7 +60,7 @@ def main(cfg: RLConfig) -> int:
     run = cfg.run_dir
     _check_shape(cfg)
     _check_model(cfg)
-    find_trackers(cfg.monitors)
+    find_trackers(cfg.monitors, is_fed_here=_has_orchestrator(cfg))
     if cfg.slurm is not None:
         return submit.main(cfg, check=lambda: _check_weights(cfg))
     if cfg.ray is not None:
@@ -148,7 +148,7 @@ def check_here(cfg: RLConfig) -> LaunchPlan:
     Starts and writes nothing. Raises: ConfigError with the first reason why the run could not start.
     """
     _check_shape(cfg)
-    find_trackers(cfg.monitors)
+    find_trackers(cfg.monitors, is_fed_here=_has_orchestrator(cfg))
     if cfg.slurm is not None or cfg.ray is not None:  # other machines run it
         return _plan(cfg.model_copy(update={"dry_run": True}), cfg.run_dir, None)
     plan = _plan(cfg, cfg.run_dir, None)
@@ -266,6 +266,12 @@ def _supervisor(plan: LaunchPlan, claim: rundir.Claim, console: Console) -> Supe
         pass_fds=(claim.lock_fd,),
         likely_causes=likely_causes(plan),
     )
+
+
+def _has_orchestrator(cfg: RLConfig) -> bool:
+    """Whether the orchestrator runs here, or on a machine with this one's environment and home, as on Slurm."""
+    shape = cfg.deployment
+    return cfg.ray is None and not (shape.type == "multi_node" and shape.node_rank)
 
 
 def likely_causes(plan: LaunchPlan) -> dict[str, str]:
