@@ -98,14 +98,14 @@ class MultiTurnEnv(ABC):
             if reply.finish_reason == "length":
                 episode.is_truncated = True
                 break
-            answer = await self._answer(episode, reply)
+            answer = await self._turn_after(episode, reply)
             if not answer:
                 break
             episode.messages += answer
         result = await checked_score(self.score(episode), place_of(self, "score"))
         return replace(result, is_truncated=True) if episode.is_truncated else result
 
-    async def _answer(self, episode: Episode, reply: Reply) -> list[Message]:
+    async def _turn_after(self, episode: Episode, reply: Reply) -> list[Message]:
         """The messages of `respond`, checked; empty if the episode ends."""
         answer = self.respond(episode, reply)
         if inspect.isawaitable(answer):
@@ -158,8 +158,8 @@ class ToolEnv(MultiTurnEnv):
         """Messages that answer a reply without calls; None or [] ends the episode."""
         return None
 
-    async def _answer(self, episode: Episode, reply: Reply) -> list[Message]:
+    async def _turn_after(self, episode: Episode, reply: Reply) -> list[Message]:
         answered = await self.answer_tools(episode, reply)
-        return checked_messages(answered, place_of(self, "answer_tools")) or await super()._answer(
+        return checked_messages(answered, place_of(self, "answer_tools")) or await super()._turn_after(
             episode, reply
         )

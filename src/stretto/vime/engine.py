@@ -127,6 +127,12 @@ _turns: ContextVar[tuple[Turns, set[Address]] | None] = ContextVar("turns", defa
 _model_keys: dict[Address, str] = {}
 
 
+def headers_for(url: str) -> dict[str, str]:
+    """What a request of a rollout function to this URL needs: the key, if it goes to the policy's engines."""
+    requests = _requests.get()
+    return {} if requests is None else requests.headers(url)
+
+
 def _is_for_policy(url: str, addresses: set[Address]) -> bool:
     """Is this a request for tokens of the policy?"""
     return urlsplit(url).path.endswith(GENERATE) and address_of(url) in addresses

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from stretto.base.errors import EngineError
 from stretto.base.foreign import load_object
+from stretto.vime.engine import headers_for
 
 WORKERS = "/workers"
 
@@ -26,7 +27,7 @@ async def get(url: str) -> dict[str, Any]:
 
     parts = urlsplit(url)
     try:
-        async with aiohttp.ClientSession() as session, session.get(url) as response:
+        async with aiohttp.ClientSession() as session, session.get(url, headers=headers_for(url)) as response:
             if response.status == 404 and parts.path == WORKERS:
                 return {"workers": [{"url": f"{parts.scheme}://{parts.netloc}"}]}
             if response.status >= 400:

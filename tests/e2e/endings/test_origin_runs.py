@@ -54,6 +54,7 @@ def test_an_rl_run_begun_in_the_middle_of_another_ends_with_its_bits(settings, s
 
 def test_an_rl_run_begins_anew_with_what_another_has_learned(settings, straight: Ended, tmp_path):
     words = ["--resume.dir", str(straight.run.checkpoint(4)), "--resume.skip-progress", "--max-steps", "2"]
+    words += ["--trainer.loss.entropy-coef", "0.01"]  # moves weights where no group has a signal
     begun = rl(tmp_path, settings, *words)
     assert f"begins with what was learned up to step 4 of {straight.run.checkpoint(4)}" in begun.output
     assert begun.run.complete_checkpoints() == [2] and audit(begun.run) == []
