@@ -348,7 +348,7 @@ def test_worker_settings_out_of_range_are_refused(key, value):
 
 def test_values_that_cannot_be_sent_to_the_orchestrator_fail_the_rollout():
     groups, _ = play("worker_envs:Unsendable", {}, [0], player_of(), num_members=1)
-    assert "EnvError: the prompt cannot be sent to another process" in failures(groups)[0]
+    assert "content must be text, got <object object" in failures(groups)[0]
 
 
 def test_places_whose_processes_never_become_ready_are_given_up(tmp_path, monkeypatch):
