@@ -55,7 +55,10 @@ class Section(BaseModel):
                 found = find(cls, own)
                 value = None if value == "None" and found.is_known and found.key.is_nullable else value
                 if found.is_known:
-                    value = place_meant(found.key, value)
+                    try:
+                        value = place_meant(found.key, value)
+                    except ValueError as cause:
+                        raise ValueError(f"`{dotted(own)}` = {cause}") from None
                 if values.setdefault(own, value) != value:
                     raise ValueError(f"`{dotted(own)}` has two values, {show(values[own])} and {show(value)}")
         values = {path: value for path, value in further.items() if path not in values} | values
@@ -97,7 +100,7 @@ def place_meant(key: Key, value: Any) -> Any:
     text = str(value)
     if "\n" not in text and (found := re.search(r"\$(\w+|\{\w+\})", text)) and (is_path or "/" in text):
         raise ValueError(
-            f"`{key.name}` = {show(text)}: only a shell replaces {found[0]}, and no shell reads this; write the whole "
+            f"{show(text)}: only a shell replaces {found[0]}, and no shell reads this; write the whole "
             "path, or begin it with ~ for your home directory"
         )
     return os.path.expanduser(text) if text.startswith("~") else value

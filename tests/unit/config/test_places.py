@@ -46,6 +46,17 @@ def test_a_variable_of_the_shell_is_refused_with_a_sentence(cls, words):
         load(cls, words)
 
 
+def test_a_variable_of_the_shell_is_reported_at_the_line_of_its_key(tmp_path):
+    file = tmp_path / "rl.toml"
+    file.write_text('seed = 1\noutput_dir = "$HOME/x"\n')
+    with pytest.raises(ConfigError) as error:
+        load(RLConfig, ["@", str(file), *ENV])
+    assert f"{file}:2: output_dir = " in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        load(SFTConfig, ["--data.name", '["$HOME/a.jsonl"]', "--max-steps", "1"])
+    assert str(error.value).count("\n") == 1 and "data.name = " in str(error.value)
+
+
 def test_a_variable_in_the_path_of_records_is_refused():
     with pytest.raises(ConfigError, match=r"dataset: path = '\$HOME/d.jsonl': only a shell replaces \$HOME"):
         next(read_records("$HOME/d.jsonl", "dataset: path"))

@@ -33,6 +33,7 @@ from stretto.config.section import (
     leaves,
     meant,
     nest,
+    place_meant,
     show,
     suggest,
     tag_of,
@@ -282,6 +283,8 @@ class Draft:
             if isinstance(value, bool) and found.is_known and not found.key.accepts_bool:
                 self.complain(f"{dotted(path)} = {show(value)}: {found.key.type_text()} is needed", path)
                 del self.values[path]
+            elif found.is_known:
+                self._check_place(path, found.key, value)
         root = None
         while root is None:
             try:
@@ -293,6 +296,15 @@ class Draft:
             for problem in rules.check(root):
                 self._report_rule(problem)
         return None if self.complaints else root
+
+    def _check_place(self, path: Path, key: Key, value: Any) -> None:
+        """Report a variable of the shell in a path; the value without it stands in, so that nothing is missing."""
+        try:
+            place_meant(key, value)
+        except ValueError as cause:
+            self.complain(f"{dotted(path)} = {cause}", path)
+            items = [str(each).replace("$", "") for each in (value if isinstance(value, list) else [value])]
+            self.values[path] = items if isinstance(value, list) else items[0]
 
     def _leave_out(self, path: Path) -> bool:
         """Remove a value, or the whole list that contains it; returns whether there was one."""
