@@ -156,14 +156,20 @@ async def test_bytes_beyond_those_that_may_be_open_are_429_until_others_end():
             sent.append(message)
 
         await guard(
-            {"type": "http", "method": "POST", "path": api.GENERATE, "headers": headers, "app": app},
+            {
+                "type": "http",
+                "method": "POST",
+                "path": api.GENERATE,
+                "headers": [(b"host", b"127.0.0.1"), *headers],
+                "app": app,
+            },
             receive,
             send,
         )
         return sent[0]["status"]
 
     first = asyncio.ensure_future(call([]))
-    await entered.wait()
+    await asyncio.wait_for(entered.wait(), 5)
     assert await call([]) == 429
     assert await call([(b"content-length", str(len(data)).encode())]) == 429
     answered.set()
@@ -182,6 +188,12 @@ async def test_more_requests_than_may_wait_are_429():
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": api.GENERATE, "headers": [], "app": app}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": api.GENERATE,
+        "headers": [(b"host", b"127.0.0.1")],
+        "app": app,
+    }
     await guard_full(scope, receive, send)
     assert sent[0]["status"] == 429 and app.bodies == []
