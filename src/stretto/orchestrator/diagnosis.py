@@ -21,8 +21,8 @@ MISMATCH_BOUND = 0.1  # nats per token; asynchronous runs that learn stay below 
 EARLY_STEPS = 20
 """Steps in which one whose mismatch is over the bound shows that the policy moved too far."""
 LEAST_ESS, LEAST_TOKEN_ESS = 0.3, 0.9
-"""Effective sample sizes, of samples and of tokens: runs that had less of both lost most of what they could learn. That
-of samples alone falls with the length of replies too."""
+"""Effective sample sizes of samples and tokens; a batch below both gives a warning. That of samples alone falls with
+the length of replies too."""
 SOLVED = 0.9
 """Share of zero-signal groups above which hardly anything is learned."""
 
@@ -37,14 +37,13 @@ class Diagnosis:
     """The steps of a run so far, as far as checks need them, and the kinds of warnings it had."""
 
     max_completion_tokens: int | None = None  # named in the warning about truncated replies
+    steps_before: int = 0  # of the incarnations before a resume
     num_rows: int = 0
     last: deque[Row] = field(default_factory=lambda: deque(maxlen=WINDOW))
     rewards: list[float] = field(default_factory=list)  # finite ones of all steps
     speeds: list[float] = field(default_factory=list)  # tokens per second of all steps
     first_entropy: float = 0.0
-    moves: dict[int, float] = field(
-        default_factory=dict
-    )  # mismatch KL of early steps over the bound, by step
+    moves: dict[int, float] = field(default_factory=dict)  # mismatch KL over the bound, by early step
     warned: set[str] = field(default_factory=set)
     _next_full_check: int = 0  # number of rows; a check of all steps at every step would cost more and more
 
@@ -54,8 +53,8 @@ class Diagnosis:
             self.first_entropy = row.get("entropy/mean", 0.0)
         self.num_rows += 1
         self.last.append(row)
-        if self.num_rows <= EARLY_STEPS and (moved := row.get("mismatch_kl/mean", 0.0)) > MISMATCH_BOUND:
-            self.moves[self.num_rows] = moved
+        if self.step <= EARLY_STEPS and (moved := row.get("mismatch_kl/mean", 0.0)) > MISMATCH_BOUND:
+            self.moves[self.step] = moved
         if math.isfinite(reward := row.get("reward/mean", math.nan)):
             self.rewards.append(reward)
         if "tokens_per_s" in row:
@@ -63,6 +62,11 @@ class Diagnosis:
         new = [(kind, text) for kind, text in self._problems() if kind not in self.warned]
         self.warned.update(kind for kind, _ in new)
         return [text for _, text in new]
+
+    @property
+    def step(self) -> int:
+        """The step of the latest row."""
+        return self.steps_before + self.num_rows
 
     def verdict(self) -> str | None:
         """One line about whether the reward rose beyond its noise; None after too few steps."""
@@ -101,7 +105,7 @@ class Diagnosis:
             if name not in VITAL and math.isnan(value):
                 yield (
                     "nan",
-                    f"the metric {name} is nan at step {self.num_rows}: look at what measures it (docs/metrics.md).",
+                    f"the metric {name} is nan at step {self.step}: look at what measures it (docs/metrics.md).",
                 )
                 break
         yield from self._about_first_steps()
@@ -109,7 +113,7 @@ class Diagnosis:
             return
         if (share := self._mean("groups/zero_signal_share")) >= SOLVED:
             yield "signal", self._about_signal(share)
-        if not self.moves or self.num_rows > EARLY_STEPS + WINDOW:
+        if not self.moves or self.step > EARLY_STEPS + WINDOW:
             yield from self._about_distance()
         if (truncated := self._mean("completion/truncated_share")) > 0.5:
             limit = f" = {self.max_completion_tokens}" if self.max_completion_tokens else ""

@@ -191,7 +191,7 @@ class StepReports:
     """Reports trained steps: progress, metrics, the line on the console, and warnings."""
 
     def __init__(self, run: RunParts, limit: AdaptiveLimit | None) -> None:
-        self.diagnosis = Diagnosis(run.cfg.train.sampling.max_completion_tokens)
+        self.diagnosis = Diagnosis(run.cfg.train.sampling.max_completion_tokens, run.progress.step)
         self._parts, self._limit = run, limit
         now = time.perf_counter()
         # As if earlier incarnations had ended just before this one.

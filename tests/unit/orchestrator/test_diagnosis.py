@@ -105,6 +105,14 @@ def test_an_engine_that_computes_something_else_is_told_from_a_policy_that_moved
     assert "before any update" in text and "Compare dtype" in text
 
 
+def test_the_first_batch_of_a_resumed_run_is_none_before_any_update() -> None:
+    diagnosis = Diagnosis(steps_before=4)
+    [text] = [text for _ in range(3) for text in diagnosis.add(GOOD | {"mismatch_kl/mean": 0.4})]
+    assert "the policy moved too far in step 5" in text
+    late = Diagnosis(steps_before=400)
+    assert [late.add(GOOD | {"mismatch_kl/mean": 0.4}) for _ in range(3)] == [[]] * 3
+
+
 @pytest.mark.parametrize(
     ("samples", "tokens", "is_told"), [(0.2, 0.5, True), (0.2, 0.99, False), (0.5, 0.8, False)]
 )
