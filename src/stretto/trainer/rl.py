@@ -316,8 +316,8 @@ class Trainer:
         """Write model directories: of the policy with [ckpt.weights], of a critic with it or a place of its own."""
         self.learner.check_finite()
         ckpt = self.cfg.ckpt
-        weights = ckpt.weights if ckpt is not None else None
-        if weights is not None:
+        assert ckpt is not None, "`has_exports` says so"
+        if (weights := ckpt.weights) is not None:
             export_weights(
                 self.run_dir,
                 self.learner.network.weights,
@@ -329,8 +329,7 @@ class Trainer:
         if (critic := self.learner.critic) is not None:
             folder = critic.section.save or self.run_dir.critic
             export_critic(critic, folder / f"step_{step}", self.tokenizer_dir)
-            if weights is not None:
-                prune_exports(folder, ckpt, step, critic.network.weights.mesh)
+            prune_exports(folder, ckpt, step, critic.network.weights.mesh)
         if self.remote_critic is not None:
             self.remote_critic.command("export")
         self.exported_step = step
