@@ -129,10 +129,9 @@ mismatch_kl/mean | nats per token | How far the trainer's log-probabilities of s
     warns: a learning rate that is far too high, or other numerics.
 mismatch_kl/max | nats | The largest value of one token. | Single large values are normal.
 ess/token | 0 to 1 | Effective sample size of the batch by tokens, (sum r)^2 / (n sum r^2), with r the ratio of trained
-    policy and sampler. | 1 where no token is older than the policy; runs that fell below 0.7 lost much of what they
-    could have learned.
-ess/sample | 0 to 1 | The same by samples, whose r is the product over their tokens. | Above 0.6 harmless; below 0.3,
-    with short replies, most is lost. It falls with the length of replies.
+    policy and sampler. | 1 where no token is older than the policy; the further the policy has moved, the lower.
+ess/sample | 0 to 1 | The same by samples, whose r is the product over their tokens. | Below 0.3 there is a warning, if
+    that of tokens is below 0.9 too. It falls with the length of replies.
 mismatch_kl/<env>/mean | nats per token | The same per environment, if there are several.
 is_masked/mean | 0 to 1 | Tokens whose gradient the loss's bounds removed. | Above 0.2 steps are too large or
     data too old.
