@@ -195,6 +195,15 @@ def sorting(model: Path, max_steps: int, lr: float = 1e-3) -> dict[str, Any]:
     }
 
 
+MOVING = {"trainer": {"loss": {"entropy_coef": 0.01}}}
+"""Laid over settings of runs whose weights shall move though no reply may be right: an entropy bonus is a signal."""
+
+
+def has_moved(ended: Ended) -> bool:
+    """Whether every step of the run had a signal, so that equal weights mean something."""
+    return not ended.column("optim/skipped", "trainer")
+
+
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings laid over each other; later ones win."""
     result: dict[str, Any] = {}

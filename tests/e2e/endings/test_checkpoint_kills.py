@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Ended, rl, start, start_rl, toml, until, untrained_model, wait
+from runs import MOVING, Ended, has_moved, merged, rl, start, start_rl, toml, until, untrained_model, wait
 from test_kill import wait_for_child
 
 from stretto.base.paths import RunDir
@@ -25,7 +25,7 @@ CKPT = {"interval": 1, "weights": {"interval": NUM_STEPS}}
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model = untrained_model(tmp_path_factory.mktemp("model"), **SCRATCH)
-    return {
+    settings = {
         "max_steps": NUM_STEPS,
         "seq_len": 64,
         "model": {"name": model},
@@ -40,11 +40,14 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         },
         "trainer": {"optim": {"lr": 1e-3}},
     }
+    return merged(settings, MOVING)
 
 
 @pytest.fixture(scope="module")
 def unbroken(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return rl(tmp_path_factory.mktemp("unbroken"), settings)
+    ended = rl(tmp_path_factory.mktemp("unbroken"), settings)
+    assert has_moved(ended)
+    return ended
 
 
 def stopped_in_a_checkpoint(

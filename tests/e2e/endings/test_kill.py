@@ -39,6 +39,8 @@ keep_last = 2
 batch_size = 16
 group_size = 4
 filter_zero_advantages = false
+[trainer.loss]
+entropy_coef = 0.01
 [orchestrator.train.sampling]
 max_completion_tokens = 8
 [[orchestrator.env]]

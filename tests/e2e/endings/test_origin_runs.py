@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import TINY, Ended, fine_tuned, rl, start, toml, untrained_model, wait
+from runs import MOVING, TINY, Ended, fine_tuned, has_moved, merged, rl, start, toml, untrained_model, wait
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
@@ -14,7 +14,7 @@ from stretto.ledger.audit import audit
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory):
     """A small synchronous run."""
-    return {
+    settings = {
         "max_steps": 4,
         "seq_len": 128,
         "model": {"name": untrained_model(tmp_path_factory.mktemp("warm-up"))},
@@ -29,11 +29,14 @@ def settings(tmp_path_factory: pytest.TempPathFactory):
         },
         "trainer": {"optim": {"lr": 1e-3}},
     }
+    return merged(settings, MOVING)
 
 
 @pytest.fixture(scope="module")
 def straight(settings, tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return rl(tmp_path_factory.mktemp("straight"), settings)
+    ended = rl(tmp_path_factory.mktemp("straight"), settings)
+    assert has_moved(ended)
+    return ended
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -54,7 +57,6 @@ def test_an_rl_run_begun_in_the_middle_of_another_ends_with_its_bits(settings, s
 
 def test_an_rl_run_begins_anew_with_what_another_has_learned(settings, straight: Ended, tmp_path):
     words = ["--resume.dir", str(straight.run.checkpoint(4)), "--resume.skip-progress", "--max-steps", "2"]
-    words += ["--trainer.loss.entropy-coef", "0.01"]  # moves weights where no group has a signal
     begun = rl(tmp_path, settings, *words)
     assert f"begins with what was learned up to step 4 of {straight.run.checkpoint(4)}" in begun.output
     assert begun.run.complete_checkpoints() == [2] and audit(begun.run) == []

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from runs import Ended, merged, rl, start_rl, until, untrained_model, wait
+from runs import MOVING, Ended, has_moved, merged, rl, start_rl, until, untrained_model, wait
 from test_kill import kill, wait_for_child
 
 from stretto.base.paths import RunDir
@@ -25,7 +25,7 @@ REPLY = 300  # tokens at most, three times per rollout
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A synchronous run on episodes of three turns, with a random network of a few thousand parameters."""
-    return {
+    settings = {
         "max_steps": NUM_STEPS,
         "seq_len": 2048,
         "model": {"name": untrained_model(tmp_path_factory.mktemp("model"))},
@@ -40,11 +40,14 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         },
         "trainer": {"optim": {"lr": 1e-3}},
     }
+    return merged(settings, MOVING)
 
 
 @pytest.fixture(scope="module")
 def unbroken(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return rl(tmp_path_factory.mktemp("unbroken"), settings)
+    ended = rl(tmp_path_factory.mktemp("unbroken"), settings)
+    assert has_moved(ended)
+    return ended
 
 
 def running(run: RunDir) -> list:

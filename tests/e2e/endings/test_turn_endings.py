@@ -10,7 +10,7 @@ from subprocess import Popen
 from typing import Any
 
 import pytest
-from runs import merged, rl, sorting, start_rl, until, untrained_model, wait
+from runs import MOVING, has_moved, merged, rl, sorting, start_rl, until, untrained_model, wait
 from test_kill import children, wait_for_child
 
 from stretto.base.paths import RunDir
@@ -30,7 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(model: Path, **more: Any) -> dict[str, Any]:
     own = {"colocate": {}, "log": {"level": "debug"}, "ckpt": {"interval": 100}}
-    return merged(sorting(model, STEPS), own, {"orchestrator": {"filter_zero_advantages": False}}, more)
+    own["orchestrator"] = {"filter_zero_advantages": False}
+    return merged(sorting(model, STEPS), MOVING, own, more)
 
 
 def until_turn(run: RunDir, popen: Popen[str], turn: Turn, count: int) -> None:
@@ -46,7 +47,9 @@ def until_turn(run: RunDir, popen: Popen[str], turn: Turn, count: int) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The last weights of a run that nobody stops."""
-    return rl(tmp_path_factory.mktemp("undisturbed"), settings(model)).weights(STEPS)
+    ended = rl(tmp_path_factory.mktemp("undisturbed"), settings(model))
+    assert has_moved(ended)
+    return ended.weights(STEPS)
 
 
 @pytest.mark.parametrize("turn", [Turn.LOADING, Turn.ROLLOUTS, Turn.TRAINER])

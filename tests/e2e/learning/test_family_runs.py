@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from runs import rl, sorting
+from runs import MOVING, has_moved, merged, rl, sorting
 
 from stretto.config.rules.mesh_degrees import VISION_FAMILIES
 from stretto.config.sections.model import ScratchSection
@@ -28,9 +28,9 @@ def test_a_family_warms_up_and_trains_on_what_it_has_sampled(
     """The trainer finds the log-probabilities that the engine has sampled with, before and after updates."""
     scratch = {"family": family, "num_layers": 4, "moe_intermediate_size": 32, "sliding_window": 24}
     model = warmed_up(max_steps=60, seq_len=1024, model={"scratch": scratch})
-    settings = sorting(model, NUM_STEPS)
+    settings = merged(sorting(model, NUM_STEPS), MOVING)
     settings["trainer"]["enable_router_replay"] = family not in DENSE
     ended = rl(tmp_path, settings)
     assert len(ended.column("reward/mean")) == NUM_STEPS
     assert all(0 <= value < 1e-6 for value in ended.column("mismatch_kl/max"))
-    assert all(norm > 0 for norm in ended.column("optim/grad_norm", "trainer"))
+    assert has_moved(ended) and all(norm > 0 for norm in ended.column("optim/grad_norm", "trainer"))
