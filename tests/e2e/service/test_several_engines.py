@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from runs import Ended, start, toml, wait
 from services import serving
 
 from stretto.base.paths import RunDir
+from stretto.base.secret import load_secret
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,9 +39,14 @@ def state(control: Path) -> str | None:
     return json.loads(path.read_text())["state"] if path.exists() else None
 
 
-def num_sampled(port: int) -> float:
-    """Tokens that an engine has sampled."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+def num_sampled(port: int, run: RunDir) -> float:
+    """Tokens that an engine of a run has sampled."""
+    key = load_secret(run).text_key("inference.api_key")
+    url = f"http://127.0.0.1:{port}/metrics"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(url, timeout=30)
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
         lines = [line.split() for line in answer.read().decode().splitlines()]
     return sum(float(words[-1]) for words in lines if words and "generation_tokens_total" in words[0])
 
@@ -111,7 +118,9 @@ def test_runs_of_a_directory_train_on_two_ranks_and_sample_from_two_engines(
         assert len(losses) == 3 and all(map(math.isfinite, losses))
         until(lambda: state(right) == "ended", "the end of the run")
         assert json.loads((right / "status.json").read_text())["step"] == 3
-        assert all(num_sampled(port) > 0 for port in (backends, backends + 1)), "both engines sampled"
+        assert all(num_sampled(port, RunDir(service.run)) > 0 for port in (backends, backends + 1)), (
+            "both engines sampled"
+        )
         ranks = sorted(path.name for path in (service.run / "logs").glob("*tenants*"))
         assert len(ranks) == 2, ranks
         assert service.call("GET", "/v1/status")[1]["engines"]["ready"] == 2
