@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import rl, untrained_model
+from runs import MOVING, has_moved, merged, rl, untrained_model
 
 from stretto.ledger.audit import audit
 
@@ -30,7 +30,8 @@ def test_two_ranks_of_transformers_train_publish_save_and_export(tmp_path: Path,
         "trainer": {"optim": {"lr": 1e-3}},
     }
     (tmp_path / "rl").mkdir()
-    ended = rl(tmp_path / "rl", settings)
+    ended = rl(tmp_path / "rl", merged(settings, MOVING))
+    assert has_moved(ended)
     assert (
         max(ended.column("canary/error")) < 1e-5 and max(ended.column("mismatch_kl/mean", "trainer")) < 1e-6
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from published import tiny_model
-from runs import rl, start, toml, wait
+from runs import MOVING, has_moved, merged, rl, start, toml, wait
 
 from stretto.ledger.audit import audit
 from stretto.view.run import Run
@@ -60,8 +60,8 @@ def test_a_directory_is_planned_fine_tuned_and_trained(model: Path, tmp_path: Pa
             "train": {"sampling": {"max_completion_tokens": 8}},
         },
     }  # fmt: skip
-    ended = rl(tmp_path, run)
-    assert list(ended.steps()) == [1, 2, 3] and audit(ended.run) == []
+    ended = rl(tmp_path, merged(run, MOVING))
+    assert list(ended.steps()) == [1, 2, 3] and has_moved(ended) and audit(ended.run) == []
     assert all(row["mismatch_kl/max"] < 1e-4 for row in ended.steps().values())
     replies = [r for r in Run(ended.run.path).rollouts() if r["status"] in ("finished", "truncated")]
     assert len(replies) >= 24
