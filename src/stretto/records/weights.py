@@ -38,6 +38,10 @@ class CanaryImage(msgspec.Struct, frozen=True):
         return image_of((2 * random.random(shape, np.float32) - 1).astype(np.float32), self.grid)
 
 
+BFLOAT16_TOLERANCE = 0.3
+"""Mean difference between the log-probabilities of a canary in two programs that round to 16 bits is less, nats."""
+
+
 class Canary(msgspec.Struct, frozen=True, omit_defaults=True):
     """The trainer's logprobs of some fixed tokens under the published weights.
 

@@ -23,6 +23,7 @@ from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig,
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.table import process_table, table
+from stretto.records.weights import BFLOAT16_TOLERANCE
 
 
 @pytest.fixture(autouse=True)
@@ -224,11 +225,15 @@ def test_inference_gets_the_first_gpu_and_the_trainer_the_next(
     ("visible", "words", "tolerance"),
     [
         ("", [], None),
-        ("0,1", [], 0.1),
-        ("0,1", ["--inference.device", "cpu"], 0.1),
+        ("0,1", [], BFLOAT16_TOLERANCE),
+        ("0,1", ["--inference.device", "cpu"], BFLOAT16_TOLERANCE),
         ("0,1", ["--model.dtype", "float32"], None),
-        ("", ["--model.dtype", "bfloat16"], 0.1),
-        ("", ["--dry-run", "--deployment.num-train-gpus", "1", "--deployment.num-infer-gpus", "1"], 0.1),
+        ("", ["--model.dtype", "bfloat16"], BFLOAT16_TOLERANCE),
+        (
+            "",
+            ["--dry-run", "--deployment.num-train-gpus", "1", "--deployment.num-infer-gpus", "1"],
+            BFLOAT16_TOLERANCE,
+        ),
     ],
 )
 def test_a_plan_keeps_dtype_auto_and_sets_the_canary_tolerance_of_its_devices(

@@ -64,7 +64,7 @@ class WeightsSection(Section):
     canary_tokens: int = Field(64, gt=1)
     """Tokens that are scored."""
     canary_tolerance: float | None = Field(None, gt=0)
-    """Largest mean difference of logprobs, nats; None: 0.001 if trainer and engine compute in float32, else 0.1; with
+    """Largest mean difference of logprobs, nats; None: 0.001 if trainer and engine compute in float32, else 0.3; with
     engines in 8 bits what their rounding explains, which the trainer measures, if that is more."""
 
 

@@ -19,6 +19,7 @@ from stretto.config.sections.inference import InferenceSection, ServerSection
 from stretto.config.sections.model import dtype_on
 from stretto.launch.plan.engines import BACKEND_OFFSET, has_router, plan_engines
 from stretto.launch.plan.specs import EnginesPlan
+from stretto.records.weights import BFLOAT16_TOLERANCE
 
 Root = TypeVar("Root", bound=RunRoot)
 
@@ -26,7 +27,6 @@ _PORTS_TRIED = 200
 TEACHER_PORT = 8050  # of the teacher's engine if none is given: the first free port from here
 PARTS = ("trainer", "inference", "teacher", "critic")
 """Parts of a run whose GPUs are named by `<part>_gpu_ids`, or counted by deployment.num_<part>_gpus."""
-BFLOAT16_TOLERANCE = 0.1  # canary tolerance in nats; 0.013 was measured
 MOST_THREADS = 16  # per process; with more, small matrix products get slower
 GPU_HOST_THREADS = 4  # a process whose work is on a GPU only feeds it
 

@@ -40,7 +40,7 @@ class VersionLoader:
         generation: Callable[[], int] = lambda: 0,
         turns: Turns | None = None,
     ) -> None:
-        """tolerance: of the canary check, in nats; None: `canary.default_tolerance`. turns: of a run with [colocate].
+        """tolerance: of the canary check, in nats; None: `canary.tolerance_of` it. turns: of a run with [colocate].
 
         generation: returns a number that grows whenever an engine goes down or comes back.
         """

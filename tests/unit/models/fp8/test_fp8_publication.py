@@ -18,7 +18,7 @@ from stretto.config.sections.transport import DeltaSection, FilesystemWeights, S
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.models import hub
 from stretto.models.fp8.checkpoint import to_8_bits
-from stretto.orchestrator.versions.loader import default_tolerance
+from stretto.orchestrator.versions.canary import tolerance_of
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.trainer.build import find_engine_layout
 from stretto.trainer.state.canary import score_canary
@@ -89,7 +89,7 @@ def test_the_canary_takes_rounding_for_rounding_and_other_weights_for_a_fault(qu
     with receive(told) as tensors:
         engine.load_weights(1, tensors)
     error = np.abs(prompt_logprobs(engine, canary.token_ids) - canary.logprobs)[1:].mean()
-    assert 1e-3 < error <= default_tolerance(told) == pytest.approx(max(1e-3, 3 * canary.rounding))
+    assert 1e-3 < error <= tolerance_of(told) == pytest.approx(max(1e-3, 3 * canary.rounding))
     assert canary.rounding / 3 < error < 3 * canary.rounding < stale
     publisher.close()
 

@@ -16,9 +16,16 @@ from stretto.config.sections.model import ModelSection, ScratchSection, ScratchV
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.models.attention import PackedLayout
 from stretto.models.hub import export_tensors, random_model
-from stretto.orchestrator.versions.canary import CanaryCheck, default_tolerance, describe_suspects
+from stretto.orchestrator.versions.canary import CanaryCheck, describe_suspects, tolerance_of
 from stretto.orchestrator.versions.loader import VersionLoader
-from stretto.records.weights import Canary, CanaryImage, TensorEntry, WeightManifest, probe_scale
+from stretto.records.weights import (
+    BFLOAT16_TOLERANCE,
+    Canary,
+    CanaryImage,
+    TensorEntry,
+    WeightManifest,
+    probe_scale,
+)
 from stretto.trainer.learner import Learner
 from stretto.trainer.state.canary import fixed_tokens, is_canary_due, scaled, score_canary
 from stretto.transports.engine.client import CanaryScores
@@ -102,8 +109,8 @@ def test_numbers_that_are_none_do_not_pass():
 
 
 def test_the_tolerance_is_that_of_the_numbers_or_the_users():
-    assert default_tolerance(TIED) == 1e-3
-    assert default_tolerance(manifest("a", dtype="bfloat16")) == 0.1
+    assert tolerance_of(TIED) == 1e-3
+    assert tolerance_of(manifest("a", dtype="bfloat16")) == BFLOAT16_TOLERANCE
     load(Engines(CANARY, 0.02), TIED, tolerance=0.05)
     with pytest.raises(EngineError, match=r"tolerance 0.001"):
         load(Engines(CANARY, 0.02), TIED)
