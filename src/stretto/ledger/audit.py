@@ -47,8 +47,8 @@ def _trained_twice(db: sqlite3.Connection) -> Iterator[str]:
 
 def _never_finished(db: sqlite3.Connection) -> Iterator[str]:
     query = (
-        "SELECT step, group_id, member, status FROM live_rollouts "
-        "WHERE status NOT IN ('finished', 'truncated')"
+        "SELECT step, group_id, member, status || coalesce(', and dropped by filter ' || dropped_by, '') "
+        "FROM live_rollouts WHERE status NOT IN ('finished', 'truncated') OR dropped_by IS NOT NULL"
     )
     for step, group_id, member, status in db.execute(query):
         yield f"step {step} has rollout g{group_id}.{member}, which is {status}"

@@ -48,7 +48,8 @@ class LedgerReader:
 
     def rollouts_by_status(self) -> dict[str, int]:
         """Number of rollouts in each status; every attempt counts."""
-        return dict(map(tuple, self._all("SELECT status, count(*) FROM rollouts GROUP BY status")))
+        query = f"SELECT {schema.SHOWN_STATUS} AS shown, count(*) FROM rollouts r GROUP BY shown"
+        return dict(map(tuple, self._all(query)))
 
     def batches(self) -> list[dict[str, Any]]:
         """The batches of the surviving lineage, by step."""

@@ -294,4 +294,5 @@ def _rollout(
         started_at=row["started_at"] or 0.0,
         finished_at=row["finished_at"] or 0.0,
         error=row["error"],
+        dropped_by=row["dropped_by"],
     )

@@ -41,7 +41,7 @@ TURN_COMMIT_INTERVAL_S = 0.05  # turns that end within it are one commit
 _COLUMNS = (
     "row, group_id, member, incarnation, status, version, first_version, last_version, reward, advantage, "
     "num_turns, num_tokens, num_sampled_tokens, started_at, finished_at, error, metrics, "
-    "segment, offset, length, crc"
+    "segment, offset, length, crc, dropped_by"
 )
 _FINISH = (
     f"INSERT OR REPLACE INTO rollouts ({_COLUMNS}) VALUES ({', '.join('?' * (_COLUMNS.count(',') + 1))})"
@@ -221,7 +221,7 @@ class Ledger:
             groups = [(group_id,) for group_id in group_ids]
             self._db.executemany(
                 f"INSERT INTO batch_rollouts SELECT {cursor.lastrowid}, row FROM ({resume.NEWEST_ROWS}) "
-                "WHERE status IN ('finished', 'truncated')",
+                "WHERE status IN ('finished', 'truncated') AND dropped_by IS NULL",
                 groups,
             )
             self._db.executemany("UPDATE draws SET state = 'shipped' WHERE group_id = ?", groups)
@@ -394,6 +394,7 @@ class Ledger:
             rollout.first_version, max(versions, default=None), float(rollout.reward), float(advantage),
             rollout.num_turns, rollout.num_tokens, rollout.num_sampled_tokens,
             rollout.started_at or started, rollout.finished_at, rollout.error, _json(_with_env_s(rollout)), *place,
+            rollout.dropped_by,
         )  # fmt: skip
 
     def _append_images(self, group: Group) -> list[tuple[Any, ...]]:

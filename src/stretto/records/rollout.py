@@ -77,11 +77,12 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     finished_at: float = 0.0
     env_s: float = 0.0  # seconds in which it ran and waited for no engine: its environment's turns and reward
     error: str | None = None
+    dropped_by: str | None = None  # the filter that keeps it from training, whatever its status
 
     @property
     def is_counted(self) -> bool:
         """Whether it belongs to its group's baseline and to the batch."""
-        return self.status in COUNTED
+        return self.status in COUNTED and self.dropped_by is None
 
     @property
     def is_distilled(self) -> bool:

@@ -259,6 +259,8 @@ def as_text(row: dict[str, Any], *, is_raw: bool = False) -> str:
         f"{reward}{advantage}{versions}   {row['num_sampled_tokens'] or 0} tokens"
     )
     lines = [head]
+    if row["dropped_by"]:
+        lines.append(f"   dropped by filter {row['dropped_by']}")
     if row["error"]:
         lines.append(f"   error: {row['error']}")
     if row["prompt"] is None:

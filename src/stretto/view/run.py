@@ -24,16 +24,17 @@ from stretto.chat.placeholders import one_per_image
 from stretto.chat.tokenizer import Tokenizer, find_directory, load_tokenizer
 from stretto.config.load import masked
 from stretto.ledger.reader import LedgerReader
+from stretto.ledger.schema import SHOWN_STATUS
 from stretto.monitors.file import read_metrics
 from stretto.records.rollout import Branch, Rollout
 from stretto.view.state import describe
 
 T = TypeVar("T")
 
-_ROWS = """
-    SELECT r.group_id, r.member, r.status, r.reward, r.advantage, r.first_version, r.last_version, r.num_turns,
-           r.num_tokens, r.num_sampled_tokens, r.started_at, r.finished_at, r.error, r.metrics,
-           d.env, d.task_id, d.state AS group_state, d.reason AS group_reason, b.step
+_ROWS = f"""
+    SELECT r.group_id, r.member, {SHOWN_STATUS} AS status, r.dropped_by, r.reward, r.advantage, r.first_version,
+           r.last_version, r.num_turns, r.num_tokens, r.num_sampled_tokens, r.started_at, r.finished_at, r.error,
+           r.metrics, d.env, d.task_id, d.state AS group_state, d.reason AS group_reason, b.step
     FROM rollouts r JOIN draws d USING (group_id)
     LEFT JOIN batch_rollouts x ON x.row = r.row
     LEFT JOIN batches b ON b.batch = x.batch AND b.state != 'undone'

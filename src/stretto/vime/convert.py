@@ -62,7 +62,7 @@ def sample_of(
         response=text,
         label=rollout.task.data.get("label"),
         reward=rollout.reward,
-        status=STATUS_OF.get(rollout.status, Status.PENDING),
+        status=Status.ABORTED if rollout.dropped_by else STATUS_OF.get(rollout.status, Status.PENDING),
         metadata=metadata,
     )
     if branch < len(rollout.branches):

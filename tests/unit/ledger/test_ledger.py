@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
+
+import msgspec
 import pytest
 from ledger_runs import MEMBERS, Run, group, num_reused, steps, task, turn
 
@@ -16,8 +19,8 @@ from stretto.records.rollout import Group, RolloutStatus
 def same_group(a: Group, b: Group) -> bool:
     def plain(g: Group) -> list:
         return [
-            (r.rollout_id, r.status, r.reward, r.metrics, r.error, r.num_turns, r.started_at, r.finished_at,
-             r.task,
+            (r.rollout_id, r.status, r.dropped_by, r.reward, r.metrics, r.error, r.num_turns, r.started_at,
+             r.finished_at, r.task,
              [(x.token_ids.tolist(), x.is_sampled.tolist(), x.logprobs.tolist(), x.temperature, x.versions)
               for x in r.branches])
             for r in g.rollouts
@@ -47,6 +50,38 @@ def test_a_group_is_loaded_as_it_was_written(run_dir: RunDir) -> None:
     run.close()
     with LedgerReader(run_dir) as reader:
         assert all(same_group(reader.group(each.group_id), each) for each in sent)
+
+
+def test_what_a_filter_dropped_is_a_column_and_is_not_trained(run_dir: RunDir) -> None:
+    run = Run(run_dir).begin()
+    sent = group(0, 0, status=RolloutStatus.TRUNCATED)
+    dropped = msgspec.structs.replace(sent.rollouts[1], dropped_by="repetition")
+    sent = msgspec.structs.replace(sent, rollouts=(sent.rollouts[0], dropped, *sent.rollouts[2:]))
+    run.start(0)
+    run.ledger.group_finished(sent)
+    run.ledger.batch_shipped(1, [0])
+    run.close()
+    with LedgerReader(run_dir) as reader:
+        assert same_group(reader.group(0), sent)
+        assert reader.rollouts_by_status() == {"truncated": MEMBERS - 1, "dropped": 1}
+        assert [row["member"] for row in reader.trained_rollouts(1)] == [m for m in range(MEMBERS) if m != 1]
+    assert audit(run_dir) == []
+    with sqlite3.connect(run_dir.ledger) as db:
+        db.execute("UPDATE rollouts SET dropped_by = 'truncated' WHERE member = 0")
+    assert any("dropped by filter truncated" in fault for fault in audit(run_dir))
+
+
+def test_a_ledger_from_before_the_column_is_read_and_continued(run_dir: RunDir) -> None:
+    steps(run_dir, 2).close()
+    with sqlite3.connect(run_dir.ledger) as db:
+        db.execute("ALTER TABLE rollouts DROP COLUMN dropped_by")
+    with LedgerReader(run_dir) as reader:
+        assert reader.rollouts_by_status() == {"finished": 4 * MEMBERS}
+        assert all(r.dropped_by is None for r in reader.group(0).rollouts)
+    assert audit(run_dir) == []
+    Run(run_dir).begin().close()
+    with sqlite3.connect(run_dir.ledger) as db:
+        assert db.execute(schema.HAS_DROPPED_BY).fetchone() == (1,)
 
 
 def test_a_reader_sees_rows_during_the_run(run_dir: RunDir) -> None:

@@ -3,7 +3,7 @@
 A gate rejects whole groups; a rejected group is replaced by another draw. A filter flags single rollouts. If
 enforced, it drops them from the batch (their rewards stay in the baseline of the others), and a group with no
 rollout left is rejected. If not enforced, it only counts. The ledger has what was dropped and why: the reason of
-a dropped draw, the error of a rollout with status dropped.
+a dropped draw, `dropped_by` of a rollout.
 """
 
 from __future__ import annotations
@@ -33,11 +33,6 @@ from stretto.records.rollout import Group, Rollout, RolloutStatus
 
 if TYPE_CHECKING:
     from jaxtyping import Bool
-
-FILTER_PREFIX = "filter "
-"""Start of the error of a rollout that a filter dropped."""
-TRUNCATED_SUFFIX = ", truncated"
-"""End of that error if the rollout was truncated; `undo_filters` restores the status from it."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +142,7 @@ GATES: dict[str, Callable[[Group, Gate], bool]] = {
 
 def mean_reward(group: Group) -> float:
     """Mean reward of the counted members, including those that a filter dropped."""
-    rewards = [r.reward for r in group.rollouts if r.is_counted or is_filtered(r)]
+    rewards = [r.reward for r in group.rollouts if r.is_counted or r.dropped_by is not None]
     return sum(rewards) / len(rewards) if rewards else math.nan
 
 
@@ -204,27 +199,13 @@ def drop_members(group: Group, dropped: Mapping[int, str]) -> Group:
         return group
     rollouts = list(group.rollouts)
     for member, name in dropped.items():
-        is_truncated = rollouts[member].status is RolloutStatus.TRUNCATED
-        error = f"{FILTER_PREFIX}{name}{TRUNCATED_SUFFIX if is_truncated else ''}"
-        rollouts[member] = msgspec.structs.replace(
-            rollouts[member], status=RolloutStatus.DROPPED, error=error
-        )
+        rollouts[member] = msgspec.structs.replace(rollouts[member], dropped_by=name)
     return msgspec.structs.replace(group, rollouts=tuple(rollouts))
-
-
-def is_filtered(rollout: Rollout) -> bool:
-    """Was this rollout dropped by a filter?"""
-    return rollout.status is RolloutStatus.DROPPED and (rollout.error or "").startswith(FILTER_PREFIX)
 
 
 def undo_filters(group: Group) -> Group:
     """The group as it was before filters, so that it can be assessed again."""
-    if not any(map(is_filtered, group.rollouts)):
+    if all(rollout.dropped_by is None for rollout in group.rollouts):
         return group
-    rollouts = list(group.rollouts)
-    for member, rollout in enumerate(rollouts):
-        if is_filtered(rollout):
-            was_truncated = (rollout.error or "").endswith(TRUNCATED_SUFFIX)
-            status = RolloutStatus.TRUNCATED if was_truncated else RolloutStatus.FINISHED
-            rollouts[member] = msgspec.structs.replace(rollout, status=status, error=None)
-    return msgspec.structs.replace(group, rollouts=tuple(rollouts))
+    rollouts = tuple(msgspec.structs.replace(rollout, dropped_by=None) for rollout in group.rollouts)
+    return msgspec.structs.replace(group, rollouts=rollouts)

@@ -14,6 +14,7 @@ from stretto.base.errors import DataError, StrettoError
 from stretto.base.paths import RunDir
 from stretto.chat.tokenizer import TURN_START, Tokenizer
 from stretto.ledger.reader import LedgerReader
+from stretto.ledger.schema import SHOWN_STATUS
 from stretto.records.rollout import Branch
 from stretto.view.page.library import OpenRun
 
@@ -21,8 +22,9 @@ MOST_TOKENS = 20_000
 """Most tokens of a branch that are shown; the page says how many more there are."""
 _BROKEN = "\ufffd"  # a token ends inside a character
 _LONGEST_CHARACTER = 4  # bytes, so tokens that one character may need
-_MEMBER = """
-    SELECT r.*, d.env, d.task_id, d.data, d.state AS group_state, d.reason AS group_reason,
+_MEMBER = f"""
+    SELECT r.*, {SHOWN_STATUS} AS shown, d.env, d.task_id, d.data, d.state AS group_state,
+           d.reason AS group_reason,
            (SELECT b.step FROM batch_rollouts x JOIN batches b USING (batch)
             WHERE x.row = r.row AND b.state != 'undone') AS step
     FROM rollouts r JOIN draws d USING (group_id) WHERE r.group_id = ? AND r.status NOT IN ('running', 'lost')
@@ -36,7 +38,7 @@ def conversation(run: OpenRun, group_id: int, member: int) -> dict[str, Any]:
     Raises: DataError if there is no such rollout.
     """
     with LedgerReader(run.dir) as ledger:
-        newest = {row["member"]: row for row in ledger.rows(_MEMBER, group_id)}
+        newest = {row["member"]: row | {"status": row["shown"]} for row in ledger.rows(_MEMBER, group_id)}
         if member not in newest:
             raise DataError(f"{run.dir}: no rollout g{group_id}.{member}; it may not have ended yet.")
         row = newest[member]

@@ -13,14 +13,15 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.ledger.reader import LedgerReader
+from stretto.ledger.schema import SHOWN_STATUS
 
 PAGE = 50
 _STRETCH = 10_000  # rows that are searched before the time is checked again
 _BUDGET_S = 0.1
-_COLUMNS = """
-    r.row, r.group_id, r.member, r.status, r.reward, r.advantage, r.first_version, r.last_version, r.num_turns,
-    r.num_tokens, r.num_sampled_tokens, r.started_at, r.finished_at, r.error, d.env, d.task_id, d.state AS group_state,
-    d.reason AS group_reason
+_COLUMNS = f"""
+    r.row, r.group_id, r.member, {SHOWN_STATUS} AS status, r.dropped_by, r.reward, r.advantage, r.first_version,
+    r.last_version, r.num_turns, r.num_tokens, r.num_sampled_tokens, r.started_at, r.finished_at, r.error, d.env,
+    d.task_id, d.state AS group_state, d.reason AS group_reason
 """
 _STEP = """
     (SELECT b.step FROM batch_rollouts x JOIN batches b USING (batch)
@@ -53,7 +54,7 @@ class Filters:
         """Conditions over `rollouts r` and `draws d`, and their values."""
         found = [
             ("d.env = ?", self.env),
-            ("r.status = ?", self.status),
+            (f"{SHOWN_STATUS} = ?", self.status),
             ("r.reward >= ?", self.min_reward),
             ("r.reward <= ?", self.max_reward),
             ("r.num_sampled_tokens >= ?", self.min_tokens),

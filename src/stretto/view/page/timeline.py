@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stretto.ledger.reader import LedgerReader
+from stretto.ledger.schema import SHOWN_STATUS
 from stretto.view.page.library import OpenRun
 
 WINDOW_S = 60.0
@@ -97,8 +98,8 @@ def _rollout_lanes(ledger: LedgerReader, start: float, end: float) -> tuple[list
     low, high = max(0, _row_at(ledger, start) - _SPREAD), _row_at(ledger, end)
     one_of = max(1, math.ceil((high - low) / MOST_SPANS))
     rows = ledger.rows(
-        """SELECT group_id, member, status, reward, first_version, num_sampled_tokens, started_at, finished_at
-           FROM rollouts WHERE row BETWEEN ? AND ? AND row % ? = 0 AND started_at <= ?
+        f"""SELECT group_id, member, {SHOWN_STATUS} AS status, reward, first_version, num_sampled_tokens, started_at,
+           finished_at FROM rollouts r WHERE row BETWEEN ? AND ? AND row % ? = 0 AND started_at <= ?
            AND coalesce(finished_at, ?) >= ? AND status != 'lost' ORDER BY started_at""",
         low, high, one_of, end, end, start,
     )  # fmt: skip

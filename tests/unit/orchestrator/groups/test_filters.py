@@ -20,7 +20,6 @@ from stretto.config.sections.curriculum import (
 from stretto.orchestrator.groups.filters import (
     apply_filters,
     assess_group,
-    is_filtered,
     is_gibberish,
     is_repetitive,
     longest_run,
@@ -134,8 +133,8 @@ def test_an_enforced_filter_drops_rollouts_and_keeps_their_rewards_in_the_baseli
     before = msgspec.structs.replace(before, rollouts=(before.rollouts[0], looping, before.rollouts[2]))
     verdict = apply_filters(before, {}, [RepetitionFilter(window=2, enforce=True)])
     assert verdict.rejected is None and verdict.flags == {"repetition": 1}
-    assert [str(r.status) for r in verdict.group.rollouts] == ["finished", "dropped", "finished"]
-    assert verdict.group.rollouts[1].error == "filter repetition" and is_filtered(verdict.group.rollouts[1])
+    assert [r.dropped_by for r in verdict.group.rollouts] == [None, "repetition", None]
+    assert [r.is_counted for r in verdict.group.rollouts] == [True, False, True]
     assert verdict.group.advantages == before.advantages
     assert mean_reward(verdict.group) == pytest.approx(2 / 3)
     assert undo_filters(verdict.group) == before
@@ -228,7 +227,7 @@ def test_assessing_again_gives_the_same():
         mixed, rollouts=(*mixed.rollouts[:2], rollout(2, 1.0, logprobs=(0.0, 0.0)))
     )
     once = assess_group(mixed, cfg)
-    assert once.group.rollouts[2].status is RolloutStatus.DROPPED and once.has_signal
+    assert once.group.rollouts[2].dropped_by == "repetition" and once.has_signal
     assert assess_group(once.group, cfg) == once
 
 
@@ -237,8 +236,8 @@ def test_a_truncated_rollout_that_a_filter_dropped_is_truncated_when_its_group_i
     looping = rollout(2, 1.0, logprobs=(0.0, 0.0), status="truncated")
     cut = msgspec.structs.replace(cut, rollouts=(*cut.rollouts[:2], looping))
     once = assess_group(cut, config(filters=[{"type": "repetition", "window": 2, "enforce": True}]))
-    assert once.group.rollouts[2].status is RolloutStatus.DROPPED
+    assert once.group.rollouts[2].dropped_by == "repetition"
     again = assess_group(once.group, config())  # a resumed run whose filters are others
     assert [str(r.status) for r in again.group.rollouts] == ["finished", "finished", "truncated"]
-    assert again.group.rollouts[2].error is None
+    assert again.group.rollouts[2].dropped_by is None
     assert undo_filters(once.group).rollouts == cut.rollouts

@@ -18,6 +18,7 @@ export function conversation(found, open, run) {
     h("h2", {}, `${name} `, h("span", { class: `state ${found.status}` }, found.status)),
     h("p", {}, `${found.env}, task ${found.task_id}; `, found.step === null ? `trained by no step (${found.group_reason || found.group_state})` : `step ${found.step}`,
       `; reward ${short(found.reward)}, advantage ${short(found.advantage)}`),
+    found.dropped_by ? message(`dropped by filter ${found.dropped_by}`, "note") : null,
     found.error ? message(found.error, "error") : null,
     reported("what the reward said", found.metrics), reported("task", found.data),
     group(found, open),
