@@ -38,8 +38,6 @@ from stretto.ledger import Ledger, Limits
 from stretto.monitors import build_monitors
 from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch.packing import cost_of_model
-from stretto.orchestrator.batch.user_hooks import BatchHooks, arguments_of
-from stretto.orchestrator.batch.user_rollouts import UserRolloutFunction
 from stretto.orchestrator.build import (
     build_policy_renderer,
     open_env,
@@ -54,7 +52,8 @@ from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
 from stretto.orchestrator.groups.baselines import Baselines
 from stretto.orchestrator.groups.buffer import Bounds, Buffer
 from stretto.orchestrator.groups.credit import check_overlong
-from stretto.orchestrator.loop import Loop
+from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
+from stretto.orchestrator.hooks import BatchHooks, arguments_of
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.rollout.teacher import (
     PlayingTeacher,
@@ -63,7 +62,8 @@ from stretto.orchestrator.rollout.teacher import (
     Teachers,
     build_privileged_context,
 )
-from stretto.orchestrator.run import RunParts
+from stretto.orchestrator.run.loop import Loop
+from stretto.orchestrator.run.parts import RunParts
 from stretto.orchestrator.state.checkpoint import Progress, summary_of
 from stretto.orchestrator.state.resume import prepare_cursor, starting_point, with_fingerprints
 from stretto.orchestrator.tasks.curriculum import Curriculum, DifficultyPools

@@ -20,8 +20,8 @@ from stretto.config.sections.orchestrator import SamplingSection
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
-from stretto.orchestrator.batch.user_rollouts import DataSource, UserRolloutFunction
 from stretto.orchestrator.groups.buffer import Slot
+from stretto.orchestrator.groups.user_rollouts import DataSource, UserRolloutFunction
 from stretto.records.rollout import RolloutStatus, Task
 from stretto.vime import Arguments
 from stretto.vime.calls import Hook

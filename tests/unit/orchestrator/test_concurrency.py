@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.config.sections.orchestrator import AdaptiveConcurrency
-from stretto.orchestrator.concurrency import AdaptiveLimit, EngineLoad
+from stretto.orchestrator.run.concurrency import AdaptiveLimit, EngineLoad
 
 ROOM = EngineLoad(0.3, 0.0, 0.0)
 FULL = EngineLoad(0.99, 0.0, 0.0)

@@ -24,7 +24,7 @@ from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
 from stretto.orchestrator.eval import verb as eval_verb
 from stretto.orchestrator.groups.buffer import SlotState
-from stretto.orchestrator.loop import Loop
+from stretto.orchestrator.run.loop import Loop
 from stretto.orchestrator.state import checkpoint
 from stretto.orchestrator.state.checkpoint import summary_of
 from stretto.records.rollout import Task

@@ -18,10 +18,10 @@ from stretto.envs.base import RolloutResult, TaskSource
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.batch.samples import samples_of
-from stretto.orchestrator.batch.user_hooks import _apply_row
-from stretto.orchestrator.groups.pipeline import trained_player
+from stretto.orchestrator.hooks import _apply_row
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
+from stretto.orchestrator.run.pipeline import trained_player
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.rollout import RolloutStatus
 from stretto.records.support import Support

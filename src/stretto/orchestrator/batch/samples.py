@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from stretto.algorithms.credit import whiten
+from stretto.orchestrator.rollout.branch import sampled_tokens
 from stretto.records.rollout import Branch, Group, Rollout
 from stretto.records.sample import TrainSample
 
@@ -87,13 +88,6 @@ def samples_of(
             )
         )
     return samples
-
-
-def sampled_tokens(branch: Branch) -> Bool[np.ndarray, " tokens"]:
-    """Tokens that were sampled from the policy's distribution, without greedy replies; bool [tokens]."""
-    if branch.is_greedy is None or branch.is_frozen:
-        return branch.is_sampled.copy()
-    return branch.is_sampled & ~branch.is_greedy
 
 
 def trained_tokens(branch: Branch) -> Bool[np.ndarray, " tokens"]:

@@ -24,7 +24,7 @@ from stretto.orchestrator.clients import build_engines
 from stretto.orchestrator.eval.evaluator import standalone_evaluator
 from stretto.orchestrator.eval.results import format_table, write_results
 from stretto.orchestrator.eval.verb import MONITOR_CLOSE_S, serve_model, with_server_address
-from stretto.orchestrator.telemetry import eval_row
+from stretto.orchestrator.scores import eval_row
 from stretto.records.weights import WeightManifest, load_manifest
 
 logger = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from stretto.base.files import atomic_path, read_rows
 from stretto.base.paths import RunDir
 from stretto.chat.render import Renderer
 from stretto.orchestrator.rollout.player import error_type_of
+from stretto.orchestrator.scores import EvalScore
 from stretto.records.rollout import Branch, Group, RolloutStatus
 from stretto.vime.sample import Status
 
@@ -30,31 +31,6 @@ STATUSES = dict.fromkeys(Status, "finished") | {
 """The status of a rollout for each status of an eval function's sample."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalScore:
-    """The score of one environment in one mode. Means are over the rollouts that did not fail."""
-
-    env: str
-    mode: str  # "sampled" | "greedy"
-    mean: float
-    k: int  # rollouts per task; `mean` is avg@k
-    pass_at_k: dict[int, float]  # probability that one of k succeeds, k = 1, 2, 4, ...; 0/1 rewards only
-    pass_all_k: dict[int, float]  # probability that all of k succeed
-    num_tasks: int
-    num_failed: int
-    num_truncated: int
-    completion_tokens: float  # mean
-    time_s: float
-    version: int = 0  # loaded when the eval began
-    versions: tuple[int, int] | None = None  # oldest and newest of its tokens, if the engine reports them
-
-
-def mean_over_envs(scores: Sequence[EvalScore], mode: str) -> float | None:
-    """Mean over environments in one mode; None if the mode was not played."""
-    means = [score.mean for score in scores if score.mode == mode]
-    return float(np.mean(means)) if means else None
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:

@@ -26,9 +26,9 @@ from stretto.config.sections.curriculum import (
 )
 from stretto.config.sections.distill import SftAlgo
 from stretto.config.sections.orchestrator import OrchestratorSection
-from stretto.orchestrator.batch.user_hooks import BatchHooks
 from stretto.orchestrator.groups.credit import assign_advantages
-from stretto.orchestrator.rollout.player import describe
+from stretto.orchestrator.hooks import BatchHooks
+from stretto.orchestrator.rollout.player import describe, failed_group
 from stretto.records.rollout import Group, Rollout, RolloutStatus
 
 if TYPE_CHECKING:
@@ -109,15 +109,6 @@ def assess_group(
         return replace(verdict, has_signal=False)
     reason = f": {answer.reason}" if answer.reason else ""
     return replace(verdict, rejected=f"hook dynamic_sampling_filter{reason}")
-
-
-def failed_group(group: Group, cause: str) -> Group:
-    """The group with all members failed for one cause; their tokens stay in the ledger."""
-    rollouts = tuple(
-        msgspec.structs.replace(r, status=RolloutStatus.FAILED, error=r.error or cause)
-        for r in group.rollouts
-    )
-    return msgspec.structs.replace(group, rollouts=rollouts, advantages=(0.0,) * len(rollouts))
 
 
 # -- gates --

@@ -34,8 +34,7 @@ from stretto.envs.base import (
     play_episode,
 )
 from stretto.envs.result import checked_group_rewards
-from stretto.orchestrator.batch.samples import sampled_tokens
-from stretto.orchestrator.rollout.branch import OpenBranch
+from stretto.orchestrator.rollout.branch import OpenBranch, sampled_tokens
 from stretto.orchestrator.rollout.budget import Budget
 from stretto.orchestrator.rollout.context import Recorder
 from stretto.orchestrator.rollout.continuation import build_turn
@@ -332,6 +331,15 @@ def check_learnable(branches: Sequence[Branch]) -> None:
             "all its replies are greedy (temperature = 0): they are no samples of the policy, so nothing can be "
             "trained; sample some of them, or let an agent with is_trained = false reply"
         )
+
+
+def failed_group(group: Group, cause: str) -> Group:
+    """The group with all members failed for one cause; their tokens stay in the ledger."""
+    rollouts = tuple(
+        msgspec.structs.replace(r, status=RolloutStatus.FAILED, error=r.error or cause)
+        for r in group.rollouts
+    )
+    return msgspec.structs.replace(group, rollouts=rollouts, advantages=(0.0,) * len(rollouts))
 
 
 def failed_rollout(draw: Draw, member: int, cause: str, started_at: float) -> Rollout:

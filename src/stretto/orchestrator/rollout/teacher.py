@@ -22,8 +22,8 @@ from stretto.base.foreign import guarded
 from stretto.chat.render import Renderer
 from stretto.config.sections.distill import OpsdAlgo
 from stretto.envs.base import Environment, tasks_of
-from stretto.orchestrator.groups.filters import failed_group
 from stretto.orchestrator.rollout.play import GenerationClient
+from stretto.orchestrator.rollout.player import failed_group
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.rollout import Branch, Group, Rollout, Task
 from stretto.transports.engine.client import EngineClient

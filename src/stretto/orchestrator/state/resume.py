@@ -15,10 +15,10 @@ from stretto.base.status import report
 from stretto.config.root import OrchestratorConfig
 from stretto.envs.base import Environment, tasks_of
 from stretto.ledger.writer import Ledger
-from stretto.orchestrator.batch.user_hooks import BatchHooks
 from stretto.orchestrator.eval.results import load_mean_rewards
 from stretto.orchestrator.groups.buffer import Buffer
 from stretto.orchestrator.groups.filters import assess_group
+from stretto.orchestrator.hooks import BatchHooks
 from stretto.orchestrator.state import checkpoint
 from stretto.orchestrator.state.checkpoint import Progress
 from stretto.orchestrator.tasks.order import Cursor, TaskMix

@@ -2,8 +2,8 @@
 
 Four loops share one event loop and the buffer; groups/buffer.py says which of them unblocks which:
 
-    draw_groups             waits for a slot, draws a task, plays its group and assigns advantages (groups/pipeline.py)
-    ship_batches            waits for the groups of the next batch, packs them, sends them to the ranks (batch/ship.py)
+    draw_groups             waits for a slot, draws a task, plays its group and assigns advantages (pipeline.py)
+    ship_batches            waits for the groups of the next batch, packs them, sends them to the ranks (ship.py)
     handle_trainer_events   handles trained steps, published versions, saved checkpoints, and the trainer's end
     load_versions           loads each published version, evaluates it if an eval is due, frees the slots of its step
 
@@ -20,14 +20,15 @@ import time
 from stretto.base.aio import task_group
 from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, WireError
 from stretto.base.status import DEVICES_FREE, is_supervised, report
-from stretto.orchestrator import telemetry
-from stretto.orchestrator.batch.ship import BatchShipper
-from stretto.orchestrator.concurrency import EngineLoad, build_limit
-from stretto.orchestrator.eval.results import format_table, mean_over_envs
-from stretto.orchestrator.groups.pipeline import GroupPipeline
-from stretto.orchestrator.run import RunParts
+from stretto.orchestrator.eval.results import format_table
+from stretto.orchestrator.run import telemetry
+from stretto.orchestrator.run.checkpoints import CheckpointWriter
+from stretto.orchestrator.run.concurrency import EngineLoad, build_limit
+from stretto.orchestrator.run.parts import RunParts
+from stretto.orchestrator.run.pipeline import GroupPipeline
+from stretto.orchestrator.run.ship import BatchShipper
+from stretto.orchestrator.scores import eval_row, mean_over_envs
 from stretto.orchestrator.state.checkpoint import Progress
-from stretto.orchestrator.state.writer import CheckpointWriter
 from stretto.records.control import (
     Bye,
     CheckpointBegun,
@@ -177,7 +178,7 @@ class Loop:
                 self._limit.update(load, self.buffer.num_running * group_size, time.monotonic())
 
     async def draw_groups(self, tasks: asyncio.TaskGroup) -> None:
-        """Draw and play groups once the first version is loaded (groups/pipeline.py)."""
+        """Draw and play groups once the first version is loaded (pipeline.py)."""
         await self._has_first_version.wait()
         report("phase", text="playing the first rollouts")
         self._reports.begin()
@@ -240,7 +241,7 @@ class Loop:
         if (greedy := mean_over_envs(scores, "greedy")) is not None:
             self.progress.greedy[version] = greedy
         user_row, replaces_ours = logged
-        row = user_row if replaces_ours else evaluator.user_metrics | telemetry.eval_row(scores) | user_row
+        row = user_row if replaces_ours else evaluator.user_metrics | eval_row(scores) | user_row
         self.parts.ledger.event("eval", {"version": version, **row})
         self.parts.monitors.log(version, row)
         self.parts.monitors.log_table(version, "eval/samples", evaluator.examples)

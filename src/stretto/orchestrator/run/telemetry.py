@@ -19,11 +19,11 @@ from stretto.base.errors import EngineError
 from stretto.base.status import report
 from stretto.config.sections.curriculum import Filter
 from stretto.monitors.monitor import TableRow, Values
-from stretto.orchestrator.concurrency import AdaptiveLimit
-from stretto.orchestrator.diagnosis import Diagnosis
-from stretto.orchestrator.eval.results import EvalScore, mean_over_envs
 from stretto.orchestrator.groups.buffer import Buffer, Counts, Slot
-from stretto.orchestrator.run import RunParts
+from stretto.orchestrator.run.concurrency import AdaptiveLimit
+from stretto.orchestrator.run.diagnosis import Diagnosis
+from stretto.orchestrator.run.parts import RunParts
+from stretto.orchestrator.scores import EvalScore, mean_over_envs
 from stretto.records.control import StepDone
 from stretto.records.rollout import RolloutStatus
 from stretto.transports.engine.client import EngineClient
@@ -151,21 +151,6 @@ def merge_metrics(row: dict[str, float], trainer: Mapping[str, float]) -> dict[s
 def engine_row(metrics: Mapping[str, float]) -> dict[str, float]:
     """The engine's gauges that help to read a training curve, under our names."""
     return {ours: metrics[name] for name, ours in ENGINE_METRICS.items() if name in metrics}
-
-
-def eval_row(scores: Sequence[EvalScore]) -> dict[str, float]:
-    """The metrics of an eval."""
-    row = {}
-    for score in scores:
-        name = f"eval/{score.env}/{score.mode}"
-        row[f"{name}/mean"] = score.mean
-        row[f"{name}/completion_tokens"] = score.completion_tokens
-        row[f"{name}/num_failed"] = float(score.num_failed)
-        if score.k > 1:
-            row[f"{name}/avg@{score.k}"] = score.mean
-        row |= {f"{name}/pass@{k}": value for k, value in score.pass_at_k.items() if k > 1}
-        row |= {f"{name}/pass^{k}": value for k, value in score.pass_all_k.items() if k > 1}
-    return row | {"eval/time_s": sum(score.time_s for score in scores)}
 
 
 def report_step(step: int, max_steps: int | None, row: Mapping[str, float], waits: dict[str, float]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from stretto.base.errors import WireError
-from stretto.orchestrator.run import RunParts
+from stretto.orchestrator.run.parts import RunParts
 from stretto.orchestrator.state import checkpoint
 from stretto.orchestrator.state.checkpoint import Progress
 from stretto.records.control import CheckpointComplete

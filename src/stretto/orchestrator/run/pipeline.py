@@ -1,6 +1,6 @@
 """Draws tasks into free slots, plays their groups, assesses them and hands them to the buffer.
 
-Runs beside batch/ship.py, which ships the groups that the buffer chooses.
+Runs beside ship.py, which ships the groups that the buffer chooses.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from stretto.config.sections.algorithm import EchoAlgo
 from stretto.config.sections.distill import WITHOUT_BEHAVIOR
 from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.envs.base import Environment
-from stretto.orchestrator.batch.user_rollouts import DataSource, UserRolloutFunction
 from stretto.orchestrator.groups.buffer import Slot, SlotState
 from stretto.orchestrator.groups.filters import assess_group
+from stretto.orchestrator.groups.user_rollouts import DataSource, UserRolloutFunction
 from stretto.orchestrator.rollout.continuation import Interruption
 from stretto.orchestrator.rollout.echo import build_echo
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player, error_type_of
-from stretto.orchestrator.run import RunParts
+from stretto.orchestrator.run.parts import RunParts
 from stretto.records.partial import PartialRollout
 from stretto.records.rollout import Group
 

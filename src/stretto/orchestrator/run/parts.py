@@ -10,11 +10,11 @@ from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.ledger.writer import Ledger
 from stretto.monitors import Monitors
 from stretto.orchestrator.batch.packing import Cost
-from stretto.orchestrator.batch.user_hooks import BatchHooks
-from stretto.orchestrator.batch.user_rollouts import UserRolloutFunction
 from stretto.orchestrator.eval.evaluator import Evaluator
 from stretto.orchestrator.groups.baselines import Baselines
 from stretto.orchestrator.groups.buffer import Buffer
+from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
+from stretto.orchestrator.hooks import BatchHooks
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.rollout.teacher import Teachers
 from stretto.orchestrator.state.checkpoint import Progress

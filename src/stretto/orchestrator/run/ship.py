@@ -10,13 +10,13 @@ from collections.abc import Callable, Generator, Sequence
 
 from stretto.base.aio import run_in_slices
 from stretto.base.errors import EnvError, StrettoError
-from stretto.orchestrator import telemetry
 from stretto.orchestrator.batch.packing import pack
 from stretto.orchestrator.batch.samples import to_samples, whiten_samples
 from stretto.orchestrator.eval.examples import example_rows
 from stretto.orchestrator.groups.buffer import Counts, Slot
 from stretto.orchestrator.groups.filters import mean_reward
-from stretto.orchestrator.run import RunParts
+from stretto.orchestrator.run import telemetry
+from stretto.orchestrator.run.parts import RunParts
 from stretto.records.rollout import Group
 from stretto.records.sample import TrainSample
 

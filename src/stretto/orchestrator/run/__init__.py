@@ -1,0 +1,1 @@
+"""A run in motion: its parts, the loop over batches and versions, and what is told about it."""
