@@ -325,7 +325,8 @@ class Supervisor:
         if not is_by_signal and not (child.returncode == 0 and is_server(self._specs[child.name])):
             return False
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._is_terminated.wait(), LAUNCHERS_TURN_S)
+            async with asyncio.timeout(LAUNCHERS_TURN_S):
+                await self._is_terminated.wait()
         return self._is_terminated.is_set()
 
     def _stopped_by_signal(self) -> int:
