@@ -39,6 +39,8 @@ batch_size = 16
 group_size = 4
 [orchestrator.train.sampling]
 max_completion_tokens = 6
+[trainer.loss]
+entropy_coef = 0.01
 [[orchestrator.env]]
 id = "sort-letters"
 args = {{num_letters = 4}}
@@ -75,6 +77,7 @@ async def test_a_short_run_ends_in_its_pods(tmp_path: Path) -> None:
         assert kubelet.delete("exp-trainer-0") == 0, kubelet.output()
     assert audit(run) == []
     assert {row["step"] for row in read_metrics(run.metrics("orchestrator"))} >= {1, 2, 3}
+    assert not [row for row in read_metrics(run.metrics("trainer")) if row.get("optim/skipped")]
 
 
 async def test_a_run_survives_its_pods(tmp_path: Path) -> None:
