@@ -214,6 +214,7 @@ def test_a_run_whose_job_is_cancelled_says_so_and_blames_nobody(
         assert blame not in said, said
     if verb == "rl":
         assert "stopped at once; the last complete checkpoint" in said, said
+        assert "on Slurm: CANCELLED" in run.stretto("status", str(run.dir))
         assert re.search(r"\n  (\S*/)?rl @ run.toml --resume --max-steps", said), "as it was typed"
     saved = run.saved()
     run.submit("--resume", "--max-steps", str(saved + 2))
