@@ -328,8 +328,10 @@ def test_a_headless_host_gets_the_weights_of_the_engine_whose_server_is_elsewher
                 await client.update_weights(publisher.publish(version, export_tensors(mixture(seed))))
                 publisher.release(version - 1)
                 # Each rank has half of the experts, so these are right only if both have loaded the version.
-                [found] = (await client.prompt_logprobs(PROMPT, f"canary-{version}")).values()
-                np.testing.assert_allclose(found[1:], logprobs_of(mixture(seed), PROMPT), atol=5e-5, rtol=0)
+                [found] = (await client.score_canary(PROMPT, f"canary-{version}")).values()
+                np.testing.assert_allclose(
+                    found.prompt[1:], logprobs_of(mixture(seed), PROMPT), atol=5e-5, rtol=0
+                )
                 for name in range(4):
                     [completion] = await client.generate(ask(f"v{version}-{name}", salt=f"v{version}"))
                     assert [span.version for span in completion.versions] == [version]

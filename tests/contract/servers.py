@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 from ports import free_port
@@ -107,3 +108,11 @@ def logprobs_of(model, token_ids, temperature: float = 1.0):
         hidden = model.hidden(ids, PackedLayout((0, len(ids)), ids.device))
         logits = hidden @ model.output_weight.T
     return torch.log_softmax(logits / temperature, -1)[:-1].gather(1, ids[1:, None]).squeeze(1).numpy()
+
+
+async def scores_of(client: EngineClient, token_ids: np.ndarray, name: str) -> np.ndarray:
+    """The one engine's log-probabilities of these tokens; those of tokens that it samples are checked on the way."""
+    [scores] = (await client.score_canary(token_ids, name)).values()
+    assert len(scores.decoded) > 0
+    np.testing.assert_allclose(scores.decoded, scores.read, atol=3e-5, rtol=0)
+    return scores.prompt

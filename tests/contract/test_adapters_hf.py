@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from servers import VOCAB, needs_vllm, serve
+from servers import VOCAB, needs_vllm, scores_of, serve
 
 from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.config.sections.model import LoRASection
@@ -98,7 +98,7 @@ async def test_adapters_of_a_family_of_transformers_come_as_weight_updates(famil
 
             async def check(version: int, manifest, policy) -> None:
                 await client.update_weights(manifest)
-                [found] = (await client.prompt_logprobs(PROMPT, f"canary-{version}")).values()
+                found = await scores_of(client, PROMPT, f"canary-{version}")
                 np.testing.assert_allclose(found[1:], logprobs(policy), atol=3e-5, rtol=0)
 
             await check(1, of(1, first), first)

@@ -10,12 +10,13 @@ import json
 import shutil
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hostile import fire, greedy, shots
 from ports import free_port
-from servers import logprobs_of, scratch
+from servers import logprobs_of, scores_of, scratch
 
 from stretto.base.errors import EngineError
 from stretto.base.paths import RunDir
@@ -23,6 +24,7 @@ from stretto.config.sections.transport import CollectiveWeights, DeltaSection, F
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.weights import WeightGroup
+from stretto.trainer.state.canary import scaled
 from stretto.transports.engine import api, updates
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights import build_publisher, receive
@@ -102,7 +104,7 @@ async def test_a_stop_token_ends_the_reply_and_belongs_to_it(client):
 
 
 async def test_prompt_logprobs_are_those_of_the_prompt(client):
-    [scores] = (await client.prompt_logprobs(PROMPT, "score")).values()
+    scores = await scores_of(client, PROMPT, "score")
     assert scores[0] == 0.0
     np.testing.assert_allclose(scores[1:], logprobs_of(scratch(0), PROMPT), **CLOSE)
 
@@ -141,7 +143,7 @@ async def test_a_body_that_is_no_request_is_a_client_error(engine):
 async def test_weights_change_there_and_back_and_there(client, weights):
     for version, seed in enumerate((1, 0, 1, 2), start=1):
         await weights(version, seed)
-        [scores] = (await client.prompt_logprobs(PROMPT, f"canary-{version}")).values()
+        scores = await scores_of(client, PROMPT, f"canary-{version}")
         np.testing.assert_allclose(scores[1:], logprobs_of(scratch(seed), PROMPT), **CLOSE)
         [completion] = await client.generate(ask(f"v{version}"))
         assert [span.version for span in completion.versions] == [version]
@@ -151,8 +153,25 @@ async def test_weights_come_through_shared_memory(client, weights):
     publisher = ShmPublisher("test-contract")
     try:
         await client.update_weights(publisher.publish(5, export_tensors(scratch(5))))
-        [scores] = (await client.prompt_logprobs(PROMPT, "shm")).values()
+        scores = await scores_of(client, PROMPT, "shm")
         np.testing.assert_allclose(scores[1:], logprobs_of(scratch(5), PROMPT), **CLOSE)
+    finally:
+        publisher.close()
+
+
+async def test_a_probe_moves_every_tensor_and_the_version_itself_moves_it_back(client, weights):
+    publisher = ShmPublisher("test-contract-probe")
+    try:
+        manifest = publisher.publish(6, export_tensors(scratch(6)))
+        probed = scratch(6)
+        with scaled(probed):
+            await client.update_weights(msgspec.structs.replace(manifest, is_probe=True))
+            scores = await scores_of(client, PROMPT, "probe")
+            np.testing.assert_allclose(scores[1:], logprobs_of(probed, PROMPT), **CLOSE)
+        await client.update_weights(manifest)
+        back = await scores_of(client, PROMPT, "back")
+        np.testing.assert_allclose(back[1:], logprobs_of(scratch(6), PROMPT), **CLOSE)
+        assert np.abs(back - scores)[1:].mean() > 100 * CLOSE["atol"]
     finally:
         publisher.close()
 
@@ -164,7 +183,7 @@ async def test_weights_come_by_broadcast(client, weights):
             manifest = publisher.publish(version, export_tensors(scratch(version)))
             await client.update_weights(manifest)
             publisher.release(version - 1)
-            [scores] = (await client.prompt_logprobs(PROMPT, f"broadcast-{version}")).values()
+            scores = await scores_of(client, PROMPT, f"broadcast-{version}")
             np.testing.assert_allclose(scores[1:], logprobs_of(scratch(version), PROMPT), **CLOSE)
     finally:
         publisher.close()
@@ -189,7 +208,7 @@ async def test_weights_come_as_changes_there_and_back_and_there(client, weights,
             assert version == 1 or manifest.sent_bytes < sum(e.num_bytes for e in manifest.tensors) / 5
             await client.update_weights(manifest)
             publisher.release(version - 1)
-            [found] = (await client.prompt_logprobs(PROMPT, f"changes-{transport}-{version}")).values()
+            found = await scores_of(client, PROMPT, f"changes-{transport}-{version}")
             np.testing.assert_allclose(found[1:], logprobs_of(model, PROMPT), **CLOSE)
             scores.append(found)
         assert abs(scores[0] - scores[1]).max() > 0.1
@@ -313,7 +332,7 @@ async def test_an_update_that_was_given_up_is_begun_anew(engine, client, weights
                 await post(api.UPDATE_WEIGHTS, update)  # the embedded engine refuses a part
         assert await post(api.FINISH_UPDATE, updates.encode_finish(9)) == 200
         assert await post(api.RESUME) == 200
-    [scores] = (await client.prompt_logprobs(PROMPT, "begun-anew")).values()
+    scores = await scores_of(client, PROMPT, "begun-anew")
     np.testing.assert_allclose(scores[1:], logprobs_of(scratch(3), PROMPT), **CLOSE)
     publisher.close()
 
@@ -349,7 +368,7 @@ async def test_an_engine_that_waits_for_others_in_an_update_is_alive(engine, cli
     others = asyncio.create_task(asyncio.to_thread(join))
     await client.update_weights(manifest)
     await others
-    [scores] = (await client.prompt_logprobs(PROMPT, "waited")).values()
+    scores = await scores_of(client, PROMPT, "waited")
     np.testing.assert_allclose(scores[1:], logprobs_of(scratch(4), PROMPT), **CLOSE)
     publisher.close()
 

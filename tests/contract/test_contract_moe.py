@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from servers import VOCAB, logprobs_of, needs_vllm, serve_ready
+from servers import VOCAB, logprobs_of, needs_vllm, scores_of, serve_ready
 
 from stretto.config.sections.model import ScratchSection
 from stretto.models.attention import PackedLayout
@@ -87,7 +87,7 @@ async def test_experts_change_there_and_back_and_there(engine, tmp_path):
     async with EngineClient([engine], timeout_s=120) as client:
         for version, seed in enumerate((1, 0, 1, 0), start=1):
             await client.update_weights(publisher.publish(version, export_tensors(mixture(seed))))
-            [scores] = (await client.prompt_logprobs(PROMPT, f"canary-{version}")).values()
+            scores = await scores_of(client, PROMPT, f"canary-{version}")
             expected = logprobs_of(mixture(seed), PROMPT)
             np.testing.assert_allclose(scores[1:], expected, atol=2e-5, rtol=0)
             [completion] = await client.generate(ask(f"after-{version}", str(version)))

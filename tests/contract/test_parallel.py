@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 from ports import free_port
-from servers import logprobs_of, needs_vllm, save, scratch, serve
+from servers import logprobs_of, needs_vllm, save, scores_of, scratch, serve
 
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest, SamplingParams
@@ -46,7 +46,7 @@ async def check_updates(url: str, make, publisher) -> None:
         for version, seed in enumerate((1, 0, 1), start=1):
             await client.update_weights(publisher.publish(version, export_tensors(make(seed))))
             publisher.release(version - 1)
-            [scores] = (await client.prompt_logprobs(PROMPT, f"canary-{version}")).values()
+            scores = await scores_of(client, PROMPT, f"canary-{version}")
             np.testing.assert_allclose(scores[1:], logprobs_of(make(seed), PROMPT), atol=5e-5, rtol=0)
             for i in range(4):
                 [completion] = await client.generate(ask(f"v{version}-{i}"))

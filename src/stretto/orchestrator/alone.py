@@ -77,7 +77,7 @@ class AbsentEngines:
     async def update_weights(self, _: WeightManifest) -> None:
         """Do nothing."""
 
-    async def prompt_logprobs(self, *_: object) -> dict[str, object]:
+    async def score_canary(self, *_: object) -> dict[str, object]:
         """No engine has scored the tokens."""
         return {}
 

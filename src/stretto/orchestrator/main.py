@@ -68,8 +68,8 @@ from stretto.orchestrator.state.checkpoint import Progress, summary_of
 from stretto.orchestrator.state.resume import prepare_cursor, starting_point, with_fingerprints
 from stretto.orchestrator.tasks.curriculum import Curriculum, DifficultyPools
 from stretto.orchestrator.tasks.order import TaskMix
-from stretto.orchestrator.turns import Turns
-from stretto.orchestrator.versions import VersionLoader
+from stretto.orchestrator.versions.loader import VersionLoader
+from stretto.orchestrator.versions.turns import Turns
 from stretto.transports.control import ControlServer
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.rollouts import Sender, build_sender

@@ -20,7 +20,7 @@ from stretto.orchestrator.rollout.teacher import Teachers
 from stretto.orchestrator.state.checkpoint import Progress
 from stretto.orchestrator.tasks.curriculum import Curriculum
 from stretto.orchestrator.tasks.order import Cursor, TaskMix
-from stretto.orchestrator.versions import VersionLoader
+from stretto.orchestrator.versions.loader import VersionLoader
 from stretto.transports.control import ControlServer
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.rollouts import Sender

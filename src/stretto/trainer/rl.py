@@ -273,7 +273,8 @@ class Trainer:
         cfg = self.cfg.weight_broadcast
         if not is_canary_due(self.learner.step, self.num_published, cfg.canary_interval, is_wanted=is_wanted):
             return None
-        return score_canary(self.learner, cfg.canary_tokens, self.layout)
+        is_first = self.num_published == 0
+        return score_canary(self.learner, cfg.canary_tokens, self.layout, with_probe=is_first)
 
     def save_if_due(self, *, is_last: bool = False) -> None:
         """Save a checkpoint and export weights if their intervals are due; both if is_last."""

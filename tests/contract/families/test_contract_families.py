@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from servers import VOCAB, logprobs_of, needs_vllm, save, serve
+from servers import VOCAB, logprobs_of, needs_vllm, save, scores_of, serve
 from test_contract_moe import choices_of
 
 from stretto.config.sections.model import LoRASection, ScratchSection
@@ -76,7 +76,7 @@ async def test_a_family_is_served_and_updated(family, tmp_path):
             async def check(version: int, tensors, policy, adapter: AdapterInfo | None = None) -> None:
                 manifest = publisher.publish(version, tensors)
                 await client.update_weights(msgspec.structs.replace(manifest, adapter=adapter))
-                [found] = (await client.prompt_logprobs(PROMPT, f"canary-{version}")).values()
+                found = await scores_of(client, PROMPT, f"canary-{version}")
                 np.testing.assert_allclose(found[1:], logprobs_of(policy, PROMPT), atol=3e-5, rtol=0)
                 await sample(client, policy, f"after-{version}")
 
@@ -100,10 +100,10 @@ async def test_updates_of_gpt_oss_leave_vllm_as_if_it_had_been_started_with_them
         with serve("vllm", directory, tmp_path / f"log-{start}", start=Allowed) as (url, _):
             async with EngineClient([url], timeout_s=120) as client:
                 await client.wait_ready(120)
-                [before] = (await client.prompt_logprobs(PROMPT, "before")).values()
+                before = await scores_of(client, PROMPT, "before")
                 manifest = publisher.publish(start + 1, export_tensors(policies[1 - start]))
                 await client.update_weights(manifest)
-                [after] = (await client.prompt_logprobs(PROMPT, "after")).values()
+                after = await scores_of(client, PROMPT, "after")
                 found.append((before[1:], after[1:]))
     publisher.close()
     assert abs(found[0][0] - found[1][0]).max() > 0.3

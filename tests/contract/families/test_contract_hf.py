@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from servers import needs_vllm, serve
+from servers import needs_vllm, scores_of, serve
 
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.models.attention import PackedLayout
@@ -67,6 +67,6 @@ async def test_a_family_of_transformers_is_served_and_updated_by_names(family, t
                             parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
                     await client.update_weights(publisher.publish(version, policy.export_tensors()))
                     assert abs(logprobs_of(policy, PROMPT) - before).max() > 0.1
-                [found] = (await client.prompt_logprobs(PROMPT, f"canary-{version}")).values()
+                found = await scores_of(client, PROMPT, f"canary-{version}")
                 np.testing.assert_allclose(found[1:], logprobs_of(policy, PROMPT), atol=2e-4, rtol=0)
     publisher.close()

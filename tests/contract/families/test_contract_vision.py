@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import vision
 from cases.vision import END, IMAGE, START, image
-from servers import VOCAB, needs_vllm, save, serve
+from servers import VOCAB, needs_vllm, save, scores_of, serve
 from transformers import AutoConfig
 
 from stretto.chat.images import ImageProcessor
@@ -124,7 +124,7 @@ async def test_images_are_what_the_trainer_sees_before_and_after_updates(family,
             for version, policy in enumerate((other, model), start=1):
                 await client.update_weights(publisher.publish(version, hub.export_tensors(policy)))
                 text = prompt_of(())
-                [found] = (await client.prompt_logprobs(text, f"canary-{version}")).values()
+                found = await scores_of(client, text, f"canary-{version}")
                 np.testing.assert_allclose(found[1:], scored(policy, text, ())[0], atol=3e-5, rtol=0)
                 await check_sample(client, policy, f"after-{version}")
     publisher.close()

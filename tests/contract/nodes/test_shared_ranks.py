@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ports import free_port
-from servers import logprobs_of, needs_vllm, save
+from servers import logprobs_of, needs_vllm, save, scores_of
 from test_parallel import PROMPT, ask, two_headed
 from waiting import until
 
@@ -89,7 +89,7 @@ async def check_update(client: EngineClient, publisher: Publisher, version: int,
     """Load a version; its scores are those of a plain forward pass, which half of the ranks alone cannot compute."""
     await client.update_weights(publisher.publish(version, export_tensors(two_headed(seed))))
     publisher.release(version - 1)
-    [scores] = (await client.prompt_logprobs(PROMPT, f"canary-{version}")).values()
+    scores = await scores_of(client, PROMPT, f"canary-{version}")
     np.testing.assert_allclose(scores[1:], logprobs_of(two_headed(seed), PROMPT), atol=5e-5, rtol=0)
     for i in range(3):
         [completion] = await client.generate(ask(f"v{version}-{i}"))

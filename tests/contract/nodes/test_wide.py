@@ -54,10 +54,12 @@ async def check(url: str, engines: list[str], publisher: CollectivePublisher) ->
             ]
             await client.update_weights(publisher.publish(version, export_tensors(mixture(seed))))
             publisher.release(version - 1)
-            scores = await client.prompt_logprobs(PROMPT, f"canary-{version}")
+            scores = await client.score_canary(PROMPT, f"canary-{version}")
             assert len(scores) == 2
             for found in scores.values():
-                np.testing.assert_allclose(found[1:], logprobs_of(mixture(seed), PROMPT), atol=5e-5, rtol=0)
+                np.testing.assert_allclose(
+                    found.prompt[1:], logprobs_of(mixture(seed), PROMPT), atol=5e-5, rtol=0
+                )
             for i in range(6):
                 [completion] = await client.generate(ask(f"v{version}-{i}", str(version)))
                 assert [span.version for span in completion.versions] == [version]

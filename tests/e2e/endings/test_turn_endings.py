@@ -15,7 +15,7 @@ from test_kill import children, wait_for_child
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
-from stretto.orchestrator.turns import Turn
+from stretto.orchestrator.versions.turns import Turn
 
 STEPS = 8
 pytestmark = pytest.mark.slow

@@ -1,11 +1,11 @@
-"""orchestrator/turns.py: the order of turns, and what engines are told."""
+"""orchestrator/versions/turns.py: the order of turns, and what engines are told."""
 
 from __future__ import annotations
 
 import pytest
 
 from stretto.config.sections.run import ColocateSection
-from stretto.orchestrator.turns import Turn, Turns
+from stretto.orchestrator.versions.turns import Turn, Turns
 
 
 class Engines:

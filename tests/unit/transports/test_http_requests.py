@@ -310,21 +310,21 @@ async def test_a_full_engine_does_not_fail_a_canary(site, no_traceback):
         tasks = [asyncio.create_task(client.generate(small(i))) for i in range(20)]
         while site.engine.num_waiting < 8:
             await asyncio.sleep(0.001)
-        scores = asyncio.create_task(client.prompt_logprobs(np.array([20, 21], np.int32), "canary"))
+        scores = asyncio.create_task(client.score_canary(np.array([20, 21], np.int32), "canary"))
         await asyncio.sleep(0.3)
         await client._all("POST", api.RESUME)
-        assert len((await scores)[site.url]) == 2
+        assert len((await scores)[site.url].prompt) == 2
         await asyncio.gather(*tasks)
 
 
 async def test_an_engine_that_dies_before_it_scores_a_canary_is_left_out(site, no_traceback):
     dead = f"http://127.0.0.1:{free_port()}"
     async with EngineClient([site.url], [site.url, dead], "secret", max_retries=0) as client:
-        scores = await client.prompt_logprobs(np.array([20, 21], np.int32), "canary")
+        scores = await client.score_canary(np.array([20, 21], np.int32), "canary")
         assert list(scores) == [site.url] == client.fleet.ready()
     async with EngineClient([dead], api_key="secret", max_retries=0) as client:
         with pytest.raises(EngineError, match=dead):
-            await client.prompt_logprobs(np.array([20, 21], np.int32), "canary")
+            await client.score_canary(np.array([20, 21], np.int32), "canary")
 
 
 async def test_a_gate_keeps_the_order_and_grows_by_one_a_round():

@@ -1,24 +1,26 @@
 """The trainer's part of the canary: log-probabilities of fixed tokens per version.
 
-orchestrator/versions.py compares them with an engine's after the update. Faults in loading weights appear at the start
-or after a change, so the first versions are all checked, and later ones at an interval or at the orchestrator's
-request. With a vision tower there is an image among the tokens.
+orchestrator/versions/canary.py compares them with an engine's after the update. Faults in loading weights appear at
+the start or after a change, so the first versions are all checked, and later ones at an interval or at the
+orchestrator's request. With a vision tower there is an image among the tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import torch
+from torch import nn
 
 from stretto.base.errors import EngineError
 from stretto.models.fp8.checkpoint import BlockLayout, round_inputs, stop_rounding
 from stretto.models.shape import VisionShape
 from stretto.records.sample import MicroBatch, images_by_document
-from stretto.records.weights import Canary, CanaryImage
+from stretto.records.weights import Canary, CanaryImage, probe_scale
 from stretto.trainer.learner import Learner
 
 if TYPE_CHECKING:
@@ -38,9 +40,12 @@ def is_canary_due(version: int, num_published: int, interval: int | None, *, is_
     return is_wanted or num_published < NUM_ALWAYS_CHECKED or version % interval == 0
 
 
-def score_canary(learner: Learner, num_tokens: int, layout: BlockLayout | None = None) -> Canary:
-    """The log-probabilities of fixed tokens, which are the same for every version of a run.
+def score_canary(
+    learner: Learner, num_tokens: int, layout: BlockLayout | None = None, *, with_probe: bool = False
+) -> Canary:
+    """The log-probabilities of fixed tokens, which are the same for every version of a run; all ranks must call it.
 
+    with_probe: those under scaled weights too. An adapter has no probe: half of its matrices are 0 at first.
     layout: that of engines in 8 bits. An engine rounds weights and the rows that they are multiplied with. Both have
     the same relative error, and are independent, so the error of both is sqrt(2) times that of rounded rows alone, with
     which the tokens are scored once more.
@@ -48,6 +53,9 @@ def score_canary(learner: Learner, num_tokens: int, layout: BlockLayout | None =
     Raises: EngineError when they are not finite: no engine could agree with them.
     """
     canary = _score(learner, num_tokens)
+    if with_probe and learner.adapter_info() is None:
+        with scaled(learner.policy):
+            canary = msgspec.structs.replace(canary, probe=_score(learner, num_tokens).logprobs)
     if layout is None:
         return canary
     policy = learner.policy
@@ -60,6 +68,24 @@ def score_canary(learner: Learner, num_tokens: int, layout: BlockLayout | None =
         stop_rounding(policy, hooks)
     error = np.abs(np.subtract(canary.logprobs, other.logprobs))[1:].mean()
     return msgspec.structs.replace(canary, rounding=float(error) * 2**0.5)
+
+
+@contextmanager
+def scaled(model: nn.Module) -> Iterator[None]:
+    """Scale a model's parameters by `probe_scale`; afterwards they have their bits again.
+
+    Takes the memory of their gradients, which are not there yet when a run starts.
+    """
+    kept = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter, _ in kept:
+            parameter.mul_(probe_scale(parameter.shape))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in kept:
+                parameter.copy_(value)
 
 
 def _score(learner: Learner, num_tokens: int) -> Canary:

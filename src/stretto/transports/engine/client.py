@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -33,6 +34,19 @@ logger = logging.getLogger(__name__)
 _MAX_ABORTS = 10  # of one request before it is an error
 _POLL_S = 0.05
 _ROUTER_TIMEOUT_S = 120.0
+
+
+NUM_DECODED = 16
+"""Tokens that an engine samples after a canary, to compare decoding with reading."""
+
+
+@dataclass(frozen=True)
+class CanaryScores:
+    """What one engine computes for a canary: log-probabilities in nats."""
+
+    prompt: Float32[np.ndarray, " tokens"]  # of the fixed tokens; the first is 0
+    decoded: Float32[np.ndarray, " decoded"]  # of tokens that it sampled after them
+    read: Float32[np.ndarray, " decoded"]  # of the same tokens, read as part of a prompt
 
 
 class EngineClient:
@@ -305,37 +319,50 @@ class EngineClient:
             if not api.has_models(await self._http.request("GET", url + api.MODELS)):
                 raise http.Unavailable(f"{url}{api.MODELS}: no model") from None
 
-    async def prompt_logprobs(
+    async def score_canary(
         self, token_ids: Int32[np.ndarray, " tokens"], name: str, image: CanaryImage | None = None
-    ) -> dict[str, Float32[np.ndarray, " tokens"]]:
-        """Logprobs of these tokens by engine: float32 [tokens] in nats; the first is 0.
+    ) -> dict[str, CanaryScores]:
+        """Score fixed tokens with every engine; by engine.
 
         name: request id and cache salt, so that no prefix cached under other weights is used. image: for the
         placeholders in the tokens. One of several engines that dies meanwhile is marked down and left out.
-        """
-        request = GenerateRequest(
-            request_id=name,
-            prompt_ids=token_ids,
-            sampling=SamplingParams(max_tokens=1),
-            cache_salt=name,
-            prompt_logprobs=True,
-            images=() if image is None else (image.draw(),),
-            image_token_id=None if image is None else image.token_id,
-        )
-        body = api.encode_generate(request, self.model)
 
-        async def score(url: str) -> np.ndarray:
+        Raises: EngineError if an engine returns no scores of a prompt.
+        """
+
+        async def generate(url: str, what: str, prompt_ids: np.ndarray, *, is_decoding: bool) -> Completion:
+            request = GenerateRequest(
+                request_id=f"{name}-{what}",
+                prompt_ids=prompt_ids,
+                sampling=SamplingParams(max_tokens=NUM_DECODED if is_decoding else 1),
+                cache_salt=f"{name}-{what}",
+                prompt_logprobs=not is_decoding,
+                images=() if image is None else (image.draw(),),
+                image_token_id=None if image is None else image.token_id,
+            )
+            body = api.encode_generate(request, self.model)
             for _ in range(_MAX_ABORTS):  # a rollout function may abort all requests
                 answer = await self._admin(url, api.GENERATE, body)
                 completion = decode_completions(request, answer)[0]
                 if completion.finish_reason != "abort":
                     break
             scores = completion.prompt_logprobs
-            if scores is None or len(scores) != len(token_ids):
+            if not is_decoding and (scores is None or len(scores) != len(prompt_ids)):
                 raise EngineError(
-                    f"{url} returned no log-probabilities for the prompt's {len(token_ids)} tokens"
+                    f"{url} returned no log-probabilities for the prompt's {len(prompt_ids)} tokens"
                 )
-            return scores
+            return completion
+
+        async def score(url: str) -> CanaryScores:
+            decoded = await generate(url, "decoded", token_ids, is_decoding=True)
+            tokens = decoded.token_ids
+            if image is not None and image.token_id in tokens:  # it stands for no image, so it cannot be read
+                tokens = tokens[: int(np.argmax(tokens == image.token_id))]
+            whole = np.concatenate([token_ids, tokens])
+            read = (await generate(url, "read", whole, is_decoding=False)).prompt_logprobs
+            assert read is not None  # else generate raises
+            n = len(token_ids)
+            return CanaryScores(prompt=read[:n], decoded=decoded.logprobs[: len(tokens)], read=read[n:])
 
         ready, by_engine = self.fleet.ready(), {}
         for url, result in zip(ready, await asyncio.gather(*map(score, ready), return_exceptions=True)):

@@ -23,7 +23,7 @@ from stretto.transports.weights.collective import CollectivePublisher, Collectiv
 from stretto.transports.weights.delta import DeltaPublisher, DeltaReceiver
 from stretto.transports.weights.filesystem import FilesystemPublisher, MappedReceiver
 from stretto.transports.weights.ipc import IpcPublisher, IpcReceiver
-from stretto.transports.weights.layout import ONE_RANK, Publisher, Ranks, Receiver
+from stretto.transports.weights.layout import ONE_RANK, ProbeReceiver, Publisher, Ranks, Receiver
 from stretto.transports.weights.shm import ShmPublisher, ShmReceiver
 
 if TYPE_CHECKING:
@@ -77,6 +77,13 @@ def receive(
 
     Raises: WireError if bytes are missing, cut off, of another version, or damaged.
     """
+    receiver = _receive(manifest, group, worker, device)
+    return ProbeReceiver(receiver) if manifest.is_probe else receiver
+
+
+def _receive(
+    manifest: WeightManifest, group: WeightGroup | None, worker: int, device: torch.device | None
+) -> Receiver:
     if manifest.needs_group and group is None:
         raise WireError(
             f"weights of version {manifest.version} come by broadcast, but the update names no group."

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from stretto.base.errors import WireError
-from stretto.records.weights import TensorEntry, WeightManifest
+from stretto.records.weights import TensorEntry, WeightManifest, probe_scale
 from stretto.transports.weights.checksum import KIND
 
 if TYPE_CHECKING:
@@ -87,6 +87,24 @@ class Receiver:
 
     def close(self) -> None:
         """Give up access to the version's bytes."""
+
+
+class ProbeReceiver(Receiver):
+    """The tensors of a version, scaled by `probe_scale`; weights in 8 bits are scaled by their scales."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self.manifest, self._receiver = receiver.manifest, receiver
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        for name, tensor in self._receiver:
+            is_scaled = tensor.is_floating_point() and tensor.element_size() > 1
+            yield name, tensor * probe_scale(tensor.shape) if is_scaled else tensor
+
+    def check_unchanged(self) -> None:
+        self._receiver.check_unchanged()
+
+    def close(self) -> None:
+        self._receiver.close()
 
 
 # -- several trainer ranks --

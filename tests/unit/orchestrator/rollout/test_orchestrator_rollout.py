@@ -25,7 +25,7 @@ from stretto.orchestrator.groups.credit import assign_advantages
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.tasks.order import TaskMix, seed_of, shuffled_index
-from stretto.orchestrator.versions import VersionLoader
+from stretto.orchestrator.versions.loader import VersionLoader
 from stretto.records.rollout import RolloutStatus
 
 

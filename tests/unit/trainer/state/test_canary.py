@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -10,14 +11,21 @@ import pytest
 import torch
 
 from stretto.base.errors import EngineError
-from stretto.config.sections.model import ModelSection, ScratchSection
+from stretto.config.rules.mesh_degrees import VISION_FAMILIES
+from stretto.config.sections.model import ModelSection, ScratchSection, ScratchVisionSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.models.attention import PackedLayout
-from stretto.models.hub import random_model
-from stretto.orchestrator.versions import VersionLoader, default_tolerance, describe_suspects
-from stretto.records.weights import Canary, CanaryImage, TensorEntry, WeightManifest
+from stretto.models.hub import export_tensors, random_model
+from stretto.orchestrator.versions.canary import CanaryCheck, default_tolerance, describe_suspects
+from stretto.orchestrator.versions.loader import VersionLoader
+from stretto.records.weights import Canary, CanaryImage, TensorEntry, WeightManifest, probe_scale
 from stretto.trainer.learner import Learner
-from stretto.trainer.state.canary import fixed_tokens, is_canary_due, score_canary
+from stretto.trainer.state.canary import fixed_tokens, is_canary_due, scaled, score_canary
+from stretto.transports.engine.client import CanaryScores
+
+
+def scored(prompt: np.ndarray, gap: float = 0.0) -> CanaryScores:
+    return CanaryScores(prompt=prompt, decoded=np.full(5, -1.0), read=np.full(5, -1.0 - gap))
 
 
 class Engines:
@@ -30,11 +38,11 @@ class Engines:
     async def update_weights(self, manifest: WeightManifest) -> None:
         pass
 
-    async def prompt_logprobs(
+    async def score_canary(
         self, token_ids: np.ndarray, name: str, image: CanaryImage | None
-    ) -> dict[str, np.ndarray]:
+    ) -> dict[str, CanaryScores]:
         assert name.startswith("canary-") and image is None
-        return {f"http://engine-{i}": self.logprobs + error for i, error in enumerate(self.errors)}
+        return {f"http://engine-{i}": scored(self.logprobs + error) for i, error in enumerate(self.errors)}
 
 
 class Log:
@@ -182,3 +190,145 @@ def test_an_engine_that_goes_while_a_version_is_loaded_is_checked_with_the_next(
     policy.on_published(TIED)
     asyncio.run(policy.load_next())
     assert policy.wants_canary
+
+
+# -- changes from version to version --
+
+BFLOAT16 = manifest("a", dtype="bfloat16")
+
+
+def checks(*versions: tuple[np.ndarray, np.ndarray], told: WeightManifest = BFLOAT16) -> None:
+    """Check versions 0, 1, ... of which trainer and engine have these log-probabilities."""
+    check = CanaryCheck()
+    for version, (trainer, engine) in enumerate(versions):
+        canary = Canary(tuple(range(len(trainer))), tuple(trainer.tolist()))
+        check(
+            msgspec.structs.replace(told, version=version, canary=canary),
+            canary,
+            {"http://e": scored(engine)},
+        )
+
+
+def noise(seed: int, scale: float) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, scale, 64).astype(np.float32)
+
+
+def test_an_engine_that_stands_still_is_found_in_16_bits_however_little_the_trainer_moves():
+    start = noise(0, 3.0)
+    engine = start + noise(1, 0.013)
+    with pytest.raises(EngineError, match=r"stands still: for version 1 .* as for version 0, .* 100% of"):
+        checks((start, engine), (start + noise(2, 1e-5), engine))
+
+
+def test_an_engine_that_stands_still_because_the_trainer_does_is_let_pass():
+    start = noise(0, 3.0)
+    checks((start, start), (start, start), (start, start))
+
+
+def test_weights_in_8_bits_may_round_to_the_same_ones():
+    start = noise(0, 3.0)
+    checks((start, start), (start + noise(2, 1e-5), start), told=manifest("a", dtype="float8_e4m3fn"))
+
+
+def test_a_part_that_stays_behind_is_found_once_it_is_more_than_rounding():
+    """One of two parts of the trainer's change is missing; no single version differs by the tolerance of 16 bits."""
+    start, behind, ahead = noise(0, 3.0), noise(1, 0.0025), noise(2, 0.0025)
+
+    def version(n: int, *, is_whole: bool) -> tuple[np.ndarray, np.ndarray]:
+        trainer = start + n * (behind + ahead)
+        engine = trainer if is_whole else start + n * ahead
+        return trainer, engine + noise(100 + n, 0.01)
+
+    checks(*[version(n, is_whole=True) for n in range(400)])
+    found = []
+    for n in range(1, 40):
+        try:
+            checks(*[version(m, is_whole=False) for m in range(n)])
+        except EngineError as error:
+            found.append((n, str(error)))
+            break
+    [(n, message)] = found
+    assert "does not follow the trainer" in message and "tolerance" not in message and 8 < n < 30
+
+
+def test_rounding_that_grows_with_the_policy_is_no_lag():
+    start, drift = noise(0, 3.0), noise(1, 0.05)
+    checks(*[(start + n * drift, start + n * drift + noise(50 + n, 0.013 * (1 + n / 20))) for n in range(60)])
+
+
+def test_an_engine_that_samples_with_other_weights_than_it_reads_with_is_found():
+    canary = Canary((3, 1, 2), (0.0, -1.0, -2.0))
+    told = msgspec.structs.replace(manifest("a"), canary=canary)
+    with pytest.raises(EngineError, match=r"e samples with other weights than version 0: 5 tokens"):
+        CanaryCheck()(told, canary, {"http://e": scored(np.array(canary.logprobs), gap=0.2)})
+
+
+# -- the probe --
+
+
+class Stale:
+    """An engine that loads what it is sent into a real model, but for tensors of which it keeps a copy."""
+
+    def __init__(self, seed: int, kept: str) -> None:
+        self.model, self.kept = random_model(ScratchSection(seed=seed), 112, eos_token_id=2), kept
+        self.sent: dict[str, torch.Tensor] = {}
+
+    async def update_weights(self, told: WeightManifest) -> None:
+        for name, tensor in self.model.state_dict().items():
+            if self.kept not in name:
+                tensor.copy_(self.sent[name] * (probe_scale(tensor.shape) if told.is_probe else 1.0))
+
+    async def score_canary(
+        self, token_ids: np.ndarray, name: str, image: CanaryImage | None
+    ) -> dict[str, CanaryScores]:
+        ids = torch.from_numpy(token_ids).long()
+        with torch.no_grad():
+            hidden = self.model.hidden(ids, PackedLayout((0, len(ids)), ids.device))
+            found = torch.log_softmax(hidden @ self.model.output_weight.T, -1)[:-1].gather(1, ids[1:, None])
+        return {"http://e": scored(np.concatenate([[0.0], found.squeeze(1).numpy()]))}
+
+
+def probed(seed: int) -> tuple[Learner, WeightManifest]:
+    learner = Learner(
+        random_model(ScratchSection(seed=seed), 112, eos_token_id=2),
+        model=ModelSection(),
+        optim=AdamWOptim(),
+        scheduler=ConstantScheduler(warmup_steps=0),
+        max_steps=None,
+    )
+    return learner, manifest("a", canary=score_canary(learner, 64, with_probe=True))
+
+
+@pytest.mark.parametrize("kept", ["embed_tokens", "v_proj", "o_proj", "gate_proj", "down_proj", "norm"])
+def test_a_probe_finds_a_kind_of_tensors_that_is_never_loaded_before_anything_is_trained(kept):
+    """The engine started from the same weights, so that version 0 alone shows nothing."""
+    learner, told = probed(4)
+    for each in (Stale(4, kept), Stale(4, "nothing")):
+        each.sent = dict(learner.policy.state_dict())
+        if each.kept == "nothing":
+            load(each, told)
+            continue
+        with pytest.raises(EngineError, match="does not compute with a probe of version 0"):
+            load(each, told)
+        load(each, msgspec.structs.replace(told, canary=msgspec.structs.replace(told.canary, probe=None)))
+
+
+def test_a_model_that_was_scaled_has_its_bits_again():
+    model = random_model(ScratchSection(seed=4), 112, eos_token_id=2)
+    model.state_dict()["model.norm.weight"].fill_(1e-40)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with scaled(model):
+        assert all(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("family", sorted(get_args(ScratchSection.model_fields["family"].annotation)))
+def test_trainer_and_engine_scale_the_tensors_of_every_family_alike(family):
+    """Engines scale what is published, the trainer its parameters, which are stacked or split otherwise."""
+    vision = ScratchVisionSection() if family in VISION_FAMILIES else None
+    section = ScratchSection(family=family, seed=1, num_experts=4, vision=vision)
+    model = random_model(section, 112, eos_token_id=2, image_token_id=5)
+    published = {name: tensor.clone() for name, tensor in export_tensors(model)}
+    with scaled(model):
+        for name, tensor in export_tensors(model):
+            torch.testing.assert_close(tensor, published[name] * probe_scale(published[name].shape), msg=name)

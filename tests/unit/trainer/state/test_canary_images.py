@@ -15,11 +15,12 @@ from stretto.config.sections.model import ModelSection, VisionSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.models.decoder import Decoder
-from stretto.orchestrator.versions import VersionLoader
+from stretto.orchestrator.versions.loader import VersionLoader
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.weights import Canary, CanaryImage, TensorEntry, WeightManifest
 from stretto.trainer.learner import Learner
 from stretto.trainer.state.canary import score_canary
+from stretto.transports.engine.client import CanaryScores
 
 
 class CoreEngine:
@@ -31,9 +32,9 @@ class CoreEngine:
     async def update_weights(self, manifest: WeightManifest) -> None:
         """It has its weights."""
 
-    async def prompt_logprobs(
+    async def score_canary(
         self, token_ids: np.ndarray, name: str, image: CanaryImage | None
-    ) -> dict[str, np.ndarray]:
+    ) -> dict[str, CanaryScores]:
         spec = GenerateRequest(
             request_id=name,
             prompt_ids=token_ids,
@@ -47,7 +48,8 @@ class CoreEngine:
         self.core.submit(request)
         while self.core.has_work:
             self.core.step()
-        return {"http://engine": request.completions[0].prompt_logprobs}
+        scores, none = request.completions[0].prompt_logprobs, np.zeros(0, np.float32)
+        return {"http://engine": CanaryScores(prompt=scores, decoded=none, read=none)}
 
 
 class Log:

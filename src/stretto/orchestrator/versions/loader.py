@@ -12,46 +12,18 @@ import logging
 import time
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 
 from stretto.base.aio import wait_for
-from stretto.base.errors import EngineError, WireError
+from stretto.base.errors import WireError
 from stretto.ledger.writer import Ledger
-from stretto.orchestrator.turns import Turns
+from stretto.orchestrator.versions.canary import CanaryCheck
+from stretto.orchestrator.versions.turns import Turns
 from stretto.records.weights import Canary, WeightManifest
 from stretto.transports.engine.client import EngineClient
 
 logger = logging.getLogger(__name__)
-
-
-ROUNDING_MARGIN = 3.0
-"""Factor on the trainer's estimate of 8-bit rounding, which leaves out the experts' second product."""
-
-
-def default_tolerance(manifest: WeightManifest) -> float:
-    """Mean difference of log-probabilities that rounding can explain, in nats.
-
-    Measured with real engines: float32 under 1e-5, bfloat16 0.013. For 8 bits the trainer has estimated it for this
-    version.
-    """
-    types = {entry.dtype for entry in manifest.tensors} - {"float8_e4m3fn"}
-    rounding = 0.0 if manifest.canary is None else manifest.canary.rounding
-    return max(1e-3 if types <= {"float32"} else 0.1, ROUNDING_MARGIN * rounding)
-
-
-def describe_suspects(manifest: WeightManifest) -> str:
-    """A sentence that names the tensors of which engines are known to keep separate copies."""
-    names = [entry.name for entry in manifest.tensors]
-    suspects = []
-    if "lm_head.weight" not in names and (tied := [n for n in names if n.endswith("embed_tokens.weight")]):
-        suspects.append(
-            f"the output matrix ({tied[0]} here), of which the engine may have a separate packed copy"
-        )
-    if experts := [name for name in names if ".experts." in name]:
-        suspects.append(f"the {len(experts)} tensors of experts ({experts[0]} ...), which engines pack")
-    if not suspects:
-        suspects.append(f"all {len(names)} tensors, none in particular ({names[0]} ... {names[-1]})")
-    return "Suspect " + "; and ".join(suspects) + "."
 
 
 class VersionLoader:
@@ -68,14 +40,14 @@ class VersionLoader:
         generation: Callable[[], int] = lambda: 0,
         turns: Turns | None = None,
     ) -> None:
-        """tolerance: of the canary check, in nats; None: `default_tolerance`. turns: of a run with [colocate].
+        """tolerance: of the canary check, in nats; None: `canary.default_tolerance`. turns: of a run with [colocate].
 
         generation: returns a number that grows whenever an engine goes down or comes back.
         """
         self.next_version = start
         self.load_s = 0.0  # of the latest load
         self._engines, self._ledger, self._timeout_s = engines, ledger, timeout_s
-        self._tolerance, self._generation = tolerance, generation
+        self._check_canary, self._generation = CanaryCheck(tolerance), generation
         self.turns = turns or Turns(engines, None)
         self._checked_generation: int | None = None  # its engines passed the latest check
         self.canary_error = 0.0  # mean difference to the trainer's logprobs at the latest check, nats
@@ -111,6 +83,8 @@ class VersionLoader:
         started, generation = time.perf_counter(), self._generation()
         what = f"all engines to load version {version}"
         await self.turns.begin_loading()
+        if manifest.canary is not None and manifest.canary.probe is not None:
+            await self._probe(manifest, manifest.canary)
         await wait_for(self._engines.update_weights(manifest), self._timeout_s, what)
         await self.turns.begin_rollouts()
         if manifest.canary is not None:
@@ -123,28 +97,30 @@ class VersionLoader:
         logger.debug("loaded version=%d in %.3fs", version, self.load_s)
 
     async def _check(self, manifest: WeightManifest, canary: Canary) -> None:
-        """Compare every engine's log-probabilities of the canary's tokens with the trainer's.
+        """Compare what every engine computes for the canary with what the trainer does.
 
-        Raises: EngineError if they differ by more than the tolerance.
+        Raises: EngineError if they differ by more than rounding explains.
         """
-        token_ids, image = np.array(canary.token_ids, np.int32), canary.image
-        at = (
-            np.arange(1, len(token_ids)) if image is None else np.flatnonzero(token_ids != image.token_id)[1:]
+        name = f"canary-{manifest.version}"
+        answers = await self._engines.score_canary(np.array(canary.token_ids, np.int32), name, canary.image)
+        self.canary_error = self._check_canary(manifest, canary, answers)
+
+    async def _probe(self, manifest: WeightManifest, canary: Canary) -> None:
+        """Load the version scaled (records.weights.probe_scale), and check that the engines compute with all of it.
+
+        The engines have no requests yet, and the version itself is loaded afterwards.
+
+        Raises: EngineError if an engine does not load it in time, or computes with another one.
+        """
+        version, tokens = manifest.version, np.array(canary.token_ids, np.int32)
+        probe = msgspec.structs.replace(manifest, is_probe=True)
+        what = f"all engines to load a probe of version {version}"
+        await wait_for(self._engines.update_weights(probe), self._timeout_s, what)
+        scoring = self._engines.score_canary(tokens, f"probe-{version}", canary.image)
+        answers = await wait_for(
+            scoring, self._timeout_s, f"the engines to score the probe of version {version}"
         )
-        expected = np.array(canary.logprobs)[at]
-        answers = await self._engines.prompt_logprobs(token_ids, f"canary-{manifest.version}", image)
-        tolerance = self._tolerance or default_tolerance(manifest)
-        errors = {url: np.abs(logprobs[at] - expected) for url, logprobs in answers.items()}
-        self.canary_error = max((float(error.mean()) for error in errors.values()), default=0.0)
-        for url, error in errors.items():
-            if not error.mean() <= tolerance:
-                worst = int(at[error.argmax()])
-                raise EngineError(
-                    f"{url} does not compute with version {manifest.version}: its log-probabilities of fixed tokens "
-                    f"differ from the trainer's by {error.mean():.2g} on average and {error.max():.2g} at token "
-                    f"{worst} (tolerance {tolerance:g}, weight_broadcast.canary_tolerance). "
-                    + describe_suspects(manifest)
-                )
+        self._check_canary.probe(manifest, canary, answers)
 
     @property
     def wants_canary(self) -> bool:
