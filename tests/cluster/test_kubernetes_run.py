@@ -39,6 +39,8 @@ batch_size = 16
 group_size = 4
 [orchestrator.train.sampling]
 max_completion_tokens = 6
+[trainer.loss]
+entropy_coef = 0.01
 [[orchestrator.env]]
 id = "sort-letters"
 args = {{num_letters = 4}}
@@ -53,6 +55,29 @@ VALUES = {
     "inference": NO_GPU | {"replicas": 2},
 }
 NUM_PODS = 6  # with the router's
+
+
+async def test_a_short_run_ends_in_its_pods(tmp_path: Path) -> None:
+    """One pod for each of orchestrator, trainer and engine."""
+    config = CONFIG.replace(f"max_steps = {STEPS}", "max_steps = 3")
+    values = VALUES | {"config": config, "trainer": NO_GPU, "inference": NO_GPU}
+    manifests = render("exp", values, tmp_path)
+    (tmp_path / "network").mkdir()
+    data = tmp_path / "node" / "claims" / "exp-shared-data"
+    untrained_model(data)
+    run = RunDir(data / "outputs" / "run")
+    with (
+        network(3, tmp_path / "network", "ks") as hosts,
+        Kubelet(manifests, tmp_path / "node", hosts) as kubelet,
+    ):
+        try:
+            await until(lambda: run.summary.exists() and read_steps(run) == 3, LIMIT_S)
+        except TimeoutError:
+            pytest.fail(kubelet.output())
+        assert kubelet.delete("exp-trainer-0") == 0, kubelet.output()
+    assert audit(run) == []
+    assert {row["step"] for row in read_metrics(run.metrics("orchestrator"))} >= {1, 2, 3}
+    assert not [row for row in read_metrics(run.metrics("trainer")) if row.get("optim/skipped")]
 
 
 async def test_a_run_survives_its_pods(tmp_path: Path) -> None:

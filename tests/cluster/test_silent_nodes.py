@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from network import Host, network
-from test_by_hand import DEADLINE_S, PROGRAMS, SFT, TASK, model, until, verb
+from test_by_hand import DEADLINE_S, MOVED, PROGRAMS, SFT, model, until, verb
 
 from stretto.base.paths import RunDir
 from stretto.base.process import EXIT_LOST
@@ -61,7 +61,7 @@ def test_a_run_names_the_trainers_node_that_has_fallen_silent_and_is_resumed_wit
         '[deployment]\ntype = "multi_node"\nnum_train_nodes = 2\ngpus_per_node = 0\n'
         f"lost_after_s = {LOST_AFTER_S}\nhosts = {json.dumps(addresses)}\n[ckpt]\ninterval = 2\n"
         '[inference]\ndevice = "cpu"\n[orchestrator]\nbatch_size = 16\ngroup_size = 4\n'
-        "[orchestrator.train.sampling]\nmax_completion_tokens = 6\n" + TASK
+        "[orchestrator.train.sampling]\nmax_completion_tokens = 6\n" + MOVED
     )
     run, words = RunDir(tmp_path / "run"), [*verb("rl"), "@", tmp_path / "rl.toml"]
     nodes = [host.start(words) for host in hosts]

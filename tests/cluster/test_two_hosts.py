@@ -146,6 +146,7 @@ def train(
         f"hosts = {json.dumps([host.name if by_name else host.address for host in hosts])}\n[weight_broadcast]\ntype = "
         '"collective"\n[orchestrator]\nbatch_size = 16\ngroup_size = 4\n[[orchestrator.env]]\n'
         'id = "sort-letters"\nargs = { num_letters = 4 }\n[orchestrator.train.sampling]\nmax_completion_tokens = 6\n'
+        "[trainer.optim]\nlr = 0.01\n[trainer.loss]\nentropy_coef = 0.01\n"
         f'[inference]\nengine = "vllm"\ndevice = "cpu"\n{inference}'
     )
     # The hosts share a kernel: left alone, NIXL's UCX would see that and take shared memory.
@@ -165,7 +166,9 @@ def train(
     for host in hosts:  # this process does not know their names
         urls = [url.replace(f"//{host.name}:", f"//{host.address}:") for url in urls]
     assert len(urls) == 3 and len(set(urls)) == 3, urls
-    served = load_model(run.weights_step(STEPS), dtype=torch.float32)
+    served, first = (load_model(path, dtype=torch.float32) for path in (run.weights_step(STEPS), model))
+    change = np.abs(logprobs_of(served, PROMPT) - logprobs_of(first, PROMPT)).max()
+    assert change > 1e-2, f"{change:g}: an engine that has kept its first weights would look right"
     return Served(run, urls[0], urls[1:], served, lambda check: hosts[0].inside(lambda: asyncio.run(check())))
 
 

@@ -5,6 +5,7 @@ Whatever happens, no rollout is trained twice.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -192,6 +193,29 @@ def test_a_run_is_stopped_after_its_step_and_resumed_by_hand(cluster: Cluster, t
     run.stop()
     assert run.job_fields()["Restarts"] == "0"
     assert "has ended already" in run.stretto("stop", str(run.dir))
+    saved = run.saved()
+    run.submit("--resume", "--max-steps", str(saved + 2))
+    assert run.end()["JobState"] == "COMPLETED", run.said()
+    run.check(saved + 2)
+
+
+@pytest.mark.parametrize("verb", ["rl", "sft"])
+def test_a_run_whose_job_is_cancelled_says_so_and_blames_nobody(
+    cluster: Cluster, tmp_path: Path, verb: str
+) -> None:
+    """Slurm sends SIGTERM to every process of the job; what was saved is there to be resumed."""
+    run = Submitted(cluster, tmp_path, ENDLESS, verb=verb)
+    run.until_saved(2)
+    cluster.login("scancel", run.job)
+    assert run.end()["JobState"] == "CANCELLED"
+    cluster.until(cluster.is_idle, "nothing of it runs on")
+    said = run.said()
+    for blame in ("FAILED", "may have ended it", "This is a bug", "it is started again", "Traceback"):
+        assert blame not in said, said
+    if verb == "rl":
+        assert "stopped at once; the last complete checkpoint" in said, said
+        assert "on Slurm: CANCELLED" in run.stretto("status", str(run.dir))
+        assert re.search(r"\n  (\S*/)?rl @ run.toml --resume --max-steps", said), "as it was typed"
     saved = run.saved()
     run.submit("--resume", "--max-steps", str(saved + 2))
     assert run.end()["JobState"] == "COMPLETED", run.said()

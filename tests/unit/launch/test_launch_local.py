@@ -216,6 +216,36 @@ async def test_a_process_that_was_asked_to_end_from_outside_is_not_blamed_on_an_
     assert "LIKELY CAUSE" not in output and "`scancel`" in output
 
 
+@pytest.mark.parametrize("is_launcher_first", [True, False])
+@pytest.mark.parametrize("role", ["orchestrator", "trainer"])
+async def test_a_run_whose_processes_are_all_asked_to_end_has_not_failed(
+    tmp_path: Path, role: str, is_launcher_first: bool
+) -> None:
+    """A scheduler that cancels a job, and systemd, send SIGTERM to every process of it, in any order."""
+    launcher = Launcher(tmp_path, inference="waits", orchestrator="talks waits", trainer="waits")
+    await launcher.is_up()
+    await launcher.says("step 1/3")
+    pids = [launcher.popen.pid, await launcher.pid(role)]
+    for pid in pids if is_launcher_first else reversed(pids):
+        os.kill(pid, signal.SIGTERM)
+    code, output = await launcher.end()
+    assert code == 130 and "stopped at once; the last complete checkpoint" in output
+    assert "FAILED" not in output
+
+
+async def test_engines_that_end_with_the_whole_run_are_not_started_anew(tmp_path: Path) -> None:
+    """They end with 0 at SIGTERM."""
+    plans = {"inference": "late exits0", "orchestrator": "talks waits", "trainer": "waits"}
+    launcher = Launcher(tmp_path, {"max_restarts": 2}, **plans)
+    await launcher.is_up()
+    await launcher.says("step 1/3")
+    launcher.popen.send_signal(signal.SIGTERM)
+    await launcher.says("finishing this step")
+    (tmp_path / "follower_ended").touch()
+    code, output = await launcher.end()
+    assert code == 130 and "anew" not in output and "FAILED" not in output
+
+
 @pytest.mark.parametrize("status", [1, 2])
 async def test_an_error_before_the_first_rollout_is_shown_as_the_commands_own(
     tmp_path: Path, status: int

@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from types import FrameType, MappingProxyType
@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 STALL_SLACK_S = 60.0  # the processes' own watchdogs fire first and say more
 RESTART_GRACE_S = 2.0
+LAUNCHERS_TURN_S = (
+    1.0  # for a signal to all processes of a job to reach this one, after one that it has ended
+)
 LAST_MESSAGES_S = 3.0  # for other processes to log why they end when one has failed
 WEDGED_AFTER_S = 60.0  # after its start; before that, an engine may be loading its model
 SERVERS = ("inference", "teacher", "router", "registrar", "kv_store", "tenants", "hub")
@@ -142,6 +145,7 @@ class Supervisor:
         self._restarts = {spec.name: Restarts(spec.max_restarts) for spec in specs}
         self._status = StatusPipe(self._on_status)
         self._stop_now = asyncio.Event()
+        self._is_terminated = asyncio.Event()
         self._has_checked = asyncio.Event()
         self._are_devices_free = False
         if console is None or self._lead is None:
@@ -202,6 +206,8 @@ class Supervisor:
                 ended = [running.pop(task) for task in done if task in running]
                 # If several ended together, one killed by a signal is the likelier cause.
                 for child in sorted(ended, key=lambda child: child.returncode or 0):
+                    if await self._is_whole_run_ended(child):
+                        return self._stopped_by_signal()
                     if self._restarts[child.name].left(child.age_s) > 0:
                         restarted = await self._restart(child)
                         running[asyncio.create_task(restarted.wait())] = restarted
@@ -274,6 +280,8 @@ class Supervisor:
         """Show which process failed, and how; the exit status."""
         returncode = child.returncode
         assert returncode is not None
+        if await self._is_whole_run_ended(child):
+            return self._stopped_by_signal()
         if self._console is None and self._lead is not None:
             if running:
                 await asyncio.wait(running, timeout=LAST_MESSAGES_S)
@@ -307,6 +315,19 @@ class Supervisor:
         logger.error("%s ended: %s", child.name, how)
         self._show("\n".join(lines), is_failure=True)
         return EXIT_LOST if returncode == EXIT_LOST else EXIT_FAILED
+
+    async def _is_whole_run_ended(self, child: Child) -> bool:
+        """Whether SIGTERM came to this process and to the launcher, as when a job is cancelled.
+
+        A scheduler and systemd send it to all processes of a job, in any order; engines then end with 0.
+        """
+        is_by_signal = child.returncode == -signal.SIGTERM
+        if not is_by_signal and not (child.returncode == 0 and is_server(self._specs[child.name])):
+            return False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAUNCHERS_TURN_S):
+                await self._is_terminated.wait()
+        return self._is_terminated.is_set()
 
     def _stopped_by_signal(self) -> int:
         if self._lead is None:
@@ -372,6 +393,8 @@ class Supervisor:
     def _on_signal(self, number: signal.Signals) -> None:
         name = "Ctrl-C" if number == signal.SIGINT else number.name
         logger.info("%s while %s", name, self.state)
+        if number == signal.SIGTERM:
+            self._is_terminated.set()
         if number == FINISH and (self._lead is None or self.state is not RunState.RUNNING):
             return
         if number == FINISH and not self.has_begun:

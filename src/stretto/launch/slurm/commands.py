@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.base.errors import ConfigError, EngineError
-from stretto.base.rundir import JOB_VAR
+from stretto.base.rundir import COMMAND_VAR, JOB_VAR
 from stretto.config.rules.slurm import node_names
 
 logger = logging.getLogger(__name__)
@@ -45,12 +46,13 @@ class Queued:
         return self.state == "RUNNING"
 
 
-def submit(script: str) -> str:
+def submit(script: str, typed: Sequence[str] = ()) -> str:
     """Submit a script file; the number of its job.
 
+    typed: the command that the user typed, which the run's messages name; not in the script, as it may hold a key.
     Raises: ConfigError with Slurm's message if it refuses the job.
     """
-    result = _run("sbatch", "--parsable", script)
+    result = _run("sbatch", "--parsable", script, env=os.environ | {COMMAND_VAR: shlex.join(typed)})
     if result.returncode:
         reason = _message(result).replace("sbatch: error: ", "")
         raise ConfigError(f"Slurm refuses the job: {reason}. Its script is {script}; correct [slurm].")

@@ -117,6 +117,8 @@ class Job:
 
         Raises: _Refused if the step failed before the run had trained anything.
         """
+        if self.is_ended_by_slurm:
+            return
         for host, step in list(self.engines.items()):
             code = step.poll()
             if code is not None and host not in self.restart_at and host not in self.stand_ins:

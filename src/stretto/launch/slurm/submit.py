@@ -27,7 +27,7 @@ def main(cfg: JobConfig, *, check: Callable[[], None] = lambda: None) -> int:
     check_run(cfg)
     check()
     write(job, cfg)
-    number = submit(str(job.script_file))
+    number = submit(str(job.script_file), sys.argv[1:])
     record = {"by": "slurm", "verb": job.verb, "job": number, "host": socket.gethostname()}
     write_json(job.run.launch, record)
     assert cfg.slurm is not None

@@ -154,6 +154,27 @@ def test_a_job_that_may_not_be_queued_again_ends_when_no_replica_is_left(
     assert all(step.returncode is not None for step in job.engines.values())
 
 
+def test_a_job_that_slurm_ends_starts_no_step_again(job: Job, say: Say) -> None:
+    """Engines end with 0 when the job is cancelled."""
+    say("srun", "exit 0")
+    job.start_engines("d")
+    job.engines["d"].wait()
+    job.is_ended_by_slurm = True
+    job.restart_ended()
+    assert not job.restart_at
+    job.is_ended_by_slurm = False
+    job.restart_ended()
+    assert [*job.restart_at] == ["d"]
+
+
+def test_the_job_knows_what_was_typed_and_its_script_does_not(say: Say, tmp_path: Path) -> None:
+    """It may hold a key."""
+    say("sbatch", f'echo "$STRETTO_COMMAND" >{tmp_path}/typed; echo 7')
+    assert commands.submit("job.sh", ["rl", "@", "my run.toml", "--inference.api-key", "k"]) == "7"
+    assert (tmp_path / "typed").read_text() == "rl @ 'my run.toml' --inference.api-key k\n"
+    assert called(tmp_path) == ["sbatch --parsable job.sh"]
+
+
 def test_a_run_that_is_cancelled_or_fails_by_itself_is_not_queued_again(
     job: Job, say: Say, tmp_path: Path
 ) -> None:
