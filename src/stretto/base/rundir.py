@@ -28,7 +28,16 @@ logger = logging.getLogger(__name__)
 # Left by a dry run, by another node that started earlier, or by a run that was stopped before its first step: a new
 # run is not refused because of them.
 _HARMLESS = frozenset(
-    {"configs", "plan.json", "run.lock", "run.orchestrator.lock", "run.trainer.lock", "dry_run", "secret"}
+    {
+        "configs",
+        "plan.json",
+        "clock.json",
+        "run.lock",
+        "run.orchestrator.lock",
+        "run.trainer.lock",
+        "dry_run",
+        "secret",
+    }
     | {"logs", "dumps", "tokenizer", "launch.json", "nodes.json", "slurm", "ray"}
 )
 # Left, too, by a run that trained no step: a new run of the same name deletes them.

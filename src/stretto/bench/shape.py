@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
+from stretto.config.reading.plain import PlainParser, meant_flag
 
 VERBS = ("rl", "sft", "inference")
+_FLAGS = [
+    f"--bench.{name}" for name in ("steps", "prompt-tokens", "completion-tokens", "requests", "json", "out")
+]
 NUM_STEPS, NUM_REQUESTS = 5, 64
 
 
@@ -33,7 +37,7 @@ class Shape:
         """
         if verb not in VERBS:
             raise ConfigError(f"--bench: `{verb}` cannot be benched; {', '.join(VERBS)} can")
-        parser = argparse.ArgumentParser(prog=f"{verb} --bench", allow_abbrev=False, add_help=False)
+        parser = PlainParser(verb, prog=f"{verb} --bench", add_help=False)
         parser.add_argument("--bench", action="store_true")
         parser.add_argument("--bench.steps", dest="steps", type=_count, default=NUM_STEPS)
         parser.add_argument("--bench.prompt-tokens", dest="prompt_tokens", type=_count)
@@ -43,7 +47,8 @@ class Shape:
         parser.add_argument("--bench.out", dest="out", type=Path)
         given, rest = parser.parse_known_args(list(words))
         if unknown := [word for word in rest if word.startswith("--bench")]:
-            raise ConfigError(f"{unknown[0]}: no flag of --bench; see docs/debugging.md")
+            name = unknown[0].partition("=")[0]
+            raise ConfigError(f"{name}: no flag of --bench; {meant_flag(name, sorted(_FLAGS))}")
         if given.steps < 2:
             raise ConfigError("--bench.steps: give 2 or more, the first is dropped")
         values = {key: value for key, value in vars(given).items() if key != "bench"}

@@ -236,6 +236,15 @@ def _compiled(source: str, where: str, *, marks: bool = False) -> jinja2.Templat
         raise ConfigError(f"{where}: not a chat template: line {line}: {cause}") from cause
 
 
+_fixed: datetime | None = None
+
+
+def fix_clock(moment: datetime | None) -> None:
+    """Give this moment to the templates that write a date, from now on; None: the time at which they are rendered."""
+    global _fixed
+    _fixed = moment
+
+
 @lru_cache(maxsize=2)
 def _environment(marks: bool) -> jinja2.Environment:
     """The sandbox in which templates run; marks: {% generation %} writes marks around its text."""
@@ -259,7 +268,7 @@ def _environment(marks: bool) -> jinja2.Environment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = lambda form: (_fixed or datetime.now()).strftime(form)
     return environment
 
 

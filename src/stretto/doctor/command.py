@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stretto.base.errors import ConfigError, StrettoError
+from stretto.config.reading.plain import PlainParser
 from stretto.doctor import machine, software
 from stretto.doctor.finding import Check, Finding, State, as_text, bad, good, guarded, run_checks, verdict
 
@@ -42,14 +43,13 @@ def doctor(words: Sequence[str]) -> int:
 
 
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="stretto doctor",
+    parser = PlainParser(
+        "doctor",
         usage="stretto doctor [CONFIG.toml | @ CONFIG.toml ...] [--KEY VALUE ...] [--json] [--wait S]\n"
         "       stretto doctor --listen [HOST:PORT]      on one host\n"
         "       stretto doctor --peer HOST[:PORT]        on another",
         description="Look at this machine, and at what a config needs of it. If a config names several hosts, start "
         "the same command on each; the first one prints what all have found.",
-        allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument(
@@ -64,6 +64,7 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--peer", metavar="HOST[:PORT]", help="measure the way to a host with --listen")
     options, rest = parser.parse_known_args(list(words))
+    parser.refuse_near([word for word in rest if "." not in word])
     if not 0 <= options.wait < math.inf:
         raise ConfigError(f"--wait {options.wait:g}: give seconds, 0 or more")
     return options, rest

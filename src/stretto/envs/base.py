@@ -29,7 +29,7 @@ from stretto.base.foreign import call_async, definition_of, guarded, load_module
 from stretto.data.messages import checked_messages
 from stretto.data.values import checked_json, with_whole_text
 from stretto.envs import find
-from stretto.envs.arguments import check_argument_types, signature_of
+from stretto.envs.arguments import check_argument_types, check_methods, signature_of
 from stretto.envs.result import RolloutResult, checked_result, checked_reward
 from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Task
@@ -322,6 +322,8 @@ def load_environment(
     signature = signature_of(factory, env_id)
     if env_id in BUNDLED and inspect.isclass(factory):
         check_argument_types(factory, args, env_id)
+    if inspect.isclass(factory):
+        check_methods(factory, env_id)
     if run is not None and "run" in signature.parameters:
         args.setdefault("run", run)
     try:

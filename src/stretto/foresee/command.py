@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
+from stretto.config.reading.plain import PlainParser
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.foresee import report
 from stretto.foresee.memory import all_memory
@@ -40,11 +41,16 @@ _RAISE_AGAIN_S = 2.0  # longer than it takes to end
 
 def plan(words: Sequence[str]) -> int:
     """Print the plan of a config."""
-    args, rest = _parser().parse_known_args(list(words))
+    parser = _parser()
+    args, rest = parser.parse_known_args(list(words))
     if args.compare is not None and not rest:
         rest = ["@", str(_config_of(args.compare))]
     rest = _config_words(rest)
-    cfg = _load(rest)
+    try:
+        cfg = _load(rest)
+    except ConfigError:
+        parser.refuse_near(rest)
+        raise
     setup = build_setup(cfg, gpu=args.gpu, model_config=args.model_config)
     memories = all_memory(setup)
     found: dict[str, Any] = {"setup": report.setup_json(setup)}
@@ -193,18 +199,19 @@ def _config_of(run: Path) -> Path:
     """
     path = run / "configs" / "run.json"
     if not path.is_file():
-        raise ConfigError(f"{run}: no run; a run directory has configs/run.json")
+        from stretto.view.state import no_run_text
+
+        raise ConfigError(f"{run}: {no_run_text(run)}")
     return path
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="stretto plan",
+def _parser() -> PlainParser:
+    parser = PlainParser(
+        "plan",
         usage="stretto plan CONFIG [--KEY VALUE ...] [options]",
         description="Foresee a run of `rl` or `sft`: memory of each process, time of a step, and what would be better. "
         "Needs neither a GPU nor weights. CONFIG and keys are those of the verb. Distributions are a number, or "
         "MEDIAN:SIGMA.",
-        allow_abbrev=False,
     )
     parser.add_argument("--gpu", metavar="NAME", help="H100, H200, B200, A100, L40S, or CPU for this machine")
     parser.add_argument(
@@ -273,9 +280,9 @@ def _signals_unwind() -> Iterator[None]:
 
 
 def _positive(text: str) -> int:
-    """A number of steps. Raises: ValueError, of which argparse makes its message."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give at least 1")
+    """A number of steps."""
+    if (number := int(text) if text.isdecimal() else 0) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give at least 1, a whole number")
     return number
 
 

@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import time
-from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ from stretto.base.errors import ConfigError
 from stretto.base.files import holder, read_json, write_atomic
 from stretto.base.paths import RunDir
 from stretto.base.status import duration
+from stretto.config.reading.plain import PlainParser
 from stretto.launch.slurm import commands as slurm
 from stretto.monitors.file import read_metrics
-from stretto.view.state import describe
+from stretto.view.state import describe, no_run_text, runs_here
 
 FOLLOW_S = 0.5
 FINISHES = "finishes its step, saves a checkpoint and ends; --now ends it at once"
@@ -31,7 +31,7 @@ DEFAULT_LOGS = ("job", "orchestrator", "sft", "inference")
 
 def status(words: list[str]) -> int:
     """`stretto status RUN`: who runs it, how far it is, and where its logs are."""
-    parser = ArgumentParser("stretto status", description="how far a run is, and who runs it")
+    parser = PlainParser("status", "how far a run is, and who runs it", missing=runs_here)
     parser.add_argument("run", type=Path, help="the run's directory")
     run = find_run(parser.parse_args(words).run)
     rows = {"run": str(run), **_launcher(run), **_progress(run), "logs": ", ".join(_logs(run)) or "none yet"}
@@ -41,7 +41,7 @@ def status(words: list[str]) -> int:
 
 def logs(words: list[str]) -> int:
     """`stretto logs RUN [NAME] [--follow]`: the end of a process's log."""
-    parser = ArgumentParser("stretto logs", description="the end of a log of a run")
+    parser = PlainParser("logs", "the end of a log of a run", missing=runs_here)
     parser.add_argument("run", type=Path, help="the run's directory")
     default = "default: the job's, else that of the orchestrator, of sft or of inference"
     parser.add_argument("name", nargs="?", help=f"a process, such as trainer_1, or job; {default}")
@@ -60,9 +60,7 @@ def logs(words: list[str]) -> int:
 
 def stop(words: list[str]) -> int:
     """`stretto stop RUN`: finish the step, save a checkpoint, end."""
-    parser = ArgumentParser(
-        "stretto stop", description="let a run finish its step, save a checkpoint and end"
-    )
+    parser = PlainParser("stop", "let a run finish its step, save a checkpoint and end", missing=runs_here)
     parser.add_argument("run", type=Path, help="the run's directory")
     parser.add_argument(
         "--now", action="store_true", help="end at once; finished steps and rollouts are kept"
@@ -88,9 +86,7 @@ def find_run(path: Path) -> RunDir:
     """
     run = RunDir(path.expanduser())
     if not run.launch.exists() and not run.configs.is_dir():
-        raise ConfigError(
-            f"{run} is no run directory; give <output_dir>/<run.name>, which the command printed."
-        )
+        raise ConfigError(f"{path}: {no_run_text(run.path)}")
     return run
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
+from stretto.config.reading.plain import PlainParser
 
 ENVIRONMENT = '''\
 """The task of this project. What else an environment can do: docs/environments.md of stretto."""
@@ -114,10 +114,8 @@ def init(words: Sequence[str]) -> int:
 
     Raises: ConfigError for a directory that has other files.
     """
-    parser = argparse.ArgumentParser(
-        prog="stretto init",
-        description="Write a small project that runs unchanged: environment, configuration, README.",
-        allow_abbrev=False,
+    parser = PlainParser(
+        "init", "Write a small project that runs unchanged: environment, configuration, README."
     )
     parser.add_argument("directory", help="where to write it; made if it does not exist")
     name = parser.parse_args(list(words)).directory

@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,7 +24,9 @@ from pathlib import Path
 
 from stretto.base.errors import ConfigError
 from stretto.base.files import lock_within, write_atomic
+from stretto.config.reading.plain import PlainParser
 from stretto.launch.control import find_run, launcher_pid
+from stretto.view.state import runs_here
 
 SCRIPTS = ("rl", "vime", "sft", "trainer", "orchestrator", "inference", "eval")
 ANSWER_S, QUIET_S, POLL_S, LOCK_S = 3.0, 0.15, 0.05, 60.0
@@ -54,8 +55,8 @@ class Process:
 
 def stacks(words: list[str]) -> int:
     """Print the stacks of all processes of a run on this host, and write them to RUN/dumps."""
-    parser = ArgumentParser(
-        "stretto stacks", description="what every process of a run is doing now, also when it hangs"
+    parser = PlainParser(
+        "stacks", "what every process of a run is doing now, also when it hangs", missing=runs_here
     )
     parser.add_argument("run", type=Path, help="the run's directory")
     parser.add_argument("--json", action="store_true", help="one JSON object")

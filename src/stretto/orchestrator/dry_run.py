@@ -26,13 +26,11 @@ from stretto.config.sections.sft import FileData
 from stretto.config.sections.trainer import TrainerHooksSection
 from stretto.data.hub_model import find_config
 from stretto.data.records import read_records
-from stretto.data.values import describe_value
 from stretto.envs.base import (
     Environment,
     Message,
     RunInfo,
     SingleTurnEnv,
-    TaskSource,
     checked_prompt,
     needs_worker,
     place_of,
@@ -47,7 +45,7 @@ from stretto.orchestrator.build import (
     run_info,
     untrained_tokens,
 )
-from stretto.orchestrator.first_rollout import fault_of, play, without_engines
+from stretto.orchestrator.first_rollout import fault_of, play, same_task, without_engines
 from stretto.orchestrator.lengths import Limit, cut_reply, limits_of, room_after
 from stretto.orchestrator.rollout.play import bias_by_token, with_system_prompt
 from stretto.records.rollout import Task
@@ -69,6 +67,11 @@ NUM_ARGUMENTS = {
 PLAY_TIMEOUT_S, MODELS_TIMEOUT_S = 10.0, 2.0
 """A rollout of a dry run may take this long; the shorter time is for runs with models that a dry run does not start."""
 SPLITS = {"train": "to train on", "eval": "to evaluate on"}
+
+DRAWN_PROMPT = (
+    "differs when it is made twice: a resumed run and a retry play another prompt under the same task; draw from "
+    "random.Random(task.task_id)"
+)
 
 Checked = tuple[str, str]
 """What was done (`imported` or `read`), and the name of the function or file."""
@@ -157,6 +160,9 @@ def preview(cfg: OrchestratorConfig | EvalConfig, limits: Sequence[Limit] | None
     info = without_engines(run_info(cfg, renderer, sampling, cfg.tokenizer.name or model))
     looking = _Looking(cfg, renderer, info, split, limits_of(cfg) if limits is None else limits)
     tasks = [asyncio.run(_preview(section, looking)) for section in envs]
+    if isinstance(cfg, OrchestratorConfig) and cfg.eval is not None:
+        for section in cfg.eval.env:
+            asyncio.run(_check_held_out(section, replace(looking, split="eval")))
     if renderer is None:
         return Preview(tasks, missing)
     is_scratch = isinstance(cfg, OrchestratorConfig) and cfg.model.scratch is not None
@@ -230,7 +236,7 @@ async def _preview(section: EnvSection, looking: _Looking) -> FirstTask:
         env = open_env(section, Path(), stack, looking.info)
         first = await _first_task(env, renderer, looking.split, section.system_prompt)
         where = f"environment {name}"
-        notes = []
+        notes = list(first.notes)
         if first.num_tokens is not None:
             room_after(first.num_tokens, looking.limits, where)
             notes.append(cut_reply(first.num_tokens, _reply_tokens(cfg, section), looking.limits))
@@ -238,6 +244,15 @@ async def _preview(section: EnvSection, looking: _Looking) -> FirstTask:
             return replace(first, notes=tuple(filter(None, notes)))
         notes.append(unplayed := await _play_first(section, env, looking, where))
         return replace(first, notes=tuple(filter(None, notes)), is_played=not unplayed)
+
+
+async def _check_held_out(section: EnvSection, looking: _Looking) -> None:
+    """Build the environment of an eval, and make and render its first held-out task."""
+    if section.num_workers or needs_worker(section.id):
+        return
+    async with AsyncExitStack() as stack:
+        env = open_env(section, Path(), stack, looking.info)
+        await _first_task(env, looking.renderer, looking.split, section.system_prompt)
 
 
 def _plays_itself(cfg: OrchestratorConfig | EvalConfig) -> bool:
@@ -294,26 +309,14 @@ async def _first_task(
         return FirstTask(f"{about}, whose prompt is made while it is played")
     if renderer is None:
         return FirstTask(f"{about}, not rendered:", _plain(prompt))
+    again, _ = await first_prompt(env, task, where)
+    is_same = repr(
+        again if isinstance(again, str) else with_system_prompt(again or [], system_prompt)
+    ) == repr(prompt)
+    notes = () if is_same else (f"{where} {DRAWN_PROMPT}",)
     with boundary(EnvError, where):
         ids = renderer.encode(prompt) if isinstance(prompt, str) else renderer.render_prompt(prompt, tools)
-    return FirstTask(f"{about}, {len(ids)} tokens:", renderer.readable(ids), num_tokens=len(ids))
-
-
-def same_task(env: Environment, source: TaskSource, split: str) -> Task:
-    """The first task, made twice.
-
-    Raises: EnvError if the second differs: a group, an epoch and a resumed run would play another task.
-    """
-    first, second = source.task(0), source.task(0)
-    for name in ("task_id", "data"):
-        one, other = getattr(first, name), getattr(second, name)
-        if repr(one) != repr(other):
-            raise EnvError(
-                f"environment {env.name}, tasks({split!r}): make(0) gave two different tasks, with {name} "
-                f"{describe_value(one)} and {describe_value(other)}; draw from random.Random(index), so that an index "
-                "always gives the same task"
-            )
-    return first
+    return FirstTask(f"{about}, {len(ids)} tokens:", renderer.readable(ids), num_tokens=len(ids), notes=notes)
 
 
 async def first_prompt(

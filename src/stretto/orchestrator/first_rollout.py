@@ -7,19 +7,21 @@ that its prompt is rendered, and that the reply is parsed and scored.
 from __future__ import annotations
 
 import asyncio
-import re
+import socket
 import tempfile
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.error import URLError
 
 import numpy as np
 
-from stretto.base.errors import EnvError
+from stretto.base.errors import EngineError, EnvError
 from stretto.chat.render import Renderer
 from stretto.config.root import EvalConfig, OrchestratorConfig
 from stretto.config.sections.orchestrator import EnvSection, SamplingSection
-from stretto.envs.base import Environment, RunInfo, tasks_of
+from stretto.data.values import describe_value
+from stretto.envs.base import Environment, RunInfo, TaskSource, tasks_of
 from stretto.orchestrator.build import open_env, system_prompts
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
@@ -30,10 +32,23 @@ REPLY = "This is a reply to try your code."
 TIMEOUT_S = 60.0
 NOBODY = "http://127.0.0.1:9"
 """In place of the addresses of engines that do not run yet: nobody answers at the port of `discard`."""
-_UNREACHABLE = re.compile(
-    r"\b(Client(Connector|OS)\w*|Server(Disconnected|Timeout)\w*|Connect\w*(Error|Timeout)|Connection\w*Error|URLError|"
-    r"(Read|Write|Pool)Timeout|gaierror|TimeoutError|API(Connection|Timeout)Error|MaxRetryError|EngineError)\b"
+_UNREACHABLE = (EngineError, TimeoutError, ConnectionError, socket.gaierror, URLError)
+_UNREACHABLE_ELSEWHERE = frozenset(
+    {
+        "aiohttp.ClientConnectionError",
+        "httpx.TransportError",
+        "httpcore.NetworkError",
+        "httpcore.TimeoutException",
+    }
+    | {
+        "openai.APIConnectionError",
+        "anthropic.APIConnectionError",
+        "requests.ConnectionError",
+        "requests.Timeout",
+    }
+    | {"urllib3.HTTPError", "grpc.RpcError", "websockets.ConnectionClosed"}
 )
+"""Base classes of libraries that need not be there: package and class."""
 
 
 class StubEngine:
@@ -62,7 +77,17 @@ async def open_and_play(
     async with asyncio.timeout(TIMEOUT_S), AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-doctor-")))
         env = open_env(section, logs, stack, info)
-        return await play(cfg, section, env, tasks_of(env, "train").task(0), renderer)
+        return (
+            await play(cfg, section, env, same_task(env, tasks_of(env, "train"), "train"), renderer)
+        ).group
+
+
+@dataclass(frozen=True)
+class Played:
+    """A group of one rollout, and the errors with which it failed."""
+
+    group: Group
+    failures: list[Exception]
 
 
 async def play(
@@ -72,8 +97,9 @@ async def play(
     task: Task,
     renderer: Renderer,
     timeout_s: float = TIMEOUT_S,
-) -> Group:
+) -> Played:
     """A group of one rollout of the task, which has failed if the code of the environment has."""
+    failures: list[Exception] = []
     player = Player(
         engine=StubEngine(renderer),
         renderer=renderer,
@@ -84,8 +110,27 @@ async def play(
         timeout_s=timeout_s,
         max_retries=0,
         system_prompts=system_prompts(section),
+        failures=failures,
     )
-    return await player.play(env, Draw(group_id=0, task=task, num_members=1, version=0))
+    group = await player.play(env, Draw(group_id=0, task=task, num_members=1, version=0))
+    return Played(group, failures)
+
+
+def same_task(env: Environment, source: TaskSource, split: str) -> Task:
+    """The first task, made twice.
+
+    Raises: EnvError if the second differs: a group, an epoch and a resumed run would play another task.
+    """
+    first, second = source.task(0), source.task(0)
+    for name in ("task_id", "data"):
+        one, other = getattr(first, name), getattr(second, name)
+        if repr(one) != repr(other):
+            raise EnvError(
+                f"environment {env.name}, tasks({split!r}): make(0) gave two different tasks, with {name} "
+                f"{describe_value(one)} and {describe_value(other)}; draw from random.Random(index), so that an index "
+                "always gives the same task"
+            )
+    return first
 
 
 def without_engines(info: RunInfo) -> RunInfo:
@@ -93,22 +138,34 @@ def without_engines(info: RunInfo) -> RunInfo:
     return replace(info, engine_urls=(NOBODY,), model_urls=dict.fromkeys(info.model_urls, NOBODY))
 
 
-def fault_of(name: str, group: Group) -> str:
+def fault_of(name: str, played: Played) -> str:
     """Why the rollout was not played to its end, if only for want of a server that is not there; "" if it was.
 
     Raises: EnvError with the fault if the code of the environment has one.
     """
-    rollout = group.rollouts[0]
+    rollout = played.group.rollouts[0]
     if rollout.status is not RolloutStatus.FAILED:
         return ""
     cause = rollout.error or "unknown"
-    if _UNREACHABLE.search(cause):
+    if any(is_unreachable(error) for error in played.failures):
         return (
             f"{name}: NOT PLAYED to its end, which is right only if a server of the run is missing: {cause}"
         )
     raise EnvError(
         f"{cause.removeprefix('EnvError: ')}; this is the first task, played with the reply {REPLY!r}"
     )
+
+
+def is_unreachable(error: BaseException | None) -> bool:
+    """Whether an error says that a server did not answer, or is the consequence of such an error."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
+        if isinstance(error, _UNREACHABLE) or names & _UNREACHABLE_ELSEWHERE:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _plain(sampling: SamplingSection) -> SamplingSection:

@@ -22,6 +22,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,13 @@ import torch
 
 from stretto.base import log, rundir
 from stretto.base.errors import ConfigError, DataError
-from stretto.base.files import write_atomic
+from stretto.base.files import read_json, write_atomic
 from stretto.base.paths import RunDir
 from stretto.base.runtime import freeze_objects
 from stretto.base.status import SUPERVISED_VAR, stop_signals, was_asked_to_finish
 from stretto.chat.images import load_image_processor
 from stretto.chat.render import Renderer, build_renderer
+from stretto.chat.templates import fix_clock
 from stretto.chat.tokenizer import load_tokenizer
 from stretto.config.changes import changes
 from stretto.config.load import dump, write_json
@@ -76,9 +78,11 @@ VAL_SEED_OFFSET = 1_000_003  # so that an environment's validation rows are not 
 def main(cfg: SFTConfig) -> int:
     """Train until the last step or the first Ctrl-C; the exit status."""
     with process_group(GROUP_TIMEOUT_S), ExitStack() as stack:
-        origin, changes_since = run_on_lead(
-            lambda: _prepare_run_dir(cfg, stack), tuple[tuple[str, int] | None, list[str]]
+        origin, changes_since, moment = run_on_lead(
+            lambda: _prepare_run_dir(cfg, stack), tuple[tuple[str, int] | None, list[str], str]
         )
+        fix_clock(datetime.fromisoformat(moment))
+        stack.callback(fix_clock, None)
         start = None if origin is None else (RunDir(Path(origin[0])), origin[1])
         log.setup(rank_name(ROLE), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
         for line in changes_since if is_lead_process() else []:
@@ -100,10 +104,11 @@ ResumePoint = tuple[RunDir, int]
 """The run and the step whose checkpoint a run resumes from."""
 
 
-def _prepare_run_dir(cfg: SFTConfig, stack: ExitStack) -> tuple[tuple[str, int] | None, list[str]]:
+def _prepare_run_dir(cfg: SFTConfig, stack: ExitStack) -> tuple[tuple[str, int] | None, list[str], str]:
     """Claim the run directory until the stack is closed, unless the launcher has claimed it.
 
-    Returns: directory and step to resume from, and what has changed in the configuration since.
+    Returns: directory and step to resume from, what has changed in the configuration since, and the moment that
+    chat templates get.
     """
     run, resume = cfg.run_dir, cfg.resume
     if not os.environ.get(SUPERVISED_VAR):
@@ -114,9 +119,28 @@ def _prepare_run_dir(cfg: SFTConfig, stack: ExitStack) -> tuple[tuple[str, int] 
     changed = changes(run.config("run"), cfg) if resume is not None and resume.dir is None else []
     write_json(run.config("run"), dump(cfg))
     if resume is None:
-        return None, changed
+        return None, changed, _keep_moment(run, None)
     origin_run, step = rundir.find_checkpoint(run, resume.step, resume.dir)
-    return (str(origin_run), step), changed
+    return (str(origin_run), step), changed, _keep_moment(run, origin_run)
+
+
+def _keep_moment(run: RunDir, origin: RunDir | None) -> str:
+    """The moment that chat templates get, local and in ISO format; it is written into the run directory.
+
+    It is that of the run that is resumed: templates that write the date (Llama 3) would make other tokens on another
+    day, and the checkpoint's position belongs to the tokens of the first day.
+    """
+    kept = {} if origin is None else read_json(origin.clock)
+    try:
+        moment = datetime.fromisoformat(str(kept.get("moment")))
+    except ValueError:
+        moment = datetime.now()
+        if origin is not None:
+            logger.info("%s has no moment; templates that write a date get that of today", origin.clock)
+    text = moment.isoformat(timespec="seconds")
+    if read_json(run.clock).get("moment") != text:
+        write_atomic(run.clock, json.dumps({"moment": text}).encode(), is_durable=True)
+    return text
 
 
 def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:

@@ -32,6 +32,7 @@ import aiohttp
 import msgspec
 
 from stretto.base.errors import ConfigError, EngineError
+from stretto.base.ports import open_url
 from stretto.config.sections.run import ServiceRunSection
 from stretto.records.codec import BytesLike, decode, encode
 from stretto.records.generate import Completion, GenerateRequest
@@ -246,7 +247,7 @@ def _post(section: ServiceRunSection, path: str, body: bytes) -> dict[str, Any]:
         method="POST",
     )
     try:
-        with urllib.request.urlopen(request, timeout=_CHECK_TIMEOUT_S) as response:
+        with open_url(request, _CHECK_TIMEOUT_S) as response:
             return dict(msgspec.json.decode(response.read()))
     except urllib.error.HTTPError as error:
         text = api.error_message(error.read())

@@ -16,6 +16,7 @@ import numpy as np
 
 from stretto.base.errors import ConfigError
 from stretto.base.status import duration, harmless
+from stretto.config.reading.plain import PlainParser
 from stretto.ledger.audit import report_of
 from stretto.ledger.reader import LedgerReader
 from stretto.view import state
@@ -33,11 +34,7 @@ def _count(text: str) -> int:
 
 def runs(words: Sequence[str]) -> int:
     """Print one line per run: state, step, reward, age."""
-    parser = argparse.ArgumentParser(
-        prog="stretto runs",
-        description="List runs with how far they are, the newest first.",
-        allow_abbrev=False,
-    )
+    parser = PlainParser("runs", "List runs with how far they are, the newest first.")
     parser.add_argument("place", nargs="*", type=Path, help="directories that hold runs (default: outputs)")
     parser.add_argument("--json", action="store_true", help="one JSON list")
     args = parser.parse_args(list(words))
@@ -47,9 +44,7 @@ def runs(words: Sequence[str]) -> int:
     if args.json:
         _print_json(rows)
     elif not rows:
-        raise ConfigError(
-            f"{', '.join(map(str, places))}: no run there; a run is a directory with configs/run.json."
-        )
+        raise ConfigError(state.no_runs_text(places))
     else:
         print(harmless(table([_listed(row) for row in rows])))
     return 0
@@ -71,10 +66,8 @@ def _listed(row: dict[str, Any]) -> dict[str, Any]:
 
 def show(words: Sequence[str]) -> int:
     """Print a run's summary: its state, its latest metrics, its evals, how its rollouts ended."""
-    parser = argparse.ArgumentParser(
-        prog="stretto show",
-        description="Print how a run went: state, latest metrics, evals, rollouts.",
-        allow_abbrev=False,
+    parser = PlainParser(
+        "show", "Print how a run went: state, latest metrics, evals, rollouts.", missing=state.runs_here
     )
     parser.add_argument("run", help="run directory, such as outputs/demo")
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -153,10 +146,10 @@ def _summary_text(found: dict[str, Any]) -> str:
 
 def rollouts(words: Sequence[str]) -> int:
     """Print rollouts of a run: prompt, reply and reward of each."""
-    parser = argparse.ArgumentParser(
-        prog="stretto rollouts",
-        description="Print rollouts of a run as conversations: by default the newest of the last trained step.",
-        allow_abbrev=False,
+    parser = PlainParser(
+        "rollouts",
+        "Print rollouts of a run as conversations: by default the newest of the last trained step.",
+        missing=state.runs_here,
     )
     parser.add_argument("run", help="run directory, such as outputs/demo")
     parser.add_argument("--step", type=int, help="rollouts that this step trained on; default: the last one")
@@ -224,10 +217,8 @@ def _print_json(value: Any) -> None:
 
 def plot(words: Sequence[str]) -> int:
     """Write a picture of the metrics of runs, and print a table of them."""
-    parser = argparse.ArgumentParser(
-        prog="stretto plot",
-        description="Draw metrics of one run or several over their steps.",
-        allow_abbrev=False,
+    parser = PlainParser(
+        "plot", "Draw metrics of one run or several over their steps.", missing=state.runs_here
     )
     parser.add_argument("run", nargs="+", help="run directories")
     parser.add_argument(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,8 @@ from pathlib import Path
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.files import atomic_path
 from stretto.base.paths import RunDir
+from stretto.config.reading.plain import PlainParser
+from stretto.view import state
 from stretto.view.card import model_card
 from stretto.view.run import Run
 
@@ -19,10 +20,10 @@ _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 def push(words: Sequence[str]) -> int:
     """Upload the weights of a run; with --dry-run only write the card and list what would be uploaded."""
-    parser = argparse.ArgumentParser(
-        prog="stretto push",
-        description="Upload a run's newest weights, tokenizer and a model card to the Hugging Face Hub.",
-        allow_abbrev=False,
+    parser = PlainParser(
+        "push",
+        "Upload a run's newest weights, tokenizer and a model card to the Hugging Face Hub.",
+        missing=state.runs_here,
     )
     parser.add_argument("run", help="run directory, such as outputs/demo")
     parser.add_argument(

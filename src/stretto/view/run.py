@@ -27,7 +27,7 @@ from stretto.ledger.reader import LedgerReader
 from stretto.ledger.schema import SHOWN_STATUS
 from stretto.monitors.file import read_metrics
 from stretto.records.rollout import Branch, Rollout
-from stretto.view.state import describe
+from stretto.view.state import describe, no_run_text
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class Run:
         self.dir = RunDir(Path(path))
         try:
             is_run = self.dir.config("run").exists() or self.dir.ledger.exists()
-            missing = "" if is_run else _what_is_there(self.dir.path)
+            missing = "" if is_run else no_run_text(self.dir.path)
         except OSError as error:
             missing = f"cannot be read: {error.strerror}."
         if missing:
@@ -298,17 +298,3 @@ def _version(directory: Path) -> int:
 
 def _as_numbers(token_ids: np.ndarray) -> str:
     return " ".join(map(str, token_ids))
-
-
-def _what_is_there(path: Path) -> str:
-    if path.exists() and not path.is_dir():
-        return "this is a file; a run is a directory, such as outputs/demo."
-    if not path.is_dir():
-        near = sorted(p.name for p in path.parent.iterdir() if p.is_dir()) if path.parent.is_dir() else []
-        return "there is no such directory" + (
-            f"; {path.parent} has {', '.join(near[:10])}." if near else "."
-        )
-    runs = sorted(p.parent.parent.name for p in path.glob("*/configs/run.json"))
-    return "this is no run directory" + (
-        f"; it holds the runs {', '.join(runs[:10])}." if runs else "; `stretto runs DIR` lists those in DIR."
-    )

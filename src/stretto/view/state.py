@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ _TRAINED = """
     FROM batches b LEFT JOIN batch_rollouts USING (batch) LEFT JOIN rollouts r USING (row)
     WHERE b.state = 'trained' AND b.step = (SELECT max(step) FROM batches WHERE state = 'trained') GROUP BY b.batch
 """
+_NUM_NAMED = 8  # runs that a message names
 _DEPTH = 3  # directories below a given one in which runs are looked for
 _KEPT = ("logs", "tokens", "weights", "checkpoints", "broadcasts", "rollouts", "evals", "configs", "metrics")
 
@@ -35,12 +38,61 @@ def find(places: Sequence[Path]) -> list[RunDir]:
     found: dict[Path, RunDir] = {}
     for place in places:
         if not os.path.isdir(place):
-            raise ConfigError(
-                f"{place}: there is no such directory; give runs, or directories that hold runs."
-            )
+            raise ConfigError(f"{place}: {no_run_text(place)}")
         for path in _runs_below(place, _DEPTH):
             found.setdefault(path.resolve(), RunDir(path))
     return list(found.values())
+
+
+def no_run_text(path: Path) -> str:
+    """Why `path` is no run, and which runs there are instead."""
+    where = path if path.is_dir() else path.parent
+    if path.exists() and not path.is_dir():
+        return f"this is a file; a run is a directory, such as outputs/demo. {_runs_text(where)}"
+    if path.is_dir():
+        return f"this is no run directory; a run has configs/run.json. {_runs_text(where)}"
+    names = [run.path for run in _runs_in(where)]
+    near = difflib.get_close_matches(path.name, [each.name for each in names], n=1)
+    if near:
+        return f"there is no such directory; did you mean {where / near[0]}?"
+    return f"there is no such directory. {_runs_text(where)}"
+
+
+def no_runs_text(places: Sequence[Path]) -> str:
+    """The message where runs are wanted and the given directories hold none."""
+    shown = ", ".join(map(str, places))
+    return f"{shown}: no run there; a run is a directory with configs/run.json. {runs_here()}"
+
+
+def runs_here() -> str:
+    """Which runs the usual places hold: a sentence."""
+    here = Path("outputs") if Path("outputs").is_dir() else Path(".")
+    return _runs_text(here)
+
+
+def _runs_text(where: Path) -> str:
+    """Which runs a directory holds, or those of ./outputs if it has none."""
+    found = _runs_in(where)
+    if not found and where != Path("outputs") and (found := _runs_in(Path("outputs"))):
+        where = Path("outputs")
+    if not found:
+        return "No run is near; `rl` and `sft` print the directory of theirs, and `stretto runs DIR` looks in DIR."
+    shown = ", ".join(str(run.path) for run in found[:_NUM_NAMED])
+    more = f" and {len(found) - _NUM_NAMED} more" if len(found) > _NUM_NAMED else ""
+    return f"Runs in {where}: {shown}{more}."
+
+
+def _runs_in(where: Path) -> list[RunDir]:
+    """The runs of a directory, the newest first."""
+    if not where.is_dir():
+        return []
+
+    def changed(run: RunDir) -> float:
+        with suppress(OSError):
+            return run.path.stat().st_mtime
+        return 0.0
+
+    return sorted((RunDir(path) for path in _runs_below(where, 1)), key=changed, reverse=True)
 
 
 def _runs_below(path: Path, depth: int) -> Iterator[Path]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.base.errors import ConfigError, EnvError
-from stretto.base.foreign import error_location, error_text, guarded, load_object
+from stretto.base.foreign import definition_of, error_location, error_text, guarded, load_object
 
 ARGUMENTS = {
     "reward": "; write `def reward(args, sample)` and return a number: sample.response is the reply",
@@ -79,6 +79,11 @@ class Hook:
         if name == "model" and "pre_process" in inspect.signature(function).parameters:
             raise ConfigError(f"{where} builds a module of Megatron-LM's, which is not used{ARGUMENTS[name]}")
         return cls(function, where)
+
+    @property
+    def place(self) -> str:
+        """For messages about what it has returned: the setting, and file and line of the function."""
+        return f"{self.where} ({definition_of(self.function)})"
 
     def takes(self, name: str) -> bool:
         """Does the function have a parameter of this name, or `**kwargs`?"""

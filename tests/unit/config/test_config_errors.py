@@ -693,6 +693,20 @@ def test_one_mistake_is_one_message_with_place_rule_and_way_out(mistake: str, tm
     assert "validation error" not in line and "pydantic" not in line
 
 
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        ("-1", "must be greater than or equal to 0"),
+        ("1.5", "must be a valid integer or less than 1"),
+        ("'many'", "integer or number is needed"),
+    ],
+)
+def test_a_key_of_several_types_is_told_by_its_bounds(value: str, rule: str, tmp_path: Path) -> None:
+    toml = f"max_steps = 3\n[trainer.scheduler]\nwarmup_steps = {value}\n" + ENV
+    (line,) = complaints(tmp_path, toml, "")
+    assert line.endswith(rule), line
+
+
 WRONG_OTHERS = {
     "sft without data": ("sft", "max_steps = 3\n", ["data: required and missing", '[data] type = "file"']),
     "sft without an end": (

@@ -23,7 +23,7 @@ from stretto.data.records import read_records
 from stretto.data.values import checked_json, with_whole_text
 from stretto.envs.base import TaskSource, tasks_of
 from stretto.envs.multi_turn import MultiTurnEnv, ToolEnv
-from stretto.orchestrator.dry_run import same_task
+from stretto.orchestrator.first_rollout import same_task
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.rollout import RolloutStatus, Task

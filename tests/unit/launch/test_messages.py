@@ -237,7 +237,7 @@ CASES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
     ),
     "an environment with a method too few": (
         "orchestrator", environment("my_env:Mine"), {"my_env.py": mine("pass").replace("def score", "def scored")},
-        ["environment 'my_env:Mine': TypeError: Can't instantiate abstract class Mine", "score"],
+        ["environment 'my_env:Mine': Mine has no `score`", "score"],
     ),
     "an environment that cannot be called": (
         "orchestrator", environment("math:pi"), {}, ["environment 'math:pi' is a float; name a class"],

@@ -24,13 +24,14 @@ from stretto.records.rollout import Task
 class Scored(SingleTurnEnv):
     name = "scored"
 
-    def __init__(self, score="1.0", length=1):
-        self.code, self.length = score, length
+    def __init__(self, score="1.0", length=1, is_drawn=False):
+        self.code, self.length, self.is_drawn = score, length, is_drawn
 
     def tasks(self, split):
         return TaskSource(lambda i: Task(env=self.name, task_id=f"{split}-{i}", data={}))
 
     def prompt(self, task):
+        self.length += self.is_drawn
         return "a" * self.length
 
     def score(self, task, text):
@@ -94,6 +95,16 @@ def test_a_server_that_runs_only_in_a_run_is_not_an_error(look):
     task = look(score="urllib.request.urlopen('http://127.0.0.1:9/x', timeout=5)")
     assert not task.is_played
     assert "NOT PLAYED to its end" in task.notes[0] and "URLError" in task.notes[0]
+
+
+def test_an_error_that_only_names_a_missing_server_is_a_fault_of_the_code(look):
+    with pytest.raises(EnvError, match="ConnectionError is what it says"):
+        look(score="{}['ConnectionError is what it says, TimeoutError too']")
+
+
+def test_a_prompt_that_is_drawn_anew_is_said(look):
+    task = look(is_drawn=True)
+    assert any("differs when it is made twice" in note for note in task.notes)
 
 
 def test_a_prompt_without_room_for_a_reply_names_the_smallest_limit_by_its_key(look):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from sft_runs import SCRATCH, config, same_weights, undisturbed_threads_and_logg
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.status import FINISH_VAR
+from stretto.chat import templates
 from stretto.config.load import dump, write_json
 from stretto.monitors.file import read_metrics
 from stretto.trainer import sft
@@ -161,6 +163,37 @@ def test_resume_with_other_data_is_refused(tmp_path):
     other = {"type": "environment", "id": "sort-letters", "num_rows": 41}
     with pytest.raises(DataError, match="other data"):
         sft.main(config(tmp_path, resume={}, data=other))
+
+
+def test_a_template_with_a_date_writes_that_of_the_first_day_after_a_resume(tmp_path, monkeypatch):
+    template = tmp_path / "dated.jinja"
+    message = "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    day = "{{ strftime_now('%A') | lower }}"
+    template.write_text(
+        "{% for m in messages %}"
+        + message.replace("\n{{ m['content']", f"\n{day}{{{{ m['content']")
+        + "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    renderer = {"template": str(template)}
+
+    def on(day: int) -> None:
+        class Clock(datetime):
+            @classmethod
+            def now(cls, tz=None):
+                return cls(2026, 11, day)
+
+        monkeypatch.setattr(templates, "datetime", Clock)
+        monkeypatch.setattr(sft, "datetime", Clock)
+
+    on(26)
+    sft.main(config(tmp_path, max_steps=2, renderer=renderer))
+    on(27)
+    cfg = config(tmp_path, max_steps=4, renderer=renderer, resume={})
+    assert sft.main(cfg) == 0
+    cfg.run_dir.clock.write_text("")  # a power cut: today's date makes other tokens, which is said
+    on(28)
+    with pytest.raises(DataError, match="other data"):
+        sft.main(config(tmp_path, max_steps=6, renderer=renderer, resume={}))
 
 
 def test_what_a_resumed_run_is_to_skip_begins_anew(tmp_path):

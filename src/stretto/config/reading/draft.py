@@ -340,7 +340,8 @@ class Draft:
         }
         if self.complaints or own:
             found = own
-        return [self._report_value(path, *items[0], num_items=len(items)) for path, items in found.items()]
+        messages = {path: [_plain(str(item["msg"])) for item, _, _ in items] for path, items in found.items()}
+        return [self._report_value(path, *items[0], messages[path]) for path, items in found.items()]
 
     def _locate(self, location: tuple[str | int, ...]) -> tuple[Path, Key | None, type[Section]]:
         """Path, key and section of a location of pydantic, which also has union tags and type names."""
@@ -361,9 +362,12 @@ class Draft:
         return path, key, level[0] if len(level) == 1 else cls
 
     def _report_value(
-        self, path: Path, item: Any, key: Key | None, cls: type[Section], num_items: int
+        self, path: Path, item: Any, key: Key | None, cls: type[Section], messages: list[str]
     ) -> Path:
-        """Report what is wrong with one value; returns the path to leave out."""
+        """Report what is wrong with one value; returns the path to leave out.
+
+        messages: one per type that the value might have had, in words for users.
+        """
         kind, value, name = item["type"], item["input"], dotted(path)
         place, what = path, f"{name} = {show(value)}: "
         if kind == UNKNOWN:
@@ -382,12 +386,12 @@ class Draft:
             what += f'looks like JSON and is not: {reason}; on the command line quote it as in \'[{{"id": "x"}}]\''
         elif key is not None and key.item_sections and kind == "list_type":
             what = f"{name} is a list of tables; write [[{name}]]"
-        elif key is not None and num_items > 1:
-            what += f"{key.type_text()} is needed"
+        elif key is not None and len(messages) > 1:
+            what += _rules(value, messages) or f"{key.type_text()} is needed"
         else:
             choices = key.choices if key else ()
             others = find(self.cls, path).other_values
-            what += choose(value, choices, others) if choices else _plain(str(item["msg"]))
+            what += choose(value, choices, others) if choices else messages[0]
         is_elsewhere = kind in MISSING and self.is_incomplete
         if not is_elsewhere and not any(_is_below(each, path) for each in self.suspects):
             self.complain(what, place)
@@ -455,6 +459,18 @@ def _as_table(path: Path, key: Key) -> str:
     tag = f'type = "{tag_of(key.sections[0])}", ' if len(key.sections) > 1 else ""
     first = next((name for name in keys(key.sections[0]) if name != "type"), "...")
     return f"[{dotted(path)}] {tag}{first} = ..."
+
+
+def _rules(value: Any, messages: list[str]) -> str:
+    """What a number must be whose key has several types with bounds; "" for another value.
+
+    messages: one per type. An integer that breaks the bound of the first type is told that one only.
+    """
+    if not isinstance(value, int | float) or not any(re.search("greater|less", each) for each in messages):
+        return ""
+    if isinstance(value, int) and re.search("greater|less", messages[0]):
+        return messages[0]
+    return "must be " + " or ".join(dict.fromkeys(each.removeprefix("must be ") for each in messages))
 
 
 def _plain(message: str) -> str:

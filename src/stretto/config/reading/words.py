@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-from stretto.config.section import Key, Path, Section, dotted, find, members, suggest
+from stretto.config.section import Key, Path, Section, all_paths, dotted, find, members, suggest
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class ArgumentProblem:
     """Keys that they may mean."""
 
 
+_FAR = 2  # a key that is deeper than what was written by more than this is not what was meant
 Argument = FileArgument | Assignment | ArgumentProblem
 
 
@@ -174,14 +175,22 @@ def _resolve(cls: type[Section], name: str) -> Target | ArgumentProblem:
                 return Target(target.path, target.key, is_negated=True)
             message = f"`{'.'.join(positive)}` cannot be turned off; it takes {target.key.type_text()}"
             return ArgumentProblem(message, "")
-    near = suggest(cls, tuple(plain))
+    near = [path for path in suggest(cls, tuple(plain)) if len(path) <= len(plain) + _FAR]
     flags = " or ".join("--" + dotted(path).replace("_", "-") for path in near)
     hint = (
         f"did you mean {flags}?"
         if near
-        else "`--help WORD` searches names and meanings, `--help all` lists them"
+        else _beside(cls, plain) or "`--help WORD` searches names and meanings, `--help all` lists them"
     )
     return ArgumentProblem(f"unknown flag; {hint}", "", tuple(find(cls, path).path for path in near))
+
+
+def _beside(cls: type[Section], parts: list[str]) -> str:
+    """The keys of the section that a flag names, if there is that section; "" otherwise."""
+    level = tuple(parts[:-1])
+    paths = [tuple(path.split(".")) for path, _, _ in all_paths(cls)]
+    names = dict.fromkeys(path[-1] for path in paths if path[:-1] == level)
+    return f"--{dotted(level).replace('_', '-')} has {', '.join(names)}" if level and names else ""
 
 
 def _target(cls: type[Section], parts: list[str], raw: list[str]) -> Target | None:

@@ -7,12 +7,14 @@ user adds a sentence to `notes`. A value that the user gave is kept or refused, 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from stretto.base import process
 from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims, in_url
+from stretto.base.rundir import JOB_VAR
 from stretto.config.root import RLConfig, RunRoot
 from stretto.config.rules.engine import shape_of
 from stretto.config.sections.inference import InferenceSection, ServerSection
@@ -73,9 +75,15 @@ def with_free_port(
     is_given = is_given or "port" in listener.model_fields_set
     first = listener.port if is_given or default is None else default
     port = free_port(f"{path}.port", listener.host, first, is_given, ports)
-    if port != first:
+    if port != first and not _starts_elsewhere(cfg):
         notes.append(f"{path}.port is {port}, since {first} is taken on this machine")
     return cfg if port == listener.port else replaced(cfg, f"{path}.port", port)
+
+
+def _starts_elsewhere(cfg: Any) -> bool:
+    """Whether the processes start in a job on other machines, where other ports may be taken than here."""
+    is_submitted = any(getattr(cfg, name, None) is not None for name in ("slurm", "ray"))
+    return is_submitted and JOB_VAR not in os.environ
 
 
 def local_engines(cfg: RLConfig) -> EnginesPlan | None:

@@ -148,11 +148,11 @@ class UserRolloutFunction:
             is_trained=True,
         ) as requested:
             output = await self._call(call_index, source, evaluation=False)
-        with boundary(EnvError, self.hook.where):
+        with boundary(EnvError, self.hook.place):
             samples = output.samples if isinstance(output, RolloutFnTrainOutput) else output
             if not isinstance(samples, list):
                 rule = "return RolloutFnTrainOutput(samples=groups)"
-                raise EnvError(f"{self.hook.where} returned {type(output).__name__}; {rule}")
+                raise EnvError(f"{self.hook.place} returned {type(output).__name__}; {rule}")
             metrics = output.metrics if isinstance(output, RolloutFnTrainOutput) else None
             self.metrics |= self._checked_metrics(metrics, "rollout")
             groups = [self._members_of(group) for group in samples]
@@ -164,7 +164,7 @@ class UserRolloutFunction:
             ]
         if errors:
             text = "%s: %d of %d samples cannot be trained, such as %s"
-            logger.warning(text, self.hook.where, len(errors), sum(map(len, groups)), errors[0])
+            logger.warning(text, self.hook.place, len(errors), sum(map(len, groups)), errors[0])
         for slot in slots:
             del source.slots[slot.group_id]
         return built
@@ -177,14 +177,14 @@ class UserRolloutFunction:
         self.metrics = {}
         with requests_to_engines(self.urls, lambda: version, key=self.key):
             output = await self._call(version, source, evaluation=True)
-        with boundary(EnvError, self.hook.where):
+        with boundary(EnvError, self.hook.place):
             data = output.data if isinstance(output, RolloutFnEvalOutput) else output
             if not isinstance(data, dict) or not data:
                 rule = 'return RolloutFnEvalOutput(data={"name": {"rewards": [...]}})'
                 if isinstance(output, RolloutFnTrainOutput | list):
                     rule += ', or let the environments play: eval_function = "environments"'
                 returned = type(output).__name__
-                raise EnvError(f"{self.hook.where} returned {returned} for evaluation=True; {rule}")
+                raise EnvError(f"{self.hook.place} returned {returned} for evaluation=True; {rule}")
             self.metrics = self._checked_metrics(getattr(output, "metrics", None), "eval")
             for name, entry in data.items():
                 self._check_entry(name, entry)
@@ -232,7 +232,7 @@ class UserRolloutFunction:
         members = [each if isinstance(each, list) else [each] for each in entries]
         if not members or not all(map(_is_group, members)):
             raise EnvError(
-                f"{self.hook.where}: a group must be a list of samples (or of lists, for members with several), "
+                f"{self.hook.place}: a group must be a list of samples (or of lists, for members with several), "
                 f"got {type(group).__name__}"
             )
         return members
@@ -252,7 +252,7 @@ class UserRolloutFunction:
             is_unchanged = len(indices) == 1 and not indices & source.put_back.keys()
             if not is_unchanged or known & {slot.group_id for slot in slots}:
                 raise EnvError(
-                    f"{self.hook.where}: a group has samples of the groups {sorted(map(str, indices))}; return each "
+                    f"{self.hook.place}: a group has samples of the groups {sorted(map(str, indices))}; return each "
                     "group of the data source once, unchanged"
                 )
             slots.append(source.slots[known.pop()])
@@ -274,7 +274,7 @@ class UserRolloutFunction:
                     rollouts.append(self._build_rollout(slot, task, member, samples, requested=requested))
             except EnvError as error:
                 errors.append(f"sample {member} of group {slot.group_id}: {error}")
-                cause = f"EnvError: {self.hook.where}: {errors[-1]}"
+                cause = f"EnvError: {self.hook.place}: {errors[-1]}"
                 rollouts.append(failed_rollout(draw, member, cause, time.time()))
         return Group(group_id=slot.group_id, task=task, rollouts=tuple(rollouts))
 
@@ -344,7 +344,7 @@ class UserRolloutFunction:
 
     def _check_entry(self, name: Any, entry: Any) -> None:
         """Raises: EnvError if the entry of a data set is not valid."""
-        where = f"{self.hook.where}:"
+        where = f"{self.hook.place}:"
         if not isinstance(entry, dict) or "rewards" not in entry:
             raise EnvError(f"{where} {name!r} is {type(entry).__name__}, not a dictionary with rewards")
         try:
@@ -366,7 +366,7 @@ class UserRolloutFunction:
 
         Raises: EnvError for a metric that is no number.
         """
-        where = self.hook.where
+        where = self.hook.place
         if not isinstance(metrics, dict | None):
             raise EnvError(f"{where}: metrics are {type(metrics).__name__}, not a dictionary of numbers")
         return {

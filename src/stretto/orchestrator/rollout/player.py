@@ -56,6 +56,8 @@ class MemberResults:
     """Results so far of the members of a draw."""
 
     draw: Draw
+    failures: list[Exception] | None = None
+    """Gets the errors of failed attempts, if it is there."""
     started_at: float = field(default_factory=time.time)
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     causes: dict[int, str] = field(default_factory=dict)  # of the latest failed attempt, by member
@@ -95,6 +97,8 @@ class MemberResults:
     def add_failure(self, members: Iterable[int], error: StrettoError) -> None:
         """Store why an attempt of these members failed."""
         self.causes.update(dict.fromkeys(members, describe(error)))
+        if self.failures is not None:
+            self.failures.append(error)
 
     def build_group(self) -> Group:
         """Build the group; members without a rollout have failed."""
@@ -113,10 +117,11 @@ class Player(PlaySettings):
     timeout_s: float | None = None
     max_retries: int = 2
     saves_single_turns: bool = False  # because a teacher scores them before the group is done
+    failures: list[Exception] | None = None  # gets the errors of failed attempts, for a look at their types
 
     async def play(self, env: Environment, draw: Draw) -> Group:
         """Play all members of a draw; errors of environments and engines become failed members."""
-        members = MemberResults(draw)
+        members = MemberResults(draw, self.failures)
         try:
             async with asyncio.timeout(self.timeout_s):
                 if isinstance(env, SingleTurnEnv) and not draw.partials:
@@ -124,7 +129,9 @@ class Player(PlaySettings):
                 else:
                     plays = (self._play_member(env, members, member) for member in members.missing)
                     await asyncio.gather(*plays)
-        except TimeoutError:
+        except TimeoutError as error:
+            if self.failures is not None:
+                self.failures.append(error)
             for member in members.missing:
                 before = members.causes.get(member)
                 earlier = f" (before: {before})" if before else ""
@@ -151,6 +158,8 @@ class Player(PlaySettings):
                 branches = with_rewards(rollouts[member].branches, by_branch, where)
                 rollouts[member] = msgspec.structs.replace(rollouts[member], reward=reward, branches=branches)
         except StrettoError as error:
+            if self.failures is not None:
+                self.failures.append(error)
             for member in members:
                 rollouts[member] = msgspec.structs.replace(
                     rollouts[member], status=RolloutStatus.FAILED, error=describe(error)

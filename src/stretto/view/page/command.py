@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 import signal
@@ -17,6 +18,7 @@ from aiohttp import web
 
 from stretto.base.errors import ConfigError
 from stretto.base.ports import in_url, open_near
+from stretto.config.reading.plain import PlainParser
 from stretto.view import state
 from stretto.view.page.app import build
 from stretto.view.page.library import Library
@@ -24,15 +26,15 @@ from stretto.view.page.library import Library
 HOST, PORT = "127.0.0.1", 8765
 NICENESS = 19
 """The page must not take CPU time from a run on this machine."""
+_NOT_OURS = (errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN)
+_LAST_PORT = 65535
 _SHUTDOWN_S = 0.5
 
 
 def view(words: Sequence[str]) -> int:
     """Serve the page of some runs."""
-    parser = argparse.ArgumentParser(
-        prog="stretto view",
-        description="Show runs in a browser: live or finished ones, read from their directories.",
-        allow_abbrev=False,
+    parser = PlainParser(
+        "view", "Show runs in a browser: live or finished ones, read from their directories."
     )
     parser.add_argument(
         "run", nargs="*", type=Path, help="run directories, or directories that hold runs (default: outputs)"
@@ -50,9 +52,7 @@ def view(words: Sequence[str]) -> int:
     os.nice(NICENESS)
     places = given.run or [Path("outputs")]
     if not state.find(places):
-        raise ConfigError(
-            f"{', '.join(map(str, places))}: no run there; a run is a directory with configs/run.json."
-        )
+        raise ConfigError(state.no_runs_text(places))
     if given.listen_fd is not None:
         asyncio.run(serve(Library(places), socket.socket(fileno=given.listen_fd), ""))
         return 0
@@ -88,14 +88,30 @@ def listen(host: str, port: int | None) -> socket.socket:
         if found is not None:
             return found
     try:
+        if port is not None and not 0 <= port <= _LAST_PORT:
+            raise OverflowError(port)
         return socket.create_server(
             (host, port or 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
         )
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"cannot listen at --host {host}, --port {port or 'any'}: {error}; give an address of this machine, or "
-            "another port."
+            f"cannot listen at --host {host}, --port {port or 'any'}: {_why(error)}."
         ) from error
+
+
+def _why(error: OSError | OverflowError) -> str:
+    """What is wrong with an address, and what to do."""
+    if isinstance(error, OverflowError):
+        return "a port is a number from 0 to 65535; give one, or leave --port out"
+    if isinstance(error, socket.gaierror) or error.errno in _NOT_OURS:
+        return (
+            "that is no address of this machine; give 127.0.0.1, 0.0.0.0 for all, or one that `ip addr` shows"
+        )
+    if error.errno == errno.EADDRINUSE:
+        return "another program listens there; give another port, 0 for any, or leave --port out"
+    if error.errno == errno.EACCES:
+        return "ports below 1024 are for root; give another"
+    return f"{error.strerror or error}; give an address of this machine, or another port"
 
 
 def is_loopback(host: str) -> bool:
