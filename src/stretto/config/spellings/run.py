@@ -37,6 +37,7 @@ ROOT = Table("", "RLConfig", (
     *old(
         moved("clean_output_dir", False, "clean"),
         refused("bench", False, "give it on the command line: rl @ FILE --bench"),
+        refused("data.fake", None, BENCH),
         idle("env_server_base_port", 5000, "environments have no ports"),
         NO_EXPERIMENTS,
     ),
