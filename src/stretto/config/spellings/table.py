@@ -60,7 +60,8 @@ LISTS = {"orchestrator.train.source": "orchestrator.env", "orchestrator.eval.sou
 
 def names_of_prime_rl(verb: str, word: str) -> list[str]:
     """Keys of prime-rl's that contain a word, and what each is here, in the files of a verb."""
-    part, found = word.replace("-", "_"), {}
+    part = word.replace("-", "_")
+    found: dict[str, str] = {}
     for table in TABLES:
         if table.verb != (verb if verb in ("sft", "eval") else "rl") or table in others.TABLES:
             continue
