@@ -77,6 +77,8 @@ NOT_RUN = {
     ("docs/first_hour.md", "make demo"): _DEMO,
     ("docs/first_hour.md", "source .venv/bin/activate"): _SHELL,
     ("docs/security.md", "export STRETTO_RUN_SECRET="): _SHELL,
+    ("docs/inference.md", "export VLLM_API_KEY="): _SHELL,
+    ("docs/inference.md", "curl -s -H"): "tests/unit/launch/console/test_queues.py reads it",
     ("docs/data.md", "openai/gsm8k"): "the data set is on the Hub: tests/unit/data",
     ("docs/environments.md", "(McpToolEnv)"): "its servers are the reader's: tests/unit/envs/test_mcp.py",
     ("docs/environments.md", 'id = "null"'): "its harness needs uv: tests/e2e/test_worker_runs.py",

@@ -331,6 +331,7 @@ def _has_trained_nothing(run: RunDir, artefacts: list[str]) -> bool:
 def _resume_step(run: RunDir, contents: list[str], step: int | None) -> int:
     if not _artefacts(contents):
         others = _runs_in(run.path.parent) if run.path.parent.is_dir() else []
+        others = [name for name in others if name != run.path.name]
         known = f"; runs there: {', '.join(others)}" if others else ""
         raise ConfigError(
             f"--resume: there is no run {run.path.name!r} in {run.path.parent}{known}. Check run.name and "
@@ -463,7 +464,8 @@ def _contents(path: Path) -> list[str]:
 
 
 def _runs_in(output_dir: Path) -> list[str]:
-    return sorted(p.name for p in output_dir.iterdir() if p.is_dir() and _is_run(RunDir(p)))[:8]
+    found = (RunDir(path) for path in output_dir.iterdir() if path.is_dir())
+    return sorted(run.path.name for run in found if _is_run(run) and is_used(run))[:8]
 
 
 def _listing(names: list[str]) -> str:

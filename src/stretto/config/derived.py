@@ -80,33 +80,51 @@ def derive_copies(values: Values) -> dict[str, Any]:
 
 
 def _derive_infer_nodes(values: Values) -> dict[str, Any]:
-    """Without [inference.deployment], each node has one engine with ranks for all its GPUs."""
-    nodes = values.get("deployment.num_infer_nodes")
-    if values.get("deployment.type") != "multi_node" or not isinstance(nodes, int):
+    """Over several machines, the nodes of one replica of inference, and engines that take all GPUs of a node."""
+    if values.get("deployment.type") != "multi_node" or not _starts_engine(values):
         return {}
-    if "inference.deployment.type" in values or not _starts_engine(values):
+    if "inference.deployment.type" in values:
         return {}
-    gpus, tp = values.get("deployment.gpus_per_node", 8), values.get("inference.parallel.tp", 1)
+    nodes, gpus = values.get("deployment.num_infer_nodes"), values.get("deployment.infer_gpus_per_node")
+    gpus = values.get("deployment.gpus_per_node", 8) if gpus is None else gpus
+    if not isinstance(nodes, int):
+        return _on_all_gpus(values, gpus)
     shape = {"inference.deployment.type": "multi_node", "inference.deployment.num_nodes": nodes}
-    if isinstance(gpus, int) and isinstance(tp, int) and 0 < tp <= gpus:
-        shape |= {"inference.deployment.gpus_per_node": gpus, "inference.parallel.dp": gpus // tp}
+    if isinstance(gpus, int):
+        shape |= {"inference.deployment.gpus_per_node": gpus} if gpus > 0 else {}
+        is_wide = values.get("inference.enable_expert_parallel") in (True, "true")
+        # With expert parallelism the nodes form one engine, whose ranks they divide.
+        shape |= _engine_ranks(values, gpus * nodes if is_wide else gpus)
     return shape
+
+
+def _on_all_gpus(values: Values, gpus: Any) -> dict[str, Any]:
+    """Ranks of an engine, or embedded engines, that take all GPUs; {} if a shape is given, or one rank takes them."""
+    is_shaped = any(path.startswith(("inference.deployment", "inference.parallel.dp")) for path in values)
+    if is_shaped or not isinstance(gpus, int) or values.get("inference.device") == "cpu":
+        return {}
+    found = _engine_ranks(values, gpus)
+    ranks = found.get("inference.parallel.dp", 1)
+    if ranks < 2:
+        return {}
+    is_embedded = values.get("inference.engine") == "embedded"
+    return {"inference.deployment.num_replicas": ranks} if is_embedded else found
+
+
+def _engine_ranks(values: Values, gpus: int) -> dict[str, Any]:
+    """The data-parallel ranks of an engine that fills some GPUs; {} if its ranks do not."""
+    degrees = [values.get(f"inference.parallel.{axis}", 1) for axis in ("tp", "pp")]
+    if not all(isinstance(degree, int) and degree > 0 for degree in degrees):
+        return {}
+    ranks, left = divmod(gpus, math.prod(degrees))
+    return {} if left or not ranks else {"inference.parallel.dp": ranks}
 
 
 def _derive_infer_gpus(values: Values) -> dict[str, Any]:
     """Without a number of engines, GPUs of one machine are ranks of one engine, or embedded engines."""
-    gpus = _num_gpus(values, "inference_gpu_ids", "deployment.num_infer_gpus")
-    is_shaped = any(path.startswith(("inference.deployment", "inference.parallel.dp")) for path in values)
-    is_on_gpus = isinstance(gpus, int) and values.get("inference.device") != "cpu" and _starts_engine(values)
-    degrees = [values.get(f"inference.parallel.{axis}", 1) for axis in ("tp", "pp")]
-    are_valid = all(isinstance(degree, int) and degree > 0 for degree in degrees)
-    if is_shaped or not is_on_gpus or not are_valid or values.get("deployment.type") == "multi_node":
+    if values.get("deployment.type") == "multi_node" or not _starts_engine(values):
         return {}
-    ranks, left = divmod(gpus, math.prod(degrees))
-    if left or ranks < 2:
-        return {}
-    is_embedded = values.get("inference.engine") == "embedded"
-    return {"inference.deployment.num_replicas" if is_embedded else "inference.parallel.dp": ranks}
+    return _on_all_gpus(values, _num_gpus(values, "inference_gpu_ids", "deployment.num_infer_gpus"))
 
 
 def _derive_client_url(values: Values) -> dict[str, Any]:

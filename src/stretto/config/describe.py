@@ -25,6 +25,7 @@ from stretto.config.root import (
 )
 from stretto.config.section import Key, Section, all_aliases, all_paths, keys, tag_of
 from stretto.config.spellings.synonyms import keys_meant
+from stretto.config.spellings.table import names_of_prime_rl
 
 ROOTS: dict[str, type[RunRoot]] = {
     "rl": RLConfig,
@@ -136,6 +137,12 @@ def help_text(verb: str, cls: type[Section], word: str = "", width: int | None =
     found = (["\n".join(lines)] if lines else []) + found
     if not found:  # the word may stand in a description
         found = _help(verb, cls, width, lambda flag, key: word.lower() in key.doc.lower(), flag_part)
+    if word and (named := names_of_prime_rl(verb, word)):
+        rows = [
+            textwrap.fill(f"  {line}", width, subsequent_indent=" " * 6, break_on_hyphens=False)
+            for line in named
+        ]
+        found.append("\n".join(["As prime-rl writes it:", *rows]))
     if not found:
         return f"no key of `{verb}` contains `{word}`; `{verb} --help all` lists all\n"
     usage = [_USAGE.format(verb=verb, about=_about(cls))] if not word else []

@@ -21,9 +21,10 @@ from stretto.config.reading.draft import RUN_TABLES, Draft, Given, dotted_to_pat
 from stretto.config.reading.lines import read_file
 from stretto.config.reading.toml import chosen_at_start, is_secret, toml_text
 from stretto.config.reading.words import ArgumentProblem, FileArgument, parse_arguments
-from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
+from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig, RunRoot, TrainerConfig
 from stretto.config.rules import all as rules
 from stretto.config.section import Path, Section, dotted, leaves
+from stretto.config.sections.deployment import ResumeSection
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +66,29 @@ def _load(draft: Draft, arguments: list[str], verb: str) -> Any:
     root = draft.build_root()
     if not isinstance(root, cls):
         raise ConfigError(draft.report(verb))
+    if not any("resume" in str(part) for flag in flags for part in flag.path):
+        root = _resumed_if_begun(root, draft)
     for note in draft.notes.values():
         logger.warning("note: %s", note)
     for doubt in () if draft.is_resolved else rules.doubts(root):
         logger.warning("warning: %s", draft.placed(doubt.message, *map(dotted_to_path, doubt.paths)))
     return root
+
+
+def _resumed_if_begun(root: Any, draft: Draft) -> Any:
+    """A root whose `[resume]` is from a file: with the latest checkpoint if there is one, else it begins anew.
+
+    So the same file starts a run and continues it. A flag, a step or a directory names what must exist.
+    """
+    if draft.is_resolved or not isinstance(root, RunRoot) or root.resume is None:
+        return root
+    if root.resume != ResumeSection() or root.run_dir.complete_checkpoints():
+        return root
+    found = draft.placed(
+        f"[resume]: {root.run_path} has no complete checkpoint yet: begins anew", ("resume",)
+    )
+    draft.notes["resume"] = found
+    return root.model_copy(update={"resume": None})
 
 
 def names_whole_run(arguments: Sequence[str]) -> bool:

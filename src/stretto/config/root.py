@@ -62,7 +62,8 @@ class RunRoot(Section):
     something in it, as in model.name = "{output_dir}/warm-up/weights/latest"."""
     run: RunSection = RunSection()
     resume: ResumeSection | None = None
-    """Present (`--resume`): continue the run of this name; an error where there is none."""
+    """Present: continue the run of this name. The flag `--resume` is refused where there is none; with a table of a
+    file that names no step, a run without a checkpoint begins anew, so that one file starts and continues it."""
     clean: bool = False
     """Delete the run directory of this name first."""
     dry_run: bool = False

@@ -37,6 +37,8 @@ class HubSource:
     repo: str
     config: str | None
     split: str
+    is_guessed: bool = False
+    """Named without its split, which is `train`; what is no path here is taken for a data set."""
 
     def __str__(self) -> str:
         return f"{self.repo}{f':{self.config}' if self.config else ''}[{self.split}]"
@@ -53,6 +55,14 @@ def parse_source(text: str) -> HubSource | None:
 def looks_like_hub_name(text: str) -> bool:
     """Whether a text is `ORG/NAME` or `ORG/NAME:CONFIG`, a data set without its split."""
     return _REPO.fullmatch(text.partition(":")[0]) is not None
+
+
+def parse_bare_name(text: str) -> HubSource | None:
+    """The split `train` of `ORG/NAME` or `ORG/NAME:CONFIG`; None for other texts, and below a directory."""
+    repo, _, config = text.partition(":")
+    if not looks_like_hub_name(text) or Path(repo).parent.exists():
+        return None
+    return HubSource(repo, config or None, "train", is_guessed=True)
 
 
 def read_hub(source: HubSource, setting: str, *, is_streamed: bool) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -96,7 +106,8 @@ def _close_streams() -> None:
 
 
 def _open(source: HubSource, setting: str, is_streamed: bool) -> Iterable[dict[str, Any]]:
-    where = f"{setting} = {str(source)!r}"
+    guess = ", which is no path here and so a data set of the Hub" if source.is_guessed else ""
+    where = f"{setting} = {str(source)!r}{guess}"
     try:
         import datasets
     except ImportError:

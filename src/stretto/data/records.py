@@ -20,7 +20,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.foreign import call, load_function
-from stretto.data.hub import looks_like_hub_name, parse_source, read_hub
+from stretto.data.hub import looks_like_hub_name, parse_bare_name, parse_source, read_hub
 from stretto.data.values import without_null_columns
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -64,7 +64,8 @@ def _read_source(source: str | Path, setting: str, is_streamed: bool) -> Iterato
             f"{setting} = {path!r}: only a shell replaces {found[0]}, and no shell reads this; write the whole path, "
             "or begin it with ~ for your home directory"
         )
-    hub = None if Path(path).exists() or path.endswith(_FILE_SUFFIXES) else parse_source(path)
+    is_path = Path(path).exists() or path.endswith(_FILE_SUFFIXES)
+    hub = None if is_path else parse_source(path) or parse_bare_name(path)
     if is_streamed and hub is None and files_of(Path(path), setting):
         raise ConfigError(f"{setting} = {path!r} is a file, which cannot be streamed; remove streaming")
     if hub is not None:

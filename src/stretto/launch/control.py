@@ -19,6 +19,7 @@ from stretto.base.files import holder, read_json, write_atomic
 from stretto.base.paths import RunDir
 from stretto.base.status import duration
 from stretto.config.reading.plain import PlainParser
+from stretto.launch.queues import queue_text
 from stretto.launch.slurm import commands as slurm
 from stretto.monitors.file import read_metrics
 from stretto.view.state import describe, no_run_text, runs_here
@@ -30,11 +31,14 @@ DEFAULT_LOGS = ("job", "orchestrator", "sft", "inference")
 
 
 def status(words: list[str]) -> int:
-    """`stretto status RUN`: who runs it, how far it is, and where its logs are."""
+    """`stretto status RUN`: who runs it, how far it is, what its engines' queues hold, and where its logs are."""
     parser = PlainParser("status", "how far a run is, and who runs it", missing=runs_here)
     parser.add_argument("run", type=Path, help="the run's directory")
     run = find_run(parser.parse_args(words).run)
-    rows = {"run": str(run), **_launcher(run), **_progress(run), "logs": ", ".join(_logs(run)) or "none yet"}
+    rows = {"run": str(run), **_launcher(run), **_progress(run)}
+    if (queues := queue_text(run)) is not None:
+        rows["queues"] = queues
+    rows["logs"] = ", ".join(_logs(run)) or "none yet"
     sys.stdout.write("".join(f"{name:<6} {text}\n" for name, text in rows.items()))
     return 0
 

@@ -1,4 +1,4 @@
-"""Texts that begin with {output_dir}/ follow the directory of all runs."""
+"""Texts that begin with {output_dir}/ follow the directory of all runs; files and flags continue a run there."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from stretto.base import rundir
 from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
 from stretto.config.load import build, dump, load
 from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.sections.deployment import ResumeSection
 
 TOML = """
 [model]
@@ -41,3 +44,50 @@ def test_a_wrong_output_directory_is_one_problem(tmp_path: Path) -> None:
     (tmp_path / "rl.toml").write_text("output_dir = 3\n" + TOML)
     with pytest.raises(ConfigError, match=r"1 problem.*\n.*rl.toml:1: output_dir = 3"):
         load(RLConfig, ["@", str(tmp_path / "rl.toml")])
+
+
+RESUMED = TOML.replace("{output_dir}/warm", "m").replace('path = "{output_dir}/rows.jsonl", words', "words")
+
+
+@pytest.mark.parametrize("table", ["[resume]\n", "[ckpt]\nresume_step = -1\n"])
+def test_a_file_that_resumes_starts_a_run_and_continues_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, table: str
+) -> None:
+    (tmp_path / "rl.toml").write_text(table + RESUMED)
+    words = ["@", str(tmp_path / "rl.toml"), "--output-dir", str(tmp_path), "--run.name", "r"]
+    first = load(RLConfig, words)
+    assert first.resume is None and not first.start_options["resume"]
+    assert f"{tmp_path}/rl.toml:" in caplog.text and "has no complete checkpoint yet" in caplog.text
+    run = first.run_dir
+    run.checkpoint(3).mkdir(parents=True)
+    assert load(RLConfig, words).resume is None
+    run.complete_marker(3).touch()
+    assert load(RLConfig, words).resume == ResumeSection()
+
+
+@pytest.mark.parametrize(
+    ("table", "flags"),
+    [
+        ("[resume]\n", ["--resume"]),
+        ("", ["--resume"]),
+        ("[resume]\nstep = 3\n", []),
+        ('[resume]\ndir = "other"\n', []),
+    ],
+)
+def test_a_flag_a_step_or_a_directory_names_what_must_exist(
+    tmp_path: Path, table: str, flags: list[str]
+) -> None:
+    (tmp_path / "rl.toml").write_text(table + RESUMED)
+    cfg = load(RLConfig, ["@", str(tmp_path / "rl.toml"), "--output-dir", str(tmp_path), *flags])
+    assert cfg.resume is not None
+    with pytest.raises(ConfigError, match="there is no"):
+        rundir.check(cfg.run_dir, **cfg.start_options)
+
+
+def test_what_a_dry_run_left_is_not_among_the_runs_that_are_there(tmp_path: Path) -> None:
+    for name in ("r", "other"):
+        RunDir(tmp_path / name).configs.mkdir(parents=True)
+    RunDir(tmp_path / "used").configs.mkdir(parents=True)
+    (tmp_path / "used" / "ledger.sqlite").touch()
+    with pytest.raises(ConfigError, match=r"no run 'r' in .*; runs there: used. Check"):
+        rundir.check(RunDir(tmp_path / "r"), resume=True, step=None, clean=False)

@@ -102,7 +102,6 @@ VALUES = {
     'inference.router.type = "vllm-router"': "inference.router.type",
     "orchestrator.concurrency = { max_inflight = 64, min_inflight = 8 }": "orchestrator.concurrency",
     "orchestrator.buffer.online_difficulty_filtering = true": "orchestrator.filter_zero_advantages",
-    "ckpt.resume_step = -1": "resume",
     'inference.vllm = { model = "m", tensor_parallel_size = 2, max_num_active_seqs = 3 }': "inference",
     'orchestrator.post_batch_filters = [{ type = "gibberish", enforce = true }]': "orchestrator.filters",
     "orchestrator.train.sampling.extra_body = { top_k = -1 }": "orchestrator.train.sampling.top_k",
@@ -118,7 +117,7 @@ VALUES = {
     "orchestrator.eval.max_retries = 5": "orchestrator.eval.max_rollout_retries",
 }
 EXPECTED = [
-    "collective", True, None, "vllm", ("adaptive", 8, 64), True, (None,), ("m", 2, {"max_num_active_seqs": 3}),
+    "collective", True, None, "vllm", ("adaptive", 8, 64), True, ("m", 2, {"max_num_active_seqs": 3}),
     [("gibberish", True)], None, 9400, 4096, Path("snapshots"), 4096, True, True, True, 2048, Path("there"), 5,
 ]  # fmt: skip
 
@@ -132,8 +131,6 @@ def test_values_are_said_in_our_words(line, expected, tmp_path):
     match VALUES[line].split(".")[-1]:
         case "concurrency":
             value = (value.type, value.min_rollouts, value.max_rollouts)
-        case "resume":
-            value = (value.step,)
         case "inference":
             value = (value.model, value.parallel.tp, value.vllm_extra)
         case "filters":

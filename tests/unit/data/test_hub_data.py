@@ -193,6 +193,12 @@ def test_a_data_set_is_organisation_name_and_split(text, source):
     assert source is None or str(source) == text
 
 
+def test_a_data_set_without_a_split_is_its_split_train(hub, tmp_path):
+    found, missing = read(hub, tmp_path / "home", "openai/gsm8k:main", "openai/none")
+    assert found == [20, f"{MAIN}, row 1", row(0)]
+    assert "'openai/none[train]', which is no path here and so a data set of the Hub: " in missing
+
+
 def test_what_exists_or_ends_like_a_file_is_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("org").mkdir()

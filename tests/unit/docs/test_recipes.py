@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.rules.mesh_degrees import find_degrees, read_shape
@@ -15,6 +17,7 @@ from stretto.envs.base import load_environment
 from stretto.envs.multi_turn import Episode
 from stretto.inference.vllm.command import build_command
 from stretto.launch.plan.model_check import check_model
+from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.plan import plan
 from stretto.launch.run.rl import plan_only
 from stretto.models.config import parse_config
@@ -191,6 +194,17 @@ def test_each_size_of_model_is_planned_as_its_file_says(example, tmp_path):
     text = path.read_text()
     assert "Not yet run on" in text.partition("max_steps")[0]
     assert f"rl @ examples/{example}/rl.toml" in text
+
+
+def test_a_job_of_slurm_has_a_router_that_sees_its_engines(tmp_path, caplog):
+    words = ["@", str(EXAMPLES / "glm5_llmd" / "rl.toml"), "--output-dir", str(tmp_path), "--dry-run"]
+    plan = plan_nodes(load(RLConfig, words), RunDir(tmp_path / "run"))
+    (router,) = (spec for spec in plan.processes if spec.role == "router")
+    assert plan.config.orchestrator.client.base_url == f"http://{plan.hosts[router.node]}:8000/v1"
+    assert "vllm-router is used instead" in caplog.text
+    for cluster in ([], ["--slurm", "None", "--ray.wait-s", "9"]):
+        with pytest.raises(ConfigError, match="does not see those of this job; leave it out"):
+            load(RLConfig, [*words, *cluster, "--inference.router.address", "http://gateway:80"])
 
 
 @pytest.mark.parametrize("example", ["glm5_pd_disag", "glm5_llmd"])

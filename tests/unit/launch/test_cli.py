@@ -293,6 +293,33 @@ def test_help_finds_a_key_by_the_name_that_others_give_it_and_by_its_description
     assert "no key of `rl` contains `xyzzy`" in help_text("rl", ROOTS["rl"], "xyzzy")
 
 
+@pytest.mark.parametrize(
+    ("verb", "word", "line"),
+    [
+        ("rl", "rollouts_per_example", "orchestrator.rollouts_per_example: --orchestrator.group-size"),
+        (
+            "rl",
+            "max-inflight-requests",
+            "orchestrator.max_inflight_requests: --orchestrator.max-inflight-rollouts",
+        ),
+        ("rl", "full_offload", "trainer.model.full_offload: --"),
+        ("rl", "student", "orchestrator.student.model.name: --model.name"),
+        ("rl", "post_batch_filters", "orchestrator.post_batch_filters: --orchestrator.filters"),
+        ("rl", "max_concurrent_runs", "trainer.max_concurrent_runs: refused: "),
+        ("rl", "micro_batch", "decides nothing: "),
+        (
+            "rl",
+            "sampling.source",
+            "orchestrator.algo.sampling.source.name: --orchestrator.algo.teacher.model",
+        ),
+        ("sft", "data.source", "data.source.0.dataset: --data.name"),
+        ("inference", "use_pd_kv_transfer", "refused: caches travel"),
+    ],
+)
+def test_help_knows_the_words_of_prime_rl(verb: str, word: str, line: str) -> None:
+    assert line in " ".join(help_text(verb, ROOTS[verb], word, width=400).split())
+
+
 def test_every_key_that_another_name_points_at_exists() -> None:
     known = {path for root in ROOTS.values() for path, _, _ in all_paths(root)}
     known |= {f"orchestrator.env.0.args.{name}" for name in ("path", "reward")}  # arguments of `dataset`

@@ -364,6 +364,7 @@ def test_the_files_of_a_dry_run_are_not_a_run(tmp_path: Path) -> None:
 
 def test_resume_of_a_run_that_does_not_exist_names_those_that_do(tmp_path: Path) -> None:
     RunDir(tmp_path / "other").configs.mkdir(parents=True)
+    RunDir(tmp_path / "other").ledger.touch()
     with pytest.raises(ConfigError, match=r"there is no run 'run' .* runs there: other"):
         rundir.claim(RunDir(tmp_path / "run"), resume=True, step=None, clean=False)
     assert not (tmp_path / "run").exists()

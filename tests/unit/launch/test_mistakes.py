@@ -91,9 +91,9 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
     ),
     "a data set of the Hub as a path": (
         f"rl {env('dataset', path='openai/gsm8k')}",
-        "dataset: path = 'openai/gsm8k'",
-        "A data set of the Hub is written with its split",
-        "'openai/gsm8k[train]'",
+        "dataset: path = 'openai/gsm8k[train]'",
+        "which is no path here and so a data set of the Hub",
+        "hf download openai/gsm8k",
     ),
     "a key that records do not have": (
         f"rl {env('dataset', path='rows.jsonl', input_key='promt')}",

@@ -312,8 +312,8 @@ check_node_gpus = Each(node_faults)
 
 # fmt: off
 STAND_IN = Rule("type", lambda s: s.type == "llm-d" and s.address is None,
-     "{0}: its picker comes as containers for Kubernetes (the Helm chart with llmd.enabled=true), so vllm-router "
-     "is used instead; with a gateway that runs, give inference.router.address")
+     "{0}: its picker is started in Kubernetes alone (the Helm chart with llmd.enabled=true), so vllm-router is used "
+     "instead; with a gateway that runs and sees these engines, give inference.router.address")
 
 SIZES: tuple[Rule, ...] = (
     Rule("kv_cache_tokens block_size",

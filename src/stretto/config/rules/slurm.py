@@ -124,6 +124,16 @@ def placed_faults(cfg: Any, section: str, way_out: str) -> Faults:
         if getattr(owner, key, None) is not None:
             rule = f"with [{section}] the job's nodes are not known before it starts; leave it out; {way_out}"
             yield f"{at}{key} {section}", f"{{0.path}}: {rule}"
+    router = getattr(cfg if not at else getattr(cfg, "inference", None), "router", None)
+    if router is not None and router.type == "llm-d" and router.address is not None:
+        path = f"{'inference.' if at else ''}router.address"
+        rule = (
+            "llm-d's gateway finds engines by their labels in Kubernetes, and does not see those of this job"
+        )
+        yield (
+            f"{path} {section}",
+            f"{{0}} with [{section}]: {rule}; leave it out: vllm-router is started then",
+        )
 
 
 def job_faults(cfg: Any) -> Faults:

@@ -30,8 +30,8 @@ class FileData(Section):
     type: Literal["file"] = "file"
     name: str | list[str]
     """File, or directory whose .jsonl and .parquet files are read in order; `name@[a:b]` takes rows a to b - 1. Or a
-    data set of the Hub, `ORG/NAME:CONFIG[SPLIT]`. Or a list of these. A message with `step_loss_mask` = 0 is not
-    trained."""
+    data set of the Hub, `ORG/NAME:CONFIG[SPLIT]`; without [SPLIT] it is `train`. Or a list of these. A message with
+    `step_loss_mask` = 0 is not trained."""
     subsets: list[str | None] | None = None
     """Configs of a data set of the Hub that is named as ORG/NAME, or of each in the list."""
     splits: list[str | None] | None = None

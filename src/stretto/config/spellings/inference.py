@@ -93,6 +93,7 @@ INFERENCE = Table("inference", "InferenceSection", (
     same("server.port", 8000),
     refused("server.liveness_timeout_seconds", 30, "write orchestrator.client.liveness_timeout_s", unless=()),
     same("use_deep_gemm", False),
+    refused("use_pd_kv_transfer", False, 'caches travel where deployment.type = "disaggregated" says so'),
     refused("enable_fp32_lm_head", True, FP32_HEAD),
     refused("enable_fp32_router_logits", True, FP32, unless=(False,)),
     moved("backend_port", NO_DEFAULT, "deployment.backend_port"),

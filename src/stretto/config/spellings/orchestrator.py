@@ -106,6 +106,12 @@ ALGO_ROWS = (
     moved("teacher.client", NO_DEFAULT, "algo.teacher"),
     moved("source.name", NO_DEFAULT, "algo.teacher.model"),
     moved("source.client", NO_DEFAULT, "algo.teacher"),
+    *(moved(f"{model}.base_url", NO_DEFAULT, "algo.teacher.base_url") for model in ("teacher", "source")),
+    moved("filter.import_path", NO_DEFAULT, "algo.filter", "`module:function`, which is given a message"),
+    refused("filter.kwargs", {}, "the function is given the message alone; bind others in your module"),
+    refused("sampling.source", "policy", 'a model that plays is `algo.type = "sft"` with `algo.teacher`'),
+    *(moved(f"sampling.source.{key}", NO_DEFAULT, f"algo.teacher.{name}".removesuffix("."), sets=DISTILLED)
+      for key, name in (("name", "model"), ("base_url", "base_url"), ("api_key_var", "api_key_var"), ("client", ""))),
     moved("roles.tool.alpha", 0.1, "algo.tool"),
     moved("roles.user.alpha", None, "algo.user", sets=ONLY_GIVEN_ROLES),
     moved("roles.system.alpha", None, "algo.system", sets=ONLY_GIVEN_ROLES),

@@ -37,6 +37,7 @@ ROOT = Table("", "RLConfig", (
     *old(
         moved("clean_output_dir", False, "clean"),
         refused("bench", False, "give it on the command line: rl @ FILE --bench"),
+        refused("data.fake", None, BENCH),
         idle("env_server_base_port", 5000, "environments have no ports"),
         NO_EXPERIMENTS,
     ),
@@ -45,7 +46,10 @@ RUN = Table("run", "RunSection", (
     same("name", None, "theirs ends with eight random characters; ours is the same every time, so `--resume` finds it"),
     moved("dir", None, "name", "a run's directory has its name"),
 ))  # fmt: skip
-RESUME = Table("resume", "ResumeSection", (same("step", None), same("dir", None)))
+RESUME = Table("resume", "ResumeSection", (
+    same("step", None, "`[resume]` of a file begins anew where there is no checkpoint; `--resume` is refused"),
+    same("dir", None),
+))  # fmt: skip
 CKPT = Table("ckpt", "CkptSection", (
     same("interval", None, "without it checkpoints are written every ten minutes (`minutes`), theirs only at the end"),
     same("keep_last", None, "without `interval` the two newest are kept"),

@@ -54,6 +54,40 @@ def renamed(row: Row, path: Path) -> Path:
     return tuple(next(filled) if part == "*" else part for part in row.ours.removeprefix("/").split("."))
 
 
+LISTS = {"orchestrator.train.source": "orchestrator.env", "orchestrator.eval.source": "orchestrator.eval.env"}
+"""Our path of a list of tables, where it is another one."""
+
+
+def names_of_prime_rl(verb: str, word: str) -> list[str]:
+    """Keys of prime-rl's that contain a word, and what each is here, in the files of a verb."""
+    part = word.replace("-", "_")
+    found: dict[str, str] = {}
+    for table in TABLES:
+        if table.verb != (verb if verb in ("sft", "eval") else "rl") or table in others.TABLES:
+            continue
+        base = table.path.removesuffix(table.below.replace("*", "0")).removesuffix(".")
+        for theirs, ours in LISTS.items():
+            base = base.replace(theirs, ours)
+        for row in table.rows:
+            path = ".".join(filter(None, (table.path, row.theirs)))
+            if part in path and (row.ours is not None or row.is_refused):
+                found.setdefault(path, f"{path}: {_meaning(row, base)}")
+    return sorted(found.values())
+
+
+def _meaning(row: Row, base: str) -> str:
+    if row.is_refused:
+        return f"refused: {row.instead}"
+    if not row.ours:
+        return f"decides nothing: {row.note}"
+    ours = (
+        row.ours[1:]
+        if row.ours.startswith("/")
+        else ".".join(filter(None, (base, row.ours.removesuffix(".*"))))
+    )
+    return f"--{ours.replace('_', '-')}" + (f" ({row.note})" if row.note else "")
+
+
 def aliases_of(sections: Iterable[str]) -> dict[str, str]:
     """Other names of the keys of sections, for help and documents."""
     rows = [row for section in sections for row in rows_of(section)]

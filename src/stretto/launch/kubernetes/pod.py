@@ -30,7 +30,7 @@ from stretto.config.load import load
 from stretto.config.root import RLConfig
 from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
-from stretto.launch.plan.nodes import plan_nodes
+from stretto.launch.plan.nodes import IDLE, plan_nodes
 from stretto.launch.plan.placement import replaced
 from stretto.launch.plan.plan import LaunchPlan
 from stretto.launch.plan.processes import ProcessSpec, helper_processes
@@ -205,6 +205,8 @@ def _engine_flags(pod: Pod, section: InferenceSection | None) -> dict[str, Any]:
         flags["inference.server.host"] = pod.ip
     if not engines.gpus:
         flags["inference.device"] = "cpu"
+    elif shape == "single_node":
+        flags["deployment.infer_gpus_per_node"] = engines.gpus
     if (port := engines.ports.get("port")) is not None:
         flags["inference.server.port"] = port
     if pod.router is not None and (at := pod.sets["router"].ports.get("port")) not in (None, port):
@@ -257,7 +259,8 @@ def plan_pods(
         hosts.append(pod.sets["router"].hosts[0])
         plan = _with_url(plan, f"http://{pod.router}:{plan.engines.routers[0].port}")
     processes = [dataclasses.replace(spec, node=moved.get(spec.role, spec.node)) for spec in plan.processes]
-    notes = (*plan.notes, *_gpu_notes(pod, plan))
+    # The chart's own note has the names of its values.
+    notes = (*(note for note in plan.notes if IDLE not in note), *_gpu_notes(pod, plan))
     return dataclasses.replace(plan, hosts=tuple(hosts), processes=tuple(processes), notes=notes)
 
 

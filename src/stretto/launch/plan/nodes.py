@@ -29,6 +29,7 @@ from stretto.base.ports import is_free, is_own_address
 from stretto.base.secret import Secret
 from stretto.config.root import RLConfig
 from stretto.config.sections.deployment import MultiNodeDeployment
+from stretto.config.sections.engines import EngineGroups
 from stretto.config.sections.inference import InferenceSection
 from stretto.launch.plan.engines import plan_replicas
 from stretto.launch.plan.models import started_models, with_model_hosts
@@ -59,6 +60,9 @@ from stretto.launch.plan.specs import EnginesPlan
 LOOPBACK = "127.0.0.1"
 NODE_RANK_VARS = ("SLURM_NODEID", "GROUP_RANK")
 """Environment variables in which schedulers give the number of this node."""
+IDLE = "GPUs of the nodes are given to nobody"
+MAX_IDLE_NODES = 4
+"""Nodes with idle GPUs that a note names."""
 FIRST_NODE_VAR = "STRETTO_FIRST_NODE"
 """Set in a step that has only some of its job's nodes: the number of the first of them."""
 
@@ -100,7 +104,49 @@ def plan_nodes(
             for spec in started
         ]
     processes += _models(cfg, run, first_model, keyed)
+    # Groups of engines name the GPUs that they leave (`idle_gpus`), or are refused.
+    if cfg.inference is None or not isinstance(cfg.inference.deployment, EngineGroups):
+        notes += idle_gpus(processes, node_gpus(cfg), "inference.")
     return LaunchPlan.of(run, cfg, engines, processes, hosts=hosts, notes=notes)
+
+
+def node_gpus(cfg: RLConfig) -> list[int]:
+    """GPUs of each node: as [deployment] counts them, or those of the fullest on all nodes of a job of Slurm."""
+    shape, section = cfg.deployment, cfg.inference
+    assert isinstance(shape, MultiNodeDeployment), shape
+    if not shape.gpus_per_node:
+        return [0] * cfg.num_nodes
+    critic = shape.gpus_per_node if shape.critic_gpus_per_node is None else shape.critic_gpus_per_node
+    beside = critic if cfg.num_critic_ranks and not shape.num_critic_nodes else 0
+    counts = [shape.gpus_per_node + beside] * shape.num_train_nodes + [critic] * (shape.num_critic_nodes or 0)
+    samples = section is not None and section.device != "cpu"
+    engine = (shape.infer_gpus_per_node or shape.gpus_per_node) if samples else 0
+    counts += [engine] * (cfg.num_nodes - cfg.num_model_nodes - len(counts))
+    counts += [shape.gpus_of_models] * cfg.num_model_nodes
+    return counts if cfg.slurm is None else [max(counts)] * len(counts)
+
+
+def idle_gpus(processes: Sequence[ProcessSpec], counts: Sequence[int], prefix: str) -> list[str]:
+    """A note if processes leave GPUs of nodes to nobody.
+
+    counts: GPUs of each node. prefix: of the engines' keys.
+    """
+    used = [
+        {gpu for spec in processes if spec.node == node for gpu in spec.devices}
+        for node in range(len(counts))
+    ]
+    left = {node: count - len(own) for node, (count, own) in enumerate(zip(counts, used)) if count > len(own)}
+    if not left:
+        return []
+    where = ", ".join(
+        f"{num} of {counts[node]} on node {node}" for node, num in [*left.items()][:MAX_IDLE_NODES]
+    )
+    more = f" and {len(left) - MAX_IDLE_NODES} more nodes" if len(left) > MAX_IDLE_NODES else ""
+    return [
+        f"{sum(left.values())} of {sum(counts)} {IDLE} ({where}{more}): raise {prefix}parallel.dp or tp, or "
+        f"{prefix}deployment.num_replicas, or lower {prefix and 'deployment.infer_gpus_per_node or '}"
+        f"{'' if prefix else 'deployment.'}gpus_per_node"
+    ]
 
 
 def node_hosts(cfg: RLConfig) -> list[str]:

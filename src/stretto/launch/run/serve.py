@@ -15,12 +15,14 @@ from stretto.base.paths import RunDir
 from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig
 from stretto.config.rules.engine import shape_of
+from stretto.config.sections.engines import Disaggregated, MultiNode
 from stretto.config.sections.inference import KEY_VAR
 from stretto.launch.plan.engines import plan_engines
 from stretto.launch.plan.nodes import (
     check_hosts,
     check_ports,
     find_node_rank,
+    idle_gpus,
     on_visible_gpus,
     with_config_dir,
 )
@@ -41,6 +43,7 @@ class ServingPlan:
     hosts: tuple[str, ...]
     engines: EnginesPlan
     processes: tuple[ProcessSpec, ...]
+    notes: tuple[str, ...] = ()
 
 
 def plan_serving(cfg: InferenceConfig, run: RunDir) -> ServingPlan:
@@ -73,7 +76,10 @@ def plan_serving(cfg: InferenceConfig, run: RunDir) -> ServingPlan:
     shown = cfg.model_copy(update={"device": "cpu"}) if is_cpu else cfg
     key = {} if cfg.key is None else {KEY_VAR: cfg.key}
     specs = engine_processes(shown, engines, run, is_held=False, gpus=gpus, key_env=key)
-    return ServingPlan(tuple(hosts), engines, tuple(specs))
+    shape = cfg.deployment
+    is_counted = isinstance(shape, MultiNode | Disaggregated) and nodes > 1 and not is_cpu
+    notes = idle_gpus(specs, [shape.gpus_per_node] * nodes, "") if is_counted else []
+    return ServingPlan(tuple(hosts), engines, tuple(specs), tuple(notes))
 
 
 def main(cfg: InferenceConfig, *, dry_run: bool) -> int | InferenceConfig:
@@ -89,6 +95,7 @@ def main(cfg: InferenceConfig, *, dry_run: bool) -> int | InferenceConfig:
     if dry_run:
         sys.stdout.write(process_table(plan.processes, plan.hosts if len(plan.hosts) > 1 else ()) + "\n")
         sys.stdout.write(f"requests go to {', '.join(plan.engines.base_urls)}\n")
+        sys.stdout.write("".join(f"note: {note}\n" for note in plan.notes))
         sys.stdout.write(f"NOT READY: {missing}\n" if missing else "")
         return 0
     node = find_node_rank(cfg.node_rank, plan.hosts, "node_rank") if len(plan.hosts) > 1 else 0
@@ -103,7 +110,9 @@ def main(cfg: InferenceConfig, *, dry_run: bool) -> int | InferenceConfig:
         specs = on_visible_gpus(specs)
     write(plan, cfg, node_dir)
     log.setup("launcher", node_dir, cfg.log.level, cfg.log.json_logging, is_quiet=True)
-    title = f"inference at {', '.join(plan.engines.base_urls)}"
+    title = "\n".join(
+        [*(f"note: {note}" for note in plan.notes), f"inference at {', '.join(plan.engines.base_urls)}"]
+    )
     return supervisor.serve(specs, node_dir, title, STALL_S)
 
 

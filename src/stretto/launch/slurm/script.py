@@ -76,6 +76,8 @@ class Job:
     num_nodes: int
     num_gpus: int
     """GPUs of each node."""
+    num_idle: int
+    """GPUs of all nodes that no process has."""
     script: str
 
     @property
@@ -101,7 +103,8 @@ def plan_job(cfg: JobConfig) -> Job:
     section = cfg.slurm
     assert section is not None, "a root without [slurm] is not submitted"
     verb, run = VERBS[type(cfg)], RunDir(cfg.run_path.absolute())
-    gpus = max(gpus_by_node(cfg, processes_by_node(cfg)))
+    by_node = gpus_by_node(cfg, processes_by_node(cfg))
+    gpus = max(by_node)
     _check_gres(section, gpus)
     parts = {
         "options": _options(cfg, section, run, gpus),
@@ -112,7 +115,8 @@ def plan_job(cfg: JobConfig) -> Job:
         "num_nodes": str(cfg.num_nodes),
         "num_gpus": str(gpus),
     }
-    return Job(verb, run, cfg.num_nodes, gpus, fill(*_template(section), parts))
+    idle = gpus * len(by_node) - sum(by_node)
+    return Job(verb, run, cfg.num_nodes, gpus, idle, fill(*_template(section), parts))
 
 
 def _template(section: SlurmSection) -> tuple[str, str]:

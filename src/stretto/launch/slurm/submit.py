@@ -13,6 +13,7 @@ from stretto.base.files import read_json, write_atomic
 from stretto.base.paths import RunDir
 from stretto.config.load import write_json
 from stretto.launch.job import JobConfig, check_run, write_config
+from stretto.launch.plan.nodes import IDLE
 from stretto.launch.slurm.commands import find_job, is_live, submit
 from stretto.launch.slurm.script import Job, plan_job, unused_gpus
 
@@ -32,6 +33,8 @@ def main(cfg: JobConfig, *, check: Callable[[], None] = lambda: None) -> int:
     write_json(job.run.launch, record)
     assert cfg.slurm is not None
     note = unused_gpus(cfg.slurm, job.num_gpus)
+    if job.num_idle and note is None:
+        note = f"{job.num_idle} of {job.num_nodes * job.num_gpus} {IDLE}; a --dry-run says on which"
     sys.stdout.write(submitted(job, number) + (f"\n  note    {note}" if note else "") + "\n")
     return 0
 

@@ -47,6 +47,7 @@ num_train_nodes = 2
 num_infer_replicas = 2
 [ray]
 """
+FOUR = ["--deployment.infer-gpus-per-node", "4"]
 SFT = "max_steps = 2\n[model]\nscratch = {}\n"
 SFT += '[data]\ntype = "environment"\nid = "sort-letters"\n[run]\nname = "r"\n[ray]\n'
 
@@ -66,7 +67,7 @@ def machine(number: int, **amounts: tuple[float, float]) -> Machine:
 
 
 def test_each_node_claims_what_its_processes_take(tmp_path: Path) -> None:
-    bundles = plan_bundles(rl(tmp_path, "resources = { h200 = 1 }", "--inference.parallel.tp", "4"))
+    bundles = plan_bundles(rl(tmp_path, "resources = { h200 = 1 }", *FOUR))
     assert [bundle.claims for bundle in bundles] == [
         {"CPU": 9, "GPU": 8, "h200": 1},
         {"CPU": 8, "GPU": 8, "h200": 1},
@@ -138,7 +139,7 @@ def test_sft_and_inference_are_placed_too(tmp_path: Path) -> None:
 def test_the_plan_of_a_thousand_nodes_is_three_lines(tmp_path: Path) -> None:
     words = ["--deployment.num-train-nodes", "200", "--deployment.num-infer-replicas", "800"]
     shown = screen(rl(tmp_path, "", *words, "--orchestrator.batch-size", "3200")).splitlines()
-    assert "1000 bundles" in shown[0] and shown[3].startswith("  nodes 200-999  CPU 1, GPU 1 each")
+    assert "1000 bundles" in shown[0] and shown[3].startswith("  nodes 200-999  CPU 8, GPU 8 each")
 
 
 # -- what is missing --

@@ -79,7 +79,7 @@ def test_who_keeps_its_memory_leaves_the_engine_half_of_it(config):
             "engines take 1 x 1 = 1 nodes, those of the trainer; give 1",
         ),
         (
-            NODES + "--inference.parallel.tp 2",
+            NODES + "--inference.parallel.tp 2 --inference.parallel.dp 1",
             "the trainer takes deployment.gpus_per_node = 4 GPUs of a node and",
         ),
         (NODES + "--weight-broadcast.type collective", "NCCL connects no two processes of one GPU"),

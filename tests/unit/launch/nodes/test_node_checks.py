@@ -52,7 +52,7 @@ def sft(folder: Path, *words: str) -> SFTConfig:
 
 def test_too_few_gpus_are_said_by_the_node_that_has_them(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    found = plan(tmp_path, "--inference.parallel.tp", "4")
+    found = plan(tmp_path, "--deployment.infer-gpus-per-node", "4")
     for node, needed in ((1, 8), (2, 4)):
         own = [spec for spec in found.processes if spec.node == node]
         words = f"node {node}, {found.hosts[node]}: its processes take {needed} GPUs, and this machine shows 2 GPUs"

@@ -77,11 +77,23 @@ def planned(
 
 def test_gpus_of_inference_pods_are_compared_with_what_engines_take(toml: Path) -> None:
     """Unused ones are said; too few are refused."""
-    _, _, plan = planned(toml, "inference", gpus=8)
-    assert plan.notes[-1].startswith(
-        "inference.gpu.count = 8, and [inference] takes 1 in each pod: the others are idle"
-    )
-    _, _, plan = planned(toml, "inference", 0, "--inference.parallel.tp", "8", gpus=8)
+    _, _, plan = planned(toml, "inference", 0, "--inference.parallel.dp", "1", gpus=8)
+    note = "inference.gpu.count = 8, and [inference] takes 1 in each pod: the others are idle"
+    assert plan.notes[-1].startswith(note) and not any("nobody" in each for each in plan.notes)
+    for words in ((), ("--inference.parallel.tp", "8"), ("--inference.parallel.tp", "2")):
+        _, _, plan = planned(toml, "inference", 0, *words, gpus=8)
+        assert (
+            len(
+                {
+                    (spec.node, gpu)
+                    for spec in plan.processes
+                    if spec.role == "inference"
+                    for gpu in spec.devices
+                }
+            )
+            % 8
+            == 0
+        )
     assert not any("inference.gpu.count" in note for note in plan.notes)
     with pytest.raises(ConfigError, match=r"GPUs|inference.gpu.count = 4, and \[inference\] takes 8"):
         planned(toml, "inference", 0, "--inference.parallel.tp", "8", gpus=4)
