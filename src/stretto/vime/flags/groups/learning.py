@@ -59,10 +59,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
               "Report how far trainer and engine are apart."),
         equal("--use-rollout-entropy", "switch", False, "The entropy is always reported.", "Report the entropy."),
         refused("--use-opsm", "switch", False, NO_OPSM, "Mask sequences that have moved too far."),
-        refused("--opsm-delta", "number", 1e-4, NO_OPSM, "Threshold of --use-opsm."),
-        refused("--use-routing-replay", "switch", False,
-                "use --use-rollout-routing-replay: the engine's choices, or none",
-                "Replay the experts of the first pass."),
+        equal("--opsm-delta", "number", 1e-4, "It is of --use-opsm.", "Threshold of --use-opsm."),
+        part("--use-routing-replay", "switch", False, "", "Replay the experts of the first pass.",
+             note="Only with --use-rollout-routing-replay, the engine's choices, which are replayed instead."),
         copies("--use-rollout-routing-replay", "switch", False, "trainer.enable_router_replay",
                "Replay the experts of the engine."),
         equal("--routing-replay-prefetch-microbatches", "integer", 1, "Choices travel with the batch.",
@@ -74,8 +73,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
                 "set trainer.loss.type = \"reinforce\" with a correction in the TOML of --print-config",
                 "Kind of surrogate."),
         refused("--use-score-centering", "switch", False, NOT_CENTRED, "Centre scores."),
-        refused("--score-centering-top-k", "integer", 128, NOT_CENTRED, "Likeliest tokens for it."),
-        copies("--custom-loss-function-path", "text", None, "trainer.hooks.loss", "Function that is the loss.",
+        equal("--score-centering-top-k", "integer", 128, "It is of --use-score-centering.", "Likeliest tokens for it."),
+        sets("--custom-loss-function-path", "text", None, "trainer.hooks.loss", "Function that is the loss.",
                note="With --loss-type custom_loss."),
         copies("--custom-advantage-function-path", "text", None, "trainer.hooks.advantages",
                "Function that makes advantages."),
@@ -115,11 +114,13 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
     "Distillation": (
         refused("--use-opd", "switch", False, NO_TEACHER, "Learn from a teacher's log-probabilities."),
-        refused("--opd-type", "text", None, NO_TEACHER, "Where the teacher runs."),
-        refused("--opd-kl-coef", "number", 1.0, NO_TEACHER, "Weight of the distillation loss."),
-        refused("--opd-teacher-load", "text", None, NO_TEACHER, "Checkpoint of the teacher."),
-        refused("--opd-teacher-ckpt-step", "integer", None, NO_TEACHER, "Step of the teacher's checkpoint."),
-        refused("--opd-teacher-model", "text", None, NO_TEACHER, "Name of the teacher's model."),
+        *(equal(name, kind, default, "It is of --use-opd.", text) for name, kind, default, text in (
+            ("--opd-type", "text", None, "Where the teacher runs."),
+            ("--opd-kl-coef", "number", 1.0, "Weight of the distillation loss."),
+            ("--opd-teacher-load", "text", None, "Checkpoint of the teacher."),
+            ("--opd-teacher-ckpt-step", "integer", None, "Step of the teacher's checkpoint."),
+            ("--opd-teacher-model", "text", None, "Name of the teacher's model."),
+        )),
     ),
 }
 # fmt: on
@@ -153,6 +154,8 @@ def _loss(flags: Values) -> Iterator[Setting]:
     reduction = "token" if flags.calculate_per_token_loss else "rollout"
     yield Setting(f"{LOSS}.reduction", reduction, ("--calculate-per-token-loss",))
     yield from flags.settings("--use-rollout-logprobs")
+    if flags.loss_type == "custom_loss":
+        yield from flags.settings("--custom-loss-function-path")
     # With one update per rollout the ratio to the trainer's own log-probabilities is 1, and nothing is clipped.
     is_corrected = flags.use_tis and flags.custom_tis_function_path is None
     if flags.use_rollout_logprobs or is_corrected or flags.num_updates > 1:

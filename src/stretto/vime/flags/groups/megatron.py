@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.base.errors import ConfigError
-from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, part, refused, sets
+from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
 from stretto.vime.flags.shape import SHAPES
 
 NO_MEGATRON = "stretto does not use Megatron-LM"
-NOT_SPLIT = (
-    "layers are not spread over ranks in training; use --tensor-model-parallel-size, or more ranks: weights are "
-    "sharded over all of them"
-)
+NOT_SPLIT = "Every rank has all layers; their weights are sharded over all ranks, and results are the same."
 NO_MTP = "layers that predict several tokens are not trained; leave it out"
+ALONE = "Layers that predict several tokens are not trained; engines may draft with them."
+EACH_BLOCK = "Every block keeps its own input and recomputes the rest; results are the same."
 
 # fmt: off
 FLAGS: dict[str, tuple[Flag, ...]] = {
@@ -26,10 +24,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         refused("--megatron-to-hf-mode", "text", "raw",
                 "weights have Hugging Face's names from the start; leave it out", "How weights are renamed.",
                 allowed=("bridge",)),
-        refused("--model-name", "text", None, "the family is config.json's model_type; leave it out",
-                "Name of the architecture for conversions."),
-        refused("--qwen-gdn-backend", "text", "fla", "there is one implementation; leave it out",
-                "Kernels of gated delta nets."),
+        equal("--model-name", "text", None, "The family is config.json's model_type.",
+              "Name of the architecture for conversions."),
+        noted("--qwen-gdn-backend", "text", "fla", "There is one implementation.", "Kernels of gated delta nets."),
         equal("--transformer-impl", "text", "transformer_engine", "The modules are stretto's own.",
               "Modules of Megatron-LM.", choices=("local", "transformer_engine")),
         equal("--attention-backend", "text", "auto", "torch chooses the kernel.", "Kernel of attention."),
@@ -40,8 +37,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
           for name in ("--seq-length", "--max-position-embeddings", "--max-positional-embedding")),
         equal("--make-vocab-size-divisible-by", "integer", 128, "The vocabulary is not padded.",
               "Padding of the vocabulary."),
-        refused("--mtp-num-layers", "integer", None, NO_MTP, "Layers that predict several tokens."),
-        refused("--mtp-loss-scaling-factor", "number", 0.2, NO_MTP, "Weight of their loss."),
+        noted("--mtp-num-layers", "integer", None, ALONE, "Layers that predict several tokens.", allowed=(0,)),
+        equal("--mtp-loss-scaling-factor", "number", 0.2, "It is of --enable-mtp-training.", "Weight of their loss."),
         refused("--enable-mtp-training", "switch", False, NO_MTP, "Train them."),
         equal("--attention-dropout", "number", 0.1, "There is no dropout.", "Dropout of attention."),
         equal("--hidden-dropout", "number", 0.1, "There is no dropout.", "Dropout of hidden states."),
@@ -52,21 +49,26 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         equal("--sequence-parallel", "switch", False,
               "Norms are computed whole on every rank of model.tp; results are the same.",
               "SP: split norms over the TP ranks."),
-        refused("--pipeline-model-parallel-size", "integer", 1, NOT_SPLIT, "PP: ranks that share the layers."),
-        refused("--decoder-last-pipeline-num-layers", "integer", None, NOT_SPLIT, "Layers of the last stage of PP."),
-        refused("--virtual-pipeline-model-parallel-size", "integer", None, NOT_SPLIT, "Interleaved PP."),
+        noted("--pipeline-model-parallel-size", "integer", 1, NOT_SPLIT, "PP: ranks that share the layers."),
+        *(equal(name, "integer", None, "It is of --pipeline-model-parallel-size.", text) for name, text in (
+            ("--decoder-first-pipeline-num-layers", "Layers of the first stage of PP."),
+            ("--decoder-last-pipeline-num-layers", "Layers of the last stage of PP."),
+            ("--virtual-pipeline-model-parallel-size", "Interleaved PP."),
+            ("--num-layers-per-virtual-pipeline-stage", "Layers of a stage of interleaved PP."),
+        )),
         sets("--context-parallel-size", "integer", 1, "model.cp model.cp_style",
              "CP: ranks that share the tokens of a row, as a ring."),
         sets("--expert-model-parallel-size", "integer", 1, "model.ep", "EP: ranks that share the experts."),
-        part("--expert-tensor-parallel-size", "integer", None, "", "ETP: TP of the experts.",
-             note="Experts are never split: 1, or leave it out."),
-        refused("--allgather-cp", "switch", False, "model.cp_style chooses between ulysses and ring; leave it out",
-                "CP by gathering keys."),
+        noted("--expert-tensor-parallel-size", "integer", None,
+              "An expert is whole on its rank; its weights are sharded over ranks, and results are the same.",
+              "ETP: TP of the experts.", allowed=(1,)),
+        noted("--allgather-cp", "switch", False, "Keys travel in a ring; results are the same.",
+              "CP by gathering keys."),
         sets("--recompute-granularity", "text", None, "model.ac.mode", "Recompute activations: full, or a selection.",
              choices=("full", "selective")),
-        part("--recompute-method", "text", None, "", "uniform: groups of layers; block: the first ones.",
-             choices=("uniform", "block"), note="With full. uniform only."),
-        part("--recompute-num-layers", "integer", None, "", "Layers of a group.", note="With full. 1 only."),
+        noted("--recompute-method", "text", None, EACH_BLOCK, "uniform: groups of layers; block: the first ones.",
+              allowed=("uniform",), choices=("uniform", "block")),
+        noted("--recompute-num-layers", "integer", None, EACH_BLOCK, "Layers of a group.", allowed=(1,)),
         equal("--recompute-loss-function", "switch", False, "The head never builds logits of all tokens.",
               "Recompute the loss."),
         equal("--log-probs-chunk-size", "integer", -1,
@@ -103,20 +105,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 
 
 def settings(flags: Values) -> Iterator[Setting]:
-    """Axes of the mesh, and recomputation.
-
-    Raises: ConfigError for what only Megatron does.
-    """
+    """Axes of the mesh, and recomputation."""
     if flags.context_parallel_size > 1:
         yield from flags.settings("--context-parallel-size")
         yield Setting("model.cp_style", "ring", ("--context-parallel-size",))
     if flags.expert_model_parallel_size > 1:
         yield from flags.settings("--expert-model-parallel-size")
-    if flags.expert_tensor_parallel_size not in (None, 1):
-        raise ConfigError(
-            f"{flags.given['--expert-tensor-parallel-size']}: an expert is whole on its rank; leave it out, and "
-            "spread the experts with --expert-model-parallel-size"
-        )
     if flags.moe_enable_deepep:
         yield Setting("model.ep_comm_backend", "deepep", ("--moe-enable-deepep",))
     if flags.recompute_granularity is None:
@@ -124,13 +118,3 @@ def settings(flags: Values) -> Iterator[Setting]:
     yield from flags.settings("--recompute-granularity")
     if flags.recompute_granularity == "selective":
         yield Setting("model.ac.targets", ["norm", "attn_proj"], ("--recompute-granularity",))
-    elif flags.recompute_method == "block":
-        raise ConfigError(
-            f"{flags.given['--recompute-method']}: which blocks recompute is model.ac.freq; use uniform, and set "
-            "that in the TOML of --print-config"
-        )
-    elif flags.recompute_num_layers not in (None, 1):
-        raise ConfigError(
-            f"{flags.given['--recompute-num-layers']}: every block keeps its own input; use 1, or model.ac.freq in "
-            "the TOML of --print-config for blocks that keep everything"
-        )

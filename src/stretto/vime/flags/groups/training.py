@@ -7,12 +7,11 @@ from pathlib import Path
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, part, refused, sets
+from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
 
 POINTER = "latest_checkpointed_iteration.txt"
 """A directory with this file is a checkpoint of Megatron's."""
 KEEPS_MOMENTS = "moments are kept from step to step; leave it out"
-EXACTLY = "a run continues exactly; start from its weights instead: --load RUN/weights/latest"
 
 # fmt: off
 FLAGS: dict[str, tuple[Flag, ...]] = {
@@ -79,11 +78,14 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
               "Checkpoints load on any number of ranks; their format is stretto's.", "Format of checkpoints.",
               choices=("torch", "torch_dist", "torch_dcp")),
         part("--async-save", "switch", False, "ckpt.is_async", "Train on while a checkpoint is written."),
-        refused("--no-save-optim", "switch", False,
-                "a checkpoint without moments could not be resumed exactly; leave it out",
-                "Checkpoints without the optimizer."),
-        refused("--no-load-optim", "switch", False, EXACTLY, "Do not load the optimizer."),
-        refused("--no-load-rng", "switch", False, EXACTLY, "Do not load random states."),
+        sets("--no-save-optim", "switch", False, "ckpt.skip_optimizer", "Checkpoints without the optimizer."),
+        part("--no-load-optim", "switch", False, "", "Do not load the optimizer.",
+             note="A run that is continued does so exactly, unless --no-save-optim left the optimizer out."),
+        noted("--no-load-rng", "switch", False,
+              "A run that is continued draws what it would have drawn; weights alone have no random states.",
+              "Do not load random states."),
+        equal("--no-save-rng", "switch", False, "Checkpoints have the place in each sequence of draws, a few numbers.",
+              "Checkpoints without random states."),
         part("--save-hf", "text", None, "ckpt.weights", "Hugging Face weights beside each checkpoint.",
              note="They are in RUN/weights/step_N, whatever the pattern."),
         equal("--seed", "integer", 1234, "Training draws no random numbers; --rollout-seed is the run's seed.",
@@ -115,28 +117,23 @@ def _optimizer(flags: Values) -> Iterator[Setting]:
     moments = ("--adam-beta1", "--adam-beta2", "--adam-eps")
     if kind != "sgd":
         yield from flags.settings(*moments)
-    elif unused := list(filter(flags.has, moments)):
-        what = f"{flags.given[unused[0]]}: {flags.given['--optimizer']} has none"
-        raise ConfigError(f"{what}; leave one of them out")
 
 
 def _schedule(flags: Values) -> Iterator[Setting]:
     style, at = flags.lr_decay_style, "trainer.scheduler"
     yield from flags.settings("--lr-decay-style")
-    trained = flags.num_rollout - flags.num_critic_only_steps
+    trained = flags.num_rollout
+    if flags.advantage_estimator == "ppo":
+        trained -= flags.num_critic_only_steps
     warmup = _warmup(flags, trained)
     yield Setting(f"{at}.warmup_steps", warmup, ("--lr-warmup-iters", "--lr-warmup-fraction"))
+    if style == "constant":
+        return
     if flags.lr_decay_iters not in (None, trained * flags.num_updates):
         raise ConfigError(
             f"{flags.given['--lr-decay-iters']}: the schedule ends with the run, after {trained * flags.num_updates} "
             f"updates; leave it out"
         )
-    if style == "constant":
-        if flags.min_lr:
-            raise ConfigError(
-                f"{flags.given['--min-lr']}: a constant rate does not fall; leave it out, or change --lr-decay-style"
-            )
-        return
     yield from flags.settings("--min-lr")
     if style == "linear":
         yield Setting(f"{at}.decay_steps", max(0, trained - warmup), ("--lr-decay-style", "--num-rollout"))
@@ -195,6 +192,12 @@ def _continued(flags: Values, load: Path) -> Iterator[Setting]:
     if save is None:
         what = f"{flags.given['--load']} is a run, and a run that continues it needs a directory"
         raise ConfigError(f"{what}: give --save, the same for the same run")
+    if flags.no_load_optim and not flags.no_save_optim:
+        raise ConfigError(
+            f"{flags.given['--no-load-optim']}: {flags.given['--load']} is a run, which is continued exactly; start "
+            f"from its weights instead, --load {load}/weights/latest, or leave the optimizer out of checkpoints, too, "
+            "with --no-save-optim"
+        )
     yield Setting("resume", {}, ("--load",))
     if load.absolute() != save.absolute():
         yield Setting("resume.dir", str(load), ("--load", "--save"))
@@ -239,7 +242,7 @@ def _saves(flags: Values) -> Iterator[Setting]:
     interval = "None" if flags.save_interval is None else flags.save_interval
     yield Setting("ckpt.interval", interval, ("--save-interval",))
     yield Setting("ckpt.minutes", "None", ("--save-interval",))
-    yield from flags.settings("--async-save")
+    yield from flags.settings("--async-save", *(["--no-save-optim"] if flags.no_save_optim else []))
     if flags.save_hf is None:
         yield Setting("ckpt.weights", "None", ("--save-hf",))
 
