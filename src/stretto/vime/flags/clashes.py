@@ -224,6 +224,8 @@ NOTES: tuple[Clash, ...] = (
       for name in ("--offload", "--offload-train", "--offload-rollout")),
     *(Clash(f"{name} --advantage-estimator", lambda v, name=name: v.has(name) and not _is_ppo(v),
             "{0} does nothing with {1}: only ppo has a critic") for name in ONLY_PPO),
+    Clash("--megatron-config-path --advantage-estimator", lambda v: v.critic and not _is_ppo(v),
+          "{0}: what it says of a critic does nothing with {1}: only ppo has one"),
     Clash("--gamma --advantage-estimator",
           lambda v: v.has("--gamma") and v.advantage_estimator not in ("ppo", "reinforce_plus_plus"),
           "{0} does nothing with {1}, which discounts nothing"),

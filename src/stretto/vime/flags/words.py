@@ -11,7 +11,7 @@ from stretto.config.flags.router import ROUTER
 from stretto.config.flags.table import Program
 from stretto.config.flags.vllm import VLLM
 from stretto.vime.files.read import read_arguments
-from stretto.vime.files.roles import read_roles
+from stretto.vime.files.roles import OF_CRITIC, read_roles
 from stretto.vime.flags.flag import Flag, Setting, Values, attribute_of, listed, parse
 from stretto.vime.flags.groups import BY_NAME
 from stretto.vime.flags.groups.serving import MOVED
@@ -63,6 +63,7 @@ def read(words: Sequence[str]) -> tuple[Values, list[Setting]]:
     flags = Values(every, found.given, BY_NAME)
     _read_moved(flags, moved, found.notes)
     flags.is_async, flags.extra, flags.overridden = is_async, extra, found.notes
+    flags.critic = found.critic
     return flags, passed
 
 
@@ -91,6 +92,8 @@ class _Found:
         """By name: the flag as it was typed, or the place of a file that has it."""
         self.refusals: dict[str, str] = {}
         """By name: why the value is refused. A later value may be accepted."""
+        self.critic: dict[str, tuple[Any, str]] = {}
+        """Values that a file has for the critic alone, by attribute, each with its place."""
         self.notes: list[str] = []
         """Which values were replaced by later ones."""
 
@@ -119,21 +122,25 @@ def _read_files(found: _Found, problems: list[str]) -> dict[str, Any]:
             problems.append(str(error))
             continue
         for key, value in read_values.items():
-            flag = BY_NAME.get("--" + key.replace("_", "-"))
+            name = key.removeprefix(OF_CRITIC)
+            flag = BY_NAME.get("--" + name.replace("_", "-"))
             try:
-                if flag is not None:
+                if flag is not None and name != key:
+                    source = f"{name}: {value} of the critic in {path}"
+                    found.critic[name] = (_value_of_file(flag, value, source), source)
+                elif flag is not None:
                     _read_from_file(flag, value, f"{key}: {value} of {path}", found)
                 elif reader is read_arguments:
                     extra[key] = value
                 else:
-                    raise ConfigError(f"{where}: {_unknown('--' + key)}")
+                    raise ConfigError(f"{where}: {_unknown('--' + name)}")
             except ConfigError as error:
                 problems.append(str(error))
     return extra
 
 
-def _read_from_file(flag: Flag, value: Any, source: str, found: _Found) -> None:
-    """Add the value of a flag in a file, which replaces one that was typed.
+def _value_of_file(flag: Flag, value: Any, source: str) -> Any:
+    """The value of a flag in a file.
 
     Raises: ConfigError as for a word of the command line.
     """
@@ -141,13 +148,20 @@ def _read_from_file(flag: Flag, value: Any, source: str, found: _Found) -> None:
         if flag.kind == "switch":
             if not isinstance(value, bool):
                 raise ConfigError(f"{flag.name} {value}: true or false is needed")
-            parsed: Any = value
-        elif flag.kind == "object" and isinstance(value, dict):
-            parsed = value
-        else:
-            parsed = parse(flag, [str(each) for each in value] if isinstance(value, list) else [str(value)])
+            return value
+        if flag.kind == "object" and isinstance(value, dict):
+            return value
+        return parse(flag, [str(each) for each in value] if isinstance(value, list) else [str(value)])
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
+
+
+def _read_from_file(flag: Flag, value: Any, source: str, found: _Found) -> None:
+    """Add the value of a flag in a file, which replaces one that was typed.
+
+    Raises: ConfigError as for a word of the command line.
+    """
+    parsed = _value_of_file(flag, value, source)
     if flag.name in SECRET:
         source = f"{flag.name} of a file"
     if flag.name not in found.given or found.values[flag.attribute] != parsed:
@@ -239,7 +253,7 @@ def _is_near(word: str, other: str) -> bool:
     if is_aligned and all(_is_near_part(*part) for part in parts):
         return True
     joined = (word.replace("-", ""), other.replace("-", ""))
-    return 8 * _distance(*joined) <= max(map(len, joined))
+    return 12 * _distance(*joined) <= max(map(len, joined))
 
 
 def _is_near_part(word: str, other: str) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stretto.base.errors import ConfigError
 from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, part, refused, sets
-from stretto.vime.flags.groups.training import reference, rollouts_of
+from stretto.vime.flags.groups.training import OPTIMIZER, optimizer_settings, reference, rollouts_of
 
 ALGO, LOSS = "orchestrator.algo", "trainer.loss"
 GROUP_NORMALISED = ("grpo", "gspo", "cispo")
@@ -104,7 +105,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "First rollouts, which train the critic only."),
         part("--megatron-config-path", "text", None, "trainer.critic trainer.optim",
              "YAML file of overrides for actor and critic.",
-             note="The actor's overrides are flags; the critic's are lr, load, save, lr_warmup_iters, value_clip."),
+             note="The actor's overrides are flags. The critic has a load, save, lr, lr_warmup_iters and value_clip of "
+                  "its own, and an optimizer with its moments, weight decay and clipping; all else is the actor's, and "
+                  "only the same value is accepted. A value of the file holds, whatever was typed."),
         copies("--custom-megatron-init-path", "text", None, "trainer.hooks.init",
                "Function called after initialisation."),
         copies("--custom-megatron-before-log-prob-hook-path", "text", None, "trainer.hooks.before_log_prob",
@@ -191,8 +194,35 @@ def _advantages(flags: Values) -> Iterator[Setting]:
 
 
 def _critic(flags: Values) -> Iterator[Setting]:
+    """The critic.
+
+    Raises: ConfigError for a value of a file that the critic cannot have for itself.
+    """
     warmup = rollouts_of(flags, flags.critic_lr_warmup_iters)
     yield Setting("trainer.critic.lr_warmup_steps", warmup, ("--critic-lr-warmup-iters",))
-    yield from flags.settings("--num-critic-only-steps", "--critic-load", "--critic-save", "--critic-lr")
+    yield from flags.settings("--num-critic-only-steps", "--critic-load", "--critic-save")
+    own = {name: value for name, (value, _) in flags.critic.items() if name in OPTIMIZER}
+    if any(value != getattr(flags, name) for name, value in own.items()):
+        lr = flags.lr if flags.critic_lr is None else flags.critic_lr
+        of_both = {name: getattr(flags, name) for name in OPTIMIZER} | own | {"lr": lr}
+        yield from optimizer_settings(of_both, "trainer.critic.optim", ("--megatron-config-path",))
+    else:
+        yield from flags.settings("--critic-lr")
+    _check_critic(flags)
     if flags.num_updates > 1:
         yield from flags.settings("--value-clip")
+
+
+def _check_critic(flags: Values) -> None:
+    """Raises: ConfigError for a value of the critic that it has in common with the actor, and that differs."""
+    for name, (value, source) in flags.critic.items():
+        if name in OPTIMIZER or value == getattr(flags, name):
+            continue
+        if name == "lr_decay_style":
+            if value != "constant":
+                raise ConfigError(f"{source}: the critic's rate stays after its rise; use constant")
+            continue
+        raise ConfigError(
+            f"{source}: the critic has the actor's, {getattr(flags, name)}; leave it out. Its own are load, save, lr, "
+            f"lr_warmup_iters, value_clip, {', '.join(OPTIMIZER)}"
+        )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
@@ -110,13 +111,36 @@ def settings(flags: Values) -> Iterator[Setting]:
     yield from _saves(flags)
 
 
+OPTIMIZER = {
+    "optimizer": "type",
+    "weight_decay": "weight_decay",
+    "clip_grad": "max_norm",
+    "adam_beta1": "betas1",
+    "adam_beta2": "betas2",
+    "adam_eps": "eps",
+}
+"""The key of [trainer.optim] for each flag about an optimizer but its rate."""
+
+
+def optimizer_settings(values: Mapping[str, Any], at: str, source: tuple[str, ...] = ()) -> Iterator[Setting]:
+    """An optimizer below the key `at`, from the values of flags by attribute; a `lr` among them is its rate.
+
+    source: the flags that the settings follow from; without these each follows from its own.
+    """
+    for name, value in values.items():
+        if name.startswith("adam_") and values["optimizer"] == "sgd":
+            continue
+        if name == "optimizer":
+            value = {"adam": "adamw"}.get(value, value)
+        if name == "clip_grad":
+            value = value or "None"
+        own = (f"--{name.replace('_', '-')}",)
+        yield Setting(f"{at}.{OPTIMIZER.get(name, name)}", value, source or own)
+
+
 def _optimizer(flags: Values) -> Iterator[Setting]:
-    kind = {"adam": "adamw"}.get(flags.optimizer, flags.optimizer)
-    yield Setting("trainer.optim.type", kind, ("--optimizer",))
-    yield Setting("trainer.optim.max_norm", flags.clip_grad or "None", ("--clip-grad",))
-    moments = ("--adam-beta1", "--adam-beta2", "--adam-eps")
-    if kind != "sgd":
-        yield from flags.settings(*moments)
+    values = {name: getattr(flags, name) for name in OPTIMIZER if name != "weight_decay"}  # that is copied
+    yield from optimizer_settings(values, "trainer.optim")
 
 
 def _schedule(flags: Values) -> Iterator[Setting]:
