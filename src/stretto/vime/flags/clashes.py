@@ -92,6 +92,7 @@ IDLE = (
     "--wandb-project --use-wandb", "--wandb-group --use-wandb", "--wandb-team --use-wandb", "--wandb-mode --use-wandb",
     "--lora-alpha --lora-rank", "--lora-dropout --lora-rank", "--target-modules --lora-rank",
     "--recompute-method --recompute-granularity", "--recompute-num-layers --recompute-granularity",
+    "--moe-router-bias-update-rate --moe-router-enable-expert-bias", "--fp8-recipe --fp8-format",
     "--opsm-delta --use-opsm", "--opd-type --use-opd",
 )  # fmt: skip
 """Flags that do nothing without another."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stretto.base.errors import ConfigError
 from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
 from stretto.vime.flags.shape import SHAPES
 
 NO_MEGATRON = "stretto does not use Megatron-LM"
 NOT_SPLIT = "Every rank has all layers; their weights are sharded over all ranks, and results are the same."
 NO_MTP = "layers that predict several tokens are not trained; leave it out"
+NO_BALANCE = "the loss is that of the policy alone; use 0"
 ALONE = "Layers that predict several tokens are not trained; engines may draft with them."
 EACH_BLOCK = "Every block keeps its own input and recomputes the rest; results are the same."
 
@@ -40,6 +42,34 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         noted("--mtp-num-layers", "integer", None, ALONE, "Layers that predict several tokens.", allowed=(0,)),
         equal("--mtp-loss-scaling-factor", "number", 0.2, "It is of --enable-mtp-training.", "Weight of their loss."),
         refused("--enable-mtp-training", "switch", False, NO_MTP, "Train them."),
+        *(equal(name, "switch", False, text, meaning) for name, text, meaning in (
+            ("--use-flash-attn", "torch chooses the kernel.", "Kernel of attention."),
+            ("--no-rope-fusion", "There is no such kernel.", "Without a fused kernel."),
+            ("--no-masked-softmax-fusion", "There is no such kernel.", "Without a fused kernel."),
+            ("--no-position-embedding", "No family has learned positions.", "Without learned positions."),
+            ("--enable-experimental", "There is nothing to allow.", "Allow what Megatron-LM calls experimental."),
+            ("--moe-router-fusion", "There is no such kernel.", "Fused router."),
+            ("--moe-shared-expert-overlap", "It changes the time only.", "The shared expert runs beside the others."),
+        )),
+        noted("--spec", "list", None, "Each family has modules of its own.", "Module and name of the layers."),
+        noted("--moe-router-dtype", "text", None, "The router computes in float32.", "Type of the router.",
+              allowed=("fp32",), choices=("fp32", "fp64")),
+        equal("--moe-token-drop-policy", "text", "probs", "No token is dropped.", "Which tokens are dropped.",
+              choices=("probs", "position")),
+        refused("--moe-expert-capacity-factor", "number", None, "no token is dropped; leave it out",
+                "Tokens that an expert takes."),
+        refused("--moe-aux-loss-coeff", "number", 0.0, NO_BALANCE, "Weight of a loss that balances experts."),
+        refused("--moe-z-loss-coeff", "number", None, NO_BALANCE, "Weight of a loss that keeps scores small.",
+                allowed=(0.0,)),
+        sets("--moe-router-bias-update-rate", "number", 1e-3, "trainer.moe_bias_update_rate",
+             "Step of the bias that balances experts; 0: it stays.", note="With --moe-router-enable-expert-bias."),
+        part("--moe-router-load-balancing-type", "text", "aux_loss", "", "How experts are balanced.",
+             choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+             note="By nothing: with losses of weight 0 these are the same."),
+        refused("--deterministic-mode", "switch", False,
+                "on a GPU the trainer's kernels are torch's usual ones, which may differ in the last bits between "
+                "runs; leave it out, and use --vllm-enable-deterministic-inference for the engines",
+                "The same results in every run."),
         equal("--attention-dropout", "number", 0.1, "There is no dropout.", "Dropout of attention."),
         equal("--hidden-dropout", "number", 0.1, "There is no dropout.", "Dropout of hidden states."),
     ),
@@ -95,8 +125,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         refused("--fp16", "switch", False,
                 "float16 overflows in training; leave it out for bfloat16, or model.dtype = \"float32\"",
                 "Compute in float16."),
-        refused("--fp8-format", "text", None, "set model.fp8 = true in the TOML of --print-config",
-                "8-bit products."),
+        part("--fp8-format", "text", None, "model.fp8", "8-bit products.", choices=("e4m3", "hybrid"),
+             note="Only e4m3 with --fp8-recipe blockwise."),
+        part("--fp8-recipe", "text", "delayed", "model.fp8", "How 8-bit values are scaled.",
+             choices=("delayed", "tensorwise", "mxfp8", "blockwise", "custom")),
         refused("--force-fp8-ue8m0-scale", "switch", False, "there is one kind of scales; leave it out",
                 "Scales that are powers of two."),
     ),
@@ -105,7 +137,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 
 
 def settings(flags: Values) -> Iterator[Setting]:
-    """Axes of the mesh, and recomputation."""
+    """Axes of the mesh, 8-bit products, and recomputation.
+
+    Raises: ConfigError for 8-bit products of another kind.
+    """
     if flags.context_parallel_size > 1:
         yield from flags.settings("--context-parallel-size")
         yield Setting("model.cp_style", "ring", ("--context-parallel-size",))
@@ -113,6 +148,13 @@ def settings(flags: Values) -> Iterator[Setting]:
         yield from flags.settings("--expert-model-parallel-size")
     if flags.moe_enable_deepep:
         yield Setting("model.ep_comm_backend", "deepep", ("--moe-enable-deepep",))
+    if flags.fp8_format is not None:
+        if (flags.fp8_format, flags.fp8_recipe) != ("e4m3", "blockwise"):
+            names = flags.typed("--fp8-format", "--fp8-recipe")
+            raise ConfigError(f"{names}: 8-bit products are e4m3, scaled by blocks; use e4m3 and blockwise")
+        yield Setting("model.fp8", True, ("--fp8-format", "--fp8-recipe"))
+    if flags.moe_router_enable_expert_bias and flags.moe_router_bias_update_rate:
+        yield from flags.settings("--moe-router-bias-update-rate")
     if flags.recompute_granularity is None:
         return
     yield from flags.settings("--recompute-granularity")
