@@ -61,7 +61,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         refused("--moe-aux-loss-coeff", "number", 0.0, NO_BALANCE, "Weight of a loss that balances experts."),
         refused("--moe-z-loss-coeff", "number", None, NO_BALANCE, "Weight of a loss that keeps scores small.",
                 allowed=(0.0,)),
-        sets("--moe-router-bias-update-rate", "number", 1e-3, "trainer.moe_bias_update_rate",
+        sets("--moe-router-bias-update-rate", "number", 1e-3, "model.moe_bias_update_rate",
              "Step of the bias that balances experts; 0: it stays.", note="With --moe-router-enable-expert-bias."),
         part("--moe-router-load-balancing-type", "text", "aux_loss", "", "How experts are balanced.",
              choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
