@@ -141,7 +141,7 @@ def over_nodes(flags: Values, found: list[Engines]) -> Iterator[Setting]:
     Raises: ConfigError if they leave GPUs of a node idle.
     """
     model = updated(flags)
-    if model is not None and (model.differs or len(model.engines) < len(model.groups)):
+    if model is not None and (model.differs or leaves_idle(flags, model)):
         yield from _groups_over_nodes(flags, model)
         return
     node = min(flags.num_gpus_per_node, sum(engines.number * engines.gpus for engines in found))
@@ -180,7 +180,17 @@ def _groups_over_nodes(flags: Values, model: ServedModel) -> Iterator[Setting]:
 def is_over_nodes(flags: Values, model: ServedModel) -> bool:
     """Whether a frozen model of a run over several nodes is larger than a node, or leaves GPUs of it idle."""
     total = sum(group.num_gpus for group in model.groups)
-    return total > flags.num_gpus_per_node or len(model.engines) < len(model.groups)
+    return total > flags.num_gpus_per_node or leaves_idle(flags, model)
+
+
+def leaves_idle(flags: Values, model: ServedModel) -> bool:
+    """Whether a model of a run over several nodes has placeholders whose place among its groups is kept.
+
+    Prefill and decode engines that fit one node have its first GPUs, and those of placeholders are the rest.
+    """
+    total = sum(group.num_gpus for group in model.groups)
+    is_local = model.count("prefill") > 0 and total <= flags.num_gpus_per_node
+    return len(model.engines) < len(model.groups) and not is_local
 
 
 def nodes_of_groups(

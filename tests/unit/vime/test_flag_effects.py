@@ -213,7 +213,8 @@ EFFECTS: dict[str, tuple[str, str, dict[str, object]]] = {
     "--vllm-enable-deterministic-inference": ("", "", {"inference.env_vars": {"VLLM_BATCH_INVARIANT": "1"}}),
     "--router-policy": ("", "round_robin", {"inference.router.policy": "round_robin"}),
     "--update-weight-transport": ("", "disk", {"weight_broadcast.type": "filesystem"}),
-    "--update-weight-mode": ("--update-weight-transport disk", "delta", {"weight_broadcast.delta.directory": "/dev/shm"}),
+    "--update-weight-mode": ("--update-weight-transport disk", "delta", {
+        "weight_broadcast.delta.directory": "/dev/shm"}),
     "--update-weight-local-checkpoint-dir": ("--update-weight-transport disk --update-weight-mode delta", "/x", {
         "weight_broadcast.delta.directory": "/x"}),
     "--custom-update-weight-post-write-path": ("--update-weight-transport disk", "a.b", {

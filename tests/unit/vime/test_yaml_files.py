@@ -134,6 +134,33 @@ def test_frozen_models_over_nodes_may_be_larger_than_one_or_leave_gpus_idle(read
     assert [(e.first_gpu, e.num_gpus) for e in small.engines] == [(0, 1), (1, 1), (4, 4)]
 
 
+@pytest.mark.parametrize("last", [True, False])
+def test_prefill_and_decode_leave_gpus_of_a_node_idle_beside_other_nodes(read, last):
+    kinds = ["{worker_type: prefill, num_gpus: 2, num_gpus_per_engine: 1}",
+             "{worker_type: decode, num_gpus: 4, num_gpus_per_engine: 4}"]  # fmt: skip
+    kinds.insert(2 if last else 1, "{worker_type: placeholder, num_gpus: 2}")
+    text = f"vllm: [{{name: actor, server_groups: [{', '.join(kinds)}]}}]"
+    cfg = read("--vllm-config", text, "--actor-num-gpus-per-node 8", gpus=8)
+    made = plan_nodes(cfg.model_copy(update={"dry_run": True}), cfg.run_dir)
+    found = [(spec.node, spec.devices) for spec in made.processes if spec.role == "inference"]
+    assert found == [(1, ("0",)), (1, ("1",)), (1, ("2", "3", "4", "5"))]
+    assert {"prefill_0", "prefill_1", "decode_0"} <= set(made.configs())
+
+
+def test_frozen_prefill_and_decode_leave_gpus_idle_beside_other_nodes(read):
+    group = "{{worker_type: {}, num_gpus: {}}}"
+    groups = ", ".join(group.format(*each) for each in (("prefill", 1), ("decode", 3), ("placeholder", 4)))
+    text = f"""
+        vllm:
+          - {{name: actor, server_groups: [{{num_gpus: 8, num_gpus_per_engine: 8}}]}}
+          - {{name: ref, model_path: /models/ref, update_weights: false, server_groups: [{groups}]}}
+    """
+    cfg = read("--vllm-config", text, "--actor-num-gpus-per-node 8", gpus=16)
+    made = plan_nodes(cfg.model_copy(update={"dry_run": True}), cfg.run_dir)
+    assert cfg.num_nodes == 3 and cfg.models["ref"].deployment.type == "disaggregated"
+    assert [spec.node for spec in made.processes if spec.role.startswith("model_")] == [2]
+
+
 def test_data_sets_have_what_differs_for_them(read):
     cfg = read("--eval-config", """
         eval:

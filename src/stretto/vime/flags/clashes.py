@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from stretto.vime.flags.flag import Values
 from stretto.vime.flags.groups import BY_NAME
+from stretto.vime.flags.groups.cluster import is_on_one_node
 from stretto.vime.flags.groups.learning import GROUP_NORMALISED, PLUS_PLUS
 from stretto.vime.flags.groups.rollout import (
     ASYNC_ROLLOUT,
@@ -15,6 +16,7 @@ from stretto.vime.flags.groups.rollout import (
     is_rewarded_by,
     is_unlabelled,
 )
+from stretto.vime.placement import leaves_idle
 from stretto.vime.reward_types import RM_TYPES, WITH_ENTRIES
 
 
@@ -279,3 +281,18 @@ def notes(flags: Values) -> Iterator[str]:
             is_word = flag.note[1:2].islower() or flag.note[1:2] == " "
             yield f"{typed}: {flag.note[0].lower() if is_word else flag.note[0]}{flag.note[1:-1]}"
     yield from (each.message(flags) for each in NOTES if each.when(flags))
+    if not is_on_one_node(flags):
+        yield from _moved_placeholders(flags)
+
+
+def _moved_placeholders(flags: Values) -> Iterator[str]:
+    """A message for each model whose idle GPUs are not where its file has them."""
+    for model in flags.models:
+        is_last = [group.worker_type for group in model.groups][: len(model.engines)].count(
+            "placeholder"
+        ) == 0
+        if len(model.engines) < len(model.groups) and not leaves_idle(flags, model) and not is_last:
+            yield (
+                f"{flags.given['--vllm-config']}: model {model.name}: its engines have the first GPUs of their node, "
+                "and those of its placeholders are the last"
+            )
