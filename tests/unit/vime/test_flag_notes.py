@@ -28,6 +28,8 @@ NOTED = {
     "how an engine starts processes": ("--vllm-distributed-executor-backend ray", "processes are its own", {}),
     "log-probabilities as they are": ("--vllm-logprobs-mode processed_logprobs", "sets nothing", {}),
     "one node of an engine": ("--vllm-nnodes 1", "--vllm-nnodes 1 sets nothing: nodes follow", {}),
+    "ranks of experts among those of a token": ("--tensor-model-parallel-size 2 --expert-model-parallel-size 4",
+        "--expert-model-parallel-size 4: the ranks of --tensor-model-parallel-size 2 do not", {"model.ep": 2}),
     "stages": ("--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 17",
         "--pipeline-model-parallel-size 2: every rank has all layers", {"model.tp": 1}),
     "split experts": ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2: an expert is whole", {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from stretto.base.errors import ConfigError
@@ -88,7 +89,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         )),
         sets("--context-parallel-size", "integer", 1, "model.cp model.cp_style",
              "CP: ranks that share the tokens of a row, as a ring."),
-        sets("--expert-model-parallel-size", "integer", 1, "model.ep", "EP: ranks that share the experts."),
+        sets("--expert-model-parallel-size", "integer", 1, "model.ep", "EP: ranks that share the experts.",
+             note="Ranks of TP are not among them: with fewer others the experts' weights are sharded instead."),
         noted("--expert-tensor-parallel-size", "integer", None,
               "An expert is whole on its rank; its weights are sharded over ranks, and results are the same.",
               "ETP: TP of the experts.", allowed=(1,)),
@@ -136,6 +138,16 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 # fmt: on
 
 
+def expert_ranks(flags: Values) -> int:
+    """Ranks that share the experts: those of --expert-model-parallel-size that differ in their tokens.
+
+    The ranks of --tensor-model-parallel-size have the same tokens, and are not among them.
+    """
+    wanted: int = flags.expert_model_parallel_size
+    total = flags.actor_num_nodes * flags.actor_num_gpus_per_node
+    return math.gcd(wanted, total // flags.tensor_model_parallel_size) if total else wanted
+
+
 def settings(flags: Values) -> Iterator[Setting]:
     """Axes of the mesh, 8-bit products, and recomputation.
 
@@ -144,8 +156,8 @@ def settings(flags: Values) -> Iterator[Setting]:
     if flags.context_parallel_size > 1:
         yield from flags.settings("--context-parallel-size")
         yield Setting("model.cp_style", "ring", ("--context-parallel-size",))
-    if flags.expert_model_parallel_size > 1:
-        yield from flags.settings("--expert-model-parallel-size")
+    if (ranks := expert_ranks(flags)) > 1:
+        yield Setting("model.ep", ranks, ("--expert-model-parallel-size",))
     if flags.moe_enable_deepep:
         yield Setting("model.ep_comm_backend", "deepep", ("--moe-enable-deepep",))
     if flags.fp8_format is not None:
