@@ -68,6 +68,11 @@ COMMANDS = {
     "taking turns with an engine over two nodes": (
         "--colocate --actor-num-nodes 2 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 16"
     ),
+    "taking turns with experts over two nodes": (
+        "--colocate --actor-num-nodes 4 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 16 "
+        "--tensor-model-parallel-size 2 "
+        "--vllm-enable-expert-parallel --vllm-data-parallel-size 4"
+    ),
     "reinforce++": f"--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages {SPLIT}",
     "parallelism": (
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 2 "

@@ -100,19 +100,19 @@ def degrees(flags: Values, found: list[Engines]) -> Iterator[Setting]:
 
     Raises: ConfigError if that is no whole number.
     """
-    shards = _shards(flags)
+    size = shards(flags)
     for engines in found:
-        if engines.gpus % shards:
+        if engines.gpus % size:
             raise ConfigError(
-                f"{flags.typed(ENGINES[1])}: its pipeline and data parallel sizes, {shards} together, must divide it, "
+                f"{flags.typed(ENGINES[1])}: its pipeline and data parallel sizes, {size} together, must divide it, "
                 f"{engines.gpus}"
             )
-    yield Setting("inference.parallel.tp", found[0].gpus // shards, ENGINES[1:])
+    yield Setting("inference.parallel.tp", found[0].gpus // size, ENGINES[1:])
     if found[0].kind != "regular" and found[-1].gpus != found[0].gpus:
-        yield Setting("inference.deployment.decode_tp", found[-1].gpus // shards, ("--vllm-config",))
+        yield Setting("inference.deployment.decode_tp", found[-1].gpus // size, ("--vllm-config",))
 
 
-def _shards(flags: Values) -> int:
+def shards(flags: Values) -> int:
     """GPUs of an engine for each rank of tensor parallelism."""
     return flags.vllm_pipeline_parallel_size * flags.vllm_data_parallel_size
 
@@ -120,7 +120,7 @@ def _shards(flags: Values) -> int:
 def on_one_node(flags: Values, found: list[Engines]) -> Iterator[Setting]:
     """Engines beside one another on a node."""
     if (model := updated(flags)) is not None and model.differs:
-        yield from group_settings(model, "inference", _shards(flags), is_wide=False)
+        yield from group_settings(model, "inference", shards(flags), is_wide=False)
         return
     if found[0].kind == "regular":
         yield Setting("inference.deployment.num_replicas", sum(each.number for each in found), ENGINES)
@@ -141,7 +141,7 @@ def over_nodes(flags: Values, found: list[Engines]) -> Iterator[Setting]:
     Raises: ConfigError if they leave GPUs of a node idle.
     """
     model = updated(flags)
-    if model is not None and (model.differs or len(model.engines) < len(model.groups)):
+    if model is not None and (model.differs or leaves_idle(flags, model)):
         yield from _groups_over_nodes(flags, model)
         return
     node = min(flags.num_gpus_per_node, sum(engines.number * engines.gpus for engines in found))
@@ -174,13 +174,23 @@ def _groups_over_nodes(flags: Values, model: ServedModel) -> Iterator[Setting]:
     yield Setting("deployment.num_infer_replicas", 1, FILE)
     if node > flags.actor_num_gpus_per_node:
         yield Setting("deployment.infer_gpus_per_node", node, FILE)
-    yield from nodes_of_groups(flags, model, "inference", node, _shards(flags))
+    yield from nodes_of_groups(flags, model, "inference", node, shards(flags))
 
 
 def is_over_nodes(flags: Values, model: ServedModel) -> bool:
     """Whether a frozen model of a run over several nodes is larger than a node, or leaves GPUs of it idle."""
     total = sum(group.num_gpus for group in model.groups)
-    return total > flags.num_gpus_per_node or len(model.engines) < len(model.groups)
+    return total > flags.num_gpus_per_node or leaves_idle(flags, model)
+
+
+def leaves_idle(flags: Values, model: ServedModel) -> bool:
+    """Whether a model of a run over several nodes has placeholders whose place among its groups is kept.
+
+    Prefill and decode engines that fit one node have its first GPUs, and those of placeholders are the rest.
+    """
+    total = sum(group.num_gpus for group in model.groups)
+    is_local = model.count("prefill") > 0 and total <= flags.num_gpus_per_node
+    return len(model.engines) < len(model.groups) and not is_local
 
 
 def nodes_of_groups(

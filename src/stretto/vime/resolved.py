@@ -91,5 +91,6 @@ def _computed(config: Config) -> dict[str, Any]:
         "custom_rm_path": reward if is_function else None,
         "rm_type": None if is_function else reward,
         "over_sampling_batch_size": None if samples is None else samples // size,
+        "critic_lr": get("trainer.critic.lr") or get("trainer.critic.optim.lr"),
         "save": get("run_dir"),
     }

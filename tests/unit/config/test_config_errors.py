@@ -197,10 +197,6 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         "[trainer.loss.correction.reject]\nlow = 2.0\n" + ENV,
         ["c.toml:2: trainer.loss.correction.reject.low = 2 must be below", "high = 1.25"],
     ),
-    "an estimator whose gradient is zero": (
-        '[trainer.loss.reference_kl]\nestimator = "k1"\n' + ENV,
-        ["c.toml:2: trainer.loss.reference_kl.estimator", "the gradient of k1 is zero on average"],
-    ),
     "a loss of one's own without its place": (
         '[trainer.loss]\ntype = "custom"\n' + ENV,
         ["trainer.loss.import_path: required and missing"],

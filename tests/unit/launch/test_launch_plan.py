@@ -141,6 +141,13 @@ def test_memory_is_not_recorded_on_a_cpu(config) -> None:
         planned(config("--trainer.memory-profiler-path", "snapshots"))
 
 
+def test_a_divergence_that_holds_nothing_is_said(config) -> None:
+    keys = ["--trainer.loss.reference-kl.estimator", "k1", "--trainer.loss.reference-kl.model", "None"]
+    assert any("k3 and low_var do" in note for note in planned(config(*keys)).notes)
+    unbiased = planned(config(*keys, "--trainer.loss.reference-kl.is-unbiased"))
+    assert not any("low_var" in note for note in unbiased.notes)
+
+
 def test_without_inference_no_engine_is_started(config) -> None:
     plan = planned(config("--no-inference"))
     assert [spec.role for spec in plan.processes] == ["orchestrator", "trainer"]

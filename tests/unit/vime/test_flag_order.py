@@ -71,15 +71,32 @@ def test_a_file_wins_over_a_flag_that_was_typed(flag, text, is_first, files):
 
 
 @pytest.mark.parametrize(
-    "word", ["--mscale", "--v-head-dim", "--spec", "--deterministic-mode", "--moe-layer-freq"]
+    "word",
+    [
+        *(
+            "--mscale",
+            "--v-head-dim",
+            "--spec",
+            "--deterministic-mode",
+            "--moe-layer-freq",
+            "--moe-router-dtype",
+        ),
+        *("--moe-router-fusion", "--q-lora-rank", "--rotary-scaling-factor", "--mtp-spec", "--train-iters"),
+    ],
 )
 def test_only_near_names_are_suggested(word):
-    assert nearest(word, BY_NAME) is None
+    assert nearest(word, [name for name in BY_NAME if name != word]) is None
 
 
 @pytest.mark.parametrize(
     ("word", "meant"),
-    [("--lrr", "--lr"), ("--kl-coeff", "--kl-coef"), ("--rollout-batchsize", "--rollout-batch-size")],
+    [
+        ("--lrr", "--lr"),
+        ("--kl-coeff", "--kl-coef"),
+        ("--rollout-batchsize", "--rollout-batch-size"),
+        ("--rollout-max-response-length", "--rollout-max-response-len"),
+        ("--save-intervall", "--save-interval"),
+    ],
 )
 def test_a_misspelt_flag_is_recognised(word, meant):
     assert nearest(word, BY_NAME) == meant

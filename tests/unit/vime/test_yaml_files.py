@@ -134,6 +134,33 @@ def test_frozen_models_over_nodes_may_be_larger_than_one_or_leave_gpus_idle(read
     assert [(e.first_gpu, e.num_gpus) for e in small.engines] == [(0, 1), (1, 1), (4, 4)]
 
 
+@pytest.mark.parametrize("last", [True, False])
+def test_prefill_and_decode_leave_gpus_of_a_node_idle_beside_other_nodes(read, last):
+    kinds = ["{worker_type: prefill, num_gpus: 2, num_gpus_per_engine: 1}",
+             "{worker_type: decode, num_gpus: 4, num_gpus_per_engine: 4}"]  # fmt: skip
+    kinds.insert(2 if last else 1, "{worker_type: placeholder, num_gpus: 2}")
+    text = f"vllm: [{{name: actor, server_groups: [{', '.join(kinds)}]}}]"
+    cfg = read("--vllm-config", text, "--actor-num-gpus-per-node 8", gpus=8)
+    made = plan_nodes(cfg.model_copy(update={"dry_run": True}), cfg.run_dir)
+    found = [(spec.node, spec.devices) for spec in made.processes if spec.role == "inference"]
+    assert found == [(1, ("0",)), (1, ("1",)), (1, ("2", "3", "4", "5"))]
+    assert {"prefill_0", "prefill_1", "decode_0"} <= set(made.configs())
+
+
+def test_frozen_prefill_and_decode_leave_gpus_idle_beside_other_nodes(read):
+    group = "{{worker_type: {}, num_gpus: {}}}"
+    groups = ", ".join(group.format(*each) for each in (("prefill", 1), ("decode", 3), ("placeholder", 4)))
+    text = f"""
+        vllm:
+          - {{name: actor, server_groups: [{{num_gpus: 8, num_gpus_per_engine: 8}}]}}
+          - {{name: ref, model_path: /models/ref, update_weights: false, server_groups: [{groups}]}}
+    """
+    cfg = read("--vllm-config", text, "--actor-num-gpus-per-node 8", gpus=16)
+    made = plan_nodes(cfg.model_copy(update={"dry_run": True}), cfg.run_dir)
+    assert cfg.num_nodes == 3 and cfg.models["ref"].deployment.type == "disaggregated"
+    assert [spec.node for spec in made.processes if spec.role.startswith("model_")] == [2]
+
+
 def test_data_sets_have_what_differs_for_them(read):
     cfg = read("--eval-config", """
         eval:
@@ -166,6 +193,59 @@ def test_values_of_a_file_are_flags_or_reach_functions(read):
           - {name: default, role: critic, args: {lr: "1e-5"}}
     """, "--advantage-estimator ppo")  # fmt: skip
     assert (cfg.trainer.optim.lr, cfg.trainer.optim.weight_decay, cfg.trainer.critic.lr) == (1e-6, 0.2, 1e-5)
+
+
+def of_critic(overrides, role="critic"):
+    return f"megatron: [{{name: default, role: {role}, overrides: {overrides}}}]"
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("weight_decay: 0.2", "weight_decay", 0.2),
+        ("weight-decay: 0", "weight_decay", 0),
+        ("clip_grad: 0.5", "max_norm", 0.5),
+        ("clip_grad: 0", "max_norm", None),
+        ("adam_beta1: 0.8", "betas1", 0.8),
+        ("adam_beta2: 0.95", "betas2", 0.95),
+        ("adam_eps: 1e-6", "eps", 1e-6),
+        ("optimizer: muon", "type", "muon"),
+        ("optimizer: sgd", "type", "sgd"),
+    ],
+)
+def test_the_critic_has_an_optimizer_of_its_own(read, override, key, value):
+    flags = "--advantage-estimator ppo --critic-lr 1e-4 --weight-decay 0.1 --adam-beta2 0.98"
+    cfg = read("--megatron-config-path", of_critic(f"{{{override}}}"), flags)
+    own, actors = cfg.trainer.critic.optim, cfg.trainer.optim
+    assert (getattr(own, key), own.lr, cfg.trainer.critic.lr) == (value, 1e-4, None)
+    assert getattr(actors, key, None) != value and actors.lr == 1e-6
+    if key != "weight_decay":
+        assert own.weight_decay == 0.1
+    if key != "betas2" and own.type != "sgd":
+        assert own.betas2 == 0.98
+
+
+def test_what_the_critic_has_in_common_may_be_said_again(read):
+    overrides = "{tensor_model_parallel_size: 1, weight_decay: 0.1, lr_decay_style: constant, lr: 1e-5}"
+    flags = "--advantage-estimator ppo --weight-decay 0.1"
+    critic = read("--megatron-config-path", of_critic(overrides), flags).trainer.critic
+    assert (critic.optim, critic.lr) == (None, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("typed", "override", "key"),
+    [
+        ("--critic-lr 1e-4", "lr: 2e-4", "lr"),
+        ("--critic-lr-warmup-iters 1", "lr_warmup_iters: 2", "lr_warmup_steps"),
+        ("--value-clip 0.1 --global-batch-size 8", "value_clip: 0.3", "value_clip"),
+        ("--critic-load a", "load: Qwen3-4B", "load"),
+        ("--critic-save a --save runs/x", "save: b", "save"),
+    ],
+)
+def test_a_value_of_the_critic_in_a_file_beats_its_flag(read, typed, override, key):
+    cfg = read("--megatron-config-path", of_critic(f"{{{override}}}"), "--advantage-estimator ppo", typed)
+    assert str(getattr(cfg.trainer.critic, key)) == str(float(value) if "." in (value := override.split(": ")[1])
+                                                        or "e-" in value else value)  # fmt: skip
 
 
 def test_a_switch_that_a_file_sets_to_false_was_not_given(read):
@@ -256,7 +336,17 @@ MISTAKES = {
     "a flag of nobody": ("--megatron-config-path",
         "megatron: [{name: a, role: actor, overrides: {lrr: 1}}]", "--lrr: unknown flag; did you mean --lr?"),
     "only the actor's": ("--megatron-config-path",
-        "megatron: [{name: a, role: critic, overrides: {clip_grad: 2}}]", "the critic has settings of its own for lr"),
+        "megatron: [{name: a, role: critic, overrides: {recompute_granularity: full}}]",
+        "recompute_granularity: full of the critic in file.yaml: the critic has the actor's, None; leave it out",
+        "--advantage-estimator ppo"),
+    "a fall of the critic's rate": ("--megatron-config-path",
+        "megatron: [{name: a, role: critic, overrides: {lr_decay_style: cosine}}]", "rate stays after its rise; use",
+        "--advantage-estimator ppo"),
+    "a flag of nobody's critic": ("--megatron-config-path",
+        "megatron: [{name: a, role: critic, overrides: {clip_gradd: 2}}]", "--clip_gradd: unknown flag; did you mean"),
+    "no number of the critic": ("--megatron-config-path",
+        "megatron: [{name: a, role: critic, overrides: {clip_grad: two}}]",
+        "clip_grad: two of the critic in file.yaml: --clip-grad two: a number is needed"),
     "no number": ("--custom-config-path", "lr: fast", "lr: fast of file.yaml: --lr fast: a number is needed"),
     "no switch": ("--custom-config-path", "use_tis: 3", "--use-tis 3: true or false is needed"),
     "a flag that is refused": ("--custom-config-path", "fp16: true", "fp16: True of file.yaml: float16 overflows"),

@@ -93,7 +93,9 @@ def sampling_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str]]:
         given = {} if own is None else own.model_dump(exclude_none=True)
         tables = {True: f"env.{index}.sampling", False: "train.sampling"}
         places = {key: f"{tables[key in given]}.{key}" for key in SamplingSection.model_fields}
-        if (own_size or section.group_size) == 1 and algo.type in GROUP_BASELINE:
+        hooks = section.hooks
+        is_own = (hooks.reward_post_process, hooks.convert_samples_to_train_data) != (None, None)
+        if (own_size or section.group_size) == 1 and algo.type in GROUP_BASELINE and not is_own:
             where = "group_size" if own_size is None else f"env.{index}.group_size"
             rule = f"every advantage would be zero, for {algo.type} subtracts the group's mean and one is its own mean"
             found.setdefault(where, f"{{0}}: {rule}; use 2 or more (8 is the default)")

@@ -218,10 +218,6 @@ RULES: Rules = {
              "{0.path}: type = {1.value} already contains the ratio of trainer to sampler, which would act twice;"
              ' use type = "reinforce", or use_rollout_logprobs = false, or reject and veto instead of weights'),
     ),
-    algorithm.ReferenceKlSection: (
-        Rule("estimator is_unbiased", lambda s: s.estimator == "k1" and not s.is_unbiased,
-             "{0}: the gradient of k1 is zero on average; use k3, or is_unbiased = true"),
-    ),
     algorithm.RatioSection: (
         Rule("low high", lambda s: s.low >= s.high, "{0} must be below {1}; lower it"),
         Rule("low", lambda s: 1 < s.low < s.high, f"{AGREED}; give 1 or less"),

@@ -306,7 +306,8 @@ def _colocated_node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
         yield "weight_broadcast.type colocate", f"{{0}} with [{{1.path}}] on several nodes: {rule}"
     each = section.num_gpus
     if own.type == "multi_node":
-        each = section.parallel.num_gpus * own.num_engines // own.num_nodes
+        is_one = section.enable_expert_parallel and own.nodes_per_engine == 1  # over all nodes
+        each = section.parallel.num_gpus * (1 if is_one else own.num_engines) // own.num_nodes
     elif own.type != "single_node" and own.num_nodes > 1:
         each = own.gpus_per_node
     if shape.gpus_per_node and section.device != "cpu" and each != shape.gpus_per_node:

@@ -54,7 +54,8 @@ class ReferenceKlSection(Section):
     coef: float = Field(1e-3, gt=0)
     """Weight in the loss."""
     estimator: Literal["k1", "k2", "k3", "low_var"] = "k3"
-    """Per-token estimator; `low_var` is k3 cut at 10. k1 needs is_unbiased."""
+    """Per-token estimator; `low_var` is k3 cut at 10. The gradient of k1 is zero on average without is_unbiased: it
+    does not hold the policy to the reference, and the plan says so."""
     is_unbiased: bool = False
     """Multiply by the ratio of trainer to sampler; the gradient of k1 and k3 is then that of the KL on average."""
     model: str | None = None

@@ -75,6 +75,11 @@ async def async_rm(
     return await _compare(reply, label, verifier or _verifier())
 
 
+async def unlabelled(args: Any, sample: Sample) -> float:
+    """0: what a reply is worth that is to be compared with a label, where no record has one."""
+    return 0.0
+
+
 async def batched_async_rm(args: Any, samples: Sequence[Sample]) -> list[float | dict[str, Any]]:
     """The rewards of several samples; by `args.custom_rm_path` all at once, if there is one."""
     if (path := getattr(args, "custom_rm_path", None)) is not None:

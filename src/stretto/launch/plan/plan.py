@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,8 @@ class LaunchPlan:
                 f'trainer.memory_profiler_path = "{snapshots}": torch records the memory of GPUs only, and this '
                 "trainer has none; leave it out (`stretto plan` says what a run needs)"
             )
-        return cls(run, cfg, engines, tuple(processes), batch, tuple(notes), tuple(hosts))
+        every = (*notes, *loss_notes(cfg))
+        return cls(run, cfg, engines, tuple(processes), batch, every, tuple(hosts))
 
     def configs(self) -> dict[str, Section]:
         """The files of RUN/configs by name: `run`, which trainer and orchestrator load too; one per engine; `eval`.
@@ -147,6 +148,16 @@ class LaunchPlan:
             section = self.config.inference_config()
             configs |= {engine.name: section_of(section, engine) for engine in self.engines.engines}
         return configs
+
+
+def loss_notes(cfg: RLConfig) -> Iterator[str]:
+    """What a loss does not do, though its section looks as if it did."""
+    kl = cfg.trainer.loss.reference_kl
+    if kl is not None and kl.estimator == "k1" and not kl.is_unbiased:
+        yield (
+            'trainer.loss.reference_kl.estimator = "k1" does not hold the policy to the reference: its gradient is '
+            "zero on average without is_unbiased; k3 and low_var do"
+        )
 
 
 def plan(

@@ -48,6 +48,8 @@ class Flag:
     choices: tuple[Any, ...] = ()
     allowed: tuple[Any, ...] = ()
     """Values of a refused flag that are accepted, because they request nothing."""
+    is_told: bool = False
+    """equal: a note at the start says why nothing is set, unless the value is one of `allowed`."""
 
     @property
     def attribute(self) -> str:
@@ -88,6 +90,22 @@ def equal(
 ) -> Flag:
     """A flag that is accepted and sets nothing, because what it requests happens anyway."""
     return Flag(name, kind, default, help, "equal", note=note, choices=choices)
+
+
+def noted(
+    name: str,
+    kind: Kind,
+    default: Any,
+    note: str,
+    help: str,
+    *,
+    allowed: tuple[Any, ...] = (),
+    choices: tuple[Any, ...] = (),
+) -> Flag:
+    """A flag whose request is met in another way, with the same results; a note at the start says how."""
+    neutral = () if default is None or kind == "switch" else (default,)
+    values = (*neutral, *allowed)
+    return Flag(name, kind, default, help, "equal", note=note, choices=choices, allowed=values, is_told=True)
 
 
 def refused(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
+from stretto.vime.flags import mixture
 from stretto.vime.flags.flag import Flag, Kind, Values
 
 Config = Mapping[str, Any]
@@ -58,6 +60,13 @@ def _has_qk_norm(config: Config) -> bool | None:
     return False if kind in WITHOUT_QK_NORM else None
 
 
+def _num_experts(config: Config) -> int | None:
+    """Experts of a mixture, 0 for none; None if config.json has experts under a name that is not known here."""
+    if (found := _first(config, "num_experts", "num_local_experts", "n_routed_experts")) is not None:
+        return int(found)
+    return None if any("expert" in field or "moe" in field for field in config) else 0
+
+
 def _norm(config: Config) -> str | None:
     return "RMSNorm" if "rms_norm_eps" in config else "LayerNorm" if "layer_norm_eps" in config else None
 
@@ -71,6 +80,9 @@ class Shape:
     help: str
     read: Callable[[Config], Any] | None = None
     """The value in config.json, None if it does not say; without this function it is that of `field`."""
+
+    is_same: Callable[[Any, Any], bool] = operator.eq
+    """Whether the flag's value says what config.json does."""
 
     def value(self, config: Config) -> Any:
         return config.get(self.field) if self.read is None else self.read(config)
@@ -95,9 +107,11 @@ SHAPES: dict[str, Shape] = {
     "--norm-epsilon": Shape("number", "rms_norm_eps", "Epsilon of the norms.",
                             lambda c: _first(c, "rms_norm_eps", "layer_norm_eps")),
     "--rotary-base": Shape("number", "rope_theta", "Base of the rotary embedding.", _rope_theta),
-    "--rotary-percent": Shape("number", "partial_rotary_factor", "Share of a head that is rotated."),
+    "--rotary-percent": Shape("number", "partial_rotary_factor", "Share of a head that is rotated.",
+                              lambda c: _first(c, "partial_rotary_factor")
+                              or mixture.rotary("partial_rotary_factor")(c)),
     "--num-experts": Shape("integer", "num_experts", "Experts of a mixture.",
-                           lambda c: _first(c, "num_experts", "num_local_experts", "n_routed_experts") or 0),
+                           _num_experts),
     "--moe-router-topk": Shape("integer", "num_experts_per_tok", "Experts that compute one token."),
     "--moe-ffn-hidden-size": Shape("integer", "moe_intermediate_size", "Width of an expert."),
     "--moe-shared-expert-intermediate-size": Shape("integer", "shared_expert_intermediate_size",
@@ -106,17 +120,46 @@ SHAPES: dict[str, Shape] = {
     "--untie-embeddings-and-output-weights": Shape("switch", "tie_word_embeddings",
         "Head and embedding are two matrices.", lambda c: _map(c, "tie_word_embeddings", lambda tied: not tied)),
     "--swiglu": Shape("switch", "hidden_act", "Gated MLP with SiLU.",
-                      lambda c: _map(c, "hidden_act", lambda act: act == "silu")),
+                      lambda c: _map(c, "hidden_act", lambda act: act in ("silu", "swish", "swiglu"))),
     "--disable-bias-linear": Shape("switch", "mlp_bias", "No biases in linear layers.",
                                    lambda c: _map(c, "mlp_bias", lambda bias: not bias)),
     "--add-qkv-bias": Shape("switch", "attention_bias", "Biases of queries, keys and values.", _has_bias),
     "--qk-layernorm": Shape("switch", "model_type", "Norms of queries and keys.", _has_qk_norm),
     "--group-query-attention": Shape("switch", "num_key_value_heads", "Fewer key heads than query heads.",
-        lambda c: _map(c, "num_key_value_heads", lambda heads: heads < c.get("num_attention_heads", heads + 1))),
+        lambda c: _map(c, "num_key_value_heads", lambda heads: True)),
     "--use-rotary-position-embeddings": Shape("switch", "model_type", "Rotary embeddings.",
                                               lambda c: True if _rope_theta(c) else None),
     "--position-embedding-type": Shape("text", "model_type", "Kind of position embedding.",
-                                       lambda c: "rope" if _rope_theta(c) else None),
+                                       lambda c: "rope" if _rope_theta(c) else None,
+                                       lambda typed, known: typed in ("rope", "mrope", "yarn")),
+    "--moe-layer-freq": Shape("text", "first_k_dense_replace, decoder_sparse_step", "Which blocks have experts.",
+                              mixture.layers, mixture.is_pattern),
+    "--moe-router-score-function": Shape("text", "scoring_func", "Scores of experts.", mixture.expert_scores),
+    "--moe-router-pre-softmax": Shape("switch", "norm_topk_prob", "Softmax before the choice of experts.",
+                                      mixture.is_softmax_first),
+    "--moe-router-topk-scaling-factor": Shape("number", "routed_scaling_factor", "Factor of the gates."),
+    "--moe-router-num-groups": Shape("integer", "n_group", "Groups of experts."),
+    "--moe-router-group-topk": Shape("integer", "topk_group", "Groups that a token may choose of."),
+    "--moe-router-enable-expert-bias": Shape("switch", "model_type", "A bias in the choice of experts.",
+                                             mixture.has_expert_bias),
+    "--moe-shared-expert-gate": Shape("switch", "model_type", "A gate of the shared expert.", mixture.has_shared_gate),
+    "--multi-latent-attention": Shape("switch", "kv_lora_rank", "Latent attention.",
+                                      lambda c: _is_latent(c) if c.get("model_type") else None),
+    "--q-lora-rank": Shape("integer", "q_lora_rank", "Rank of queries in latent attention."),
+    "--kv-lora-rank": Shape("integer", "kv_lora_rank", "Rank of keys and values in latent attention."),
+    "--qk-head-dim": Shape("integer", "qk_nope_head_dim", "Width of a query without its rotated part."),
+    "--qk-pos-emb-head-dim": Shape("integer", "qk_rope_head_dim", "Width of the rotated part."),
+    "--v-head-dim": Shape("integer", "v_head_dim", "Width of a value in latent attention."),
+    "--rotary-scaling-factor": Shape("number", "rope_scaling.factor", "How much longer texts may be than at first.",
+                                     mixture.rotary("factor")),
+    "--mscale": Shape("number", "rope_scaling.mscale", "Scale of scores in longer texts.", mixture.rotary("mscale")),
+    "--mscale-all-dim": Shape("number", "rope_scaling.mscale_all_dim", "The same for all dimensions.",
+                              mixture.rotary("mscale_all_dim")),
+    "--apply-layernorm-1p": Shape("switch", "model_type", "Norms multiply by 1 + weight.",
+                                  mixture.begins(*mixture.ZERO_CENTRED)),
+    "--attention-output-gate": Shape("switch", "model_type", "A gate at the output of attention.",
+                                     mixture.begins(*mixture.GATED)),
+    "--use-gated-attention": Shape("switch", "model_type", "The same.", mixture.begins(*mixture.GATED)),
 }
 # fmt: on
 
@@ -138,6 +181,10 @@ def read_shape(checkpoint: str) -> Config:
     return config | config.get("text_config", {})
 
 
+def _shown(known: Any) -> str:
+    return json.dumps(known) if isinstance(known, bool | tuple) else str(known)
+
+
 def mismatches(flags: Values) -> Iterator[str]:
     """One line with every flag of the shape that config.json contradicts; none without a config.json here."""
     if flags.hf_checkpoint is None:
@@ -147,10 +194,8 @@ def mismatches(flags: Values) -> Iterator[str]:
     wrong = []
     for name, shape in SHAPES.items():
         value, known = flags.value(name), shape.value(config)
-        if flags.has(name) and known is not None and value != known:
-            wrong.append(
-                f"{flags.given[name]} (there {str(known).lower() if isinstance(known, bool) else known})"
-            )
+        if flags.has(name) and known is not None and not shape.is_same(value, known):
+            wrong.append(f"{flags.given[name]} (there {_shown(known)})")
     if wrong:
         rule = "says otherwise; the model is what it says, leave these flags out or correct them"
         path = Path(flags.hf_checkpoint).expanduser() / "config.json"

@@ -11,10 +11,11 @@ from stretto.config.flags.router import ROUTER
 from stretto.config.flags.table import Program
 from stretto.config.flags.vllm import VLLM
 from stretto.vime.files.read import read_arguments
-from stretto.vime.files.roles import read_roles
+from stretto.vime.files.roles import OF_CRITIC, read_roles
 from stretto.vime.flags.flag import Flag, Setting, Values, attribute_of, listed, parse
 from stretto.vime.flags.groups import BY_NAME
 from stretto.vime.flags.groups.serving import MOVED
+from stretto.vime.flags.groups.serving import moved as moved_note
 
 PROGRAMS = {"train.py": False, "train_async.py": True}
 """Programs of vime, which may be the first word: is training asynchronous?"""
@@ -37,6 +38,7 @@ def read(words: Sequence[str]) -> tuple[Values, list[Setting]]:
     is_async = PROGRAMS[queue.pop(0)] if queue and queue[0] in PROGRAMS else False
     found = _Found()
     passed: list[Setting] = []
+    moved: list[tuple[str, Any, str]] = []
     problems: list[str] = []
     while queue:
         word = queue.pop(0)
@@ -44,7 +46,11 @@ def read(words: Sequence[str]) -> tuple[Values, list[Setting]]:
             if (flag := BY_NAME.get(word.partition("=")[0])) is not None:
                 _read_flag(flag, word, queue, found)
             elif (prefix := next((each for each in THROUGH if word.startswith(each)), None)) is not None:
-                _add(passed, _pass_through(prefix, word, queue), found.notes)
+                name, setting = _pass_through(prefix, word, queue)
+                if prefix == "--vllm-" and name in MOVED:
+                    moved.append((name, setting.value, setting.flags[0]))
+                else:
+                    _add(passed, setting, found.notes)
             else:
                 _pop_values(queue)
                 raise ConfigError(_unknown(word))
@@ -55,8 +61,25 @@ def read(words: Sequence[str]) -> tuple[Values, list[Setting]]:
         raise ConfigError(listed(problems))
     every = {flag.attribute: found.values.get(flag.attribute, flag.default) for flag in BY_NAME.values()}
     flags = Values(every, found.given, BY_NAME)
+    _read_moved(flags, moved, found.notes)
     flags.is_async, flags.extra, flags.overridden = is_async, extra, found.notes
+    flags.critic = found.critic
     return flags, passed
+
+
+def _read_moved(flags: Values, moved: list[tuple[str, Any, str]], notes: list[str]) -> None:
+    """A note about every option of vLLM that another flag sets to the same value.
+
+    Raises: ConfigError that lists those with another value.
+    """
+    problems = []
+    for name, value, typed in moved:
+        try:
+            notes.append(moved_note(flags, name, value, typed))
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(listed(problems))
 
 
 class _Found:
@@ -69,6 +92,8 @@ class _Found:
         """By name: the flag as it was typed, or the place of a file that has it."""
         self.refusals: dict[str, str] = {}
         """By name: why the value is refused. A later value may be accepted."""
+        self.critic: dict[str, tuple[Any, str]] = {}
+        """Values that a file has for the critic alone, by attribute, each with its place."""
         self.notes: list[str] = []
         """Which values were replaced by later ones."""
 
@@ -97,21 +122,25 @@ def _read_files(found: _Found, problems: list[str]) -> dict[str, Any]:
             problems.append(str(error))
             continue
         for key, value in read_values.items():
-            flag = BY_NAME.get("--" + key.replace("_", "-"))
+            name = key.removeprefix(OF_CRITIC)
+            flag = BY_NAME.get("--" + name.replace("_", "-"))
             try:
-                if flag is not None:
+                if flag is not None and name != key:
+                    source = f"{name}: {value} of the critic in {path}"
+                    found.critic[name] = (_value_of_file(flag, value, source), source)
+                elif flag is not None:
                     _read_from_file(flag, value, f"{key}: {value} of {path}", found)
                 elif reader is read_arguments:
                     extra[key] = value
                 else:
-                    raise ConfigError(f"{where}: {_unknown('--' + key)}")
+                    raise ConfigError(f"{where}: {_unknown('--' + name)}")
             except ConfigError as error:
                 problems.append(str(error))
     return extra
 
 
-def _read_from_file(flag: Flag, value: Any, source: str, found: _Found) -> None:
-    """Add the value of a flag in a file, which replaces one that was typed.
+def _value_of_file(flag: Flag, value: Any, source: str) -> Any:
+    """The value of a flag in a file.
 
     Raises: ConfigError as for a word of the command line.
     """
@@ -119,13 +148,20 @@ def _read_from_file(flag: Flag, value: Any, source: str, found: _Found) -> None:
         if flag.kind == "switch":
             if not isinstance(value, bool):
                 raise ConfigError(f"{flag.name} {value}: true or false is needed")
-            parsed: Any = value
-        elif flag.kind == "object" and isinstance(value, dict):
-            parsed = value
-        else:
-            parsed = parse(flag, [str(each) for each in value] if isinstance(value, list) else [str(value)])
+            return value
+        if flag.kind == "object" and isinstance(value, dict):
+            return value
+        return parse(flag, [str(each) for each in value] if isinstance(value, list) else [str(value)])
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
+
+
+def _read_from_file(flag: Flag, value: Any, source: str, found: _Found) -> None:
+    """Add the value of a flag in a file, which replaces one that was typed.
+
+    Raises: ConfigError as for a word of the command line.
+    """
+    parsed = _value_of_file(flag, value, source)
     if flag.name in SECRET:
         source = f"{flag.name} of a file"
     if flag.name not in found.given or found.values[flag.attribute] != parsed:
@@ -163,27 +199,32 @@ def _add(passed: list[Setting], new: Setting, notes: list[str]) -> None:
     passed.append(new)
 
 
-def _pass_through(prefix: str, word: str, queue: list[str]) -> Setting:
+def _pass_through(prefix: str, word: str, queue: list[str]) -> tuple[str, Setting]:
+    """The name of an option of vLLM or its router, and the setting that it makes.
+
+    Raises: ConfigError for an option that is none, is reserved, or has another kind of value.
+    """
     program, table = THROUGH[prefix]
     option = word.partition("=")[0]
     name = option.removeprefix(prefix)
     before = len(queue)
     words = list(queue)
-    if prefix == "--vllm-" and name in MOVED:
+    if "--" + name not in program.by_name:
         _pop_values(queue)
-        raise ConfigError(f"{option} is not yours to set: {MOVED[name]}; leave it out")
-    if (near := nearest(option, BY_NAME, ours=prefix)) and "--" + name not in program.by_name:
-        _pop_values(queue)
-        raise ConfigError(f"{option}: unknown flag; did you mean {near}?")
+        known = [*BY_NAME, *(prefix + each.removeprefix("--") for each in program.by_name)]
+        near = nearest(option.replace("_", "-"), known, ours=prefix)
+        hint = f"; did you mean {near}?" if near else ""
+        raise ConfigError(f"{option}: {program.name} {program.table.version} has no option --{name}{hint}")
     try:
-        program.refuse_reserved(name, option)
+        if not (prefix == "--vllm-" and name in MOVED):
+            program.refuse_reserved(name, option)
         value = program.parse_value(program.find(name, option), word, queue)
         program.arguments(name, value, option)
     except ConfigError:
         _pop_values(queue)
         raise
     typed = " ".join([word, *words[: before - len(queue)]])
-    return Setting(f"{table}.{name.replace('-', '_')}", value, (typed,))
+    return name, Setting(f"{table}.{name.replace('-', '_')}", value, (typed,))
 
 
 def _unknown(word: str) -> str:
@@ -194,15 +235,31 @@ def _unknown(word: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str], ours: str = "--") -> str | None:
-    """The known flag that a misspelt one may have meant: at most a third of its letters differ; None if none is near.
+    """The known flag that a misspelt one may have meant; None if none is near.
 
     ours: the beginning that all have, which makes no two flags alike.
     """
     word = name.removeprefix(ours)
     among = [each.removeprefix(ours) for each in known if each.startswith(ours)]
-    near = difflib.get_close_matches(word, among, n=5)
+    near = [each for each in difflib.get_close_matches(word, among, n=5) if _is_near(word, each)]
     found = min(near, key=lambda each: _distance(word, each), default=None)
-    return None if found is None or 3 * _distance(word, found) > len(word) else ours + found
+    return None if found is None else ours + found
+
+
+def _is_near(word: str, other: str) -> bool:
+    """Is each part of one flag that of the other but for a third of its letters, or are they alike without hyphens?"""
+    parts = list(zip(word.split("-"), other.split("-")))
+    is_aligned = word.count("-") == other.count("-")
+    if is_aligned and all(_is_near_part(*part) for part in parts):
+        return True
+    joined = (word.replace("-", ""), other.replace("-", ""))
+    return 12 * _distance(*joined) <= max(map(len, joined))
+
+
+def _is_near_part(word: str, other: str) -> bool:
+    """Do at most a third of the letters differ, or does one of the two shorten the other, as `len` does `length`?"""
+    short, long = sorted((word, other), key=len)
+    return 3 * _distance(word, other) <= len(long) or (len(short) > 2 and long.startswith(short))
 
 
 def _distance(left: str, right: str) -> int:

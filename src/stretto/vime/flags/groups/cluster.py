@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stretto.base.errors import ConfigError
-from stretto.vime.flags.flag import Flag, Setting, Values, equal, part, refused, sets
+from stretto.vime.flags.flag import Flag, Setting, Values, equal, part, sets
 from stretto.vime.placement import ENGINES, count_engines, degrees, on_one_node, over_nodes
 
 TURNS = "colocate.offload_train colocate.offload_rollout"
@@ -54,13 +54,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "GPUs per node of the critic's training; without it as many as the actor's.",
              note="They must divide the actor's. 0, with 0 GPUs of the actor: the CPU."),
         equal("--distributed-backend", "text", "nccl", "NCCL on GPUs, gloo on CPUs.", "Backend of collectives.",
-              choices=("nccl",)),
+              choices=("nccl", "gloo")),
         equal("--distributed-timeout-minutes", "integer", 10,
               "Every wait has a deadline in the config: `batch_timeout_s`, `weight_broadcast.timeout_s` and others.",
               "Longest wait of a collective."),
-        refused("--train-env-vars", "object", {},
-                "processes have the environment of the command; export the variables before it",
-                "Environment variables of the actor."),
+        sets("--train-env-vars", "object", {}, "trainer.env_vars", "Environment variables of the actor."),
         equal("--train-memory-margin-bytes", "integer", 1 << 30, "No margin is needed.",
               "Memory that the trainer leaves free."),
     ),
@@ -75,6 +73,8 @@ def settings(flags: Values) -> Iterator[Setting]:
     """
     if flags.colocate:
         yield from _turns(flags)
+    if flags.train_env_vars:
+        yield from flags.settings("--train-env-vars")
     found = count_engines(flags)
     train_gpus, node = flags.actor_num_gpus_per_node, flags.num_gpus_per_node
     infer_gpus = sum(engines.number * engines.gpus for engines in found) if flags.rollout_num_gpus else 0
@@ -127,9 +127,11 @@ def _turns(flags: Values) -> Iterator[Setting]:
 
     Raises: ConfigError for a critic's own GPUs, and turns in which no process would free memory.
     """
-    if given := list(filter(flags.has, CRITIC)):
+    actors = dict(zip(CRITIC, (flags.actor_num_nodes, flags.actor_num_gpus_per_node)))
+    if given := [name for name in CRITIC if flags.value(name) not in (None, actors[name])]:
         raise ConfigError(
-            f"{flags.typed('--colocate', *given)}: the critic takes its turn with the actor; leave it out"
+            f"{flags.typed('--colocate', *given)}: the critic takes its turn with the actor, on the same GPUs; "
+            "leave it out"
         )
     for part_name in ("train", "rollout"):
         names = (f"--no-offload-{part_name}", "--no-offload")

@@ -7,11 +7,10 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.vime.files.evals import read_evals
-from stretto.vime.flags.flag import Flag, Setting, Values, part, refused, sets
+from stretto.vime.flags.flag import Flag, Setting, Values, part, sets
 from stretto.vime.flags.groups.rollout import arguments
 
 EVAL = "orchestrator.eval"
-ONE_FOR_ALL = "evals take the same as training; leave it out"
 
 # fmt: off
 FLAGS: dict[str, tuple[Flag, ...]] = {
@@ -39,7 +38,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "Tokens of a reply; without it as in training."),
         part("--eval-max-prompt-len", "integer", None, f"{EVAL}.env.0.args.max_prompt_tokens",
              "Longer prompts are skipped; without it as in training."),
-        refused("--eval-max-context-len", "integer", None, ONE_FOR_ALL, "Tokens of prompt and reply."),
+        part("--eval-max-context-len", "integer", None, "", "Tokens of prompt and reply.",
+             note="As in training: only the value of --rollout-max-context-len is accepted."),
         sets("--eval-min-new-tokens", "integer", None, f"{EVAL}.sampling.min_tokens", "Fewest tokens of a reply."),
         sets("--skip-eval-before-train", "switch", False, f"{EVAL}.skip_first_step",
              "No eval of the starting weights."),
@@ -84,7 +84,8 @@ def settings(flags: Values) -> Iterator[Setting]:
     for index, own_values in enumerate(sets):
         at = f"{EVAL}.env.{index}"
         yield Setting(f"{at}.id", "dataset", source)
-        for key, value, flag in arguments(flags):
+        is_labelled = flags.eval_label_key is not None or "args.label_key" in own_values
+        for key, value, flag in arguments(flags, is_labelled=is_labelled):
             if key not in replaced and f"args.{key}" not in own_values:
                 yield Setting(f"{at}.args.{key}", value, (flag,))
         for key, (own, other) in replaced.items():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stretto.base.errors import ConfigError
 from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, part, refused, sets
-from stretto.vime.flags.groups.training import reference, rollouts_of
+from stretto.vime.flags.groups.training import OPTIMIZER, optimizer_settings, reference, rollouts_of
 
 ALGO, LOSS = "orchestrator.algo", "trainer.loss"
 GROUP_NORMALISED = ("grpo", "gspo", "cispo")
@@ -59,10 +60,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
               "Report how far trainer and engine are apart."),
         equal("--use-rollout-entropy", "switch", False, "The entropy is always reported.", "Report the entropy."),
         refused("--use-opsm", "switch", False, NO_OPSM, "Mask sequences that have moved too far."),
-        refused("--opsm-delta", "number", 1e-4, NO_OPSM, "Threshold of --use-opsm."),
-        refused("--use-routing-replay", "switch", False,
-                "use --use-rollout-routing-replay: the engine's choices, or none",
-                "Replay the experts of the first pass."),
+        equal("--opsm-delta", "number", 1e-4, "It is of --use-opsm.", "Threshold of --use-opsm."),
+        part("--use-routing-replay", "switch", False, "", "Replay the experts of the first pass.",
+             note="Only with --use-rollout-routing-replay, the engine's choices, which are replayed instead."),
         copies("--use-rollout-routing-replay", "switch", False, "trainer.enable_router_replay",
                "Replay the experts of the engine."),
         equal("--routing-replay-prefetch-microbatches", "integer", 1, "Choices travel with the batch.",
@@ -74,8 +74,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
                 "set trainer.loss.type = \"reinforce\" with a correction in the TOML of --print-config",
                 "Kind of surrogate."),
         refused("--use-score-centering", "switch", False, NOT_CENTRED, "Centre scores."),
-        refused("--score-centering-top-k", "integer", 128, NOT_CENTRED, "Likeliest tokens for it."),
-        copies("--custom-loss-function-path", "text", None, "trainer.hooks.loss", "Function that is the loss.",
+        equal("--score-centering-top-k", "integer", 128, "It is of --use-score-centering.", "Likeliest tokens for it."),
+        sets("--custom-loss-function-path", "text", None, "trainer.hooks.loss", "Function that is the loss.",
                note="With --loss-type custom_loss."),
         copies("--custom-advantage-function-path", "text", None, "trainer.hooks.advantages",
                "Function that makes advantages."),
@@ -105,7 +105,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "First rollouts, which train the critic only."),
         part("--megatron-config-path", "text", None, "trainer.critic trainer.optim",
              "YAML file of overrides for actor and critic.",
-             note="The actor's overrides are flags; the critic's are lr, load, save, lr_warmup_iters, value_clip."),
+             note="The actor's overrides are flags. The critic has a load, save, lr, lr_warmup_iters and value_clip of "
+                  "its own, and an optimizer with its moments, weight decay and clipping; all else is the actor's, and "
+                  "only the same value is accepted. A value of the file holds, whatever was typed."),
         copies("--custom-megatron-init-path", "text", None, "trainer.hooks.init",
                "Function called after initialisation."),
         copies("--custom-megatron-before-log-prob-hook-path", "text", None, "trainer.hooks.before_log_prob",
@@ -115,11 +117,13 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
     "Distillation": (
         refused("--use-opd", "switch", False, NO_TEACHER, "Learn from a teacher's log-probabilities."),
-        refused("--opd-type", "text", None, NO_TEACHER, "Where the teacher runs."),
-        refused("--opd-kl-coef", "number", 1.0, NO_TEACHER, "Weight of the distillation loss."),
-        refused("--opd-teacher-load", "text", None, NO_TEACHER, "Checkpoint of the teacher."),
-        refused("--opd-teacher-ckpt-step", "integer", None, NO_TEACHER, "Step of the teacher's checkpoint."),
-        refused("--opd-teacher-model", "text", None, NO_TEACHER, "Name of the teacher's model."),
+        *(equal(name, kind, default, "It is of --use-opd.", text) for name, kind, default, text in (
+            ("--opd-type", "text", None, "Where the teacher runs."),
+            ("--opd-kl-coef", "number", 1.0, "Weight of the distillation loss."),
+            ("--opd-teacher-load", "text", None, "Checkpoint of the teacher."),
+            ("--opd-teacher-ckpt-step", "integer", None, "Step of the teacher's checkpoint."),
+            ("--opd-teacher-model", "text", None, "Name of the teacher's model."),
+        )),
     ),
 }
 # fmt: on
@@ -153,6 +157,8 @@ def _loss(flags: Values) -> Iterator[Setting]:
     reduction = "token" if flags.calculate_per_token_loss else "rollout"
     yield Setting(f"{LOSS}.reduction", reduction, ("--calculate-per-token-loss",))
     yield from flags.settings("--use-rollout-logprobs")
+    if flags.loss_type == "custom_loss":
+        yield from flags.settings("--custom-loss-function-path")
     # With one update per rollout the ratio to the trainer's own log-probabilities is 1, and nothing is clipped.
     is_corrected = flags.use_tis and flags.custom_tis_function_path is None
     if flags.use_rollout_logprobs or is_corrected or flags.num_updates > 1:
@@ -188,8 +194,35 @@ def _advantages(flags: Values) -> Iterator[Setting]:
 
 
 def _critic(flags: Values) -> Iterator[Setting]:
+    """The critic.
+
+    Raises: ConfigError for a value of a file that the critic cannot have for itself.
+    """
     warmup = rollouts_of(flags, flags.critic_lr_warmup_iters)
     yield Setting("trainer.critic.lr_warmup_steps", warmup, ("--critic-lr-warmup-iters",))
-    yield from flags.settings("--num-critic-only-steps", "--critic-load", "--critic-save", "--critic-lr")
+    yield from flags.settings("--num-critic-only-steps", "--critic-load", "--critic-save")
+    own = {name: value for name, (value, _) in flags.critic.items() if name in OPTIMIZER}
+    if any(value != getattr(flags, name) for name, value in own.items()):
+        lr = flags.lr if flags.critic_lr is None else flags.critic_lr
+        of_both = {name: getattr(flags, name) for name in OPTIMIZER} | own | {"lr": lr}
+        yield from optimizer_settings(of_both, "trainer.critic.optim", ("--megatron-config-path",))
+    else:
+        yield from flags.settings("--critic-lr")
+    _check_critic(flags)
     if flags.num_updates > 1:
         yield from flags.settings("--value-clip")
+
+
+def _check_critic(flags: Values) -> None:
+    """Raises: ConfigError for a value of the critic that it has in common with the actor, and that differs."""
+    for name, (value, source) in flags.critic.items():
+        if name in OPTIMIZER or value == getattr(flags, name):
+            continue
+        if name == "lr_decay_style":
+            if value != "constant":
+                raise ConfigError(f"{source}: the critic's rate stays after its rise; use constant")
+            continue
+        raise ConfigError(
+            f"{source}: the critic has the actor's, {getattr(flags, name)}; leave it out. Its own are load, save, lr, "
+            f"lr_warmup_iters, value_clip, {', '.join(OPTIMIZER)}"
+        )

@@ -7,9 +7,9 @@ from typing import Any
 
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.data.records import read_records
-from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, part, refused, sets
+from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
 from stretto.vime.flags.shape import read_shape
-from stretto.vime.reward_types import RM_TYPES, is_rm_type
+from stretto.vime.reward_types import BOXED, LABELLED, RM_TYPES, UNLABELLED, is_rm_type
 
 ENV, HOOKS = "orchestrator.env.0", "orchestrator.hooks"
 DEFAULT_ROLLOUT = "vime.rollout.vllm_rollout.generate_rollout"
@@ -18,7 +18,8 @@ SFT_ROLLOUT = "vime.rollout.sft_rollout.generate_rollout"
 NONZERO_STD = "check_reward_nonzero_std"
 """End of the path of vime's own filter of groups."""
 EVAL_STOP = "orchestrator.eval.sampling.stop"
-NO_STORE = "batches travel by rollout_transport, zmq or filesystem; leave it out"
+BATCHES = "Batches travel as [rollout_transport] says, by zmq or as files; they are the same."
+IN_LEDGER = "The run's ledger keeps what has been generated."
 NO_BUFFER = "the plugin of an external buffer has no place here; write an environment (docs/environments.md)"
 
 OWN_SOURCE = "vime.rollout.data_source.RolloutDataSourceWithBuffer"
@@ -56,14 +57,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
                   "keeps its own place in it, and groups that are put back."),
         refused("--disable-rollout-global-dataset", "switch", False,
                 "an environment may make its tasks without a file (docs/environments.md)", "No file of prompts."),
-        refused("--loss-mask-type", "text", "qwen",
-                "masks come from the chat template; leave it out. Fine-tuning on conversations is `sft`",
-                "Where replies are in conversations.", allowed=("qwen3", "qwen3_5", "distill_qwen", "gemma4")),
+        equal("--loss-mask-type", "text", "qwen", "Sampled tokens are trained, and no others.",
+              "Where replies are in conversations, for fine-tuning."),
         equal("--data-pad-size-multiplier", "integer", 128, "Rows have no padding.", "Padding of packed rows."),
         refused("--rollout-buffer-url", "text", None, NO_BUFFER, "Address of a buffer."),
-        refused("--fetch-trajectory-retry-times", "integer", -1, NO_BUFFER, "Retries of fetching from it."),
-        refused("--min-batch-collection-ratio", "number", 1, NO_BUFFER, "Share of a batch that is enough."),
-        refused("--rollout-task-type", "text", "math", NO_BUFFER, "Kind of its tasks."),
+        *(equal(name, kind, default, "It is of --rollout-buffer-url.", text) for name, kind, default, text in (
+            ("--fetch-trajectory-retry-times", "integer", -1, "Retries of fetching from it."),
+            ("--min-batch-collection-ratio", "number", 1, "Share of a batch that is enough."),
+            ("--rollout-task-type", "text", "math", "Kind of its tasks."),
+        )),
     ),
     "Rollout": (
         sets("--num-rollout", "integer", None, "max_steps", "Rollouts (batches of prompts) to train on."),
@@ -114,21 +116,19 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         part("--partial-rollout", "switch", False, "orchestrator.max_async_level",
              "Replies that are not finished when a batch is full go on later.",
              note="They go on under the new weights, each token with its own version."),
-        copies("--mask-offpolicy-in-partial-rollout", "switch", False,
+        sets("--mask-offpolicy-in-partial-rollout", "switch", False,
                "orchestrator.mask_offpolicy_in_partial_rollout", "Tokens of older weights are not trained."),
         part("--update-weights-interval", "integer", 1, "", "Rollouts between updates of the engines.",
              note="1 only."),
         refused("--start-rollout-id", "integer", None, "a run continues where it stopped: --load, --ckpt-step",
-                "Number of the first rollout."),
+                "Number of the first rollout.", allowed=(0,)),
         refused("--rollout-external-engine-addrs", "list", None,
                 "engines that run already are orchestrator.client.base_url with inference = \"None\" in the TOML of "
                 "--print-config", "Engines that run already."),
-        refused("--rollout-data-transport", "text", "object-store", NO_STORE, "How batches travel."),
-        refused("--transfer-backend", "text", "ray", NO_STORE, "How batches travel."),
-        refused("--rollout-data-dir", "text", None, "the ledger keeps what has been generated; leave it out",
-                "Directory of a durable queue."),
-        refused("--rollout-queue-run-id", "text", None, "the ledger keeps what has been generated; leave it out",
-                "Name in a durable queue."),
+        noted("--rollout-data-transport", "text", "object-store", BATCHES, "How batches travel."),
+        noted("--transfer-backend", "text", "ray", BATCHES, "How batches travel."),
+        noted("--rollout-data-dir", "text", None, IN_LEDGER, "Directory of a durable queue."),
+        noted("--rollout-queue-run-id", "text", None, IN_LEDGER, "Name in a durable queue."),
         equal("--flush-cache-interval", "integer", 1, "Caches are kept apart by version.",
               "Updates between flushes of the cache."),
         equal("--use-fault-tolerance", "switch", False, "Engines that fail are left out and started again.",
@@ -171,8 +171,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
                "Function that logs rollouts."),
         copies("--custom-eval-rollout-log-function-path", "text", None, f"{HOOKS}.eval_log",
                "Function that logs evals."),
-        refused("--buffer-sort-by-staleness", "switch", False, "batches take the earliest drawn groups; leave it out",
-                "Oldest samples first."),
+        equal("--buffer-sort-by-staleness", "switch", False, "Batches take the earliest drawn groups.",
+              "Oldest samples first."),
         part("--custom-config-path", "text", None, f"{HOOKS}.args {ENV}.args.hook_args trainer.hooks.args",
              "YAML of further arguments.",
              note="Those of flags are checked as if they were typed; all others are attributes of `args`."),
@@ -234,6 +234,8 @@ def _longest(flags: Values) -> tuple[int, tuple[str, ...]]:
         return flags.rollout_max_prompt_len + _longest_reply(flags), names
     if (row := row_of_tokens(flags)) is not None:
         return row, ("--max-tokens-per-gpu", "--context-parallel-size")
+    if flags.vllm_max_model_len is not None:
+        return flags.vllm_max_model_len, ("--vllm-max-model-len",)
     found = read_shape(flags.hf_checkpoint).get("max_position_embeddings")
     if isinstance(found, int):
         return found, ("--hf-checkpoint",)
@@ -250,7 +252,8 @@ def row_of_tokens(flags: Values) -> int | None:
     """Tokens of the row of --max-tokens-per-gpu; None if another flag bounds a sample, or replies are longer."""
     is_bounded = flags.rollout_max_context_len is not None or flags.rollout_max_prompt_len is not None
     row = (flags.max_tokens_per_gpu or 0) * flags.context_parallel_size
-    return row if row > _longest_reply(flags) and not is_bounded else None
+    is_longer = flags.vllm_max_model_len is not None and row > flags.vllm_max_model_len
+    return row if row > _longest_reply(flags) and not is_bounded and not is_longer else None
 
 
 def _sampling(flags: Values) -> Iterator[Setting]:
@@ -271,6 +274,8 @@ def _freshness(flags: Values) -> Iterator[Setting]:
             f"{flags.given['--update-weights-interval']}: engines get every version; use 1, and "
             "orchestrator.max_async_level in the TOML of --print-config for older weights"
         )
+    if flags.partial_rollout and flags.mask_offpolicy_in_partial_rollout:
+        yield from flags.settings("--mask-offpolicy-in-partial-rollout")
     started, trained = flags.over_sampling_batch_size, flags.rollout_batch_size
     if flags.partial_rollout and started is not None and started > 2 * trained:
         yield Setting("orchestrator.oversampling_factor", started / trained, ("--over-sampling-batch-size",))
@@ -287,10 +292,6 @@ def _environment(flags: Values) -> Iterator[Setting]:
         yield Setting("orchestrator.renderer.enable_thinking", is_thinking, ("--apply-chat-template-kwargs",))
         for key, value in thinking.items():
             yield Setting(f"orchestrator.renderer.settings.{key}", value, ("--apply-chat-template-kwargs",))
-    elif thinking:
-        raise ConfigError(
-            f"{flags.given['--apply-chat-template-kwargs']}: it is for templates; add --apply-chat-template"
-        )
 
 
 def has_own_source(flags: Values) -> bool:
@@ -299,24 +300,44 @@ def has_own_source(flags: Values) -> bool:
     return not (path.startswith("vime.") and path.rpartition(".")[2].startswith("RolloutDataSource"))
 
 
-def arguments(flags: Values) -> Iterator[tuple[str, Any, str]]:
-    """Arguments of the environment `dataset`: key, value, flag."""
+def arguments(flags: Values, *, is_labelled: bool = False) -> Iterator[tuple[str, Any, str]]:
+    """Arguments of the environment `dataset`: key, value, flag.
+
+    is_labelled: the records have labels though --label-key is not given.
+    """
     copied = (
         "--input-key", "--label-key", "--metadata-key", "--tool-key", "--apply-chat-template", "--reward-key",
         "--rollout-max-prompt-len", "--rollout-shuffle", "--custom-generate-function-path",
-        "--rollout-sample-hook-path", *(["--group-rm"] if flags.group_rm else []),
+        "--rollout-sample-hook-path", *(["--group-rm"] if flags.group_rm and flags.custom_rm_path else []),
     )  # fmt: skip
     for each in flags.settings(*copied):
         yield each.path.removeprefix(f"{ENV}.args."), each.value, *each.flags
-    yield "reward", _reward(flags), "--rm-type" if flags.custom_rm_path is None else "--custom-rm-path"
-    own = flags.extra | ({} if flags.rm_url is None else {"rm_url": flags.rm_url})
+    reward = _reward(flags, is_labelled=is_labelled)
+    yield "reward", reward, "--rm-type" if flags.custom_rm_path is None else "--custom-rm-path"
+    own = dict(flags.extra)
+    if flags.rm_url is not None:
+        own["rm_url"] = flags.rm_url
+    if has_own_source(flags) and flags.prompt_data is not None:
+        own["prompt_data"] = flags.prompt_data
     if own:
         yield "hook_args", own, "--rm-url" if flags.custom_config_path is None else "--custom-config-path"
 
 
-def _reward(flags: Values) -> str:
+def is_rewarded_by(flags: Values, *names: str) -> bool:
+    """Is --rm-type one of these built-in rewards?"""
+    return (flags.rm_type or "").removeprefix(BOXED) in names
+
+
+def is_unlabelled(flags: Values) -> bool:
+    """Is the built-in reward one that compares with a label, while records have none?"""
+    return is_rewarded_by(flags, *LABELLED) and flags.label_key is None
+
+
+def _reward(flags: Values, *, is_labelled: bool) -> str:
     if flags.custom_rm_path is not None:
         return flags.custom_rm_path
+    if is_unlabelled(flags) and not is_labelled:
+        return UNLABELLED
     if flags.rm_type is not None and is_rm_type(flags.rm_type):
         return flags.rm_type
     if flags.rm_type is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, part, refused
+from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part
 from stretto.vime.flags.groups.cluster import is_on_one_node
-from stretto.vime.placement import count_engines, group_settings, is_over_nodes, nodes_of_groups
+from stretto.vime.placement import count_engines, group_settings, is_over_nodes, nodes_of_groups, shards
 
 MOVED = {
     "tensor-parallel-size": "it is --rollout-num-gpus-per-engine",
@@ -17,8 +18,10 @@ MOVED = {
     "seed": "it is --rollout-seed",
     "dtype": "it is the trainer's, model.dtype",
     "config": "write the options as --vllm-... flags",
-    "trust-remote-code": "set model.trust_remote_code in the TOML of --print-config",
     "enable-return-routed-experts": "it is --use-rollout-routing-replay",
+    "logprobs-mode": "the trainer needs those of the distribution that was sampled from, processed_logprobs",
+    "enable-lora": "it is --lora-rank",
+    "max-lora-rank": "it is --lora-rank",
     "nnodes": "nodes follow from --rollout-num-gpus and --num-gpus-per-node",
     "node-rank": "nodes follow from --rollout-num-gpus and --num-gpus-per-node",
     "master-addr": "nodes follow from --rollout-num-gpus and --num-gpus-per-node",
@@ -27,6 +30,23 @@ MOVED = {
     "data-parallel-backend": "each engine's processes are its own",
 }
 """Options of vLLM that are not set by their own flag, and where they are set."""
+ANYTHING = object()
+SAME: dict[str, Callable[[Values], tuple[Any, ...]]] = {
+    "tensor-parallel-size": lambda v: (each := v.rollout_num_gpus_per_engine, each // max(1, shards(v))),
+    "model": lambda v: (v.hf_checkpoint,),
+    "served-model-name": lambda v: (v.hf_checkpoint, [v.hf_checkpoint]),
+    "tokenizer": lambda v: (v.hf_checkpoint,),
+    "seed": lambda v: (v.rollout_seed,),
+    "dtype": lambda v: ("auto", "bfloat16"),
+    "enable-return-routed-experts": lambda v: (v.use_rollout_routing_replay,),
+    "logprobs-mode": lambda v: ("processed_logprobs",),
+    "enable-lora": lambda v: (v.lora_rank > 0,),
+    "max-lora-rank": lambda v: (v.lora_rank,),
+    "nnodes": lambda v: (max(1, v.rollout_num_gpus_per_engine // max(1, v.num_gpus_per_node)),),
+    "distributed-executor-backend": lambda v: (ANYTHING,),
+    "data-parallel-backend": lambda v: (ANYTHING,),
+}  # fmt: skip
+"""Which values of these options are what engines have anyway, so that a note is enough."""
 
 # fmt: off
 FLAGS: dict[str, tuple[Flag, ...]] = {
@@ -41,6 +61,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
                "Data-parallel ranks of an engine, of its GPUs."),
         copies("--vllm-pipeline-parallel-size", "integer", 1, "inference.parallel.pp",
                "Ranks of an engine that share its layers, of its GPUs."),
+        copies("--vllm-trust-remote-code", "switch", False, "model.trust_remote_code",
+               "Run the code of the checkpoint.", note="In the trainer, too."),
         part("--vllm-server-concurrency", "integer", 512, "orchestrator.max_inflight_rollouts",
              "Requests to one engine at the same time.",
              note="Times the number of engines; without this flag, the samples of the batches that are generated."),
@@ -57,9 +79,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         part("--vllm-config", "text", None, "models inference", "YAML of models and server groups.",
              note="One model is updated; the others are [models.NAME]. Regular groups may differ in size and "
                   "options."),
-        refused("--vllm-enable-deterministic-inference", "switch", False,
-                "export VLLM_BATCH_INVARIANT=1 before the command; with --rollout-seed and no --partial-rollout "
-                "draws are the same", "The same logits in every batch."),
+        part("--vllm-enable-deterministic-inference", "switch", False, "inference.env_vars",
+             "The same logits in every batch.",
+             note="VLLM_BATCH_INVARIANT=1 of the engines; with --rollout-seed and no --partial-rollout draws are the "
+                  "same."),
         part("--router-policy", "text", "cache_aware", "inference.router.policy", "How the router spreads requests.",
              note="One engine has a router only with this flag."),
     ),
@@ -70,8 +93,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              choices=("full", "delta")),
         equal("--update-weight-buffer-size", "integer", 512 << 20, "Buckets are weight_broadcast.bucket_bytes.",
               "Bytes of a bucket."),
-        refused("--update-weight-disk-dir", "text", None, "versions are written to RUN/broadcasts; leave it out",
-                "Directory of versions."),
+        noted("--update-weight-disk-dir", "text", None, "Versions are written to RUN/broadcasts.",
+              "Directory of versions."),
         equal("--update-weight-disk-keep-files", "switch", False, "The newest versions are kept.", "Keep versions."),
         equal("--update-weight-delta-encoding", "text", "xor", "Changes are positions and values.",
               "Form of changes.", choices=("xor", "overwrite")),
@@ -85,11 +108,23 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
                note="With --update-weight-transport disk. Its rollout_engines is empty: engines load by themselves."),
         equal("--check-weight-update-equal", "switch", False,
               "Every update is checked by the log-probabilities of fixed tokens.", "Check the first update."),
-        refused("--release-train", "switch", False, "trainers run as long as the run; leave it out",
-                "End the trainer's processes during rollouts."),
+        noted("--release-train", "switch", False,
+              "Trainers run as long as the run; with --colocate they free the GPUs' memory during rollouts.",
+              "End the trainer's processes during rollouts."),
     ),
 }
 # fmt: on
+
+
+def moved(flags: Values, name: str, value: Any, typed: str) -> str:
+    """A note about an option of vLLM that another flag sets, to the same value.
+
+    Raises: ConfigError for another value.
+    """
+    same = SAME[name](flags) if name in SAME else ()
+    if value in same or ANYTHING in same:
+        return f"{typed} sets nothing: {MOVED[name]}"
+    raise ConfigError(f"{typed} is not yours to set: {MOVED[name]}; leave it out")
 
 
 def settings(flags: Values) -> Iterator[Setting]:
@@ -111,6 +146,9 @@ def settings(flags: Values) -> Iterator[Setting]:
     if flags.has("--update-weight-transport"):
         kind = {"nccl": "collective", "disk": "filesystem"}[flags.update_weight_transport]
         yield Setting("weight_broadcast.type", kind, ("--update-weight-transport",))
+    if flags.vllm_enable_deterministic_inference:
+        source = ("--vllm-enable-deterministic-inference",)
+        yield Setting("inference.env_vars.VLLM_BATCH_INVARIANT", "1", source)
     if flags.update_weight_mode == "delta":
         yield Setting("weight_broadcast.delta", {}, ("--update-weight-mode",))
         yield from flags.settings("--update-weight-local-checkpoint-dir")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, part, refused, sets
+from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
 
 POINTER = "latest_checkpointed_iteration.txt"
 """A directory with this file is a checkpoint of Megatron's."""
 KEEPS_MOMENTS = "moments are kept from step to step; leave it out"
-EXACTLY = "a run continues exactly; start from its weights instead: --load RUN/weights/latest"
 
 # fmt: off
 FLAGS: dict[str, tuple[Flag, ...]] = {
@@ -79,11 +79,14 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
               "Checkpoints load on any number of ranks; their format is stretto's.", "Format of checkpoints.",
               choices=("torch", "torch_dist", "torch_dcp")),
         part("--async-save", "switch", False, "ckpt.is_async", "Train on while a checkpoint is written."),
-        refused("--no-save-optim", "switch", False,
-                "a checkpoint without moments could not be resumed exactly; leave it out",
-                "Checkpoints without the optimizer."),
-        refused("--no-load-optim", "switch", False, EXACTLY, "Do not load the optimizer."),
-        refused("--no-load-rng", "switch", False, EXACTLY, "Do not load random states."),
+        sets("--no-save-optim", "switch", False, "ckpt.skip_optimizer", "Checkpoints without the optimizer."),
+        part("--no-load-optim", "switch", False, "", "Do not load the optimizer.",
+             note="A run that is continued does so exactly, unless --no-save-optim left the optimizer out."),
+        noted("--no-load-rng", "switch", False,
+              "A run that is continued draws what it would have drawn; weights alone have no random states.",
+              "Do not load random states."),
+        equal("--no-save-rng", "switch", False, "Checkpoints have the place in each sequence of draws, a few numbers.",
+              "Checkpoints without random states."),
         part("--save-hf", "text", None, "ckpt.weights", "Hugging Face weights beside each checkpoint.",
              note="They are in RUN/weights/step_N, whatever the pattern."),
         equal("--seed", "integer", 1234, "Training draws no random numbers; --rollout-seed is the run's seed.",
@@ -108,35 +111,53 @@ def settings(flags: Values) -> Iterator[Setting]:
     yield from _saves(flags)
 
 
+OPTIMIZER = {
+    "optimizer": "type",
+    "weight_decay": "weight_decay",
+    "clip_grad": "max_norm",
+    "adam_beta1": "betas1",
+    "adam_beta2": "betas2",
+    "adam_eps": "eps",
+}
+"""The key of [trainer.optim] for each flag about an optimizer but its rate."""
+
+
+def optimizer_settings(values: Mapping[str, Any], at: str, source: tuple[str, ...] = ()) -> Iterator[Setting]:
+    """An optimizer below the key `at`, from the values of flags by attribute; a `lr` among them is its rate.
+
+    source: the flags that the settings follow from; without these each follows from its own.
+    """
+    for name, value in values.items():
+        if name.startswith("adam_") and values["optimizer"] == "sgd":
+            continue
+        if name == "optimizer":
+            value = {"adam": "adamw"}.get(value, value)
+        if name == "clip_grad":
+            value = value or "None"
+        own = (f"--{name.replace('_', '-')}",)
+        yield Setting(f"{at}.{OPTIMIZER.get(name, name)}", value, source or own)
+
+
 def _optimizer(flags: Values) -> Iterator[Setting]:
-    kind = {"adam": "adamw"}.get(flags.optimizer, flags.optimizer)
-    yield Setting("trainer.optim.type", kind, ("--optimizer",))
-    yield Setting("trainer.optim.max_norm", flags.clip_grad or "None", ("--clip-grad",))
-    moments = ("--adam-beta1", "--adam-beta2", "--adam-eps")
-    if kind != "sgd":
-        yield from flags.settings(*moments)
-    elif unused := list(filter(flags.has, moments)):
-        what = f"{flags.given[unused[0]]}: {flags.given['--optimizer']} has none"
-        raise ConfigError(f"{what}; leave one of them out")
+    values = {name: getattr(flags, name) for name in OPTIMIZER if name != "weight_decay"}  # that is copied
+    yield from optimizer_settings(values, "trainer.optim")
 
 
 def _schedule(flags: Values) -> Iterator[Setting]:
     style, at = flags.lr_decay_style, "trainer.scheduler"
     yield from flags.settings("--lr-decay-style")
-    trained = flags.num_rollout - flags.num_critic_only_steps
+    trained = flags.num_rollout
+    if flags.advantage_estimator == "ppo":
+        trained -= flags.num_critic_only_steps
     warmup = _warmup(flags, trained)
     yield Setting(f"{at}.warmup_steps", warmup, ("--lr-warmup-iters", "--lr-warmup-fraction"))
+    if style == "constant":
+        return
     if flags.lr_decay_iters not in (None, trained * flags.num_updates):
         raise ConfigError(
             f"{flags.given['--lr-decay-iters']}: the schedule ends with the run, after {trained * flags.num_updates} "
             f"updates; leave it out"
         )
-    if style == "constant":
-        if flags.min_lr:
-            raise ConfigError(
-                f"{flags.given['--min-lr']}: a constant rate does not fall; leave it out, or change --lr-decay-style"
-            )
-        return
     yield from flags.settings("--min-lr")
     if style == "linear":
         yield Setting(f"{at}.decay_steps", max(0, trained - warmup), ("--lr-decay-style", "--num-rollout"))
@@ -195,6 +216,12 @@ def _continued(flags: Values, load: Path) -> Iterator[Setting]:
     if save is None:
         what = f"{flags.given['--load']} is a run, and a run that continues it needs a directory"
         raise ConfigError(f"{what}: give --save, the same for the same run")
+    if flags.no_load_optim and not flags.no_save_optim:
+        raise ConfigError(
+            f"{flags.given['--no-load-optim']}: {flags.given['--load']} is a run, which is continued exactly; start "
+            f"from its weights instead, --load {load}/weights/latest, or leave the optimizer out of checkpoints, too, "
+            "with --no-save-optim"
+        )
     yield Setting("resume", {}, ("--load",))
     if load.absolute() != save.absolute():
         yield Setting("resume.dir", str(load), ("--load", "--save"))
@@ -239,7 +266,7 @@ def _saves(flags: Values) -> Iterator[Setting]:
     interval = "None" if flags.save_interval is None else flags.save_interval
     yield Setting("ckpt.interval", interval, ("--save-interval",))
     yield Setting("ckpt.minutes", "None", ("--save-interval",))
-    yield from flags.settings("--async-save")
+    yield from flags.settings("--async-save", *(["--no-save-optim"] if flags.no_save_optim else []))
     if flags.save_hf is None:
         yield Setting("ckpt.weights", "None", ("--save-hf",))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, part, refused, sets
+from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
 from stretto.vime.saved import FUNCTION
 
 NOT_LOADED = "saved batches are not trained again; fine-tuning on saved conversations is `sft`"
 NO_PROFILER = "give --profile STEPS to `rl` with the TOML of --print-config (docs/debugging.md)"
 SNAPSHOTS = "trainer.memory_profiler_path"
-IN_CI = "it is for vime's own tests; leave it out"
+IN_CI = "It is of vime's own tests; `optim/grad_norm` and `mismatch_kl` are always reported."
 OF_WANDB = {"--wandb-key": "WANDB_API_KEY", "--wandb-host": "WANDB_BASE_URL"}
 """Flags that go to W&B through the environment of the run's processes, and to no file."""
 
@@ -39,8 +39,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         equal("--log-multi-turn", "switch", False, "Turns are always reported.", "Report turns."),
         equal("--log-passrate", "switch", False, "`pass@k` is reported in evals of several samples.",
               "Report pass rates."),
-        refused("--log-reward-category", "text", None,
-                "return numbers as metrics beside the reward (docs/environments.md)", "Report rewards by category."),
+        noted("--log-reward-category", "text", None,
+              "Numbers that a reward function returns beside the reward are reported (docs/environments.md).",
+              "Report rewards by category."),
         equal("--log-correct-samples", "switch", False, "`stretto rollouts RUN --best 3` prints them.",
               "Report good samples."),
     ),
@@ -64,22 +65,21 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              note="Tokens to RUN/tokens_trained; rollouts are in the ledger."),
         refused("--profile-target", "list", None, NO_PROFILER, "What is profiled."),
         refused("--use-pytorch-profiler", "switch", False, NO_PROFILER, "Profile with torch."),
-        refused("--memory-recorder", "text", "torch", "torch records the memory; leave it out",
-                "Recorder of memory."),
+        noted("--memory-recorder", "text", "torch", "torch records the memory.", "Recorder of memory."),
         part("--record-memory-history", "switch", False, SNAPSHOTS, "Record the memory of the trainer's GPUs.",
              note="A file per step and rank; refused at the start on a CPU."),
         part("--memory-snapshot-dir", "text", ".", SNAPSHOTS, "Directory of its snapshots."),
-        refused("--memory-snapshot-num-steps", "integer", None, "each step has a snapshot of its own; leave it out",
-                "Steps of a snapshot."),
+        noted("--memory-snapshot-num-steps", "integer", None, "Each step has a snapshot of its own.",
+              "Steps of a snapshot."),
         refused("--dspark-block-size", "integer", 7, "draft models are not trained; leave it out",
                 "Training of a draft model."),
         refused("--dspark-num-draft-layers", "integer", 5, "draft models are not trained; leave it out",
                 "Training of a draft model."),
-        refused("--ci-test", "switch", False, IN_CI, "Checks of vime's own tests."),
-        refused("--ci-disable-kl-checker", "switch", False, IN_CI, "Checks of vime's own tests."),
-        refused("--ci-train-rollout-logprob-abs-diff-threshold", "number", 0.1, IN_CI, "Checks of vime's own tests."),
-        refused("--ci-save-grad-norm", "text", None, IN_CI, "Checks of vime's own tests."),
-        refused("--ci-load-grad-norm", "text", None, IN_CI, "Checks of vime's own tests."),
+        noted("--ci-test", "switch", False, IN_CI, "Checks of vime's own tests."),
+        noted("--ci-disable-kl-checker", "switch", False, IN_CI, "Checks of vime's own tests."),
+        noted("--ci-train-rollout-logprob-abs-diff-threshold", "number", 0.1, IN_CI, "Checks of vime's own tests."),
+        noted("--ci-save-grad-norm", "text", None, IN_CI, "Checks of vime's own tests."),
+        noted("--ci-load-grad-norm", "text", None, IN_CI, "Checks of vime's own tests."),
     ),
 }
 # fmt: on

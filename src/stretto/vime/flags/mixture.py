@@ -1,0 +1,98 @@
+"""What flags of Megatron's say about mixtures, latent attention and scaled rotary embeddings, read from config.json.
+
+Each function gives what config.json says, and None where it does not say it or the family is unknown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+SIGMOID = ("deepseek_v3", "glm4_moe", "glm_moe_dsa", "minimax_m2", "kimi_k2")
+"""Families whose experts have sigmoid scores, and a bias that balances them."""
+SOFTMAX = ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "mixtral", "gpt_oss", "olmoe")
+"""Families whose experts have softmax scores."""
+ZERO_CENTRED = ("gemma", "qwen3_next", "qwen3_5")
+"""Families, by the beginning of their model_type, whose norms multiply by 1 + weight."""
+GATED = ("qwen3_next", "qwen3_5")
+"""Families, by the beginning of their model_type, whose attention has a gate at its output."""
+
+
+def kind(config: Config) -> str:
+    """The family: model_type without the end that the text part of a larger model has."""
+    return str(config.get("model_type", "")).removesuffix("_text")
+
+
+def expert_scores(config: Config) -> str | None:
+    """softmax or sigmoid."""
+    if (given := config.get("scoring_func")) in ("softmax", "sigmoid"):
+        return str(given)
+    found = {**dict.fromkeys(SIGMOID, "sigmoid"), **dict.fromkeys(SOFTMAX, "softmax")}
+    return found.get(kind(config))
+
+
+def has_expert_bias(config: Config) -> bool | None:
+    """Are experts chosen by their scores and a bias?"""
+    return {"sigmoid": kind(config) in SIGMOID or None, "softmax": False}.get(expert_scores(config) or "")
+
+
+def is_softmax_first(config: Config) -> bool | None:
+    """Are the gates those of a softmax over all experts, and not over the chosen ones? For sigmoid scores they are."""
+    if expert_scores(config) == "sigmoid":
+        return True
+    normalised = config.get("norm_topk_prob")
+    return None if normalised is None or expert_scores(config) is None else not normalised
+
+
+def has_shared_gate(config: Config) -> bool | None:
+    """Does the output of the shared expert have a gate?"""
+    if kind(config) in SIGMOID:
+        return False
+    return True if kind(config) in ("qwen2_moe", "qwen3_next", "qwen3_5_moe") else None
+
+
+def layers(config: Config) -> tuple[int, ...] | None:
+    """For each block 1 if it has experts, else 0."""
+    count = config.get("num_hidden_layers")
+    if not isinstance(count, int):
+        return None
+    if (dense := config.get("first_k_dense_replace")) is not None:
+        return (0,) * dense + (1,) * (count - dense)
+    step = config.get("decoder_sparse_step")
+    if step is None:
+        return None
+    without = config.get("mlp_only_layers") or ()
+    return tuple(int(n not in without and (n + 1) % step == 0) for n in range(count))
+
+
+def is_pattern(typed: str, known: tuple[int, ...]) -> bool:
+    """Is --moe-layer-freq this pattern? Every N-th block from the first has experts, or a list such as [0]*3+[1]*89."""
+    text = typed.replace(" ", "")
+    if text.isdigit():
+        return int(text) > 0 and known == tuple(int(n % int(text) == 0) for n in range(len(known)))
+    found: list[int] = []
+    for part in text.removeprefix("(").removesuffix(")").split("+"):
+        match = re.fullmatch(r"\(?\[([\d,]*)\](?:\*(\d+))?\)?", part)
+        if match is None:
+            return False
+        found += [int(each) for each in match[1].split(",") if each] * int(match[2] or 1)
+    return tuple(found) == known
+
+
+def rotary(name: str) -> Callable[[Config], Any]:
+    """The reader of an entry of the scaling of rotary embeddings."""
+
+    def read(config: Config) -> Any:
+        for table in ("rope_scaling", "rope_parameters"):
+            if isinstance(entries := config.get(table), Mapping) and entries.get(name) is not None:
+                return entries[name]
+        return None
+
+    return read
+
+
+def begins(*families: str) -> Callable[[Config], bool | None]:
+    """The reader of what families have whose model_type begins so; others may, too."""
+    return lambda config: kind(config).startswith(families) or None
