@@ -24,6 +24,7 @@ from stretto.base.errors import ConfigError, DataError, StrettoError
 from stretto.base.ports import refusal_of
 from stretto.config.root import ServeConfig
 from stretto.data.hub_model import find_config, find_local
+from stretto.records.generate import GenerateRequest
 from stretto.records.tenants import TenantSpec
 from stretto.service.access import Access, Reading, User
 from stretto.service.engines import Engines
@@ -39,8 +40,13 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 256 << 20
 """Largest body of a route that takes tensors or tokens, decompressed."""
 MAX_PLAIN_BYTES = 1 << 20
-"""Largest body of any other route of Tinker's API, decompressed."""
-_LARGE = ("/forward", "/forward_backward", "/asample")
+"""Largest body of any other route, decompressed; reading more JSON than this would delay the requests of all users."""
+BYTES_PER_TOKEN = 24
+"""A request for samples may have so many bytes more for each token of the longest sequence."""
+VALUES_PER_TOKEN = 4
+"""A request for samples with images may be as large as one that trains, but has no more values than these per token."""
+_LARGE = ("/forward", "/forward_backward", "/batch", api.GENERATE)
+_SAMPLES = "/asample"
 OPEN_ROUTES = frozenset({"/health", "/api/v1/healthz"})
 QUIET_ROUTES = frozenset(
     {
@@ -100,6 +106,14 @@ class Hub:
         names = {self.model_name, self.cfg.inference.served_model_name, self.tokenizer_id, str(directory)}
         if name is not None and name not in names:
             raise Refusal(f"base_model: {name!r} is not served here; this service has {self.model_name!r}")
+
+    def largest_body(self, path: str) -> int:
+        """Most bytes of a body at this path, decompressed."""
+        if path.endswith(_LARGE):
+            return MAX_BODY_BYTES
+        if path.endswith(_SAMPLES):
+            return min(MAX_BODY_BYTES, MAX_PLAIN_BYTES + BYTES_PER_TOKEN * self.max_model_len)
+        return MAX_PLAIN_BYTES
 
     async def close(self) -> None:
         """Write the usage and close all files and connections."""
@@ -171,6 +185,17 @@ async def read(http: web.Request, kind: type[Any]) -> Any:
     return api.decode_json(await http.read() or b"{}", kind)
 
 
+async def read_generate(http: web.Request, max_model_len: int) -> GenerateRequest:
+    """The request for samples in a body. Raises: Refusal 400, or 413 for more values than a sequence can have."""
+    body = await http.read()
+    num_values, most = body.count(b",") + body.count(b"["), 100_000 + VALUES_PER_TOKEN * max_model_len
+    if num_values > most:  # reading millions of them would delay the requests of all users
+        raise Refusal(
+            f"the body has {num_values} values, and a sequence of this model has less than {most}", 413
+        )
+    return api.decode_generate(body)[0]
+
+
 def answer(body: object, status: int = 200) -> web.Response:
     data = body if isinstance(body, bytes) else msgspec.json.encode(body)
     return web.Response(body=data, status=status, content_type="application/json")
@@ -195,12 +220,17 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
             if http.path not in OPEN_ROUTES and not http.path.startswith("/download/"):
                 user = hub.access.user(http.headers)
                 http[USER] = user
-            if http.path.startswith("/api/v1/") and not http.path.endswith(_LARGE):
-                http = http.clone(client_max_size=MAX_PLAIN_BYTES)
-            with hub.reading.body(user.name if user is not None else "", body_size(http)):
+            largest = hub.largest_body(http.path)
+            size = body_size(http, largest)
+            if size > largest:
+                raise Refusal(_too_large(http, size, largest), 413)
+            http = http.clone(client_max_size=largest)
+            with hub.reading.body(user.name if user is not None else "", size):
                 return await handler(http)
         except Refusal as error:
             refusal = error
+        except web.HTTPRequestEntityTooLarge:
+            refusal = Refusal(_too_large(http, None, hub.largest_body(http.path)), 413)
         except web.HTTPException as error:
             refusal = Refusal(f"{http.method} {http.path[:200]}: {error.reason}", error.status)
         except web.RequestPayloadError as error:
@@ -233,11 +263,19 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
     return middleware
 
 
-def body_size(http: web.Request) -> int:
+def body_size(http: web.Request, largest: int) -> int:
     """Bytes of the body; the largest possible size if it is compressed or the client does not say it."""
     if http.content_length is not None and "Content-Encoding" not in http.headers:
         return http.content_length
-    return MAX_BODY_BYTES if http.can_read_body else 0
+    return largest if http.can_read_body else 0
+
+
+def _too_large(http: web.Request, size: int | None, largest: int) -> str:
+    size_words = "more" if size is None else str(size)
+    return (
+        f"{http.method} {http.path[:200]}: the body has {size_words} bytes; this route takes at most {largest}, "
+        "counted after decompression; send less at a time"
+    )
 
 
 def is_quiet(path: str) -> bool:

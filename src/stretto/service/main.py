@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import signal
+import sys
 import time
 
 from aiohttp import web
@@ -44,12 +45,15 @@ SAVE_S = 20.0
 """Longest wait at the end until the runs are saved."""
 _IDLE_POLL_S = 5.0
 SWEEP_S = 10.0
+SWITCH_S = 0.001
+"""A thread that reads a large request gives the interpreter back to the event loop after so long."""
 
 
 def main(cfg: ServeConfig) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status."""
     log.setup("hub", cfg.run_dir, cfg.log.level, cfg.log.json_logging)
     raise_file_limit()
+    sys.setswitchinterval(SWITCH_S)
     return asyncio.run(serve(cfg))
 
 
