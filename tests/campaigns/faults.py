@@ -68,7 +68,7 @@ class Life:
             return subprocess.Popen(argv, stdout=log, stderr=log, env=env, start_new_session=True)
 
     def processes(self) -> dict[int, str]:
-        """All living processes of this life with what each is: the verbs' and all that belong to their run directory."""
+        """All living processes of this life with what each is."""
         found, parents = {}, {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -335,7 +335,6 @@ def no_room(life: Life) -> dict[str, Any]:
     """The end must name what is full, and the next life goes on from the last checkpoint."""
     fault = life.campaign.fault
     at = Path("/dev/shm") if fault == "shm" else life.campaign.runs
-    remount = lambda how: subprocess.run(["mount", "-o", f"remount,{how}", str(at)], check=True)
     filled = None
     if fault == "readonly":
         for _ in range(
