@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -29,7 +30,16 @@ from stretto.records.tenants import TenantSpec
 from stretto.service.access import Access, Reading, User
 from stretto.service.engines import Engines
 from stretto.service.futures import Futures
-from stretto.service.store import Audit, Checkpoint, Run, Sampler, Session, Store
+from stretto.service.store import (
+    MAX_RECORD_BYTES,
+    MAX_USER_BYTES,
+    Audit,
+    Checkpoint,
+    Run,
+    Sampler,
+    Session,
+    Store,
+)
 from stretto.service.training.checkpoints import Checkpoints
 from stretto.service.training.training import Training
 from stretto.transports.engine import api
@@ -138,7 +148,7 @@ class Hub:
     def new_run(self, user: User, name: str, spec: TenantSpec, **settings: Any) -> Run:
         """A run of this user that begins now, with the user's share of the trainer; settings: further ones of `Run`."""
         now = time.time()
-        return Run(
+        run = Run(
             id=name,
             owner=user.name,
             spec=spec,
@@ -150,6 +160,24 @@ class Hub:
             tokens_per_minute=user.section.tokens_per_minute,
             **settings,
         )
+        self.check_room(run)
+        return run
+
+    def check_room(self, record: Session | Run | Sampler) -> None:
+        """Raises: Refusal 413 for a new record that is too large, or one more of a user who has no room left."""
+        if (num_bytes := len(msgspec.json.encode(record))) > MAX_RECORD_BYTES:
+            raise Refusal(
+                f"the names, tags and metadata of a {type(record).__name__.lower()} have {num_bytes} bytes; at most "
+                f"{MAX_RECORD_BYTES} are kept, so send less of them",
+                413,
+            )
+        kept = self.store.user_bytes(record.owner)
+        if kept + num_bytes > MAX_USER_BYTES:
+            raise Refusal(
+                f"the records of your sessions, runs, checkpoints and samplers have {kept} bytes, and at most "
+                f"{MAX_USER_BYTES} are kept; delete checkpoints, or wait until unused records are deleted",
+                413,
+            )
 
     def checkpoint(self, user: User, path: str, kind: str | None = None) -> Checkpoint:
         """A checkpoint that this user may read. Raises: Refusal 404, or 400 for one of another kind."""
@@ -226,7 +254,9 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
                 raise Refusal(_too_large(http, size, largest), 413)
             http = http.clone(client_max_size=largest)
             with hub.reading.body(user.name if user is not None else "", size):
-                return await handler(http)
+                response = await handler(http)
+                await hub.store.settled()
+                return response
         except Refusal as error:
             refusal = error
         except web.HTTPRequestEntityTooLarge:
@@ -239,6 +269,9 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
             refusal = Refusal(str(error), 400)
         except ConnectionError:
             return web.Response(status=499)
+        except sqlite3.Error as error:
+            logger.error("%s %s: the records cannot be written: %s", http.method, http.path, error)
+            refusal = Refusal(f"the service cannot write its records ({error}); is its disk full?", 507)
         except StrettoError as error:
             logger.error("%s %s: %s", http.method, http.path, error)
             refusal = Refusal(str(error), 500)

@@ -21,10 +21,11 @@ from aiohttp.test_utils import TestClient, TestServer
 from stretto.config.root import ServeConfig
 from stretto.records.sample import MicroBatch
 from stretto.records.tenants import TenantSpec, TenantWork
+from stretto.service import hub as hub_module
 from stretto.service.access import SMALL_BYTES
 from stretto.service.hub import Hub
 from stretto.service.main import build
-from stretto.service.store import Checkpoint, Run, Sampler
+from stretto.service.store import Checkpoint, Run, Sampler, Session
 from stretto.service.training import training
 from stretto.service.training.checkpoints import LINK_S
 from stretto.transports.service import CreateRun, ServiceRun, encode_work
@@ -435,7 +436,7 @@ async def test_a_large_request_is_read_in_a_thread_and_once(client, monkeypatch)
     answers = await asyncio.gather(*sent)
     assert answers == [(200, {"request_id": "alice:letters/1"})] * 2
     kinds = [job.payload.kind for job in hub.training.queue.requests("alice:letters")]
-    assert kinds == ["create", "batch", "step"] and threads == [False, True]
+    assert kinds == ["create", "batch", "step"] and threads == [False, False]
     async with next_hub(hub) as after:
         kinds = [job.payload.kind for job in after.training.queue.requests("alice:letters")]
         assert kinds == ["create", "batch", "step"]
@@ -477,3 +478,57 @@ def large_batch(seq_len: int) -> bytes:
         for _ in range(1 + 2 * SMALL_BYTES // (17 * size))
     ]
     return encode_work(TenantWork(tenant="", micro_batches=tuple(rows)))
+
+
+async def test_a_user_has_so_many_bytes_of_records_and_checkpoints_and_is_told(client, monkeypatch):
+    """Those of another user do not count."""
+    hub: Hub = client.hub
+    monkeypatch.setattr(hub_module, "MAX_USER_BYTES", 20_000)
+    tags = {"tags": ["x" * 9000]}
+    statuses = [(await post(client, "/api/v1/create_session", tags))[0] for _ in range(3)]
+    assert statuses == [200, 200, 413]
+    status, answer = await post(client, "/v1/runs", creation(client, metadata={"x": "y" * 9000}))
+    assert status == 413 and "your sessions" in answer["detail"]
+    assert (await post(client, "/v1/runs", creation(client), user="bob"))[0] == 201
+    async with next_hub(hub) as after:
+        assert after.store.user_bytes("alice") == hub.store.user_bytes("alice") > 18_000
+    hub.store.delete(*hub.store.all(Session))
+    assert hub.store.user_bytes("alice") == 0
+
+
+async def test_metadata_of_runs_and_checkpoints_has_a_size(client):
+    large = {"note": "x" * 20_000}
+    status, answer = await post(client, "/v1/runs", creation(client, metadata=large))
+    assert status == 413 and "metadata of a run" in answer["detail"]
+    await post(client, "/v1/runs", creation(client))
+    body = {"model_id": "alice:letters", "seq_id": 1, "path": "a", "user_metadata": large}
+    status, answer = await post(client, "/api/v1/save_weights", body)
+    assert status == 413 and "user_metadata" in answer["detail"]
+
+
+async def test_a_save_beyond_the_users_bytes_on_the_disk_is_refused_and_told(client):
+    hub: Hub = client.hub
+    await post(client, "/v1/runs", creation(client))
+    run = hub.store.get(Run, "alice:letters")
+    path = "tinker://alice:letters/weights/big"
+    hub.store.put(
+        Checkpoint(
+            path=path, run=run.id, owner="alice", kind="training", name="big", directory="/nowhere",
+            created_at=time.time(), size_bytes=hub.cfg.service.max_checkpoint_bytes + 1,
+        )
+    )  # fmt: skip
+    status, answer = await post(client, "/v1/runs/alice:letters/save?seq=1", {"name": "more"})
+    assert status == 413 and "service.max_checkpoint_bytes" in answer["detail"]
+    await hub.checkpoints.delete(hub.store.get(Checkpoint, path))
+    assert (await post(client, "/v1/runs/alice:letters/save?seq=2", {"name": "more"}))[0] == 200
+
+
+async def test_records_that_cannot_be_written_are_an_answer_and_written_later(client):
+    hub: Hub = client.hub
+    hub.store._db.execute("pragma query_only = on")
+    status, answer = await post(client, "/api/v1/create_session", {})
+    assert status == 507 and "cannot write its records" in answer["detail"]
+    hub.store._db.execute("pragma query_only = off")
+    assert (await post(client, "/api/v1/create_session", {}))[0] == 200
+    async with next_hub(hub) as after:
+        assert len(list(after.store.all(Session))) == 2

@@ -33,7 +33,6 @@ NOTICE = (
     "adapters of this service stand beside attention and MLP layers; train_unembed has no effect "
     "(weights info says so)"
 )
-MAX_SESSION_BYTES = 16 << 10
 NOTICE_FULL = "this service trains all weights of one run at a time; rank, seed and train_* have no effect"
 
 
@@ -94,10 +93,6 @@ class TinkerRoutes(Routes):
 
     async def create_session(self, http: web.Request) -> web.Response:
         body, now = await read(http, bodies.CreateSessionBody), time.time()
-        if len(msgspec.json.encode(body)) > MAX_SESSION_BYTES:
-            raise Refusal(
-                f"a session's tags, user_metadata and names: at most {MAX_SESSION_BYTES} bytes", 413
-            )
         session = Session(
             id=uuid4().hex,
             owner=http[USER].name,
@@ -108,6 +103,7 @@ class TinkerRoutes(Routes):
             display_name=body.display_name,
             project=body.project_id or "",
         )
+        self.hub.check_room(session)
         self.hub.store.put(session)
         notice = NOTICE_FULL if self.hub.cfg.service.full_finetuning else NOTICE
         return answer({"type": "create_session", "session_id": session.id, "info_message": notice})

@@ -20,7 +20,7 @@ from stretto.base.errors import EngineError, StrettoError, WireError
 from stretto.base.secret import Secret
 from stretto.config.root import ServeConfig
 from stretto.records.tenants import CreateTenant, Done, DropGradients, RemoveTenant, TenantResult
-from stretto.service.access import SMALL_BYTES, check_bytes
+from stretto.service.access import check_bytes
 from stretto.service.futures import Future, Futures, Result
 from stretto.service.store import Audit, Run, Store
 from stretto.service.training.checkpoints import Checkpoints
@@ -66,7 +66,13 @@ class Training:
         self._store, self._futures, self._audit = store, futures, audit
         self.limits = limits
         self.directory = cfg.run_dir.path / "service" / "runs"
-        self.checkpoints = Checkpoints(store, audit, self.directory, kept_versions=cfg.service.kept_versions)
+        self.checkpoints = Checkpoints(
+            store,
+            audit,
+            self.directory,
+            kept_versions=cfg.service.kept_versions,
+            max_user_bytes=cfg.service.max_checkpoint_bytes,
+        )
         self.meter = Meter(store)
         self.queue = TrainQueue(quantum=cfg.seq_len, max_tokens=cfg.service.max_tokens_per_turn)
         self.is_ready = False
@@ -75,7 +81,7 @@ class Training:
         self._server: TenantServer | None = None
         self._removals: set[asyncio.Task[None]] = set()
         self._reading: dict[str, asyncio.Task[Future]] = {}
-        """Large requests that are being read, by the names of their futures."""
+        """Requests that are being read, by the names of their futures."""
         self.places = Places(self.directory, self.queue, store, futures, limits)
 
     # -- what handlers call --
@@ -115,9 +121,7 @@ class Training:
         return self._accept(tenant, job, len(body))
 
     async def receive(self, run: Run, kind: str, seq: int, body: bytes) -> Future:
-        """`submit`; a large body is read and written to the journal in a thread, so that no other user waits for it."""
-        if len(body) <= SMALL_BYTES:
-            return self.submit(run, kind, seq, body)
+        """`submit`; the body is read, and written to the journal, in a thread, so that no other user waits for it."""
         _, known = self._check(run, seq, len(body))
         if known is not None:
             return known
@@ -534,10 +538,14 @@ class Training:
             for seq in tenant.journal.results()
             if (future := self._futures.find(f"{run.id}/{seq}")) is not None and future.sent_at is None
         }
-        tenant.journal.forget(run.saved_seq, unsent=unsent)
-        for path in newest.parent.iterdir():
-            if path != newest:
+        older, up_to = [path for path in newest.parent.iterdir() if path != newest], run.saved_seq
+
+        def forget() -> None:
+            tenant.journal.forget(up_to, unsent=unsent)
+            for path in older:
                 shutil.rmtree(path, ignore_errors=True)
+
+        self._store.after(forget)
 
     async def _tick(self) -> None:
         """Fail requests that wait for too long for one with a lower number."""

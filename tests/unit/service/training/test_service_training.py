@@ -490,6 +490,7 @@ async def test_the_state_that_a_run_continues_from_is_the_one_just_saved(open_tr
     await serve(training)
     [saved] = [operation for operation in ranks.operations if isinstance(operation, SaveTenant)]
     assert run.saved == saved.path and run.saved_seq == 1
+    training._store.flush()
     assert [path.name for path in left.parent.iterdir()] == [Path(saved.path).name]
 
 
