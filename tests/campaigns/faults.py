@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -58,7 +59,11 @@ class Life:
         self.output.parent.mkdir(exist_ok=True)
         self.words = campaign.way_on()
         self.begun, self.first_step = time.monotonic(), campaign.step()
-        self.popens = [self._start(verb, config) for verb, config in campaign.verbs]
+        self.popens: list[subprocess.Popen[bytes]] = []
+        for verb, config in campaign.verbs:
+            self.popens.append(self._start(verb, config))
+            if verb == "serve":
+                self._wait_for_service()
 
     def _start(self, verb: str, config: Path) -> subprocess.Popen[bytes]:
         words = self.words if verb != "eval" else []
@@ -66,6 +71,14 @@ class Life:
         with self.output.open("ab") as log:
             env = os.environ | self.campaign.env
             return subprocess.Popen(argv, stdout=log, stderr=log, env=env, start_new_session=True)
+
+    def _wait_for_service(self) -> None:
+        """Wait until the hub has a trainer, or the service has ended."""
+        deadline = time.monotonic() + STEPS_S
+        while self.popens[0].poll() is None and time.monotonic() < deadline:
+            with suppress(OSError), urllib.request.urlopen(self.campaign.service_url + "/health", timeout=5):
+                return
+            time.sleep(0.2)
 
     def processes(self) -> dict[int, str]:
         """All living processes of this life with what each is."""
@@ -208,7 +221,8 @@ class Campaign:
             "service": {"port": hub, "save_steps": 3, "users": {"alice": {"token": token}}},
         }
         self._add("serve", config)
-        return {"service": {"url": f"http://127.0.0.1:{hub}", "token_var": "ALICE_TOKEN"}}
+        self.service_url = f"http://127.0.0.1:{hub}"
+        return {"service": {"url": self.service_url, "token_var": "ALICE_TOKEN"}}
 
     def step(self) -> int:
         if self.verb == "eval":
@@ -276,6 +290,7 @@ def kill(life: Life) -> dict[str, Any]:
         if not life.wait(STEPS_S, step=life.campaign.step() + 2) and life.campaign.verb != "eval":
             wrong.append(f"no step in {STEPS_S:g} s after {role} was killed")
         pids = life.processes()
+    if goes_on or len(life.popens) > 1:  # a service goes on without its run, and a run waits for its service
         for popen in life.popens:
             popen.kill()
     gone_s, left = life.wait_until_gone(pids)
