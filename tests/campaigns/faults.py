@@ -19,6 +19,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -327,23 +328,40 @@ def clock(life: Life) -> dict[str, Any]:
 
 def cut(life: Life) -> dict[str, Any]:
     life.kill_all(life.processes())
-    kept, now, changed = life.campaign.directory / "kept", time.time(), 0
-    for path in life.campaign.runs.rglob("*"):
-        if path.is_symlink() or not path.is_file():
-            continue
-        copy, about = kept / str(path.stat().st_ino), path.stat()
-        if copy.exists() and copy.stat().st_mtime > life.campaign.started_at:
+    campaign, now, changed = life.campaign, time.time(), 0
+    for path, inode, born_at in files_of(campaign.runs):
+        copy = campaign.directory / "kept" / str(inode)
+        has_copy = copy.exists() and copy.stat().st_mtime >= born_at  # else it is of a file that was deleted
+        if has_copy:
             content = copy.read_bytes()
-        elif now - about.st_mtime > WRITTEN_S or about.st_mtime < life.campaign.started_at:
+        elif now - path.stat().st_mtime > WRITTEN_S:
             continue
         else:
             content = b""
         if content != path.read_bytes():
             changed += 1
             path.write_bytes(content)
-    for copy in kept.iterdir():  # what is on the disk now stays, and inodes may be used again
-        copy.unlink(missing_ok=True)
+    keep_all(campaign)
     return {"changed": changed, "wrong": []}
+
+
+def files_of(directory: Path) -> list[tuple[Path, int, float]]:
+    """Files below a directory, with their inodes and the times when these were made."""
+    paths = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
+    if not paths:
+        return []
+    argv = ["stat", "--printf", "%i %.9W\\n", *map(str, paths)]
+    lines = subprocess.run(argv, check=True, capture_output=True, text=True).stdout.splitlines()
+    return [(path, int(inode), float(at)) for path, (inode, at) in zip(paths, map(str.split, lines))]
+
+
+def keep_all(campaign: Campaign) -> None:
+    """Take the files as they are for what is on the disk."""
+    kept = campaign.directory / "kept"
+    for copy in kept.iterdir():
+        copy.unlink(missing_ok=True)
+    for path, inode, _ in files_of(campaign.runs):
+        shutil.copyfile(path, kept / str(inode))
 
 
 def no_room(life: Life) -> dict[str, Any]:
@@ -438,6 +456,7 @@ def main() -> int:
     if args.fault == "cut":
         library, kept = campaign.directory / "power_cut.so", campaign.directory / "kept"
         kept.mkdir(exist_ok=True)
+        keep_all(campaign)
         source = Path(__file__).with_name("power_cut.c")
         subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(source), "-ldl"], check=True)
         campaign.env |= {"LD_PRELOAD": str(library), "CUT_ROOT": str(campaign.runs), "CUT_KEPT": str(kept)}
