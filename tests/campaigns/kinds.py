@@ -39,7 +39,7 @@ def settings(kind: str, model: Path) -> tuple[str, dict[str, Any]]:
     base = _rl(model)
     critic = {
         "orchestrator": {"group_size": 1, "algo": {"type": "ppo"}},
-        "trainer": {"loss": {"type": "ppo"}, "critic": {"lr": 1e-3}},
+        "trainer": {"loss": {"type": "ppo"}, "advantages": {"type": "gae"}, "critic": {"lr": 1e-3}},
     }
     files = {"rollout_transport": {"type": "filesystem"}, "weight_broadcast": {"type": "filesystem"}}
     more: dict[str, dict[str, Any]] = {
@@ -51,6 +51,8 @@ def settings(kind: str, model: Path) -> tuple[str, dict[str, Any]]:
         "teacher": {"orchestrator": {"algo": {"type": "opd"}, "teacher": {"model": model}}},
         "exports": {"ckpt": {"weights": {"interval": 2, "keep_last": 2}}},
     }
+    if kind == "teacher":
+        del base["trainer"]  # the policy's loss
     if kind in more:
         return "rl", merged(base, more[kind])
     data = {"type": "environment", "id": "sort-letters", "num_rows": 400}
