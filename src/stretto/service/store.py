@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from stretto.base.errors import ConfigError
 from stretto.records.tenants import TenantSpec
 
 logger = logging.getLogger(__name__)
@@ -160,8 +161,10 @@ class Store:
     """Records by kind and id."""
 
     def __init__(self, directory: Path) -> None:
+        """Raises: ConfigError if the database is damaged, or is new although there are files of runs."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._db = sqlite3.connect(directory / "service.sqlite", check_same_thread=False)
+        self._path = directory / "service.sqlite"
+        self._db = sqlite3.connect(self._path, check_same_thread=False)
         self._writer = ThreadPoolExecutor(1, "store")
         self._lock = threading.Lock()
         self._changes: list[tuple[str, tuple[Any, ...]]] = []
@@ -169,12 +172,29 @@ class Store:
         self._sizes: dict[tuple[type[Any], str], tuple[str, int]] = {}
         """Owner and bytes of each record."""
         self._user_bytes: Counter[str] = Counter()
+        self._records: dict[type[Any], dict[str, Any]] = {kind: {} for kind in KINDS}
+        try:
+            self._read()
+        except (sqlite3.Error, ValueError) as error:
+            self._db.close()
+            raise ConfigError(
+                f"{self._path} cannot be read ({error}): it has the records of all runs; restore it from "
+                f"a copy, or move {directory} away and begin anew"
+            ) from error
+        found = sum(path.is_dir() for path in (directory / "runs").glob("*/*weights"))
+        if found and not self._records[Run]:  # files without a record would be deleted
+            self._db.close()
+            raise ConfigError(
+                f"{self._path} knows no run, but {directory / 'runs'} has weights of {found}: it was lost; "
+                "restore it from a copy, or move the directory of weights away"
+            )
+
+    def _read(self) -> None:
         self._db.execute("pragma journal_mode = wal")
         self._db.execute(
             "create table if not exists records (kind text, id text, doc blob, primary key (kind, id))"
         )
         self._db.commit()
-        self._records: dict[type[Any], dict[str, Any]] = {kind: {} for kind in KINDS}
         for kind in KINDS:
             rows = self._db.execute("select id, doc from records where kind = ?", (kind.__name__,))
             for name, doc in rows:
