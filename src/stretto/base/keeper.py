@@ -54,6 +54,7 @@ _DIRECTORY = re.compile(PREFIX + r"[0-9a-f]{8}$")
 _NAMES = "shared_memory"  # file in the directory: the names that were reported
 _SWEEP_S = 10.0  # a process that survives SIGKILL for longer hangs in the kernel
 _POLL_S = 0.01
+_MOST_RESTARTS = 10  # a keeper that ends at once is no use
 _LONGEST_BASE = 107 - len("/stretto-01234567") - len("/01234567-89ab-cdef-0123-456789abcdef")
 """The longest path of a temporary directory that leaves room for vLLM's socket paths."""
 
@@ -78,7 +79,7 @@ class Keeper:
             self.directory, lock = _make_directory(self.token)
             locks.append(lock)
         self._reported: list[bytes] = []
-        self._pipe = -1
+        self._pipe, self._restarts = -1, 0
         self._start(locks)
 
     def _start(self, locks: list[int]) -> None:
@@ -112,6 +113,12 @@ class Keeper:
             os.waitpid(pid, 0)
         if os.getpid() != self.pid or sys.is_finalizing():
             return
+        if self._restarts == _MOST_RESTARTS:
+            logger.error(
+                "the keeper of this process was killed %d times, and is not started again", self._restarts
+            )
+            return
+        self._restarts += 1
         logger.warning("the keeper of this process (pid %d) was killed, and is started again", pid)
         locks = []
         if self.directory is not None:
