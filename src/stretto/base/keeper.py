@@ -10,7 +10,8 @@ mark of a child is `<token>.<number>;`, appended to the marks of its ancestors.
 
 The keeper removes the shared memory that remaining descendants use, and the shared memory that was reported to it. If a
 single process is killed from outside before its shared memory was reported, that stays. If the keeper is killed, too,
-as when a scheduler ends a node, the next keeper on the machine removes the directory and the reported shared memory.
+as when a scheduler ends a node, the next keeper on the machine removes the directory and the reported shared memory. A
+keeper that is killed alone is started again.
 
     STARTED (sleeps on the parent's pidfd) -> SWEEPING -> ended
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import getpass
 import itertools
+import logging
 import os
 import re
 import select
@@ -29,6 +31,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -40,6 +43,8 @@ if __name__ == "__main__":
 else:
     from stretto.base.files import lock_within, remove_abandoned, remove_unowned
 
+logger = logging.getLogger(__name__)
+
 VARIABLE = "STRETTO_KEPT"
 PREFIX = "stretto-"
 SHARED = Path("/dev/shm")
@@ -49,6 +54,7 @@ _DIRECTORY = re.compile(PREFIX + r"[0-9a-f]{8}$")
 _NAMES = "shared_memory"  # file in the directory: the names that were reported
 _SWEEP_S = 10.0  # a process that survives SIGKILL for longer hangs in the kernel
 _POLL_S = 0.01
+_MOST_RESTARTS = 10  # a keeper that ends at once is no use
 _LONGEST_BASE = 107 - len("/stretto-01234567") - len("/01234567-89ab-cdef-0123-456789abcdef")
 """The longest path of a temporary directory that leaves room for vLLM's socket paths."""
 
@@ -72,8 +78,14 @@ class Keeper:
             remove_stale()
             self.directory, lock = _make_directory(self.token)
             locks.append(lock)
-        reports, self._pipe = os.pipe()
-        os.set_blocking(self._pipe, False)
+        self._reported: list[bytes] = []
+        self._pipe, self._restarts = -1, 0
+        self._start(locks)
+
+    def _start(self, locks: list[int]) -> None:
+        """Start the keeper, with the descriptors of its locks, and watch it."""
+        reports, pipe = os.pipe()
+        os.set_blocking(pipe, False)
         command = [sys.executable, "-I", "-S", __file__, str(self.pid), self.token, str(self.directory or "")]
         self._popen = subprocess.Popen(
             command,
@@ -88,6 +100,35 @@ class Keeper:
         self._popen.returncode = 0
         for fd in (reports, *locks):
             os.close(fd)
+        self._pipe, before = pipe, self._pipe
+        if before >= 0:
+            os.close(before)
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(pipe, b"".join(self._reported))
+        threading.Thread(target=self._watch, args=(self._popen.pid,), name="keeper", daemon=True).start()
+
+    def _watch(self, pid: int) -> None:
+        """Start the keeper again if it is killed: without one, whatever this process started would outlive it."""
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+        if os.getpid() != self.pid or sys.is_finalizing():
+            return
+        if self._restarts == _MOST_RESTARTS:
+            logger.error(
+                "the keeper of this process was killed %d times, and is not started again", self._restarts
+            )
+            return
+        self._restarts += 1
+        logger.warning("the keeper of this process (pid %d) was killed, and is started again", pid)
+        locks = []
+        if self.directory is not None:
+            with suppress(OSError):
+                locks = [os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)]
+                lock_within(locks[0], _SWEEP_S)
+        try:
+            self._start(locks)
+        except OSError as error:
+            logger.error("there is no keeper: %s; kill -9 of this process would leave what it started", error)
 
     def mark(self) -> str:
         """A new mark, for one more child."""
@@ -96,6 +137,7 @@ class Keeper:
     def report_shared_memory(self, names: Iterable[str]) -> None:
         """Tell the keeper which shared memory to remove at the end, even if no process uses it then."""
         lines = b"".join(os.fsencode(name) + b"\n" for name in names)
+        self._reported.append(lines)
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(self._pipe, lines)
         directory = self.directory or Path(tempfile.gettempdir())  # an ancestor's

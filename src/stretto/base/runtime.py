@@ -113,6 +113,8 @@ def _grow_heap(libc: ctypes.CDLL) -> None:
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.mallopt(_M_TOP_PAD, _HEAP)
     block = libc.malloc(_LARGEST_MMAP_THRESHOLD // 2)
+    if block is None:  # `ulimit -v` leaves no room: the heap grows as it needs to
+        return
     start = -(-block // _HUGE_PAGE) * _HUGE_PAGE
     size = (libc.sbrk(0) - start) // _HUGE_PAGE * _HUGE_PAGE
     # Any other size means that the heap had no room to grow and the block lies outside of it.

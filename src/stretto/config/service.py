@@ -57,6 +57,8 @@ class ServiceSection(Section):
     """Most requests of one run that wait for the trainer; one more is refused with 429, and clients send it again."""
     max_waiting_bytes: int = Field(1 << 30, gt=0)
     """Most bytes of one user's requests that are read or wait for the trainer; one more is refused with 429."""
+    max_checkpoint_bytes: int = Field(256 << 30, gt=0)
+    """Most bytes of one user's checkpoints on the disk; a save beyond is refused with 413 until some are deleted."""
     max_samples: int = Field(256, gt=0)
     """Sequences that the engines generate at a time, of all users."""
     max_waiting_samples: int = Field(1024, gt=0)

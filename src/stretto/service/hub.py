@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -24,11 +25,21 @@ from stretto.base.errors import ConfigError, DataError, StrettoError
 from stretto.base.ports import refusal_of
 from stretto.config.root import ServeConfig
 from stretto.data.hub_model import find_config, find_local
+from stretto.records.generate import GenerateRequest
 from stretto.records.tenants import TenantSpec
 from stretto.service.access import Access, Reading, User
 from stretto.service.engines import Engines
 from stretto.service.futures import Futures
-from stretto.service.store import Audit, Checkpoint, Run, Sampler, Session, Store
+from stretto.service.store import (
+    MAX_RECORD_BYTES,
+    MAX_USER_BYTES,
+    Audit,
+    Checkpoint,
+    Run,
+    Sampler,
+    Session,
+    Store,
+)
 from stretto.service.training.checkpoints import Checkpoints
 from stretto.service.training.training import Training
 from stretto.transports.engine import api
@@ -39,8 +50,13 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 256 << 20
 """Largest body of a route that takes tensors or tokens, decompressed."""
 MAX_PLAIN_BYTES = 1 << 20
-"""Largest body of any other route of Tinker's API, decompressed."""
-_LARGE = ("/forward", "/forward_backward", "/asample")
+"""Largest body of any other route, decompressed; reading more JSON than this would delay the requests of all users."""
+BYTES_PER_TOKEN = 24
+"""A request for samples may have so many bytes more for each token of the longest sequence."""
+VALUES_PER_TOKEN = 4
+"""A request for samples with images may be as large as one that trains, but has no more values than these per token."""
+_LARGE = ("/forward", "/forward_backward", "/batch", api.GENERATE)
+_SAMPLES = "/asample"
 OPEN_ROUTES = frozenset({"/health", "/api/v1/healthz"})
 QUIET_ROUTES = frozenset(
     {
@@ -101,6 +117,14 @@ class Hub:
         if name is not None and name not in names:
             raise Refusal(f"base_model: {name!r} is not served here; this service has {self.model_name!r}")
 
+    def largest_body(self, path: str) -> int:
+        """Most bytes of a body at this path, decompressed."""
+        if path.endswith(_LARGE):
+            return MAX_BODY_BYTES
+        if path.endswith(_SAMPLES):
+            return min(MAX_BODY_BYTES, MAX_PLAIN_BYTES + BYTES_PER_TOKEN * self.max_model_len)
+        return MAX_PLAIN_BYTES
+
     async def close(self) -> None:
         """Write the usage and close all files and connections."""
         await self.engines.client.close()
@@ -124,7 +148,7 @@ class Hub:
     def new_run(self, user: User, name: str, spec: TenantSpec, **settings: Any) -> Run:
         """A run of this user that begins now, with the user's share of the trainer; settings: further ones of `Run`."""
         now = time.time()
-        return Run(
+        run = Run(
             id=name,
             owner=user.name,
             spec=spec,
@@ -136,6 +160,24 @@ class Hub:
             tokens_per_minute=user.section.tokens_per_minute,
             **settings,
         )
+        self.check_room(run)
+        return run
+
+    def check_room(self, record: Session | Run | Sampler) -> None:
+        """Raises: Refusal 413 for a new record that is too large, or one more of a user who has no room left."""
+        if (num_bytes := len(msgspec.json.encode(record))) > MAX_RECORD_BYTES:
+            raise Refusal(
+                f"the names, tags and metadata of a {type(record).__name__.lower()} have {num_bytes} bytes; at most "
+                f"{MAX_RECORD_BYTES} are kept, so send less of them",
+                413,
+            )
+        kept = self.store.user_bytes(record.owner)
+        if kept + num_bytes > MAX_USER_BYTES:
+            raise Refusal(
+                f"the records of your sessions, runs, checkpoints and samplers have {kept} bytes, and at most "
+                f"{MAX_USER_BYTES} are kept; delete checkpoints, or wait until unused records are deleted",
+                413,
+            )
 
     def checkpoint(self, user: User, path: str, kind: str | None = None) -> Checkpoint:
         """A checkpoint that this user may read. Raises: Refusal 404, or 400 for one of another kind."""
@@ -171,6 +213,17 @@ async def read(http: web.Request, kind: type[Any]) -> Any:
     return api.decode_json(await http.read() or b"{}", kind)
 
 
+async def read_generate(http: web.Request, max_model_len: int) -> GenerateRequest:
+    """The request for samples in a body. Raises: Refusal 400, or 413 for more values than a sequence can have."""
+    body = await http.read()
+    num_values, most = body.count(b",") + body.count(b"["), 100_000 + VALUES_PER_TOKEN * max_model_len
+    if num_values > most:  # reading millions of them would delay the requests of all users
+        raise Refusal(
+            f"the body has {num_values} values, and a sequence of this model has less than {most}", 413
+        )
+    return api.decode_generate(body)[0]
+
+
 def answer(body: object, status: int = 200) -> web.Response:
     data = body if isinstance(body, bytes) else msgspec.json.encode(body)
     return web.Response(body=data, status=status, content_type="application/json")
@@ -195,12 +248,19 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
             if http.path not in OPEN_ROUTES and not http.path.startswith("/download/"):
                 user = hub.access.user(http.headers)
                 http[USER] = user
-            if http.path.startswith("/api/v1/") and not http.path.endswith(_LARGE):
-                http = http.clone(client_max_size=MAX_PLAIN_BYTES)
-            with hub.reading.body(user.name if user is not None else "", body_size(http)):
-                return await handler(http)
+            largest = hub.largest_body(http.path)
+            size = body_size(http, largest)
+            if size > largest:
+                raise Refusal(_too_large(http, size, largest), 413)
+            http = http.clone(client_max_size=largest)
+            with hub.reading.body(user.name if user is not None else "", size):
+                response = await handler(http)
+                await hub.store.settled()
+                return response
         except Refusal as error:
             refusal = error
+        except web.HTTPRequestEntityTooLarge:
+            refusal = Refusal(_too_large(http, None, hub.largest_body(http.path)), 413)
         except web.HTTPException as error:
             refusal = Refusal(f"{http.method} {http.path[:200]}: {error.reason}", error.status)
         except web.RequestPayloadError as error:
@@ -209,6 +269,9 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
             refusal = Refusal(str(error), 400)
         except ConnectionError:
             return web.Response(status=499)
+        except sqlite3.Error as error:
+            logger.error("%s %s: the records cannot be written: %s", http.method, http.path, error)
+            refusal = Refusal(f"the service cannot write its records ({error}); is its disk full?", 507)
         except StrettoError as error:
             logger.error("%s %s: %s", http.method, http.path, error)
             refusal = Refusal(str(error), 500)
@@ -233,11 +296,19 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
     return middleware
 
 
-def body_size(http: web.Request) -> int:
+def body_size(http: web.Request, largest: int) -> int:
     """Bytes of the body; the largest possible size if it is compressed or the client does not say it."""
     if http.content_length is not None and "Content-Encoding" not in http.headers:
         return http.content_length
-    return MAX_BODY_BYTES if http.can_read_body else 0
+    return largest if http.can_read_body else 0
+
+
+def _too_large(http: web.Request, size: int | None, largest: int) -> str:
+    size_words = "more" if size is None else str(size)
+    return (
+        f"{http.method} {http.path[:200]}: the body has {size_words} bytes; this route takes at most {largest}, "
+        "counted after decompression; send less at a time"
+    )
 
 
 def is_quiet(path: str) -> bool:

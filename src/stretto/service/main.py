@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import signal
+import sys
 import time
 
 from aiohttp import web
@@ -44,12 +45,15 @@ SAVE_S = 20.0
 """Longest wait at the end until the runs are saved."""
 _IDLE_POLL_S = 5.0
 SWEEP_S = 10.0
+SWITCH_S = 0.001
+"""A thread that reads a large request gives the interpreter back to the event loop after so long."""
 
 
 def main(cfg: ServeConfig) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status."""
     log.setup("hub", cfg.run_dir, cfg.log.level, cfg.log.json_logging)
     raise_file_limit()
+    sys.setswitchinterval(SWITCH_S)
     return asyncio.run(serve(cfg))
 
 
@@ -59,14 +63,16 @@ def build(cfg: ServeConfig) -> tuple[Hub, web.Application]:
     secret = load_secret(cfg.run_dir)
     vocab_size, max_model_len = model_facts(cfg)
     section = cfg.service
+    if not section.engine_urls:
+        raise ConfigError(
+            "service.engine_urls: the hub needs the addresses of engines; `serve` fills them in"
+        )
+    tokens = {name: user.token for name, user in section.users.items()}
+    access = Access(section.users, prepare_tokens(cfg.run_dir.path / "tokens.json", tokens))
     store, futures = Store(directory), Futures()
     audit = Audit(directory / "audit.jsonl", max_bytes=section.max_audit_bytes)
     training = Training(cfg, secret, store, futures, audit, Limits(cfg.seq_len, vocab_size))
     urls = section.engine_urls
-    if not urls:
-        raise ConfigError(
-            "service.engine_urls: the hub needs the addresses of engines; `serve` fills them in"
-        )
     routers = [] if section.router_url is None else [section.router_url]
     client = EngineClient(routers or urls, urls if routers else None, api_key=cfg.inference.key)
     whole = None
@@ -80,8 +86,6 @@ def build(cfg: ServeConfig) -> tuple[Hub, web.Application]:
         max_waiting=section.max_waiting_samples,
         whole=whole,
     )
-    tokens = {name: user.token for name, user in section.users.items()}
-    access = Access(section.users, prepare_tokens(cfg.run_dir.path / "tokens.json", tokens))
     reading = Reading(section.max_waiting_bytes, training.places.waiting_bytes)
     hub = Hub(
         cfg, store, futures, audit, access, training, engines, reading, vocab_size, max_model_len, time.time()

@@ -1,23 +1,31 @@
 """The hub's records in one SQLite database: sessions, runs, checkpoints, samplers, usage; and the audit log beside it.
 
 A row is one record as JSON under its kind and id. All rows are read at the start and kept in memory. A change is
-written before it is answered, so that a restarted hub knows everything that its clients know.
+written before it is answered, so that a restarted hub knows everything that its clients know. A thread of its own
+writes (`Store.settled` waits for it), because a commit waits for the disk, and other users are served meanwhile.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
 import sqlite3
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from stretto.base.errors import ConfigError
 from stretto.records.tenants import TenantSpec
+
+logger = logging.getLogger(__name__)
 
 RunState = Literal["creating", "active", "frozen", "evicted", "ended", "failed"]
 Kind = Literal["training", "sampler", "external"]
@@ -30,6 +38,10 @@ SEGMENTS: dict[str, str] = {
 KEEP_S = 30 * 86400.0
 """Sessions, and samplers and ended runs without files, are deleted when they were unused for so long."""
 KEEP_USAGE_S = 400 * 86400.0
+MAX_RECORD_BYTES = 16 << 10
+"""Largest size of one record as JSON: what a client may say about a session, a run or a checkpoint."""
+MAX_USER_BYTES = 64 << 20
+"""Largest size of all records of one user: they are kept in memory, and are all read at the start."""
 MAX_RECORDS = 10_000
 """Largest number of a user's unused records of one kind; the newest stay."""
 AUDIT_BYTES = 4 << 20
@@ -149,17 +161,45 @@ class Store:
     """Records by kind and id."""
 
     def __init__(self, directory: Path) -> None:
+        """Raises: ConfigError if the database is damaged, or is new although there are files of runs."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._db = sqlite3.connect(directory / "service.sqlite")
+        self._path = directory / "service.sqlite"
+        self._db = sqlite3.connect(self._path, check_same_thread=False)
+        self._writer = ThreadPoolExecutor(1, "store")
+        self._lock = threading.Lock()
+        self._changes: list[tuple[str, tuple[Any, ...]]] = []
+        self._last: Future[None] | None = None
+        self._sizes: dict[tuple[type[Any], str], tuple[str, int]] = {}
+        """Owner and bytes of each record."""
+        self._user_bytes: Counter[str] = Counter()
+        self._records: dict[type[Any], dict[str, Any]] = {kind: {} for kind in KINDS}
+        try:
+            self._read()
+        except (sqlite3.Error, ValueError) as error:
+            self._db.close()
+            raise ConfigError(
+                f"{self._path} cannot be read ({error}): it has the records of all runs; restore it from "
+                f"a copy, or move {directory} away and begin anew"
+            ) from error
+        found = sum(path.is_dir() for path in (directory / "runs").glob("*/*weights"))
+        if found and not self._records[Run]:  # files without a record would be deleted
+            self._db.close()
+            raise ConfigError(
+                f"{self._path} knows no run, but {directory / 'runs'} has weights of {found}: it was lost; "
+                "restore it from a copy, or move the directory of weights away"
+            )
+
+    def _read(self) -> None:
         self._db.execute("pragma journal_mode = wal")
         self._db.execute(
             "create table if not exists records (kind text, id text, doc blob, primary key (kind, id))"
         )
         self._db.commit()
-        self._records: dict[type[Any], dict[str, Any]] = {kind: {} for kind in KINDS}
         for kind in KINDS:
             rows = self._db.execute("select id, doc from records where kind = ?", (kind.__name__,))
-            self._records[kind] = {name: msgspec.json.decode(doc, type=kind) for name, doc in rows}
+            for name, doc in rows:
+                record = self._records[kind][name] = msgspec.json.decode(doc, type=kind)
+                self._count(record, len(doc))
 
     def get(self, kind: type[T], name: str) -> T | None:
         return self._records[kind].get(name)
@@ -169,21 +209,75 @@ class Store:
         return iter(list(self._records[kind].values()))
 
     def put(self, record: Record) -> None:
-        """Write a record, new or changed."""
-        kind, name = type(record), record.id
-        self._db.execute(
-            "insert into records values (?, ?, ?) on conflict do update set doc = excluded.doc",
-            (kind.__name__, name, msgspec.json.encode(record)),
-        )
-        self._db.commit()
+        """Have a record written, new or changed."""
+        kind, name, doc = type(record), record.id, msgspec.json.encode(record)
+        self._count(record, len(doc))
         self._records[kind][name] = record
+        sql = "insert into records values (?, ?, ?) on conflict do update set doc = excluded.doc"
+        self._change((sql, (kind.__name__, name, doc)))
 
     def delete(self, *records: Record) -> None:
-        names = [(type(record).__name__, record.id) for record in records]
-        self._db.executemany("delete from records where kind = ? and id = ?", names)
-        self._db.commit()
         for record in records:
+            self._count(record, 0)
             self._records[type(record)].pop(record.id, None)
+        sql = "delete from records where kind = ? and id = ?"
+        self._change(*((sql, (type(record).__name__, record.id)) for record in records))
+
+    def _count(self, record: Record, num_bytes: int) -> None:
+        owner, before = self._sizes.pop((type(record), record.id), (record.owner, 0))
+        self._user_bytes[owner] -= before
+        if num_bytes:
+            self._sizes[type(record), record.id] = (record.owner, num_bytes)
+            self._user_bytes[record.owner] += num_bytes
+
+    def user_bytes(self, owner: str) -> int:
+        """Size of all records of a user as JSON."""
+        return self._user_bytes[owner]
+
+    # -- the thread that writes --
+
+    def _change(self, *changes: tuple[str, tuple[Any, ...]]) -> None:
+        with self._lock:
+            self._changes += changes
+        self._last = self._writer.submit(self._commit)
+
+    def _commit(self) -> None:
+        """Write all changes so far; those that cannot be written are tried again with the next ones."""
+        with self._lock:
+            changes, self._changes = self._changes, []
+        try:
+            with self._db:
+                for sql, values in changes:
+                    self._db.execute(sql, values)
+        except BaseException:
+            with self._lock:
+                self._changes[:0] = changes
+            raise
+
+    def after(self, act: Callable[[], object]) -> None:
+        """Call this in the writer's thread once all changes so far are on the disk; not if they cannot be written."""
+
+        def both() -> None:
+            self._commit()
+            try:
+                act()
+            except OSError as error:
+                logger.warning("files that are no longer needed could not be deleted: %s", error)
+
+        self._last = self._writer.submit(both)
+
+    async def settled(self) -> None:
+        """Wait until all changes so far are on the disk. Raises: sqlite3.Error if they cannot be written."""
+        if self._last is None or (self._last.done() and self._last.exception() is None):
+            return
+        if self._last.done():  # the disk may have room again
+            self._last = self._writer.submit(self._commit)
+        await asyncio.shield(asyncio.wrap_future(self._last))
+
+    def flush(self) -> None:
+        """`settled` for callers that may block."""
+        if self._last is not None:
+            self._last.result()
 
     def unneeded(self, *, now: float, since: float) -> list[Record]:
         """Records that can be deleted: too old, or too many of one user's kind. since: time from which uses are known.
@@ -228,6 +322,8 @@ class Store:
         return found
 
     def close(self) -> None:
+        self._writer.submit(self._commit).result()
+        self._writer.shutdown()
         self._db.close()
 
 

@@ -250,8 +250,9 @@ def test_shared_memory_of_a_killed_keeper_goes_at_the_next_start(monkeypatch: py
         monkeypatch.setattr(tempfile, "tempdir", short)
         killed = keeper.Keeper()
         killed.report_shared_memory([block.name for block in blocks])
+        killed.pid = 0  # as if its process had been killed, too: nobody starts it again
         os.kill(killed._popen.pid, signal.SIGKILL)
-        os.waitpid(killed._popen.pid, 0)
+        until(lambda: not is_running(killed._popen.pid), "an end of the keeper")
         resource_tracker.unregister(blocks[0]._name, "shared_memory")
         blocks[0].close()
         assert keeper.remove_stale() == 1
@@ -274,3 +275,28 @@ def test_caches_of_compiled_code_outlive_the_run(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
     monkeypatch.setenv(headers, "1")
     assert keeper.persistent_caches() == {}
+
+
+def test_a_keeper_that_is_killed_is_started_again(tmp_path: Path, child: Path) -> None:
+    """Then kill -9 of its process still ends all that this has started."""
+    log = tmp_path / "log"
+    words = [sys.executable, "-c", PARENT, str(child), str(log), "start"]
+    parent = subprocess.Popen(words, stderr=subprocess.PIPE)
+    try:
+        until(lambda: log.exists() and len(started(log)) == 2, "both children")
+        everything = started(log)
+        [first] = keepers_of(parent.pid)
+        os.kill(first, signal.SIGKILL)
+        until(lambda: keepers_of(parent.pid) not in ([], [first]), "another keeper")
+    finally:
+        parent.kill()
+        parent.communicate()
+    until(lambda: not is_left(everything), "the end of everything")
+
+
+def keepers_of(pid: int) -> list[int]:
+    """Living keepers that this process has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        children += (thread / "children").read_text().split()
+    return [each for each in {int(child) for child in children} if keeper._is_keeper(each)]

@@ -37,3 +37,21 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 8 << 10)
 def test_tensors_of_every_thread_lie_in_one_heap_of_huge_pages_that_takes_no_memory_before_it_is_used():
     done = subprocess.run([sys.executable, "-c", HEAP], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["True"] * 5, done.stdout + done.stderr
+
+
+LITTLE = """
+import resource
+from pathlib import Path
+from stretto.base.runtime import keep_freed_memory
+
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (4 << 20), resource.RLIM_INFINITY))
+keep_freed_memory()
+print("went on")
+"""
+
+
+@pytest.mark.skipif(not HAS_GLIBC, reason="glibc's heap")
+def test_a_process_without_room_for_a_large_heap_goes_on():
+    done = subprocess.run([sys.executable, "-c", LITTLE], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "went on\n", done.stdout + done.stderr

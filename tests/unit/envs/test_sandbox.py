@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from stretto.base.errors import ConfigError, EnvError
+from stretto.envs.rewards import sandbox_keeper
 from stretto.envs.rewards.sandbox import (
     KEEPER,
     Sandbox,
@@ -341,3 +342,29 @@ def test_the_back_end_is_logged_once(caplog):
 def test_an_unknown_back_end_is_refused():
     with pytest.raises(ConfigError, match="use auto, bubblewrap or subprocess"):
         Sandbox(backend="docker")
+
+
+def test_a_deep_and_closed_directory_of_a_program_is_removed(tmp_path: Path) -> None:
+    """What its links point to stays."""
+    folder, outside = tmp_path / "work", tmp_path / "outside"
+    folder.mkdir()
+    outside.mkdir()
+    (outside / "kept").touch()
+    here = os.open(folder, os.O_RDONLY)
+    for _ in range(1500):
+        os.symlink(outside, "link", dir_fd=here)
+        os.mkdir("deep", dir_fd=here)
+        below = os.open("deep", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    (folder / "deep").chmod(0)
+    try:
+        sandbox_keeper.remove(str(folder))
+        assert not folder.exists()
+    finally:  # pytest cannot remove it
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+    assert (outside / "kept").exists()
+    os.symlink(outside, folder)
+    sandbox_keeper.remove(str(folder))
+    assert not os.path.lexists(folder) and (outside / "kept").exists()

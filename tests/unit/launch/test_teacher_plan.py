@@ -11,9 +11,12 @@ import pytest
 
 from stretto.base import ports, process
 from stretto.base.errors import ConfigError
+from stretto.base.secret import Secret
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig
+from stretto.config.sections.distill import MODEL_KEY_VAR
 from stretto.config.sections.engines import HOLD_VAR
+from stretto.envs.workers import pool
 from stretto.launch.plan import placement
 from stretto.launch.plan import plan as planning
 
@@ -27,6 +30,7 @@ model = "models/teacher"
 id = "sort-letters"
 algo = { type = "opd" }
 """
+SECRET = Secret("s" * 40)
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +39,11 @@ def isolated_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "SCOPE", os.urandom(8).hex())
 
 
-def planned(folder: Path, *words: str) -> planning.LaunchPlan:
+def planned(folder: Path, *words: str, secret: Secret | None = None) -> planning.LaunchPlan:
     file = folder / "rl.toml"
     file.write_text(TOML)
     cfg = load(RLConfig, ["@", str(file), "--output-dir", str(folder / "out"), *words])
-    return planning.plan(cfg, cfg.run_dir)
+    return planning.plan(cfg, cfg.run_dir, secret=secret)
 
 
 def test_the_teacher_is_a_process_of_its_own_that_the_orchestrator_knows(tmp_path: Path) -> None:
@@ -137,3 +141,34 @@ def test_an_engine_asks_for_no_key_that_its_clients_do_not_send(
         for spec in planned(tmp_path, "--orchestrator.client.api-key-var", "OURS").processes
     }
     assert env["inference"]["VLLM_API_KEY"] == "" and "OURS" not in env["orchestrator"]
+
+
+def test_engines_that_the_run_starts_beside_the_policys_have_keys_of_the_runs_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of [models.NAME]; the orchestrator knows each key, workers get none, and no file has one."""
+    for name in ("VLLM_API_KEY", "TEACHER_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    plan = planned(tmp_path, "--models.judge.model", "somewhere", secret=SECRET)
+    env = {spec.role: spec.env for spec in plan.processes}
+    keys = [env[role]["VLLM_API_KEY"] for role in ("inference", "teacher", "model_judge")]
+    assert len(set(keys)) == 3 and all(len(key) >= 32 for key in keys)
+    clients = [env["orchestrator"][name] for name in ("VLLM_API_KEY", "TEACHER_API_KEY", MODEL_KEY_VAR)]
+    assert clients == keys
+    assert plan.config.orchestrator.frozen_models["judge"].api_key_var == MODEL_KEY_VAR
+    assert MODEL_KEY_VAR in pool._KEY_VARS
+    planning.write(plan, plan.run.path)
+    for path in [plan.run.plan, *plan.run.configs.iterdir()]:
+        assert not any(key in path.read_text() for key in keys), path
+
+
+def test_a_users_keys_are_those_of_the_engines_beside_the_policys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEACHER_API_KEY", "t3acher")
+    plan = planned(tmp_path, "--orchestrator.teacher.api-key-var", "VLLM_API_KEY", secret=SECRET)
+    env = {spec.role: spec.env for spec in plan.processes}
+    assert env["teacher"]["VLLM_API_KEY"] == env["inference"]["VLLM_API_KEY"]
+    plan = planned(tmp_path, secret=SECRET)
+    env = {spec.role: spec.env for spec in plan.processes}
+    assert env["teacher"]["VLLM_API_KEY"] == "t3acher" == env["orchestrator"]["TEACHER_API_KEY"]

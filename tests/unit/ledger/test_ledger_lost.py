@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import re
 import shutil
 import sqlite3
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from fakes import FakeEngine, FakeTrainer, parrot
 from orchestrator_runs import config, train
 
-from stretto.base.errors import DataError, EngineError
+from stretto.base.errors import ConfigError, DataError, EngineError
 from stretto.base.paths import RunDir
 from stretto.config.root import OrchestratorConfig
 from stretto.ledger import Ledger, schema
@@ -192,3 +193,36 @@ def test_what_flush_has_seen_is_on_the_disk(tmp_path, monkeypatch):
     asyncio.run(ledger.flush())
     assert tmp_path / "run/tokens/segment_000000.bin" not in flushed
     ledger.close()
+
+
+DAMAGES = {
+    "empty": lambda data: b"",
+    "half": lambda data: data[: len(data) // 2],
+    "flipped": lambda data: (
+        data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 0x55]) + data[len(data) // 2 + 1 :]
+    ),
+    "missing": lambda data: None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_resume_recovers_from_a_damaged_file_or_says_which_one_it_is(died, tmp_path, damage):
+    """Whatever file of the run it is, each kind of name once."""
+    cfg, copy = died
+    files = [path for path in sorted(copy.rglob("*")) if path.is_file() and path.stat().st_size]
+    kinds = {re.sub(r"\d+", "N", str(path.relative_to(copy))): path.relative_to(copy) for path in files}
+    assert len(kinds) >= 5, kinds
+    for number, (kind, name) in enumerate(kinds.items()):
+        run = RunDir(tmp_path / str(number) / "run")
+        shutil.copytree(copy, run.path)
+        data = DAMAGES[damage]((copy / name).read_bytes())
+        (run.path / name).unlink()
+        if data is not None:
+            (run.path / name).write_bytes(data)
+        try:
+            resume(cfg, run.path.parent)
+        except (DataError, ConfigError) as error:
+            assert "checkpoints" in kind and "step" in str(error) and str(run.path) in str(error), error
+        else:
+            told = ("is damaged or cut off", "the end of the ledger was lost before a resume")
+            assert all(line.endswith((*told, told[0] + ".")) for line in audit(run)), (kind, audit(run))

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
+import io
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from stretto.config.root import ServeConfig
-from stretto.records.tenants import TenantSpec
+from stretto.records.sample import MicroBatch
+from stretto.records.tenants import TenantSpec, TenantWork
+from stretto.service import hub as hub_module
+from stretto.service.access import SMALL_BYTES
 from stretto.service.hub import Hub
 from stretto.service.main import build
-from stretto.service.store import Checkpoint, Run, Sampler
+from stretto.service.store import Checkpoint, Run, Sampler, Session
+from stretto.service.training import training
 from stretto.service.training.checkpoints import LINK_S
-from stretto.transports.service import CreateRun, ServiceRun
+from stretto.transports.service import CreateRun, ServiceRun, encode_work
 
 
 @pytest.fixture
@@ -63,7 +71,9 @@ async def post(
     client: TestClient, path: str, body: object = None, *, user: str = "alice"
 ) -> tuple[int, dict]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with client.post(path, data=data, headers={"X-API-Key": token(client, user)}) as response:
+    async with client.post(
+        path, data=io.BytesIO(data), headers={"X-API-Key": token(client, user)}
+    ) as response:
         return response.status, await response.json()
 
 
@@ -166,7 +176,7 @@ async def test_a_run_whose_files_cannot_be_read_fails_alone(client: TestClient) 
     run = hub.store.get(Run, "alice:letters")
     assert run is not None
     journal = hub.training.directory / run.spec.name / "journal"
-    (journal / "00000001.result").write_bytes(b"no result")
+    (journal / "00000001.step").mkdir()
     async with next_hub(hub) as after:
         found = after.store.get(Run, run.id)
         assert found is not None and found.state == "failed" and "cannot be read" in found.reason
@@ -380,3 +390,145 @@ async def test_a_session_is_small_however_it_is_compressed(client):
     for size in (20_000, 3 << 20):
         body = gzip.compress(json.dumps({"tags": ["x" * size]}).encode())
         assert (await client.post("/api/v1/create_session", data=body, headers=headers)).status == 413
+
+
+async def test_a_body_larger_than_its_route_takes_is_refused_before_it_is_read(client):
+    """Also at routes of runs, and for a request for samples that no sequence of the model needs."""
+    await post(client, "/v1/runs", creation(client))
+    for path in (
+        "/v1/runs",
+        "/v1/runs/alice:letters/step?seq=1",
+        "/api/v1/asample",
+        "/runs/letters/engine/abort",
+    ):
+        status, answer = await post(client, path, bytes(1_100_000))
+        assert status == 413 and "takes at most" in answer["detail"], (path, answer)
+    tokens = {"token_ids": [1] * 200_000}
+    for path in (
+        "/v1/runs/alice:letters/inference/v1/generate",
+        "/runs/letters/engine/inference/v1/generate",
+    ):
+        status, answer = await post(client, path, tokens)
+        assert status == 413 and "values" in answer["detail"], (path, answer)
+
+
+async def test_a_large_request_is_read_in_a_thread_and_once(client, monkeypatch):
+    """Its number is used once, however often it is sent meanwhile, and requests behind it wait for it."""
+    await post(client, "/v1/runs", creation(client))
+    hub, threads, release = client.hub, [], threading.Event()
+    read = training.read_job
+
+    def slow(run, kind, body, limits, *, seq):
+        threads.append(threading.current_thread() is threading.main_thread())
+        if kind == "batch":
+            assert release.wait(60)
+        return read(run, kind, body, limits, seq=seq)
+
+    monkeypatch.setattr(training, "read_job", slow)
+    path = "/v1/runs/alice:letters"
+    body = large_batch(hub.cfg.seq_len)
+    sent = [asyncio.create_task(post(client, f"{path}/batch?seq=1", body)) for _ in range(2)]
+    while not threads:
+        await asyncio.sleep(0.01)
+    assert (await post(client, f"{path}/step?seq=2", {}))[0] == 200
+    assert [job.payload.kind for job in hub.training.queue.requests("alice:letters")] == ["create"]
+    release.set()
+    answers = await asyncio.gather(*sent)
+    assert answers == [(200, {"request_id": "alice:letters/1"})] * 2
+    kinds = [job.payload.kind for job in hub.training.queue.requests("alice:letters")]
+    assert kinds == ["create", "batch", "step"] and threads == [False, False]
+    async with next_hub(hub) as after:
+        kinds = [job.payload.kind for job in after.training.queue.requests("alice:letters")]
+        assert kinds == ["create", "batch", "step"]
+
+
+async def test_a_run_that_ends_while_its_request_is_read_refuses_it(client, monkeypatch):
+    await post(client, "/v1/runs", creation(client))
+    hub, begun, release = client.hub, threading.Event(), threading.Event()
+    read = training.read_job
+
+    def slow(*args, **how):
+        begun.set()
+        assert release.wait(60)
+        return read(*args, **how)
+
+    monkeypatch.setattr(training, "read_job", slow)
+    body = large_batch(hub.cfg.seq_len)
+    sent = asyncio.create_task(post(client, "/v1/runs/alice:letters/batch?seq=1", body))
+    while not begun.is_set():
+        await asyncio.sleep(0.01)
+    assert (await post(client, "/v1/runs/alice:letters/end"))[0] == 200
+    release.set()
+    status, answer = await sent
+    assert status == 410 and "ended" in answer["detail"]
+
+
+def large_batch(seq_len: int) -> bytes:
+    """A batch of more bytes than are read on the event loop."""
+    size = min(seq_len, 1000)
+    rows = [
+        MicroBatch(
+            token_ids=np.full(size, 3, np.int32),
+            cu_seqlens=np.array([0, size], np.int32),
+            loss_mask=np.ones(size, bool),
+            **{name: np.ones(size, np.float32) for name in ("logprobs", "advantages", "temperatures")},
+            sample_ids=("0",),
+            envs=("",),
+        )
+        for _ in range(1 + 2 * SMALL_BYTES // (17 * size))
+    ]
+    return encode_work(TenantWork(tenant="", micro_batches=tuple(rows)))
+
+
+async def test_a_user_has_so_many_bytes_of_records_and_checkpoints_and_is_told(client, monkeypatch):
+    """Those of another user do not count."""
+    hub: Hub = client.hub
+    monkeypatch.setattr(hub_module, "MAX_USER_BYTES", 20_000)
+    tags = {"tags": ["x" * 9000]}
+    statuses = [(await post(client, "/api/v1/create_session", tags))[0] for _ in range(3)]
+    assert statuses == [200, 200, 413]
+    status, answer = await post(client, "/v1/runs", creation(client, metadata={"x": "y" * 9000}))
+    assert status == 413 and "your sessions" in answer["detail"]
+    assert (await post(client, "/v1/runs", creation(client), user="bob"))[0] == 201
+    async with next_hub(hub) as after:
+        assert after.store.user_bytes("alice") == hub.store.user_bytes("alice") > 18_000
+    hub.store.delete(*hub.store.all(Session))
+    assert hub.store.user_bytes("alice") == 0
+
+
+async def test_metadata_of_runs_and_checkpoints_has_a_size(client):
+    large = {"note": "x" * 20_000}
+    status, answer = await post(client, "/v1/runs", creation(client, metadata=large))
+    assert status == 413 and "metadata of a run" in answer["detail"]
+    await post(client, "/v1/runs", creation(client))
+    body = {"model_id": "alice:letters", "seq_id": 1, "path": "a", "user_metadata": large}
+    status, answer = await post(client, "/api/v1/save_weights", body)
+    assert status == 413 and "user_metadata" in answer["detail"]
+
+
+async def test_a_save_beyond_the_users_bytes_on_the_disk_is_refused_and_told(client):
+    hub: Hub = client.hub
+    await post(client, "/v1/runs", creation(client))
+    run = hub.store.get(Run, "alice:letters")
+    path = "tinker://alice:letters/weights/big"
+    hub.store.put(
+        Checkpoint(
+            path=path, run=run.id, owner="alice", kind="training", name="big", directory="/nowhere",
+            created_at=time.time(), size_bytes=hub.cfg.service.max_checkpoint_bytes + 1,
+        )
+    )  # fmt: skip
+    status, answer = await post(client, "/v1/runs/alice:letters/save?seq=1", {"name": "more"})
+    assert status == 413 and "service.max_checkpoint_bytes" in answer["detail"]
+    await hub.checkpoints.delete(hub.store.get(Checkpoint, path))
+    assert (await post(client, "/v1/runs/alice:letters/save?seq=2", {"name": "more"}))[0] == 200
+
+
+async def test_records_that_cannot_be_written_are_an_answer_and_written_later(client):
+    hub: Hub = client.hub
+    hub.store._db.execute("pragma query_only = on")
+    status, answer = await post(client, "/api/v1/create_session", {})
+    assert status == 507 and "cannot write its records" in answer["detail"]
+    hub.store._db.execute("pragma query_only = off")
+    assert (await post(client, "/api/v1/create_session", {}))[0] == 200
+    async with next_hub(hub) as after:
+        assert len(list(after.store.all(Session))) == 2

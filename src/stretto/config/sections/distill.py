@@ -9,6 +9,8 @@ from pydantic import Field
 from stretto.config.section import Section
 
 TEACHER_KEY_VAR = "TEACHER_API_KEY"
+MODEL_KEY_VAR = "STRETTO_MODELS_API_KEY"
+"""Environment variable in which `rl` gives its orchestrator the key of the engines that it starts for [models.NAME]."""
 
 WITHOUT_REWARD = ("opd", "opsd", "sft")
 """Algos that report the reward and do not train on it: their tokens have no policy loss."""

@@ -17,11 +17,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import json
 import os
 import resource
 import select
-import shutil
 import signal
 import stat
 import struct
@@ -442,13 +442,41 @@ def refuse_calls() -> bool:
 
 def remove(folder: str) -> None:
     """Remove a work directory, however deep it is and whatever permissions the program set. No process uses it."""
-    with contextlib.suppress(RecursionError):
-        shutil.rmtree(folder, ignore_errors=True)
     if os.path.islink(folder):
         os.unlink(folder)
     elif os.path.exists(folder):
-        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-            subprocess.run([*command, folder], stderr=subprocess.DEVNULL, check=False)
+        with contextlib.suppress(OSError):
+            flatten(folder)
+        if os.path.exists(folder):
+            for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+                subprocess.run([*command, folder], stderr=subprocess.DEVNULL, check=False)
+
+
+def flatten(folder: str) -> None:
+    """Remove a directory by moving what is in its directories up into it, one level at a time.
+
+    Paths stay short, and nothing recurses, for thousands of directories in each other.
+    """
+    os.chmod(folder, 0o700)
+    names, waiting = itertools.count(), []
+    for entry in list(os.scandir(folder)):
+        if entry.is_dir(follow_symlinks=False):
+            waiting.append(entry.path)
+        else:
+            os.unlink(entry.path)
+    while waiting:
+        path = waiting.pop()
+        os.chmod(path, 0o700)
+        for entry in list(os.scandir(path)):
+            if entry.is_dir(follow_symlinks=False):
+                os.chmod(entry.path, 0o700)  # a directory that moves is written to
+                target = os.path.join(folder, f".removed.{os.getpid()}.{next(names)}")
+                os.rename(entry.path, target)
+                waiting.append(target)
+            else:
+                os.unlink(entry.path)
+        os.rmdir(path)
+    os.rmdir(folder)
 
 
 def _exit_on_signal(number: int, frame: object) -> NoReturn:

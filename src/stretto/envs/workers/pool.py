@@ -36,7 +36,7 @@ from typing import Any
 from stretto.base import keeper, process
 from stretto.base.errors import ConfigError, EngineError, EnvError, StrettoError
 from stretto.base.secret import without_secret
-from stretto.config.sections.distill import TEACHER_KEY_VAR
+from stretto.config.sections.distill import MODEL_KEY_VAR, TEACHER_KEY_VAR
 from stretto.config.sections.inference import KEY_VAR
 from stretto.envs.base import Environment, RolloutContext, RolloutResult, SingleTurnEnv, Split, TaskSource
 from stretto.envs.workers import handle
@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BAD_STARTS = 3
 _LONGEST_BACKOFF_S = 30.0
-_KEY_VARS = (KEY_VAR, TEACHER_KEY_VAR)
+_KEY_VARS = (KEY_VAR, TEACHER_KEY_VAR, MODEL_KEY_VAR)
 """API keys of the engines, which workers do not get: only the orchestrator sends requests to engines."""
 _STOP_GRACE_S = 5.0
 

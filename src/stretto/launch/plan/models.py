@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims
 from stretto.config.root import FrozenModelSection, RLConfig
 from stretto.config.rules.engine import shape_of
-from stretto.config.sections.distill import TeacherSection
+from stretto.config.sections.distill import MODEL_KEY_VAR, TEACHER_KEY_VAR, TeacherSection
 from stretto.launch.plan.placement import client_url, free_port, gpu_names, replaced
 
 MODEL_PORT = 8060  # of the first model's engine if none is given: the first free port from here
@@ -34,7 +35,9 @@ def with_model_ports(cfg: RLConfig, ports: PortClaims) -> RLConfig:
         first = server.port if is_given else MODEL_PORT
         return server.host, free_port(f"models.{name}.server.port", server.host, first, is_given, ports)
 
-    return _with_servers(cfg, listen, {})
+    # Without a key of the user, their engines have one that is made from the run's secret (`processes.model_key`).
+    is_made = not os.environ.get(TEACHER_KEY_VAR)
+    return _with_servers(cfg, listen, {"api_key_var": MODEL_KEY_VAR} if is_made else {})
 
 
 def with_model_names(cfg: RLConfig) -> RLConfig:
@@ -71,7 +74,8 @@ def _with_servers(
             host, port = listen(name)
             server = section.server.model_copy(update={"host": host, "port": port})
             models[name] = section.model_copy(update={"server": server})
-            known = known.model_copy(update={"base_url": client_url(server), **options})
+            own = {} if section.api_key is not None else options
+            known = known.model_copy(update={"base_url": client_url(server), **own})
         places[name] = known
     return replaced(replaced(cfg, "models", models), "orchestrator.frozen_models", places)
 

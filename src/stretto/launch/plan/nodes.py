@@ -320,7 +320,7 @@ def _models(cfg: RLConfig, run: RunDir, first_node: int, keyed: InferenceSection
         count *= section.device != "cpu" and cfg.deployment.gpus_per_node > 0
         gpus = [str(gpu) for gpu in range(first, first + count)]
         threads = frozen_engine_threads(section, MOST_THREADS, gpus)
-        spec = model_process(run, name, section, threads, gpus)
+        spec = model_process(run, name, section, threads, gpus, {})
         for rank in range(nodes):
             own = {"env": spec.env | key, "node": first_node + node + rank}
             if nodes > 1:

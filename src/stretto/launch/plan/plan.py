@@ -22,6 +22,7 @@ from stretto.base.secret import Secret
 from stretto.config.load import dump, write_json
 from stretto.config.root import EvalConfig, RLConfig
 from stretto.config.section import Section
+from stretto.config.sections.distill import MODEL_KEY_VAR
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
 from stretto.config.sections.orchestrator import EnvSection, EvalSection
 from stretto.launch.plan.models import assign_model_gpus, role_of, started_models, with_model_ports
@@ -49,12 +50,14 @@ from stretto.launch.plan.processes import (
     engine_key_env,
     engine_process,
     helper_processes,
+    model_key,
     model_process,
     orchestrator_process,
     rank_processes,
     section_of,
     teacher_process,
     with_engine_key,
+    with_teacher_key,
 )
 from stretto.launch.plan.routers import with_reachable_host
 from stretto.launch.plan.specs import EnginesPlan
@@ -210,16 +213,19 @@ def plan(
     engines = local_engines(cfg)
     cfg = with_run(cfg, resume_step)
     gpus_of = {"inference": inference_gpus, "trainer": trainer_gpus, "critic": critic_gpus}
-    processes = _processes(cfg, run, engines, gpus_of, rendezvous, keyed)
-    if (teacher := cfg.teacher_inference) is not None:
+    teacher, models_key = with_teacher_key(cfg, keyed, secret), model_key(cfg, secret)
+    client_env = _frozen_client_env(cfg, teacher) | models_key
+    processes = _processes(cfg, run, engines, gpus_of, rendezvous, keyed, client_env)
+    if teacher is not None:
         num_threads = frozen_engine_threads(teacher, threads["inference"], teacher_gpus)
-        processes.insert(0, teacher_process(cfg, run, num_threads, teacher_gpus))
+        processes.insert(0, teacher_process(cfg, run, teacher, num_threads, teacher_gpus))
     if cfg.orchestrator.debug == "rollouts":
         processes = [spec for spec in processes if spec.role not in ("trainer", "critic")]
     for name, section in started_models(cfg):
         own = model_gpus[name]
         num_threads = frozen_engine_threads(section, threads["inference"], own)
-        processes.insert(0, model_process(run, name, section, num_threads, own))
+        key = {KEY_VAR: models_key[MODEL_KEY_VAR]} if models_key and section.api_key is None else {}
+        processes.insert(0, model_process(run, name, section, num_threads, own, key))
     return LaunchPlan.of(run, cfg, engines, processes, notes=notes)
 
 
@@ -233,6 +239,13 @@ def with_run(cfg: RLConfig, resume_step: int | None) -> RLConfig:
 # -- processes and batch --
 
 
+def _frozen_client_env(cfg: RLConfig, teacher: InferenceSection | None) -> dict[str, str]:
+    """The teacher's key, as the orchestrator's environment; teacher: [teacher_inference] with its key."""
+    if cfg.orchestrator.teacher is None or teacher is None:
+        return {}
+    return client_key_env(teacher, cfg.orchestrator.teacher.api_key_var)
+
+
 def _processes(
     cfg: RLConfig,
     run: RunDir,
@@ -240,10 +253,15 @@ def _processes(
     gpus_of: Mapping[str, list[str]],
     rendezvous: Sequence[int],
     keyed: InferenceSection | None,
+    client_env: Mapping[str, str],
 ) -> list[ProcessSpec]:
-    """gpus_of: by role. rendezvous: ports of the trainer's and the critic's ranks. keyed: [inference] with its key."""
+    """The processes of policy, orchestrator, trainer and critic.
+
+    gpus_of: by role. rendezvous: ports of the trainer's and the critic's ranks. keyed: [inference] with its key.
+    client_env: the orchestrator's keys of other models.
+    """
     processes = []
-    key_env = {}
+    key_env = dict(client_env)
     if cfg.inference is not None and keyed is not None and engines is not None:
         # Routers send an engine nothing until it has this run's weights: it starts with those of the model.
         is_held = cfg.orchestrator.debug is None
@@ -256,8 +274,6 @@ def _processes(
             )
         processes += helper_processes(engines, router_env=engine_key)
         key_env |= client_key_env(keyed, cfg.orchestrator.client.api_key_var)
-    if cfg.orchestrator.teacher is not None and cfg.teacher_inference is not None:
-        key_env |= client_key_env(cfg.teacher_inference, cfg.orchestrator.teacher.api_key_var)
     processes.append(orchestrator_process(cfg, run, key_env))
     sizes = {"trainer": cfg.num_train_ranks, "critic": cfg.num_critic_ranks}
     for (role, size), port in zip(sizes.items(), rendezvous):
@@ -327,7 +343,12 @@ def write(plan: LaunchPlan, directory: Path) -> None:
 def as_json(plan: LaunchPlan) -> dict[str, Any]:
     """The plan as plan.json holds it, without secrets."""
     section = plan.config.orchestrator
-    secrets = {KEY_VAR, section.client.api_key_var, section.teacher and section.teacher.api_key_var}
+    secrets = {
+        KEY_VAR,
+        MODEL_KEY_VAR,
+        section.client.api_key_var,
+        section.teacher and section.teacher.api_key_var,
+    }
     processes = [dataclasses.asdict(spec) | {"name": spec.name} for spec in plan.processes]
     for spec in processes:
         spec["env"] = {key: "***" if key in secrets else value for key, value in spec["env"].items()}

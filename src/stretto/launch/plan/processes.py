@@ -17,6 +17,7 @@ from stretto.base import process
 from stretto.base.paths import RunDir
 from stretto.base.secret import Secret
 from stretto.config.root import FrozenModelSection, InferenceConfig, RLConfig
+from stretto.config.sections.distill import MODEL_KEY_VAR
 from stretto.config.sections.engines import HOLD_VAR
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
 from stretto.launch.plan.models import role_of
@@ -211,19 +212,25 @@ def section_of(cfg: InferenceConfig, engine: EngineSpec) -> InferenceConfig:
 # -- engines that never get new weights --
 
 
-def teacher_process(cfg: RLConfig, run: RunDir, threads: int, gpus: Sequence[str]) -> ProcessSpec:
-    """The teacher's engine."""
-    section, teacher = cfg.teacher_inference, cfg.orchestrator.teacher
-    assert section is not None
+def teacher_process(
+    cfg: RLConfig, run: RunDir, section: InferenceSection, threads: int, gpus: Sequence[str]
+) -> ProcessSpec:
+    """The teacher's engine. section: [teacher_inference] with its key."""
+    teacher = cfg.orchestrator.teacher
     key_env = engine_key_env(section, None if teacher is None else teacher.api_key_var)
     return _fixed_engines("teacher", run, section, threads, gpus, key_env)
 
 
 def model_process(
-    run: RunDir, name: str, section: FrozenModelSection, threads: int, gpus: Sequence[str]
+    run: RunDir,
+    name: str,
+    section: FrozenModelSection,
+    threads: int,
+    gpus: Sequence[str],
+    key_env: Mapping[str, str],
 ) -> ProcessSpec:
     """The engines of a frozen model."""
-    return _fixed_engines(role_of(name), run, section, threads, gpus, {})
+    return _fixed_engines(role_of(name), run, section, threads, gpus, key_env)
 
 
 def _fixed_engines(
@@ -259,6 +266,31 @@ def engine_key_env(section: InferenceSection, client_var: str | None) -> dict[st
     """
     others = {} if client_var == KEY_VAR else {KEY_VAR: ""}
     return others | ({} if client_var is None else client_key_env(section, client_var, KEY_VAR))
+
+
+def with_teacher_key(
+    cfg: RLConfig, keyed: InferenceSection | None, secret: Secret | None
+) -> InferenceSection | None:
+    """[teacher_inference] with its engine's API key: that of the config or environment, else made from the secret.
+
+    keyed: [inference] with its key, which the teacher has too if clients find both in one variable.
+    """
+    section, teacher = cfg.teacher_inference, cfg.orchestrator.teacher
+    if section is None or teacher is None or secret is None:
+        return section
+    if section.api_key is not None or os.environ.get(teacher.api_key_var):
+        return section
+    is_same = keyed is not None and teacher.api_key_var == cfg.orchestrator.client.api_key_var
+    key = keyed.api_key if keyed is not None and is_same else secret.text_key("teacher_inference.api_key")
+    return section.model_copy(update={"api_key": key})
+
+
+def model_key(cfg: RLConfig, secret: Secret | None) -> dict[str, str]:
+    """The key of the engines that the run starts for [models.NAME], as the orchestrator's environment; {} if none."""
+    places = cfg.orchestrator.frozen_models.values()
+    if secret is None or all(place.api_key_var != MODEL_KEY_VAR for place in places):
+        return {}
+    return {MODEL_KEY_VAR: secret.text_key("models.api_key")}
 
 
 def with_engine_key(cfg: RLConfig, secret: Secret | None) -> tuple[InferenceSection | None, list[str]]:

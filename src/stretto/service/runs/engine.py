@@ -18,7 +18,7 @@ from aiohttp import web
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
 from stretto.service.access import User
 from stretto.service.engines import request_of_sampler
-from stretto.service.hub import USER, Hub, Routes, answer, read
+from stretto.service.hub import USER, Hub, Routes, answer, read, read_generate
 from stretto.service.runs.register import GONE, check_free
 from stretto.service.runs.routes import find_run
 from stretto.service.store import Checkpoint, Run, Sampler
@@ -95,7 +95,7 @@ class EngineRoutes(Routes):
         user, (run, state) = http[USER], self._find(http)
         check_free(run)
         run.last_request_at = time.time()
-        request, _ = api.decode_generate(await http.read())
+        request = await read_generate(http, self.hub.max_model_len)
         await state.resumed.wait()
         self.hub.engines.check_room(user)
         sampler = self._sampler(run, state)

@@ -7,7 +7,7 @@ import time
 from aiohttp import web
 
 from stretto.service.engines import request_of_sampler
-from stretto.service.hub import USER, Routes, answer, read
+from stretto.service.hub import USER, Routes, answer, read, read_generate
 from stretto.service.runs.register import check_free, register
 from stretto.service.store import Run, Sampler
 from stretto.transports import service
@@ -63,7 +63,7 @@ class NativeRoutes(Routes):
         if not (number.isascii() and number.isdigit() and len(number) < 16) or int(number) < 1:
             raise Refusal("seq: the number of this request is missing, 1 for the first")
         kind = http.match_info["kind"]
-        future = self.hub.training.submit(run, kind, int(number), await http.read())
+        future = await self.hub.training.receive(run, kind, int(number), await http.read())
         return answer({"request_id": future.id})
 
     async def future(self, http: web.Request) -> web.Response:
@@ -78,7 +78,7 @@ class NativeRoutes(Routes):
         run = hub.run(user, http.match_info["run"])
         check_free(run)
         run.last_request_at = time.time()
-        request, _ = api.decode_generate(await http.read())
+        request = await read_generate(http, hub.max_model_len)
         hub.engines.check_room(user)
         sampler = Sampler(id=run.id, owner=run.owner, base_model=run.base_model, run=run.id)
         if run.published is not None:

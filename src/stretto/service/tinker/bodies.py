@@ -12,6 +12,10 @@ Seconds = Annotated[int, msgspec.Meta(gt=0, le=100 * 365 * 86400)]
 """Seconds for which something is kept, at most a hundred years."""
 
 
+Label = Annotated[str, msgspec.Meta(max_length=1000)]
+"""A name that a client gives."""
+
+
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A body; `type` repeats the name of the route."""
 
@@ -26,7 +30,7 @@ class CreateSessionBody(Body):
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
-    project_id: str | None = None
+    project_id: Label | None = None
     display_name: str | None = None
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _FLOAT32, _INT64, _INT32, _BFLOAT16 = 1, 2, 3, 4
 _DTYPES = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8"), _INT32: np.dtype("<i4")}
+_MAX_HEAD = 64
+"""Largest number of fields before and between a request's model_id and seq_id."""
 _MAX_CELLS = 1 << 26
 """Largest number of entries of a tensor, so that a small message with a large shape cannot take much memory."""
 
@@ -93,6 +95,22 @@ def read_forward_backward(data: bytes) -> ForwardBackward:
                 current[key] = _loss_value(entry)
     request.config = legacy | current
     return request
+
+
+def read_head(data: bytes) -> tuple[str, int]:
+    """model_id and seq_id of a request, which writers put before its sequences; "" and 0 if they are not there.
+
+    Raises: DataError for a damaged message.
+    """
+    model_id, seq_id = "", 0
+    for at, (number, value) in enumerate(_fields(data)):
+        if number == 1:
+            model_id = _text(value)
+        elif number == 2:
+            seq_id = _int(value)
+        if (model_id and seq_id) or at >= _MAX_HEAD:
+            break
+    return model_id, seq_id
 
 
 def _datum(data: memoryview) -> Datum:

@@ -171,6 +171,7 @@ class RestRoutes(Routes):
         if (known := self.hub.store.get(Run, name)) is not None:  # the same request sent again
             path = self.hub.checkpoints.path_of(known, found.kind, found.name)
             return answer({"tinker_path": self.hub.checkpoint(user, path).path})
+        self.hub.checkpoints.check_room(user.name, found.size_bytes)
         spec = msgspec.structs.replace(origin.spec, name=name.replace(":", "."))
         directory = self.hub.checkpoints.directory / spec.name / SEGMENTS[found.kind] / found.name
         try:
@@ -279,7 +280,7 @@ class RestRoutes(Routes):
         """Evict the runs of a session whose client has ended."""
         session = self.hub.session(http[USER], http.match_info["session"])
         body = await read(http, bodies.FinishBody)
-        session.finished = str(body.reason.get("type", "success"))
+        session.finished = str(body.reason.get("type", "success"))[:100]
         self.hub.store.put(session)
         for run in self.hub.store.all(Run):
             if run.session == session.id and run.state == "active":
@@ -326,7 +327,7 @@ class RestRoutes(Routes):
 
 
 class ProjectBody(bodies.Body):
-    project_id: str
+    project_id: bodies.Label
 
 
 class CopyBody(bodies.Body):

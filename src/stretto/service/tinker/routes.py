@@ -33,7 +33,6 @@ NOTICE = (
     "adapters of this service stand beside attention and MLP layers; train_unembed has no effect "
     "(weights info says so)"
 )
-MAX_SESSION_BYTES = 16 << 10
 NOTICE_FULL = "this service trains all weights of one run at a time; rank, seed and train_* have no effect"
 
 
@@ -94,10 +93,6 @@ class TinkerRoutes(Routes):
 
     async def create_session(self, http: web.Request) -> web.Response:
         body, now = await read(http, bodies.CreateSessionBody), time.time()
-        if len(msgspec.json.encode(body)) > MAX_SESSION_BYTES:
-            raise Refusal(
-                f"a session's tags, user_metadata and names: at most {MAX_SESSION_BYTES} bytes", 413
-            )
         session = Session(
             id=uuid4().hex,
             owner=http[USER].name,
@@ -108,6 +103,7 @@ class TinkerRoutes(Routes):
             display_name=body.display_name,
             project=body.project_id or "",
         )
+        self.hub.check_room(session)
         self.hub.store.put(session)
         notice = NOTICE_FULL if self.hub.cfg.service.full_finetuning else NOTICE
         return answer({"type": "create_session", "session_id": session.id, "info_message": notice})
@@ -199,12 +195,12 @@ class TinkerRoutes(Routes):
         if http.content_type != PROTOBUF:
             raise Refusal(f"Content-Type: {http.content_type!r}; this route takes {PROTOBUF}", 415)
         body = await http.read()
-        request = protobuf.read_forward_backward(body)
-        return self._submit(http[USER], request.model_id, "pass", request.seq_id, body)
+        model_id, seq_id = protobuf.read_head(body)
+        return await self._submit(http[USER], model_id, "pass", seq_id, body)
 
     async def optim_step(self, http: web.Request) -> web.Response:
         body = await read(http, bodies.OptimStepBody)
-        return self._submit(http[USER], body.model_id, "optim_step", body.seq_id, await http.read())
+        return await self._submit(http[USER], body.model_id, "optim_step", body.seq_id, await http.read())
 
     async def save_weights(self, http: web.Request) -> web.Response:
         """All three routes that save weights."""
@@ -215,7 +211,7 @@ class TinkerRoutes(Routes):
             raise Refusal("age_encryption_recipients: this service does not encrypt; leave it out")
         if kind == "save_weights_external" and body.path is None:
             raise Refusal("path: a name is needed")
-        return self._submit(http[USER], body.model_id, kind, body.seq_id, await http.read())
+        return await self._submit(http[USER], body.model_id, kind, body.seq_id, await http.read())
 
     async def load_weights(self, http: web.Request) -> web.Response:
         body, user = await read(http, bodies.LoadBody), http[USER]
@@ -225,7 +221,7 @@ class TinkerRoutes(Routes):
         if body.model_id is not None:
             if body.seq_id is None:
                 raise Refusal("seq_id is missing")
-            return self._submit(user, body.model_id, "load_weights", body.seq_id, await http.read())
+            return await self._submit(user, body.model_id, "load_weights", body.seq_id, await http.read())
         if body.session_id is None or body.model_seq_id is None:
             raise Refusal("model_id, or session_id and model_seq_id: one is needed")
         self.hub.check_model(body.base_model)
@@ -246,9 +242,9 @@ class TinkerRoutes(Routes):
         run = self.hub.run(http[USER], (await read(http, bodies.ModelBody)).model_id)
         return _promise(self.hub.training.end(run), run.id)
 
-    def _submit(self, user: User, model_id: str, kind: str, seq: int, body: bytes) -> web.Response:
+    async def _submit(self, user: User, model_id: str, kind: str, seq: int, body: bytes) -> web.Response:
         run = self.hub.run(user, model_id)
-        return _promise(self.hub.training.submit(run, kind, seq, body), run.id)
+        return _promise(await self.hub.training.receive(run, kind, seq, body), run.id)
 
     # -- futures --
 

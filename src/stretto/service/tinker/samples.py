@@ -71,7 +71,9 @@ class SampleRoutes(Routes):
         session = self.hub.session(user, body.session_id)
         name = f"{session.id}:sample:{body.sampling_session_seq_id}"
         if self.hub.store.get(Sampler, name) is None:
-            self.hub.store.put(self._sampler(user, name, body.base_model, body.model_path, session.id))
+            sampler = self._sampler(user, name, body.base_model, body.model_path, session.id)
+            self.hub.check_room(sampler)
+            self.hub.store.put(sampler)
         return answer({"type": "create_sampling_session", "sampling_session_id": name})
 
     def _sampler(

@@ -14,7 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stretto.service.store import SEGMENTS, Audit, Checkpoint, Run, Sampler, Store
+import msgspec
+
+from stretto.service.store import (
+    MAX_RECORD_BYTES,
+    MAX_USER_BYTES,
+    SEGMENTS,
+    Audit,
+    Checkpoint,
+    Run,
+    Sampler,
+    Store,
+)
 from stretto.service.training.jobs import WRITES, Job
 from stretto.transports.engine.api import Refusal
 
@@ -31,8 +42,10 @@ UNNAMED = "@"
 class Checkpoints:
     """What runs have saved. directory: of all runs; kept_versions: how many published versions of a run are kept."""
 
-    def __init__(self, store: Store, audit: Audit, directory: Path, *, kept_versions: int) -> None:
-        self.directory = directory
+    def __init__(
+        self, store: Store, audit: Audit, directory: Path, *, kept_versions: int, max_user_bytes: int
+    ) -> None:
+        self.directory, self._max_user_bytes = directory, max_user_bytes
         self._store, self._audit, self._kept_versions = store, audit, kept_versions
         self._replaced = self._leftovers()
         """Directories that belong to no checkpoint any more; each is deleted when no sample needs it."""
@@ -67,6 +80,9 @@ class Checkpoints:
         """Raises: Refusal for a name that is taken or not allowed, or a path that the user may not read."""
         if job.kind in WRITES:
             kind, name = _named(job)
+            self.check_room(job.run.owner)
+            if len(msgspec.json.encode(getattr(job.body, "user_metadata", None))) > MAX_RECORD_BYTES:
+                raise Refusal(f"user_metadata: at most {MAX_RECORD_BYTES} bytes are kept; send less", 413)
             if job.kind in ("save", "publish") or job.body.path is not None:
                 check_name(name)
             path = self.path_of(job.run, kind, name)
@@ -79,6 +95,21 @@ class Checkpoints:
                 )
         elif job.kind in ("load_weights", "load"):
             self.find(self._loaded_path(job), job.run.owner, "training")
+
+    def check_room(self, owner: str, num_bytes: int = 0) -> None:
+        """Raises: Refusal 413 if a user has no room for one more checkpoint, on the disk or among the records."""
+        saved = sum(each.size_bytes for each in self._store.all(Checkpoint) if each.owner == owner)
+        if saved + num_bytes > self._max_user_bytes:
+            raise Refusal(
+                f"your checkpoints have {saved} bytes, and you may have {self._max_user_bytes} "
+                "(service.max_checkpoint_bytes); delete some, or save them with a time to live",
+                413,
+            )
+        if (kept := self._store.user_bytes(owner)) > MAX_USER_BYTES:
+            raise Refusal(
+                f"your records have {kept} bytes, and at most {MAX_USER_BYTES} are kept; delete checkpoints",
+                413,
+            )
 
     def _loaded_path(self, job: Job) -> str:
         if job.kind == "load_weights":
@@ -164,6 +195,7 @@ class Checkpoints:
     async def delete(self, found: Checkpoint | Sampler) -> None:
         """Delete weights: the record first, so that no request gets half of the files."""
         self._store.delete(found)
+        await self._store.settled()
         directory = found.directory or ""
         if isinstance(found, Sampler) and directory in {each.directory for each in self._store.all(Sampler)}:
             return  # another sampler has it too
@@ -196,6 +228,7 @@ class Checkpoints:
         await self._sweep_replaced(is_used)
         unneeded = self._store.unneeded(now=now, since=since)
         self._store.delete(*unneeded)
+        await self._store.settled()
         for run in unneeded:
             if isinstance(run, Run):
                 await asyncio.to_thread(shutil.rmtree, self.directory / run.spec.name, ignore_errors=True)

@@ -6,14 +6,19 @@ requests are computed again, in order, from the saved state, so that a run loses
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from stretto.base.files import write_atomic
+from stretto.base.files import flush, put_in_place, write_atomic
 from stretto.service.futures import Result
+
+logger = logging.getLogger(__name__)
 
 REFUSED = "refused"
 """Kind of a request that was not valid; its number cannot be used again."""
@@ -34,13 +39,33 @@ class Journal:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
+        for path in directory.glob(".*.part"):  # of a process that has died
+            if path.suffixes[-2:-1] != [f".{os.getpid()}"]:
+                path.unlink(missing_ok=True)
 
     def write(self, seq: int, kind: str, body: bytes) -> None:
         """Write a request; it is on the disk, safe from a power cut, before it is answered."""
         write_atomic(self._path(seq, kind), body, is_durable=True)
 
+    def prepare(self, seq: int, kind: str, body: bytes) -> Path:
+        """Write a request that does not count before `put`; may be called in another thread."""
+        part = self._directory / f".{seq:08d}.{kind}.{os.getpid()}.part"
+        part.write_bytes(body)
+        flush(part)
+        return part
+
+    def put(self, part: Path, seq: int, kind: str) -> None:
+        """Let a prepared request count; it is on the disk after `settle`."""
+        put_in_place(part, self._path(seq, kind))
+
+    def settle(self) -> None:
+        """Wait until the names of all requests are on the disk; may be called in another thread."""
+        with suppress(FileNotFoundError):  # the run has ended
+            flush(self._directory)
+
     def write_result(self, seq: int, result: Result) -> None:
-        write_atomic(self._path(seq, _RESULT), msgspec.msgpack.encode(result), is_durable=True)
+        """Write a result. A power cut may take it as long as its request is kept, which is then computed again."""
+        write_atomic(self._path(seq, _RESULT), msgspec.msgpack.encode(result))
 
     def refuse(self, seq: int) -> None:
         """Mark a number as used; a request with it is not computed, now or later."""
@@ -60,16 +85,24 @@ class Journal:
         return [Entry(seq, kind, path.read_bytes()) for seq, (kind, path) in sorted(found.items())]
 
     def results(self) -> dict[int, Result]:
-        """The kept results, by number."""
-        return {
-            seq: msgspec.msgpack.decode(path.read_bytes(), type=Result)
-            for path in self._files()
-            for seq, kind in [self._parts(path)]
-            if kind == _RESULT
-        }
+        """The kept results, by number, without those that a power cut has emptied or cut."""
+        found = {}
+        for path in self._files():
+            seq, kind = self._parts(path)
+            if kind == _RESULT:
+                try:
+                    found[seq] = msgspec.msgpack.decode(path.read_bytes(), type=Result)
+                except msgspec.DecodeError as error:
+                    logger.warning(
+                        "%s is damaged (%s); its request is computed again if it is kept", path, error
+                    )
+        return found
 
     def forget(self, up_to: int, *, unsent: set[int]) -> None:
-        """Delete requests up to this number, and their results except those in `unsent`."""
+        """Delete requests up to this number, and their results except those in `unsent`, which are made durable."""
+        for seq in unsent:
+            flush(self._path(seq, _RESULT))
+        flush(self._directory)
         for path in self._files():
             seq, kind = self._parts(path)
             if seq <= up_to and not (kind == _RESULT and seq in unsent):

@@ -10,6 +10,7 @@ import logging
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -161,5 +162,11 @@ class Places:
                 self.answer(job, Result.failed(f"{run.id}: {reason}"))
         del self.tenants[run_id]
         if state in ("ended", "failed"):
-            tenant.journal.delete()
-            shutil.rmtree(self.directory / run.spec.name / "state", ignore_errors=True)
+            self._store.flush()
+            own = self.directory / run.spec.name
+            gone = own / f".gone-{time.time_ns()}"  # a run that begins with this name now must not find them
+            gone.mkdir(parents=True, exist_ok=True)
+            for part in ("journal", "state"):
+                with suppress(FileNotFoundError):
+                    (own / part).rename(gone / part)
+            self._store.after(lambda: shutil.rmtree(gone, ignore_errors=True))

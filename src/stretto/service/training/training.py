@@ -12,7 +12,8 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import EngineError, StrettoError, WireError
@@ -44,6 +45,17 @@ STEP_BODIES = 4
 """The passes of a step, which are kept until the step, have at most so many times service.max_waiting_bytes."""
 
 
+@contextlib.contextmanager
+def _refusing(places: Places, tenant: Tenant, seq: int) -> Iterator[None]:
+    """Use up the number of a request that is not valid. Raises: Refusal instead of every other error of ours."""
+    try:
+        yield
+    except StrettoError as error:
+        if places.tenants.get(tenant.run.id) is tenant:
+            places.push_all(tenant.accept(seq, None))
+        raise error if isinstance(error, Refusal) else Refusal(str(error), 400) from error
+
+
 class Training:
     """The training half of the hub."""
 
@@ -54,7 +66,13 @@ class Training:
         self._store, self._futures, self._audit = store, futures, audit
         self.limits = limits
         self.directory = cfg.run_dir.path / "service" / "runs"
-        self.checkpoints = Checkpoints(store, audit, self.directory, kept_versions=cfg.service.kept_versions)
+        self.checkpoints = Checkpoints(
+            store,
+            audit,
+            self.directory,
+            kept_versions=cfg.service.kept_versions,
+            max_user_bytes=cfg.service.max_checkpoint_bytes,
+        )
         self.meter = Meter(store)
         self.queue = TrainQueue(quantum=cfg.seq_len, max_tokens=cfg.service.max_tokens_per_turn)
         self.is_ready = False
@@ -62,6 +80,8 @@ class Training:
         self._suspects = Suspects()
         self._server: TenantServer | None = None
         self._removals: set[asyncio.Task[None]] = set()
+        self._reading: dict[str, asyncio.Task[Future]] = {}
+        """Requests that are being read, by the names of their futures."""
         self.places = Places(self.directory, self.queue, store, futures, limits)
 
     # -- what handlers call --
@@ -91,13 +111,65 @@ class Training:
 
         Raises: Refusal 400 if it is not valid or its number was used, 423 if the run is frozen, 429 if too many wait.
         """
+        tenant, known = self._check(run, seq, len(body))
+        if known is not None:
+            return known
+        with _refusing(self.places, tenant, seq):
+            job = read_job(run, kind, body, self.limits, seq=seq)
+            self._check_job(tenant, job)
+        tenant.journal.write(seq, kind, body)
+        return self._accept(tenant, job, len(body))
+
+    async def receive(self, run: Run, kind: str, seq: int, body: bytes) -> Future:
+        """`submit`; the body is read, and written to the journal, in a thread, so that no other user waits for it."""
+        _, known = self._check(run, seq, len(body))
+        if known is not None:
+            return known
+        name = f"{run.id}/{seq}"
+        if (reading := self._reading.get(name)) is None:
+            reading = self._reading[name] = asyncio.ensure_future(self._receive(run, kind, seq, body))
+
+            def done(task: asyncio.Task[Future]) -> None:
+                self._reading.pop(name, None)
+                task.cancelled() or task.exception()  # known, even if the client has gone
+
+            reading.add_done_callback(done)
+        return await asyncio.shield(reading)
+
+    async def _receive(self, run: Run, kind: str, seq: int, body: bytes) -> Future:
+        first = self.places.tenants[run.id]
+
+        def prepare() -> tuple[Job, Path]:
+            job = read_job(run, kind, body, self.limits, seq=seq)
+            return job, first.journal.prepare(seq, kind, body)
+
+        try:
+            with _refusing(self.places, first, seq):
+                job, part = await asyncio.to_thread(prepare)
+        except FileNotFoundError:  # the run has ended, and its files are deleted
+            self._check(run, seq, len(body))
+            raise
+        try:
+            tenant, known = self._check(run, seq, len(body))  # again: much may have happened meanwhile
+            if known is not None:
+                return known
+            with _refusing(self.places, tenant, seq):
+                self._check_job(tenant, job)
+            tenant.journal.put(part, seq, kind)
+        finally:
+            part.unlink(missing_ok=True)
+        future = self._accept(tenant, job, len(body))
+        await asyncio.to_thread(tenant.journal.settle)
+        return future
+
+    def _check(self, run: Run, seq: int, num_bytes: int) -> tuple[Tenant, Future | None]:
+        """The place of the run and, if this request was sent before, its future. Raises: as `submit`."""
         tenant = self._tenant(run)
         run.last_request_at = time.time()
         if seq < 1:
             raise Refusal(f"seq_id = {seq}: requests of a run are numbered from 1")
-        name = f"{run.id}/{seq}"
-        if (known := self._futures.find(name)) is not None:
-            return known
+        if (known := self._futures.find(f"{run.id}/{seq}")) is not None:
+            return tenant, known
         if seq < tenant.next_seq or seq in tenant.early:
             raise Refusal(f"seq_id = {seq}: this request was made before; the next is {tenant.next_seq}")
         waiting = self.queue.waiting(run.id)
@@ -108,21 +180,25 @@ class Training:
             )
         if waiting or seq > tenant.next_seq:  # there is always room for the next
             waiting_bytes = self.places.waiting_bytes(run.owner, with_early=True)
-            check_bytes(waiting_bytes, len(body), self._cfg.service.max_waiting_bytes)
+            check_bytes(waiting_bytes, num_bytes, self._cfg.service.max_waiting_bytes)
         if run.state == "frozen":
             self.places.push_all(tenant.accept(seq, None))
             raise Refusal(f"{run.id} is frozen: {run.reason}; resume it, or end it", FROZEN)
-        try:
-            job = read_job(run, kind, body, self.limits, seq=seq)
-            self.checkpoints.check(job)
-            tenant.check_gradients(job, STEP_BODIES * self._cfg.service.max_waiting_bytes)
-        except StrettoError as error:
-            self.places.push_all(tenant.accept(seq, None))
-            raise error if isinstance(error, Refusal) else Refusal(str(error), 400) from error
-        tenant.journal.write(seq, kind, body)
-        job.future, job.num_bytes = self._futures.open(name, run.owner, run=run.id), len(body)
-        self.places.push_all(tenant.accept(seq, job))
-        return job.future
+        return tenant, None
+
+    def _check_job(self, tenant: Tenant, job: Job) -> None:
+        """Raises: Refusal for a checkpoint's name or path that is not allowed, or too many passes without a step."""
+        self.checkpoints.check(job)
+        tenant.check_gradients(job, STEP_BODIES * self._cfg.service.max_waiting_bytes)
+
+    def _accept(self, tenant: Tenant, job: Job, num_bytes: int) -> Future:
+        """Put a request that is in the journal into the queue."""
+        assert job.seq is not None, "a request has a number"
+        name = f"{job.run.id}/{job.seq}"
+        future = job.future = self._futures.open(name, job.run.owner, run=job.run.id)
+        job.num_bytes = num_bytes
+        self.places.push_all(tenant.accept(job.seq, job))
+        return future
 
     def end(self, run: Run) -> Future:
         """End a run; its checkpoints stay."""
@@ -462,10 +538,14 @@ class Training:
             for seq in tenant.journal.results()
             if (future := self._futures.find(f"{run.id}/{seq}")) is not None and future.sent_at is None
         }
-        tenant.journal.forget(run.saved_seq, unsent=unsent)
-        for path in newest.parent.iterdir():
-            if path != newest:
+        older, up_to = [path for path in newest.parent.iterdir() if path != newest], run.saved_seq
+
+        def forget() -> None:
+            tenant.journal.forget(up_to, unsent=unsent)
+            for path in older:
                 shutil.rmtree(path, ignore_errors=True)
+
+        self._store.after(forget)
 
     async def _tick(self) -> None:
         """Fail requests that wait for too long for one with a lower number."""

@@ -468,11 +468,14 @@ async def test_a_sampler_keeps_the_weights_that_it_was_made_of(open_training: Op
 
 async def test_what_a_save_left_that_was_not_recorded_is_deleted(open_training: Open) -> None:
     training, _ = open_training()
+    make_run(training)
+    training._store.flush()
     left = training.directory / "r" / "weights" / "best"
     for path in (left, left.with_name("other.part")):
         path.mkdir(parents=True)
     again, _ = open_training()
-    run = make_run(again)
+    run = again._store.get(Run, "r")
+    assert run is not None
     again.submit(run, "save", 1, msgspec.json.encode(SaveBody(name="best")))
     await serve(again)
     await again.checkpoints.sweep(lambda _: False, since=0.0, sampler_timeout_s=None)
@@ -490,6 +493,7 @@ async def test_the_state_that_a_run_continues_from_is_the_one_just_saved(open_tr
     await serve(training)
     [saved] = [operation for operation in ranks.operations if isinstance(operation, SaveTenant)]
     assert run.saved == saved.path and run.saved_seq == 1
+    training._store.flush()
     assert [path.name for path in left.parent.iterdir()] == [Path(saved.path).name]
 
 
