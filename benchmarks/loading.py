@@ -33,9 +33,9 @@ from stretto.models.families import FAMILIES
 from stretto.models.safetensors_file import StreamWriter, TensorEntry
 from stretto.models.shape import ModelConfig, Rope
 from stretto.trainer.learner import Learner
-from stretto.trainer.parallel.mesh import Mesh, find_degrees, process_group, training_device
+from stretto.trainer.publish.export import export_weights
+from stretto.trainer.ranks.mesh import Mesh, find_degrees, process_group, training_device
 from stretto.trainer.state import checkpoint
-from stretto.trainer.state.export import export_weights
 from stretto.transports.weights.collective import CollectivePublisher
 
 HIDDEN, MIB = 1024, 1 << 20

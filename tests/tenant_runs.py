@@ -17,7 +17,7 @@ from stretto.models.hub import DTYPES
 from stretto.records.sample import MicroBatch
 from stretto.records.tenants import CreateTenant, OptimStep, Pass, TenantSpec, TenantWork
 from stretto.trainer.learner import Learner
-from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.tenants.tenants import Tenants, service_model
 
 MOE = {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

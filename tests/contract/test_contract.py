@@ -24,7 +24,7 @@ from stretto.config.sections.transport import CollectiveWeights, DeltaSection, F
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.weights import WeightGroup
-from stretto.trainer.state.canary import scaled
+from stretto.trainer.publish.canary import scaled
 from stretto.transports.engine import api, updates
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights import build_publisher, receive

@@ -15,7 +15,7 @@ from mesh_runs import optim_of, policy_of, section_of, train
 from stretto.config.sections.trainer import ConstantScheduler, CriticSection
 from stretto.trainer.critic import Critic, load_critic
 from stretto.trainer.learner import Learner
-from stretto.trainer.parallel.mesh import Mesh, find_degrees, num_ranks, process_group, training_device
+from stretto.trainer.ranks.mesh import Mesh, find_degrees, num_ranks, process_group, training_device
 
 KINDS = ("language_model", "reward_model")
 

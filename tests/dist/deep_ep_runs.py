@@ -22,7 +22,7 @@ from tiny import build_policy
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.trainer.learner import Learner
 from stretto.trainer.parallel import shard, token_dispatcher
-from stretto.trainer.parallel.mesh import Mesh, find_degrees, process_group, training_device
+from stretto.trainer.ranks.mesh import Mesh, find_degrees, process_group, training_device
 
 
 class Config:

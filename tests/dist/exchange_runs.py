@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from stretto.base.errors import DataError, WireError
-from stretto.trainer.parallel import exchange
-from stretto.trainer.parallel.mesh import new_values_group, process_group
+from stretto.trainer.ranks import exchange
+from stretto.trainer.ranks.mesh import new_values_group, process_group
 from stretto.transports.weights.layout import RankShards
 
 

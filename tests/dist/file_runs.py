@@ -16,9 +16,9 @@ from stretto.base.paths import RunDir
 from stretto.config.sections.trainer import ConstantScheduler
 from stretto.models import hub
 from stretto.trainer.learner import Learner
-from stretto.trainer.parallel.mesh import Mesh, find_degrees, process_group, training_device
+from stretto.trainer.publish.export import export_weights
+from stretto.trainer.ranks.mesh import Mesh, find_degrees, process_group, training_device
 from stretto.trainer.state import checkpoint
-from stretto.trainer.state.export import export_weights
 
 STEP = 2  # checkpoints are of it
 KINDS = ("dense", "untied", "moe", "lora", "muon")

@@ -19,9 +19,9 @@ from stretto.base.paths import RunDir
 from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.config.sections.trainer import ConstantScheduler
 from stretto.trainer.learner import Learner, load_policy
-from stretto.trainer.parallel.mesh import build_mesh, process_group
+from stretto.trainer.publish.export import export_weights
+from stretto.trainer.ranks.mesh import build_mesh, process_group
 from stretto.trainer.state import checkpoint
-from stretto.trainer.state.export import export_weights
 
 STEP = 2  # checkpoints are of it
 SHAPE = {

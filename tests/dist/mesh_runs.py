@@ -38,7 +38,7 @@ from stretto.records.sample import MicroBatch
 from stretto.records.support import Support
 from stretto.trainer.critic import Critic, with_value_head
 from stretto.trainer.learner import Learner
-from stretto.trainer.parallel.mesh import Mesh, find_degrees, process_group, training_device
+from stretto.trainer.ranks.mesh import Mesh, find_degrees, process_group, training_device
 from stretto.trainer.updates import Updates
 
 NUM_STEPS = 3

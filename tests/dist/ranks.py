@@ -57,7 +57,7 @@ def gather_anything(value: T) -> list[T]:
     """What all ranks have of something that only tests exchange, tensors for example."""
     import torch.distributed as dist
 
-    from stretto.trainer.parallel import exchange
+    from stretto.trainer.ranks import exchange
 
     if not dist.is_initialized():  # a single rank
         return [value]

@@ -10,7 +10,7 @@ from ranks import free_port, run_ranks
 from stretto.base.errors import WireError
 from stretto.base.process import TRAIN_NODES_VAR
 from stretto.config.sections.transport import CollectiveWeights, ShmWeights
-from stretto.trainer.parallel.mesh import process_group
+from stretto.trainer.ranks.mesh import process_group
 from stretto.transports.weights import meeting_host
 from stretto.transports.weights.store import create_store, find_address, find_interface
 

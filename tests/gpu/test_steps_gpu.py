@@ -29,8 +29,8 @@ from stretto.models import attention
 from stretto.models.lm_head import head_logits
 from stretto.trainer.critic import Critic, with_value_head
 from stretto.trainer.learner import Learner
+from stretto.trainer.publish.canary import score_canary
 from stretto.trainer.state import checkpoint
-from stretto.trainer.state.canary import score_canary
 from stretto.trainer.updates import Updates
 from stretto.transports.weights import build_publisher, receive
 

@@ -130,7 +130,7 @@ import torch.distributed as dist
 from pathlib import Path
 from stretto.base.paths import RunDir
 from stretto.config.sections.transport import WeightBroadcast
-from stretto.trainer.parallel import exchange
+from stretto.trainer.ranks import exchange
 from stretto.transports.weights import build_publisher
 from pydantic import TypeAdapter
 from torch.distributed import TCPStore

@@ -23,7 +23,7 @@ from stretto.trainer.batch.token_export import export_tokens
 from stretto.trainer.critic import Critic, load_critic, with_value_head
 from stretto.trainer.hooks import TrainerHooks
 from stretto.trainer.learner import Learner, find_tokenizer, find_tokens, load_policy
-from stretto.trainer.parallel.mesh import Mesh, build_mesh, training_device
+from stretto.trainer.ranks.mesh import Mesh, build_mesh, training_device
 
 logger = logging.getLogger(__name__)
 

@@ -31,10 +31,10 @@ from stretto.records.sample import MicroBatch
 from stretto.records.token_counts import ComponentWeights
 from stretto.trainer.batch.metrics import StepSums
 from stretto.trainer.batch.pass_inputs import PassInputs
-from stretto.trainer.batch.scores import compute_values
 from stretto.trainer.network import Network
 from stretto.trainer.optim.schedule import learning_rate
-from stretto.trainer.parallel.mesh import Mesh, num_ranks, training_device
+from stretto.trainer.parallel.scores import compute_values
+from stretto.trainer.ranks.mesh import Mesh, num_ranks, training_device
 from stretto.trainer.state.learner_state import (
     LearnerState,
     StateSource,

@@ -34,8 +34,8 @@ from stretto.trainer.critic_wire import (
     open_wire,
 )
 from stretto.trainer.process import find_group_timeout_s, rank_process
+from stretto.trainer.publish.export import export_critic, prune_exports
 from stretto.trainer.state import checkpoint
-from stretto.trainer.state.export import export_critic, prune_exports
 from stretto.trainer.updates import parts_of_step
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from stretto.config.root import TrainerConfig
 from stretto.config.sections.trainer import CriticSection
 from stretto.records.codec import decode_blob, encode_blob
 from stretto.records.sample import MicroBatch
-from stretto.trainer.parallel.mesh import Mesh, join_group
+from stretto.trainer.ranks.mesh import Mesh, join_group
 from stretto.transports.weights.store import connect_store, create_store, new_gloo_group
 
 if TYPE_CHECKING:

@@ -40,14 +40,14 @@ from stretto.records.weights import AdapterInfo
 from stretto.trainer.batch.metrics import StepSums, ratio_sums, sums_by_env
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.batch.routing import build_routers
-from stretto.trainer.batch.scores import compute_logprobs
 from stretto.trainer.critic import Critic
 from stretto.trainer.network import Network, PassCounts
 from stretto.trainer.optim.schedule import learning_rate
-from stretto.trainer.parallel.mesh import Mesh, num_ranks, run_on_lead, training_device
 from stretto.trainer.parallel.precision import apply_fp8
+from stretto.trainer.parallel.scores import compute_logprobs
 from stretto.trainer.parallel.shard import parallelise
 from stretto.trainer.parallel.weights import Publication
+from stretto.trainer.ranks.mesh import Mesh, num_ranks, run_on_lead, training_device
 from stretto.trainer.state.learner_state import LearnerState, StateSource, select_prefix
 
 if TYPE_CHECKING:

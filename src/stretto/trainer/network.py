@@ -36,9 +36,9 @@ from stretto.trainer.optim.build import (
     optimizer_slices,
 )
 from stretto.trainer.parallel.memory import prepare_blocks
-from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.parallel.precision import apply_fp8
 from stretto.trainer.parallel.shard import parallelise
+from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.learner_state import TensorInfo, add_prefix, check_same_model, select_prefix
 
 if TYPE_CHECKING:

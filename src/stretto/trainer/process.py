@@ -21,7 +21,7 @@ from stretto.base import log, rundir
 from stretto.base.runtime import keep_freed_memory
 from stretto.base.status import is_supervised, stop_signals
 from stretto.config.root import TrainerConfig
-from stretto.trainer.parallel.mesh import choose_threads, process_group, rank_name
+from stretto.trainer.ranks.mesh import choose_threads, process_group, rank_name
 
 logger = logging.getLogger(__name__)
 

@@ -46,11 +46,11 @@ from stretto.trainer.colocated import TrainerMemory
 from stretto.trainer.critic_wire import RemoteCritic, open_wire
 from stretto.trainer.hooks import TrainerHooks
 from stretto.trainer.learner import Learner, find_tokenizer
-from stretto.trainer.parallel.mesh import rank_name
 from stretto.trainer.process import StopFlag, find_group_timeout_s, rank_process
+from stretto.trainer.publish.canary import is_canary_due, score_canary
+from stretto.trainer.publish.export import export_critic, export_weights, prune_exports
+from stretto.trainer.ranks.mesh import rank_name
 from stretto.trainer.state import checkpoint
-from stretto.trainer.state.canary import is_canary_due, score_canary
-from stretto.trainer.state.export import export_critic, export_weights, prune_exports
 from stretto.trainer.updates import Updates
 from stretto.transports.orchestrator import Orchestrator
 from stretto.transports.weights import build_publisher, meeting_host

@@ -50,8 +50,10 @@ from stretto.monitors.steps import Throughput
 from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.sft_data import ExampleOrder, Examples, load_examples, pack
 from stretto.trainer.learner import Learner, find_tokenizer, find_tokens, load_policy
-from stretto.trainer.online_evals import OnlineEvals
-from stretto.trainer.parallel.mesh import (
+from stretto.trainer.process import StopFlag, stop_on_signal
+from stretto.trainer.publish.export import export_weights, prune_exports
+from stretto.trainer.publish.online_evals import OnlineEvals
+from stretto.trainer.ranks.mesh import (
     build_mesh,
     choose_threads,
     is_lead_process,
@@ -60,9 +62,7 @@ from stretto.trainer.parallel.mesh import (
     run_on_lead,
     training_device,
 )
-from stretto.trainer.process import StopFlag, stop_on_signal
 from stretto.trainer.state import checkpoint
-from stretto.trainer.state.export import export_weights, prune_exports
 
 SCRATCH_POSITIONS = "model.scratch.max_position_embeddings"
 logger = logging.getLogger(__name__)

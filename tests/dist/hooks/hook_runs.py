@@ -20,7 +20,7 @@ from tiny import documents, pack
 
 from stretto.config.sections.algorithm import PpoLoss
 from stretto.config.sections.trainer import TrainerHooksSection, TrainerSection
-from stretto.trainer.parallel.mesh import Mesh, find_degrees, num_ranks, process_group, training_device
+from stretto.trainer.ranks.mesh import Mesh, find_degrees, num_ranks, process_group, training_device
 from stretto.trainer.updates import Updates
 
 MESHES: dict[str, dict[str, Any]] = {

@@ -25,7 +25,7 @@ from stretto.records.tenants import (
     SumLoss,
     TenantWork,
 )
-from stretto.trainer.parallel.mesh import Degrees, Mesh, num_ranks, process_group, training_device
+from stretto.trainer.ranks.mesh import Degrees, Mesh, num_ranks, process_group, training_device
 
 NUM_TENANTS = 4
 

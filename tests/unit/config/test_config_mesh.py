@@ -12,7 +12,7 @@ from stretto.config.rules.mesh_degrees import Shape
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.launch.plan.plan import plan
 from stretto.models import hub
-from stretto.trainer.parallel import mesh
+from stretto.trainer.ranks import mesh
 
 SCRATCH = {"num_heads": 4, "num_kv_heads": 2, "num_experts": 6}
 

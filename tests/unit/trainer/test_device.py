@@ -50,9 +50,9 @@ from stretto.trainer.critic import Critic, with_value_head
 from stretto.trainer.learner import Learner
 from stretto.trainer.optim import offload
 from stretto.trainer.parallel import memory
-from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.publish.canary import score_canary
+from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state import checkpoint
-from stretto.trainer.state.canary import score_canary
 from stretto.trainer.state.checkpoint import Saver
 from stretto.trainer.updates import Updates
 from stretto.transports.weights import build_publisher, receive

@@ -28,7 +28,7 @@ from stretto.models.attention import PackedLayout
 from stretto.records.token_counts import count_tokens
 from stretto.trainer.batch.pass_inputs import build_pass_inputs
 from stretto.trainer.optim.schedule import learning_rate
-from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.ranks.mesh import Mesh
 
 CPU = torch.device("cpu")
 

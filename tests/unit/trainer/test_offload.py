@@ -20,7 +20,7 @@ from stretto.trainer.optim.build import (
     optimizer_slices,
 )
 from stretto.trainer.optim.offload import StreamedOptimizer
-from stretto.trainer.parallel.mesh import build_mesh
+from stretto.trainer.ranks.mesh import build_mesh
 from stretto.trainer.state.learner_state import LearnerState
 
 OPTIMS = (AdamWOptim(lr=1e-2), SgdOptim(lr=1e-2), MuonOptim(lr=1e-2))

@@ -27,9 +27,9 @@ from stretto.config.sections.trainer import (
 )
 from stretto.models.hub import load_model
 from stretto.models.tensor_map import TensorSlice
-from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.publish.export import export_weights, prune_exports
+from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state import checkpoint
-from stretto.trainer.state.export import export_weights, prune_exports
 from stretto.trainer.state.learner_state import LearnerState
 from stretto.trainer.state.slice_files import INDEX
 
@@ -220,7 +220,7 @@ from tiny import build_policy
 import torch
 from stretto.base.paths import RunDir
 from stretto.trainer.optim.build import MasterWeights
-from stretto.trainer.state.export import export_weights
+from stretto.trainer.publish.export import export_weights
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
 export_weights(RunDir(Path(sys.argv[3])), MasterWeights(build_policy(), torch.float32), 1, Path(sys.argv[4]))

@@ -35,9 +35,9 @@ from stretto.config.sections.trainer import (
 from stretto.models import hub
 from stretto.trainer.critic import Critic, load_critic, with_value_head
 from stretto.trainer.hooks import TrainerHooks
-from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.publish.export import export_critic
+from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state import checkpoint
-from stretto.trainer.state.export import export_critic
 from stretto.trainer.updates import Updates, estimate_advantages, split_samples
 
 MODEL = ModelSection(dtype="float32", optimization_dtype="float32")

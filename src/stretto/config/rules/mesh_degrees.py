@@ -1,6 +1,6 @@
 """Degrees of the training mesh, from [model], the number of ranks and the model's shape.
 
-trainer/parallel/mesh.py builds the mesh; a dry run checks the same, with the model's config.json.
+trainer/ranks/mesh.py builds the mesh; a dry run checks the same, with the model's config.json.
 """
 
 from __future__ import annotations

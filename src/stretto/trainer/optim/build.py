@@ -20,7 +20,7 @@ from stretto.models.tensor_map import Shape, TensorSlice
 from stretto.trainer.optim.muon import Muon, find_matrices
 from stretto.trainer.optim.offload import StreamedOptimizer
 from stretto.trainer.optim.sign_sgd import SignSgd
-from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.learner_state import TensorInfo
 
 if TYPE_CHECKING:

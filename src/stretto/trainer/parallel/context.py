@@ -33,7 +33,7 @@ from stretto.models.parts.mixers.documents import Documents
 from stretto.models.parts.mixers.key_choice import VisibleKeys, attend_chosen
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.parallel.collectives import all_to_all, gather_rows
-from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.ranks.mesh import Mesh
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

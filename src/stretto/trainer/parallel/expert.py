@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.models.moe import Experts, Routing, mixtures
-from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.parallel.token_dispatcher import TokenDispatcher
+from stretto.trainer.ranks.mesh import Mesh
 
 
 def cut_experts(policy: nn.Module, mesh: Mesh, dispatcher: TokenDispatcher) -> dict[str, int]:

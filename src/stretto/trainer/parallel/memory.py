@@ -31,7 +31,7 @@ from stretto.models.decoder import Block, Decoder
 from stretto.models.fp8.reference import Fp8Linear
 from stretto.models.moe import MoE
 from stretto.models.parts.mlp import MLP, PlainMLP
-from stretto.trainer.parallel.mesh import training_device
+from stretto.trainer.ranks.mesh import training_device
 
 logger = logging.getLogger(__name__)
 

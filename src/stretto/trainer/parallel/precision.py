@@ -12,7 +12,7 @@ from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ModelSection
 from stretto.models.decoder import Decoder
 from stretto.models.fp8.reference import Kernels, use_fp8
-from stretto.trainer.parallel.mesh import training_device
+from stretto.trainer.ranks.mesh import training_device
 
 logger = logging.getLogger(__name__)
 

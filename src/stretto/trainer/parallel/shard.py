@@ -32,10 +32,10 @@ from stretto.trainer.optim.build import TrainedWeights
 from stretto.trainer.parallel.collectives import all_gather
 from stretto.trainer.parallel.expert import cut_experts
 from stretto.trainer.parallel.memory import find_blocks, find_vision_blocks
-from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.parallel.tensor import cut_layers
 from stretto.trainer.parallel.token_dispatcher import build_token_dispatcher
 from stretto.trainer.parallel.whole_matrices import apply_to_whole, find_sharding
+from stretto.trainer.ranks.mesh import Mesh
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Shaped

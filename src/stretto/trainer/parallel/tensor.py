@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stretto.models.fp8.reference import product
 from stretto.models.lora import LoRALinear
 from stretto.trainer.parallel.collectives import all_reduce, sum_gradients
-from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.ranks.mesh import Mesh
 
 
 def cut_layers(policy: nn.Module, plan: Mapping[str, str], mesh: Mesh) -> tuple[dict[str, int], set[str]]:

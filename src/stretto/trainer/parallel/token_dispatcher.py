@@ -16,7 +16,7 @@ from torch import Tensor
 from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ModelSection
 from stretto.trainer.parallel.collectives import all_to_all
-from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.ranks.mesh import Mesh
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

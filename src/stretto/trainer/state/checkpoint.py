@@ -35,8 +35,8 @@ from stretto.base.status import bytes_below, growing
 from stretto.config.root import SFTConfig, TrainerConfig
 from stretto.config.sections.trainer import CkptSection, is_by_time, is_checkpoint_due
 from stretto.models.tensor_map import TensorSlice
-from stretto.trainer.parallel import exchange
-from stretto.trainer.parallel.mesh import Mesh, is_lead_process, new_values_group, num_ranks
+from stretto.trainer.ranks import exchange
+from stretto.trainer.ranks.mesh import Mesh, is_lead_process, new_values_group, num_ranks
 from stretto.trainer.state.learner_state import LearnerState, StateSource, TensorInfo
 from stretto.trainer.state.slice_files import DamagedError, SliceFiles, write_slices
 

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from stretto.base.errors import DataError, EngineError
 from stretto.models.tensor_map import Shape, TensorSlice
-from stretto.trainer.parallel import exchange
+from stretto.trainer.ranks import exchange
 from stretto.trainer.state.learner_state import TensorInfo
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.config.sections.trainer import Optim, Scheduler
 from stretto.models.decoder import Decoder
 from stretto.records.tenants import TenantSpec
-from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.tenants.layers import AdaptableLayers
 from stretto.trainer.tenants.tenant import Place, Tenant
 

@@ -23,8 +23,8 @@ from stretto.chat.tokenizer import load_tokenizer
 from stretto.records.control import Register
 from stretto.records.tenants import BASE_WEIGHTS, RankFailed, Shutdown
 from stretto.trainer.learner import find_tokenizer, find_tokens, load_policy
-from stretto.trainer.parallel.mesh import build_mesh, num_ranks
 from stretto.trainer.process import StopFlag, prepared_rank
+from stretto.trainer.ranks.mesh import build_mesh, num_ranks
 from stretto.trainer.tenants.tenants import Tenants, service_model
 from stretto.transports.tenants import TenantClient
 

@@ -31,8 +31,8 @@ from stretto.records.tenants import Pass, TenantResult, TenantWork
 from stretto.records.token_counts import counts_of_step, weigh_by_rollout
 from stretto.trainer.batch.metrics import StepSums
 from stretto.trainer.batch.pass_inputs import IDLE_MICRO_BATCH, PassInputs, build_pass_inputs
-from stretto.trainer.batch.scores import compute_logprobs
-from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.parallel.scores import compute_logprobs
+from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.tenants.checks import check_micro_batch, read_loss
 from stretto.trainer.tenants.layers import Turn
 from stretto.trainer.tenants.losses import needs_sample_index, sum_loss

@@ -33,7 +33,7 @@ from stretto.trainer.optim.build import (
     optimizer_slices,
 )
 from stretto.trainer.optim.schedule import learning_rate
-from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.learner_state import (
     LearnerState,
     StateSource,

@@ -41,11 +41,11 @@ from stretto.records.tenants import (
 )
 from stretto.records.weights import MANIFEST
 from stretto.trainer.parallel.memory import prepare_blocks
-from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.parallel.precision import apply_fp8
 from stretto.trainer.parallel.shard import ShardedWeights, local_tensor, parallelise
+from stretto.trainer.publish.export import new_directory
+from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.checkpoint import SCHEMA, SavedState, write_directory
-from stretto.trainer.state.export import new_directory
 from stretto.trainer.tenants.checks import read_spec
 from stretto.trainer.tenants.full import BaseWeights, FullTenant
 from stretto.trainer.tenants.layers import AdaptableLayers, Turn, prepare_layers

@@ -21,7 +21,7 @@ from stretto.models.fp8.checkpoint import to_8_bits
 from stretto.orchestrator.versions.canary import tolerance_of
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.trainer.build import find_engine_layout
-from stretto.trainer.state.canary import score_canary
+from stretto.trainer.publish.canary import score_canary
 from stretto.transports.weights import build_publisher, host_copy, receive
 
 SHAPE = {"hidden_size": 160, "intermediate_size": 256, "moe_intermediate_size": 136, "family": "qwen3_moe"}

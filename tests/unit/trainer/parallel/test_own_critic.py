@@ -19,7 +19,7 @@ from stretto.trainer import critic_wire
 from stretto.trainer.critic import Critic, with_value_head
 from stretto.trainer.critic_ranks import CriticProcess
 from stretto.trainer.critic_wire import RemoteCritic, Roles, open_wire
-from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state import checkpoint
 from stretto.trainer.updates import Updates
 

@@ -16,8 +16,8 @@ from contextlib import suppress
 import pytest
 import torch.distributed as dist
 
-from stretto.trainer.parallel import silence
-from stretto.trainer.parallel.silence import KEY, Node, find_node, watched_nodes
+from stretto.trainer.ranks import silence
+from stretto.trainer.ranks.silence import KEY, Node, find_node, watched_nodes
 
 DEADLINE_S = 60.0
 

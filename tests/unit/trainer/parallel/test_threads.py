@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.trainer.parallel import mesh
+from stretto.trainer.ranks import mesh
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from stretto.records.weights import (
     probe_scale,
 )
 from stretto.trainer.learner import Learner
-from stretto.trainer.state.canary import fixed_tokens, is_canary_due, scaled, score_canary
+from stretto.trainer.publish.canary import fixed_tokens, is_canary_due, scaled, score_canary
 from stretto.transports.engine.client import CanaryScores
 
 

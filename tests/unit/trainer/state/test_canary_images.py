@@ -19,7 +19,7 @@ from stretto.orchestrator.versions.loader import VersionLoader
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.weights import Canary, CanaryImage, TensorEntry, WeightManifest
 from stretto.trainer.learner import Learner
-from stretto.trainer.state.canary import score_canary
+from stretto.trainer.publish.canary import score_canary
 from stretto.transports.engine.client import CanaryScores
 
 

@@ -22,9 +22,9 @@ from stretto.models import hub
 from stretto.models.lora import save_adapter
 from stretto.trainer.critic import HEAD_NAME, SCORE_NAME, Critic
 from stretto.trainer.optim.build import TrainedWeights
-from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.parallel.shard import ShardedWeights
 from stretto.trainer.parallel.weights import gather_peft_adapter, save_weights
+from stretto.trainer.ranks.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 

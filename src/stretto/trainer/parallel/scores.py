@@ -18,7 +18,7 @@ from stretto.models.moe import Routing
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.parallel import context
 from stretto.trainer.parallel.collectives import all_gather_at
-from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.ranks.mesh import Mesh
 
 if TYPE_CHECKING:
     from jaxtyping import Float

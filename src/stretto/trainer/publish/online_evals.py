@@ -20,8 +20,8 @@ from stretto.base.errors import EngineError
 from stretto.base.files import read_rows
 from stretto.config.root import EvalsConfig, SFTConfig
 from stretto.trainer.learner import Learner
-from stretto.trainer.parallel.mesh import is_lead_process
-from stretto.trainer.state.export import export_model
+from stretto.trainer.publish.export import export_model
+from stretto.trainer.ranks.mesh import is_lead_process
 from stretto.transports.weights.filesystem import FilesystemPublisher
 
 logger = logging.getLogger(__name__)
