@@ -136,7 +136,7 @@ def trainer(cfg: TrainerConfig) -> str:
 
 def sft(cfg: SFTConfig) -> str:
     """The screen of `sft`."""
-    from stretto.launch.run.ranks import find_gpus, table
+    from stretto.launch.plan.sft_ranks import find_gpus, table
 
     check_model(cfg.model, cfg.num_ranks, "model")
     checked = check_sft_records(cfg)

@@ -22,11 +22,11 @@ from stretto.doctor.machine import gib
 from stretto.doctor.model_files import check_files, num_parameters
 from stretto.doctor.rollouts import check_rollouts
 from stretto.launch.plan.model_check import check_model, check_served, check_trainable, models_of
+from stretto.launch.plan.serving import plan_serving
+from stretto.launch.plan.sft_ranks import find_gpus, plan_ranks
 from stretto.launch.plan.weights import check_weights_of
 from stretto.launch.run import node_checks
-from stretto.launch.run.ranks import find_gpus, plan_ranks
 from stretto.launch.run.rl import check_here
-from stretto.launch.run.serve import plan_serving
 from stretto.monitors.base import find_trackers
 from stretto.orchestrator.dry_run import check_sft_records, check_user_code, preview
 

@@ -17,8 +17,8 @@ from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.placement import gpu_counts, gpu_ids
 from stretto.launch.plan.processes import ProcessSpec
-from stretto.launch.run.ranks import plan_ranks
-from stretto.launch.run.serve import plan_serving
+from stretto.launch.plan.serving import plan_serving
+from stretto.launch.plan.sft_ranks import plan_ranks
 
 JobConfig = RLConfig | SFTConfig | InferenceConfig
 VERBS: dict[type, str] = {RLConfig: "rl", SFTConfig: "sft", InferenceConfig: "inference"}

@@ -9,7 +9,8 @@ import pytest
 from stretto.base.errors import ConfigError
 from stretto.config.load import build
 from stretto.config.root import SFTConfig
-from stretto.launch.run.ranks import find_gpus, start_ranks
+from stretto.launch.plan.sft_ranks import find_gpus
+from stretto.launch.run.ranks import start_ranks
 
 DATA = {"data": {"type": "environment", "id": "sort-letters"}, "max_steps": 1}
 

@@ -9,7 +9,8 @@ import pytest
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig
-from stretto.launch.run.serve import main, plan_serving, write
+from stretto.launch.plan.serving import plan_serving
+from stretto.launch.run.serve import main, write
 
 
 @pytest.fixture(autouse=True)

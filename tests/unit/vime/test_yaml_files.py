@@ -11,8 +11,8 @@ from stretto.base.errors import ConfigError
 from stretto.launch.plan.engines import plan_engines
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.plan import plan
+from stretto.launch.plan.serving import plan_serving
 from stretto.launch.plan.table import engine_sum
-from stretto.launch.run.serve import plan_serving
 from stretto.vime.flags.command import read_command
 
 TWO = """

@@ -5,14 +5,14 @@
 
 Rank 0 writes to the terminal, the others to RUN/logs/sft_<rank>.log. Every rank has the same command line as this
 process. On several machines the same command is started on each: the first machine claims the run, each starts its own
-ranks, and the ranks meet on the first. What a rank does is in trainer/sft.py.
+ranks, and the ranks meet on the first. Which ranks there are is in plan/sft_ranks.py, and what a rank does in
+trainer/sft.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -23,25 +23,17 @@ from stretto.base.status import SUPERVISED_VAR
 from stretto.config.root import SFTConfig
 from stretto.config.sections.deployment import NodesDeployment
 from stretto.data.hub_model import fetch
-from stretto.launch.plan.nodes import (
-    check_hosts,
-    check_ports,
-    check_reachable,
-    find_node_rank,
-    on_visible_gpus,
-)
+from stretto.launch.plan.nodes import check_ports, check_reachable, find_node_rank, on_visible_gpus
 from stretto.launch.plan.placement import free_port
-from stretto.launch.plan.processes import RENDEZVOUS_PORT, ProcessSpec, nodes_env, rank_env
-from stretto.launch.plan.table import process_table
+from stretto.launch.plan.processes import RENDEZVOUS_PORT, ProcessSpec
+from stretto.launch.plan.sft_ranks import HOSTS_KEY, LOOPBACK, find_gpus, plan_ranks, rank_process
 from stretto.launch.run import node_checks
 from stretto.launch.run.supervisor import Supervisor, Timeouts, serve
 from stretto.launch.slurm import commands as slurm
 
-LOOPBACK = "127.0.0.1"
 END_S = 60.0  # between the end of rank 0 and that of the others
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 STALL_S = 1800.0
-HOSTS_KEY = "deployment.hosts"
 GPUS_KEY = "deployment.gpus_per_node"
 
 
@@ -65,7 +57,8 @@ def start_ranks(cfg: SFTConfig, words: Sequence[str]) -> int | None:
     with closing(_claim(cfg)) as claim, closing(PortClaims()) as ports:
         port = free_port("rendezvous", LOOPBACK, RENDEZVOUS_PORT, False, ports)
         ranks = range(cfg.num_ranks)
-        return _lead(cfg, [_spec(cfg, words, gpus[rank : rank + 1], port, rank) for rank in ranks], claim)
+        specs = [rank_process(cfg, words, gpus[rank : rank + 1], port, rank) for rank in ranks]
+        return _lead(cfg, specs, claim)
 
 
 def _fetch_model(cfg: SFTConfig) -> None:
@@ -88,44 +81,7 @@ def _lead(cfg: SFTConfig, specs: Sequence[ProcessSpec], claim: rundir.Claim) -> 
     return asyncio.run(supervisor.run())
 
 
-def _spec(
-    cfg: SFTConfig, words: Sequence[str], devices: Sequence[str], port: int, rank: int, num_local: int = 0,
-    hosts: Sequence[str] = (LOOPBACK,),
-) -> ProcessSpec:  # fmt: skip
-    """A rank; num_local: ranks per machine, 0 if all are on this one."""
-    num_local = num_local or cfg.num_ranks
-    node, local = divmod(rank, num_local)
-    argv = (sys.executable, "-m", "stretto", "sft", *words)
-    threads = cfg.num_threads or max(1, process.num_cores() // num_local)
-    env = process.thread_env(threads) | rank_env(rank, local, cfg.num_ranks, hosts[0], port)
-    env |= process.device_env(devices) | {"LOCAL_WORLD_SIZE": str(num_local)}
-    if isinstance(shape := cfg.deployment, NodesDeployment):
-        env |= nodes_env(rank, num_local, hosts, shape.lost_after_s)
-    ports = {"rendezvous": port} if len(hosts) > 1 and rank == 0 else {}
-    return ProcessSpec("sft", rank, cfg.num_ranks, argv, env, tuple(devices), threads, ports, node=node)
-
-
 # -- several machines --
-
-
-def plan_ranks(cfg: SFTConfig, words: Sequence[str] = ()) -> tuple[list[str], list[ProcessSpec]]:
-    """Hosts and ranks of [deployment] type = "multi_node"; each node numbers its GPUs from 0.
-
-    Raises: ConfigError if hosts are missing, too many, or given twice.
-    """
-    shape = cfg.deployment
-    assert isinstance(shape, NodesDeployment), shape
-    if shape.hosts is None and not cfg.dry_run:
-        raise ConfigError(
-            f'deployment.type = "multi_node" needs {HOSTS_KEY}: the addresses of the nodes, in the same order on every '
-            "node; a --dry-run needs none"
-        )
-    hosts = shape.hosts or [f"node-{node}" for node in range(shape.num_train_nodes)]
-    check_hosts(hosts, HOSTS_KEY)
-    each = cfg.num_ranks // shape.num_train_nodes
-    gpus = [[str(rank % each)] if shape.gpus_per_node else [] for rank in range(cfg.num_ranks)]
-    port = shape.rendezvous_port
-    return hosts, [_spec(cfg, words, own, port, rank, each, hosts) for rank, own in enumerate(gpus)]
 
 
 def _start_node(cfg: SFTConfig, shape: NodesDeployment, words: Sequence[str]) -> int | None:
@@ -159,35 +115,6 @@ def _start_node(cfg: SFTConfig, shape: NodesDeployment, words: Sequence[str]) ->
     node_dir.path.mkdir(parents=True, exist_ok=True)
     log.setup("launcher", node_dir, cfg.log.level, cfg.log.json_logging, is_quiet=True)
     return serve(mine, node_dir, f"node {node} of {len(hosts)}, {hosts[node]}", STALL_S)
-
-
-def table(cfg: SFTConfig) -> str:
-    """What a dry run shows of ranks on several machines."""
-    hosts, specs = plan_ranks(cfg)
-    return process_table(specs, hosts)
-
-
-# -- one machine --
-
-
-def find_gpus(cfg: SFTConfig) -> list[str]:
-    """The GPU of each rank; [] if ranks run on the CPU, or if the config neither names nor counts GPUs.
-
-    Raises: ConfigError if GPUs are missing.
-    """
-    if cfg.deployment.type == "multi_node":  # each node finds its own
-        return []
-    gpus, ids, count = process.visible_gpus(), cfg.trainer_gpu_ids, cfg.deployment.num_train_gpus
-    if not gpus:
-        return []
-    if ids is None:
-        ids = [] if count is None else list(range(count))
-    if missing := [index for index in ids if index >= len(gpus)]:
-        raise ConfigError(
-            f"trainer_gpu_ids or deployment.num_train_gpus ask for GPU {', '.join(map(str, missing))}, but this "
-            f"machine shows {len(gpus)}; leave the key out, name others, or set CUDA_VISIBLE_DEVICES."
-        )
-    return [gpus[index] for index in ids]
 
 
 def _check_started(cfg: SFTConfig) -> None:

@@ -13,9 +13,10 @@ from stretto.base.paths import RunDir
 from stretto.base.ports import in_url, is_ipv6
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
+from stretto.launch.plan import sft_ranks
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.plan import LaunchPlan
-from stretto.launch.run import node_checks, ranks
+from stretto.launch.run import node_checks
 
 RL = """
 [model]
@@ -133,13 +134,15 @@ def test_a_node_needs_the_shared_directory_for_what_it_does_there(tmp_path, word
 
 
 def test_ranks_of_sft_meet_at_the_first_node(tmp_path):
-    hosts, specs = ranks.plan_ranks(sft(tmp_path, "--deployment.gpus-per-node", "4", "--dry-run"), ["@", "f"])
+    hosts, specs = sft_ranks.plan_ranks(
+        sft(tmp_path, "--deployment.gpus-per-node", "4", "--dry-run"), ["@", "f"]
+    )
     assert hosts == ["node-0", "node-1"] and [spec.node for spec in specs] == [0] * 4 + [1] * 4
     wanted = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
     wanted |= {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "CUDA_VISIBLE_DEVICES": "1"}
     assert wanted.items() <= specs[5].env.items() and specs[5].argv[-2:] == ("@", "f")
     assert specs[0].ports == {"rendezvous": 29500} and specs[4].ports == {}
-    assert "sft_0    0: node-0" in ranks.table(sft(tmp_path, "--dry-run"))
+    assert "sft_0    0: node-0" in sft_ranks.table(sft(tmp_path, "--dry-run"))
 
 
 def test_what_the_first_node_announces_is_no_run_in_itself(tmp_path):
