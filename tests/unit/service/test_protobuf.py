@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.base.errors import DataError
-from stretto.service.tinker import protobuf
+from stretto.service.requests import protobuf
 
 tinker = pytest.importorskip("tinker", reason="the client of the extra `tinker`")
 

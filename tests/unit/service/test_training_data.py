@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from stretto.base.errors import DataError
-from stretto.service.tinker.data import Batch, pack
-from stretto.service.tinker.protobuf import Datum
+from stretto.service.requests.data import Batch, pack
+from stretto.service.requests.protobuf import Datum
 
 
 def datum(tokens: list[int], **inputs: list) -> Datum:

@@ -17,8 +17,8 @@ import msgspec
 from aiohttp import web
 
 from stretto.service.hub import USER, Hub, Routes, answer, page, read, texts, when
+from stretto.service.requests import bodies
 from stretto.service.store import SEGMENTS, Checkpoint, Run, Sampler, Session
-from stretto.service.tinker import bodies
 from stretto.service.training.checkpoints import LINK_S, TRACES
 from stretto.transports.engine.api import Refusal
 

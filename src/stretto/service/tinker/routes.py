@@ -17,8 +17,8 @@ from stretto.records.tenants import TenantSpec
 from stretto.service.access import User
 from stretto.service.futures import Future
 from stretto.service.hub import USER, Routes, answer, read
+from stretto.service.requests import bodies, protobuf
 from stretto.service.store import Run, Session
-from stretto.service.tinker import bodies, protobuf
 from stretto.transports.engine.api import Refusal
 
 logger = logging.getLogger(__name__)

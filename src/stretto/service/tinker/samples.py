@@ -22,9 +22,9 @@ from stretto.service.access import User
 from stretto.service.engines import adapter_name
 from stretto.service.futures import Future, Result
 from stretto.service.hub import USER, Hub, Routes, answer, read
+from stretto.service.requests import bodies, protobuf
 from stretto.service.runs.register import check_free
 from stretto.service.store import Run, Sampler
-from stretto.service.tinker import bodies, protobuf
 from stretto.transports.engine.api import Refusal
 
 if TYPE_CHECKING:

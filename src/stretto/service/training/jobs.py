@@ -28,8 +28,8 @@ from stretto.records.tenants import (
     TenantWork,
 )
 from stretto.service.futures import Future
+from stretto.service.requests import bodies, data, protobuf
 from stretto.service.store import Run
-from stretto.service.tinker import bodies, data, protobuf
 from stretto.service.training.scheduler import Share
 from stretto.transports import service
 from stretto.transports.engine import api

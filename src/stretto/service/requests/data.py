@@ -17,7 +17,7 @@ import numpy as np
 from stretto.base.errors import DataError
 from stretto.records.sample import MicroBatch
 from stretto.records.tenants import SumLoss
-from stretto.service.tinker.protobuf import Datum
+from stretto.service.requests.protobuf import Datum
 
 if TYPE_CHECKING:
     from jaxtyping import Float32
