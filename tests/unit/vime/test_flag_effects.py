@@ -12,8 +12,8 @@ from stretto.base.errors import ConfigError
 from stretto.config.load import dump
 from stretto.vime.flags.command import read_command
 from stretto.vime.flags.groups import BY_NAME
+from stretto.vime.flags.resolved import find
 from stretto.vime.flags.shape import SHAPES
-from stretto.vime.resolved import find
 
 ENV, EVAL, ALGO, LOSS = "orchestrator.env.0.args", "orchestrator.eval", "orchestrator.algo", "trainer.loss"
 SAMPLING, CRITIC, HOOKS = "orchestrator.train.sampling", "trainer.critic", "orchestrator.hooks"

@@ -9,7 +9,7 @@ from stretto.base.errors import ConfigError
 from stretto.config.load import dump
 from stretto.vime.flags.command import Command, read_command
 from stretto.vime.flags.groups import BY_NAME
-from stretto.vime.resolved import find
+from stretto.vime.flags.resolved import find
 
 REFERENCE = "--ref-load Qwen3-4B --use-kl-loss"
 NOTED = {

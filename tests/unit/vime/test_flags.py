@@ -22,7 +22,7 @@ from stretto.launch.run.rl import plan_only
 from stretto.vime.flags.command import read_command
 from stretto.vime.flags.groups import BY_NAME, GROUPS
 from stretto.vime.flags.pages import counts, help_text, markdown
-from stretto.vime.resolved import resolved
+from stretto.vime.flags.resolved import resolved
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "cases" / "vime_plans"

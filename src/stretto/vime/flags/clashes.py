@@ -17,7 +17,7 @@ from stretto.vime.flags.groups.rollout import (
     is_rewarded_by,
     is_unlabelled,
 )
-from stretto.vime.placement import leaves_idle
+from stretto.vime.flags.placement import leaves_idle
 from stretto.vime.reward_types import RM_TYPES, WITH_ENTRIES
 
 

@@ -20,9 +20,9 @@ from stretto.vime.flags.groups import BY_NAME, PARTS
 from stretto.vime.flags.groups.rollout import argument_tables
 from stretto.vime.flags.groups.watching import OF_WANDB, environment
 from stretto.vime.flags.names import FlagNames
+from stretto.vime.flags.resolved import resolved
 from stretto.vime.flags.shape import mismatches
 from stretto.vime.flags.words import read
-from stretto.vime.resolved import resolved
 
 HIDDEN = {
     "dry_run", "print_config", "load", "save", "ref_load", "save_hf", "prompt_data", "eval_prompt_data", "vllm_config",

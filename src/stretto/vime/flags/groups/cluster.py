@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from stretto.base.errors import ConfigError
 from stretto.vime.flags.flag import Flag, Setting, Values, equal, part, sets
-from stretto.vime.placement import ENGINES, count_engines, degrees, on_one_node, over_nodes
+from stretto.vime.flags.placement import ENGINES, count_engines, degrees, on_one_node, over_nodes
 
 TURNS = "colocate.offload_train colocate.offload_rollout"
 CRITIC = ("--critic-num-nodes", "--critic-num-gpus-per-node")

@@ -8,7 +8,7 @@ from typing import Any
 from stretto.base.errors import ConfigError
 from stretto.vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part
 from stretto.vime.flags.groups.cluster import is_on_one_node
-from stretto.vime.placement import count_engines, group_settings, is_over_nodes, nodes_of_groups, shards
+from stretto.vime.flags.placement import count_engines, group_settings, is_over_nodes, nodes_of_groups, shards
 
 MOVED = {
     "tensor-parallel-size": "it is --rollout-num-gpus-per-engine",
