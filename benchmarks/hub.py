@@ -29,7 +29,7 @@ from stretto.config.root import ServeConfig
 from stretto.records.sample import MicroBatch
 from stretto.records.tenants import TenantWork
 from stretto.service.main import SWITCH_S, build
-from stretto.service.tinker import protobuf
+from stretto.service.requests import protobuf
 from stretto.transports import service
 
 TOKENS = {"alice": "tml-" + "a" * 20, "bob": "tml-" + "b" * 20}

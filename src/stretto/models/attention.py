@@ -1,4 +1,4 @@
-"""Causal attention within packed documents: the `Attend` that the trainer uses.
+"""Causal attention within packed documents: the `Attend` (parts/mixers/attend.py) that the trainer uses.
 
 Documents never see each other. A segment may continue another one, its prefix: the samples of a group share their
 prompt, which is then computed once and attended to by all. Segments of about the same shape share one batched call
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,34 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.models.native.training import NativeAttention, find_training_kernels
+from stretto.models.parts.mixers.attend import NO_LIMITS, Attend, Limits
 from stretto.models.parts.mixers.documents import Documents
-from stretto.models.parts.mixers.key_choice import KeyChoice, VisibleKeys, attend_chosen
+from stretto.models.parts.mixers.key_choice import VisibleKeys, attend_chosen
 from stretto.models.parts.short_attention import AttentionCall, ShortAttention
 from stretto.models.parts.sinks import attend_with_sinks
 from stretto.models.parts.windows import cut_segments
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
-
-Attend = Callable[..., Tensor]
-"""(layer, q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], limits) -> [tokens, heads, head_dim].
-
-q and k are rotated by their positions already; scores are scaled by head_dim ** -0.5 and causal within a sequence.
-limits: a `Limits`; layers without limits leave it out."""
-
-
-class Limits(NamedTuple):
-    """The limits of a layer's attention besides the causal mask.
-
-    window: how many tokens a token sees, itself included; None: all. sinks: a logit per head (parts/sinks.py). keys:
-    which of these tokens it attends to (parts/mixers/key_choice.py); None: all of them. If keys are chosen, k has one
-    head, and v is its first dims.
-    """
-
-    window: int | None
-    sinks: Float[Tensor, " heads"] | None
-    keys: KeyChoice | None = None
-
+    from jaxtyping import Int
 
 PAD_STEP = 8
 """Short segments are padded to a multiple of this many tokens, so that similar lengths share a call."""
@@ -111,9 +92,6 @@ class PackedLayout:
         if not self.has_parents:
             return packed_attention(self.cu_seqlens, self.device)
         return prefix_attention(self.cu_seqlens, self.parents, self.device)
-
-
-NO_LIMITS = Limits(None, None)
 
 
 def packed_attention(

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.models.attention import Attend, Limits, PackedLayout
+from stretto.models.attention import PackedLayout
 from stretto.models.families import FAMILIES
 from stretto.models.moe import MoE, Routing
 from stretto.models.parts.initial import build_embedding
+from stretto.models.parts.mixers.attend import Attend, Limits
 from stretto.models.parts.mixers.carried import CarriedDocuments
 from stretto.models.parts.mixers.documents import Documents
 from stretto.models.parts.mixers.gated_delta import GatedDelta

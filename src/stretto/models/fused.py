@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.models.attention import Attend
 from stretto.models.decoder import Block, Decoder, RMSNorm
 from stretto.models.moe import MoE, Routing
 from stretto.models.native.kernels import Kernels
 from stretto.models.native.products import Products
+from stretto.models.parts.mixers.attend import Attend
 from stretto.models.parts.mixers.carried import CarriedDocuments
 from stretto.models.parts.mixers.sparse_mla import RowMatrices, SparseLatentAttention
 from stretto.models.parts.mlp import MLP

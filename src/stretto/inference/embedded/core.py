@@ -20,20 +20,20 @@ import torch
 from torch import Tensor
 
 from stretto.base.errors import ConfigError, DataError
+from stretto.inference.embedded import image_prompts
 from stretto.inference.embedded.adapters import POLICY, Adapters
 from stretto.inference.embedded.adjustments import Adjustments, Encode
 from stretto.inference.embedded.blocks import BlockPool
+from stretto.inference.embedded.caches.chosen_keys import ChosenKeyCache
+from stretto.inference.embedded.caches.kv_cache import KVCache
+from stretto.inference.embedded.caches.native_cache import NativeCache
+from stretto.inference.embedded.caches.states import StateCache, free_memory, sequences_that_fit
 from stretto.inference.embedded.expert_choices import ExpertChoices
-from stretto.inference.embedded.kv_cache import KVCache
-from stretto.inference.embedded.mixers.chosen_keys import ChosenKeyCache
-from stretto.inference.embedded.mixers.states import StateCache, free_memory, sequences_that_fit
-from stretto.inference.embedded.native_cache import NativeCache
+from stretto.inference.embedded.image_prompts import ImagePrompt
 from stretto.inference.embedded.runner import Runner, find_model_tile, find_tile
 from stretto.inference.embedded.sampler import PromptScores, SamplingRows, sample, uniforms
 from stretto.inference.embedded.scheduler import EngineRequest, Scheduler
 from stretto.inference.embedded.slots import SequenceSlots
-from stretto.inference.embedded.vision import prompt as image_prompts
-from stretto.inference.embedded.vision.prompt import ImagePrompt
 from stretto.inference.embedded.vision.store import ImageStore
 from stretto.inference.limits import refusal_reason
 from stretto.models.decoder import Decoder

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.inference.embedded.adapters import Adapters
+from stretto.inference.embedded.caches.kv_cache import KVCache, PassLayout, PassRows
+from stretto.inference.embedded.caches.native_cache import NativeCache
+from stretto.inference.embedded.caches.states import StateCache
 from stretto.inference.embedded.expert_choices import ExpertChoices
-from stretto.inference.embedded.kv_cache import KVCache, PassLayout, PassRows
-from stretto.inference.embedded.mixers.states import StateCache
-from stretto.inference.embedded.native_cache import NativeCache
 from stretto.inference.embedded.sampler import PromptScores
 from stretto.inference.embedded.scheduler import StepPlan
 from stretto.inference.embedded.slots import SequenceSlots

@@ -26,9 +26,9 @@ from stretto.inference.embedded.adapters import POLICY, LoadedAdapter
 from stretto.inference.embedded.adjustments import Adjustments
 from stretto.inference.embedded.blocks import BlockPool, chain_hashes
 from stretto.inference.embedded.expert_choices import ExpertChoices
+from stretto.inference.embedded.image_prompts import ImagePrompt
 from stretto.inference.embedded.sampler import PromptScores, stream_key
 from stretto.inference.embedded.slots import SequenceSlots, SequenceState
-from stretto.inference.embedded.vision.prompt import ImagePrompt
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
 from stretto.records.support import Support
 

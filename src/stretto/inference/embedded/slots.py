@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from stretto.inference.embedded.vision.prompt import ImagePrompt
+    from stretto.inference.embedded.image_prompts import ImagePrompt
 
 
 class SequenceState(IntEnum):

@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.models.attention import NO_LIMITS, Attend, Limits, PackedLayout
+from stretto.models.attention import PackedLayout
 from stretto.models.moe import Routing
+from stretto.models.parts.mixers.attend import NO_LIMITS, Attend, Limits
 from stretto.models.parts.mixers.documents import Documents
 from stretto.models.parts.mixers.key_choice import VisibleKeys, attend_chosen
 from stretto.trainer.batch.pass_inputs import PassInputs

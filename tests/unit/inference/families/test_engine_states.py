@@ -9,8 +9,8 @@ import pytest
 from engine_runs import ask, bits, build_core, finish, packed_logprobs, prompt, run, submit
 from test_engine_families import RECURRENT, build
 
+from stretto.inference.embedded.caches import states
 from stretto.inference.embedded.core import CoreSettings, EngineCore
-from stretto.inference.embedded.mixers import states
 from stretto.models.hub import export_tensors
 from stretto.records.generate import VersionSpan
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stretto.inference.embedded.image_prompts import ImagePrompt
 from stretto.inference.embedded.slots import SequenceSlots
-from stretto.inference.embedded.vision.prompt import ImagePrompt
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int

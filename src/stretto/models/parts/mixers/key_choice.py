@@ -51,7 +51,7 @@ class IndexVectors(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyChoice:
-    """How the queries of a layer choose keys; part of `Limits` (attention.py).
+    """How the queries of a layer choose keys; part of `Limits` (attend.py).
 
     source: the layer whose index chooses; scale: factor on the scores of the attention. chosen: the choices of this
     pass by layer, int32 [queries, chosen]; a layer that shares a choice, or is computed again, reads it from there.

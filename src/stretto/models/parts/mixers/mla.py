@@ -22,7 +22,7 @@ from stretto.models.parts.rope import Angles, rotate
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    from stretto.models.attention import Attend
+    from stretto.models.parts.mixers.attend import Attend
     from stretto.models.shape import ModelConfig
 
 _NORM_EPS = 1e-6

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.models.attention import Attend, Limits
+from stretto.models.parts.mixers.attend import Attend, Limits
 from stretto.models.parts.mixers.key_choice import IndexVectors, KeyChoice
 from stretto.models.parts.mixers.mla import LatentAttention
 from stretto.models.parts.rope import Angles, rotate
@@ -25,7 +25,7 @@ from stretto.models.parts.rope import Angles, rotate
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    from stretto.models.moe import Routing
+    from stretto.models.parts.router import Routing
     from stretto.models.shape import IndexerShape, ModelConfig
 
 _NORM_EPS = 1e-6

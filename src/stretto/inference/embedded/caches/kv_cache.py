@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.inference.embedded.running import RunningKV, SlabFill, SlabPart
-from stretto.models.attention import NO_LIMITS, Attend, Limits
+from stretto.inference.embedded.caches.running import RunningKV, SlabFill, SlabPart
+from stretto.models.parts.mixers.attend import NO_LIMITS, Attend, Limits
 from stretto.models.parts.sinks import attend_with_sinks
 from stretto.models.shape import ModelConfig
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.inference.embedded.kv_cache import KVCache, PassLayout, PassRows
+from stretto.inference.embedded.caches.kv_cache import KVCache, PassLayout, PassRows
 from stretto.models.fused import NativeAttend
 from stretto.models.native.kernels import AttentionPass, Kernels
 from stretto.models.parts.rope import angle_table
