@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+import pytest
 import syntax
 
 SOURCE = Path(__file__).parents[2] / "src" / "stretto"
@@ -203,40 +204,139 @@ def test_no_room_asks_for_what_another_has_put_on_an_object() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_modules_do_not_import_each_other_in_a_circle() -> None:
-    """Strongly connected components of all imports, by Tarjan's algorithm."""
-    modules = {}
-    for file, _ in files():
-        parts = file.relative_to(SOURCE).with_suffix("").parts
-        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+def circles(arrows: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """Groups of nodes that reach each other: strongly connected components, by Tarjan's algorithm."""
     order: dict[str, int] = {}
     lowest: dict[str, int] = {}
     path: list[str] = []
-    circles: list[set[str]] = []
+    found: list[list[str]] = []
 
-    def visit(module: str) -> None:
-        order[module] = lowest[module] = len(order)
-        path.append(module)
-        for imported, _ in imports(modules[module]):
-            name = imported.removeprefix("stretto.")
-            while name and name not in modules:
-                name = name.rpartition(".")[0]
-            if not name or name == module or not imported.startswith("stretto."):
-                continue
-            if name not in order:
-                visit(name)
-            if name in path:
-                lowest[module] = min(lowest[module], lowest[name])
-        if lowest[module] == order[module]:
-            start = path.index(module)
-            circles.append(set(path[start:]))
+    def visit(node: str) -> None:
+        order[node] = lowest[node] = len(order)
+        path.append(node)
+        for target in arrows.get(node, ()):
+            if target not in order:
+                visit(target)
+            if target in path:
+                lowest[node] = min(lowest[node], lowest[target])
+        if lowest[node] == order[node]:
+            start = path.index(node)
+            found.append(sorted(path[start:]))
             del path[start:]
 
-    for module in modules:
-        if module and module not in order:
-            visit(module)
-    wrong = [sorted(circle) for circle in circles if len(circle) > 1]
+    for node in arrows:
+        if node not in order:
+            visit(node)
+    return [group for group in found if len(group) > 1]
+
+
+def module_arrows(top: Path) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], str]]:
+    """(importing file, imported file, place) of every import among the files below a folder; a file is its path.
+
+    Imports for type checkers and those in functions count.
+    """
+    modules: dict[str, tuple[str, ...]] = {}
+    for file in sorted(top.rglob("*.py")):
+        parts = file.relative_to(top).with_suffix("").parts
+        modules[".".join((top.name, *(parts[:-1] if parts[-1] == "__init__" else parts)))] = parts
+    for importing in modules.values():
+        file = top.joinpath(*importing).with_suffix(".py")
+        for name, line in imports(file):
+            while name and name not in modules:
+                name = name.rpartition(".")[0]
+            imported = modules.get(name, ("__init__",))
+            if imported not in (importing, ("__init__",)):
+                yield importing, imported, f"{file.relative_to(top)}:{line} imports {name}"
+
+
+def room_arrows(top: Path) -> dict[str, dict[tuple[str, str], list[str]]]:
+    """For every folder: which of its files and folders imports which other one, and where."""
+    rooms: dict[str, dict[tuple[str, str], list[str]]] = {}
+    for importing, imported, place in module_arrows(top):
+        depth = next(i for i, (one, other) in enumerate(zip(importing, imported)) if one != other)
+        arrows = rooms.setdefault("/".join((top.name, *importing[:depth])), {})
+        arrows.setdefault((importing[depth], imported[depth]), []).append(place)
+    return rooms
+
+
+def knots(top: Path) -> list[str]:
+    """The files and folders of one folder that import each other, one line per folder, with the rarest imports."""
+    wrong = []
+    for room, arrows in room_arrows(top).items():
+        targets: dict[str, list[str]] = {}
+        for importing, imported in arrows:
+            targets.setdefault(importing, []).append(imported)
+        for group in circles(targets):
+            inside = [places for ends, places in arrows.items() if set(ends) <= set(group)]
+            rarest = min(inside, key=len)
+            wrong.append(f"{room}: {' <-> '.join(group)}; the fewest imports to move: {', '.join(rarest)}")
+    return wrong
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    targets: dict[str, list[str]] = {}
+    for importing, imported, _ in module_arrows(SOURCE):
+        targets.setdefault(".".join(importing), []).append(".".join(imported))
+    wrong = circles(targets)
     assert not wrong, "\n".join(" <-> ".join(circle) for circle in wrong)
+
+
+def test_files_and_folders_of_a_room_are_floors() -> None:
+    """None imports what imports it: siblings that need the same thing find it on a floor below."""
+    wrong = knots(SOURCE)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("roof", "stairs", "knot"),
+    [
+        ("", "from house.room.cellar.wine import cork", "attic <-> cellar"),
+        ("", "def f():\n    from house.room.cellar import wine", "attic <-> cellar"),
+        ("", "if TYPE_CHECKING:\n    from house.room.cellar.wine import Cork", "attic <-> cellar"),
+        ("from house.room.lift import cabin", "", "attic <-> lift"),
+        ("", "from house.room.attic.roof import tiles", None),
+    ],
+)
+def test_folders_that_import_each_other_are_found_where_no_two_files_do(
+    tmp_path: Path, roof: str, stairs: str, knot: str | None
+) -> None:
+    room = tmp_path / "house" / "room"
+    texts = {"cellar/wine": "", "cellar/door": "from house.room.attic.roof import tiles", "attic/roof": roof}
+    texts |= {"attic/stairs": stairs, "lift": "import house.room.attic.stairs"}
+    for name, text in texts.items():
+        (room / name).parent.mkdir(parents=True, exist_ok=True)
+        (room / f"{name}.py").write_text(text)
+    found = [line.split(";")[0] for line in knots(tmp_path / "house")]
+    assert found == ([] if knot is None else [f"house/room: {knot}"])
+
+
+def floors_in_words() -> dict[str, list[list[str]]]:
+    """The table of docs/architecture.md: the floors of each room, lowest first."""
+    text = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    table = text.split("## The floors of a room")[1].split("```")[1]
+    rooms: dict[str, list[list[str]]] = {}
+    for line in table.strip("\n").splitlines():
+        room, _, rest = line.partition("  ")
+        room = room.strip() or list(rooms)[-1]
+        rooms.setdefault(room, []).extend(floor.split() for floor in rest.strip(" |").split("|"))
+    return rooms
+
+
+def test_the_floors_that_the_documents_tell_are_those_of_the_imports() -> None:
+    rooms, told_rooms = room_arrows(SOURCE), floors_in_words()
+    with_folders = {file.relative_to(SOURCE).parts[0] for file in SOURCE.glob("*/*/*.py")} - {"examples"}
+    wrong = [f"{room}: no floors are told" for room in sorted(with_folders - set(told_rooms))]
+    for room, floors in told_rooms.items():
+        height = {name.removesuffix("/"): number for number, floor in enumerate(floors) for name in floor}
+        there = {path.stem + "/" * path.is_dir() for path in (SOURCE / room).iterdir()}
+        told = {name for floor in floors for name in floor}
+        wrong += [f"{room}: there is no {name}" for name in sorted(told - there)]
+        folders = {name for name in there if name.endswith("/") and [*(SOURCE / room / name).glob("*.py")]}
+        wrong += [f"{room}: {name} has no floor" for name in sorted(folders - told)]
+        for (importing, imported), places in rooms[f"stretto/{room}"].items():
+            if height.get(importing, len(floors)) <= height.get(imported, -1):
+                wrong.append(f"{room}: {imported} is not below {importing}: {places[0]}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_folder_is_several_rooms() -> None:
