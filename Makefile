@@ -113,7 +113,7 @@ $(VENV)/torch:
 	@touch $@
 
 $(VENV)/installed: pyproject.toml $(LOCK) | $(VENV)/torch
-	$(PIP) -e .
+	$(PIP) -e '.[plot,parquet]'
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml $(LOCK) | $(VENV)/torch
