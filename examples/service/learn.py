@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import tinker
 from tinker import types
 
@@ -13,11 +14,16 @@ address = {"base_url": "http://127.0.0.1:8700", "api_key": tokens[user]}
 
 [model] = tinker.RestClient(**address).get_server_capabilities().result().supported_models
 with tinker.ServiceClient(**address) as client:
+    assert model.model_name is not None
     training = client.create_lora_training_client(base_model=model.model_name, rank=8).result()
     pattern = [20, 21, 22] * 5
+    targets, weights = np.array(pattern[1:]), np.ones(len(pattern) - 1, np.float32)
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(pattern[:-1]),
-        loss_fn_inputs={"target_tokens": pattern[1:], "weights": [1.0] * (len(pattern) - 1)},
+        loss_fn_inputs={
+            "target_tokens": types.TensorData.from_numpy(targets),
+            "weights": types.TensorData.from_numpy(weights),
+        },
     )
     for step in range(30):
         passed = training.forward_backward([datum], "cross_entropy")

@@ -7,7 +7,7 @@ file puts their texts together. The resolved config is shown by `--print-config`
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +156,8 @@ def sft(cfg: SFTConfig) -> str:
 
 def evaluate(cfg: EvalConfig) -> str:
     """The screen of `eval`."""
-    tasks, missing, renderer = preview(cfg)
-    missing = None if cfg.client.api == "chat" else missing
+    tasks, reason, renderer = preview(cfg)
+    missing = None if cfg.client.api == "chat" else reason
     model = _model(ModelSection(name=cfg.model), missing) if cfg.model else []
     unseen = [("prompt", missing)] if missing and not cfg.model else []
     urls = cfg.client.base_url
@@ -352,7 +352,7 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
     return _boxed(about, renderer.readable(ids)), "", renderer.description
 
 
-def _cut(ids: Sequence[int], mask: Any, limits: Sequence[Limit]) -> str:
+def _cut(ids: Sized, mask: Any, limits: Sequence[Limit]) -> str:
     """What a limit leaves of a row that is longer."""
     limit = smallest(limits)
     if len(ids) <= limit.tokens:

@@ -99,6 +99,12 @@ def _per_token(loss: Callable[..., PolicyLoss], **options: str) -> TokenLoss:
     return compute
 
 
+def _gspo(logprobs: Tensor, s: TokenStreams, cfg: Any) -> PolicyLoss:
+    assert s.rl_weights is not None
+    options = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
+    return gspo(logprobs, s.behavior_logprobs, s.advantages, s.samples, s.rl_weights != 0, **options)
+
+
 _CLIP = {"clip_low": "clip_low", "clip_high": "clip_high"}
 _TAUS = {"adv_tau": "adv_tau", "kl_tau": "kl_tau"}
 POLICY_LOSSES: dict[str, TokenLoss] = {
@@ -106,10 +112,7 @@ POLICY_LOSSES: dict[str, TokenLoss] = {
     "ipo": _per_token(ipo, threshold="ipo_threshold", **_TAUS),
     "ppo": _per_token(ppo, clip_dual="clip_dual", **_CLIP),
     "reinforce": lambda logprobs, s, cfg: reinforce(logprobs, s.advantages),
-    "gspo": lambda logprobs, s, cfg: gspo(
-        logprobs, s.behavior_logprobs, s.advantages, s.samples, s.rl_weights != 0,
-        clip_low=cfg.clip_low, clip_high=cfg.clip_high,
-    ),
+    "gspo": _gspo,
     "cispo": _per_token(cispo, **_CLIP),
 }  # fmt: skip
 

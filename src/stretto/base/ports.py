@@ -22,9 +22,9 @@ import re
 import socket
 import sys
 import urllib.request
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from http.client import HTTPResponse
+from typing import Protocol, overload
 from urllib.parse import urlsplit
 
 from stretto.base.errors import ConfigError
@@ -157,8 +157,17 @@ def is_local(host: str) -> bool:
     return address.is_loopback if address is not None else _name_of(host) == "localhost"
 
 
+class Headers(Protocol):
+    """The headers of a request, as a mapping or as the standard library's message."""
+
+    @overload
+    def get(self, name: str, /) -> str | None: ...
+    @overload
+    def get(self, name: str, default: str, /) -> str: ...
+
+
 def refusal_of(
-    method: str, headers: Mapping[str, str], *, has_key: bool, is_ip_enough: bool = False
+    method: str, headers: Headers, *, has_key: bool, is_ip_enough: bool = False
 ) -> tuple[int, str] | None:
     """The status and sentence with which a request is refused, or None if it may pass.
 

@@ -24,7 +24,6 @@ from stretto.bench.shape import Shape
 from stretto.config.load import dump, write_json
 from stretto.config.model_file import read_model_file
 from stretto.config.root import InferenceConfig
-from stretto.config.rules.engine import product
 from stretto.data.hub_model import find_config
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
@@ -58,7 +57,7 @@ def bench_engine(cfg: InferenceConfig, given: Shape) -> dict[str, Any]:
     seconds = sum(each["time/round"] for each in kept)
     sampled = sum(each["sampled"] for each in kept)
     requests = given.requests * len(kept)
-    gpus = max(1, product(cfg.parallel)) if visible_gpus() and cfg.device != "cpu" else 0
+    gpus = num_gpus_of(cfg)
     return {
         "verb": "inference",
         "shape": {
@@ -91,6 +90,11 @@ def _check_length(cfg: InferenceConfig, num_tokens: int) -> None:
             f"--bench: prompt and reply have {num_tokens} tokens, and the engine takes {longest}: "
             "lower --bench.prompt-tokens or --bench.completion-tokens"
         )
+
+
+def num_gpus_of(cfg: InferenceConfig) -> int:
+    """GPUs of the engine that is measured; 0 if it computes on the CPU."""
+    return cfg.parallel.num_gpus if visible_gpus() and cfg.device != "cpu" else 0
 
 
 async def _measure(

@@ -117,9 +117,9 @@ class ImageProcessor:
     def _patches(self, pixels: UInt8[np.ndarray, "height width 3"]) -> Float32[np.ndarray, "patches dim"]:
         size, merge = self.patch_size, self.merge_size
         scaled = (pixels.astype(np.float64) * self.rescale_factor).astype(np.float32)
-        scaled = (scaled - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
+        normal = (scaled - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
         height, width = (side // size // merge for side in pixels.shape[:2])
-        blocks = scaled.reshape(height, merge, size, width, merge, size, 3)
+        blocks = normal.reshape(height, merge, size, width, merge, size, 3)
         # Patches of one token are adjacent: [block row, block column, row, column, channel, y, x].
         blocks = blocks.transpose(0, 3, 1, 4, 6, 2, 5)
         frames = np.repeat(blocks[:, :, :, :, :, None], self.temporal_patch_size, axis=5)

@@ -253,7 +253,7 @@ def _environment(marks: bool) -> jinja2.Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        tags = frozenset({"generation"})
+        tags = {"generation"}  # noqa: RUF012  # as the base class declares it
 
         def parse(self, parser: Any) -> jinja2.nodes.Node:
             line = next(parser.stream).lineno

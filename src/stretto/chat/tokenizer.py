@@ -97,8 +97,8 @@ class Tokenizer:
         found = _Pieces([], [])
         place = 0
         for piece in _PRIVATE.split(text):
-            index = ord(piece) - _FIRST_PRIVATE if _PRIVATE.fullmatch(piece) else None
-            is_special = index is not None and index < len(specials)
+            index = ord(piece) - _FIRST_PRIVATE if _PRIVATE.fullmatch(piece) else len(specials)
+            is_special = index < len(specials)
             encode = self._text_only.encode if is_special else self._backend.encode
             is_first = add_special_tokens and place == 0
             encoding = encode(specials[index] if is_special else piece, add_special_tokens=is_first)

@@ -26,7 +26,7 @@ def checked_number(value: Any, where: str, what: str) -> float:
     problem = f"{place}{what} is {describe_value(value)}, not a finite number"
     if (
         isinstance(value, str | bytes | bytearray)
-        or getattr(value, "ndim", 0)
+        or getattr(value, "ndim", None)
         or not hasattr(value, "__float__")
     ):
         raise EnvError(f"{problem}; return a float")

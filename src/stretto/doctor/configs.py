@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -93,10 +94,10 @@ def check_fit(cfg: Config) -> str:
         return f"{cfg.num_ranks} ranks on {f'GPU {gpus}' if gpus else 'the CPU, or GPUs of other machines'}"
     if isinstance(cfg, InferenceConfig):
         is_here = cfg.slurm is None and cfg.ray is None
-        plan = plan_serving(cfg if is_here else cfg.model_copy(update={"dry_run": True}), cfg.run_dir)
+        serving = plan_serving(cfg if is_here else cfg.model_copy(update={"dry_run": True}), cfg.run_dir)
         if cfg.model:
             check_served(cfg, cfg.model, is_cpu=is_here and cfg.device == "cpu")
-        return f"{len(plan.processes)} processes on {machines(len(plan.hosts))}"
+        return f"{len(serving.processes)} processes on {machines(len(serving.hosts))}"
     preview(cfg)
     return "its environments are made, with their first tasks"
 
@@ -116,7 +117,7 @@ def check_config(cfg: Config) -> Iterator[Finding]:
         ("rollouts", _check_rollouts),
         ("servers", _check_servers),
     ):
-        yield from guarded(name, lambda check=check: check(cfg))
+        yield from guarded(name, partial(check, cfg))
 
 
 def _check_directory(cfg: Config) -> Iterator[Finding]:
@@ -268,7 +269,7 @@ def _check_rollouts(cfg: Config) -> Iterator[Finding]:
 
 def _check_servers(cfg: Config) -> Iterator[Finding]:
     """Whether engines and teachers that this run does not start answer."""
-    sections = []
+    sections: list[tuple[str, str | list[str] | None]] = []
     if isinstance(cfg, RLConfig):
         if cfg.inference is None:
             sections.append(("orchestrator.client.base_url", cfg.orchestrator.client.base_url))

@@ -44,7 +44,9 @@ def hosts_of(cfg: Config) -> list[str]:
     """Addresses of the hosts of a deployment; [] if it has only one host, or they are not known yet."""
     if isinstance(cfg, EvalConfig) or cfg.num_nodes == 1:
         return []
-    return (cfg.hosts if isinstance(cfg, InferenceConfig) else cfg.deployment.hosts) or []
+    if isinstance(cfg, InferenceConfig):
+        return cfg.hosts or []
+    return (cfg.deployment.hosts or []) if cfg.deployment.type == "multi_node" else []
 
 
 def elsewhere(cfg: Config, command: str) -> Iterator[Finding]:

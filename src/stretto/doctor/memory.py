@@ -83,7 +83,7 @@ def _fits(
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # warnings about configs that are only tried
     try:
-        changed = load(type(cfg), words, verb="sft" if isinstance(cfg, SFTConfig) else "rl")
+        changed = load(type(cfg), list(words), verb="sft" if isinstance(cfg, SFTConfig) else "rl")
         return all(memory.fits for memory in memories(changed, gpu) if whos is None or memory.who in whos)
     except ConfigError:
         return False

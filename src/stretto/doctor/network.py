@@ -21,7 +21,8 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, BinaryIO
+from io import BufferedRWPair
+from typing import Any
 
 from stretto.base.errors import WireError
 from stretto.base.status import printable
@@ -105,6 +106,7 @@ def listen(
 def _receive_report(connection: socket.socket, token: str) -> Report:
     connection.settimeout(TIMEOUT_S)
     with connection.makefile("rwb") as file:
+        assert isinstance(file, BufferedRWPair)
         hello = _receive(file)
         if hello.get("stretto") != "doctor":
             raise WireError("not a doctor")
@@ -158,7 +160,7 @@ class Peer:
                     ) from error
                 time.sleep(RETRY_S)
         self._wait_s = wait_s
-        self._file: BinaryIO = self._connection.makefile("rwb")  # type: ignore[assignment]
+        self._file = self._connection.makefile("rwb")
         self.token = ""
 
     def measure(self, findings: Sequence[Finding] = (), node: int | None = None) -> Link:
@@ -220,12 +222,12 @@ def _wire_errors() -> Iterator[None]:
 # -- the wire --
 
 
-def _send(file: BinaryIO, message: dict[str, Any]) -> None:
+def _send(file: BufferedRWPair, message: dict[str, Any]) -> None:
     file.write(json.dumps(message).encode() + b"\n")
     file.flush()
 
 
-def _receive(file: BinaryIO) -> dict[str, Any]:
+def _receive(file: BufferedRWPair) -> dict[str, Any]:
     line = file.readline(MAX_LINE)
     try:
         message = json.loads(line)
@@ -236,7 +238,7 @@ def _receive(file: BinaryIO) -> dict[str, Any]:
     return message
 
 
-def _send_pieces(file: BinaryIO) -> None:
+def _send_pieces(file: BufferedRWPair) -> None:
     """Send pieces for MEASURE_S, each with a byte before it that says whether there is one."""
     end = time.perf_counter() + MEASURE_S
     while time.perf_counter() < end:
@@ -246,7 +248,7 @@ def _send_pieces(file: BinaryIO) -> None:
     file.flush()
 
 
-def _receive_pieces(file: BinaryIO) -> int:
+def _receive_pieces(file: BufferedRWPair) -> int:
     """Receive pieces until the end; their number of bytes."""
     num_bytes, end = 0, time.monotonic() + TIMEOUT_S
     while file.read(1) == b"\1":

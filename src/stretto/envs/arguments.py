@@ -35,7 +35,7 @@ def check_argument_types(cls: type, args: Mapping[str, Any], env_id: str) -> Non
 
     Raises: ConfigError for the first argument of another type.
     """
-    types = get_type_hints(cls.__init__)
+    types = get_type_hints(cls.__init__)  # type: ignore[misc]  # mypy takes a class for an instance of one
     for key, value in args.items():
         try:
             msgspec.convert(value, types.get(key, Any))

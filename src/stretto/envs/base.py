@@ -384,8 +384,8 @@ def needs_worker(env_id: str) -> bool:
 
 def _find_factory(env_id: str) -> Callable[..., Any]:
     path = BUNDLED.get(env_id, env_id)
-    if ":" not in path and (module := find.find_module(env_id)) is not None:
-        return find.environment_class(load_module(module, f"environment {env_id!r}"), env_id)
+    if ":" not in path and (found := find.find_module(env_id)) is not None:
+        return find.environment_class(load_module(found, f"environment {env_id!r}"), env_id)
     if ":" not in path:
         nearest = difflib.get_close_matches(env_id.replace("_", "-"), BUNDLED, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(sorted(BUNDLED))};"

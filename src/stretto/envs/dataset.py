@@ -66,7 +66,7 @@ def dataset(path: str | list[str] | None = None, *, run: RunInfo | None = None, 
 
 
 # `load_environment` reads the signature: it refuses arguments that are not there, and fills in `run`.
-dataset.__signature__ = inspect.Signature(
+dataset.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # `inspect` reads it
     [*inspect.signature(DatasetSettings).parameters.values(), inspect.signature(dataset).parameters["run"]]
 )
 
@@ -244,9 +244,10 @@ class SingleTurnDataset(Dataset, SingleTurnEnv):
 
 def build_arguments(settings: DatasetSettings, run: RunInfo) -> Arguments:
     """`args` of hooks: what they may know of the run."""
+    encode = run.encode
     known = {
         "hf_checkpoint": run.tokenizer,
-        "encode": None if run.encode is None else lambda text: run.encode(text).tolist(),
+        "encode": None if encode is None else lambda text: encode(text).tolist(),
         "prompt_data": settings.path,
         "input_key": settings.input_key,
         "label_key": settings.label_key,

@@ -224,9 +224,11 @@ class Records:
         if not sources:
             return None
         setting = "dataset: " + {"train": "path", "eval": "eval_path"}[split]
-        how = {"is_streamed": self.settings.streaming, "convert": self.settings.convert}
+        is_streamed, convert = self.settings.streaming, self.settings.convert
         files = [sources] if isinstance(sources, str) else sources
-        records = itertools.chain.from_iterable(read_records(source, setting, **how) for source in files)
+        records = itertools.chain.from_iterable(
+            read_records(source, setting, is_streamed=is_streamed, convert=convert) for source in files
+        )
         return self._rows_of(setting, records, split)
 
     def _samples(self, path: str, args: Arguments) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -250,9 +252,12 @@ class Records:
                 got = type(sample).__name__
                 raise ConfigError(f"{read.where}: group {index} is {got}; give a list of Sample for each")
             keys = settings.metadata_key
+            known: dict[str, Any]
             known = {keys: sample.metadata} if isinstance(keys, str) else dict(sample.metadata)
-            keyed = {settings.input_key: sample.prompt, settings.label_key: sample.label}
-            yield f"{source.where}: group {index}", known | keyed
+            known[settings.input_key] = sample.prompt
+            if settings.label_key is not None:
+                known[settings.label_key] = sample.label
+            yield f"{source.where}: group {index}", known
 
     def _rows_of(
         self, setting: str, records: Iterable[tuple[str, dict[str, Any]]], split: Split

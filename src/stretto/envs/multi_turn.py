@@ -6,7 +6,6 @@ tools. An environment with a different flow (several agents, branches) implement
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -114,8 +113,8 @@ class MultiTurnEnv(ABC):
             return []
         where = place_of(self, "respond")
         if inspect.isawaitable(answer):
-            with contextlib.suppress(AttributeError):
-                answer.close()  # avoids a second warning, that it was never awaited
+            if (close := getattr(answer, "close", None)) is not None:
+                close()  # avoids a second warning, that it was never awaited
             raise EnvError(
                 f"{where} returned a call that nobody awaited; write `async def`, and `await` before it"
             )

@@ -103,10 +103,10 @@ def block_activations(
         forward += moe.top_k * size
         moments = _mixture_moments(width, moe.top_k * size, inner, 0.5 if moe.is_plain else 1 / 3)
     elif has_mlp:
-        inner = cfg.intermediate_size / tp
-        mlp = _mlp(inner, is_plain=cfg.has_plain_mlp, has_kernels=has_kernels)
+        dense = cfg.intermediate_size / tp
+        mlp = _mlp(dense, is_plain=cfg.has_plain_mlp, has_kernels=has_kernels)
         share = 0.5 if cfg.has_plain_mlp else 1 / 3
-        moments = [Moment(width + 2 * inner, share, share)]
+        moments = [Moment(width + 2 * dense, share, share)]
     if has_mlp:  # all of the MLP is done when attention's turn comes
         moments.append(Moment(width + attention - mlp - experts - router, 1.0, 0.0))
     # A norm in 16 bits keeps its input in 32 bits, and its result before the weight is applied.

@@ -76,7 +76,8 @@ def _load(words: Sequence[str]) -> RLConfig | SFTConfig:
     Raises: ConfigError of the verb that knows most of the keys.
     """
     errors = []
-    for root in (RLConfig, SFTConfig):
+    roots: tuple[type[RLConfig] | type[SFTConfig], ...] = (RLConfig, SFTConfig)
+    for root in roots:
         try:
             return load(root, list(words), verb="stretto plan")
         except ConfigError as error:

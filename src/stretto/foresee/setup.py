@@ -150,7 +150,8 @@ def build_setup(
     has_gpu = not hardware.is_cpu
     degrees = find_degrees(cfg.model, _num_ranks(cfg), mesh_shape(found.shape))
     train_dtype: str = dtype_on(cfg.model.dtype, is_gpu=has_gpu)
-    engines, shared = (), False
+    engines: tuple[EngineSetup, ...] = ()
+    shared = False
     if isinstance(cfg, RLConfig):
         engines = _engines(cfg, size, has_gpu=has_gpu, notes=notes)
         shared = cfg.deployment.type == "single_node" and _shares_devices(cfg, engines) and has_gpu
@@ -181,7 +182,7 @@ def with_config(setup: Setup, cfg: RLConfig | SFTConfig) -> Setup:
     """
     notes: list[str] = []
     degrees = find_degrees(cfg.model, _num_ranks(cfg), mesh_shape(setup.shape))
-    engines = ()
+    engines: tuple[EngineSetup, ...] = ()
     if isinstance(cfg, RLConfig):
         engines = _engines(cfg, setup.size, has_gpu=not setup.is_cpu, notes=notes)
     return replace(setup, cfg=cfg, degrees=degrees, engines=engines)

@@ -20,6 +20,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.base.paths import RunDir
+from stretto.chat.render import Renderer
 from stretto.config.root import OrchestratorConfig, RLConfig, SFTConfig
 from stretto.config.sections.orchestrator import EnvSection
 from stretto.config.sections.sft import EnvData, FileData
@@ -240,7 +241,7 @@ def prompt_lengths(cfg: RLConfig) -> Numbers | str:
 
 
 async def _prompts_of(
-    cfg: OrchestratorConfig, section: EnvSection, renderer: object, info: RunInfo
+    cfg: OrchestratorConfig, section: EnvSection, renderer: Renderer, info: RunInfo
 ) -> list[float] | str:
     from stretto.orchestrator.build import open_env
     from stretto.orchestrator.dry_run import first_prompt
@@ -271,8 +272,10 @@ def example_lengths(cfg: SFTConfig) -> Numbers | str:
     if reason := _no_tokenizer(cfg):
         return reason
     data = cfg.data
-    if isinstance(data, FileData) and is_hub_name(data.name) and not Path(data.name).exists():
-        return f"{data.name} is a data set of the Hub, which a plan does not download"
+    if isinstance(data, FileData):
+        for name in [data.name] if isinstance(data.name, str) else data.name:
+            if is_hub_name(name) and not Path(name).exists():
+                return f"{name} is a data set of the Hub, which a plan does not download"
     if isinstance(data, EnvData):
         data = data.model_copy(update={"num_rows": min(data.num_rows, NUM_EXAMPLES)})
     try:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.base.paths import RunDir
@@ -154,13 +155,16 @@ class BackgroundMonitor(Monitor):
             self._is_built.set()
 
 
-TRACKERS: dict[str, type[Monitor]] = {
+TRACKERS: dict[str, Callable[[Any, Source], Monitor]] = {
     "wandb": WandbMonitor,
     "tensorboard": TensorboardMonitor,
     "trackio": TrackioMonitor,
 }
 """By the name of their section, which is also the name of the package that they need."""
-WITHOUT_PACKAGE: dict[str, type[Monitor]] = {"heartbeat": HeartbeatMonitor, "prometheus": PrometheusMonitor}
+WITHOUT_PACKAGE: dict[str, Callable[[Any, Source], Monitor]] = {
+    "heartbeat": HeartbeatMonitor,
+    "prometheus": PrometheusMonitor,
+}
 
 
 def find_trackers(section: MonitorsSection, *, is_fed_here: bool = True) -> list[str]:

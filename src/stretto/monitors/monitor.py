@@ -60,7 +60,9 @@ class Source:
 
 def images_of(row: TableRow) -> tuple[bytes, ...]:
     """The PNG files of a row."""
-    return tuple(row.get(IMAGES, ()))
+    images = row.get(IMAGES, ())
+    assert isinstance(images, tuple), "the column `images` holds PNG files"
+    return images
 
 
 def without_images(row: TableRow) -> dict[str, Any]:

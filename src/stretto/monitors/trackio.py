@@ -27,7 +27,9 @@ class TrackioMonitor(Monitor):
     def log_table(self, step: int, name: str, rows: Sequence[TableRow]) -> None:
         import trackio
 
-        self._run.log({name: trackio.Table(data=list(map(without_images, rows)))}, step=step)
+        data = [without_images(row) for row in rows]
+        table = trackio.Table(data=data)  # type: ignore[arg-type]  # it also takes rows as dictionaries
+        self._run.log({name: table}, step=step)
 
     def log_histograms(self, step: int, values: Mapping[str, Values]) -> None:
         import trackio

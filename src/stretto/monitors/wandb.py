@@ -40,7 +40,7 @@ class WandbMonitor(Monitor):
             tags=section.tags,
             config=source.config(),
             dir=str(source.run_dir.path),
-            mode=mode,
+            mode=mode,  # type: ignore[arg-type]  # wandb also takes "dryrun" and "run", which its types leave out
             id=_run_id(directory / f"{source.role}.id"),
             resume=None if mode in WITHOUT_NETWORK else "allow",
             settings=wandb.Settings(silent=True, init_timeout=120, console="off", disable_git=True),
@@ -66,7 +66,9 @@ class WandbMonitor(Monitor):
     def log_histograms(self, step: int, values: Mapping[str, Values]) -> None:
         import wandb
 
-        self._run.log({"step": step} | {name: wandb.Histogram(each) for name, each in values.items()})
+        self._run.log(
+            {"step": step} | {name: wandb.Histogram(each.tolist()) for name, each in values.items()}
+        )
 
     def close(self) -> None:
         """Finish the W&B run and end W&B's own process, which would otherwise outlive this one."""

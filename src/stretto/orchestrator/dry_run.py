@@ -31,6 +31,7 @@ from stretto.envs.base import (
     Message,
     RunInfo,
     SingleTurnEnv,
+    Split,
     checked_prompt,
     needs_worker,
     place_of,
@@ -95,6 +96,7 @@ def _check_user_code(cfg: OrchestratorKeys) -> Iterator[Checked]:
         load_saved(pattern, 0)  # the first of the saved rollouts that are trained on
         yield "read", str(pattern)
     held_out = cfg.eval.env if cfg.eval is not None else ()
+    named: list[tuple[str, EnvSection]]
     named = [(f"orchestrator.env.{index}", env) for index, env in enumerate(cfg.env)]
     named += [(f"orchestrator.eval.env.{index}", env) for index, env in enumerate(held_out)]
     for place, env in named:
@@ -144,6 +146,7 @@ def preview(cfg: OrchestratorConfig | EvalConfig, limits: Sequence[Limit] | None
     Raises: ConfigError, DataError, EnvError that name the wrong name, argument, task, prompt or score.
     """
     envs: Sequence[EnvSection]
+    split: Split
     if isinstance(cfg, EvalConfig):
         envs, sampling, split, model = cfg.eval.env, cfg.eval.sampling, "eval", cfg.model
     else:
@@ -221,7 +224,7 @@ class _Looking:
     cfg: OrchestratorConfig | EvalConfig
     renderer: Renderer | None
     info: RunInfo
-    split: str
+    split: Split
     limits: Sequence[Limit]
 
 
@@ -289,13 +292,14 @@ async def check_first_tasks(
 
     Raises: ConfigError, EnvError that name the environment, the task, and file and line of what raised.
     """
-    for split, envs in (("train", train), ("eval", held_out)):
+    splits: dict[Split, Sequence[Environment]] = {"train": train, "eval": held_out}
+    for split, envs in splits.items():
         for env in envs:
             await _first_task(env, renderer, split)
 
 
 async def _first_task(
-    env: Environment, renderer: Renderer | None, split: str, system_prompt: str | None = None
+    env: Environment, renderer: Renderer | None, split: Split, system_prompt: str | None = None
 ) -> FirstTask:
     source = tasks_of(env, split)
     task = same_task(env, source, split)

@@ -142,7 +142,9 @@ def open_user_code(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExit
     """
     info = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name)
     hooks = None if cfg.hooks.is_empty else BatchHooks(cfg, renderer)
-    functions = [load_rollout_function(cfg, key) for key in ("rollout_function", cfg.hooks.eval_setting)]
+    rollouts, evals = (
+        load_rollout_function(cfg, key) for key in ("rollout_function", cfg.hooks.eval_setting)
+    )
     for name in (env.name or env.id for env in cfg.env):
         if isinstance(algo := cfg.algo_of(name), CustomAlgo):
             load_credit(algo, cfg.algo_path(name))
@@ -152,7 +154,7 @@ def open_user_code(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExit
         check_overlong(env, cfg.algo_of(env.name), cfg.sampling_of(env.name), cfg.algo_path(env.name))
     section = cfg.eval_as_trained()
     held_out = [] if section is None else eval_envs(section, envs, cfg.run_dir, stack, info)
-    return UserCode(info, envs, hooks, *functions, held_out)
+    return UserCode(info, envs, hooks, rollouts, evals, held_out)
 
 
 @dataclass(frozen=True)
@@ -408,7 +410,8 @@ def load_rollout_function(cfg: OrchestratorSection, key: str | None) -> UserRoll
 
 def build_bounds(cfg: OrchestratorSection) -> Bounds:
     """The buffer's bounds, from the config."""
-    oversampled = cfg.oversampling_factor and int(cfg.oversampling_factor * cfg.batch_size)
+    factor = cfg.oversampling_factor
+    oversampled = None if factor is None else int(factor * cfg.batch_size)
     limits = [limit for limit in (cfg.max_inflight_rollouts, oversampled) if limit is not None]
     return Bounds(
         groups_per_batch=cfg.batch_size // cfg.group_size,

@@ -7,6 +7,7 @@ The first token of a document is never trained.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import msgspec
 import numpy as np
@@ -83,7 +84,14 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
         return self.images[start : start + sum(self.num_images[document : document + 1])]
 
 
-def images_by_document(documents: Sequence[tuple[Image, ...]]) -> dict[str, tuple]:
+class ImageFields(TypedDict):
+    """The fields of a row that hold its images."""
+
+    images: tuple[Image, ...]
+    num_images: tuple[int, ...]
+
+
+def images_by_document(documents: Sequence[tuple[Image, ...]]) -> ImageFields:
     """The fields `images` and `num_images` of a row with these documents."""
     images = tuple(image for document in documents for image in document)
     return {"images": images, "num_images": tuple(map(len, documents)) if images else ()}

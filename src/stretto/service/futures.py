@@ -62,7 +62,7 @@ class Future:
     sent_at: float | None = None
     done_at: float | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    cancel: Callable[[], None] | None = None
+    cancel: Callable[[], object] | None = None
     """Stops the work on it; None if that cannot be stopped."""
     run: str | None = None
     """The run whose request it is; None for samples."""

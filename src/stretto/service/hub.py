@@ -20,6 +20,7 @@ from uuid import uuid4
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from stretto.base.errors import ConfigError, DataError, StrettoError
 from stretto.base.ports import refusal_of
@@ -234,35 +235,35 @@ def when(seconds: float | None) -> str | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def boundary(hub: Hub) -> Middleware:
     """Build the middleware that checks the token and turns every exception into an answer."""
 
     @web.middleware
-    async def middleware(http: web.Request, handler: Handler) -> web.StreamResponse:
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         user: User | None = None
         refusal: Refusal | None = None
         try:
-            if refused := refusal_of(http.method, http.headers, has_key=True):
+            if refused := refusal_of(request.method, request.headers, has_key=True):
                 raise Refusal(refused[1], refused[0])
             # The address of a file for download is signed, so it needs no token.
-            if http.path not in OPEN_ROUTES and not http.path.startswith("/download/"):
-                user = hub.access.user(http.headers)
-                http[USER] = user
-            largest = hub.largest_body(http.path)
-            size = body_size(http, largest)
+            if request.path not in OPEN_ROUTES and not request.path.startswith("/download/"):
+                user = hub.access.user(request.headers)
+                request[USER] = user
+            largest = hub.largest_body(request.path)
+            size = body_size(request, largest)
             if size > largest:
-                raise Refusal(_too_large(http, size, largest), 413)
-            http = http.clone(client_max_size=largest)
+                raise Refusal(_too_large(request, size, largest), 413)
+            request = request.clone(client_max_size=largest)
             with hub.reading.body(user.name if user is not None else "", size):
-                response = await handler(http)
+                response = await handler(request)
                 await hub.store.settled()
                 return response
         except Refusal as error:
             refusal = error
         except web.HTTPRequestEntityTooLarge:
-            refusal = Refusal(_too_large(http, None, hub.largest_body(http.path)), 413)
+            refusal = Refusal(_too_large(request, None, hub.largest_body(request.path)), 413)
         except web.HTTPException as error:
-            refusal = Refusal(f"{http.method} {http.path[:200]}: {error.reason}", error.status)
+            refusal = Refusal(f"{request.method} {request.path[:200]}: {error.reason}", error.status)
         except web.RequestPayloadError as error:
             refusal = Refusal(f"the body cannot be read: {error.__cause__ or error}", 400)
         except (DataError, ConfigError) as error:
@@ -270,25 +271,25 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
         except ConnectionError:
             return web.Response(status=499)
         except sqlite3.Error as error:
-            logger.error("%s %s: the records cannot be written: %s", http.method, http.path, error)
+            logger.error("%s %s: the records cannot be written: %s", request.method, request.path, error)
             refusal = Refusal(f"the service cannot write its records ({error}); is its disk full?", 507)
         except StrettoError as error:
-            logger.error("%s %s: %s", http.method, http.path, error)
+            logger.error("%s %s: %s", request.method, request.path, error)
             refusal = Refusal(str(error), 500)
         except Exception as error:
             name = uuid4().hex
-            logger.exception("%s %s failed, request %s", http.method, http.path, name)
+            logger.exception("%s %s failed, request %s", request.method, request.path, name)
             refusal = Refusal(f"internal error in request {name}: {type(error).__name__}: {error}", 500)
         finally:
-            is_logged = refusal is not None or not is_quiet(http.path)
-            if is_logged and http.path not in OPEN_ROUTES:
+            is_logged = refusal is not None or not is_quiet(request.path)
+            if is_logged and request.path not in OPEN_ROUTES:
                 status = 200 if refusal is None else refusal.status
                 details = {} if refusal is None else {"error": str(refusal)[:500]}
-                action = f"{http.method} {http.path[:300]}"
+                action = f"{request.method} {request.path[:300]}"
                 if user is None:
-                    hub.audit.write_stranger(action, http.remote or "", status=status, **details)
+                    hub.audit.write_stranger(action, request.remote or "", status=status, **details)
                 else:
-                    hub.audit.write(user.name, action, http.remote or "", status=status, **details)
+                    hub.audit.write(user.name, action, request.remote or "", status=status, **details)
         # Clients of Tinker show `detail`.
         body = json.loads(refusal.body()) | {"detail": str(refusal)}
         return answer(body, refusal.status)

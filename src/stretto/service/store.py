@@ -289,7 +289,7 @@ class Store:
         """
         samplers = list(self.all(Sampler))
         checkpoints = {each.directory: each.run for each in self.all(Checkpoint)}
-        needed = set(checkpoints.values())
+        needed: set[str | None] = set(checkpoints.values())
         needed |= {each.run for each in samplers if each.directory is not None}
         is_over = lambda run: (
             run.state in ("ended", "failed") and run.id not in needed and run.directory is None

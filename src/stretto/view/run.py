@@ -126,7 +126,8 @@ class Run:
             raise ConfigError("rollouts: best and worst exclude each other; call it twice.")
         if not self.dir.ledger.exists():
             raise ConfigError(f"{self.dir}: this run has no rollouts (there is no {self.dir.ledger.name}).")
-        where, values = "", []
+        where = ""
+        values: list[str | int | float] = []
         for clause, value in (
             (" AND b.step = ?", step),
             (" AND d.env = ?", env),

@@ -52,7 +52,9 @@ def _run(verb: str, config: Config, flags: tuple[str, ...]) -> Run:
 
     _check_flags(verb, flags)
     with _as_file(config) as file:
-        root = load({"rl": RLConfig, "sft": SFTConfig}[verb], ["@", file, *flags], verb=verb)
+        arguments = ["@", file, *flags]
+        root: RLConfig | SFTConfig
+        root = load(RLConfig, arguments, verb=verb) if verb == "rl" else load(SFTConfig, arguments, verb=verb)
         _start(verb, file, flags)
     return Run(root.run_dir.path)
 

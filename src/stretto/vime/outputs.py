@@ -12,7 +12,8 @@ from stretto.vime.sample import Sample
 class RolloutFnTrainOutput:
     """What a rollout function returns: groups of samples, and metrics."""
 
-    samples: list[list[Sample]]
+    samples: list[list[Sample]] | list[list[list[Sample]]]
+    """Groups; a member is a sample, or the list of the samples of its episode."""
     metrics: dict[str, float] | None = None
 
 

@@ -25,6 +25,9 @@ class Status(Enum):
     FAILED = "failed"
 
 
+_Status = Status  # inside Sample the name is its attribute
+
+
 @dataclass
 class Sample:
     """One reply to one prompt.
@@ -33,7 +36,7 @@ class Sample:
     holds the prompt's tokens, then the response's, exactly as the engine got and returned them.
     """
 
-    Status = Status
+    Status = _Status
 
     group_index: int | None = None
     """Number of the group: the draw of the task in this run."""
@@ -62,7 +65,7 @@ class Sample:
     weight_versions: list[int] = field(default_factory=list)
     remove_sample: bool = False
     """True: its reward counts in its group, but it is not trained."""
-    status: Status = Status.PENDING
+    status: _Status = _Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     train_metadata: dict[str, Any] | None = None
     session_id: str | None = None

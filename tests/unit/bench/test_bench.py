@@ -14,16 +14,26 @@ import pytest
 
 from stretto import cli
 from stretto.bench.command import only_given
+from stretto.bench.engine import num_gpus_of
 from stretto.bench.flops import flops_per_token, peak_flops
 from stretto.bench.report import as_table, phases
 from stretto.bench.tasks import BenchTasks, text_of
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.config.load import dump, load
-from stretto.config.root import RLConfig
+from stretto.config.root import InferenceConfig, RLConfig
 from stretto.config.sections.model import ScratchSection
 from stretto.envs.base import tasks_of
 from stretto.launch.stacks import below, processes
 from stretto.models.hub import random_model, save_hf
+
+
+def test_rates_of_an_engine_are_per_gpu_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = InferenceConfig(model="m", parallel={"tp": 2, "dp": 2})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert num_gpus_of(cfg) == 4
+    assert num_gpus_of(cfg.model_copy(update={"device": "cpu"})) == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert num_gpus_of(cfg) == 0
 
 
 @pytest.fixture(scope="module")

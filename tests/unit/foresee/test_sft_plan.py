@@ -61,6 +61,8 @@ def test_why_lengths_are_assumed_is_said(tmp_path) -> None:
     data = {"type": "file", "name": "somebody/rows"}
     values = {"model": {"scratch": {}}, "max_steps": 9, "data": data}
     assert "data set of the Hub" in example_lengths(build(SFTConfig, values))
+    data["name"] = [str(tmp_path), "somebody/rows"]
+    assert "somebody/rows is a data set of the Hub" in example_lengths(build(SFTConfig, values))
     data["name"] = str(tmp_path / "rows.jsonl")
     assert "rows.jsonl" in example_lengths(build(SFTConfig, values))
 

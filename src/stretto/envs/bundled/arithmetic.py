@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from stretto.base.errors import ConfigError
 from stretto.envs.base import Message, SingleTurnEnv
-from stretto.envs.bundled.held_out import GeneratedTasks, user
+from stretto.envs.bundled.held_out import SolvedTasks, user
 from stretto.envs.rewards.math_reward import MathVerifier
 from stretto.records.rollout import Task
 
 
-class Arithmetic(GeneratedTasks, SingleTurnEnv):
+class Arithmetic(SolvedTasks, SingleTurnEnv):
     """num_terms numbers of 0..max_number, each added or subtracted (`operators`); results may be negative."""
 
     stream = "arithmetic"

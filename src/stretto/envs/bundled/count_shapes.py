@@ -14,14 +14,14 @@ import numpy as np
 from stretto.base.errors import ConfigError
 from stretto.data.pictures import data_url
 from stretto.envs.base import Message, SingleTurnEnv
-from stretto.envs.bundled.held_out import GeneratedTasks
+from stretto.envs.bundled.held_out import SolvedTasks
 from stretto.records.rollout import Task
 
 KINDS = ("circle", "square", "triangle")
 COLORS = ("red", "green", "blue", "orange", "purple", "black")
 
 
-class CountShapes(GeneratedTasks, SingleTurnEnv):
+class CountShapes(SolvedTasks, SingleTurnEnv):
     """1 to max_shapes shapes on a white picture of size x size pixels."""
 
     stream = "count-shapes"

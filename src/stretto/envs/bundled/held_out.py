@@ -49,8 +49,8 @@ class GeneratedTasks(ABC):
         return [self.solve(self.draw_for_sft(seed, index)) for index in range(num_rows)]
 
     def solve(self, task: Task) -> dict[str, Any]:
-        """A row for `sft`: the prompt of a single-turn task, and the right reply."""
-        return {"messages": [*self.prompt(task), assistant(self.demonstration(task))]}
+        """A row for `sft` that shows how this task is solved."""
+        raise NotImplementedError
 
     def draw_for_sft(self, seed: int, index: int) -> Task:
         """Task number `index` of the training split, drawn for `sft`."""
@@ -65,6 +65,22 @@ class GeneratedTasks(ABC):
             if is_held_out(text) == is_eval:
                 return text
             attempt += 1
+
+
+class SolvedTasks(GeneratedTasks):
+    """Tasks of one turn, which one reply solves."""
+
+    @abstractmethod
+    def prompt(self, task: Task) -> list[Message]:
+        """The task, as the policy sees it."""
+
+    @abstractmethod
+    def demonstration(self, task: Task) -> str:
+        """A reply that gets the full reward."""
+
+    def solve(self, task: Task) -> dict[str, Any]:
+        """A row for `sft`: the prompt, and the right reply."""
+        return {"messages": [*self.prompt(task), assistant(self.demonstration(task))]}
 
 
 def is_held_out(text: str) -> bool:

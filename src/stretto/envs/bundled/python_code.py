@@ -12,10 +12,11 @@ import json
 import operator
 import random
 from collections.abc import Iterable
+from typing import Literal
 
 from stretto.base.errors import ConfigError
 from stretto.envs.base import Message, RolloutResult, SingleTurnEnv
-from stretto.envs.bundled.held_out import GeneratedTasks, user
+from stretto.envs.bundled.held_out import SolvedTasks, user
 from stretto.envs.rewards.sandbox import Sandbox, SandboxLimits, SandboxResult
 from stretto.records.rollout import Task
 
@@ -32,7 +33,7 @@ MAX_REPLY_CHARS = 2000  # a longer reply is cut before it is run
 CACHE_SIZE = 10_000  # replies whose results are cached: a reply computes the same values for every task
 
 
-class PythonCode(GeneratedTasks, SingleTurnEnv):
+class PythonCode(SolvedTasks, SingleTurnEnv):
     """Functions `x+c`, `x-c`, `x*c` with c in 1..max_constant, with num_examples inputs in 0..max_input shown.
 
     They are tested with the num_tests integers above max_input, which are never shown.
@@ -48,7 +49,7 @@ class PythonCode(GeneratedTasks, SingleTurnEnv):
         num_examples: int = 2,
         num_tests: int = 6,
         partial: bool = False,
-        backend: str = "auto",
+        backend: Literal["auto", "bubblewrap", "subprocess"] = "auto",
         timeout_s: float = 2.0,
         seed: int = 0,
         instruction: str = "",

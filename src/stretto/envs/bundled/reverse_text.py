@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from stretto.base.errors import ConfigError
 from stretto.envs.base import Message, SingleTurnEnv
-from stretto.envs.bundled.held_out import GeneratedTasks, alphabet_of, letters_of, user
+from stretto.envs.bundled.held_out import SolvedTasks, alphabet_of, letters_of, user
 from stretto.records.rollout import Task
 
 
-class ReverseText(GeneratedTasks, SingleTurnEnv):
+class ReverseText(SolvedTasks, SingleTurnEnv):
     """Strings of min_length..max_length letters, each length equally likely; `instruction` precedes them."""
 
     stream = "reverse"

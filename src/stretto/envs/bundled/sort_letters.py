@@ -7,13 +7,15 @@ hide what is not yet learned.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from stretto.base.errors import ConfigError
 from stretto.envs.base import Message, SingleTurnEnv
-from stretto.envs.bundled.held_out import GeneratedTasks, alphabet_of, letters_of, user
+from stretto.envs.bundled.held_out import SolvedTasks, alphabet_of, letters_of, user
 from stretto.records.rollout import Task
 
 
-class SortLetters(GeneratedTasks, SingleTurnEnv):
+class SortLetters(SolvedTasks, SingleTurnEnv):
     """num_letters letters out of the first num_symbols of the alphabet, with repeats, after `instruction`."""
 
     stream = "sort"
@@ -38,7 +40,7 @@ class SortLetters(GeneratedTasks, SingleTurnEnv):
     def prompt(self, task: Task) -> list[Message]:
         return [user(self.instruction + task.data["letters"])]
 
-    def score(self, task: Task, text: str) -> float:
+    def score(self, task: Task, text: str) -> float | Awaitable[float]:
         return float(text.strip() == self.demonstration(task))
 
     def demonstration(self, task: Task) -> str:

@@ -120,6 +120,7 @@ class MathVerifier:
         async with self._free_workers():
             worker = self._idle.pop() if self._idle else await self._start()
             is_sound = False
+            assert worker.stdin is not None and worker.stdout is not None
             try:
                 async with asyncio.timeout(self.timeout_s):
                     line = json.dumps({"answer": answer, "gold": gold}).encode() + b"\n"
@@ -155,6 +156,7 @@ class MathVerifier:
             stderr=asyncio.subprocess.DEVNULL,
             env={"PYTHONPATH": ":".join(p for p in sys.path if p)},
         )
+        assert worker.stdout is not None
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 if await worker.stdout.readline() == b"ready\n":

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 import verifiers.v1 as vf
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.configs.select import SelectConfig
 from verifiers.v1.interception import server as interception_server
@@ -98,7 +98,7 @@ class VerifiersEnv:
         except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as cause:
             raise ConfigError(f"{self._what}: {cause}") from cause
 
-    def _set_defaults(self, config_type: type, taskset_id: str, data: dict[str, Any]) -> None:
+    def _set_defaults(self, config_type: type[BaseModel], taskset_id: str, data: dict[str, Any]) -> None:
         """Set a local runtime, and the harness `in_process` if the taskset has none."""
         ships_harness = loaders.default_harness_id(taskset_id) == taskset_id
         for role, declared in agent_config_fields(config_type.model_construct()).items():
@@ -210,7 +210,7 @@ def _refuse_retries(what: str, config: Any) -> None:
 def _install() -> None:
     """Register harness and policy: verifiers finds a harness by module name, a client by its config class."""
     plugin = ModuleType(IN_PROCESS)
-    plugin.InProcess, plugin.__all__ = InProcess, ["InProcess"]
+    vars(plugin).update(InProcess=InProcess, __all__=["InProcess"])
     sys.modules.setdefault(IN_PROCESS, plugin)
     resolve = interception_server.resolve_client
     if getattr(resolve, "is_ours", False):
@@ -219,7 +219,7 @@ def _install() -> None:
     def resolve_client(config: Any) -> Any:
         return RolloutClient() if isinstance(config, RolloutClientConfig) else resolve(config)
 
-    resolve_client.is_ours = True
+    vars(resolve_client)["is_ours"] = True
     interception_server.resolve_client = resolve_client
     mcp_launch._read_back_port = _removing_file(mcp_launch._read_back_port)
 

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -97,19 +97,22 @@ def main() -> None:
     except BaseException as cause:  # the boundary of a foreign module: it may even call sys.exit
         if isinstance(cause, KeyboardInterrupt):
             raise
-        error = cause
-        if not isinstance(cause, StrettoError):
-            error = ConfigError(f"environment {opening.env_id!r}: {describe_error(cause)}")
+        error = cause if isinstance(cause, StrettoError) else _foreign_error(opening.env_id, cause)
         logger.exception("cannot build %s", opening.env_id)
         wire.sendall(packed(OpenFailed(kind=error_kind(error), text=str(error))))
         return
     asyncio.run(Worker(env, sources, alarm, opening.hang_timeout_s).run(wire, ready))
 
 
+def _foreign_error(env_id: str, cause: BaseException) -> StrettoError:
+    return ConfigError(f"environment {env_id!r}: {describe_error(cause)}")
+
+
 def build(opening: Open) -> tuple[Environment, dict[str, TaskSource], Ready]:
     """The environment, its tasks by split, and the facts that the orchestrator needs."""
     env = load_environment(opening.env_id, opening.args, opening.name, in_worker=True)
-    sources, no_tasks = {}, {}
+    sources: dict[str, TaskSource] = {}
+    no_tasks: dict[str, str] = {}
     for split in _SPLITS:
         try:
             sources[split] = tasks_of(env, split)
@@ -183,7 +186,9 @@ class Worker:
 
     async def _run_call(self, start: StartCall) -> None:
         """Run a call and send exactly one message that ends it, whatever the environment does."""
-        number, run = start.call, {"rollout": self._play, "prompt": self._prompt, "score": self._score}
+        number = start.call
+        run: dict[str, Callable[[StartCall], Awaitable[CallResult | PromptResult]]]
+        run = {"rollout": self._play, "prompt": self._prompt, "score": self._score}
         try:
             with guarded(EnvError, f"environment {self._env.name}"):
                 data = packed_checked(await run[start.method](start))
@@ -206,7 +211,7 @@ class Worker:
         return start.task if place is None else self._task(*place)
 
     async def _play(self, start: StartCall) -> CallResult:
-        result = self._env.rollout(self._task_of(start), RemoteContext(self, start.call))
+        result: object = self._env.rollout(self._task_of(start), RemoteContext(self, start.call))
         if inspect.isawaitable(result):
             result = await result
         checked = checked_result(result, f"environment {self._env.name}: rollout")
@@ -252,6 +257,14 @@ class RemoteContext(RolloutContext):
 
     def __init__(self, worker: Worker, call: int, name: str | None = None, is_trained: bool = True) -> None:
         self._worker, self._call, self._name, self._is_trained = worker, call, name, is_trained
+
+    @property
+    def sampling(self) -> None:
+        """Not known here."""
+
+    @property
+    def episode(self) -> None:
+        """Not known here."""
 
     async def generate(
         self, prompt_ids: Int[np.ndarray, " prompt"], tools: list[dict] | None = None, **sampling: Any

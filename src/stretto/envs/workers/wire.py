@@ -59,7 +59,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # -- to the worker --
 
 
-class Open(_Message):
+class Open(_Message, frozen=True):
     """Build this environment. The first message to a worker."""
 
     env_id: str
@@ -68,7 +68,7 @@ class Open(_Message):
     hang_timeout_s: float
 
 
-class StartCall(_Message):
+class StartCall(_Message, frozen=True):
     """Play one episode, build the prompt of a single-turn task, or score a reply to one."""
 
     call: int
@@ -77,20 +77,20 @@ class StartCall(_Message):
     text: str = ""  # the reply to score
 
 
-class CancelCall(_Message):
+class CancelCall(_Message, frozen=True):
     """Cancel this call; the worker still ends it, with `CallFailed`."""
 
     call: int
 
 
-class TurnReply(_Message):
+class TurnReply(_Message, frozen=True):
     """The reply to a `TurnRequest`."""
 
     turn: int
     reply: Reply
 
 
-class TurnFailed(_Message):
+class TurnFailed(_Message, frozen=True):
     """The error that a `TurnRequest` ended with, to be raised in the environment."""
 
     turn: int
@@ -104,7 +104,7 @@ ToWorker = Open | StartCall | CancelCall | TurnReply | TurnFailed
 # -- from the worker --
 
 
-class Ready(_Message):
+class Ready(_Message, frozen=True):
     """The environment is built."""
 
     is_single_turn: bool
@@ -116,14 +116,14 @@ class Ready(_Message):
     fingerprints: dict[str, int | None] = {}  # by split: checksum of the data behind the tasks
 
 
-class OpenFailed(_Message):
+class OpenFailed(_Message, frozen=True):
     """The environment cannot be built."""
 
     kind: str
     text: str
 
 
-class TurnRequest(_Message):
+class TurnRequest(_Message, frozen=True):
     """Request a turn of one agent: a reply to `messages`, or one that continues `prompt_ids`."""
 
     call: int
@@ -136,21 +136,21 @@ class TurnRequest(_Message):
     sampling: dict[str, Any]
 
 
-class CallResult(_Message):
+class CallResult(_Message, frozen=True):
     """Ends a call of `rollout` or `score`."""
 
     call: int
     result: RolloutResult
 
 
-class PromptResult(_Message):
+class PromptResult(_Message, frozen=True):
     """Ends a call of `prompt`."""
 
     call: int
     messages: list[Message]
 
 
-class CallFailed(_Message):
+class CallFailed(_Message, frozen=True):
     """Ends any call with an error."""
 
     call: int
@@ -158,7 +158,7 @@ class CallFailed(_Message):
     text: str
 
 
-class Heartbeat(_Message):
+class Heartbeat(_Message, frozen=True):
     """The worker's event loop runs."""
 
 
@@ -249,7 +249,7 @@ def packed_checked(message: FromWorker) -> bytes:
     """
     data = packed(message)
     try:
-        decode_blob(data, FromWorker, where="message")
+        decode_blob(data, FromWorker, where="message")  # type: ignore[arg-type]  # no type[T] takes a union
     except StrettoError as cause:
         raise EnvError(
             f"{_contents(message)} has a value of the wrong type: {cause}; messages and tools are "

@@ -230,7 +230,8 @@ def _check_router(pod: Pod, cfg: RLConfig) -> None:
             "inference.router.address); set router.enabled=false"
         )
     if not _is_plain(section) and (
-        section.deployment.type == "single_node" or cfg.deployment.num_infer_replicas > 1
+        section.deployment.type == "single_node"
+        or (cfg.deployment.type == "multi_node" and cfg.deployment.num_infer_replicas > 1)
     ):
         raise ConfigError(
             "every inference pod, or group of pods, has several engines with a router of their own; set "
@@ -284,18 +285,19 @@ def _gpu_notes(pod: Pod, plan: LaunchPlan) -> list[str]:
 
 def _with_router(plan: LaunchPlan, pod: Pod, section: InferenceSection) -> LaunchPlan:
     """The plan with the release's router in front of all engines, or with the router that runs elsewhere."""
-    if section.router is None or plan.engines is None:
+    engines = plan.engines
+    if section.router is None or engines is None:
         return plan
     hosts = pod.sets["inference"].hosts
     if section.router.address is not None:
-        registrars = plan_registrars(section.router, plan.engines.engines, hosts)
+        registrars = plan_registrars(section.router, engines.engines, hosts)
         plan = _with_url(plan, section.router.address)
-        engines = dataclasses.replace(plan.engines, registrars=registrars)
+        engines = dataclasses.replace(engines, registrars=registrars)
     elif pod.router is None:
         return plan
     else:
-        router, _ = plan_router(section.router, plan.engines.engines, hosts, section)
-        engines = dataclasses.replace(plan.engines, routers=(router,))
+        router, _ = plan_router(section.router, engines.engines, hosts, section)
+        engines = dataclasses.replace(engines, routers=(router,))
     (key,) = {spec.env.get(KEY_VAR, "") for spec in plan.processes if spec.role == "inference"}
     first = pod.sets["trainer"].replicas
     started = helper_processes(dataclasses.replace(engines, stores=()), first, router_env={KEY_VAR: key})

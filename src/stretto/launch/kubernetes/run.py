@@ -187,7 +187,8 @@ def _prepare(cfg: RLConfig, pod: Pod, pod_dir: RunDir) -> list[ProcessSpec]:
         logger.warning(
             "the run has no checkpoint yet: what it had was moved to %s, and it begins anew", aside
         )
-    plan = plan_pods(cfg, pod, run, cfg.resume and cfg.resume.step, load_secret(run))
+    step = None if cfg.resume is None else cfg.resume.step
+    plan = plan_pods(cfg, pod, run, step, load_secret(run))
     if pod.role == "orchestrator":
         planning.write(plan, run.path)
     planning.write(plan, pod_dir.path)

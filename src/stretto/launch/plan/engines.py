@@ -188,6 +188,7 @@ def _with_listen_address(engine: EngineSpec, hosts: Sequence[str]) -> EngineSpec
 
 
 def _replicas(section: InferenceSection, *, is_routed: bool) -> list[EngineSpec]:
+    assert isinstance(section.deployment, SingleNode)
     count = section.deployment.num_replicas
     gpus = section.parallel.num_gpus
     if count == 1 and not is_routed:

@@ -317,15 +317,16 @@ def _models(cfg: RLConfig, run: RunDir, first_node: int, keyed: InferenceSection
         node, first = cfg.model_places[name]
         nodes = section.deployment.num_nodes
         count = section.gpus_with_idle if nodes == 1 else getattr(section.deployment, "gpus_per_node", 0)
-        count *= section.device != "cpu" and cfg.deployment.gpus_per_node > 0
+        count *= section.device != "cpu" and (cfg.deployment.gpus_per_node or 0) > 0
         gpus = [str(gpu) for gpu in range(first, first + count)]
         threads = frozen_engine_threads(section, MOST_THREADS, gpus)
         spec = model_process(run, name, section, threads, gpus, {})
         for rank in range(nodes):
-            own = {"env": spec.env | key, "node": first_node + node + rank}
+            own = dataclasses.replace(spec, env=spec.env | key, node=first_node + node + rank)
             if nodes > 1:
-                own |= {"rank": rank, "num_ranks": nodes, "argv": (*spec.argv, "--node-rank", str(rank))}
-            specs.append(dataclasses.replace(spec, **own))
+                argv = (*spec.argv, "--node-rank", str(rank))
+                own = dataclasses.replace(own, rank=rank, num_ranks=nodes, argv=argv)
+            specs.append(own)
     return specs
 
 

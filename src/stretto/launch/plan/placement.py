@@ -51,6 +51,7 @@ def with_free_ports(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLCon
         cfg = with_free_port(cfg, "trainer.critic.placement", ports, notes)
     if cfg.teacher_inference is not None:
         cfg = with_free_port(cfg, "teacher_inference.server", ports, notes, default=TEACHER_PORT)
+        assert cfg.teacher_inference is not None
         url = client_url(cfg.teacher_inference.server)
         cfg = replaced(cfg, "orchestrator.teacher.base_url", url)
     if cfg.inference is None:
@@ -59,6 +60,7 @@ def with_free_ports(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLCon
     is_given = "base_url" in cfg.orchestrator.client.model_fields_set
     port = cfg.inference.server.port
     cfg = with_free_port(cfg, "inference.server", ports, notes, is_given=is_given)
+    assert cfg.inference is not None
     if cfg.inference.server.port == port:
         return cfg
     return replaced(cfg, "orchestrator.client.base_url", client_url(cfg.inference.server))
@@ -71,7 +73,7 @@ def with_free_port(
 
     default: None: that of the section. is_given: the port may not be moved, though the user did not write this key.
     """
-    listener = functools.reduce(getattr, path.split("."), cfg)
+    listener: Any = functools.reduce(getattr, path.split("."), cfg)
     is_given = is_given or "port" in listener.model_fields_set
     first = listener.port if is_given or default is None else default
     port = free_port(f"{path}.port", listener.host, first, is_given, ports)
@@ -252,10 +254,10 @@ def assign_gpus(
         free = [index for index in range(len(gpus)) if index not in inference_ids]
         if cfg.colocate is not None:
             free = _colocated(inference_ids, needed)
-        counted = (cfg.deployment.num_train_gpus, cfg.deployment.num_infer_gpus)
-        if all(counted) and len(free) < needed and cfg.inference_gpu_ids is None:
+        num_infer = cfg.deployment.num_infer_gpus
+        if count and num_infer and len(free) < needed and cfg.inference_gpu_ids is None:
             raise ConfigError(
-                f"deployment.num_train_gpus = {counted[0]} and num_infer_gpus = {counted[1]} need {sum(counted)} GPUs, "
+                f"deployment.num_train_gpus = {count} and num_infer_gpus = {num_infer} need {count + num_infer} GPUs, "
                 f"and this machine shows {len(gpus)}; lower them, or name shared ones with trainer_gpu_ids and "
                 "inference_gpu_ids"
             )
@@ -340,7 +342,8 @@ def _check_gpus_exist(
 
 def share_with_teacher(cfg: RLConfig, shared: set[str], notes: list[str]) -> RLConfig:
     """Give the teacher a quarter of the memory of a GPU it shares, unless the user gave a share."""
-    if not shared or "gpu_memory_utilization" in cfg.teacher_inference.model_fields_set:
+    teacher = cfg.teacher_inference
+    if not shared or teacher is None or "gpu_memory_utilization" in teacher.model_fields_set:
         return cfg
     notes.append("teacher_inference.gpu_memory_utilization is 0.25, since it shares its GPU")
     cfg = replaced(cfg, "teacher_inference.gpu_memory_utilization", 0.25)

@@ -148,8 +148,8 @@ class LaunchPlan:
                 hosts = list(self.hosts[first : first + num_nodes])
                 configs[role_of(name)] = own.model_copy(update={"hosts": hosts})
         if self.engines is not None:
-            section = self.config.inference_config()
-            configs |= {engine.name: section_of(section, engine) for engine in self.engines.engines}
+            served = self.config.inference_config()
+            configs |= {engine.name: section_of(served, engine) for engine in self.engines.engines}
         return configs
 
 
@@ -278,8 +278,8 @@ def _processes(
     sizes = {"trainer": cfg.num_train_ranks, "critic": cfg.num_critic_ranks}
     for (role, size), port in zip(sizes.items(), rendezvous):
         names = gpus_of[role]
-        gpus = [names if len(names) < size else names[rank : rank + 1] for rank in range(size)]
-        processes += rank_processes(cfg, run, role, gpus, ["127.0.0.1"], port)
+        by_rank = [names if len(names) < size else names[rank : rank + 1] for rank in range(size)]
+        processes += rank_processes(cfg, run, role, by_rank, ["127.0.0.1"], port)
     return processes
 
 

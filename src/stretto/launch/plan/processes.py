@@ -101,12 +101,22 @@ def rank_processes(
                 ports["critic"] = cfg.critic_placement.port
         # Ranks of other nodes wait for the first one before they take memory.
         waits = role == "trainer" and cfg.trainer_waits_for_devices and node == 0
-        place = {"node": first_node + node, "waits_for_devices": waits}
+
         threads = cfg.trainer.num_threads or 1
         own = gpus[rank]
         specs.append(
             stretto_process(
-                role, run, "run", own, threads, env, ports, rank=rank, num_ranks=num_ranks, **place
+                role,
+                run,
+                "run",
+                own,
+                threads,
+                env,
+                ports,
+                rank=rank,
+                num_ranks=num_ranks,
+                node=first_node + node,
+                waits_for_devices=waits,
             )
         )
     return specs
@@ -161,8 +171,10 @@ def engine_process(
     restarts = ENGINE_RESTARTS * (count > 1) if section.max_restarts is None else section.max_restarts
     env = engine.env | ({HOLD_VAR: "1"} if is_held else {}) | dict(key_env)
     gpus = () if section.device == "cpu" else gpus
-    more = {"rank": rank, "num_ranks": count, "max_restarts": restarts}
-    return stretto_process("inference", run, engine.name, gpus, threads, env, _engine_ports(engine), **more)
+    return stretto_process(
+        "inference", run, engine.name, gpus, threads, env, _engine_ports(engine),
+        rank=rank, num_ranks=count, max_restarts=restarts,
+    )  # fmt: skip
 
 
 def engine_threads(section: InferenceSection) -> int:

@@ -63,6 +63,7 @@ def plan_serving(cfg: InferenceConfig, run: RunDir) -> ServingPlan:
     key = {} if cfg.key is None else {KEY_VAR: cfg.key}
     specs = engine_processes(shown, engines, run, is_held=False, gpus=gpus, key_env=key)
     shape = cfg.deployment
-    is_counted = isinstance(shape, MultiNode | Disaggregated) and nodes > 1 and not is_cpu
-    notes = idle_gpus(specs, [shape.gpus_per_node] * nodes, "") if is_counted else []
+    notes: list[str] = []
+    if isinstance(shape, MultiNode | Disaggregated) and nodes > 1 and not is_cpu:
+        notes = idle_gpus(specs, [shape.gpus_per_node] * nodes, "")
     return ServingPlan(tuple(hosts), engines, tuple(specs), tuple(notes))

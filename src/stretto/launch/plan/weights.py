@@ -128,7 +128,7 @@ def _check_embedding(where: str, config: Mapping[str, Any], tensors: Mapping[str
 
     Raises: ConfigError for rows that are not vocab_size, and for a head that would be dropped.
     """
-    text = config | (config.get("text_config") or {})
+    text = dict(config) | (config.get("text_config") or {})
     head = tensors.get("lm_head.weight")
     embedding = find_embedding(tensors)
     rows = text.get("vocab_size")
@@ -174,7 +174,7 @@ def check_tokens(
 
     Raises: ConfigError if tokens without a row are of the vocabulary, or every conversation has them.
     """
-    num_rows = (config | (config.get("text_config") or {})).get("vocab_size")
+    num_rows = (dict(config) | (config.get("text_config") or {})).get("vocab_size")
     if not isinstance(num_rows, int) or not (directory / "tokenizer.json").is_file():
         return []
     try:

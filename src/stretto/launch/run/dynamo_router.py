@@ -65,8 +65,8 @@ async def _run(options: argparse.Namespace) -> None:
     import aiohttp
     from dynamo.frontend.main import async_main
 
-    limits = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(total=None)}
-    async with aiohttp.ClientSession(**limits) as http:
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
         workers = [Worker(http, url, rank, options) for rank, url in enumerate(options.engines)]
         watches = [asyncio.create_task(worker.watch()) for worker in workers]
         frontend = asyncio.ensure_future(async_main())  # ends at SIGTERM

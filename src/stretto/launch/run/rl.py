@@ -153,6 +153,7 @@ def check_here(cfg: RLConfig) -> LaunchPlan:
         return _plan(cfg.model_copy(update={"dry_run": True}), cfg.run_dir, None)
     plan = _plan(cfg, cfg.run_dir, None)
     if plan.hosts:
+        assert cfg.deployment.type == "multi_node"
         node = nodes.find_node_rank(cfg.deployment.node_rank, plan.hosts, "deployment.node_rank")
         nodes.check_reachable(plan.hosts, node)
         _check_node([spec for spec in plan.processes if spec.node == node], node, plan.hosts)

@@ -85,17 +85,17 @@ def plan(cfg: ServeConfig, ports: PortClaims, secret: Secret | None = None) -> S
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"name": cfg.run_name})})
     run = cfg.run_dir
     processes: list[ProcessSpec] = []
-    key: dict[str, str] = {}
+    key_env: dict[str, str] = {}
     if inference is not None and engines is not None:
         made = None if secret is None else secret.text_key("inference.api_key")
-        key = {} if (text := inference.key or made) is None else {KEY_VAR: text}
-        specs = engine_processes(inference, engines, run, is_held=False, gpus=engine_gpus, key_env=key)
+        key_env = {} if (text := inference.key or made) is None else {KEY_VAR: text}
+        specs = engine_processes(inference, engines, run, is_held=False, gpus=engine_gpus, key_env=key_env)
         processes += [
             dataclasses.replace(spec, max_restarts=max(spec.max_restarts, RESTARTS)) for spec in specs
         ]
     processes += _ranks(cfg, run, trainer_gpus, ports)
     hub_ports = {"http": cfg.service.port, "control": cfg.control.port}
-    processes.append(stretto_process("hub", run, CONFIG, (), 1, key, hub_ports, max_restarts=RESTARTS))
+    processes.append(stretto_process("hub", run, CONFIG, (), 1, key_env, hub_ports, max_restarts=RESTARTS))
     return ServicePlan(cfg, inference, engines, tuple(processes), tuple(notes))
 
 
@@ -132,9 +132,11 @@ def _ranks(cfg: ServeConfig, run: RunDir, gpus: list[str], ports: PortClaims) ->
     specs = []
     for rank in range(count):
         env = cfg.trainer.env_vars | rank_env(rank, rank, count, "127.0.0.1", port)
-        more = {"rank": rank, "num_ranks": count, "max_restarts": cfg.trainer.max_restarts}
-        own = gpus[rank : rank + 1]
-        specs.append(stretto_process("tenants", run, CONFIG, own, threads, env, {}, **more))
+        spec = stretto_process(
+            "tenants", run, CONFIG, gpus[rank : rank + 1], threads, env, {},
+            rank=rank, num_ranks=count, max_restarts=cfg.trainer.max_restarts,
+        )  # fmt: skip
+        specs.append(spec)
     return specs
 
 

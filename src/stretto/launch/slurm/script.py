@@ -197,6 +197,7 @@ def _command(cfg: JobConfig, section: SlurmSection, verb: str) -> str:
     python = shlex.quote(sys.executable)
     start, end = ALL_OR_NONE, ""
     if isinstance(cfg, RLConfig) and can_lose_nodes(cfg) and cfg.inference is not None:
+        assert cfg.deployment.type == "multi_node"
         shape = f"--lead {cfg.deployment.num_learning_nodes} --each {cfg.inference.deployment.num_nodes}"
         start, end = f"{python} -m stretto.launch.slurm.steps {shape}", "-- "
     return ON_EACH_NODE.format(setup=setup, verb=verb, python=python, words=hosts, start=start, end=end)
@@ -204,9 +205,10 @@ def _command(cfg: JobConfig, section: SlurmSection, verb: str) -> str:
 
 def can_lose_nodes(cfg: JobConfig) -> bool:
     """Whether the run goes on without a node of inference, because there is another replica."""
-    is_wide = isinstance(cfg, RLConfig) and cfg.deployment.type == "multi_node"
-    has_others = is_wide and cfg.inference is not None and cfg.deployment.num_infer_replicas > 1
-    return has_others and cfg.colocate is None  # with [colocate] each of these nodes also trains
+    if not isinstance(cfg, RLConfig) or cfg.deployment.type != "multi_node" or cfg.inference is None:
+        return False
+    # With [colocate] each of these nodes also trains.
+    return cfg.deployment.num_infer_replicas > 1 and cfg.colocate is None
 
 
 # -- GPUs --

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from stretto.base.errors import DataError
@@ -124,13 +125,13 @@ def pack(
 
 
 def split_to_multiple(
-    rows: Sequence[Sequence[int]], costs: Float[np.ndarray, " samples"], multiple: int
+    given: Sequence[Sequence[int]], costs: Float[np.ndarray, " samples"], multiple: int
 ) -> Generator[None, None, tuple[list[list[int]], list[float]]]:
-    """Split the most expensive rows until their number is a multiple of `multiple`, if possible.
+    """Split the most expensive of the given rows until their number is a multiple of `multiple`, if possible.
 
     Rows of one sample are not split. Returns the rows and their costs.
     """
-    rows, row_costs = [list(row) for row in rows], []
+    rows, row_costs = [list(row) for row in given], []  # ours to change
     for row in rows:
         row_costs.append(float(costs[row].sum()))
         yield
@@ -208,7 +209,7 @@ def to_micro_batch(
     columns = {name: _stream_of(samples, name) for name in streams}
     if "ce_weights" in columns:  # these tokens were not sampled: they are trained at temperature 1
         temperatures[(columns["ce_weights"] != 0) & ~loss_mask] = 1.0
-    return MicroBatch(
+    row = MicroBatch(
         token_ids=np.concatenate([s.token_ids for s in samples]),
         cu_seqlens=cu_seqlens,
         loss_mask=loss_mask,
@@ -221,22 +222,22 @@ def to_micro_batch(
         routed_experts=_merge_expert_choices(samples),
         support=_merge_supports(samples, lengths),
         **images_by_document([s.images for s in samples]),
-        **columns,
     )
+    return msgspec.structs.replace(row, **columns)
 
 
 def dummy_micro_batch(streams: Sequence[str] = ()) -> MicroBatch:
     """One padding token and no sample: the cheapest row that keeps a rank in lockstep."""
     zero = np.zeros(1, dtype=np.float32)
-    return MicroBatch(
+    row = MicroBatch(
         token_ids=np.zeros(1, dtype=np.int32),
         cu_seqlens=np.array([0, 1], dtype=np.int32),
         loss_mask=np.zeros(1, dtype=bool),
         logprobs=zero,
         advantages=zero,
         temperatures=np.ones(1, dtype=np.float32),
-        **{name: zero for name in streams},
     )
+    return msgspec.structs.replace(row, **dict.fromkeys(streams, zero))
 
 
 def _merge_expert_choices(samples: Sequence[TrainSample]) -> UInt[np.ndarray, "tokens layers top_k"] | None:

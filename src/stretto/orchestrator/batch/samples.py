@@ -69,24 +69,21 @@ def samples_of(
         if not loss_mask.any():
             continue
         branch_advantage = by_branch[index] if by_branch else by_agent.get(branch.agent, advantage)
-        streams = {
-            "loss_mask": loss_mask,
-            "logprobs": branch.logprobs,
-            "advantages": loss_mask * np.float32(branch_advantage),
-            "temperature": branch.temperature,
-            "routed_experts": branch.routed_experts,
-            "support": branch.support,
-            "images": branch.images,
-        }
-        samples.append(
-            TrainSample(
-                sample_id=f"{rollout.rollout_id}/{index}",
-                env=rollout.task.env,
-                token_ids=branch.token_ids,
-                first_version=branch.versions[0].version if branch.versions else 0,
-                **streams | distillation_streams(branch, loss_mask, branch_advantage),
-            )
+        sample = TrainSample(
+            sample_id=f"{rollout.rollout_id}/{index}",
+            env=rollout.task.env,
+            token_ids=branch.token_ids,
+            first_version=branch.versions[0].version if branch.versions else 0,
+            loss_mask=loss_mask,
+            logprobs=branch.logprobs,
+            advantages=loss_mask * np.float32(branch_advantage),
+            temperature=branch.temperature,
+            routed_experts=branch.routed_experts,
+            support=branch.support,
+            images=branch.images,
         )
+        distilled = distillation_streams(branch, loss_mask, branch_advantage)
+        samples.append(msgspec.structs.replace(sample, **distilled))
     return samples
 
 

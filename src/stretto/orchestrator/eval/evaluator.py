@@ -110,9 +110,11 @@ class Evaluator:
         loop, render = asyncio.get_running_loop(), self._player.renderer.render_text
         source = DataSource(draw, self.section.group_size, loop, len(tasks), render=render)
         try:
-            self.played = data = await function.evaluate(version, source)
+            data = await function.evaluate(version, source)
+            self.played = {**data}
             time_s = time.perf_counter() - started
             with boundary(EnvError, f"{function.hook.where}: its samples"):
+                task_ids: dict[int | None, str]
                 task_ids = {number: slot.task.task_id for number, slot in source.slots.items()}
                 for name, entry in data.items() if self._run_dir is not None else ():
                     path = self._samples_path(version, name, "sampled")

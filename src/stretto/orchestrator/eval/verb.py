@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TypeVar
 
 from stretto.base import log, process
 from stretto.base.errors import ConfigError, EngineError
@@ -28,6 +29,8 @@ from stretto.orchestrator.eval.results import format_table, write_results
 from stretto.orchestrator.scores import EvalScore, eval_row
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
+
+Config = TypeVar("Config", bound=EvalConfig)
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +68,21 @@ async def evaluate_engine(cfg: EvalConfig) -> list[EvalScore]:
         section = cfg.client
         monitors = build_monitors(cfg.monitors, cfg.run_dir, "eval", cfg.run_name, resumed_step=None)
         stack.callback(monitors.close, MONITOR_CLOSE_S)
-        async with build_chat(section) if section.api == "chat" else build_engines(section, key) as engines:
+        version = 0
+        if renderer is None:
+            chat = await stack.enter_async_context(build_chat(section))
+            await chat.wait_ready(section.ready_timeout_s)
+            # It has the methods of a renderer that are called where a server renders.
+            evaluator = standalone_evaluator(cfg, chat, chat, envs)  # type: ignore[arg-type]
+        else:
+            engines = await stack.enter_async_context(build_engines(section, key))
             await engines.wait_ready(section.ready_timeout_s)
-            evaluator = standalone_evaluator(cfg, engines, renderer or engines, envs)
-            version = 0 if section.api == "chat" else await version_of(engines, renderer, cfg.run_name)
-            scores = await evaluator.evaluate(version, end=version)
-            monitors.log(version, eval_row(scores))
-            monitors.log_table(version, "eval/samples", evaluator.examples)
-            return scores
+            evaluator = standalone_evaluator(cfg, engines, renderer, envs)
+            version = await version_of(engines, renderer, cfg.run_name)
+        scores = await evaluator.evaluate(version, end=version)
+        monitors.log(version, eval_row(scores))
+        monitors.log_table(version, "eval/samples", evaluator.examples)
+        return scores
 
 
 async def version_of(engines: EngineClient, renderer: Renderer, run_id: str) -> int:
@@ -85,7 +95,7 @@ async def version_of(engines: EngineClient, renderer: Renderer, run_id: str) -> 
     return completion.versions[0].version if completion.versions else 0
 
 
-def with_server_address(cfg: EvalConfig) -> EvalConfig:
+def with_server_address(cfg: Config) -> Config:
     """The config with the address at which `cfg.model`, if given, will be served.
 
     Raises: ConfigError for a port that is taken.
@@ -135,6 +145,7 @@ async def serve_model(cfg: EvalConfig) -> AsyncIterator[str | None]:
     )
     ending = asyncio.create_task(engine.wait())
     working = asyncio.current_task()
+    assert working is not None, "this runs in a task"
     ending.add_done_callback(lambda done: None if done.cancelled() else working.cancel())
     try:
         yield key

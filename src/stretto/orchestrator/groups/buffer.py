@@ -92,6 +92,12 @@ class Slot:
         # Version of the oldest first token; before the group is played, of what it starts with.
         self.first_version = min((k.first_version for k in self.partials.values()), default=self.version)
 
+    @property
+    def played(self) -> Group:
+        """The group of a slot that is ready, in a batch or discarded."""
+        assert self.group is not None, f"group {self.group_id} is still played"
+        return self.group
+
     def complete(self, group: Group, *, has_signal: bool, rejected: str | None) -> None:
         """Store the played group."""
         self.group, self.has_signal, self.rejected, self.job = group, has_signal, rejected, None
@@ -326,6 +332,7 @@ class Buffer:
         assert version > self.version or version == 0, f"version {version} after {self.version}"
         self.version = version
         for slot in self._in(SlotState.SHIPPED):
+            assert slot.step is not None, "a batch has the slot"
             if slot.step <= version:
                 self._move(slot, SlotState.LOADED)
         self._wake()

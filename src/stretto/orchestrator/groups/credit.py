@@ -155,7 +155,7 @@ def hierarchical_advantages(
             f"{place}.episode_agents = {list(algo.episode_agents)}: the agents of "
             f"{group.task.env!r} are {sorted(agents_by_role)}; name those that play several times in an episode"
         )
-    table = {}
+    table: dict[str, np.ndarray] = {}
     for role, agents in agents_by_role.items():
         views = [agent_view(group, agent) for agent in agents]
         counted = np.array([[r.is_counted for r in view.rollouts] for view in views], dtype=bool).T

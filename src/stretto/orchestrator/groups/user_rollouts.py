@@ -88,7 +88,8 @@ class DataSource:
             if len(numbers) != 1 or not numbers <= self.slots.keys():
                 indices = sorted(map(str, numbers))
                 raise ValueError(f"add_samples takes groups as they were given out; got one of {indices}")
-            self.put_back[numbers.pop()] = group
+            [number] = self.slots.keys() & numbers
+            self.put_back[number] = group
 
     def __len__(self) -> int:
         return len(self.put_back)
@@ -245,7 +246,7 @@ class UserRolloutFunction:
         slots: list[Slot] = []
         for members in groups:
             indices = {sample.group_index for samples in members for sample in samples}
-            known = indices & source.slots.keys()
+            known = source.slots.keys() & indices
             if not known:
                 slots.append(source.draw_slot())
                 continue

@@ -79,9 +79,11 @@ class OpenBranch:
 
     def close(self, *, trained_from: int | None = None) -> Branch:
         """The branch with all turns so far; records/rollout.py explains trained_from."""
-        ce_weights = np.zeros(len(self.token_ids), dtype=np.float32) if self._ce else None
-        for start, weights in self._ce:
-            ce_weights[start : start + len(weights)] = weights
+        ce_weights = None
+        if self._ce:
+            ce_weights = np.zeros(len(self.token_ids), dtype=np.float32)
+            for start, weights in self._ce:
+                ce_weights[start : start + len(weights)] = weights
         return Branch(
             token_ids=self.token_ids,
             is_sampled=self._mask_of(self._sampled),

@@ -67,7 +67,7 @@ def build_echo(algo: EchoAlgo, env: Environment, place: str = "orchestrator.algo
             f'{place}.type = "echo": {env.name} has one turn and never answers, so that there would be '
             'nothing to learn; use "grpo", or an environment of several turns.'
         )
-    weights = {"tool": algo.tool, "user": algo.user, "system": algo.system}
+    by_role = {"tool": algo.tool, "user": algo.user, "system": algo.system}
     is_learned = None if algo.filter is None else load_function(algo.filter, {}, f"{place}.filter")
-    weights = {role: weight for role, weight in weights.items() if weight is not None}
+    weights = {role: weight for role, weight in by_role.items() if weight is not None}
     return Echo(weights, is_learned, env.name, place)

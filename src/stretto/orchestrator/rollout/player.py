@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -137,9 +138,12 @@ class Player(PlaySettings):
                 earlier = f" (before: {before})" if before else ""
                 members.causes[member] = f"EngineError: not done after {self.timeout_s:g} s{earlier}"
         group = members.build_group()
-        return await self._score_group(env, draw, group) if hasattr(env, "score_group") else group
+        score = getattr(env, "score_group", None)
+        return group if score is None else await self._score_group(env, score, draw, group)
 
-    async def _score_group(self, env: Environment, draw: Draw, group: Group) -> Group:
+    async def _score_group(
+        self, env: Environment, score: Callable[[Group, list[Any]], Any], draw: Draw, group: Group
+    ) -> Group:
         """The group with the rewards that the environment gives all members at once."""
         members = [m for m, r in enumerate(group.rollouts) if r.status is not RolloutStatus.FAILED]
         if not members:
@@ -149,7 +153,7 @@ class Player(PlaySettings):
         try:
             where = f"environment {env.name}, group {group.group_id}, score_group"
             notes = [draw.notes.get(m) for m in members]
-            rewards = await call_async(lambda: env.score_group(scored_group, notes), where)
+            rewards = await call_async(lambda: score(scored_group, notes), where)
             if rewards is None:
                 return group
             for member, (reward, by_branch) in zip(

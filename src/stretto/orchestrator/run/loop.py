@@ -237,7 +237,9 @@ class Loop:
             self.parts.ledger.event("eval_lost", {"version": version, "error": str(error)})
             report("note", text=f"no eval of version {version}: {error}")
             return
-        self.progress.sampled[version] = mean_over_envs(scores, "sampled")
+        sampled = mean_over_envs(scores, "sampled")
+        assert sampled is not None, "every eval plays sampled rollouts"
+        self.progress.sampled[version] = sampled
         if (greedy := mean_over_envs(scores, "greedy")) is not None:
             self.progress.greedy[version] = greedy
         user_row, replaces_ours = logged

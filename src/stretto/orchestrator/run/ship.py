@@ -71,7 +71,7 @@ class BatchShipper:
         """
         if self.parts.hooks is None:
             return {}, False
-        groups = [slot.group for slot in slots if slot.group is not None]
+        groups = [slot.played for slot in slots if slot.group is not None]
         return await self.parts.hooks.log(self.buffer.next_step, groups)
 
     async def _select_slots(self, slots: list[Slot]) -> list[Slot]:
@@ -83,7 +83,7 @@ class BatchShipper:
         if hooks is None or not hooks.selects_groups:
             return slots
         ready = {slot.group_id: slot for slot in self.buffer.ready_slots()}
-        groups = [slot.group for slot in ready.values()]
+        groups = [slot.played for slot in ready.values()]
         chosen = await hooks.select_groups(self.buffer.next_step, groups, len(slots))
         return [ready[group_id] for group_id in sorted(chosen)]
 
@@ -92,7 +92,7 @@ class BatchShipper:
 
         Raises: EnvError if a hook raises.
         """
-        groups = self.parts.baselines.subtract([slot.group for slot in slots])
+        groups = self.parts.baselines.subtract([slot.played for slot in slots])
         samples = await run_in_slices(_build_samples(groups))  # chosen slots do not change meanwhile
         if self.parts.hooks is None:
             return samples
@@ -135,7 +135,7 @@ class BatchShipper:
         row.metrics = ({} if replaces_ours else row.metrics) | user_metrics
         run.baselines.commit(step)
         decided = sorted((*slots, *discarded), key=lambda slot: slot.group_id)
-        rewards = [(slot.task.env, slot.task.task_id, mean_reward(slot.group)) for slot in decided]
+        rewards = [(slot.task.env, slot.task.task_id, mean_reward(slot.played)) for slot in decided]
         run.curriculum.observe(step, rewards)
         await asyncio.sleep(0)
         run.ledger.batch_shipped(step, [slot.group_id for slot in slots])
@@ -170,7 +170,7 @@ class BatchShipper:
         interval = self.cfg.monitors.samples_interval
         step = self.buffer.next_step
         if self.parts.monitors.has_trackers and interval is not None and (step - 1) % interval == 0:
-            groups = [slot.group for slot in slots]
+            groups = [slot.played for slot in slots]
             row.examples = example_rows(
                 groups, self.parts.player.renderer, "train", version=step - 1, count=NUM_EXAMPLES
             )

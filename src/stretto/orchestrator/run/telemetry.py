@@ -83,8 +83,8 @@ def batch_row(slots: Sequence[Slot], discarded: Sequence[Slot], buffer: Buffer, 
     Mean rewards include discarded groups: without those of equal rewards the mean would not show how good the
     policy is.
     """
-    rollouts = [r for slot in slots for r in slot.group.rollouts if r.is_counted]
-    played = rollouts + [r for slot in discarded for r in slot.group.rollouts if r.is_counted]
+    rollouts = [r for slot in slots for r in slot.played.rollouts if r.is_counted]
+    played = rollouts + [r for slot in discarded for r in slot.played.rollouts if r.is_counted]
     rewards = np.array([rollout.reward for rollout in played])
     lengths = np.array([rollout.num_sampled_tokens for rollout in rollouts])
     staleness = [buffer.staleness(slot) for slot in slots]
@@ -110,7 +110,7 @@ def batch_row(slots: Sequence[Slot], discarded: Sequence[Slot], buffer: Buffer, 
 
 def distributions_of(slots: Sequence[Slot]) -> dict[str, Values]:
     """Rewards and sampled tokens of each rollout that counts, for histograms; {} if none does."""
-    rollouts = [r for slot in slots for r in slot.group.rollouts if r.is_counted]
+    rollouts = [r for slot in slots for r in slot.played.rollouts if r.is_counted]
     if not rollouts:
         return {}
     return {
@@ -123,7 +123,7 @@ def filter_row(
     filters: Sequence[Filter], flags: Mapping[str, int], slots: Sequence[Slot]
 ) -> dict[str, float]:
     """Flags of each filter since the last batch, per rollout of these groups."""
-    total = max(sum(len(slot.group.rollouts) for slot in slots), 1)
+    total = max(sum(len(slot.played.rollouts) for slot in slots), 1)
     return {f"filter/{each.type}": flags.get(each.type, 0) / total for each in filters}
 
 

@@ -22,11 +22,11 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     type: str | None = None
 
 
-class ClientConfigBody(Body):
+class ClientConfigBody(Body, frozen=True):
     sdk_version: str = ""
 
 
-class CreateSessionBody(Body):
+class CreateSessionBody(Body, frozen=True):
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
@@ -34,7 +34,7 @@ class CreateSessionBody(Body):
     display_name: str | None = None
 
 
-class SessionBody(Body):
+class SessionBody(Body, frozen=True):
     session_id: str
 
 
@@ -46,7 +46,7 @@ class LoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     train_attn: bool = True
 
 
-class CreateModelBody(Body):
+class CreateModelBody(Body, frozen=True):
     session_id: str
     model_seq_id: Number
     base_model: str
@@ -55,7 +55,7 @@ class CreateModelBody(Body):
     optimizer_config: dict[str, Any] | None = None
 
 
-class ModelBody(Body):
+class ModelBody(Body, frozen=True):
     model_id: str
 
 
@@ -68,14 +68,14 @@ class AdamBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grad_clip_norm: float = 0.0
 
 
-class OptimStepBody(Body):
+class OptimStepBody(Body, frozen=True):
     model_id: str
     seq_id: Number
     adam_params: AdamBody | None = None
     optimizer_params: dict[str, Any] | None = None
 
 
-class SaveBody(Body):
+class SaveBody(Body, frozen=True):
     model_id: str
     seq_id: Number
     path: str | None = None
@@ -87,7 +87,7 @@ class SaveBody(Body):
     age_encryption_recipients: list[str] | None = None
 
 
-class LoadBody(Body):
+class LoadBody(Body, frozen=True):
     path: str
     optimizer: bool
     model_id: str | None = None
@@ -130,7 +130,7 @@ class TensorBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sparse_col_indices: list[int] | None = None
 
 
-class SampleBody(Body):
+class SampleBody(Body, frozen=True):
     prompt: PromptBody
     sampling_params: SamplingBody
     num_samples: int = 1
@@ -147,18 +147,18 @@ class SampleBody(Body):
     record_stability_info: bool | None = None
 
 
-class SamplingSessionBody(Body):
+class SamplingSessionBody(Body, frozen=True):
     session_id: str
     sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
 
 
-class JoinBody(Body):
+class JoinBody(Body, frozen=True):
     sampling_session_id: str
 
 
-class FutureBody(Body):
+class FutureBody(Body, frozen=True):
     request_id: str
     allow_metadata_only: bool = False
 
@@ -169,21 +169,21 @@ class FuturesTargetBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     cloned_sampler_id: int = 0
 
 
-class FuturesBody(Body):
+class FuturesBody(Body, frozen=True):
     target: FuturesTargetBody
     prev_cursor: int = 0
     timeout: float | None = None
     retrieved_request_ids: list[str] = []
 
 
-class PathBody(Body):
+class PathBody(Body, frozen=True):
     tinker_path: str
 
 
-class TtlBody(Body):
+class TtlBody(Body, frozen=True):
     ttl_seconds: Seconds | None = None
 
 
-class FinishBody(Body):
+class FinishBody(Body, frozen=True):
     reason: dict[str, Any] = {}
     detail: str | None = None

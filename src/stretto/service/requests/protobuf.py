@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from jaxtyping import Float32, Int32
 
 _FLOAT32, _INT64, _INT32, _BFLOAT16 = 1, 2, 3, 4
-_DTYPES = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8"), _INT32: np.dtype("<i4")}
+_DTYPES: dict[int, np.dtype[Any]] = {
+    _FLOAT32: np.dtype("<f4"),
+    _INT64: np.dtype("<i8"),
+    _INT32: np.dtype("<i4"),
+}
 _MAX_HEAD = 64
 """Largest number of fields before and between a request's model_id and seq_id."""
 _MAX_CELLS = 1 << 26
@@ -74,7 +78,9 @@ class Sampled:
 
 def read_forward_backward(data: bytes) -> ForwardBackward:
     """Read the request in a body. Raises: DataError if it is not such a message."""
-    request, legacy, current = ForwardBackward(), {}, {}
+    request = ForwardBackward()
+    legacy: dict[str, float | str] = {}
+    current: dict[str, float | str] = {}
     for number, value in _fields(data):
         match number:
             case 1:

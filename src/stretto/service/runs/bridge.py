@@ -161,7 +161,7 @@ class Bridge:
         loss = self.cfg.loss.model_dump(mode="json")
         requests = []
         for part in parts(micro_batches, self.section.max_bytes):
-            work = TenantWork(tenant="", micro_batches=part, loss=loss, counts=tuple(counts))
+            work = TenantWork(tenant="", micro_batches=part, loss=loss, counts=(*counts,))
             requests.append(await self.remote.submit("batch", encode_work(work)))
         for request in requests:
             await self.remote.wait(request)

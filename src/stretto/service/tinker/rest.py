@@ -326,11 +326,11 @@ class RestRoutes(Routes):
         )
 
 
-class ProjectBody(bodies.Body):
+class ProjectBody(bodies.Body, frozen=True):
     project_id: bodies.Label
 
 
-class CopyBody(bodies.Body):
+class CopyBody(bodies.Body, frozen=True):
     source_path: str
     session_id: str | None = None
     model_seq_id: bodies.Number | None = None

@@ -94,15 +94,16 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     token = request.app[TOKEN]
     if token:
         if "token" in request.query and hmac.compare_digest(request.query["token"].encode(), token.encode()):
-            answer = web.HTTPFound("/")  # without the token, so that the browser's history does not keep it
-            answer.set_cookie(cookie(token), token, httponly=True, samesite="Strict")
-            raise answer
+            found = web.HTTPFound("/")  # without the token, so that the browser's history does not keep it
+            found.set_cookie(cookie(token), token, httponly=True, samesite="Strict")
+            raise found
         if not hmac.compare_digest(request.cookies.get(cookie(token), "").encode(), token.encode()):
             raise web.HTTPUnauthorized(
                 text="open the address that `stretto view` printed: it ends with ?token=...\n"
             )
     if refused := refusal_of(request.method, request.headers, has_key=bool(token)):
         return web.Response(status=refused[0], text=refused[1] + "\n")
+    answer: web.StreamResponse
     try:
         answer = await handler(request)
     except (web.HTTPException, ConnectionError):  # raised by aiohttp, or the browser has disconnected

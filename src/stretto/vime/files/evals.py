@@ -44,7 +44,7 @@ REFUSED = (
     "min_eval_samples", "eval_early_stop_patience", "eval_early_stop_threshold",
 )  # fmt: skip
 """Keys of vime that cannot be honoured; their neutral values are accepted."""
-NEUTRAL = (None, False, [], 0, 1.0)
+NEUTRAL: tuple[Any, ...] = (None, False, [], 0, 1.0)
 
 
 def read_evals(path: str, where: str) -> list[dict[str, Any]]:

@@ -53,6 +53,11 @@ def _idle(name: str, other: str, rest: str = "") -> Clash:
     )
 
 
+def _given(name: str, other: str, when: Callable[[Values], object], text: str) -> Clash:
+    """The first flag is given, and `when` holds of the second."""
+    return Clash(f"{name} {other}", lambda v: v.has(name) and when(v), text)
+
+
 def _both(name: str, other: str, text: str) -> Clash:
     """Both flags are given."""
     return Clash(f"{name} {other}", lambda v: v.has(name) and v.has(other), text)
@@ -230,8 +235,8 @@ NOTES: tuple[Clash, ...] = (
     *(_idle(*pair.split()) for pair in IDLE),
     *(_idle(name, "--colocate", ": a process with GPUs of its own keeps its memory")
       for name in ("--offload", "--offload-train", "--offload-rollout")),
-    *(Clash(f"{name} --advantage-estimator", lambda v, name=name: v.has(name) and not _is_ppo(v),
-            "{0} does nothing with {1}: only ppo has a critic") for name in ONLY_PPO),
+    *(_given(name, "--advantage-estimator", lambda v: not _is_ppo(v),
+             "{0} does nothing with {1}: only ppo has a critic") for name in ONLY_PPO),
     Clash("--megatron-config-path --advantage-estimator", lambda v: v.critic and not _is_ppo(v),
           "{0}: what it says of a critic does nothing with {1}: only ppo has one"),
     Clash("--gamma --advantage-estimator",
@@ -258,12 +263,13 @@ NOTES: tuple[Clash, ...] = (
     Clash("--lr-decay-iters --lr-decay-style",
           lambda v: v.lr_decay_iters is not None and v.lr_decay_style == "constant",
           "{0} does nothing with {1}: the rate does not fall"),
-    *(Clash(f"{name} --optimizer", lambda v, name=name: v.has(name) and v.optimizer == "sgd",
-            "{0} does nothing with {1}, which has none") for name in ("--adam-beta1", "--adam-beta2", "--adam-eps")),
+    *(_given(name, "--optimizer", lambda v: v.optimizer == "sgd",
+             "{0} does nothing with {1}, which has none") for name in ("--adam-beta1", "--adam-beta2", "--adam-eps")),
     Clash("--apply-chat-template-kwargs --apply-chat-template",
           lambda v: v.apply_chat_template_kwargs and not v.apply_chat_template, "{0} does nothing without {1}"),
-    *(Clash(f"{name} --eval-prompt-data", lambda v, name=name: v.has(name) and not v.has(*EVAL_DATA),
-            "{0} does nothing without {1}, the data") for name in ("--skip-eval-before-train", "--eval-function-path")),
+    *(_given(name, "--eval-prompt-data", lambda v: not v.has(*EVAL_DATA),
+             "{0} does nothing without {1}, the data")
+      for name in ("--skip-eval-before-train", "--eval-function-path")),
     Clash("--eval-prompt-data --eval-interval", lambda v: v.eval_prompt_data is not None and v.eval_interval is None,
           "{0} is not used without {1}: there are no evals"),
     Clash("--over-sampling-batch-size", lambda v: v.has("--over-sampling-batch-size") and not v.partial_rollout,

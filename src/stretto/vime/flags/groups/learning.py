@@ -16,6 +16,7 @@ KL_TYPES = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "low_var"}
 NO_TEACHER = (
     'write [orchestrator.teacher] and algo type = "opd" in the TOML of --print-config (docs/algorithms.md)'
 )
+OF_OPD = "It is of --use-opd."
 NO_OPSM = "use trainer.loss.correction.reject, or a custom loss (docs/algorithms.md)"
 NOT_CENTRED = "write a custom loss (docs/algorithms.md)"
 
@@ -117,13 +118,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
     "Distillation": (
         refused("--use-opd", "switch", False, NO_TEACHER, "Learn from a teacher's log-probabilities."),
-        *(equal(name, kind, default, "It is of --use-opd.", text) for name, kind, default, text in (
-            ("--opd-type", "text", None, "Where the teacher runs."),
-            ("--opd-kl-coef", "number", 1.0, "Weight of the distillation loss."),
-            ("--opd-teacher-load", "text", None, "Checkpoint of the teacher."),
-            ("--opd-teacher-ckpt-step", "integer", None, "Step of the teacher's checkpoint."),
-            ("--opd-teacher-model", "text", None, "Name of the teacher's model."),
-        )),
+        equal("--opd-type", "text", None, OF_OPD, "Where the teacher runs."),
+        equal("--opd-kl-coef", "number", 1.0, OF_OPD, "Weight of the distillation loss."),
+        equal("--opd-teacher-load", "text", None, OF_OPD, "Checkpoint of the teacher."),
+        equal("--opd-teacher-ckpt-step", "integer", None, OF_OPD, "Step of the teacher's checkpoint."),
+        equal("--opd-teacher-model", "text", None, OF_OPD, "Name of the teacher's model."),
     ),
 }
 # fmt: on

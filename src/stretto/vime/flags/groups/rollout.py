@@ -20,6 +20,7 @@ NONZERO_STD = "check_reward_nonzero_std"
 EVAL_STOP = "orchestrator.eval.sampling.stop"
 BATCHES = "Batches travel as [rollout_transport] says, by zmq or as files; they are the same."
 IN_LEDGER = "The run's ledger keeps what has been generated."
+OF_BUFFER = "It is of --rollout-buffer-url."
 NO_BUFFER = "the plugin of an external buffer has no place here; write an environment (docs/environments.md)"
 
 OWN_SOURCE = "vime.rollout.data_source.RolloutDataSourceWithBuffer"
@@ -61,11 +62,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
               "Where replies are in conversations, for fine-tuning."),
         equal("--data-pad-size-multiplier", "integer", 128, "Rows have no padding.", "Padding of packed rows."),
         refused("--rollout-buffer-url", "text", None, NO_BUFFER, "Address of a buffer."),
-        *(equal(name, kind, default, "It is of --rollout-buffer-url.", text) for name, kind, default, text in (
-            ("--fetch-trajectory-retry-times", "integer", -1, "Retries of fetching from it."),
-            ("--min-batch-collection-ratio", "number", 1, "Share of a batch that is enough."),
-            ("--rollout-task-type", "text", "math", "Kind of its tasks."),
-        )),
+        equal("--fetch-trajectory-retry-times", "integer", -1, OF_BUFFER, "Retries of fetching from it."),
+        equal("--min-batch-collection-ratio", "number", 1, OF_BUFFER, "Share of a batch that is enough."),
+        equal("--rollout-task-type", "text", "math", OF_BUFFER, "Kind of its tasks."),
     ),
     "Rollout": (
         sets("--num-rollout", "integer", None, "max_steps", "Rollouts (batches of prompts) to train on."),
