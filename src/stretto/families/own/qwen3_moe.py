@@ -13,7 +13,6 @@ from stretto.families.family import (
 )
 from stretto.families.own.dense import QWEN3
 from stretto.families.shape import ModelConfig, MoEShape
-from stretto.families.traits import Implied, Traits
 
 _QWEN3_30B_A3B = {
     "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
@@ -49,10 +48,9 @@ def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
 QWEN3_MOE = replace(
     QWEN3,
     name="qwen3_moe",
-    traits=Traits(
-        renderer="qwen3",
-        packs_in_transformers=True,
-        implied=Implied(expert_scores="softmax", has_qk_norm=True),
+    traits=replace(
+        QWEN3.traits,
+        implied=replace(QWEN3.traits.implied, expert_scores="softmax"),
         public={"Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B},
     ),
     architecture="Qwen3MoeForCausalLM",
