@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,7 @@ print("found everywhere")
 """
 
 
+@cache
 def places() -> dict[str, set[str]]:
     """The files in whose strings each `model_type` is a word; docstrings do not count."""
     names = "|".join(sorted(map(re.escape, TRAITS), key=len, reverse=True))
