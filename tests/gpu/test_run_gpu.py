@@ -22,7 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model, fine-tuned until some of its replies are right."""
-    for name in ("aiohttp", "orjson", "zmq", "renderers"):
+    for name in ("aiohttp", "msgspec", "zmq", "renderers"):
         pytest.importorskip(name)
     from runs import fine_tuned
 

@@ -210,8 +210,13 @@ def _read_file(file: Path) -> Iterator[Record]:
 
 
 def _read_parquet(file: Path) -> Iterator[Record]:
-    import pyarrow
-    import pyarrow.parquet
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"{file}: parquet files are read by pyarrow; pip install 'stretto[parquet]'."
+        ) from None
 
     try:
         with pyarrow.parquet.ParquetFile(file) as table:

@@ -24,7 +24,7 @@ TORCH_TIMEOUT_S = 60.0
 VLLM_SERIES = Version("0.32")
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")
 EXTRAS = {
-    "vllm": "vllm==0.32.* (or make vllm, without a GPU)",
+    "vllm": "'stretto[vllm]' (or make vllm, without a GPU)",
     "wandb": "'stretto[wandb]'",
     "tensorboard": "'stretto[tensorboard]'",
     "trackio": "'stretto[trackio]'",

@@ -17,12 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
+import msgspec
 
 from stretto.base.errors import DataError
 from stretto.monitors.monitor import Monitor, TableRow, images_of
 
-_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 _TAIL_BYTES = 1 << 16
 _READ_BYTES = 1 << 22
 MERGED_TOKENS = "batch/tokens merged"
@@ -60,7 +59,7 @@ class MetricsFile(Monitor):
     def _write(self, row: dict[str, Any]) -> None:
         if self._fd is None:
             raise ValueError("the metrics file is closed")
-        os.write(self._fd, orjson.dumps(row, default=_to_json, option=_OPTIONS))
+        os.write(self._fd, msgspec.json.encode(row, enc_hook=_to_json) + b"\n")
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
@@ -237,8 +236,8 @@ def _rows_from_end(fd: int) -> Iterator[dict[str, Any]]:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError:
+        row = msgspec.json.decode(line)
+    except msgspec.DecodeError:
         return None
     return row if isinstance(row, dict) else None
 

@@ -91,6 +91,8 @@ class Run(msgspec.Struct, kw_only=True):
     last_request_at: float = 0.0
     is_held: bool = False
     """The admin has frozen it; only the admin resumes it."""
+    is_held_by_file: bool = False
+    """Its evicted.txt holds it (runs/directory.py): it continues when the file is deleted."""
     key: str | None = None
     """Chosen by its client for the request that made it: a repeated request with this key gets this run."""
     directory: str | None = None

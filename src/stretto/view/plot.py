@@ -31,9 +31,12 @@ def plot(
     runs: by name, the rows of `Run.metrics`. The band around a reward is the standard error of its batch's mean.
     path: where the picture is written too.
 
-    Raises: ConfigError when no run has one of the keys.
+    Raises: ConfigError when no run has one of the keys, or matplotlib is not installed.
     """
-    from matplotlib.ticker import MaxNLocator
+    try:
+        from matplotlib.ticker import MaxNLocator
+    except ModuleNotFoundError:
+        raise ConfigError("plot: curves are drawn by matplotlib; pip install 'stretto[plot]'") from None
 
     rows = {name: [row for row in own if row["step"] > 0] for name, own in runs.items()}
     usual = KEYS if any("reward/mean" in row for own in rows.values() for row in own) else SFT_KEYS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from fakes import FakeEngine, run_virtual
 from turns import CallRenderer, OneTask, scripted, text_of
 
-from stretto.base.errors import DataError, EnvError
+from stretto.base.errors import ConfigError, DataError, EnvError
 from stretto.config.load import load
 from stretto.config.root import RLConfig
 from stretto.config.sections.orchestrator import SamplingSection
@@ -359,3 +360,10 @@ def test_a_table_of_roles_of_prime_rl_replaces_the_default() -> None:
     assert weights("user") == (None, 0.2, None)
     assert weights("system", "user") == (None, 0.2, 0.2)
     assert weights("user", "tool") == (0.2, 0.2, None)
+
+
+def test_parquet_without_its_library_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"rows\.parquet.*stretto\[parquet\]"):
+        list(read_records(tmp_path / "rows.parquet", "the data"))

@@ -51,7 +51,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_console_script_exists() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert set(scripts) == {"stretto", "vime", *ROOTS} - {"serve"}  # too common a word to be a command
+    assert set(scripts) == {"stretto", "vime", *ROOTS} - {
+        "serve",
+        "eval",
+    }  # too common a word, and a shell's own
     for target in scripts.values():
         module, _, name = target.partition(":")
         assert module == "stretto.cli" and callable(getattr(cli, name))

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -238,6 +239,16 @@ def test_a_finished_run_ends_with_result_curve_directory_and_three_commands(fini
     assert f"eval @ {finished.run.config('eval')}" in commands[0]
     assert f"inference --model {finished.run.latest_weights}" in commands[1]
     assert commands[2].endswith("--seed 3 --resume --max-steps 60") and "--clean" not in commands[2]
+
+
+def test_a_run_without_matplotlib_has_its_curve_as_text_and_says_what_draws_one(
+    finished: LaunchPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    text = report.ending(finished, is_complete=True, stopped_early=False)
+    assert "reward in training" in text and "pip install 'stretto[plot]'" in text
+    assert not finished.run.curve.exists()
 
 
 def test_a_run_stopped_early_suggests_to_continue_to_max_steps(finished: LaunchPlan) -> None:

@@ -57,7 +57,7 @@ def installed_version() -> tuple[str, tuple[int, int]]:
     if text is None or find_spec("vllm") is None:
         raise ConfigError(
             '[inference] needs vLLM (engine = "vllm", or a key that only vLLM supports), and it is not installed: '
-            "run `pip install vllm==0.32.*` on a machine with GPUs, `make vllm` on one without, or use "
+            "run `pip install 'stretto[vllm]'` on a machine with GPUs, `make vllm` on one without, or use "
             'engine = "embedded" and remove those keys.'
         )
     numbers = re.match(r"(\d+)\.(\d+)", text)

@@ -169,7 +169,9 @@ def _check_tokens(there: Path, here: Path, names: tuple[str, str]) -> None:
         return
 
 
-INSTALL_VLLM = "install vLLM: `pip install vllm==0.32.*` on a machine with GPUs, `make vllm` on one without"
+INSTALL_VLLM = (
+    "install vLLM: `pip install 'stretto[vllm]'` on a machine with GPUs, `make vllm` on one without"
+)
 
 
 def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:

@@ -177,7 +177,7 @@ def restart_command(run: RunDir, argv: Sequence[str] | None = None, *, keeps_res
 
 def program(verb: str) -> str:
     """The command for a verb as the user can type it: its name if the shell finds it, else its path."""
-    # `eval` alone is a command of the shell.
+    # There is no command `eval`: it is a word of the shell.
     name, rest = ("stretto", " eval") if verb == "eval" else (verb, "")
     beside_python = Path(sys.executable).with_name(name)
     in_shell = shutil.which(name)
@@ -251,8 +251,11 @@ class Curve:
         return "\n".join([legend, *rows, axis, steps])
 
     def save(self, path: Path, title: str) -> None:
-        """Draw the curve as a picture."""
-        from matplotlib.figure import Figure
+        """Draw the curve as a picture. Raises: EngineError without matplotlib."""
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError:
+            raise EngineError("curves are drawn by matplotlib; pip install 'stretto[plot]'") from None
 
         figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained")
         axes = figure.add_subplot()

@@ -39,8 +39,6 @@ CONFIG, ERROR, EVICTED, STATUS = "orch.toml", "config_validation_error.txt", "ev
 MAX_BYTES = 1 << 20
 _BY_ADMIN = "frozen at the service: "
 """Begins an evicted.txt that the service has written: it is no request, and is deleted when the run is resumed."""
-_BY_FILE = f"control/{EVICTED}: "
-"""Begins the reason of a run that evicted.txt has evicted: only such a run continues when the file is deleted."""
 Stamp = tuple[int, int]
 """Identifies a state of a file: time of its last change in nanoseconds, and size."""
 
@@ -124,7 +122,7 @@ class RunsDirectory:
                 (files.path / "control" / EVICTED).unlink(missing_ok=True)
         elif files.evicted is not None:
             self._evict(own, files.evicted)
-        elif own is not None and own.is_held and own.reason.startswith(_BY_FILE):
+        elif own is not None and own.is_held_by_file:
             self._audit("resume", own, f"control/{EVICTED} is gone")
             self.hub.training.resume(own, by_admin=True)
         elif files.stamp is not None and self._is_new(own, files.stamp):
@@ -173,10 +171,10 @@ class RunsDirectory:
     def _evict(self, run: Run | None, content: str) -> None:
         if run is None or run.state in GONE or run.is_held:
             return
-        reason = _BY_FILE + (" ".join(content.split())[:300] or "no reason given")
+        reason = f"control/{EVICTED}: " + (" ".join(content.split())[:300] or "no reason given")
         self._audit("evict", run, reason)
         # Frozen first, so that its requests get the reason and do not bring it back.
-        self.hub.training.freeze(run, reason, by_admin=True)
+        self.hub.training.freeze(run, reason, by_file=True)
         if run.is_placed:
             self.hub.training.evict(run, reason)
 
@@ -185,7 +183,7 @@ class RunsDirectory:
         control = files.path / "control"
         if run.state == "failed":
             _write(control / ERROR, f"{control / CONFIG}: {run.reason}\n")
-        if run.is_held and not run.reason.startswith(_BY_FILE) and files.evicted is None:
+        if run.is_held and not run.is_held_by_file and files.evicted is None:
             _write(control / EVICTED, f"{_BY_ADMIN}{run.reason}\n")
         state = {"id": run.id, "state": run.state, "reason": run.reason, "step": run.step}
         _write(control / STATUS, json.dumps(state, indent=2) + "\n")

@@ -212,17 +212,27 @@ class Training:
         future.set(Result.of({"model_id": run.id, "type": "unload_model"}))
         return future
 
-    def freeze(self, run: Run, reason: str, *, by_admin: bool = False, since: int | None = None) -> None:
+    def freeze(
+        self,
+        run: Run,
+        reason: str,
+        *,
+        by_admin: bool = False,
+        by_file: bool = False,
+        since: int | None = None,
+    ) -> None:
         """Accept no more requests of this run; those without a result, from number `since` on, fail.
 
-        Only the admin resumes a run that the admin has frozen. Requests that are computed again after a restart
-        continue, because the run's client has their results. Raises: Refusal 400 if the run has ended.
+        Only the admin resumes a run that the admin has frozen; by_file: its evicted.txt has. Requests that are computed
+        again after a restart continue, because the run's client has their results. Raises: Refusal 400 if the run has
+        ended.
         """
         if run.state in ("ended", "failed"):
             raise Refusal(f"{run.id} has {run.state}: there is nothing to freeze")
-        if run.state in ("frozen", "evicted") and not by_admin:
+        if run.state in ("frozen", "evicted") and not (by_admin or by_file):
             return
-        run.is_held |= by_admin
+        run.is_held |= by_admin or by_file
+        run.is_held_by_file = by_file
         run.reason = reason
         if run.state != "evicted":  # else it stays away
             run.state = "frozen"
@@ -238,7 +248,7 @@ class Training:
             raise Refusal(f"{run.id} is frozen: {run.reason}; only the admin resumes it", 403)
         if run.state != "frozen" and not run.is_held:
             raise Refusal(f"{run.id} is {run.state}, not frozen", 400)
-        run.is_held, run.reason = False, ""
+        run.is_held, run.is_held_by_file, run.reason = False, False, ""
         if run.state == "frozen":
             tenant = self._tenant(run)
             run.state, tenant.failures = "active", 0

@@ -18,7 +18,8 @@ from contextlib import suppress
 from importlib import resources
 from typing import Any
 
-import orjson
+import msgspec
+import numpy as np
 from aiohttp import web
 
 from stretto.base.errors import ConfigError, StrettoError
@@ -279,8 +280,13 @@ def _flat(config: Any, path: str = "") -> dict[str, Any]:
 
 
 def _json(value: Any, status: int = 200) -> web.Response:
-    body = orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
+    body = msgspec.json.encode(value, enc_hook=_plain)
     return web.Response(body=body, status=status, content_type="application/json")
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of numpy as Python's, anything else as text."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
 
 # -- what has changed --
@@ -305,7 +311,7 @@ async def _send_changes(answer: web.StreamResponse, cached_stamps: _Cached) -> N
             if subjects := [
                 subject for subject in new.keys() | old.keys() if old.get(subject) != new.get(subject)
             ]:
-                data = orjson.dumps({"run": name, "subjects": subjects}).decode()
+                data = msgspec.json.encode({"run": name, "subjects": subjects}).decode()
                 await answer.write(f"data: {data}\n\n".encode())
                 silent_s = 0.0
         known, silent_s = stamps, silent_s + POLL_S
