@@ -26,12 +26,12 @@ import torch
 from stretto.base.paths import RunDir
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
+from stretto.families.shape import ModelConfig, Rope
+from stretto.families.table import FAMILIES
 from stretto.models import hub
 from stretto.models.config import to_hf
 from stretto.models.decoder import Decoder
-from stretto.models.families import FAMILIES
 from stretto.models.safetensors_file import StreamWriter, TensorEntry
-from stretto.models.shape import ModelConfig, Rope
 from stretto.trainer.learner import Learner
 from stretto.trainer.publish.export import export_weights
 from stretto.trainer.ranks.mesh import Mesh, find_degrees, process_group, training_device

@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 from stretto.base.errors import StrettoError
+from stretto.families.table import FAMILIES
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.models.attention import PackedLayout
-from stretto.models.families import FAMILIES
 from stretto.models.hub import load_model
 from stretto.models.lm_head import token_logprobs
 from stretto.models.parts.image_positions import image_positions

@@ -22,8 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from stretto.families.shape import ModelConfig, MoEShape, Rope
 from stretto.models.moe import MoE, Routing
-from stretto.models.shape import ModelConfig, MoEShape, Rope
 
 
 @dataclass(frozen=True)

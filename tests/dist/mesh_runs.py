@@ -21,7 +21,6 @@ from msgspec.structs import replace
 from ranks import gather_anything
 from tiny import VOCAB, build_policy, documents, pack
 
-from stretto.config.rules.mesh_degrees import WITHOUT_TP
 from stretto.config.sections.algorithm import GaeAdvantages
 from stretto.config.sections.model import LoRASection, ModelSection, VisionSection
 from stretto.config.sections.trainer import (
@@ -31,6 +30,7 @@ from stretto.config.sections.trainer import (
     MuonOptim,
     TrainerSection,
 )
+from stretto.families.table import traits_of
 from stretto.models import hub
 from stretto.models.config import parse_config
 from stretto.models.decoder import Decoder
@@ -233,7 +233,7 @@ def _family_cases() -> list[Case]:
     meshes = {"ep": {"ep": 2}, "ulysses": {"cp": 2}, "ring": {"cp": 2, "cp_style": "ring"}, "tp": {"tp": 2}}
     cases = [Case(2, name, family, model) for family in FAMILIES for name, model in meshes.items()]
     cases += [Case(2, name, "glm4", model) for name, model in meshes.items() if name != "ep"]
-    cases = [case for case in cases if case.name != "tp" or case.kind not in WITHOUT_TP]
+    cases = [case for case in cases if case.name != "tp" or not traits_of(case.kind).undivided_heads]
     cases += [
         Case(2, name, kind, model) for kind in MIXERS for name, model in (("fsdp", {}), ("ep", meshes["ep"]))
     ]

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.chat.backend import Backend
 from stretto.chat.conversations import FIXED
 from stretto.chat.family_backend import (
-    FAMILY_OF_MODEL_TYPE,
     FamilyBackend,
     UnfitVocabularyError,
     build_family,
@@ -29,10 +28,11 @@ from stretto.chat.templates import (
     variables_of,
 )
 from stretto.chat.tokenizer import Tokenizer, is_letters_tokenizer
-from stretto.config.sections.model import RendererSection, ScratchSection
+from stretto.config.sections.model import RendererSection
+from stretto.families.own.dense import QWEN3
+from stretto.families.table import FAMILIES, traits_of
 
 logger = logging.getLogger(__name__)
-_SCRATCH_FAMILIES = get_args(ScratchSection.model_fields["family"].annotation)
 
 
 class Choice(NamedTuple):
@@ -78,11 +78,13 @@ def _auto(
     tokenizer: Tokenizer, section: RendererSection, model_type: str | None, image_token_id: int | None
 ) -> Choice:
     own = tokenizer.templates
-    if model_type in _SCRATCH_FAMILIES and is_letters_tokenizer(tokenizer):
+    if model_type in FAMILIES and is_letters_tokenizer(tokenizer):
+        family = QWEN3.traits.renderer
+        assert family is not None
         return Choice(
-            build_family(tokenizer, "qwen3", section), "the family qwen3, for the letters tokenizer"
+            build_family(tokenizer, family, section), f"the family {family}, for the letters tokenizer"
         )
-    family = FAMILY_OF_MODEL_TYPE.get(model_type or "")
+    family = traits_of(model_type or "").renderer
     backend = None
     if family is not None:
         try:

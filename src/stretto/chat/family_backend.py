@@ -16,27 +16,6 @@ from stretto.chat.tokenizer import Tokenizer
 from stretto.chat.tool_calls import Call
 from stretto.config.sections.model import RendererSection
 
-FAMILY_OF_MODEL_TYPE = {
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3",
-    "qwen3_vl": "qwen3-vl",
-    "qwen3_vl_moe": "qwen3-vl",
-    "qwen3_5": "qwen3.5",
-    "qwen3_5_text": "qwen3.5",
-    "qwen3_5_moe": "qwen3.5",
-    "qwen3_5_moe_text": "qwen3.5",
-    "llama": "llama-3",
-    "glm4_moe": "glm-4.5",
-    "glm_moe_dsa": "glm-5",
-    "minimax_m2": "minimax-m2",
-    "deepseek_v3": "deepseek-v3",
-    "kimi_k2": "kimi-k2",
-    "gpt_oss": "gpt-oss",
-    "nemotron_h": "nemotron-3",
-    "laguna": "laguna-xs.2",
-}
-"""The library's renderer by a model's type, where it has one."""
-
 
 class UnfitVocabularyError(ConfigError):
     """A vocabulary lacks special tokens of a family."""

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-
-_SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
-"""Per `model_type` that is the network of another family: that family."""
-
-
-def family_of(found: Mapping[str, Any]) -> str:
-    """The family that a config.json's `model_type` names; "" if there is none."""
-    name = found.get("model_type") or ""
-    return _SAME_FAMILY.get(name, name)
 
 
 def read_model_file(directory: Path) -> dict[str, Any]:

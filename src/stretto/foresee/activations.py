@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stretto.config.sections.model import ActivationCheckpointSection
-from stretto.models.shape import ModelConfig
+from stretto.families.shape import ModelConfig
 
 INDEX_BYTES = 4.0
 """Size of the index of one chosen key of one query (parts/mixers/key_choice.py)."""

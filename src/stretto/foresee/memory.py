@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.trainer import AdamWOptim, MuonOptim, Optim, SgdOptim, SignSgdOptim
+from stretto.families.shape import ModelConfig
 from stretto.foresee.activations import BlockActivations, block_activations
 from stretto.foresee.hardware import GIB
 from stretto.foresee.network import NetworkSize
 from stretto.foresee.setup import BYTES, EngineSetup, Setup
-from stretto.models.shape import ModelConfig
 
 MAX_SAVED_LOGITS = 1 << 21
 """As models/lm_head.py: up to this many logits are kept for the backward pass."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from stretto.models.shape import ModelConfig
+from stretto.families.shape import ModelConfig
 
 
 @dataclass(frozen=True)

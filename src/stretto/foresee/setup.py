@@ -16,12 +16,12 @@ from stretto.config.rules.mesh_degrees import Degrees, Shape, find_degrees
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import ModelSection, dtype_on
 from stretto.config.sections.trainer import Optim
+from stretto.families.shape import ModelConfig
 from stretto.foresee.hardware import Hardware, find_hardware
 from stretto.foresee.network import NetworkSize
 from stretto.foresee.shapes import find_shape, named_shape
 from stretto.launch.plan.engines import plan_replicas
 from stretto.launch.plan.placement import asks_for_gpus
-from stretto.models.shape import ModelConfig
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float8": 1.0}
 Role = Literal["engine", "prefill", "decode"]

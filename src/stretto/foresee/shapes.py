@@ -16,38 +16,17 @@ from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.config.model_file import read_model_file
 from stretto.config.sections.model import ModelSection
 from stretto.data.hub_model import find_config
+from stretto.families.shape import ModelConfig
+from stretto.families.table import FAMILIES
 from stretto.models.config import parse_config, scratch_config
-from stretto.models.shape import ModelConfig
 
-_GLM_5 = {
-    "model_type": "glm_moe_dsa", "vocab_size": 154_880, "hidden_size": 6144, "intermediate_size": 12_288,
-    "moe_intermediate_size": 2048, "num_hidden_layers": 78, "num_attention_heads": 64, "num_key_value_heads": 64,
-    "n_shared_experts": 1, "n_routed_experts": 256, "routed_scaling_factor": 2.5, "kv_lora_rank": 512,
-    "q_lora_rank": 2048, "qk_rope_head_dim": 64, "v_head_dim": 256, "qk_nope_head_dim": 192, "n_group": 1,
-    "topk_group": 1, "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 202_752,
-    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "index_topk": 2048, "index_head_dim": 128,
-    "index_n_heads": 32, "first_k_dense_replace": 3, "head_dim": 64,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-}  # fmt: skip
 KNOWN: dict[str, dict[str, Any]] = {
-    "zai-org/GLM-5": _GLM_5,
-    "zai-org/GLM-5.1": _GLM_5,
-    "zai-org/GLM-5-FP8": _GLM_5 | {"quantization_config": {"quant_method": "fp8"}},
-    "Qwen/Qwen3-0.6B": {
-        "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
-        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-        "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0, "tie_word_embeddings": True,
-    },
-    "Qwen/Qwen3-30B-A3B": {
-        "model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144,
-        "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
-        "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-        "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    },
-}  # fmt: skip
-"""What the config.json of these models says, by name. Source: transformers' classes of these families (GLM-5: the
-defaults of GlmMoeDsaConfig), and the models' cards."""
+    model: {"model_type": name, **config}
+    for name, family in FAMILIES.items()
+    for model, config in family.traits.public.items()
+}
+"""What the config.json of these models says, by name. Source: transformers' classes of these families, and the models'
+cards."""
 
 
 @dataclass(frozen=True)

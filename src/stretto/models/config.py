@@ -9,11 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import DataError
-from stretto.config.model_file import family_of
-from stretto.models.families import FAMILIES
-from stretto.models.families.rope_keys import parse_rope, rope_to_hf
-from stretto.models.family import Family, Keys, scratch_rope
-from stretto.models.shape import ModelConfig, MoEShape
+from stretto.families.family import Family, Keys, scratch_rope
+from stretto.families.rope_keys import parse_rope, rope_to_hf
+from stretto.families.shape import ModelConfig, MoEShape
+from stretto.families.table import FAMILIES, family_of
 
 if TYPE_CHECKING:
     from stretto.config.sections.model import ScratchSection

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.families.shape import RECURRENT_MIXERS, AttentionGate, ModelConfig, Rope
+from stretto.families.table import FAMILIES
 from stretto.models.attention import PackedLayout
-from stretto.models.families import FAMILIES
 from stretto.models.moe import MoE, Routing
 from stretto.models.parts.initial import build_embedding
 from stretto.models.parts.mixers.attend import Attend, Limits
@@ -29,7 +30,6 @@ from stretto.models.parts.mlp import MLP, PlainMLP
 from stretto.models.parts.norm import CentredRMSNorm, RMSNorm
 from stretto.models.parts.rope import Angles, angle_table, rotate
 from stretto.models.parts.vision import ImageBatch, ImageVectors, VisionTower
-from stretto.models.shape import RECURRENT_MIXERS, AttentionGate, ModelConfig, Rope
 from stretto.models.tensor_map import TensorMap
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.base.errors import ConfigError, DataError
+from stretto.families.table import TRAITS
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.lm_head import head_logits
@@ -33,7 +34,7 @@ from stretto.models.tensor_map import LazyTensor, SharedSlice, TensorMap
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-PACKED_FAMILIES = frozenset({"qwen3", "qwen3_moe", "minimax_m2", "laguna", "glm4_moe", "glm_moe_dsa"})
+PACKED_FAMILIES = frozenset(name for name, traits in TRAITS.items() if traits.packs_in_transformers)
 """model_type of families whose packed rows equal each document alone (tests/unit/models/test_models_hf.py)."""
 
 SOFT_CAP = "final_logit_softcapping"

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from stretto.base.errors import DataError
 from stretto.base.status import report
-from stretto.config.model_file import family_of
 from stretto.config.sections.model import Dtype, ScratchSection, dtype_on
+from stretto.families.shape import ModelConfig
+from stretto.families.table import FAMILIES, family_of
 from stretto.models.config import parse_config, scratch_config
 from stretto.models.decoder import Decoder
-from stretto.models.families import FAMILIES
 from stretto.models.fp8.checkpoint import (
     BlockLayout,
     from_8_bits,
@@ -38,7 +38,6 @@ from stretto.models.fp8.checkpoint import (
 from stretto.models.lora import MergedWeights
 from stretto.models.parts.initial import initialise
 from stretto.models.safetensors_file import read_file
-from stretto.models.shape import ModelConfig
 from stretto.models.tensor_map import LazyTensor, TensorMap, TensorSlice, as_whole_slices
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -20,7 +20,7 @@ from stretto.models.parts.router import Router, Routing, count
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    from stretto.models.shape import ModelConfig, MoEShape
+    from stretto.families.shape import ModelConfig, MoEShape
 
 
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stretto.base.errors import DataError
-from stretto.models.family import WeightRule
+from stretto.families.family import WeightRule
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped

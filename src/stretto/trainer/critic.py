@@ -23,9 +23,9 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import ConstantScheduler, CriticSection, Optim
 from stretto.data.hub_model import fetch
+from stretto.families.table import FAMILIES
 from stretto.models import hub
 from stretto.models.decoder import Decoder
-from stretto.models.families import FAMILIES
 from stretto.models.tensor_map import LazyTensor, TensorSlice, as_whole_slices
 from stretto.records.sample import MicroBatch
 from stretto.records.token_counts import ComponentWeights

@@ -87,6 +87,13 @@ def test_every_family_is_in_one_row():
     assert sorted(named) == sorted(OWN_FAMILIES)
 
 
+def test_every_family_is_compared_with_transformers():
+    from stretto.families.table import FAMILIES
+
+    missing = [family for family in FAMILIES if "transformers" not in coverage()[family]]
+    assert not missing, f"{missing}: add cases to tests/unit/models/test_models_families.py"
+
+
 @pytest.mark.parametrize("row", range(len(rows())))
 def test_a_row_says_what_the_tests_run(row):
     families, cell = rows()[row]

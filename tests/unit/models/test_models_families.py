@@ -19,13 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from stretto.config.rules.mesh_degrees import SPARSE_FAMILIES, VISION_FAMILIES, read_shape
 from stretto.config.sections.model import ScratchSection
+from stretto.families.shape import MoEShape
+from stretto.families.table import FAMILIES
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.config import parse_config, to_hf
-from stretto.models.families import FAMILIES
 from stretto.models.moe import Routing
 from stretto.models.parts.router import Router
-from stretto.models.shape import MoEShape
 from stretto.models.tensor_map import as_whole_slices
 
 VOCAB = 40

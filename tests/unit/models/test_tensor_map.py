@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from tiny import build_policy
 
 from stretto.base.errors import DataError
+from stretto.families.family import WeightRule
 from stretto.models import hub
-from stretto.models.family import WeightRule
 from stretto.models.safetensors_file import read_file
 from stretto.models.tensor_map import TensorMap, TensorSlice, as_whole_slices
 

@@ -20,8 +20,8 @@ from stretto.config.rules.mesh_degrees import OWN_FAMILIES
 from stretto.config.sections.model import ModelSection, VisionSection
 from stretto.dry_run import SCREENS
 from stretto.envs.bundled.count_shapes import draw_shapes
+from stretto.families.table import FAMILIES
 from stretto.launch.plan.model_check import check_model
-from stretto.models.families import FAMILIES
 from stretto.orchestrator.dry_run import check_sft_records, check_user_code, preview
 
 MOE = {

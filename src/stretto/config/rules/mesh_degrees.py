@@ -9,32 +9,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from stretto.base.errors import ConfigError
-from stretto.config.model_file import family_of, read_model_file
-from stretto.config.sections.model import Family, ModelSection
+from stretto.config.model_file import read_model_file
+from stretto.config.sections.model import ModelSection
+from stretto.families.table import FAMILIES, families_with, family_of, traits_of
 
-OWN_FAMILIES: tuple[str, ...] = get_args(Family)
-WITHOUT_TP = {
-    "minimax_m2": "normalises the queries of all heads together",
-    "gpt_oss": "has a sink in every head",
-}
-"""Families whose heads cannot be divided among tp ranks, and why."""
-RECURRENT_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe", "nemotron_h")
-"""Families with layers that pass a state from token to token."""
-VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-"""Families with a vision tower."""
-_UNCUT = {name: {"tp": "its recurrent layers"} for name in RECURRENT_FAMILIES}
-_UNCUT["nemotron_h"] |= {"cp": "the state of its recurrent layers"}
-SPARSE_FAMILIES = ("glm_moe_dsa", "deepseek_v32")
-"""Families whose queries attend to the keys that an indexer chooses."""
-_UNCUT |= {name: {"tp": "its latent attention"} for name in ("deepseek_v3", *SPARSE_FAMILIES)}
-"""Per family: axes that cannot cut it, and the part that stays whole."""
+OWN_FAMILIES = tuple(FAMILIES)
+VISION_FAMILIES = families_with(lambda traits: traits.has_vision)
+SPARSE_FAMILIES = families_with(lambda traits: traits.chooses_keys)
 
 
 def has_own_family(directory: Path | None) -> bool:
-    """Whether models/families has the family of a model directory; True if its config.json cannot be read."""
+    """Whether families/own has the family of a model directory; True if its config.json cannot be read."""
     try:
         family = "" if directory is None else family_of(read_model_file(directory))
     except ConfigError:
@@ -69,7 +57,7 @@ def read_shape(directory: Path) -> Shape | None:
         return None
     # Models with images have the numbers of their decoder in a table of their own.
     found = found | (found.get("text_config") or {})
-    if family in ("qwen3_5_moe_text", "qwen3_5_moe"):  # all its blocks are sparse
+    if traits_of(family).is_all_sparse:
         found.setdefault("intermediate_size", found.get("moe_intermediate_size"))
     if missing := [key for key in ("num_attention_heads", "intermediate_size") if not found.get(key)]:
         raise ConfigError(
@@ -116,7 +104,7 @@ def cp_style(section: ModelSection, shape: Any) -> Literal["ulysses", "ring"]:
         return section.cp_style
     heads, kv_heads = shape.num_heads // section.tp, shape.num_kv_heads // section.tp
     is_cut = not heads % section.cp and not (kv_heads % section.cp and section.cp % kv_heads)
-    return "ulysses" if is_cut and shape.family not in SPARSE_FAMILIES else "ring"
+    return "ulysses" if is_cut and not traits_of(shape.family).chooses_keys else "ring"
 
 
 def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
@@ -132,13 +120,13 @@ def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
             f"[model] cp = {section.cp} x tp = {section.tp} does not divide the {world_size} trainer ranks; valid "
             f"products: {_listed(_divisors(world_size))}"
         )
-    if section.tp > 1 and (reason := WITHOUT_TP.get(shape.family)):
+    if section.tp > 1 and (reason := traits_of(shape.family).undivided_heads):
         raise ConfigError(
             f"[model] tp = {section.tp}: a {shape.family} {reason}, so its attention is not spread over tp; "
             "use tp = 1, and cp, ep or more dp_shard instead"
         )
     style = cp_style(section, shape) if section.cp > 1 else None
-    if style == "ulysses" and shape.family in SPARSE_FAMILIES:
+    if style == "ulysses" and traits_of(shape.family).chooses_keys:
         raise ConfigError(
             f'[model] cp_style = "ulysses" gives each of cp = {section.cp} ranks some heads, but the indexer of '
             f'{shape.family} chooses the same keys for all heads; leave cp_style out, or set "ring", which takes any cp'
@@ -207,7 +195,7 @@ def _check_uncut(section: ModelSection, shape: Any) -> None:
 
     Raises: ConfigError naming the axis.
     """
-    uncut = _UNCUT.get(getattr(shape, "family", ""), {})
+    uncut = traits_of(getattr(shape, "family", "")).uncut
     for key, what in uncut.items():
         if (value := getattr(section, key)) != 1:
             others = [axis for axis in ("cp", "tp") if axis not in uncut]

@@ -17,6 +17,7 @@ from stretto.config.sections.model import (
 )
 from stretto.config.sections.run import RunKeys
 from stretto.config.sections.trainer import TrainerSection, num_steps
+from stretto.families.table import traits_of
 
 
 def schedule_faults(section: Any) -> Iterator[tuple[str, str]]:
@@ -124,7 +125,7 @@ RULES: Rules = {
              lambda s: s.vision is not None and s.vision.hidden_size % (4 * s.vision.num_heads),
              "{0} must be a multiple of 4 x {1}"),
         Rule("moe_intermediate_size hidden_size family",
-             lambda s: s.family == "qwen3_vl_moe"
+             lambda s: traits_of(s.family).may_be_transposed
              and s.hidden_size in (s.moe_intermediate_size, 2 * s.moe_intermediate_size),
              "{0} with {1}: experts of {2} may be stored either way round, and a square matrix does not say which; "
              "{1.path} must be neither {0.path} nor twice that"),

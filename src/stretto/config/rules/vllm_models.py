@@ -12,17 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.config.model_file import family_of, read_model_file
-from stretto.config.rules.mesh_degrees import RECURRENT_FAMILIES, SPARSE_FAMILIES
+from stretto.config.model_file import read_model_file
+from stretto.families.table import family_of, traits_of
+from stretto.families.traits import Traits
 
 CPU_BLOCK_SIZE = 32
 """vLLM's CPU attention supports multiples of 32 only."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 EMBEDDED = 'use inference.engine = "embedded"'
-OWN_HEAD_FAMILIES = ("glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "nemotron_h", "deepseek_v3")
-"""vLLM gives these a separate output head, also if the checkpoint has none: its logits would be random."""
-
-BFLOAT16_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,10 @@ class ServedModel:
         return family_of(self.config)
 
     @property
+    def traits(self) -> Traits:
+        return traits_of(self.family)
+
+    @property
     def is_latent(self) -> bool:
         """Whether it caches one small vector per token (latent attention)."""
         return self.config.get("kv_lora_rank") is not None
@@ -49,7 +50,7 @@ class ServedModel:
     @property
     def is_recurrent(self) -> bool:
         """Whether some of its layers keep a state."""
-        return self.family in RECURRENT_FAMILIES
+        return self.traits.is_recurrent
 
     @property
     def has_vision(self) -> bool:
@@ -82,7 +83,7 @@ class ServedModel:
 
         Raises: ConfigError if not.
         """
-        if self.config.get("tie_word_embeddings") and self.family in OWN_HEAD_FAMILIES:
+        if self.config.get("tie_word_embeddings") and self.traits.vllm.has_own_head:
             raise ConfigError(
                 f"{self.directory}: its output head is the embedding (tie_word_embeddings), but vLLM gives a "
                 f"{self.family} a head of its own, into which nothing would be loaded; {EMBEDDED}, or a model with a "
@@ -99,7 +100,7 @@ class ServedModel:
                 f"{file}: rope_parameters has no mrope_interleaved = true, without which vLLM turns tokens of images "
                 f"by other positions than the model; {way_out}"
             )
-        has_experts = self.config.get("num_experts") and self.family != "qwen3_5_moe_text"
+        has_experts = self.config.get("num_experts") and not self.traits.vllm.always_normalises_gates
         if has_experts and not self.config.get("norm_topk_prob"):
             raise ConfigError(
                 f"{file}: it has no norm_topk_prob = true, without which vLLM does not start; {way_out}"
@@ -110,19 +111,21 @@ class ServedModel:
 
         Raises: ConfigError if it cannot.
         """
-        family, moved = self.family, "computes other log-probabilities than the model, by"
+        family, vllm = self.family, self.traits.vllm
         faults = (
-            (family in SPARSE_FAMILIES, f"does not let {family} choose the keys that it attends to"),
+            (self.traits.chooses_keys, f"does not let {family} choose the keys that it attends to"),
             (
-                family in BFLOAT16_FAMILIES,
+                vllm.is_bfloat16_on_cpu,
                 f"computes the recurrent layers of {family} in bfloat16 only, and heads of some sizes only",
             ),
             (
-                family == "nemotron_h" and self.config.get("n_routed_experts"),
-                "has no experts without gates, as those of nemotron_h are",
+                vllm.cpu_fault and (vllm.cpu_fault_key is None or self.config.get(vllm.cpu_fault_key)),
+                vllm.cpu_fault,
             ),
-            (family == "gpt_oss", f"{moved} 0.003 nats, with the experts of gpt_oss"),
-            (self.is_latent, f"{moved} a tenth of a nat, with latent attention"),
+            (
+                self.is_latent,
+                "computes other log-probabilities than the model, by a tenth of a nat, with latent attention",
+            ),
             (
                 self.head_dim not in CPU_HEAD_DIMS,
                 f"supports heads of {', '.join(map(str, CPU_HEAD_DIMS))} dimensions only, and this model's attention "

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from stretto.config.section import Section
+from stretto.families.own.dense import QWEN3
+from stretto.families.table import FAMILIES, traits_of
 
-Family = Literal[
-    "qwen3", "qwen3_moe", "qwen2", "llama", "glm4", "glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna",
-    "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "deepseek_v3", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
-    "qwen3_5_moe", "glm_moe_dsa", "deepseek_v32",
-]  # fmt: skip
-"""`model_type` of the families that models/families computes."""
+if TYPE_CHECKING:
+    Family = str
+else:
+    Family = Literal[tuple(FAMILIES)]
+"""`model_type` of the families of families/own."""
 
 
 class ScratchVisionSection(Section):
@@ -39,7 +40,7 @@ class ScratchVisionSection(Section):
 class ScratchSection(Section):
     """Start from a random network of this shape instead of loading weights; everything is made locally."""
 
-    family: Family = "qwen3"
+    family: Family = QWEN3.name
     """Architecture family; the keys on experts count for those with experts only. `nemotron_h` has one half of a block
     per layer, in turn: Mamba 2, experts, attention, experts."""
     tokenizer: Literal["letters"] = "letters"
@@ -85,7 +86,7 @@ class ScratchSection(Section):
 
     @classmethod
     def _derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        if values.get("family") != "qwen3_vl_moe":
+        if not traits_of(str(values.get("family"))).may_be_transposed:
             return {}
         width = values.get("hidden_size", 64)
         return {"moe_intermediate_size": 3 * width // 4} if isinstance(width, int) and width > 1 else {}

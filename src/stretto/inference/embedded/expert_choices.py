@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from stretto.families.shape import ModelConfig
 from stretto.models.moe import Routing
-from stretto.models.shape import ModelConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Int, Int64, UInt

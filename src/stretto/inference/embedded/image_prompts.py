@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stretto.families.shape import VisionShape
 from stretto.models.parts.image_positions import image_positions
-from stretto.models.shape import VisionShape
 from stretto.records.generate import GenerateRequest
 from stretto.records.images import Image, placeholder_spans
 from stretto.transports.engine import images as wire

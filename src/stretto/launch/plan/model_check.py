@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
-from stretto.config.model_file import family_of, read_model_file
+from stretto.config.model_file import read_model_file
 from stretto.config.root import RLConfig
 from stretto.config.rules.checkpoints import check_quantize, check_same_network, check_same_tokens
 from stretto.config.rules.mesh_degrees import (
@@ -30,6 +30,7 @@ from stretto.config.rules.vllm_models import ServedModel
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import LORA_TARGETS, ModelSection
 from stretto.data.hub_model import find_config
+from stretto.families.table import family_of
 from stretto.launch.plan.placement import replaced
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.families.shape import ModelConfig
 from stretto.models.native.library import find_library
-from stretto.models.shape import ModelConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stretto.families.shape import Rope
 from stretto.models.native.training import find_training_kernels
-from stretto.models.shape import Rope
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

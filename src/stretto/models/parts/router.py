@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from jaxtyping import Bool, Float, Int, Int64, Shaped
 
-    from stretto.models.shape import MoEShape
+    from stretto.families.shape import MoEShape
 
 _LEAST_SUM = 1e-20
 """Floor of the gates' sum: a bias or a replay may choose experts whose scores are all 0 in float32."""

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.families.shape import VisionShape
 from stretto.models.parts.initial import build_embedding
 from stretto.models.parts.rope import Angles, rotate
-from stretto.models.shape import VisionShape
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from stretto.base.errors import DataError
+from stretto.families.shape import VisionShape
 from stretto.models.parts.image_positions import find_images, image_positions
 from stretto.models.parts.vision import ImageBatch
-from stretto.models.shape import VisionShape
 from stretto.records.images import Image
 from stretto.records.sample import MicroBatch
 

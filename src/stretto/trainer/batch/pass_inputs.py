@@ -20,9 +20,9 @@ from torch import Tensor
 from stretto.algorithms.losses import TokenStreams
 from stretto.algorithms.sample_index import SampleIndex
 from stretto.base.errors import DataError
+from stretto.families.shape import VisionShape
 from stretto.models.attention import PackedLayout
 from stretto.models.parts.vision import ImageBatch
-from stretto.models.shape import VisionShape
 from stretto.records.sample import MicroBatch
 from stretto.records.support import Support
 from stretto.records.token_counts import ComponentWeights, find_documents

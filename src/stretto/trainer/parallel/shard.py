@@ -21,9 +21,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ModelSection
+from stretto.families.table import FAMILIES
 from stretto.models import hub
 from stretto.models.decoder import Decoder
-from stretto.models.families import FAMILIES
 from stretto.models.hf import HFDecoder, check_output_head
 from stretto.models.lora import initial_values, is_adapter_parameter
 from stretto.models.moe import mixtures

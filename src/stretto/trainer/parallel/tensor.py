@@ -1,7 +1,7 @@
 """Tensor parallelism: cuts the layers of a family's plan by features over the axis tp.
 
-The plan is data (models/family.py). A `column` layer takes the whole input and computes some of its output features; a
-`row` layer takes some of the input features and computes a partial sum of the output. So a block needs two
+The plan is data (families/family.py). A `column` layer takes the whole input and computes some of its output features;
+a `row` layer takes some of the input features and computes a partial sum of the output. So a block needs two
 all-reduces: after attention and after the MLP. The embedding and the output head (`vocab`) are whole on every rank.
 """
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from stretto.base.errors import EngineError
+from stretto.families.shape import VisionShape
 from stretto.models.fp8.checkpoint import BlockLayout, round_inputs, stop_rounding
-from stretto.models.shape import VisionShape
 from stretto.records.sample import MicroBatch, images_by_document
 from stretto.records.weights import Canary, CanaryImage, probe_scale
 from stretto.trainer.learner import Learner

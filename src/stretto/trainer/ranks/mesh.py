@@ -27,7 +27,7 @@ from stretto.base.errors import ConfigError, WireError
 from stretto.base.process import TRAIN_NODES_VAR, num_cores
 from stretto.config.rules.mesh_degrees import Degrees, find_degrees, find_plain_degrees
 from stretto.config.sections.model import ModelSection
-from stretto.models.shape import ModelConfig
+from stretto.families.shape import ModelConfig
 from stretto.trainer.ranks import exchange, silence
 from stretto.transports.weights.store import connect_store, create_store, use_interface_to
 

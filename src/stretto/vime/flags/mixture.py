@@ -9,15 +9,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from stretto.families.table import TRAITS, traits_of
+from stretto.families.traits import Implied
+
 Config = Mapping[str, Any]
-SIGMOID = ("deepseek_v3", "glm4_moe", "glm_moe_dsa", "minimax_m2", "kimi_k2")
-"""Families whose experts have sigmoid scores, and a bias that balances them."""
-SOFTMAX = ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "mixtral", "gpt_oss", "olmoe")
-"""Families whose experts have softmax scores."""
-ZERO_CENTRED = ("gemma", "qwen3_next", "qwen3_5")
-"""Families, by the beginning of their model_type, whose norms multiply by 1 + weight."""
-GATED = ("qwen3_next", "qwen3_5")
-"""Families, by the beginning of their model_type, whose attention has a gate at its output."""
 
 
 def kind(config: Config) -> str:
@@ -25,17 +20,23 @@ def kind(config: Config) -> str:
     return str(config.get("model_type", "")).removesuffix("_text")
 
 
+def implied(config: Config) -> Implied:
+    """What the family implies."""
+    return traits_of(kind(config)).implied
+
+
 def expert_scores(config: Config) -> str | None:
     """softmax or sigmoid."""
     if (given := config.get("scoring_func")) in ("softmax", "sigmoid"):
         return str(given)
-    found = {**dict.fromkeys(SIGMOID, "sigmoid"), **dict.fromkeys(SOFTMAX, "softmax")}
-    return found.get(kind(config))
+    return implied(config).expert_scores
 
 
 def has_expert_bias(config: Config) -> bool | None:
     """Are experts chosen by their scores and a bias?"""
-    return {"sigmoid": kind(config) in SIGMOID or None, "softmax": False}.get(expert_scores(config) or "")
+    return {"sigmoid": implied(config).expert_scores == "sigmoid" or None, "softmax": False}.get(
+        expert_scores(config) or ""
+    )
 
 
 def is_softmax_first(config: Config) -> bool | None:
@@ -48,9 +49,7 @@ def is_softmax_first(config: Config) -> bool | None:
 
 def has_shared_gate(config: Config) -> bool | None:
     """Does the output of the shared expert have a gate?"""
-    if kind(config) in SIGMOID:
-        return False
-    return True if kind(config) in ("qwen2_moe", "qwen3_next", "qwen3_5_moe") else None
+    return implied(config).has_shared_gate
 
 
 def layers(config: Config) -> tuple[int, ...] | None:
@@ -93,6 +92,10 @@ def rotary(name: str) -> Callable[[Config], Any]:
     return read
 
 
-def begins(*families: str) -> Callable[[Config], bool | None]:
-    """The reader of what families have whose model_type begins so; others may, too."""
+def begins(is_meant: Callable[[Implied], bool | None]) -> Callable[[Config], bool | None]:
+    """The reader of a trait that families have whose model_type begins with the name of one that has it.
+
+    None for any other family, which may have it, too.
+    """
+    families = tuple(name for name, traits in TRAITS.items() if is_meant(traits.implied))
     return lambda config: kind(config).startswith(families) or None

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
+from stretto.families.table import traits_of
 from stretto.vime.flags import mixture
 from stretto.vime.flags.flag import Flag, Kind, Values
 
 Config = Mapping[str, Any]
-WITH_QK_NORM = ("qwen3", "olmo2", "olmo3", "gemma3")
-"""Families, by the beginning of their model_type, that normalise queries and keys."""
-WITHOUT_QK_NORM = ("llama", "mistral", "mixtral", "qwen2", "gemma", "gemma2", "phi3", "gpt_oss", "smollm3")
-"""Families that do not. Any other may, and is not compared."""
+_NORMALISES_QK = mixture.begins(lambda implied: implied.has_qk_norm)
+_HAS_OUTPUT_GATE = mixture.begins(lambda implied: implied.has_output_gate)
 
 
 def _first(config: Config, *fields: str) -> Any:
@@ -42,7 +41,7 @@ def _rope_theta(config: Config) -> Any:
 
 
 def _has_bias(config: Config) -> bool | None:
-    return True if config.get("model_type") == "qwen2" else config.get("attention_bias")
+    return traits_of(config.get("model_type", "")).implied.has_qkv_bias or config.get("attention_bias")
 
 
 def _is_latent(config: Config) -> bool:
@@ -52,12 +51,11 @@ def _is_latent(config: Config) -> bool:
 
 def _has_qk_norm(config: Config) -> bool | None:
     """Are queries and keys normalised? None if config.json does not say."""
-    kind = config.get("model_type", "")
     if config.get("use_qk_norm") is not None:
         return bool(config["use_qk_norm"])
-    if _is_latent(config) or kind.startswith(WITH_QK_NORM):
+    if _is_latent(config) or _NORMALISES_QK(config):
         return True
-    return False if kind in WITHOUT_QK_NORM else None
+    return traits_of(config.get("model_type", "")).implied.has_qk_norm
 
 
 def _num_experts(config: Config) -> int | None:
@@ -156,10 +154,10 @@ SHAPES: dict[str, Shape] = {
     "--mscale-all-dim": Shape("number", "rope_scaling.mscale_all_dim", "The same for all dimensions.",
                               mixture.rotary("mscale_all_dim")),
     "--apply-layernorm-1p": Shape("switch", "model_type", "Norms multiply by 1 + weight.",
-                                  mixture.begins(*mixture.ZERO_CENTRED)),
+                                  mixture.begins(lambda implied: implied.has_centred_norms)),
     "--attention-output-gate": Shape("switch", "model_type", "A gate at the output of attention.",
-                                     mixture.begins(*mixture.GATED)),
-    "--use-gated-attention": Shape("switch", "model_type", "The same.", mixture.begins(*mixture.GATED)),
+                                     _HAS_OUTPUT_GATE),
+    "--use-gated-attention": Shape("switch", "model_type", "The same.", _HAS_OUTPUT_GATE),
 }
 # fmt: on
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.families.shape import LatentShape, ModelConfig
 from stretto.inference.embedded.caches.kv_cache import KVCache, PassLayout, PassRows, key_widths
 from stretto.inference.embedded.caches.running import RunningKV
 from stretto.models.parts.mixers.attend import Attend, Limits
 from stretto.models.parts.mixers.key_choice import HIDDEN, NOT_A_KEY, attend_rows, key_numbers, rank_codes
-from stretto.models.shape import LatentShape, ModelConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int32, Int64

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.families.shape import ModelConfig
 from stretto.inference.embedded.caches.running import RunningKV, SlabFill, SlabPart
 from stretto.models.parts.mixers.attend import NO_LIMITS, Attend, Limits
 from stretto.models.parts.sinks import attend_with_sinks
-from stretto.models.shape import ModelConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, Int64

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.families.shape import ModelConfig
 from stretto.inference.embedded.caches.kv_cache import KVCache, PassLayout, PassRows
 from stretto.models.fused import NativeAttend
 from stretto.models.native.kernels import AttentionPass, Kernels
 from stretto.models.parts.rope import angle_table
-from stretto.models.shape import ModelConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Float

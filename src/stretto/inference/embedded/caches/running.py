@@ -22,7 +22,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Int64
 
-    from stretto.models.shape import ModelConfig
+    from stretto.families.shape import ModelConfig
 
 
 @dataclass(eq=False)

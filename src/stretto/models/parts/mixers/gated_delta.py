@@ -27,7 +27,7 @@ from stretto.models.parts.norm import rms_norm
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    from stretto.models.shape import ModelConfig
+    from stretto.families.shape import ModelConfig
 
 _NORM_EPS = 1e-6
 

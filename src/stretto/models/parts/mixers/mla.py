@@ -22,8 +22,8 @@ from stretto.models.parts.rope import Angles, rotate
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+    from stretto.families.shape import ModelConfig
     from stretto.models.parts.mixers.attend import Attend
-    from stretto.models.shape import ModelConfig
 
 _NORM_EPS = 1e-6
 """Epsilon of the norms of the small vectors, whatever that of other norms is."""

@@ -25,8 +25,8 @@ from stretto.models.parts.rope import Angles, rotate
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+    from stretto.families.shape import IndexerShape, ModelConfig
     from stretto.models.parts.router import Routing
-    from stretto.models.shape import IndexerShape, ModelConfig
 
 _NORM_EPS = 1e-6
 

@@ -8,15 +8,13 @@ that layers of glm_moe_dsa may share the choice of a layer before them (`indexer
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stretto.base.errors import DataError
-from stretto.models.families import deepseek_v3
-from stretto.models.family import Family, Keys, mlp_layer_types, sparse_layers
-from stretto.models.shape import IndexerShape, ModelConfig
-
-if TYPE_CHECKING:
-    from stretto.config.sections.model import ScratchSection
+from stretto.families.family import Family, Keys, Scratch, mlp_layer_types, sparse_layers
+from stretto.families.own import deepseek_v3
+from stretto.families.shape import IndexerShape, ModelConfig
+from stretto.families.traits import Implied, Traits
 
 _INDEXER_KEYS = Keys(num_heads="index_n_heads", head_dim=("index_head_dim", 128), top_k=("index_topk", 2048))
 """Fields of IndexerShape and their keys in config.json."""
@@ -65,7 +63,7 @@ def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
     return deepseek_v3.to_hf(cfg) | keys
 
 
-def _family(name: str, architecture: str, *, is_interleaved: bool, **defaults: Any) -> Family:
+def _family(name: str, architecture: str, *, is_interleaved: bool, traits: Traits, **defaults: Any) -> Family:
     """A family with an indexer; is_interleaved: how the indexer's vectors are rotated."""
     has_shared = name == "glm_moe_dsa"
 
@@ -87,7 +85,7 @@ def _family(name: str, architecture: str, *, is_interleaved: bool, **defaults: A
             "moe": replace(base["moe"], sparse_layers=sparse_layers(hf, hf.get("first_k_dense_replace", 3))),
         }
 
-    def scratch(section: ScratchSection) -> dict[str, Any]:
+    def scratch(section: Scratch) -> dict[str, Any]:
         """deepseek_v3 with an indexer in every layer, or in every second one if choices are shared."""
         base = deepseek_v3.scratch(section)
         indexer = IndexerShape(
@@ -105,6 +103,7 @@ def _family(name: str, architecture: str, *, is_interleaved: bool, **defaults: A
     return replace(
         deepseek_v3.DEEPSEEK_V3,
         name=name,
+        traits=traits,
         architecture=architecture,
         fields=fields,
         to_hf=_to_hf,
@@ -116,15 +115,44 @@ def _family(name: str, architecture: str, *, is_interleaved: bool, **defaults: A
     )
 
 
+_GLM_5: dict[str, Any] = {
+    "vocab_size": 154_880, "hidden_size": 6144, "intermediate_size": 12_288, "moe_intermediate_size": 2048,
+    "num_hidden_layers": 78, "num_attention_heads": 64, "num_key_value_heads": 64, "n_shared_experts": 1,
+    "n_routed_experts": 256, "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 2048,
+    "qk_rope_head_dim": 64, "v_head_dim": 256, "qk_nope_head_dim": 192, "n_group": 1, "topk_group": 1,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 202_752, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32,
+    "first_k_dense_replace": 3, "head_dim": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+}  # fmt: skip
+"""Source: the defaults of transformers' GlmMoeDsaConfig, and the model's card."""
+
 GLM_MOE_DSA = _family(
     "glm_moe_dsa",
     "GlmMoeDsaForCausalLM",
     is_interleaved=True,
+    traits=Traits(
+        renderer="glm-5",
+        uncut=deepseek_v3.UNCUT,
+        chooses_keys=True,
+        packs_in_transformers=True,
+        implied=Implied(expert_scores="sigmoid", has_shared_gate=False),
+        public={
+            "zai-org/GLM-5": _GLM_5,
+            "zai-org/GLM-5.1": _GLM_5,
+            "zai-org/GLM-5-FP8": _GLM_5 | {"quantization_config": {"quant_method": "fp8"}},
+        },
+    ),
     index_n_heads=32,
     n_group=1,
     topk_group=1,
     rms_norm_eps=1e-5,
 )
 DEEPSEEK_V32 = _family(
-    "deepseek_v32", "DeepseekV32ForCausalLM", is_interleaved=False, index_n_heads=64, n_group=8, topk_group=4
+    "deepseek_v32",
+    "DeepseekV32ForCausalLM",
+    is_interleaved=False,
+    traits=Traits(uncut=deepseek_v3.UNCUT, chooses_keys=True),
+    index_n_heads=64,
+    n_group=8,
+    topk_group=4,
 )

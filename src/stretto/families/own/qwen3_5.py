@@ -8,21 +8,20 @@ another `model_type`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stretto.models.family import (
+from stretto.families.family import (
     ATTENTION_BIAS,
     MOE_KEYS,
     SHARED_EXPERT,
     STACKED_EXPERTS,
     Family,
     Keys,
+    Scratch,
     scratch_moe,
 )
-from stretto.models.shape import GatedDeltaShape, ModelConfig, MoEShape
-
-if TYPE_CHECKING:
-    from stretto.config.sections.model import ScratchSection
+from stretto.families.shape import GatedDeltaShape, ModelConfig, MoEShape
+from stretto.families.traits import Implied, Traits, VllmTraits
 
 _DELTA_KEYS = Keys(
     num_key_heads="linear_num_key_heads",
@@ -61,7 +60,7 @@ def _moe_to_hf(cfg: ModelConfig) -> dict[str, Any]:
     return _to_hf(cfg) | _MOE_KEYS.write(cfg.moe) | {"output_router_logits": False}
 
 
-def _scratch(scratch: ScratchSection) -> dict[str, Any]:
+def _scratch(scratch: Scratch) -> dict[str, Any]:
     every = min(4, scratch.num_layers)
     kinds = ["paired" if (i + 1) % every == 0 else "gated_delta" for i in range(scratch.num_layers)]
     return {
@@ -76,15 +75,24 @@ def _scratch(scratch: ScratchSection) -> dict[str, Any]:
     }
 
 
-def _scratch_moe(scratch: ScratchSection) -> dict[str, Any]:
+def _scratch_moe(scratch: Scratch) -> dict[str, Any]:
     moe = scratch_moe(
         scratch, shared_size=scratch.moe_intermediate_size, has_shared_gate=True, has_expert_bias=False
     )
     return _scratch(scratch) | {"moe": moe}
 
 
+_TRAITS = Traits(
+    renderer="qwen3.5",
+    uncut={"tp": "its recurrent layers"},
+    is_recurrent=True,
+    vllm=VllmTraits(is_bfloat16_on_cpu=True),
+    implied=Implied(has_qk_norm=True, has_centred_norms=True, has_output_gate=True),
+)
+
 QWEN3_5 = Family(
     name="qwen3_5_text",
+    traits=_TRAITS,
     architecture="Qwen3_5ForCausalLM",
     constants={"has_centred_norms": True},
     keys=ATTENTION_BIAS,
@@ -100,6 +108,12 @@ QWEN3_5 = Family(
 QWEN3_5_MOE = replace(
     QWEN3_5,
     name="qwen3_5_moe_text",
+    traits=replace(
+        _TRAITS,
+        is_all_sparse=True,
+        vllm=replace(_TRAITS.vllm, always_normalises_gates=True),
+        implied=replace(_TRAITS.implied, expert_scores="softmax", has_shared_gate=True),
+    ),
     architecture="Qwen3_5MoeForCausalLM",
     fields=_moe_fields,
     to_hf=_moe_to_hf,

@@ -6,8 +6,7 @@ import math
 from typing import Any
 
 from stretto.base.errors import DataError
-from stretto.models.families.rope_keys import parse_rope, rope_to_hf
-from stretto.models.family import (
+from stretto.families.family import (
     ATTENTION_BIAS,
     BALANCED_SIGMOID,
     DENSE_TP_PLAN,
@@ -21,7 +20,9 @@ from stretto.models.family import (
     scratch_shared_moe,
     sparse_layers,
 )
-from stretto.models.shape import AttentionGate, LayerAttention, ModelConfig, MoEShape
+from stretto.families.rope_keys import parse_rope, rope_to_hf
+from stretto.families.shape import AttentionGate, LayerAttention, ModelConfig, MoEShape
+from stretto.families.traits import Traits
 
 _ROPES = {
     "full_attention": {"rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
@@ -74,6 +75,7 @@ def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
 
 LAGUNA = Family(
     name="laguna",
+    traits=Traits(renderer="laguna-xs.2", packs_in_transformers=True),
     architecture="LagunaForCausalLM",
     keys=ATTENTION_BIAS,
     fields=_fields,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.models.family import (
+from stretto.families.family import (
     BALANCED_SIGMOID,
     LOCAL_MOE_KEYS,
     Family,
@@ -13,7 +13,8 @@ from stretto.models.family import (
     scratch_moe,
     scratch_rope,
 )
-from stretto.models.shape import ModelConfig, MoEShape
+from stretto.families.shape import ModelConfig, MoEShape
+from stretto.families.traits import Implied, Traits, VllmTraits
 
 _EXPERT = "model.layers.{layer}.block_sparse_moe.experts.{expert}"
 
@@ -34,6 +35,13 @@ def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
 
 MINIMAX_M2 = Family(
     name="minimax_m2",
+    traits=Traits(
+        renderer="minimax-m2",
+        undivided_heads="normalises the queries of all heads together",
+        packs_in_transformers=True,
+        vllm=VllmTraits(has_own_head=True),
+        implied=Implied(expert_scores="sigmoid", has_shared_gate=False),
+    ),
     architecture="MiniMaxM2ForCausalLM",
     constants={"is_qk_norm_joint": True},
     fields=_fields,

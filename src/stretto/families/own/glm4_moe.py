@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.models.family import (
+from stretto.families.family import (
     BALANCED_SIGMOID,
     EXPERT_BIAS,
     GROUPED_MOE_KEYS,
@@ -18,7 +18,8 @@ from stretto.models.family import (
     first_sparse_layer,
     scratch_shared_moe,
 )
-from stretto.models.shape import ModelConfig, MoEShape
+from stretto.families.shape import ModelConfig, MoEShape
+from stretto.families.traits import Implied, Traits, VllmTraits
 
 
 def read_mixture(hf: dict[str, Any], first_sparse: int) -> MoEShape:
@@ -43,6 +44,12 @@ def write_mixture(cfg: ModelConfig) -> dict[str, Any]:
 
 GLM4_MOE = Family(
     name="glm4_moe",
+    traits=Traits(
+        renderer="glm-4.5",
+        packs_in_transformers=True,
+        vllm=VllmTraits(has_own_head=True),
+        implied=Implied(expert_scores="sigmoid", has_shared_gate=False),
+    ),
     architecture="Glm4MoeForCausalLM",
     keys=Keys(has_qk_norm=("use_qk_norm", False), qkv_bias=("attention_bias", False)),
     fields=lambda hf: {"moe": read_mixture(hf, 1)},

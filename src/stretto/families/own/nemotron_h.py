@@ -7,21 +7,20 @@ every block has one norm and one `mixer`, whatever it is; here they have the nam
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stretto.base.errors import DataError
-from stretto.models.family import (
+from stretto.families.family import (
     BALANCED_SIGMOID,
     GROUPED_MOE_KEYS,
     Family,
     Keys,
+    Scratch,
     WeightRule,
     scratch_shared_moe,
 )
-from stretto.models.shape import LayerAttention, MambaShape, ModelConfig, MoEShape
-
-if TYPE_CHECKING:
-    from stretto.config.sections.model import ScratchSection
+from stretto.families.shape import LayerAttention, MambaShape, ModelConfig, MoEShape
+from stretto.families.traits import Traits, VllmTraits
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 _OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
@@ -116,7 +115,7 @@ def _rules() -> tuple[WeightRule, ...]:
     return tuple(WeightRule((our_name,), (their_name,)) for our_name, their_name in names.items())
 
 
-def _scratch(scratch: ScratchSection) -> dict[str, Any]:
+def _scratch(scratch: Scratch) -> dict[str, Any]:
     kinds = [("mamba", "none", "attention", "none")[i % 4] for i in range(scratch.num_layers)]
     experts = tuple(i for i, kind in enumerate(kinds) if kind == "none")
     return {
@@ -139,6 +138,16 @@ def _scratch(scratch: ScratchSection) -> dict[str, Any]:
 
 NEMOTRON_H = Family(
     name="nemotron_h",
+    traits=Traits(
+        renderer="nemotron-3",
+        uncut={"tp": "its recurrent layers", "cp": "the state of its recurrent layers"},
+        is_recurrent=True,
+        vllm=VllmTraits(
+            has_own_head=True,
+            cpu_fault="has no experts without gates, as those of nemotron_h are",
+            cpu_fault_key="n_routed_experts",
+        ),
+    ),
     architecture="NemotronHForCausalLM",
     constants={"has_qk_norm": False, "has_plain_mlp": True},
     keys=Keys(mlp_bias=("mlp_bias", False)),

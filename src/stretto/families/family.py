@@ -1,20 +1,18 @@
 """A family of models as data: its settings, weight names and tensor-parallel plan.
 
-The forward pass of every family is decoder.py; a family says which options are on. docs/add_a_model.md explains how
-to add one.
+The forward pass of every family is models/decoder.py; a family says which options are on. docs/add_a_model.md explains
+how to add one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from stretto.base.errors import DataError
-from stretto.models.shape import LayerAttention, ModelConfig, MoEShape, Rope
-
-if TYPE_CHECKING:
-    from stretto.config.sections.model import ScratchSection
+from stretto.families.shape import LayerAttention, ModelConfig, MoEShape, Rope
+from stretto.families.traits import Traits
 
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 """The linear layers of a gated MLP."""
@@ -126,10 +124,30 @@ BALANCED_SIGMOID = {"is_sigmoid": True, "has_expert_bias": True}
 """Options of MoEShape for a router with sigmoid scores and a bias that balances loads."""
 
 
+class Scratch(Protocol):
+    """[model.scratch] (config/sections/model.py), as families read it."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    has_expert_bias: bool
+    sliding_window: int
+    index_topk: int
+    max_position_embeddings: int
+    vision: Any
+
+
 @dataclass(frozen=True)
 class Family:
     """One `model_type` of Hugging Face configs.
 
+    traits: what is to be known of it beside its network.
     constants: fields of ModelConfig that are equal for all models of this family.
     keys: fields of ModelConfig with a key of config.json, none of them required.
     fields: reads all other settings of config.json that only this family has, as fields of ModelConfig.
@@ -154,6 +172,7 @@ class Family:
 
     name: str
     architecture: str
+    traits: Traits = field(default_factory=Traits)
     constants: Mapping[str, Any] = field(default_factory=dict)
     keys: Keys = field(default_factory=Keys)
     fields: Callable[[dict[str, Any]], dict[str, Any]] = lambda hf: {}
@@ -172,7 +191,7 @@ class Family:
     rotary_sections: tuple[int, ...] = ()
     is_rotary_interleaved: bool = False
     has_windows: bool = False
-    scratch: Callable[[ScratchSection], dict[str, Any]] = lambda scratch: {}
+    scratch: Callable[[Scratch], dict[str, Any]] = lambda scratch: {}
 
 
 def sparse_layers(hf: dict[str, Any], first_sparse: int) -> tuple[int, ...]:
@@ -200,7 +219,7 @@ def first_sparse_layer(cfg: ModelConfig) -> int:
     return cfg.moe.sparse_layers[0] if cfg.moe.sparse_layers else cfg.num_layers
 
 
-def scratch_moe(scratch: ScratchSection, first_sparse: int = 0, **options: Any) -> MoEShape:
+def scratch_moe(scratch: Scratch, first_sparse: int = 0, **options: Any) -> MoEShape:
     """The mixture of a model from scratch; blocks before `first_sparse` are dense."""
     return MoEShape(
         num_experts=scratch.num_experts,
@@ -217,7 +236,7 @@ def scratch_rope(fraction: float | None = None) -> Rope:
 
 
 def scratch_layers(
-    scratch: ScratchSection, is_windowed: Callable[[int], bool], *, rotates_all: bool = True
+    scratch: Scratch, is_windowed: Callable[[int], bool], *, rotates_all: bool = True
 ) -> tuple[LayerAttention, ...]:
     """The attention of a model from scratch with windows in some layers.
 
@@ -229,7 +248,7 @@ def scratch_layers(
     return tuple(windowed if is_windowed(layer) else whole for layer in range(scratch.num_layers))
 
 
-def scratch_shared_moe(scratch: ScratchSection, first_sparse: int = 0, **options: Any) -> MoEShape:
+def scratch_shared_moe(scratch: Scratch, first_sparse: int = 0, **options: Any) -> MoEShape:
     """The same with one shared expert, a sigmoid router and a bias that balances loads."""
     options = BALANCED_SIGMOID | {"shared_size": scratch.moe_intermediate_size} | options
     return scratch_moe(scratch, first_sparse, **options)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from stretto.models.families.rope_keys import parse_rope
-from stretto.models.family import (
+from stretto.families.family import (
     LOCAL_MOE_KEYS,
     Family,
     Keys,
@@ -20,7 +19,9 @@ from stretto.models.family import (
     scratch_moe,
     scratch_rope,
 )
-from stretto.models.shape import ClampedGate, LayerAttention, ModelConfig, MoEShape
+from stretto.families.rope_keys import parse_rope
+from stretto.families.shape import ClampedGate, LayerAttention, ModelConfig, MoEShape
+from stretto.families.traits import Implied, Traits, VllmTraits
 
 _EXPERTS = {
     "has_router_bias": True,
@@ -61,6 +62,15 @@ def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
 
 GPT_OSS = Family(
     name="gpt_oss",
+    traits=Traits(
+        renderer="gpt-oss",
+        undivided_heads="has a sink in every head",
+        vllm=VllmTraits(
+            has_own_head=True,
+            cpu_fault="computes other log-probabilities than the model, by 0.003 nats, with the experts of gpt_oss",
+        ),
+        implied=Implied(expert_scores="softmax", has_qk_norm=False),
+    ),
     architecture="GptOssForCausalLM",
     constants={"has_qk_norm": False, "has_sinks": True},
     keys=Keys(out_bias=("attention_bias", True), qkv_bias=("attention_bias", True)),

@@ -5,15 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from stretto.models.families.dense import QWEN3
-from stretto.models.family import (
+from stretto.families.family import (
     EXPERT_BIAS,
     MOE_KEYS,
     STACKED_EXPERTS,
     scratch_moe,
 )
-from stretto.models.shape import ModelConfig, MoEShape
+from stretto.families.own.dense import QWEN3
+from stretto.families.shape import ModelConfig, MoEShape
 
+_QWEN3_30B_A3B = {
+    "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0, "tie_word_embeddings": False, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}  # fmt: skip
 _MOE_KEYS = MOE_KEYS | {"norm_topk_prob": ("norm_topk_prob", False)}
 
 
@@ -41,6 +48,11 @@ def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
 QWEN3_MOE = replace(
     QWEN3,
     name="qwen3_moe",
+    traits=replace(
+        QWEN3.traits,
+        implied=replace(QWEN3.traits.implied, expert_scores="softmax"),
+        public={"Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B},
+    ),
     architecture="Qwen3MoeForCausalLM",
     fields=_fields,
     to_hf=_to_hf,

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from stretto.models.family import ATTENTION_BIAS, Family, Keys, WeightRule
+from stretto.families.family import ATTENTION_BIAS, Family, Keys, WeightRule
+from stretto.families.traits import Implied, Traits
 
 _NO_WINDOW = {"use_sliding_window": False}
+_QWEN3_0_6B = {
+    "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0, "tie_word_embeddings": True,
+}  # fmt: skip
 _MLP = "model.layers.{layer}.mlp"
 
 LLAMA = Family(
     name="llama",
+    traits=Traits(renderer="llama-3", implied=Implied(has_qk_norm=False)),
     architecture="LlamaForCausalLM",
     constants={"has_qk_norm": False},
     keys=ATTENTION_BIAS | {"mlp_bias": ("mlp_bias", False)},
@@ -16,6 +23,7 @@ LLAMA = Family(
 
 QWEN2 = Family(
     name="qwen2",
+    traits=Traits(implied=Implied(has_qk_norm=False, has_qkv_bias=True)),
     architecture="Qwen2ForCausalLM",
     constants={"has_qk_norm": False, "qkv_bias": True},
     to_hf=lambda cfg: dict(_NO_WINDOW),
@@ -24,6 +32,12 @@ QWEN2 = Family(
 
 QWEN3 = Family(
     name="qwen3",
+    traits=Traits(
+        renderer="qwen3",
+        packs_in_transformers=True,
+        implied=Implied(has_qk_norm=True),
+        public={"Qwen/Qwen3-0.6B": _QWEN3_0_6B},
+    ),
     architecture="Qwen3ForCausalLM",
     keys=ATTENTION_BIAS,
     to_hf=lambda cfg: dict(_NO_WINDOW),

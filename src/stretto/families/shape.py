@@ -1,6 +1,6 @@
 """The shape of a network as data, from which a decoder is built.
 
-config.py reads it from a Hugging Face config.json.
+models/config.py reads it from a Hugging Face config.json.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from stretto.models.families.rope_keys import parse_rope
-from stretto.models.family import (
+from stretto.families.family import (
     ATTENTION_BIAS,
     BALANCED_SIGMOID,
     DENSE_TP_PLAN,
@@ -22,7 +21,9 @@ from stretto.models.family import (
     scratch_layers,
     scratch_shared_moe,
 )
-from stretto.models.shape import AttentionGate, LayerAttention, ModelConfig, MoEShape
+from stretto.families.rope_keys import parse_rope
+from stretto.families.shape import AttentionGate, LayerAttention, ModelConfig, MoEShape
+from stretto.families.traits import Traits, VllmTraits
 
 _MOE_KEYS = MOE_KEYS | {"gate_scale": ("route_scale", 1.0)}
 _FIXED_VALUES = {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
@@ -62,6 +63,7 @@ def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
 
 AFMOE = Family(
     name="afmoe",
+    traits=Traits(vllm=VllmTraits(has_own_head=True)),
     architecture="AfmoeForCausalLM",
     constants={"attention_gate": AttentionGate("gate_proj", "sigmoid"), "has_post_norms": True},
     keys=ATTENTION_BIAS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stretto.base.errors import DataError
-from stretto.models.shape import Rope
+from stretto.families.shape import Rope
 
 _KINDS = ("default", "linear", "llama3", "yarn")
 

@@ -6,23 +6,22 @@ width of a whole query. Layers for multi-token prediction are not read.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stretto.models.families.glm4_moe import GLM4_MOE, read_mixture, write_mixture
-from stretto.models.families.rope_keys import rope_to_hf
-from stretto.models.family import (
+from stretto.families.family import (
     ATTENTION_BIAS,
     EXPERT_BIAS,
     GROUPED_MOE_KEYS,
     STACKED_EXPERTS,
     Family,
     Keys,
+    Scratch,
     scratch_shared_moe,
 )
-from stretto.models.shape import LatentShape, ModelConfig, yarn_scale
-
-if TYPE_CHECKING:
-    from stretto.config.sections.model import ScratchSection
+from stretto.families.own.glm4_moe import GLM4_MOE, read_mixture, write_mixture
+from stretto.families.rope_keys import rope_to_hf
+from stretto.families.shape import LatentShape, ModelConfig, yarn_scale
+from stretto.families.traits import Implied, Traits, VllmTraits
 
 _LATENT_KEYS = Keys(
     query_rank=("q_lora_rank", None),
@@ -32,6 +31,7 @@ _LATENT_KEYS = Keys(
     value_dim="v_head_dim",
 )
 """Fields of LatentShape and their keys in config.json."""
+UNCUT = {"tp": "its latent attention"}
 REQUIRED = _LATENT_KEYS.required + GROUPED_MOE_KEYS.required
 FIXED_VALUES = {
     "scoring_func": "sigmoid",
@@ -90,7 +90,7 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
     }
 
 
-def scratch(scratch: ScratchSection) -> dict[str, Any]:
+def scratch(scratch: Scratch) -> dict[str, Any]:
     """Latent vectors are half as wide as the residual stream; one expert is shared."""
     return {
         "mixers": ("latent",) * scratch.num_layers,
@@ -107,6 +107,13 @@ def scratch(scratch: ScratchSection) -> dict[str, Any]:
 
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
+    traits=Traits(
+        renderer="deepseek-v3",
+        aliases={"kimi_k2": "kimi-k2"},
+        uncut=UNCUT,
+        vllm=VllmTraits(has_own_head=True),
+        implied=Implied(expert_scores="sigmoid", has_shared_gate=False),
+    ),
     architecture="DeepseekV3ForCausalLM",
     constants={"has_qk_norm": False},
     keys=ATTENTION_BIAS,

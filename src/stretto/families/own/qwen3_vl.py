@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stretto.base.errors import DataError
-from stretto.models.families.dense import QWEN3
-from stretto.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
-from stretto.models.families.qwen3_moe import QWEN3_MOE
-from stretto.models.family import Family, Keys, WeightRule, scratch_moe, scratch_rope
-from stretto.models.shape import ModelConfig, Rope, VisionShape
-
-if TYPE_CHECKING:
-    from stretto.config.sections.model import ScratchSection
+from stretto.families.family import Family, Keys, Scratch, WeightRule, scratch_moe, scratch_rope
+from stretto.families.own.dense import QWEN3
+from stretto.families.own.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from stretto.families.own.qwen3_moe import QWEN3_MOE
+from stretto.families.shape import ModelConfig, Rope, VisionShape
+from stretto.families.traits import Implied, Traits
 
 _NESTED = ("text_config", "vision_config")
 _VISION_KEYS = Keys(
@@ -76,7 +74,7 @@ def _vision_to_hf(cfg: ModelConfig, *, has_deepstack: bool) -> dict[str, Any]:
 _SCRATCH_GRID_SIDE = 8
 
 
-def _scratch_vision(scratch: ScratchSection, *, has_deepstack: bool) -> VisionShape:
+def _scratch_vision(scratch: Scratch, *, has_deepstack: bool) -> VisionShape:
     """The tower of a model from scratch; deepstack uses its first block."""
     vision = scratch.vision
     return VisionShape(
@@ -96,7 +94,7 @@ def _scratch_vision(scratch: ScratchSection, *, has_deepstack: bool) -> VisionSh
     )
 
 
-def _scratch_rope(scratch: ScratchSection, rope: Rope) -> Rope:
+def _scratch_rope(scratch: Scratch, rope: Rope) -> Rope:
     """A rotation with Qwen's sections: a third of the pairs each by height, width and time."""
     pairs = int(scratch.head_dim * rope.fraction) // 2
     height, width = (pairs + 1) // 3, pairs // 3
@@ -109,7 +107,7 @@ def _with_vision(text: Family, name: str, architecture: str, *, has_deepstack: b
     def fields(hf: dict[str, Any]) -> dict[str, Any]:
         return text.fields(hf) | {"vision": _vision_shape(hf, has_deepstack=has_deepstack)}
 
-    def scratch(section: ScratchSection) -> dict[str, Any]:
+    def scratch(section: Scratch) -> dict[str, Any]:
         return text.scratch(section) | {
             "rope": _scratch_rope(section, scratch_rope(text.rotary_fraction)),
             "vision": _scratch_vision(section, has_deepstack=has_deepstack),
@@ -144,7 +142,7 @@ def _moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
     return {"moe": replace(moe, norm_topk_prob=True, is_transposed=True)}
 
 
-def _scratch_moe(scratch: ScratchSection) -> dict[str, Any]:
+def _scratch_moe(scratch: Scratch) -> dict[str, Any]:
     return {"moe": scratch_moe(scratch, is_transposed=True)}
 
 
@@ -161,6 +159,7 @@ QWEN3_VL = _with_vision(
     "qwen3_vl",
     "Qwen3VLForConditionalGeneration",
     has_deepstack=True,
+    traits=Traits(renderer="qwen3-vl", has_vision=True, implied=QWEN3.traits.implied),
     **_QWEN3 | {"defaults": {"head_dim": 128, "rope_theta": 500_000.0}},
 )
 
@@ -169,11 +168,19 @@ QWEN3_VL_MOE = _with_vision(
     "qwen3_vl_moe",
     "Qwen3VLMoeForConditionalGeneration",
     has_deepstack=True,
+    traits=Traits(
+        renderer="qwen3-vl", has_vision=True, may_be_transposed=True, implied=Implied(has_qk_norm=True)
+    ),
     **_QWEN3,
 )
 
 QWEN3_5_VL = _with_vision(
-    QWEN3_5, "qwen3_5", "Qwen3_5ForConditionalGeneration", has_deepstack=False, rotary_sections=(11, 11, 10)
+    QWEN3_5,
+    "qwen3_5",
+    "Qwen3_5ForConditionalGeneration",
+    has_deepstack=False,
+    traits=replace(QWEN3_5.traits, has_vision=True),
+    rotary_sections=(11, 11, 10),
 )
 
 QWEN3_5_MOE_VL = _with_vision(
@@ -181,5 +188,6 @@ QWEN3_5_MOE_VL = _with_vision(
     "qwen3_5_moe",
     "Qwen3_5MoeForConditionalGeneration",
     has_deepstack=False,
+    traits=replace(QWEN3_5_MOE.traits, has_vision=True),
     rotary_sections=(11, 11, 10),
 )

@@ -1,0 +1,59 @@
+"""The families by `model_type`, found in the files of own/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from stretto.families import own
+from stretto.families.family import Family
+from stretto.families.others import OTHERS
+from stretto.families.traits import Traits
+
+
+def _find_families() -> dict[str, Family]:
+    """Every `Family` that a file of own/ has under a public name, in order of files and of lines."""
+    found: dict[str, Family] = {}
+    for name in sorted(module.name for module in iter_modules(own.__path__)):
+        for key, value in vars(import_module(f"{own.__name__}.{name}")).items():
+            if not isinstance(value, Family) or key.startswith("_") or found.get(value.name) is value:
+                continue
+            assert value.name not in found, f"{name}.py: another file of own/ has a family {value.name}"
+            found[value.name] = value
+    return found
+
+
+FAMILIES = _find_families()
+"""The families that our decoder supports (impl = "custom")."""
+TRAITS: dict[str, Traits] = {
+    **OTHERS,
+    **{name: family.traits for name, family in FAMILIES.items()},
+    **{
+        alias: replace(family.traits, renderer=renderer)
+        for family in FAMILIES.values()
+        for alias, renderer in family.traits.aliases.items()
+    },
+}
+"""What is known of every `model_type`, those of other families included."""
+_SAME_NETWORK = {alias: family.name for family in FAMILIES.values() for alias in family.traits.aliases}
+
+_NONE = Traits()
+
+
+def family_of(found: Mapping[str, Any]) -> str:
+    """The family that a config.json's `model_type` names; "" if there is none."""
+    name = found.get("model_type") or ""
+    return _SAME_NETWORK.get(name, name)
+
+
+def traits_of(name: str) -> Traits:
+    """The traits of a `model_type`; the defaults for one that is not known here."""
+    return TRAITS.get(name, _NONE)
+
+
+def families_with(is_meant: Callable[[Traits], Any]) -> tuple[str, ...]:
+    """The families of ours whose traits a function picks."""
+    return tuple(name for name, family in FAMILIES.items() if is_meant(family.traits))
