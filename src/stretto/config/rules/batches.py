@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from stretto.config.derived import LOCAL_HOSTS
 from stretto.config.rules.learning import GROUP_BASELINE
 from stretto.config.rules.rule import Each, Idle, Rule, Rules, matching
 from stretto.config.sections.curriculum import DifficultySampler, RangeGate
@@ -22,7 +23,6 @@ from stretto.config.sections.orchestrator import (
     SamplingSection,
 )
 
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::1", "::")
 ENV_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]*")
 RESERVED_ENV_NAMES = ("all", "agg", "mean")
 WHY_NOT_CUT = (

@@ -34,7 +34,7 @@ NO_PLATFORM = "there is no monitor of that platform; `[monitors.wandb]` and othe
 ORCHESTRATOR = Table("orchestrator", "OrchestratorKeys", (
     moved("model.client", NO_DEFAULT, "client"),
     moved("model.name", "Qwen/Qwen3-0.6B", "/model.name", "the engines' alone where the trainer's is another"),
-    *(moved(key, NO_DEFAULT, f"/{key}") for key in (*RUN_KEYS, "ckpt", "output_dir")),
+    *(moved(key, NO_DEFAULT, f"/{key}") for key in (*RUN_KEYS, "ckpt", "output_dir", "run", "resume")),
     same("batch_size", 128),
     same("token_batch_size", None, "give batch_size too, the most rollouts of a batch"),
     same("group_size", 1),
