@@ -7,7 +7,7 @@ from typing import Any
 
 from stretto.config.spellings.row import (
     NO_DEFAULT,
-    Given,
+    GivenName,
     Instead,
     Nothing,
     Path,
@@ -166,7 +166,7 @@ SHORTHANDS = Table("orchestrator", "OrchestratorKeys", (moved("sampling", NO_DEF
 ENV_ROWS = (
     same("name", None),
     moved("env.taskset.id", NO_DEFAULT, "args.taskset.id", "a taskset of verifiers, which must be installed",
-          sets=(*VERIFIERS, ("name", Given))),
+          sets=(*VERIFIERS, ("name", GivenName))),
     moved("env.*.harness.runtime", NO_DEFAULT, "args.*.runtime", sets=VERIFIERS),
     moved("env.*.harness", NO_DEFAULT, "args.*.harness", sets=VERIFIERS),
     moved("env.*.runtime", NO_DEFAULT, "args.*.runtime", "`subprocess` where none is given, not a cloud",
@@ -177,7 +177,7 @@ ENV_ROWS = (
     refused("serve.address", None, WORKERS),
     refused("serve", NO_DEFAULT, WORKERS, unless=({},)),
     *old(
-        moved("taskset.id", NO_DEFAULT, "args.taskset.id", sets=(*VERIFIERS, ("name", Given))),
+        moved("taskset.id", NO_DEFAULT, "args.taskset.id", sets=(*VERIFIERS, ("name", GivenName))),
         moved("taskset", NO_DEFAULT, "args.taskset", sets=VERIFIERS),
         moved("harness.runtime", NO_DEFAULT, "args.agent.runtime", sets=VERIFIERS),
         moved("harness", NO_DEFAULT, "args.agent.harness", sets=VERIFIERS),
