@@ -196,6 +196,7 @@ SOURCE = Table("orchestrator.train.source.0", "TrainEnvSection", (
     *all_same({"ratio": 1.0, "sampling": NO_DEFAULT, "group_size": None, "algo": None,
                "curriculum.sampler.type": "standard"}),
     idle("curriculum.sampler.seed", 42, "the run's seed"),
+    *all_same({"curriculum.sampler.pools.*.threshold": NO_DEFAULT, "curriculum.sampler.pools.*.weight": 1.0}),
     *all_same({"curriculum.gates.*.type": "advantage_range", "curriculum.gates.*.reject_min": 0.0,
                "curriculum.gates.*.reject_max": 0.0}),
     *old(moved("rollouts_per_example", 1, "group_size"), moved("timeout", None, "rollout_timeout_s")),
