@@ -42,7 +42,9 @@ class DifficultySampler(Section):
     momentum: float = Field(0.0, ge=0, lt=1)
     """Share of the running reward that stays when a group's mean reward comes in; 0: the latest mean counts."""
     pools: dict[str, PoolSection] = Field({})
-    """Pools by name, in the place of hard, normal and easy with their thresholds and weights."""
+    """Pools by name, in the place of hard, normal and easy. Each has a `threshold`, the greatest running reward of its
+    tasks (the pool with the greatest has those above it, too), and a `weight`, the chance of one of its tasks relative
+    to one that was never drawn (1)."""
 
     @property
     def ordered(self) -> list[tuple[str, float, float]]:

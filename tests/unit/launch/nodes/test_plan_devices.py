@@ -127,3 +127,11 @@ def test_inference_alone_refuses_it_too(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="kv_cache_offload"):
         plan_serving(cfg, cfg.run_dir)
+
+
+def test_a_gpu_that_trainer_and_engine_share_is_named_once(config) -> None:
+    cfg = config("--trainer-gpu-ids", "0", "--inference-gpu-ids", "0", "--inference.gpu-memory-utilization", "0.4",
+                 "--dry-run")  # fmt: skip
+    assert any(
+        note.startswith("this run asks for GPU 0, and") for note in planning.plan(cfg, cfg.run_dir).notes
+    )
