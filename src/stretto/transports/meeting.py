@@ -44,7 +44,7 @@ class Meeting(msgspec.Struct, frozen=True):
 
     hostname: str
     addresses: tuple[str, ...]
-    """Of the orchestrator's machine, those that other machines may reach first."""
+    """Addresses of its machine at which others may reach it."""
     control_port: int
     rollout_port: int | None
     """None: batches are files."""
