@@ -26,6 +26,7 @@ from stretto.config.root import (
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.monitors import MonitorsSection
 from stretto.data.hub_model import find_config, find_local, look_up, size
+from stretto.launch.plan.device_check import check_sft_devices, check_trained_on_cpu
 from stretto.launch.plan.model_check import (
     check_model,
     check_served,
@@ -125,7 +126,7 @@ def trainer(cfg: TrainerConfig) -> str:
     if cfg.model.scratch is None:
         weights = check_weights(cfg.model.name, "[model] name", cfg.model, is_dry_run=True)
     checked = check_trainer_hooks(cfg.hooks)
-    rows = [*_model(cfg.model), *_weight_rows(weights), *_code(checked)]
+    rows = [*_model(cfg.model), *_devices(cfg.model), *_weight_rows(weights), *_code(checked)]
     rows += _monitors(cfg.monitors, is_fed_here=False)  # the orchestrator feeds trackers
     return _screen(
         rows,
@@ -139,6 +140,7 @@ def sft(cfg: SFTConfig) -> str:
     from stretto.launch.plan.sft_ranks import find_gpus, table
 
     check_model(cfg.model, cfg.num_ranks, "model")
+    check_sft_devices(cfg)
     checked = check_sft_records(cfg)
     example, missing, renderer = _first_example(cfg)
     gpus, is_wide = find_gpus(cfg), cfg.deployment.type == "multi_node"
@@ -224,6 +226,17 @@ def _model(model: ModelSection, missing: str | None = None) -> Rows:
 def _renderer(description: str) -> Rows:
     """By what messages are rendered."""
     return [("renderer", description)] if description else []
+
+
+def _devices(model: ModelSection) -> Rows:
+    """A row if the trainer could not start on this machine, which shows no GPU."""
+    if process.visible_gpus():
+        return []
+    try:
+        check_trained_on_cpu(model, "model")
+    except ConfigError as error:
+        return [("devices", f"NOT READY on this machine: {error}")]
+    return []
 
 
 def _weights(cfg: RLConfig | SFTConfig | InferenceConfig) -> Rows:

@@ -66,9 +66,26 @@ def _rl(cfg: RLConfig, words: list[str]) -> int:
 
     if cfg.slurm is None and cfg.ray is None:  # otherwise the functions are on other machines
         _check_trainer_hooks(cfg)
+    if cfg.ray is None:
+        _check_plugins(cfg)
     if cfg.service is not None:
         _check_service(cfg)
     return run(cfg)
+
+
+def _check_plugins(cfg: RLConfig) -> None:
+    """Check the packages that environments of verifiers name; on Slurm, whose nodes may have others, only warn.
+
+    Raises: ConfigError for one that this machine lacks, if the orchestrator runs here.
+    """
+    from stretto.orchestrator.dry_run import check_plugins
+
+    try:
+        check_plugins(cfg.orchestrator)
+    except ConfigError as error:
+        if cfg.slurm is None and cfg.deployment.type == "single_node":
+            raise
+        sys.stdout.write(f"warning: {error}\n")
 
 
 def _check_service(cfg: RLConfig) -> None:

@@ -82,6 +82,8 @@ class RunDir:
 
     secret = _Below("secret")
     """The secret by which the run's processes recognise each other; mode 0600 (base/secret.py)."""
+    orchestrator = _Below("orchestrator.json")
+    """Where an orchestrator that was started alone listens (transports/meeting.py); removed when it ends."""
     logs = _Below("logs")
 
     def log(self, role: str) -> Path:

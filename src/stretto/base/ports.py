@@ -16,10 +16,12 @@ A browser sends requests of any page to any address, 127.0.0.1 too. Three checks
 from __future__ import annotations
 
 import errno
+import fcntl
 import ipaddress
 import os
 import re
 import socket
+import struct
 import sys
 import urllib.request
 from contextlib import AbstractContextManager
@@ -29,6 +31,7 @@ from urllib.parse import urlsplit
 
 from stretto.base.errors import ConfigError
 
+_SIOCGIFADDR = 0x8915
 SCOPE = f"stretto-port-{os.getuid()}"
 """Prefix of the sockets' names: reservations are shared by the launchers of one user."""
 
@@ -103,6 +106,24 @@ def open_near(host: str, port: int, num_tried: int = 20) -> socket.socket | None
         except OSError:
             continue
     return None
+
+
+def addresses_by_interface() -> dict[str, str]:
+    """The first IPv4 address of each network interface that has one, by the interface's name."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # an interface without an address
+                continue
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def own_addresses() -> list[str]:
+    """IPv4 addresses of this machine that others may reach."""
+    return [address for address in addresses_by_interface().values() if not address.startswith("127.")]
 
 
 def is_own_address(host: str) -> bool:

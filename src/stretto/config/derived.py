@@ -15,6 +15,7 @@ from stretto.base.ports import in_url
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.run import ServiceRunSection
 
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::1", "::")
 Values = Mapping[str, Any]
 """Given values by dotted path in our spelling."""
 
@@ -70,6 +71,15 @@ def _derive_wire(values: Values) -> dict[str, Any]:
     # NCCL connects no two processes of one GPU.
     kind = "filesystem" if _has(values, "colocate") else "collective"
     return {"weight_broadcast.type": kind} if is_wide else {}
+
+
+def derive_remote_wire(values: Values) -> dict[str, Any]:
+    """To engines of other machines weights are files in the run directory, which all processes see."""
+    urls = " ".join(str(values.get(f"client.{key}", "")) for key in ("base_url", "admin_base_url"))
+    hosts = {
+        host.strip("[]") for host in re.findall(r"https?://(?:[^/@\s]*@)?(\[[^]]+\]|[^:/\s\"',\]]+)", urls)
+    }
+    return {"weight_broadcast.type": "filesystem"} if hosts - set(LOCAL_HOSTS) else {}
 
 
 def derive_copies(values: Values) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.config.derived import DERIVED, comma_list, derive_copies, derive_template
+from stretto.config.derived import DERIVED, comma_list, derive_copies, derive_remote_wire, derive_template
 from stretto.config.section import Section
 from stretto.config.sections.deployment import (
     Deployment,
@@ -122,6 +122,10 @@ class TrainerConfig(TrainerSection, RunRoot):
 
 class OrchestratorConfig(OrchestratorSection, RunRoot):
     """`orchestrator`: environments, batches and the ledger alone."""
+
+    @classmethod
+    def _derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        return derive_remote_wire(values)
 
 
 class InferenceConfig(InferenceSection, ClusterRoot):

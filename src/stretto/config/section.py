@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
 from stretto.config.spellings import table
-from stretto.config.spellings.row import Given, Instead, Nothing, Row
+from stretto.config.spellings.row import GivenName, Instead, Nothing, Row
 from stretto.config.spellings.synonyms import keys_meant
 
 Path = tuple[str | int, ...]
@@ -367,7 +367,8 @@ def meant(cls: type[Section], path: Path, value: Any) -> Meaning:
         return Meaning({}, instead=new.text)
     if new is Nothing:
         return Meaning({})
-    sets = {name: value if each is Given else each for name, each in row.sets}
+    package = value.rsplit("/", 1)[-1].split("@", 1)[0] if isinstance(value, str) else value
+    sets = {name: package if each is GivenName else each for name, each in row.sets}
     further = {(*found.row_at, *name.split(".")): each for name, each in sets.items()}
     return Meaning({own: new}, further, beware=row.beware)
 

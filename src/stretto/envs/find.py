@@ -22,6 +22,8 @@ from stretto.base.errors import ConfigError
 VERIFIERS = "verifiers"
 """The id of an environment that plays any taskset of verifiers."""
 ADAPTER = "stretto.envs.verifiers.env:VerifiersEnv"
+OWN_HARNESS = "in_process"
+"""Id of the harness of ours that plays an agent for which none is chosen."""
 _VERIFIERS_VERSION = (0, 4)
 _MAX_FILES = 200
 
@@ -89,6 +91,71 @@ def verifiers_factory(env_id: str, args: dict[str, Any]) -> tuple[str, dict[str,
     if env_id == VERIFIERS:
         return ADAPTER, args
     return ADAPTER, {"taskset": {**args, "id": find_module(env_id)}}
+
+
+PLUGINS = {"taskset": "tasksets", "harness": "harnesses", "environment": "envs"}
+"""Kinds of packages that verifiers loads by an id, and the folder of those that it brings."""
+
+
+def missing_plugins(env_id: str, args: dict[str, Any]) -> list[str]:
+    """What an environment of verifiers names and this Python does not have, one sentence each; imports nothing.
+
+    Raises: ConfigError if verifiers is not installed, and for a module of verifiers v0.
+    """
+    if not is_verifiers(env_id):
+        return []
+    taskset = args.get("taskset") if env_id == VERIFIERS else env_id
+    taskset_id = taskset.get("id") if isinstance(taskset, dict) else taskset
+    if not isinstance(taskset_id, str) or not taskset_id:
+        return ['it names no taskset; give args.taskset = { id = "..." }']
+    named = [("taskset", taskset_id, "args.taskset.id"), ("environment", args.get("id"), "args.id")]
+    for role, settings in args.items():
+        harness = settings.get("harness") if isinstance(settings, dict) else None
+        if isinstance(harness, dict):
+            named.append(("harness", harness.get("id"), f"args.{role}.harness.id"))
+    found = []
+    for kind, plugin_id, key in named:
+        if (
+            isinstance(plugin_id, str)
+            and plugin_id not in ("", OWN_HARNESS)
+            and not _has_plugin(plugin_id, kind)
+        ):
+            found.append(
+                f"{key} = {plugin_id!r}: there is no module {_plugin_module(plugin_id)!r} here; install its "
+                f"package, or correct the id (verifiers brings {', '.join(_own_plugins(kind))})"
+            )
+    return found
+
+
+def _plugin_module(plugin_id: str) -> str:
+    """The module of an id, as verifiers finds it: `owner/my-taskset@0.1` is `my_taskset`."""
+    return plugin_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+
+
+def _own_plugins(kind: str) -> list[str]:
+    """The plugins of a kind that verifiers brings."""
+    package = _find_spec(VERIFIERS)
+    places = [
+        Path(each) / "v1" / PLUGINS[kind] for each in (package and package.submodule_search_locations) or ()
+    ]
+    return sorted(
+        each.name for place in places for each in place.glob("[a-z]*") if (each / "__init__.py").is_file()
+    )
+
+
+def _has_plugin(plugin_id: str, kind: str) -> bool:
+    """Whether a plugin is one of verifiers' own, or a module that can be imported.
+
+    Raises: ConfigError for a module of verifiers v0.
+    """
+    module = _plugin_module(plugin_id)
+    if module in _own_plugins(kind):
+        return True
+    if not module.isidentifier() or _find_spec(module) is None:
+        return False
+    if kind == "taskset" and classify_module(module) is ModuleKind.V0:
+        raise ConfigError(v0_message(plugin_id, module))
+    return True
 
 
 def v0_message(env_id: str, module: str) -> str:

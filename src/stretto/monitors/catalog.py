@@ -72,7 +72,7 @@ groups/rejected | groups | Groups that a filter or a function of yours has rejec
 groups/zero_signal_share | 0 to 1 | Finished groups in which all advantages are 0. | Near 1 tasks are too easy
     or too hard for the policy.
 filter/<type> | 0 to 1 | Rollouts that this filter flagged since the last batch.
-curriculum/<env>/<pool> | tasks | Tasks in each difficulty pool: unseen, hard, normal, easy.
+curriculum/<env>/<pool> | tasks | Tasks in each difficulty pool: unseen, and hard, normal, easy or those of `pools`.
 baseline/<env>/<agent> | reward | Running mean reward that is subtracted from an agent's rewards (`rae`).
 env/<env>/<name> | the environment's | Mean of what the environment reports beside the reward.
 rollout/<metric> | the function's | What a rollout function of yours reports.

@@ -38,6 +38,7 @@ from stretto.envs.base import (
     tasks_of,
 )
 from stretto.envs.dataset import Dataset
+from stretto.envs.find import missing_plugins
 from stretto.envs.multi_turn import MultiTurnEnv
 from stretto.orchestrator.build import (
     build_eval_renderer,
@@ -105,6 +106,16 @@ def _check_user_code(cfg: OrchestratorKeys) -> Iterator[Checked]:
     yield from _check_algo(cfg.algo, "orchestrator.algo.import_path")
 
 
+def check_plugins(cfg: OrchestratorKeys) -> None:
+    """Check that the packages of verifiers' environments are installed, before anything is started.
+
+    Raises: ConfigError that names the environment, the key and the package.
+    """
+    for env in (*cfg.env, *(cfg.eval.env if cfg.eval is not None else ())):
+        for text in missing_plugins(env.id, env.args):
+            raise ConfigError(f"environment {env.name or env.id}: {text}")
+
+
 def _check_algo(algo: Any, setting: str) -> Iterator[Checked]:
     if getattr(algo, "import_path", None) is not None:
         load_function(algo.import_path, algo.kwargs, setting)
@@ -166,6 +177,8 @@ def preview(cfg: OrchestratorConfig | EvalConfig, limits: Sequence[Limit] | None
     if isinstance(cfg, OrchestratorConfig) and cfg.eval is not None:
         for section in cfg.eval.env:
             asyncio.run(_check_held_out(section, replace(looking, split="eval")))
+            if (alone := _in_worker(section)).notes:
+                tasks.append(alone)
     if renderer is None:
         return Preview(tasks, missing)
     is_scratch = isinstance(cfg, OrchestratorConfig) and cfg.model.scratch is not None
@@ -231,9 +244,7 @@ class _Looking:
 async def _preview(section: EnvSection, looking: _Looking) -> FirstTask:
     name = section.name or section.id
     if section.num_workers or needs_worker(section.id):
-        return FirstTask(
-            f"environment {name}: runs in worker processes, which a dry run does not start", is_made=False
-        )
+        return _in_worker(section)
     cfg, renderer = looking.cfg, looking.renderer
     async with AsyncExitStack() as stack:
         env = open_env(section, Path(), stack, looking.info)
@@ -247,6 +258,14 @@ async def _preview(section: EnvSection, looking: _Looking) -> FirstTask:
             return replace(first, notes=tuple(filter(None, notes)))
         notes.append(unplayed := await _play_first(section, env, looking, where))
         return replace(first, notes=tuple(filter(None, notes)), is_played=not unplayed)
+
+
+def _in_worker(section: EnvSection) -> FirstTask:
+    """What is known of an environment that runs in worker processes, without starting them."""
+    where = f"environment {section.name or section.id}"
+    notes = tuple(f"NOT READY: {where}: {text}" for text in missing_plugins(section.id, section.args))
+    about = f"{where}: runs in worker processes, which a dry run does not start"
+    return FirstTask(about, is_made=False, notes=notes)
 
 
 async def _check_held_out(section: EnvSection, looking: _Looking) -> None:

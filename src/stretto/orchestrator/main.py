@@ -72,6 +72,7 @@ from stretto.orchestrator.versions.loader import VersionLoader
 from stretto.orchestrator.versions.turns import Turns
 from stretto.transports.control import ControlServer
 from stretto.transports.engine.client import EngineClient
+from stretto.transports.meeting import announce, at_all_addresses
 from stretto.transports.rollouts import Sender, build_sender
 from stretto.vime.calls import Hook
 from stretto.vime.engine import give_key
@@ -177,6 +178,7 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
     if cfg.debug == "rollouts":
         trainer: Any = AbsentTrainer(cfg.num_train_workers, start, cfg.max_steps)
         return Wires(engines, trainer, trainer, model_engines=await _open_models(cfg, stack))
+    cfg = at_all_addresses(cfg)
     control = ControlServer(
         cfg.control,
         cfg.run_name,
@@ -189,6 +191,7 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
     sender = build_sender(cfg.rollout_transport, cfg.run_dir, cfg.num_train_workers, control.sessions)
     await sender.open()
     stack.push_async_callback(sender.close)
+    stack.callback(announce(cfg))
     teachers: dict[str, EngineClient] = {}
     clients: dict[str, EngineClient] = {}  # by their section, which several environments may share
     for env in cfg.env:

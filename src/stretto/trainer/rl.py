@@ -52,6 +52,7 @@ from stretto.trainer.publish.export import export_critic, export_weights, prune_
 from stretto.trainer.ranks.mesh import rank_name
 from stretto.trainer.state import checkpoint
 from stretto.trainer.updates import Updates
+from stretto.transports.meeting import with_orchestrator
 from stretto.transports.orchestrator import Orchestrator
 from stretto.transports.weights import build_publisher, meeting_host
 
@@ -66,6 +67,7 @@ def main(cfg: TrainerConfig) -> int:
     """Train until max_steps, a Stop from the orchestrator, or the first Ctrl-C; the exit status."""
     reaches = meeting_host(cfg.weight_broadcast)
     with rank_process(cfg, ROLE, reaches=reaches) as interrupt, ExitStack() as stack:
+        cfg = with_orchestrator(cfg, lambda: interrupt.is_set)
         Trainer(cfg, interrupt, stack).run()
     return 0
 

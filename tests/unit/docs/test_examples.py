@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.config.load import load
-from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.load import dump, load
+from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from stretto.envs.base import load_environment
 from stretto.launch.plan.plan import plan
 from stretto.orchestrator.build import build_scratch_renderer
@@ -94,3 +94,19 @@ def test_every_example_can_be_run_for_fewer_steps(path, num_steps):
 @pytest.mark.parametrize("path", BROKEN, ids=lambda path: path.stem)
 def test_a_broken_example_is_laid_over_the_demo(path):
     load(RLConfig, ["@", str(EXAMPLES / "sort_letters" / "rl.toml"), "@", str(path)])
+
+
+def test_the_three_files_of_reverse_text_are_its_one_file(monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)
+    folder = "examples/reverse_text/rl"
+    parts = {"trainer": "train", "orchestrator": "orch", "inference": "infer"}
+    words = [word for part, file in parts.items() for word in (f"--{part}", "@", f"{folder}/{file}.toml")]
+    assert dump(load(RLConfig, words)) == dump(load(RLConfig, ["@", "examples/reverse_text/rl.toml"]))
+    orchestrator = load(OrchestratorConfig, ["@", f"{folder}/orch.toml"])
+    trainer = load(TrainerConfig, ["@", f"{folder}/train.toml"])
+    assert orchestrator.run_path == trainer.run_path
+    assert (
+        load(InferenceConfig, ["@", f"{folder}/infer.toml"]).model
+        == orchestrator.model.name
+        == trainer.model.name
+    )

@@ -52,7 +52,8 @@ def test_hosts_are_needed_except_in_a_dry_run(tmp_path, capsys):
         plan_serving(config(tmp_path, *shape, "--hosts", "a"), config(tmp_path).run_dir)
 
 
-def test_one_engine_is_served_in_this_process_with_its_cache_connector(tmp_path):
+def test_one_engine_is_served_in_this_process_with_its_cache_connector(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     words = ("--kv-cache-offload.type", "native", "--kv-cache-offload.cpu.num-bytes", "1000")
     own = main(config(tmp_path, *words), dry_run=False)
     assert own.kv_cache_offload is None and own.engine == "vllm" and own.enable_prefix_caching

@@ -54,6 +54,41 @@ def test_a_task_is_drawn_by_the_weight_of_its_pool():
         assert count[index] == pytest.approx(19_000 * weight / sum(expected), abs=150)
 
 
+NAMED = {"mastered": {"threshold": 1.0, "weight": 0.0}, "never": {"threshold": 0.0, "weight": 3.0},
+         "sometimes": {"threshold": 0.9}}  # fmt: skip
+
+
+def test_named_pools_are_those_whose_threshold_a_reward_does_not_exceed_and_the_last_has_the_rest():
+    mine = pools(pools=NAMED)
+    rewards = {
+        "train-0": -1.0,
+        "train-1": 0.0,
+        "train-2": 0.01,
+        "train-3": 0.9,
+        "train-4": 0.91,
+        "train-5": 7.0,
+    }
+    mine.observe(rewards.items())
+    assert mine.sizes() == {"unseen": 4, "never": 2, "sometimes": 2, "mastered": 2}
+    rng, count = np.random.default_rng(0), dict.fromkeys(range(10), 0)
+    for _ in range(24_000):
+        count[int(mine.draw(rng).task_id.removeprefix("train-"))] += 1
+    expected = [3.0, 3.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    for index, weight in enumerate(expected):
+        assert count[index] == pytest.approx(24_000 * weight / sum(expected), abs=180)
+
+
+def test_the_three_pools_without_names_are_named_pools_too():
+    rewards = [(f"train-{i}", i / 8) for i in range(9)]
+    plain, named = pools(), pools(pools={"hard": {"threshold": 0.25, "weight": 0.2}, "normal": {"threshold": 0.75},
+                                         "easy": {"threshold": 1.0, "weight": 0.2}})  # fmt: skip
+    for each in (plain, named):
+        each.observe(rewards)
+    assert plain.sizes() == named.sizes()
+    draws = [[each.draw(np.random.default_rng(i)).task_id for i in range(200)] for each in (plain, named)]
+    assert draws[0] == draws[1]
+
+
 def test_tasks_of_one_id_are_refused_before_anything_is_played():
     source = TaskSource(lambda i: Task(env="echo", task_id=f"{i % 7}", data={}), 10)
     with pytest.raises(ConfigError, match=r"'echo' gives tasks 0 and 7 the same, '0'; make task_id unique"):
@@ -262,7 +297,7 @@ def by_word(prompt, rng, version):
 def test_the_settings_in_the_document_are_valid_together(tmp_path):
     page = (Path(__file__).parents[3] / "docs" / "orchestrator.md").read_text()
     blocks = re.findall(r"```toml\n(.*?)```", page, re.S)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     # A table's own keys stand before those of the tables in it.
     blocks.sort(key=lambda block: not block.startswith("[orchestrator]"))
     data = tomllib.loads("\n".join(blocks))
@@ -309,3 +344,24 @@ def test_the_settings_in_the_document_are_valid_together(tmp_path):
 def test_settings_that_would_do_nothing_or_harm_are_refused(tmp_path, settings, words):
     with pytest.raises(ConfigError, match=words):
         config(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        (
+            {"pools": {"a": {"threshold": 0.5}, "b": {"threshold": 0.5}}},
+            "a and b have the same threshold, 0.5",
+        ),
+        ({"pools": {"unseen": {"threshold": 0.5}}}, "not `unseen`"),
+        ({"pools": {"a b": {"threshold": 0.5}}}, "for it names a metric"),
+        ({"pools": {"a": {"threshold": 0.5, "weight": 0.0}}}, "no pool has a weight above 0"),
+        ({"pools": {"a": {"threshold": 0.5}}, "easy_weight": 0.5}, "easy_weight = 0.5 does nothing"),
+        ({"pools": {"a": {"threshold": 0.5, "weight": -1}}}, "weight"),
+        ({"pools": {"a": {"weight": 1}}}, "threshold"),
+    ],
+)
+def test_pools_that_would_be_empty_or_have_no_metric_are_refused(tmp_path, sampler, words):
+    env = {"id": ECHO, "curriculum": {"sampler": {"type": "difficulty_pool", **sampler}}}
+    with pytest.raises(ConfigError, match=words):
+        config(tmp_path, env=[env])

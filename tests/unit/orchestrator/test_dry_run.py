@@ -73,6 +73,14 @@ def test_a_vision_tower_and_its_section_belong_together(family, vlm, words, tmp_
         check_model(section, 2, "trainer.model")
 
 
+def test_images_of_another_family_are_refused_as_what_they_are(tmp_path):
+    config = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ModelSection(name=str(tmp_path), vlm=VisionSection())
+    with pytest.raises(ConfigError, match="a qwen2_5_vl has a vision tower of another kind"):
+        check_model(model, 1, "model")
+
+
 def test_a_config_with_a_text_for_a_table_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "text_config": "qwen3"}))
     with pytest.raises(ConfigError, match="text_config = 'qwen3' must be a table"):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from stretto.config.derived import LOCAL_HOSTS
 from stretto.config.rules.learning import GROUP_BASELINE
 from stretto.config.rules.rule import Each, Idle, Rule, Rules, matching
 from stretto.config.sections.curriculum import DifficultySampler, RangeGate
@@ -22,7 +23,6 @@ from stretto.config.sections.orchestrator import (
     SamplingSection,
 )
 
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::1", "::")
 ENV_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]*")
 RESERVED_ENV_NAMES = ("all", "agg", "mean")
 WHY_NOT_CUT = (
@@ -76,6 +76,24 @@ def remote_engine(section: OrchestratorSection) -> str | None:
     engines = urls(client) if client.admin_base_url is None else client.admin_base_url
     away = [url for url in engines if is_address(url) and urlsplit(url).hostname not in LOCAL_HOSTS]
     return away[0] if away and section.weight_broadcast.type == "shm" else None
+
+
+def pool_faults(section: DifficultySampler) -> Iterator[tuple[str, str]]:
+    """Pools of equal thresholds, of which one is empty; names that metrics cannot have; pools without any weight."""
+    named: dict[float, str] = {}
+    for name, pool in section.pools.items():
+        if name == "unseen" or not re.fullmatch(r"[\w.:@+-]+", name):
+            yield (
+                "pools",
+                f"{{0.path}}.{name}: letters, digits and . _ : @ + - only, and not `unseen`, for it names a metric",
+            )
+        if (other := named.setdefault(pool.threshold, name)) != name:
+            yield (
+                "pools",
+                f"{{0.path}}: {other} and {name} have the same threshold, {pool.threshold:g}; change one",
+            )
+    if section.pools and not any(pool.weight for pool in section.pools.values()):
+        yield "pools", "{0.path}: no pool has a weight above 0, so no task would be drawn twice; raise one"
 
 
 # -- sampling --
@@ -204,6 +222,9 @@ RULES: Rules = {
     DifficultySampler: (
         Rule("hard_threshold easy_threshold", lambda s: s.hard_threshold > s.easy_threshold,
              "{0} is above {1}; no task would be normal: swap them"),
+        Idle("hard_threshold easy_threshold hard_weight normal_weight easy_weight", "pools", lambda s: s.pools
+             and "pools have their own", "leave pools out"),
+        Each(pool_faults),
     ),
     OrchestratorKeys: (
         Rule("batch_size group_size", sizes_that_fit, "{0} must be a multiple of {1}; use {it}"),

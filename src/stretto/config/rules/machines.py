@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from stretto.config.derived import LOCAL_HOSTS
 from stretto.config.root import RLConfig
-from stretto.config.rules.batches import LOCAL_HOSTS, is_address, urls
+from stretto.config.rules.batches import is_address, urls
 from stretto.config.rules.engine import shape_of
 from stretto.config.rules.rule import Each, Idle, Rule, Rules, value_of
 from stretto.config.rules.slurm import ON_ONE_MACHINE, is_loopback

@@ -158,14 +158,21 @@ def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
     )
 
 
-def check_vision(section: ModelSection, family: str) -> None:
+def check_vision(section: ModelSection, family: str, *, has_other_tower: bool = False) -> None:
     """Check that [model.vlm] is given for models with images and for no others.
+
+    has_other_tower: the model has a vision tower, of a family that is not computed with images here.
 
     Raises: ConfigError if not.
     """
     if section.vlm is None and family in VISION_FAMILIES:
         raise ConfigError(
             f"[model]: a {family} has a vision tower; add [model.vlm], which says whether to train it"
+        )
+    if section.vlm is not None and has_other_tower:
+        raise ConfigError(
+            f"[model.vlm]: images are computed for the families {', '.join(VISION_FAMILIES)} only, and a {family} has "
+            "a vision tower of another kind, whatever attributes name it; choose a model of these families"
         )
     if section.vlm is not None and family not in VISION_FAMILIES:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -13,6 +14,15 @@ class StandardSampler(Section):
     """Every task once per epoch, in a new random order."""
 
     type: Literal["standard"] = "standard"
+
+
+class PoolSection(Section):
+    """A pool of tasks of similar difficulty."""
+
+    threshold: float
+    """Greatest running reward of its tasks; the pool with the greatest threshold has those above it, too."""
+    weight: float = Field(1.0, ge=0)
+    """Chance of one of its tasks, relative to a task that was never drawn."""
 
 
 class DifficultySampler(Section):
@@ -31,6 +41,22 @@ class DifficultySampler(Section):
     """Chance of an easy task, relative to one that was never drawn."""
     momentum: float = Field(0.0, ge=0, lt=1)
     """Share of the running reward that stays when a group's mean reward comes in; 0: the latest mean counts."""
+    pools: dict[str, PoolSection] = Field({})
+    """Pools by name, in the place of hard, normal and easy. Each has a `threshold`, the greatest running reward of its
+    tasks (the pool with the greatest has those above it, too), and a `weight`, the chance of one of its tasks relative
+    to one that was never drawn (1)."""
+
+    @property
+    def ordered(self) -> list[tuple[str, float, float]]:
+        """Name, threshold and weight of every pool, by threshold; the last one has all tasks above the others."""
+        if self.pools:
+            named = [(name, pool.threshold, pool.weight) for name, pool in self.pools.items()]
+            return sorted(named, key=lambda pool: pool[1])
+        return [
+            ("hard", self.hard_threshold, self.hard_weight),
+            ("normal", self.easy_threshold, self.normal_weight),
+            ("easy", math.inf, self.easy_weight),
+        ]
 
 
 Sampler = Annotated[StandardSampler | DifficultySampler, Field(discriminator="type")]

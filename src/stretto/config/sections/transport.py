@@ -15,7 +15,7 @@ class ZmqRollouts(Section):
 
     type: Literal["zmq"] = "zmq"
     host: str = "127.0.0.1"
-    """Address the orchestrator binds and the ranks connect to."""
+    """Address the orchestrator binds and the ranks connect to; as control.host where none is given."""
     port: int = Field(5555, ge=1, le=65535)
     """TCP port."""
     timeout_s: float = Field(600.0, gt=0)
@@ -116,7 +116,8 @@ class ControlSection(Section):
     """The wire on which trainer and orchestrator register, report and acknowledge."""
 
     host: str = "127.0.0.1"
-    """Address the orchestrator binds and the trainer connects to."""
+    """Address the orchestrator binds and the trainer connects to. Without it, an `orchestrator` that is started alone
+    listens at all addresses, and a `trainer` that is finds it by RUN/orchestrator.json."""
     port: int = Field(5556, ge=1, le=65535)
     """TCP port."""
     heartbeat_s: float = Field(1.0, gt=0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from stretto.config.spellings.row import (
     NO_DEFAULT,
-    Given,
+    GivenName,
     Instead,
     Nothing,
     Path,
@@ -34,7 +34,7 @@ NO_PLATFORM = "there is no monitor of that platform; `[monitors.wandb]` and othe
 ORCHESTRATOR = Table("orchestrator", "OrchestratorKeys", (
     moved("model.client", NO_DEFAULT, "client"),
     moved("model.name", "Qwen/Qwen3-0.6B", "/model.name", "the engines' alone where the trainer's is another"),
-    *(moved(key, NO_DEFAULT, f"/{key}") for key in (*RUN_KEYS, "ckpt", "output_dir")),
+    *(moved(key, NO_DEFAULT, f"/{key}") for key in (*RUN_KEYS, "ckpt", "output_dir", "run", "resume")),
     same("batch_size", 128),
     same("token_batch_size", None, "give batch_size too, the most rollouts of a batch"),
     same("group_size", 1),
@@ -166,7 +166,7 @@ SHORTHANDS = Table("orchestrator", "OrchestratorKeys", (moved("sampling", NO_DEF
 ENV_ROWS = (
     same("name", None),
     moved("env.taskset.id", NO_DEFAULT, "args.taskset.id", "a taskset of verifiers, which must be installed",
-          sets=(*VERIFIERS, ("name", Given))),
+          sets=(*VERIFIERS, ("name", GivenName))),
     moved("env.*.harness.runtime", NO_DEFAULT, "args.*.runtime", sets=VERIFIERS),
     moved("env.*.harness", NO_DEFAULT, "args.*.harness", sets=VERIFIERS),
     moved("env.*.runtime", NO_DEFAULT, "args.*.runtime", "`subprocess` where none is given, not a cloud",
@@ -177,7 +177,7 @@ ENV_ROWS = (
     refused("serve.address", None, WORKERS),
     refused("serve", NO_DEFAULT, WORKERS, unless=({},)),
     *old(
-        moved("taskset.id", NO_DEFAULT, "args.taskset.id", sets=(*VERIFIERS, ("name", Given))),
+        moved("taskset.id", NO_DEFAULT, "args.taskset.id", sets=(*VERIFIERS, ("name", GivenName))),
         moved("taskset", NO_DEFAULT, "args.taskset", sets=VERIFIERS),
         moved("harness.runtime", NO_DEFAULT, "args.agent.runtime", sets=VERIFIERS),
         moved("harness", NO_DEFAULT, "args.agent.harness", sets=VERIFIERS),
@@ -196,6 +196,7 @@ SOURCE = Table("orchestrator.train.source.0", "TrainEnvSection", (
     *all_same({"ratio": 1.0, "sampling": NO_DEFAULT, "group_size": None, "algo": None,
                "curriculum.sampler.type": "standard"}),
     idle("curriculum.sampler.seed", 42, "the run's seed"),
+    *all_same({"curriculum.sampler.pools.*.threshold": NO_DEFAULT, "curriculum.sampler.pools.*.weight": 1.0}),
     *all_same({"curriculum.gates.*.type": "advantage_range", "curriculum.gates.*.reject_min": 0.0,
                "curriculum.gates.*.reject_max": 0.0}),
     *old(moved("rollouts_per_example", 1, "group_size"), moved("timeout", None, "rollout_timeout_s")),

@@ -14,8 +14,8 @@ from typing import Any
 Path = tuple[str | int, ...]
 
 
-class Given:
-    """In `sets`: stands for the value of the row's own key."""
+class GivenName:
+    """In `sets`: stands for the package that the row's own key names: `my-tasks` for `owner/my-tasks@0.1`."""
 
 
 @dataclass(frozen=True)

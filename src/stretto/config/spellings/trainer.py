@@ -99,7 +99,7 @@ SCHEDULER = Table("trainer.scheduler", "TrainerKeys", (
     *all_same({"decay_steps": 10, "min_lr": 0.0}),
 ), below="scheduler")  # fmt: skip
 TRAINER = Table("trainer", "TrainerKeys", (
-    *(moved(key, NO_DEFAULT, f"/{key}") for key in (*RUN_KEYS, "ckpt", "output_dir")),
+    *(moved(key, NO_DEFAULT, f"/{key}") for key in (*RUN_KEYS, "ckpt", "output_dir", "run", "resume")),
     *all_same({"matmul_precision": "high", "enable_router_replay": False}),
     same("memory_profiler_path", None, SNAPSHOTS),
     refused("trace_path", None, PROFILE),

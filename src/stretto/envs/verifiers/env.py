@@ -32,14 +32,12 @@ from verifiers.v1.utils import loaders
 
 from stretto.base.errors import ConfigError, EnvError
 from stretto.envs.base import RolloutContext, RolloutResult, Split, TaskSource
+from stretto.envs.find import OWN_HARNESS
 from stretto.envs.verifiers.client import EpisodeSessions, RolloutClient, RolloutClientConfig
 from stretto.envs.verifiers.harness import InProcess
 from stretto.records.rollout import Task
 
 logger = logging.getLogger(__name__)
-
-IN_PROCESS = "in_process"
-"""Id of the harness that plays an agent for which none is chosen."""
 
 
 class VerifiersEnv:
@@ -107,8 +105,8 @@ class VerifiersEnv:
                 chosen["runtime"] = {"type": "subprocess"}
                 logger.info("%s: %s.runtime = subprocess (the default here)", self._what, role)
             if "harness" not in chosen and declared.harness is None and not ships_harness:
-                chosen["harness"] = {"id": IN_PROCESS}
-                logger.info("%s: %s.harness = %s (the default here)", self._what, role, IN_PROCESS)
+                chosen["harness"] = {"id": OWN_HARNESS}
+                logger.info("%s: %s.harness = %s (the default here)", self._what, role, OWN_HARNESS)
             data[role] = chosen
 
     def _load(self, num_tasks: int | None, select: dict[str, Any]) -> list[vf.Task]:
@@ -209,9 +207,9 @@ def _refuse_retries(what: str, config: Any) -> None:
 
 def _install() -> None:
     """Register harness and policy: verifiers finds a harness by module name, a client by its config class."""
-    plugin = ModuleType(IN_PROCESS)
+    plugin = ModuleType(OWN_HARNESS)
     vars(plugin).update(InProcess=InProcess, __all__=["InProcess"])
-    sys.modules.setdefault(IN_PROCESS, plugin)
+    sys.modules.setdefault(OWN_HARNESS, plugin)
     resolve = interception_server.resolve_client
     if getattr(resolve, "is_ours", False):
         return

@@ -50,7 +50,10 @@ def check_model(model: ModelSection, num_ranks: int, path: str, *, has_replay: b
     if model.impl == "hf":
         shape = None
     try:
-        check_vision(model, "model of text" if shape is None else shape.family)
+        found = read_model_file(directory)
+        is_other = shape is None and found.get("vision_config") is not None
+        name = "model of text" if shape is None else shape.family
+        check_vision(model, family_of(found) if is_other else name, has_other_tower=is_other)
         if shape is None:
             find_plain_degrees(model, num_ranks)
         else:

@@ -207,7 +207,7 @@ def planned_gpus(cfg: RLConfig, engines: EnginesPlan | None, notes: list[str]) -
     total = max(len(set(ids)) + num_unnamed, max(ids, default=-1) + 1)
     if total <= len(gpus):
         return gpus
-    missing = sorted(index for index in ids if index >= len(gpus)) or range(len(gpus), total)
+    missing = sorted({index for index in ids if index >= len(gpus)}) or range(len(gpus), total)
     which = ", ".join(map(str, missing))
     notes.append(
         f"this run asks for GPU {which}, and this machine shows {len(gpus)}: the plan is for one with {total} GPUs"

@@ -25,6 +25,7 @@ from stretto.config.section import Section
 from stretto.config.sections.distill import MODEL_KEY_VAR
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
 from stretto.config.sections.orchestrator import EnvSection, EvalSection
+from stretto.launch.plan.device_check import check_devices
 from stretto.launch.plan.models import assign_model_gpus, role_of, started_models, with_model_ports
 from stretto.launch.plan.placement import (
     assign_critic_gpus,
@@ -121,7 +122,7 @@ class LaunchPlan:
     ) -> LaunchPlan:
         """Build a plan from a resolved root.
 
-        Raises: ConfigError if GPU memory is to be recorded and the trainer has no GPU.
+        Raises: ConfigError if a process is to do what needs a GPU, and has none.
         """
         batch = batch_shape(cfg)
         snapshots, trainers = cfg.trainer.memory_profiler_path, [s for s in processes if s.role == "trainer"]
@@ -130,6 +131,7 @@ class LaunchPlan:
                 f'trainer.memory_profiler_path = "{snapshots}": torch records the memory of GPUs only, and this '
                 "trainer has none; leave it out (`stretto plan` says what a run needs)"
             )
+        check_devices(cfg, processes)
         every = (*notes, *loss_notes(cfg))
         return cls(run, cfg, engines, tuple(processes), batch, every, tuple(hosts))
 

@@ -14,6 +14,7 @@ from stretto.config.root import InferenceConfig
 from stretto.config.rules.engine import shape_of
 from stretto.config.sections.engines import Disaggregated, MultiNode
 from stretto.config.sections.inference import KEY_VAR
+from stretto.launch.plan.device_check import check_served_on_cpu
 from stretto.launch.plan.engines import plan_engines
 from stretto.launch.plan.nodes import check_hosts, idle_gpus
 from stretto.launch.plan.placement import client_host
@@ -50,6 +51,8 @@ def plan_serving(cfg: InferenceConfig, run: RunDir) -> ServingPlan:
         hosts = [client_host(cfg.server.host)] if nodes == 1 else [f"node-{node}" for node in range(nodes)]
     gpus = process.visible_gpus() if nodes == 1 else None
     is_cpu = cfg.device == "cpu" or gpus == []
+    if is_cpu:
+        check_served_on_cpu(cfg, "")
     check_hosts(hosts, "hosts")
     engines = plan_engines(cfg, hosts, is_cpu=is_cpu)
     last = max((engine.first_gpu or 0) + engine.num_gpus for engine in engines.engines)

@@ -23,6 +23,7 @@ from stretto.base.status import SUPERVISED_VAR
 from stretto.config.root import SFTConfig
 from stretto.config.sections.deployment import NodesDeployment
 from stretto.data.hub_model import fetch
+from stretto.launch.plan.device_check import check_sft_devices
 from stretto.launch.plan.nodes import check_ports, check_reachable, find_node_rank, on_visible_gpus
 from stretto.launch.plan.placement import free_port
 from stretto.launch.plan.processes import RENDEZVOUS_PORT, ProcessSpec
@@ -42,8 +43,9 @@ def start_ranks(cfg: SFTConfig, words: Sequence[str]) -> int | None:
 
     words: the command line, without the verb.
 
-    Raises: ConfigError if GPUs are missing, or torchrun has started another number of ranks.
+    Raises: ConfigError if GPUs are missing, a setting needs one, or torchrun has started another number of ranks.
     """
+    check_sft_devices(cfg)
     if "WORLD_SIZE" in os.environ:
         _check_started(cfg)
         return None

@@ -21,6 +21,7 @@ from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig, ServeConfig
 from stretto.config.sections.inference import KEY_VAR, ServedAdaptersSection
 from stretto.data.hub_model import fetch, find_config
+from stretto.launch.plan.device_check import check_served_on_cpu, check_trained_on_cpu
 from stretto.launch.plan.engines import plan_engines
 from stretto.launch.plan.model_check import check_model, check_served
 from stretto.launch.plan.placement import GPU_HOST_THREADS, client_host, free_port, replaced, with_free_port
@@ -82,6 +83,10 @@ def plan(cfg: ServeConfig, ports: PortClaims, secret: Secret | None = None) -> S
     if gpus and inference is not None and inference.device == "cpu":
         engine_gpus = []
     trainer_gpus = _gpus(gpus, cfg.trainer_gpu_ids, cfg.trainer.num_ranks, len(engine_gpus))
+    if not trainer_gpus:
+        check_trained_on_cpu(cfg.model, "model")
+    if inference is not None and not engine_gpus:
+        check_served_on_cpu(inference, "inference.")
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"name": cfg.run_name})})
     run = cfg.run_dir
     processes: list[ProcessSpec] = []

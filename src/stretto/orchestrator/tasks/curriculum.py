@@ -8,6 +8,7 @@ interrupted.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -23,12 +24,12 @@ RunningRewards = dict[str, dict[str, float]]
 Observation = tuple[str, str, float]
 """Environment, task id, mean reward of a group."""
 
-UNSEEN, HARD, NORMAL, EASY = range(4)
-POOLS = ("unseen", "hard", "normal", "easy")
+UNSEEN = 0
+"""Index of the pool of tasks that were never drawn; the others follow, by threshold."""
 
 
 class DifficultyPools:
-    """The tasks of one environment in four pools: never drawn, hard, normal, easy."""
+    """The tasks of one environment in pools: never drawn, and by running reward, as hard, normal and easy."""
 
     def __init__(self, env: str, source: TaskSource, cfg: DifficultySampler) -> None:
         if source.num_tasks is None:
@@ -37,10 +38,12 @@ class DifficultyPools:
                 'is drawn twice; use sampler = {type = "standard"}, or limit its tasks by its args.'
             )
         self.cfg = cfg
+        names, self._thresholds, weights = zip(*cfg.ordered)
+        self._names, self._weights = ("unseen", *names), np.array([1.0, *weights])
         self._source = source
         self._index = _index_of(env, source)
         self.rewards: dict[str, float] = {}
-        self._pool = np.full(source.num_tasks, UNSEEN, dtype=np.int8)
+        self._pool = np.full(source.num_tasks, UNSEEN, dtype=np.int16)
         self._members: list[np.ndarray] = []
         self._chances = np.empty(0)
         self._update_pools()
@@ -70,20 +73,18 @@ class DifficultyPools:
 
     def pool_of(self, reward: float) -> int:
         """The pool of a task with this running reward."""
-        if reward <= self.cfg.hard_threshold:
-            return HARD
-        return NORMAL if reward <= self.cfg.easy_threshold else EASY
+        found = bisect.bisect_left(self._thresholds, reward)  # the first whose threshold is not below it
+        return 1 + min(found, len(self._thresholds) - 1)
 
     def sizes(self) -> dict[str, int]:
         """Number of tasks in each pool."""
-        return {name: len(members) for name, members in zip(POOLS, self._members)}
+        return {name: len(members) for name, members in zip(self._names, self._members)}
 
     def _update_pools(self) -> None:
         """Recompute members and probabilities of the pools; uniform if all weights are 0."""
-        self._members = [np.flatnonzero(self._pool == pool) for pool in range(len(POOLS))]
-        weights = np.array([1.0, self.cfg.hard_weight, self.cfg.normal_weight, self.cfg.easy_weight])
+        self._members = [np.flatnonzero(self._pool == pool) for pool in range(len(self._names))]
         sizes = np.array([len(members) for members in self._members], dtype=np.float64)
-        shares = weights * sizes if (weights * sizes).any() else sizes
+        shares = self._weights * sizes if (self._weights * sizes).any() else sizes
         chances = np.cumsum(shares) / shares.sum()
         # A rounding error must not leave a random number without a pool.
         chances[np.flatnonzero(shares)[-1] :] = 1.0

@@ -6,10 +6,8 @@ other nodes often cannot reach. The store accepts any connection: it is for priv
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,8 @@ from typing import Any
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from stretto.base.errors import WireError
+from stretto.base.ports import addresses_by_interface
 
-_SIOCGIFADDR = 0x8915
 _INTERFACE_VARS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _chosen: set[str] = set()
 """Values that this process, not the user, has given to these variables."""
@@ -103,12 +101,4 @@ def find_interface(address: str) -> str | None:
         packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
         lines = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
         return next((line[-1] for line in lines if line[0] == packed), None)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # an interface without an address
-                continue
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
-    return None
+    return next((name for name, own in addresses_by_interface().items() if own == address), None)

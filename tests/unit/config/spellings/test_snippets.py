@@ -161,10 +161,14 @@ def test_a_line_is_a_plan(line: str, here: Path, capsys: pytest.CaptureFixture[s
     assert "nothing was started" in capsys.readouterr().out
 
 
-def test_engines_of_another_machine_need_a_transport_that_reaches_them(
+def test_weights_for_engines_of_another_machine_are_files_unless_a_transport_is_given(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*AWAY.split(), "--dry-run"]) == 2
+    assert main([*AWAY.split(), "--dry-run"]) == 0
+    capsys.readouterr()
+    assert main([*AWAY.split(), "--print-config"]) == 0
+    assert 'type = "filesystem"' in capsys.readouterr().out.partition("[weight_broadcast]")[2]
+    assert main([*AWAY.split(), "--weight-broadcast.type", "shm", "--dry-run"]) == 2
     assert (
         'shared memory ends at this host and http://10.0.0.2:8000/v1 is another; use type = "filesystem"'
         in (capsys.readouterr().err)

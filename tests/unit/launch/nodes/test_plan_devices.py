@@ -1,0 +1,137 @@
+"""launch/plan/device_check.py: what needs a GPU is refused where the plan has none, before a process starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from cases.plans import TOML
+
+from stretto.base import ports
+from stretto.base.errors import ConfigError
+from stretto.config.load import load
+from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
+from stretto.launch.plan import plan as planning
+from stretto.launch.plan.device_check import check_sft_devices
+from stretto.launch.plan.nodes import plan_nodes
+from stretto.launch.run.serve import plan_serving
+
+OFFLOAD = ["--inference.kv-cache-offload.cpu.num-bytes", "1000000", "--inference.kv-cache-offload.type"]
+NEED_A_GPU = [
+    (["--model.fp8"], "fp8 = true needs a GPU"),
+    (["--model.optim-cpu-offload"], "optim_cpu_offload = true"),
+    (["--model.fsdp-cpu-offload"], "fsdp_cpu_offload = true"),
+    (["--model.ac-offloading"], r"\[trainer.model.ac_offloading\]"),
+    (["--model.ep-comm-backend", "deepep"], 'ep_comm_backend = "deepep" needs GPUs'),
+    ([*OFFLOAD, "native"], 'kv_cache_offload.type = "native"'),
+    (["--inference.engine", "vllm", "--inference.enable-sleep-mode"], "no sleep mode on a CPU"),
+    (["--inference.engine", "vllm", "--inference.use-deep-gemm"], "use_deep_gemm = true"),
+    (["--inference.engine", "vllm", "--inference.block-size", "48"], "multiples of 32"),
+]
+NODES = [
+    "--deployment.type",
+    "multi_node",
+    "--deployment.num-train-nodes",
+    "1",
+    "--deployment.num-infer-nodes",
+    "1",
+]
+
+
+@pytest.fixture(autouse=True)
+def isolated_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU, and no ports claimed by other runs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(ports, "SCOPE", os.urandom(8).hex())
+
+
+@pytest.fixture
+def config(tmp_path: Path):
+    file = tmp_path / "rl.toml"
+    file.write_text(TOML)
+
+    def build(*words: str) -> RLConfig:
+        return load(RLConfig, ["@", str(file), "--output-dir", str(tmp_path / "out"), *words])
+
+    return build
+
+
+@pytest.mark.parametrize(("words", "rule"), NEED_A_GPU)
+def test_a_plan_on_the_cpu_refuses_what_needs_a_gpu(config, words: Sequence[str], rule: str) -> None:
+    cfg = config(*words)
+    with pytest.raises(ConfigError, match=rule):
+        planning.plan(cfg, cfg.run_dir)
+
+
+@pytest.mark.parametrize(("words", "rule"), NEED_A_GPU)
+def test_a_plan_with_gpus_accepts_it_though_this_machine_has_none(
+    config, words: Sequence[str], rule: str
+) -> None:
+    counted = ["--deployment.num-train-gpus", "1", "--deployment.num-infer-gpus", "1", "--dry-run"]
+    cfg = config(*words, *counted)
+    assert all(spec.devices for spec in planning.plan(cfg, cfg.run_dir).processes if spec.role == "trainer")
+
+
+@pytest.mark.parametrize(("words", "rule"), NEED_A_GPU)
+def test_nodes_are_judged_by_the_gpus_that_the_deployment_counts(
+    config, words: Sequence[str], rule: str
+) -> None:
+    with_gpus = config(*words, *NODES, "--deployment.gpus-per-node", "1", "--dry-run")
+    plan_nodes(with_gpus, with_gpus.run_dir)
+    without = config(
+        *words, *NODES, "--deployment.gpus-per-node", "0", "--inference.device", "cpu", "--dry-run"
+    )
+    with pytest.raises(ConfigError, match=rule):
+        plan_nodes(without, without.run_dir)
+
+
+def test_an_engine_that_is_told_to_run_on_the_cpu_is_judged_so_beside_a_trainer_with_gpus(config) -> None:
+    cfg = config(*OFFLOAD, "native", "--inference.device", "cpu", "--dry-run",
+                 "--deployment.num-train-gpus", "1")  # fmt: skip
+    with pytest.raises(ConfigError, match="kv_cache_offload"):
+        planning.plan(cfg, cfg.run_dir)
+
+
+def test_a_store_that_needs_no_gpu_is_accepted_on_the_cpu(config) -> None:
+    cfg = config(*OFFLOAD, "mooncake", "--inference.kv-cache-offload.protocol", "tcp")
+    planning.plan(cfg, cfg.run_dir)
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"), [each for each in NEED_A_GPU if each[0][0].startswith("--model")][:4]
+)
+def test_sft_refuses_it_on_a_machine_without_gpus_and_plans_it_for_counted_ones(
+    tmp_path: Path, words: Sequence[str], rule: str
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n')
+    base = ["--max-steps", "1", "--data.name", str(data), "--output-dir", str(tmp_path), *words]
+    with pytest.raises(ConfigError, match=rule.replace("trainer.", "")):
+        check_sft_devices(load(SFTConfig, base))
+    check_sft_devices(load(SFTConfig, [*base, "--dry-run", "--deployment.num-train-gpus", "1"]))
+
+
+def test_inference_alone_refuses_it_too(tmp_path: Path) -> None:
+    cfg = load(
+        InferenceConfig,
+        [
+            OFFLOAD[0].replace("inference.", ""),
+            "1",
+            "--kv-cache-offload.type",
+            "native",
+            "--output-dir",
+            str(tmp_path),
+        ],
+    )
+    with pytest.raises(ConfigError, match="kv_cache_offload"):
+        plan_serving(cfg, cfg.run_dir)
+
+
+def test_a_gpu_that_trainer_and_engine_share_is_named_once(config) -> None:
+    cfg = config("--trainer-gpu-ids", "0", "--inference-gpu-ids", "0", "--inference.gpu-memory-utilization", "0.4",
+                 "--dry-run")  # fmt: skip
+    assert any(
+        note.startswith("this run asks for GPU 0, and") for note in planning.plan(cfg, cfg.run_dir).notes
+    )
