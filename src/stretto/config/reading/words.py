@@ -14,6 +14,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from stretto.config.section import Key, Path, Section, all_paths, dotted, find, members, suggest
+from stretto.config.spellings.synonyms import keys_meant
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,8 @@ def _resolve(cls: type[Section], name: str) -> Target | ArgumentProblem:
                 return Target(target.path, target.key, is_negated=True)
             message = f"`{'.'.join(positive)}` cannot be turned off; it takes {target.key.type_text()}"
             return ArgumentProblem(message, "")
-    near = [path for path in suggest(cls, tuple(plain)) if len(path) <= len(plain) + _FAR]
+    meant = {tuple(key.split(".")) for key in keys_meant(".".join(plain))}
+    near = [path for path in suggest(cls, tuple(plain)) if len(path) <= len(plain) + _FAR or path in meant]
     flags = " or ".join("--" + dotted(path).replace("_", "-") for path in near)
     hint = (
         f"did you mean {flags}?"

@@ -1,0 +1,145 @@
+"""Paths that are not there, or are of another kind: a message names the path that was meant."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stretto import cli
+from stretto.base.errors import near_path, reason_of
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+}
+OK = "rl @ ok.toml --dry-run"
+# name: (command, what is said, the way out)
+MISTAKES = {
+    "a model of a near name": (
+        f"{OK[:-10]} --model.name outputs/warm/weights/lates",
+        "no such directory",
+        "weights/latest?",
+    ),
+    "a run of a near name": (
+        "rl @ ok.toml --model.name outputs/warn/weights/latest",
+        "there is no such directory",
+        "did you mean outputs/warm/weights/latest?",
+    ),
+    "a service of a near name": (
+        "serve --model.name outputs/warn/weights/latest --dry-run",
+        "there is no such model",
+        "did you mean outputs/warm/weights/latest?",
+    ),
+    "a template of Slurm": (
+        f"{OK} --slurm.template-path job.s",
+        "there is no such file",
+        "did you mean job.sh?",
+    ),
+    "a plan from a run": (
+        "plan ok.toml --from outputs/warn",
+        "there is no directory outputs/warn",
+        "outputs/warm?",
+    ),
+    "a measured file": ("plan ok.toml --measured o.tom", "there is no such file", "did you mean ok.toml?"),
+    "a directory as a configuration": (
+        "rl @ outputs --dry-run",
+        "outputs: this is a directory",
+        "in it are none",
+    ),
+    "a run as a configuration": (
+        "rl @ outputs/warm --dry-run",
+        "this is a run's directory",
+        "outputs/warm/configs/run.json",
+    ),
+    "a configuration without its ending": (
+        "rl @ ok --dry-run",
+        "not a .toml or .json file",
+        "did you mean ok.toml?",
+    ),
+    "a file as output_dir": (
+        f"{OK} --output-dir ok.toml",
+        "ok.toml is a file, not a directory",
+        "another output_dir",
+    ),
+    "a file of rows of sft": (
+        "sft --data.path rows.jsonl --max-steps 1",
+        "--data.path rows.jsonl: unknown flag",
+        "--data.name?",
+    ),
+    "a tracker that is none": (
+        f"{OK} --monitors.mlflow",
+        "--monitors.mlflow: unknown flag",
+        "wandb, tensorboard, trackio",
+    ),
+    "a family that is none": (f"{OK} --model.name quen", 'has model_type = "quen3"', "did you mean qwen3"),
+    "a reward of a near name": (
+        f"{OK} --orchestrator.env.0.id dataset --orchestrator.env.0.args.path rows.jsonl "
+        "--orchestrator.env.0.args.reward mathh",
+        'reward = "mathh"',
+        'did you mean "math"?',
+    ),
+    "a label of another name": (
+        f"{OK} --orchestrator.env.0.id dataset --orchestrator.env.0.args.path rows.jsonl "
+        "--orchestrator.env.0.args.reward exact --orchestrator.env.0.args.label_key labels",
+        "rows.jsonl:1: no 'labels' (label_key)",
+        "the record has label, prompt; did you mean 'label'?",
+    ),
+    "prompts of vime": (
+        "vime --hf-checkpoint tiny --prompt-data row.jsonl",
+        "--prompt-data row.jsonl: no such file; did you mean rows.jsonl?",
+        "--rollout-num-gpus is missing",
+    ),
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's directory with a configuration, a run, a model and a model of an unknown family."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "ok.toml").write_text('max_steps = 4\n[[orchestrator.env]]\nid = "sort-letters"\n')
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    (tmp_path / "job.sh").write_text("#!/bin/bash\n")
+    for name, family in (("tiny", "qwen3"), ("quen", "quen3"), ("outputs/warm/weights/latest", "qwen3")):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(CONFIG | {"model_type": family}))
+    (tmp_path / "outputs/warm/configs").mkdir()
+    (tmp_path / "outputs/warm/configs/run.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_path_or_name_that_is_not_there_is_told_with_the_one_that_is(mistake, place, capsys):
+    command, said, way_out = MISTAKES[mistake]
+    assert cli.main(command.split()) in (1, 2)
+    text = " ".join(capsys.readouterr().err.split())
+    assert said in text and way_out in text, text
+    assert "Errno" not in text and "bug" not in text, text
+
+
+def test_a_path_with_one_wrong_part_has_a_near_one_and_others_have_none(tmp_path):
+    (tmp_path / "outputs/run-a/weights").mkdir(parents=True)
+    assert near_path(tmp_path / "outputs/run-b/weights") == tmp_path / "outputs/run-a/weights"
+    assert near_path(tmp_path / "outputs/run-b/adapters") is None
+    assert near_path(tmp_path / "other/run-a/weights") is None
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "x"), "there is no such file"),
+        (IsADirectoryError(21, "Is a directory", "x"), "this is a directory, not a file"),
+        (PermissionError(13, "Permission denied", "x"), "this user has no permission"),
+        (OSError(28, "No space left on device", "x"), "no space left on device"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "not UTF-8 text"),
+    ],
+)
+def test_a_reason_has_no_number_of_the_system(error, said):
+    assert reason_of(error) == said
