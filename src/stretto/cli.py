@@ -160,12 +160,29 @@ def _unexpected(error: Exception) -> str:
 def _completion(words: list[str]) -> int:
     from stretto.config.describe import ROOTS
     from stretto.config.shells.completion import SHELLS, completion_script
+    from stretto.verbs import completions_of_plain_verbs
 
-    if words[:1] not in [[shell] for shell in SHELLS]:
-        print(f"usage: stretto completion {'|'.join(SHELLS)}", file=sys.stderr)
-        return 2
-    print(completion_script(words[0], ROOTS, list(SUMMARIES)), end="")
+    if words[:1] in (["-h"], ["--help"]):
+        print(f"usage: source <(stretto completion {'|'.join(SHELLS)})")
+        return 0
+    if len(words) != 1 or words[0] not in SHELLS:
+        raise ConfigError(f"stretto completion: {_no_shell(words, SHELLS)}")
+    plain = completions_of_plain_verbs()
+    print(completion_script(words[0], ROOTS, list(SUMMARIES), plain), end="")
     return 0
+
+
+def _no_shell(words: list[str], shells: tuple[str, ...]) -> str:
+    """What is wrong with the words of `stretto completion`."""
+    import difflib
+
+    if len(words) > 1:
+        return f"{words[1]!r}: one word too many; it takes one shell"
+    if not words:
+        return f"a word is missing; give one of {', '.join(shells)}"
+    near = difflib.get_close_matches(words[0], shells, n=1)
+    meant = f"did you mean {near[0]}?" if near else f"give one of {', '.join(shells)}"
+    return f"{words[0]!r} is no shell that it knows; {meant}"
 
 
 def _print_help(verb: str, command: str, word: str) -> int:
