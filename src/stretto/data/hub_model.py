@@ -84,8 +84,13 @@ def find_local(name: str, *, has_weights: bool = True) -> Path | None:
 
 
 def find_config(name: str) -> Path | None:
-    """A directory with the config.json of a model; that file alone is downloaded if the Hub can be reached."""
+    """A directory with the config.json of a model; that file alone is downloaded if the Hub can be reached.
+
+    Raises: ConfigError if the name is that of a file.
+    """
     path = Path(name).expanduser()
+    if path.is_file():
+        raise ConfigError(f"model {name!r}: this is a file, and a model is a directory; {_GIVE}")
     if (path / "config.json").is_file():
         return path
     if path.is_dir() or not is_hub_name(name):

@@ -35,7 +35,7 @@ def read_file(name: str) -> tuple[dict[str, Any], dict[Path, int]] | str:
     if path.suffix not in (".toml", ".json"):
         return f"{name}: {_not_a_config(path)}"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows begin a file with a mark
     except FileNotFoundError:
         return f"{name}: no such file{meant_path(path)}"
     except (OSError, UnicodeDecodeError) as error:
@@ -48,8 +48,11 @@ def read_file(name: str) -> tuple[dict[str, Any], dict[Path, int]] | str:
         where = re.search(r" \(at line (\d+), column \d+\)", str(error))
         line = int(where.group(1)) if where else text.count("\n") + 1
         reason = re.sub(r" [(]at .*", "", str(error))
-        reason = next((ours for theirs, ours in _TOML_REASONS.items() if reason.startswith(theirs)), reason)
-        return f"{name}:{line}: not valid TOML: {reason}{_toml_advice(text.splitlines()[line - 1 : line])}"
+        written = text.splitlines()[line - 1 : line]
+        if ours := next((ours for theirs, ours in _TOML_REASONS.items() if reason.startswith(theirs)), None):
+            shown = f" (`{written[0].strip()[:60]}`)" if written else ""
+            return f"{name}:{line}: not valid TOML: {ours}{shown}"
+        return f"{name}:{line}: not valid TOML: {reason}{_toml_advice(written)}"
     except json.JSONDecodeError as error:
         return f"{name}:{error.lineno}: not valid JSON: {error.msg}"
     if not isinstance(data, dict):

@@ -107,7 +107,8 @@ def _next_argument(cls: type[Section], rest: list[str]) -> Argument:
     if target.is_foreign or (key is not None and (bool in key.members or key.sections)):
         is_true = key is None or bool in key.members
         return Assignment(target.path, True if is_true else {}, word)
-    return ArgumentProblem("a value must follow", word)
+    wanted = f", {key.type_text()}" if key is not None else ""
+    return ArgumentProblem(f"a value must follow{wanted}", word)
 
 
 def _assignment(target: Target, words: list[str], flag: str) -> Assignment:

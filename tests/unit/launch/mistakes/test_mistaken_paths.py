@@ -18,6 +18,7 @@ CONFIG = {
     "head_dim": 16,
 }
 OK = "rl @ ok.toml --dry-run"
+DATASET = "--orchestrator.env.0.id dataset --orchestrator.env.0.args.path"
 # name: (command, what is said, the way out)
 MISTAKES = {
     "a model of a near name": (
@@ -89,6 +90,26 @@ MISTAKES = {
         "rows.jsonl:1: no 'labels' (label_key)",
         "the record has label, prompt; did you mean 'label'?",
     ),
+    "a file as a model": (
+        f"{OK} --model.name ok.toml",
+        "model 'ok.toml': this is a file",
+        "config.json and safetensors",
+    ),
+    "a pattern": (
+        f"{OK} {DATASET} rows*.jsonl",
+        "'rows*.jsonl': patterns are not read",
+        "give the directory, '.'",
+    ),
+    "an address": (
+        f"{OK} {DATASET} s3://a/rows.jsonl",
+        "'s3://a/rows.jsonl': addresses are not read",
+        "copy the file here",
+    ),
+    "an ending in large letters": (
+        f"{OK} {DATASET} ROWS.JSONL",
+        "must be in small letters",
+        "rename it to ROWS.jsonl",
+    ),
     "prompts of vime": (
         "vime --hf-checkpoint tiny --prompt-data row.jsonl",
         "--prompt-data row.jsonl: no such file; did you mean rows.jsonl?",
@@ -106,6 +127,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     (tmp_path / "ok.toml").write_text('max_steps = 4\n[[orchestrator.env]]\nid = "sort-letters"\n')
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    (tmp_path / "ROWS.JSONL").write_text('{"prompt": "a", "label": "b"}\n')
     (tmp_path / "job.sh").write_text("#!/bin/bash\n")
     for name, family in (("tiny", "qwen3"), ("quen", "quen3"), ("outputs/warm/weights/latest", "qwen3")):
         (tmp_path / name).mkdir(parents=True)
@@ -143,3 +165,18 @@ def test_a_path_with_one_wrong_part_has_a_near_one_and_others_have_none(tmp_path
 )
 def test_a_reason_has_no_number_of_the_system(error, said):
     assert reason_of(error) == said
+
+
+def test_a_mark_of_windows_at_the_head_of_a_configuration_is_no_part_of_it(place, capsys):
+    (place / "bom.toml").write_text((place / "ok.toml").read_text(), encoding="utf-8-sig")
+    assert cli.main(["rl", "@", "bom.toml", "--model.name", "tiny", "--print-config"]) == 0
+    assert "max_steps = 4" in capsys.readouterr().out
+
+
+def test_a_key_that_is_given_twice_is_told_with_its_line(place, capsys):
+    (place / "twice.toml").write_text("max_steps = 3\nmax_steps = 4\n")
+    assert cli.main(["rl", "@", "twice.toml", "--dry-run"]) == 2
+    assert (
+        "twice.toml:2: not valid TOML: this key is defined above: give it once (`max_steps = 4`)"
+        in capsys.readouterr().err
+    )
