@@ -56,13 +56,33 @@ def main(words: list[str] | None = None) -> int:
         return _print_version()
     verb, rest = words[0], words[1:]
     if verb not in SUMMARIES:
-        import difflib
-
-        near = difflib.get_close_matches(verb, SUMMARIES, n=1)
-        suggestion = f"did you mean `{near[0]}`?" if near else f"the verbs are {', '.join(SUMMARIES)}"
+        suggestion = _meant_verb(verb)
         print(f"error: stretto has no verb `{verb}`; {suggestion}", file=sys.stderr)
         return 2
     return run_verb(verb, rest, command=f"stretto {verb}")
+
+
+MEANT = {
+    "train": "rl", "grpo": "rl", "ppo": "rl", "finetune": "sft", "fine-tune": "sft", "infer": "inference",
+    "evaluate": "eval", "list": "runs", "ls": "runs", "ps": "runs", "tail": "logs", "log": "logs", "kill": "stop",
+    "dashboard": "view", "ui": "view", "upload": "push", "new": "init", "check": "doctor", "estimate": "plan",
+}  # fmt: skip
+"""Words that other programs have for a verb."""
+
+
+def _meant_verb(word: str) -> str:
+    """The verb that a wrong first word means, or all of them."""
+    import difflib
+
+    if word.startswith("-"):
+        near = difflib.get_close_matches(word, ("--help", "--version"), n=1)
+        return f"did you mean {near[0]}?" if near else "a verb comes first, as in `stretto rl @ rl.toml`"
+    if (lower := word.lower()) in (*SUMMARIES, *MEANT):
+        return f"did you mean `{MEANT.get(lower, lower)}`?"
+    if word.endswith((".toml", ".json")):
+        return f"a verb comes first, as in `stretto rl @ {word}`"
+    near = difflib.get_close_matches(lower, SUMMARIES, n=1)
+    return f"did you mean `{near[0]}`?" if near else f"the verbs are {', '.join(SUMMARIES)}"
 
 
 def _run_command(verb: str) -> int:

@@ -183,9 +183,18 @@ def _resolve(cls: type[Section], name: str) -> Target | ArgumentProblem:
     hint = (
         f"did you mean {flags}?"
         if near
-        else _beside(cls, plain) or "`--help WORD` searches names and meanings, `--help all` lists them"
+        else _beside(cls, plain)
+        or _HELP * (sorted(name) == sorted("help"))
+        or "`--help WORD` searches names and meanings, `--help all` lists them"
     )
     return ArgumentProblem(f"unknown flag; {hint}", "", tuple(find(cls, path).path for path in near))
+
+
+def _help_hint(name: str) -> str:
+    """Where to find a flag that is like none."""
+    if sorted(name) == sorted("help"):
+        return "did you mean --help?"
+    return "`--help WORD` searches names and meanings, `--help all` lists them"
 
 
 def _beside(cls: type[Section], parts: list[str]) -> str:

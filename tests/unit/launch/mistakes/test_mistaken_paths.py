@@ -180,3 +180,45 @@ def test_a_key_that_is_given_twice_is_told_with_its_line(place, capsys):
         "twice.toml:2: not valid TOML: this key is defined above: give it once (`max_steps = 4`)"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("RL @ ok.toml", "did you mean `rl`?"),
+        ("train @ ok.toml", "did you mean `rl`?"),
+        ("finetune", "did you mean `sft`?"),
+        ("ok.toml", "a verb comes first, as in `stretto rl @ ok.toml`"),
+        ("--hlp", "did you mean --help?"),
+        ("rl --hepl @ ok.toml", "did you mean --help?"),
+        ("trainr", "did you mean `trainer`?"),
+    ],
+)
+def test_a_word_that_is_no_verb_is_told_with_the_verb_that_is_meant(place, words, said, capsys):
+    assert cli.main(words.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ("Task(env='e', task_id=3, data={})", "task_id is 3; give a text, such as str(3)"),
+        ("Task(env='e', task_id='a', data=[1])", "data is list [1]; give a dictionary"),
+        ("{'x': 1}", "is a dict, not a Task; Own.tasks.<locals>.<lambda>"),
+    ],
+)
+def test_a_task_of_a_wrong_shape_is_told_what_to_give(place, made, said, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(place))
+    module = f"own_tasks_{len(made)}"
+    (place / f"{module}.py").write_text(
+        "from stretto.envs.base import SingleTurnEnv, TaskSource\n"
+        "from stretto.records.rollout import Task\n"
+        "class Own(SingleTurnEnv):\n"
+        "    name = 'own'\n"
+        f"    def tasks(self, split):\n        return TaskSource(lambda i: {made})\n"
+        "    def prompt(self, task):\n        return 'x'\n"
+        "    def score(self, task, text):\n        return 1.0\n"
+    )
+    assert cli.main(f"rl --orchestrator.env.0.id {module}:Own --model.name none --dry-run".split()) in (1, 2)
+    text = " ".join(capsys.readouterr().err.split())
+    assert said in text and "bug" not in text, text
