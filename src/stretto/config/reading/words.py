@@ -180,13 +180,7 @@ def _resolve(cls: type[Section], name: str) -> Target | ArgumentProblem:
     meant = {tuple(key.split(".")) for key in keys_meant(".".join(plain))}
     near = [path for path in suggest(cls, tuple(plain)) if len(path) <= len(plain) + _FAR or path in meant]
     flags = " or ".join("--" + dotted(path).replace("_", "-") for path in near)
-    hint = (
-        f"did you mean {flags}?"
-        if near
-        else _beside(cls, plain)
-        or _HELP * (sorted(name) == sorted("help"))
-        or "`--help WORD` searches names and meanings, `--help all` lists them"
-    )
+    hint = f"did you mean {flags}?" if near else _beside(cls, plain) or _help_hint(name)
     return ArgumentProblem(f"unknown flag; {hint}", "", tuple(find(cls, path).path for path in near))
 
 
