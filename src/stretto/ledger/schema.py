@@ -152,6 +152,10 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 
 def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
     written = scalar(connection, "PRAGMA user_version")
+    if written == 0 and not scalar(connection, "SELECT count(*) FROM sqlite_master"):
+        raise DataError(
+            f"{path}: the ledger is empty: the run ended before its first row, or the file was cut"
+        )
     if written != SCHEMA:
         remedy = "update stretto" if written > SCHEMA else "read it with the stretto that wrote it"
         older = "the ledger" if written < SCHEMA else "this stretto"

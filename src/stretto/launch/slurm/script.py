@@ -130,7 +130,8 @@ def _template(section: SlurmSection) -> tuple[str, str]:
         return path.expanduser().read_text(), f'[slurm] template_path = "{path}"'
     except (OSError, UnicodeDecodeError) as cause:
         raise ConfigError(
-            f'[slurm] template_path = "{path}" cannot be read: {reason_of(cause, path)}'
+            f'[slurm] template_path = "{path}" cannot be read: {reason_of(cause, path)}; '
+            "give a template that is there, or leave the key out"
         ) from cause
 
 

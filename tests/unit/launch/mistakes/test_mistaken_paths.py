@@ -222,3 +222,10 @@ def test_a_task_of_a_wrong_shape_is_told_what_to_give(place, made, said, capsys,
     assert cli.main(f"rl --orchestrator.env.0.id {module}:Own --model.name none --dry-run".split()) in (1, 2)
     text = " ".join(capsys.readouterr().err.split())
     assert said in text and "bug" not in text, text
+
+
+def test_an_empty_ledger_is_not_called_old(place, capsys):
+    (place / "outputs/warm/ledger.sqlite").write_bytes(b"")
+    assert cli.main(["rollouts", "outputs/warm"]) in (1, 2)
+    said = capsys.readouterr().err
+    assert "ledger.sqlite: the ledger is empty" in said and "older" not in said
