@@ -126,7 +126,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 def _no_ledger(path: Path) -> str:
     directory = path.parent
     if not directory.exists():
-        return f"there is no directory {directory}{meant_path(directory)}"
+        return f"there is no ledger: there is no directory {directory}{meant_path(directory)}"
     return "there is no ledger; is this a run directory?"
 
 
