@@ -56,13 +56,33 @@ def main(words: list[str] | None = None) -> int:
         return _print_version()
     verb, rest = words[0], words[1:]
     if verb not in SUMMARIES:
-        import difflib
-
-        near = difflib.get_close_matches(verb, SUMMARIES, n=1)
-        suggestion = f"did you mean `{near[0]}`?" if near else f"the verbs are {', '.join(SUMMARIES)}"
+        suggestion = _meant_verb(verb)
         print(f"error: stretto has no verb `{verb}`; {suggestion}", file=sys.stderr)
         return 2
     return run_verb(verb, rest, command=f"stretto {verb}")
+
+
+MEANT = {
+    "train": "rl", "grpo": "rl", "ppo": "rl", "finetune": "sft", "fine-tune": "sft", "infer": "inference",
+    "evaluate": "eval", "list": "runs", "ls": "runs", "ps": "runs", "tail": "logs", "log": "logs", "kill": "stop",
+    "dashboard": "view", "ui": "view", "upload": "push", "new": "init", "check": "doctor", "estimate": "plan",
+}  # fmt: skip
+"""Words that other programs have for a verb."""
+
+
+def _meant_verb(word: str) -> str:
+    """The verb that a wrong first word means, or all of them."""
+    import difflib
+
+    if word.startswith("-"):
+        near = difflib.get_close_matches(word, ("--help", "--version"), n=1)
+        return f"did you mean {near[0]}?" if near else "a verb comes first, as in `stretto rl @ rl.toml`"
+    if (lower := word.lower()) in (*SUMMARIES, *MEANT):
+        return f"did you mean `{MEANT.get(lower, lower)}`?"
+    if word.endswith((".toml", ".json")):
+        return f"a verb comes first, as in `stretto rl @ {word}`"
+    near = difflib.get_close_matches(lower, SUMMARIES, n=1)
+    return f"did you mean `{near[0]}`?" if near else f"the verbs are {', '.join(SUMMARIES)}"
 
 
 def _run_command(verb: str) -> int:
@@ -159,12 +179,29 @@ def _unexpected(error: Exception) -> str:
 def _completion(words: list[str]) -> int:
     from stretto.config.describe import ROOTS
     from stretto.config.shells.completion import SHELLS, completion_script
+    from stretto.verbs import completions_of_plain_verbs
 
-    if words[:1] not in [[shell] for shell in SHELLS]:
-        print(f"usage: stretto completion {'|'.join(SHELLS)}", file=sys.stderr)
-        return 2
-    print(completion_script(words[0], ROOTS, list(SUMMARIES)), end="")
+    if words[:1] in (["-h"], ["--help"]):
+        print(f"usage: source <(stretto completion {'|'.join(SHELLS)})")
+        return 0
+    if len(words) != 1 or words[0] not in SHELLS:
+        raise ConfigError(f"stretto completion: {_no_shell(words, SHELLS)}")
+    plain = completions_of_plain_verbs()
+    print(completion_script(words[0], ROOTS, list(SUMMARIES), plain), end="")
     return 0
+
+
+def _no_shell(words: list[str], shells: tuple[str, ...]) -> str:
+    """What is wrong with the words of `stretto completion`."""
+    import difflib
+
+    if len(words) > 1:
+        return f"{words[1]!r}: one word too many; it takes one shell"
+    if not words:
+        return f"a word is missing; give one of {', '.join(shells)}"
+    near = difflib.get_close_matches(words[0], shells, n=1)
+    meant = f"did you mean {near[0]}?" if near else f"give one of {', '.join(shells)}"
+    return f"{words[0]!r} is no shell that it knows; {meant}"
 
 
 def _print_help(verb: str, command: str, word: str) -> int:

@@ -55,6 +55,25 @@ def run_plain_verb(verb: str, words: list[str]) -> int:
     return run(words)
 
 
+READ_BY_PARSER = (
+    "runs", "show", "rollouts", "plot", "view", "push", "plan", "init", "status", "logs", "stop", "stacks", "doctor",
+)  # fmt: skip
+"""Verbs of PLAIN_VERBS whose words a PlainParser reads."""
+
+
+def completions_of_plain_verbs() -> dict[str, list[str]]:
+    """Per verb without a configuration its lines for completion, `--flag value value`."""
+    from stretto.config.reading.plain import parser_of
+    from stretto.vime.flags.groups import BY_NAME
+
+    parsers = {verb: parser_of(_function(PLAIN_VERBS[verb])) for verb in READ_BY_PARSER}
+    lines = {verb: parser.completions() for verb, parser in parsers.items() if parser is not None}
+    vime = [
+        " ".join([name, *map(str, flag.choices)]) for name, flag in BY_NAME.items() if flag.state != "refused"
+    ]
+    return lines | {"vime": vime}
+
+
 def word_after_help(words: list[str]) -> str | None:
     """The word after --help, without its dashes; "" if it is the last word, None if there is no --help."""
     index = next((index for index, word in enumerate(words) if word in ("-h", "--help")), None)

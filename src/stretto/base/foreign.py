@@ -240,11 +240,25 @@ def definition_of(function: Callable[..., Any]) -> str:
 # -- user code that blocks the event loop --
 
 
+def blocked_text(place: str, blocked_s: float) -> str:
+    """The warning about user code at `file:line in function` that blocks the event loop."""
+    return (
+        f"{place} has blocked the event loop for {blocked_s:.1f} s; all rollouts wait meanwhile. Await there, or give "
+        "the environment its own processes (num_workers in [[orchestrator.env]])"
+    )
+
+
+def _log_blocked(place: str, blocked_s: float) -> None:
+    logger.warning("%s", blocked_text(place, blocked_s))
+
+
 @contextmanager
-def warn_when_blocked(after_s: float = BLOCKED_S) -> Iterator[None]:
+def warn_when_blocked(
+    after_s: float = BLOCKED_S, tell: Callable[[str, float], None] = _log_blocked
+) -> Iterator[None]:
     """Log a warning with file and line while user code blocks the running event loop, and with it all rollouts.
 
-    The warning is repeated for the same place when it blocks for twice as long.
+    The warning is repeated for the same place when it blocks for twice as long. tell: gets place and seconds instead.
     """
     loop, thread, tick_s = asyncio.get_running_loop(), threading.get_ident(), after_s / 4
     is_done, ticked_at = threading.Event(), 0.0
@@ -266,12 +280,7 @@ def warn_when_blocked(after_s: float = BLOCKED_S) -> Iterator[None]:
                 continue
             if blocked_s >= 2 * warned_s.get(place, 0.0):
                 warned_s[place] = blocked_s
-                logger.warning(
-                    "%s has blocked the event loop for %.1f s; all rollouts wait meanwhile. Await there, or give the "
-                    "environment its own processes (num_workers in [[orchestrator.env]])",
-                    place,
-                    blocked_s,
-                )
+                tell(place, blocked_s)
 
     tick()
     threading.Thread(target=watch, name="warn_when_blocked", daemon=True).start()

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, reason_of
 from stretto.base.files import read_holder, try_lock, write_atomic, write_holder
 from stretto.base.paths import RunDir
 
@@ -219,7 +219,7 @@ def _link_checkpoints(run: RunDir, directory: Path) -> None:
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as cause:
-        raise ConfigError(f"ckpt.output_dir: cannot make {target}: {cause}") from cause
+        raise ConfigError(f"ckpt.output_dir: cannot make {target}: {reason_of(cause, target)}") from cause
     link.symlink_to(target)
 
 
@@ -386,7 +386,9 @@ def _make(run: RunDir) -> None:
 
 
 def _unusable(path: Path, cause: OSError) -> ConfigError:
-    return ConfigError(f"cannot use {path} as a run directory: {cause}; give another output_dir.")
+    return ConfigError(
+        f"cannot use {path} as a run directory: {reason_of(cause, path)}; give another output_dir."
+    )
 
 
 def _lock(run: RunDir, path: Path, *, is_shared: bool = False) -> int:

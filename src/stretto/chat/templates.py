@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.base.errors import ConfigError, DataError
+from stretto.base.errors import ConfigError, DataError, meant_path, reason_of
 
 if TYPE_CHECKING:
     import jinja2
@@ -94,7 +94,8 @@ def template_of(name: str, own: TemplateFiles) -> TemplateFiles:
     if not file.is_file():
         known = ", ".join(repr(each) for each in (*NAMED, *own.sources))
         raise ConfigError(
-            f"[renderer] template = {name!r}: there is no such file; give the path of a .jinja file, or one of {known}."
+            f"[renderer] template = {name!r}: there is no such file; give the path of a .jinja file, or one of "
+            f"{known}{meant_path(file, '.')}"
         )
     return TemplateFiles({DEFAULT: _read(file)}, str(file))
 
@@ -309,4 +310,4 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
-        raise DataError(f"{file}: cannot be read: {cause}") from cause
+        raise DataError(f"{file}: cannot be read: {reason_of(cause)}") from cause

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, reason_of
 
 
 def read_model_file(directory: Path) -> dict[str, Any]:
@@ -19,10 +19,12 @@ def read_model_file(directory: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as cause:
         raise ConfigError(
-            f"{path}: cannot be read: {cause}; copy the model's config.json here again"
+            f"{path}: cannot be read: {reason_of(cause)}; copy the model's config.json here again"
         ) from cause
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: a {type(found).__name__} where a table of keys and values belongs")
+    if not isinstance(found.get("model_type") or "", str):
+        raise ConfigError(f'{path}: model_type = {found["model_type"]!r:.60} must be a text, such as "qwen3"')
     for name in ("text_config", "vision_config"):
         if not isinstance(found.get(name) or {}, dict):
             raise ConfigError(f"{path}: {name} = {found[name]!r:.60} must be a table of keys and values")

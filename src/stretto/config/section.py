@@ -403,7 +403,7 @@ def suggest(cls: type[Section], path: Path, here: type[Section] | None = None) -
     *above, name = map(str, path)
     level = tuple("0" if part.isdigit() else part for part in above)
     known = [(tuple(each.split(".")), section) for each, section, _ in all_paths(cls)]
-    for meant in (tuple(key.split(".")) for key in keys_meant(name)):
+    for meant in (tuple(key.split(".")) for key in keys_meant(dotted((*level, name)))):
         place = find(cls, meant)
         if place.is_known or (place.key is not None and place.key.is_free_table):
             return [meant]

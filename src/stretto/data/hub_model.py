@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, meant_path
 from stretto.base.files import lock_within, unlock
 from stretto.base.status import bytes_below, growing
 
@@ -84,8 +84,13 @@ def find_local(name: str, *, has_weights: bool = True) -> Path | None:
 
 
 def find_config(name: str) -> Path | None:
-    """A directory with the config.json of a model; that file alone is downloaded if the Hub can be reached."""
+    """A directory with the config.json of a model; that file alone is downloaded if the Hub can be reached.
+
+    Raises: ConfigError if the name is that of a file.
+    """
     path = Path(name).expanduser()
+    if path.is_file():
+        raise ConfigError(f"model {name!r}: this is a file, and a model is a directory; {_GIVE}")
     if (path / "config.json").is_file():
         return path
     if path.is_dir() or not is_hub_name(name):
@@ -116,7 +121,7 @@ def look_up(name: str, *, has_weights: bool = True) -> HubModel:
     Raises: ConfigError if it has no such model, refuses this user, or cannot be reached.
     """
     if not is_hub_name(name):
-        raise ConfigError(f"model {name!r}: no such directory; {_GIVE}")
+        raise ConfigError(f"model {name!r}: no such directory; {_GIVE}{meant_path(Path(name))}")
     from huggingface_hub.utils import filter_repo_objects
 
     with _hub_errors(name):
@@ -267,7 +272,7 @@ def _hub_errors(name: str, *, has_begun: bool = False) -> Iterator[None]:
             "`hf auth login`, or set HF_TOKEN, as a user whom its owner has let in"
         ) from cause
     except errors.HFValidationError as cause:
-        raise ConfigError(f"model {name!r}: no such directory; {_GIVE}") from cause
+        raise ConfigError(f"model {name!r}: no such directory; {_GIVE}{meant_path(Path(name))}") from cause
     except errors.RepositoryNotFoundError as cause:
         raise ConfigError(
             f"model {name!r}: no such directory, and the Hub has no model of that name, or does not show it to this "

@@ -59,6 +59,8 @@ def read_records(
 
 def _read_source(source: str | Path, setting: str, is_streamed: bool) -> Iterator[Record]:
     path, start, stop = split_source(os.path.expanduser(str(source)), setting)
+    if (elsewhere := _not_a_path(path)) and not Path(path).exists():
+        raise ConfigError(f"{setting} = {path!r}: {elsewhere}")
     if (found := re.search(r"\$(\w+|\{\w+\})", path)) and not Path(path).exists():
         raise ConfigError(
             f"{setting} = {path!r}: only a shell replaces {found[0]}, and no shell reads this; write the whole path, "
@@ -119,6 +121,15 @@ def split_source(source: str, setting: str = "the data") -> tuple[str, int | Non
     return match["path"], start, stop
 
 
+def _not_a_path(path: str) -> str:
+    """What to write for an address or a pattern, neither of which is read; "" for others."""
+    if "://" in path and path.partition("://")[0].isalnum():
+        return "addresses are not read; copy the file here, or give a data set of the Hub as 'ORG/NAME:CONFIG[train]'"
+    if any(sign in path for sign in "*?") and path.endswith(_FILE_SUFFIXES):
+        return f"patterns are not read; give the directory, {str(Path(path).parent)!r}, or a list of files"
+    return ""
+
+
 def _advice(path: Path) -> str:
     """Advice for a path that does not exist: a file with a similar name, or where relative paths begin."""
     folder = path.parent
@@ -144,6 +155,11 @@ def files_of(path: Path, setting: str) -> list[Path]:
         if looks_like_hub_name(str(path)) and not path.name.endswith(_FILE_SUFFIXES):
             advice = f" A data set of the Hub is written with its split, '{path}[train]' or 'ORG/NAME:CONFIG[train]'."
         raise ConfigError(f"{setting} = {str(path)!r}: no such file or directory.{advice or _advice(path)}")
+    if path.suffix.lower() in SUFFIXES and path.suffix not in SUFFIXES:
+        raise ConfigError(
+            f"{setting} = {str(path)!r}: its ending must be in small letters: rename it to "
+            f"{path.with_suffix(path.suffix.lower()).name}"
+        )
     if path.suffix not in SUFFIXES:
         raise ConfigError(
             f"{setting} = {str(path)!r}: must end in .jsonl or .parquet.{_how_to_convert(path)}"

@@ -26,8 +26,8 @@ import numpy as np
 
 from stretto.base.errors import ConfigError, EnvError
 from stretto.base.foreign import call_async, definition_of, guarded, load_module
-from stretto.data.messages import checked_messages
-from stretto.data.values import checked_json, with_whole_text
+from stretto.data.messages import checked_messages, short_repr
+from stretto.data.values import checked_json, describe_value, with_whole_text
 from stretto.envs import find
 from stretto.envs.arguments import check_argument_types, check_methods, signature_of
 from stretto.envs.result import RolloutResult, checked_result, checked_reward
@@ -367,7 +367,19 @@ def tasks_of(env: Environment, split: Split) -> TaskSource:
         with guarded(EnvError, f"{where}, task {index}"):
             task = source.make(index)
         if not isinstance(task, Task):
-            raise EnvError(f"{where}, task {index} is a {type(task).__name__}, not a Task")
+            raise EnvError(
+                f"{where}, task {index} is a {type(task).__name__}, not a Task; {definition_of(source.make)} must "
+                'return Task(env=self.name, task_id="...", data={...})'
+            )
+        if not isinstance(task.task_id, str):
+            raise EnvError(
+                f"{where}, task {index}: task_id is {describe_value(task.task_id)}; give a text, such as "
+                f"str({short_repr(task.task_id)})"
+            )
+        if not isinstance(task.data, Mapping):
+            raise EnvError(
+                f"{where}, task {index}: data is {describe_value(task.data)}; give a dictionary with texts as keys"
+            )
         data = checked_json(task.data, f"{where}, task {index}: data")
         return msgspec.structs.replace(task, env=env.name, task_id=with_whole_text(task.task_id), data=data)
 

@@ -12,6 +12,7 @@ run's seed. A run that is resumed continues at the record where it stopped and c
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -84,9 +85,12 @@ class Dataset:
         self._reward = self._generate = None
         if not is_built_in(settings.reward) and settings.reward != GIVEN:
             if not {":", "."} & set(settings.reward):
-                known = ", ".join(f'"{name}"' for name in ("exact", *RM_TYPES, BY_RECORD, GIVEN))
+                names = ("exact", *RM_TYPES, BY_RECORD, GIVEN)
+                known = ", ".join(f'"{name}"' for name in names)
+                near = difflib.get_close_matches(settings.reward, names, n=1)
+                meant = f'did you mean "{near[0]}"? There are' if near else "use"
                 raise ConfigError(
-                    f'dataset: reward = "{settings.reward}": use {known}, or a function as `module:function`'
+                    f'dataset: reward = "{settings.reward}": {meant} {known}, or a function as `module:function`'
                 )
             self._reward = Hook.load(settings.reward, "dataset: reward", 2)
         elif settings.group_reward or (settings.reward_key is not None and not has_entries(settings.reward)):

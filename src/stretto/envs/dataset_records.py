@@ -302,7 +302,10 @@ class Records:
         if reward.removeprefix(BOXED) in ("exact", *LABELLED):
             rule = f'reward = "{reward}" compares replies with it'
             if label is None:
-                raise DataError(f"{where}: no {settings.label_key!r} (label_key); {rule}")
+                raise DataError(
+                    f"{where}: no {settings.label_key!r} (label_key); {rule}; "
+                    f"{_keys_of(record, settings.label_key or '')}"
+                )
             if not is_comparable(label):
                 raise DataError(
                     f"{where}: {settings.label_key!r} must be text or a number, got {short_repr(label)}; {rule}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, reason_of
 from stretto.base.process import num_cores
 from stretto.foresee.hardware import Reached
 from stretto.foresee.memory import (
@@ -71,7 +71,13 @@ class Measured:
                 **{key: value for key, value in raw.items() if key in cls.__dataclass_fields__} | tables
             )
         except (OSError, ValueError, TypeError, AttributeError) as cause:
-            raise ConfigError(f"--measured {path}: cannot be read: {cause}") from cause
+            raise ConfigError(f"--measured {path}: cannot be read: {_why(cause, path)}") from cause
+
+
+def _why(cause: Exception, path: Path) -> str:
+    if isinstance(cause, OSError | ValueError):
+        return reason_of(cause, path)
+    return f"it is no file of `benchmarks/plan.py --measure` ({cause})"
 
 
 def lookup(table: Table, size: float) -> float:

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import DataError, EngineError, StrettoError
+from stretto.base.errors import DataError, EngineError, StrettoError, meant_path
 from stretto.ledger import images
 
 SCHEMA = 1
@@ -123,13 +123,20 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def _no_ledger(path: Path) -> str:
+    directory = path.parent
+    if not directory.exists():
+        return f"there is no ledger: there is no directory {directory}{meant_path(directory)}"
+    return "there is no ledger; is this a run directory?"
+
+
 def open_for_reading(path: Path) -> sqlite3.Connection:
     """Open the database of a run, running or ended.
 
     Raises: DataError if there is none, or if it is damaged, or of another version of stretto.
     """
     if not path.exists():
-        raise DataError(f"{path}: there is no ledger; is this a run directory?")
+        raise DataError(f"{path}: {_no_ledger(path)}")
     try:
         connection = sqlite3.connect(
             path.resolve().as_uri() + "?mode=ro", uri=True, isolation_level=None, timeout=30.0
@@ -145,6 +152,10 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 
 def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
     written = scalar(connection, "PRAGMA user_version")
+    if written == 0 and not scalar(connection, "SELECT count(*) FROM sqlite_master"):
+        raise DataError(
+            f"{path}: the ledger is empty: the run ended before its first row, or the file was cut"
+        )
     if written != SCHEMA:
         remedy = "update stretto" if written > SCHEMA else "read it with the stretto that wrote it"
         older = "the ledger" if written < SCHEMA else "this stretto"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +34,7 @@ from stretto.config.sections.orchestrator import (
 )
 from stretto.data.hub_model import find_config, find_local
 from stretto.data.weight_files import untrained_rows
-from stretto.envs.base import Environment, RunInfo, load_environment, needs_worker
+from stretto.envs.base import Environment, Message, RunInfo, checked_prompt, load_environment, needs_worker
 from stretto.envs.workers.handle import WorkerLimits
 from stretto.envs.workers.pool import open_workers
 from stretto.vime.flags.resolved import resolved
@@ -50,8 +52,8 @@ def run_info(
     if renderer is not None:
         functions = {
             "encode": renderer.encode,
-            "prompt_ids": renderer.render_prompt,
-            "render": renderer.render_text,
+            "prompt_ids": _of_messages("run.prompt_ids", renderer.render_prompt),
+            "render": _of_messages("run.render", renderer.render_text),
         }
     return RunInfo(
         tokenizer=tokenizer,
@@ -65,6 +67,19 @@ def run_info(
         **functions,
         **_sampling_info(sampling),
     )
+
+
+def _of_messages(name: str, render: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the renderer for the user's code, which refuses messages that a template would drop in silence."""
+
+    def checked(messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Any:
+        caller = sys._getframe(1)
+        where = (
+            f"{caller.f_code.co_filename}:{caller.f_lineno} in {caller.f_code.co_name}: messages of {name}"
+        )
+        return render(checked_prompt(messages, where), tools)
+
+    return checked
 
 
 def eval_run_info(run: RunInfo, section: EvalSection) -> RunInfo:

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stretto.base.errors import ConfigError, DataError, EnvError, boundary
-from stretto.base.foreign import call_async, load_function, load_object, without_tracebacks
+from stretto.base.foreign import (
+    blocked_text,
+    call_async,
+    load_function,
+    load_object,
+    warn_when_blocked,
+    without_tracebacks,
+)
 from stretto.chat.placeholders import with_placeholders
 from stretto.chat.render import Renderer
 from stretto.config.model_file import read_model_file
@@ -256,7 +263,10 @@ async def _preview(section: EnvSection, looking: _Looking) -> FirstTask:
             notes.append(cut_reply(first.num_tokens, _reply_tokens(cfg, section), looking.limits))
         if renderer is None or _plays_itself(cfg):
             return replace(first, notes=tuple(filter(None, notes)))
-        notes.append(unplayed := await _play_first(section, env, looking, where))
+        blocked: dict[str, float] = {}
+        with warn_when_blocked(tell=blocked.__setitem__):
+            notes.append(unplayed := await _play_first(section, env, looking, where))
+        notes += [f"{where}: {blocked_text(*each)}" for each in blocked.items()]
         return replace(first, notes=tuple(filter(None, notes)), is_played=not unplayed)
 
 

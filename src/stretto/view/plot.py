@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, reason_of
 from stretto.monitors.file import moving_mean
 
 KEYS = {
@@ -76,8 +76,17 @@ def plot(
         try:
             figure.savefig(path)
         except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
-            raise ConfigError(f"plot: cannot write {path}: {error}") from error
+            raise ConfigError(f"plot: cannot write {path}: {_why(error, Path(path))}") from error
     return figure
+
+
+def _why(error: Exception, path: Path) -> str:
+    """Why a picture cannot be written, and what to do."""
+    if isinstance(error, FileNotFoundError):
+        return f"there is no directory {path.parent}; make it first"
+    if isinstance(error, OSError):
+        return reason_of(error, path)
+    return f"{path.suffix or path.name!r} is no format of pictures; end the name with .png, .svg or .pdf"
 
 
 def new_figure(width: float, height: float) -> Any:

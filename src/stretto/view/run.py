@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from stretto.base.errors import ConfigError, DataError
+from stretto.base.errors import ConfigError, DataError, reason_of
 from stretto.base.paths import RunDir
 from stretto.chat.images import ImageProcessor, load_image_processor
 from stretto.chat.placeholders import one_per_image
@@ -276,7 +276,7 @@ def _text(file: Path) -> str:
     try:
         return file.read_text()
     except (OSError, UnicodeDecodeError) as cause:
-        raise DataError(f"{file}: cannot be read: {cause}") from cause
+        raise DataError(f"{file}: cannot be read: {reason_of(cause)}") from cause
 
 
 def _parsed(text: str, file: Path, kind: type[T]) -> T:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import ConfigError, StrettoError
+from stretto.base.errors import ConfigError, StrettoError, reason_of
 from stretto.base.files import holder
 from stretto.base.paths import RunDir
 from stretto.ledger.reader import LedgerReader
@@ -192,5 +192,5 @@ def _read(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from error
+        raise ConfigError(f"{file}: cannot be read: {reason_of(error)}") from error
     return found if isinstance(found, dict) else {}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import http.server
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from stretto.base import aio, process, runtime, status
 from stretto.base.errors import EngineError
 from stretto.base.foreign import warn_when_blocked
 from stretto.base.paths import RunDir
+from stretto.base.ports import open_url
 from stretto.base.watch import EXIT_STALLED, Watch, WatchState
 
 
@@ -323,3 +326,28 @@ def test_a_status_line_reaches_the_pipe_and_a_full_or_closed_pipe_never_blocks(
     status.report("note", text="nobody reads")
     os.close(writer)
     status.report("note", text="nobody writes")
+
+
+def test_servers_of_a_run_are_asked_without_the_proxy(monkeypatch):
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"here")
+
+        def log_message(self, *args):
+            pass
+
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    server = http.server.HTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.handle_request)
+    thread.start()
+    try:
+        with open_url(f"http://127.0.0.1:{server.server_port}/", 5.0) as answer:
+            assert answer.read() == b"here"
+    finally:
+        thread.join(10.0)
+        server.server_close()

@@ -11,7 +11,7 @@ from stretto.cli import main
 BROKEN = {
     "{bad": "cannot be read",
     "[1]": "a list where a table of keys and values belongs",
-    '{"model_type": 3}': "hidden_size = None must be a number",
+    '{"model_type": 3}': "model_type = 3 must be a text",
     '{"model_type": "qwen3_vl", "text_config": [1]}': "text_config = [1] must be a table",
 }
 ENV = ["--orchestrator.env", '[{"id": "sort-letters"}]']

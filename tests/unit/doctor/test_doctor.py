@@ -196,6 +196,26 @@ def test_an_environment_that_fails_when_it_scores_is_found(
     assert found.state is State.BAD and "KeyError" in found.text
 
 
+def test_tasks_that_are_drawn_anew_each_time_are_found(words: list[str], tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "drawn_tasks.py").write_text(
+        "import itertools\n"
+        "from stretto.envs.base import SingleTurnEnv, TaskSource\n"
+        "from stretto.records.rollout import Task\n"
+        "class Env(SingleTurnEnv):\n"
+        "    name = 'drawn'\n"
+        "    count = itertools.count()\n"
+        "    def tasks(self, split):\n"
+        "        return TaskSource(lambda i: Task(env='e', task_id=str(i), data={'x': next(self.count)}))\n"
+        "    def prompt(self, task):\n        return 'x'\n"
+        "    def score(self, task, text):\n        return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "rl.toml").write_text('[[orchestrator.env]]\nid = "drawn_tasks:Env"\n')
+    found = of(look(words), "environment drawn_tasks:Env")
+    assert found.state is State.BAD and "make(0) gave two different tasks" in found.text
+    assert "random.Random(index)" in found.text
+
+
 def test_the_verb_of_a_config_is_found(words: list[str], tmp_path: Path) -> None:
     assert configs.load_config(words)[0] == "rl"
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')

@@ -290,7 +290,8 @@ CASES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
         "orchestrator", hook("rollout_function"), {"own.py": "function = 3\n"}, ["is a int, not a function"],
     ),
     "a reward by a name that is none": (
-        "orchestrator", dataset(reward="exakt"), {"rows.jsonl": ROWS}, ['reward = "exakt": use "exact", "math"'],
+        "orchestrator", dataset(reward="exakt"), {"rows.jsonl": ROWS},
+        ['reward = "exakt": did you mean "exact"?', '"math"'],
     ),
     "a generate of another shape": (
         "orchestrator", dataset(generate="own:function"),

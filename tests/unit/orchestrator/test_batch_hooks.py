@@ -317,7 +317,9 @@ def test_own_samples_and_members_with_several_are_trained_each_by_its_own_reward
 )
 def test_a_rollout_function_that_returns_nonsense_is_named(tmp_path, hooks, body, message):
     code = f"async def rollout_function(args, rollout_id, data_source, evaluation=False):\n    {body}\n"
-    assert message in error_of(tmp_path, hooks(code), max_failed_groups=2)
+    text = error_of(tmp_path, hooks(code), max_failed_groups=2)
+    assert message in text
+    assert re.search(r"\.py:[12]\b", text), f"no file and line of the function: {text}"
 
 
 @pytest.mark.parametrize(

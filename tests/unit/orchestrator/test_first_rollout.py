@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -151,3 +152,35 @@ def test_sft_rows_with_another_signature_get_a_sentence(look):
         EnvError, match=r"sft_rows\(1, 0\) returned no row. It is called as sft_rows\(num_rows, seed\)"
     ):
         sft_screen("scores:Swapped", 100)
+
+
+def test_a_score_that_blocks_is_told_with_file_and_line(look):
+    notes = " ".join(look(score="__import__('time').sleep(2.5) or 1.0").notes)
+    assert re.search(r"\S+:\d+ in \S+ has blocked the event loop for \d\.\d s", notes), notes
+    assert "num_workers" in notes
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ('[{"role": "user", "content": 7}]', "[0].content must be text, got 7; write str(...)"),
+        ('[{"role": "usr", "content": "a"}]', "[0].role must be one of"),
+        ("5", "return a text, or a list of messages"),
+    ],
+)
+@pytest.mark.parametrize("name", ["render", "prompt_ids"])
+def test_what_an_environment_renders_by_itself_is_checked(look, tmp_path, name, messages, said):
+    module = f"own_{name}_{abs(hash(messages))}"
+    (tmp_path / f"{module}.py").write_text(
+        "from scores import Scored\n"
+        "class Own(Scored):\n"
+        "    def __init__(self, run):\n"
+        "        super().__init__()\n"
+        "        self.run = run\n"
+        "    def prompt(self, task):\n"
+        f"        return str(self.run.{name}({messages}))\n"
+    )
+    with pytest.raises(EnvError) as raised:
+        look(env=f"{module}:Own")
+    assert said in str(raised.value) and f"messages of run.{name}" in str(raised.value)
+    assert f"{module}.py:7 in prompt" in str(raised.value)

@@ -6,7 +6,6 @@ to find the keys.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import tomllib
@@ -14,6 +13,7 @@ from bisect import bisect_right
 from pathlib import Path as FilePath
 from typing import Any
 
+from stretto.base.errors import meant_path, reason_of
 from stretto.config.section import Path
 
 _BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
@@ -33,13 +33,13 @@ def read_file(name: str) -> tuple[dict[str, Any], dict[Path, int]] | str:
     """Data of a TOML or JSON file and the line of each key; or a text that says what is wrong."""
     path = FilePath(name).expanduser()
     if path.suffix not in (".toml", ".json"):
-        return f"{name}: not a .toml or .json file"
+        return f"{name}: {_not_a_config(path)}"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows begin a file with a mark
     except FileNotFoundError:
-        return f"{name}: no such file{_nearest_file(path)}"
+        return f"{name}: no such file{meant_path(path)}"
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 text ({error.reason})"
+        reason = reason_of(error) + (f" ({error.reason})" if isinstance(error, UnicodeDecodeError) else "")
         return f"{name}: cannot be read: {reason}"
     text = text.replace("\r\n", "\n")
     try:
@@ -48,13 +48,29 @@ def read_file(name: str) -> tuple[dict[str, Any], dict[Path, int]] | str:
         where = re.search(r" \(at line (\d+), column \d+\)", str(error))
         line = int(where.group(1)) if where else text.count("\n") + 1
         reason = re.sub(r" [(]at .*", "", str(error))
-        reason = next((ours for theirs, ours in _TOML_REASONS.items() if reason.startswith(theirs)), reason)
-        return f"{name}:{line}: not valid TOML: {reason}{_toml_advice(text.splitlines()[line - 1 : line])}"
+        written = text.splitlines()[line - 1 : line]
+        if ours := next((ours for theirs, ours in _TOML_REASONS.items() if reason.startswith(theirs)), None):
+            shown = f" (`{written[0].strip()[:60]}`)" if written else ""
+            return f"{name}:{line}: not valid TOML: {ours}{shown}"
+        return f"{name}:{line}: not valid TOML: {reason}{_toml_advice(written)}"
     except json.JSONDecodeError as error:
         return f"{name}:{error.lineno}: not valid JSON: {error.msg}"
     if not isinstance(data, dict):
         return f"{name}:1: the file must hold a table of keys"
     return data, (toml_lines(text) if path.suffix == ".toml" else json_lines(text))
+
+
+def _not_a_config(path: FilePath) -> str:
+    """What is wrong with a path whose name does not end in .toml or .json."""
+    if not path.is_dir():
+        near = next(
+            (each for end in (".toml", ".json") if (each := path.with_name(path.name + end)).is_file()), None
+        )
+        return "not a .toml or .json file" + (f"; did you mean {near}?" if near else "")
+    inside = sorted(each.name for each in path.iterdir() if each.suffix in (".toml", ".json"))
+    if (path / "configs" / "run.json").is_file():
+        return f"this is a run's directory; its configuration is {path / 'configs' / 'run.json'}"
+    return "this is a directory, not a .toml or .json file; in it are " + (", ".join(inside[:6]) or "none")
 
 
 def _toml_advice(line: list[str]) -> str:
@@ -67,14 +83,6 @@ def _toml_advice(line: list[str]) -> str:
         return f"; write {key.strip()} = {value.partition('#')[0].strip().lower()}"
     shown = f" in `{written[:60]}`" if written else ""
     return f"{shown}; a line is `key = value` or `[table]`, a text has quotes, a list is [1, 2]"
-
-
-def _nearest_file(path: FilePath) -> str:
-    folder = path.parent
-    if not folder.is_dir():
-        return f", and no directory {folder}"
-    near = difflib.get_close_matches(path.name, [p.name for p in folder.iterdir()], n=1)
-    return f"; did you mean {folder / near[0]}?" if near else ""
 
 
 def toml_lines(text: str) -> dict[Path, int]:

@@ -9,6 +9,7 @@ import difflib
 import re
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 from stretto.base.errors import ConfigError
@@ -16,6 +17,25 @@ from stretto.base.errors import ConfigError
 _NUMBER = re.compile(r"-\.?\d")
 _NEAR = 0.8  # how alike two flags are, of 1
 _WANTED = {"int": "a whole number", "float": "a number", "Path": "a path"}
+
+
+_asked: ContextVar[bool] = ContextVar("_asked", default=False)
+
+
+class _Parsing(Exception):
+    """Ends a verb at the words that it is about to read."""
+
+
+def parser_of(run: Callable[[list[str]], int]) -> PlainParser | None:
+    """The parser of a verb's function, which does nothing else; None if it reads its words in another way."""
+    token = _asked.set(True)
+    try:
+        run([])
+    except _Parsing as found:
+        return found.args[0]
+    finally:
+        _asked.reset(token)
+    return None
 
 
 class PlainParser(ArgumentParser):
@@ -49,6 +69,12 @@ class PlainParser(ArgumentParser):
             takes = f"it takes {few}" if few else "it takes flags only"
             raise ConfigError(f"{self.prog}: {rest[0]}: one word too many; {takes}. {self._help()}")
         return given
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse does, but for `parser_of`, which wants the parser alone."""
+        if _asked.get():
+            raise _Parsing(self)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Turn a complaint of argparse into one that says what to write."""
@@ -106,6 +132,16 @@ class PlainParser(ArgumentParser):
         """The flags that are shown in the help."""
         return [flag for each in self._actions if each.help != SUPPRESS for flag in each.option_strings] + [
             flag for each in self._actions if each.help == SUPPRESS for flag in each.option_strings
+        ]
+
+    def completions(self) -> list[str]:
+        """`--flag value value` for every flag that is shown; values only if there are few."""
+        shown = [each for each in self._actions if each.help != SUPPRESS]
+        return [
+            " ".join([flag, *map(str, each.choices or ())])
+            for each in shown
+            for flag in each.option_strings
+            if flag.startswith("--")
         ]
 
     def _needed(self) -> list[Action]:

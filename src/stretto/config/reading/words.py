@@ -14,6 +14,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from stretto.config.section import Key, Path, Section, all_paths, dotted, find, members, suggest
+from stretto.config.spellings.synonyms import keys_meant
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def _next_argument(cls: type[Section], rest: list[str]) -> Argument:
     if target.is_foreign or (key is not None and (bool in key.members or key.sections)):
         is_true = key is None or bool in key.members
         return Assignment(target.path, True if is_true else {}, word)
-    return ArgumentProblem("a value must follow", word)
+    wanted = f", {key.type_text()}" if key is not None else ""
+    return ArgumentProblem(f"a value must follow{wanted}", word)
 
 
 def _assignment(target: Target, words: list[str], flag: str) -> Assignment:
@@ -175,14 +177,18 @@ def _resolve(cls: type[Section], name: str) -> Target | ArgumentProblem:
                 return Target(target.path, target.key, is_negated=True)
             message = f"`{'.'.join(positive)}` cannot be turned off; it takes {target.key.type_text()}"
             return ArgumentProblem(message, "")
-    near = [path for path in suggest(cls, tuple(plain)) if len(path) <= len(plain) + _FAR]
+    meant = {tuple(key.split(".")) for key in keys_meant(".".join(plain))}
+    near = [path for path in suggest(cls, tuple(plain)) if len(path) <= len(plain) + _FAR or path in meant]
     flags = " or ".join("--" + dotted(path).replace("_", "-") for path in near)
-    hint = (
-        f"did you mean {flags}?"
-        if near
-        else _beside(cls, plain) or "`--help WORD` searches names and meanings, `--help all` lists them"
-    )
+    hint = f"did you mean {flags}?" if near else _beside(cls, plain) or _help_hint(name)
     return ArgumentProblem(f"unknown flag; {hint}", "", tuple(find(cls, path).path for path in near))
+
+
+def _help_hint(name: str) -> str:
+    """Where to find a flag that is like none."""
+    if sorted(name) == sorted("help"):
+        return "did you mean --help?"
+    return "`--help WORD` searches names and meanings, `--help all` lists them"
 
 
 def _beside(cls: type[Section], parts: list[str]) -> str:

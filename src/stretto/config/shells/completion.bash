@@ -1,6 +1,7 @@
 # Completion of stretto for bash: source <(stretto completion bash)
 @TABLES@
 __stretto_verbs='@VERBS@'
+__stretto_plain='@PLAIN@'
 
 __stretto_values() {  # the values of flag $2 in table $1 that begin with $3
     local line
@@ -51,6 +52,13 @@ _stretto() {
         COMPREPLY=($(compgen -W 'bash zsh fish' -- "$cur"))
     elif [[ -z $table ]]; then
         __stretto_files "$cur"
+    elif [[ " $__stretto_plain " == *" $verb "* ]]; then
+        if [[ $cur == --* ]]; then
+            COMPREPLY=($(compgen -W "$(while read -r line; do echo "${line%% *}"; done <<< "$table")" -- "${cur//_/-}"))
+            return
+        fi
+        [[ $prev == --* ]] && __stretto_values "$table" "${prev//_/-}" "$cur"
+        [[ ${#COMPREPLY[@]} == 0 ]] && __stretto_files "$cur" toml json jsonl parquet
     elif [[ $cur == @ || $prev == @ || $cur == @* ]]; then
         local word=${cur#@}
         __stretto_files "$word" toml json
@@ -69,4 +77,4 @@ _stretto() {
         compopt -o nospace 2> /dev/null
     fi
 }
-complete -F _stretto stretto rl sft trainer orchestrator inference
+complete -F _stretto stretto rl sft vime trainer orchestrator inference

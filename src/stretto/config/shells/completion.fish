@@ -1,6 +1,7 @@
 # Completion of stretto for fish: stretto completion fish | source
 @TABLES@
 set -g __stretto_verbs @VERBS@
+set -g __stretto_plain @PLAIN@
 
 function __stretto_files
     for path in $argv[1]*/ $argv[1]*.toml $argv[1]*.json
@@ -30,6 +31,27 @@ function __stretto_complete
         return
     end
     set -l table $$name
+    if contains -- $verb $__stretto_plain
+        if string match -q -- '--*' $cur
+            for line in $table
+                string split ' ' -- $line | head -n 1
+            end
+            return
+        end
+        set -l known
+        for line in $table
+            set -l parts (string split ' ' -- $line)
+            if test $parts[1] = (string replace -a _ - -- "$prev"); and set -q parts[2]
+                set known $parts[2..-1]
+            end
+        end
+        if set -q known[1]
+            printf '%s\n' $known
+        else
+            __fish_complete_path $cur ''
+        end
+        return
+    end
     if test "$prev" = @
         __stretto_files $cur
     else if string match -q -- '@*' $cur
@@ -66,6 +88,6 @@ function __stretto_complete
         printf '%s\n' @ --
     end
 end
-for command in stretto rl sft trainer orchestrator inference
+for command in stretto rl sft vime trainer orchestrator inference
     complete -c $command -f -a '(__stretto_complete)'
 end

@@ -14,14 +14,22 @@ from stretto.config.section import Key, Section, all_paths, tag_of
 SHELLS = ("bash", "zsh", "fish")
 
 
-def completion_script(shell: str, roots: Mapping[str, type[Section]], verbs: Sequence[str]) -> str:
+def completion_script(
+    shell: str, roots: Mapping[str, type[Section]], verbs: Sequence[str], plain: Mapping[str, Sequence[str]]
+) -> str:
     """The script for one of SHELLS: its file in shells/, with the tables filled in.
 
-    roots: the root of every verb that has a configuration; verbs: all of them.
+    roots: the root of every verb that has a configuration; verbs: all of them; plain: flags of the verbs without a
+    configuration, whose other words are files and directories.
     """
     text = Path(__file__).with_name(f"completion.{shell}").read_text(encoding="utf-8")
     tables = "\n".join(_table(shell, verb, _flags(cls)) for verb, cls in roots.items())
-    return text.replace("@TABLES@", tables).replace("@VERBS@", " ".join(verbs))
+    tables += "\n" + "\n".join(_table(shell, verb, flags) for verb, flags in plain.items())
+    return (
+        text.replace("@PLAIN@", " ".join(plain))
+        .replace("@TABLES@", tables)
+        .replace("@VERBS@", " ".join(verbs))
+    )
 
 
 def _table(shell: str, verb: str, flags: Sequence[str]) -> str:

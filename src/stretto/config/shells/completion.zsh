@@ -1,7 +1,8 @@
-#compdef stretto rl sft trainer orchestrator inference
+#compdef stretto rl sft vime trainer orchestrator inference
 # Completion of stretto for zsh: source <(stretto completion zsh), after compinit
 @TABLES@
 __stretto_verbs='@VERBS@'
+__stretto_plain='@PLAIN@'
 
 __stretto_values() {  # the values of flag $2 in table $1, with the text $3 before each
     local line
@@ -42,6 +43,13 @@ _stretto() {
         compadd bash zsh fish
     elif [[ -z $table ]]; then
         _files
+    elif (( ${${(s: :)__stretto_plain}[(Ie)$verb]} )); then
+        if [[ $cur == --* ]]; then
+            compadd -- ${${(f)table}%% *}
+        else
+            [[ $prev == --* ]] && __stretto_values "$table" "${prev//_/-}" ''
+            (( compstate[nmatches] )) || _files
+        fi
     elif [[ $cur == @* ]]; then
         compset -P '@'
         _files -g '*.(toml|json)'
@@ -59,4 +67,4 @@ _stretto() {
         compadd -S '' -- @ --
     fi
 }
-(( $+functions[compdef] )) && compdef _stretto stretto rl sft trainer orchestrator inference
+(( $+functions[compdef] )) && compdef _stretto stretto rl sft vime trainer orchestrator inference

@@ -27,6 +27,7 @@ advantage advantages_type -> orchestrator.algo
 environment environments env_id -> orchestrator.env
 every save_every -> ckpt.interval
 temp -> orchestrator.train.sampling.temperature
+data.path data.file data.files data.data_path val.data.path -> data.name
 dataset_name train_files prompt_data dataset -> orchestrator.env.0.args.path data.name
 max_completion_length max_new_tokens response_length -> orchestrator.train.sampling.max_completion_tokens
 max_response_length generate_max_len -> orchestrator.train.sampling.max_completion_tokens
@@ -56,9 +57,11 @@ async_steps max_staleness staleness -> orchestrator.max_off_policy_steps orchest
 """
 _ROWS = [line.split(" -> ") for line in _TABLE.strip().splitlines()]
 SYNONYMS = {name: tuple(paths.split()) for names, paths in _ROWS for name in names.split()}
-"""By the last part of a name, in lower case with underscores: keys of any verb that it may mean."""
+"""By the last part of a name, or by two where the last alone means many things, in lower case with underscores: keys
+of any verb that it may mean."""
 
 
 def keys_meant(name: str) -> tuple[str, ...]:
     """Dotted paths of keys that a name of another framework means; () for an unknown name."""
-    return SYNONYMS.get(name.lower().replace("-", "_").rpartition(".")[2], ())
+    name = name.lower().replace("-", "_")
+    return SYNONYMS.get(name) or SYNONYMS.get(name.rpartition(".")[2], ())

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 from stretto.base.errors import ConfigError
 from stretto.config.model_file import read_model_file
@@ -28,7 +31,7 @@ from stretto.config.rules.mesh_degrees import (
 )
 from stretto.config.rules.vllm_models import ServedModel
 from stretto.config.sections.inference import InferenceSection
-from stretto.config.sections.model import LORA_TARGETS, ModelSection
+from stretto.config.sections.model import LORA_TARGETS, Family, ModelSection
 from stretto.data.hub_model import find_config
 from stretto.families.table import family_of
 from stretto.launch.plan.placement import replaced
@@ -42,6 +45,7 @@ def check_model(model: ModelSection, num_ranks: int, path: str, *, has_replay: b
     directory = None if model.scratch is not None else find_config(model.name)
     if directory is None:
         return
+    check_family(directory, f"[{path}] name = {model.name!r}")
     check_trainable(directory, model.impl, f"[{path}] name = {model.name!r}")
     try:
         shape = read_shape(directory)
@@ -94,6 +98,40 @@ def layer_names(directory: Path) -> set[str]:
         return set()
     names = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if name.endswith(".weight")}
     return {name for name in names if not any(word in name for word in ("norm", "embed", "conv"))}
+
+
+def check_family(directory: Path, where: str) -> None:
+    """Check that the model is of a family of stretto or of the installed transformers.
+
+    Raises: ConfigError with the nearest names if it is of neither.
+    """
+    found = read_model_file(directory)
+    name, ours = family_of(found), get_args(Family)
+    if name in ours or found.get("auto_map") or (theirs := _families_of_transformers()) is None:
+        return
+    if name in theirs:
+        return
+    file = directory / "config.json"
+    if not name:
+        raise ConfigError(f"{where}: {file} has no model_type; copy the model's config.json here again")
+    near = difflib.get_close_matches(name, sorted({*ours, *theirs}), n=2)
+    meant = f"did you mean {' or '.join(near)}? Else install" if near else "correct it, or install"
+    raise ConfigError(
+        f'{where}: {file} has model_type = "{name}", a family neither of stretto (docs/add_a_model.md) nor of the '
+        f"installed transformers; {meant} a transformers that has it"
+    )
+
+
+def _families_of_transformers() -> set[str] | None:
+    """The families in the tables of the installed transformers, which is not imported; None if there are none."""
+    package = find_spec("transformers")
+    if package is None or package.origin is None:
+        return None
+    folder = Path(package.origin).parent / "models" / "auto"
+    with suppress(OSError):
+        texts = [file.read_text(encoding="utf-8") for file in folder.glob("*.py")]
+        return {name for text in texts for name in re.findall(r'"([a-z0-9_.-]+)"', text)} or None
+    return None
 
 
 def check_trainable(directory: Path, impl: str, where: str) -> None:

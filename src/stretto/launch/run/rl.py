@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from stretto.base import log, process, rundir
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, meant_path
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
 from stretto.base.process import EXIT_LOST
@@ -198,8 +198,8 @@ def _check_model(cfg: RLConfig) -> None:
         )
     if not is_hub_name(name):
         raise ConfigError(
-            f"[model] name = {name!r}: there is no such directory. If a warm-up makes the model, "
-            f"run that first (`sft @ ...`); else give a directory with config, safetensors and tokenizer."
+            f"[model] name = {name!r}: there is no such directory{meant_path(Path(name), '.')} If a warm-up makes "
+            f"the model, run that first (`sft @ ...`); else give a directory with config, safetensors and tokenizer."
         )
 
 

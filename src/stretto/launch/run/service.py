@@ -11,9 +11,10 @@ import shutil
 import sys
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 from stretto.base import log, process, rundir
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, meant_path
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims, in_url
 from stretto.base.secret import Secret, load_secret, prepare_tokens
@@ -172,7 +173,7 @@ def _check(cfg: ServeConfig) -> None:
     if find_config(cfg.model.name) is None:
         raise ConfigError(
             f"[model] name = {cfg.model.name!r}: there is no such model; give a directory with config, safetensors and "
-            "tokenizer, or the name of a model on the Hugging Face Hub"
+            f"tokenizer, or the name of a model on the Hugging Face Hub{meant_path(Path(cfg.model.name))}"
         )
     if cfg.service.full_finetuning and cfg.trainer.num_ranks > 1:
         raise ConfigError(

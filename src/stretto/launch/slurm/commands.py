@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -46,6 +47,10 @@ class Queued:
         return self.state == "RUNNING"
 
 
+_NO_CONTROLLER = re.compile(r"configuration source|contact slurm controller", re.IGNORECASE)
+"""What sbatch says where there is no cluster."""
+
+
 def submit(script: str, typed: Sequence[str] = ()) -> str:
     """Submit a script file; the number of its job.
 
@@ -55,6 +60,11 @@ def submit(script: str, typed: Sequence[str] = ()) -> str:
     result = _run("sbatch", "--parsable", script, env=os.environ | {COMMAND_VAR: shlex.join(typed)})
     if result.returncode:
         reason = _message(result).replace("sbatch: error: ", "")
+        if _NO_CONTROLLER.search(reason):
+            raise ConfigError(
+                "this machine knows or reaches no controller of Slurm; submit from a login node of the cluster, or "
+                f"train here with --slurm None. The job's script is {script}."
+            )
         raise ConfigError(f"Slurm refuses the job: {reason}. Its script is {script}; correct [slurm].")
     return result.stdout.strip().split(";")[0]
 

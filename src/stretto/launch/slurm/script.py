@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, reason_of
 from stretto.base.paths import RunDir
 from stretto.config.root import InferenceConfig, RLConfig
 from stretto.config.sections.deployment import SlurmSection
@@ -129,7 +129,10 @@ def _template(section: SlurmSection) -> tuple[str, str]:
     try:
         return path.expanduser().read_text(), f'[slurm] template_path = "{path}"'
     except (OSError, UnicodeDecodeError) as cause:
-        raise ConfigError(f'[slurm] template_path = "{path}" cannot be read: {cause}') from cause
+        raise ConfigError(
+            f'[slurm] template_path = "{path}" cannot be read: {reason_of(cause, path)}; '
+            "give a template that is there, or leave the key out"
+        ) from cause
 
 
 def fill(template: str, name: str, parts: Mapping[str, str]) -> str:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from stretto.base.errors import ConfigError, StrettoError
+from stretto.base.errors import ConfigError, StrettoError, reason_of
 from stretto.base.ports import refusal_of
 from stretto.ledger.reader import LedgerReader
 from stretto.view import state
@@ -113,7 +113,7 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     except StrettoError as error:
         answer = _json({"error": str(error)}, status=404)
     except OSError as error:
-        answer = _json({"error": f"cannot be read: {error}"}, status=404)
+        answer = _json({"error": f"cannot be read: {reason_of(error)}"}, status=404)
     except Exception as error:  # a damaged file, for example: the page shows the message and stays usable
         logger.exception("%s failed", request.path)
         message = f"{type(error).__name__}: {error}; is a file of this run damaged? The page's log has more."

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, reason_of
 
 
 def read_yaml(path: str, where: str) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def read_yaml(path: str, where: str) -> dict[str, Any]:
     try:
         found = yaml.safe_load(Path(path).expanduser().read_text())
     except OSError as cause:
-        raise ConfigError(f"{where}: {cause.strerror or cause}; give the path of a YAML file") from None
+        raise ConfigError(f"{where}: {reason_of(cause, Path(path))}; give the path of a YAML file") from None
     except yaml.YAMLError as cause:
         mark = getattr(cause, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stretto.base.errors import ConfigError, StrettoError
+from stretto.base.errors import ConfigError, StrettoError, meant_path
 from stretto.config.load import build, dump
 from stretto.config.reading.draft import dotted_to_path
 from stretto.config.root import RLConfig
@@ -52,7 +52,7 @@ def read_command(words: Sequence[str]) -> Command:
     flags, passed = read(words)
     if flags.colocate:  # trainer and engines share their GPUs
         flags.rollout_num_gpus = flags.actor_num_nodes * flags.actor_num_gpus_per_node
-    if problems := [*clashes(flags), *mismatches(flags)]:
+    if problems := [*_missing_files(flags), *clashes(flags), *mismatches(flags)]:
         raise ConfigError(listed(problems))
     _resolve(flags)
     settings, problems = [*_copied(flags), *passed], []
@@ -76,6 +76,14 @@ def read_command(words: Sequence[str]) -> Command:
     _check_new(flags, cfg)
     said = [*flags.overridden, *_starts(flags), *notes(flags)]
     return Command(cfg, said, FlagNames(flags, settings), environment(flags))
+
+
+def _missing_files(flags: Values) -> Iterator[str]:
+    """A problem for a file of prompts that is not there; a data set of the Hub is looked for later."""
+    path, _, _ = str(flags.prompt_data or "").partition("@[")
+    file = Path(path).expanduser()
+    if path.endswith((".jsonl", ".parquet")) and not file.exists():
+        yield f"{flags.given['--prompt-data']}: no such file{meant_path(file)}"
 
 
 def _check_new(flags: Values, cfg: RLConfig) -> None:

@@ -20,6 +20,7 @@ from stretto import cli
 from stretto.config.describe import ROOTS
 from stretto.config.section import all_paths
 from stretto.config.shells.completion import SHELLS
+from stretto.verbs import READ_BY_PARSER
 
 pytestmark = pytest.mark.heavy
 
@@ -39,6 +40,11 @@ CASES = [
     ("stretto rl @ mi", "stretto rl @ mine.toml"),
     ("inference --no-dry", "inference --no-dry-run"),
     ("stretto completion fi", "stretto completion fish"),
+    ("stretto rollouts --wor", "stretto rollouts --worst"),
+    ("stretto logs --fol", "stretto logs --follow"),
+    ("stretto doctor mi", "stretto doctor mine.toml"),
+    ("vime --advantage-est", "vime --advantage-estimator"),
+    ("stretto vime --advantage-estimator gsp", "stretto vime --advantage-estimator gspo"),
 ]
 
 
@@ -116,6 +122,24 @@ def test_the_script_knows_every_key_and_starts_no_python(capsys):
         assert all(f" {verb}" in text for verb in ("rl", "sft", "trainer", "orchestrator", "inference"))
 
 
-def test_a_shell_that_is_not_known_is_one_line(capsys):
-    assert cli.main(["completion", "tcsh"]) == cli.main(["completion"]) == 2
-    assert capsys.readouterr().err == "usage: stretto completion bash|zsh|fish\n" * 2
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tcsh"], "'tcsh' is no shell that it knows; give one of bash, zsh, fish"),
+        (["bsh"], "'bsh' is no shell that it knows; did you mean bash?"),
+        ([], "a word is missing; give one of bash, zsh, fish"),
+        (["bash", "zsh"], "'zsh': one word too many; it takes one shell"),
+    ],
+)
+def test_a_shell_that_is_not_known_is_one_line(words, said, capsys):
+    assert cli.main(["completion", *words]) == 2
+    assert capsys.readouterr().err == f"error: stretto completion: {said}\n"
+
+
+def test_verbs_without_a_configuration_have_their_flags_and_no_refused_ones(capsys):
+    text = script("bash", capsys)
+    tables = dict(re.findall(r"^__stretto_(\w+)='([^']*)'", text, re.MULTILINE))
+    assert tables.keys() >= {*READ_BY_PARSER, "vime"}
+    assert "--worst" in tables["rollouts"].split() and "--follow" in tables["logs"].split()
+    assert all(tables[verb] for verb in READ_BY_PARSER)
+    assert "--hf-checkpoint" in tables["vime"].split()

@@ -290,6 +290,20 @@ def test_a_dry_run_shows_the_placement(tmp_path: Path, capsys: pytest.CaptureFix
     assert "Ray (h:6379) would place 2 bundles" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("job", ["--ray.address h:6379", "--slurm"])
+def test_ports_that_are_taken_here_are_not_told_of_a_run_on_other_machines(
+    job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        words = (
+            f"--run.name p --output-dir {tmp_path} --control.port {taken.getsockname()[1]} {job} --dry-run"
+        )
+        assert main(["rl", *words.split(), "--orchestrator.env.0.id", "sort-letters"]) == 0
+    assert "taken" not in "".join(capsys.readouterr())
+
+
 # -- status, stop --
 
 
