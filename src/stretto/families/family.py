@@ -82,7 +82,7 @@ SHARED_EXPERT = renamed_in_layers(
 class Keys(dict[str, str | tuple[str, Any]]):
     """Fields of a shape -> key in config.json, or (key, default) if it is not required."""
 
-    def __or__(self, other: Mapping[str, str | tuple[str, Any]]) -> Keys:
+    def __or__(self, other: Mapping[str, str | tuple[str, Any]]) -> Keys:  # type: ignore[override]  # dict.__or__ returns a dict
         return Keys({**self, **other})
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ GROUPED_MOE_KEYS = MOE_KEYS | {
     "gate_scale": ("routed_scaling_factor", 1.0),
 }
 """Fields of MoEShape as DeepSeek's config.json names them."""
-BALANCED_SIGMOID = {"is_sigmoid": True, "has_expert_bias": True}
+BALANCED_SIGMOID: dict[str, Any] = {"is_sigmoid": True, "has_expert_bias": True}
 """Options of MoEShape for a router with sigmoid scores and a bias that balances loads."""
 
 
@@ -216,6 +216,7 @@ def mlp_layer_types(cfg: ModelConfig) -> list[str]:
 
 def first_sparse_layer(cfg: ModelConfig) -> int:
     """The number of blocks before the first one with experts."""
+    assert cfg.moe is not None
     return cfg.moe.sparse_layers[0] if cfg.moe.sparse_layers else cfg.num_layers
 
 

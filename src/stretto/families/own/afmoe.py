@@ -50,6 +50,7 @@ def _fields(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+    assert cfg.moe is not None
     return {
         **_MOE_KEYS.write(cfg.moe),
         **_FIXED_VALUES,

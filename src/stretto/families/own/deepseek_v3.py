@@ -75,6 +75,7 @@ def fields(hf: dict[str, Any]) -> dict[str, Any]:
 
 def to_hf(cfg: ModelConfig) -> dict[str, Any]:
     """The reverse of `fields` and `normalise`."""
+    assert cfg.latent is not None
     rope = rope_to_hf(cfg.rope)
     rope.pop("partial_rotary_factor", None)
     if cfg.latent.yarn_mscale:

@@ -35,6 +35,7 @@ def read_mixture(hf: dict[str, Any], first_sparse: int) -> MoEShape:
 
 def write_mixture(cfg: ModelConfig) -> dict[str, Any]:
     """The reverse of `read_mixture`."""
+    assert cfg.moe is not None
     return GROUPED_MOE_KEYS.write(cfg.moe) | {
         "first_k_dense_replace": first_sparse_layer(cfg),
         "n_shared_experts": (cfg.moe.shared_size or 0) // cfg.moe.intermediate_size,

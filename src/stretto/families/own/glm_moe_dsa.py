@@ -54,6 +54,7 @@ def _sources(types: list[str], num_layers: int, family: str) -> tuple[int, ...]:
 
 def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
     """The reverse of `fields`, with the layers one by one."""
+    assert cfg.latent is not None and cfg.latent.indexer is not None
     indexer = cfg.latent.indexer
     keys = _INDEXER_KEYS.write(indexer) | {"mlp_layer_types": mlp_layer_types(cfg)}
     if cfg.family == "glm_moe_dsa":

@@ -56,6 +56,7 @@ def _fields(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+    assert cfg.moe is not None
     layers = {"layer_types": cfg.layer_types, "sliding_window": cfg.window}
     return LOCAL_MOE_KEYS.write(cfg.moe) | _CLAMPS.write(cfg.moe.clamped) | layers
 

@@ -61,6 +61,7 @@ def _fields(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+    assert cfg.moe is not None and cfg.attention_gate is not None
     ropes = dict(zip(cfg.layer_types, (rope_to_hf(layer.rope) for layer in cfg.layers if layer.rope)))
     return _MOE_KEYS.write(cfg.moe) | {
         "gating": "per-head" if cfg.attention_gate.is_per_head else "per-element",

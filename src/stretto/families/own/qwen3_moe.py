@@ -36,6 +36,7 @@ def _fields(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+    assert cfg.moe is not None
     keys = QWEN3.to_hf(cfg) | {
         **_MOE_KEYS.write(cfg.moe),
         "decoder_sparse_step": 1,

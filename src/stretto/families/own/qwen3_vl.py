@@ -61,6 +61,7 @@ def _vision_shape(hf: dict[str, Any], *, has_deepstack: bool) -> VisionShape:
 
 def _vision_to_hf(cfg: ModelConfig, *, has_deepstack: bool) -> dict[str, Any]:
     shape = cfg.vision
+    assert shape is not None
     keys = _VISION_KEYS.write(shape) | {
         "model_type": f"{cfg.family}_vision",
         "num_position_embeddings": shape.grid_side**2,
@@ -114,6 +115,7 @@ def _with_vision(text: Family, name: str, architecture: str, *, has_deepstack: b
         }
 
     def nest(flat: dict[str, Any], cfg: ModelConfig) -> dict[str, Any]:
+        assert cfg.vision is not None
         outer = {key: flat.pop(key) for key in ("architectures", "tie_word_embeddings")}
         return outer | {
             "model_type": name,
