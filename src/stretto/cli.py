@@ -140,11 +140,12 @@ def run_verb(verb: str, words: list[str], *, command: str | None = None) -> int:
 
 
 def _print_error(text: str) -> None:
+    import re
+
     from stretto.base.status import harmless
 
-    print(
-        f"error: {harmless(text)}", file=sys.stderr
-    )  # it may quote what a model or an environment has written
+    text = re.sub(r"\[Errno -?\d+\] ", "", text)  # of a library's error that it quotes
+    print(f"error: {harmless(text)}", file=sys.stderr)  # it may quote a model or an environment
 
 
 def _print_to_pipe(text: str) -> int:
