@@ -83,10 +83,13 @@ class VersionLoader:
         started, generation = time.perf_counter(), self._generation()
         what = f"all engines to load version {version}"
         await self.turns.begin_loading()
-        if manifest.canary is not None and manifest.canary.probe is not None:
-            await self._probe(manifest, manifest.canary)
-        await wait_for(self._engines.update_weights(manifest), self._timeout_s, what)
+        is_probed = manifest.canary is not None and manifest.canary.probe is not None
+        first = msgspec.structs.replace(manifest, is_probe=is_probed)
+        await wait_for(self._engines.update_weights(first), self._timeout_s, what)
         await self.turns.begin_rollouts()
+        if manifest.canary is not None and is_probed:
+            await self._check_probe(manifest, manifest.canary)
+            await wait_for(self._engines.update_weights(manifest), self._timeout_s, what)
         if manifest.canary is not None:
             what = f"the engines to score the canary of version {version}"
             await wait_for(self._check(manifest, manifest.canary), self._timeout_s, what)
@@ -105,21 +108,17 @@ class VersionLoader:
         answers = await self._engines.score_canary(np.array(canary.token_ids, np.int32), name, canary.image)
         self.canary_error = self._check_canary(manifest, canary, answers)
 
-    async def _probe(self, manifest: WeightManifest, canary: Canary) -> None:
-        """Load the version scaled (records.weights.probe_scale), and check that the engines compute with all of it.
+    async def _check_probe(self, manifest: WeightManifest, canary: Canary) -> None:
+        """Check that the engines compute with all of the version as they have loaded it: scaled by `probe_scale`.
 
-        The engines have no requests yet, and the version itself is loaded afterwards.
+        They have no requests yet, and load the version itself afterwards.
 
-        Raises: EngineError if an engine does not load it in time, or computes with another one.
+        Raises: EngineError if an engine computes with another one.
         """
-        version, tokens = manifest.version, np.array(canary.token_ids, np.int32)
-        probe = msgspec.structs.replace(manifest, is_probe=True)
-        what = f"all engines to load a probe of version {version}"
-        await wait_for(self._engines.update_weights(probe), self._timeout_s, what)
-        scoring = self._engines.score_canary(tokens, f"probe-{version}", canary.image)
-        answers = await wait_for(
-            scoring, self._timeout_s, f"the engines to score the probe of version {version}"
-        )
+        tokens, name = np.array(canary.token_ids, np.int32), f"probe-{manifest.version}"
+        what = f"the engines to score a probe of version {manifest.version}"
+        scoring = self._engines.score_canary(tokens, name, canary.image)
+        answers = await wait_for(scoring, self._timeout_s, what)
         self._check_canary.probe(manifest, canary, answers)
 
     @property
