@@ -273,7 +273,7 @@ def test_engines_that_read_prompts_have_options_of_their_own(read):
 
 GROUP = "server_groups: [{num_gpus: 4}]"
 MISTAKES = {
-    "no such file": ("--vllm-config nowhere.yaml", None, "No such file or directory; give the path of a YAML file"),
+    "no such file": ("--vllm-config nowhere.yaml", None, "there is no such file; give the path of a YAML file"),
     "no YAML": ("--vllm-config", "vllm: [", "line 1: not YAML"),
     "a list": ("--eval-config", "- a", "a table is needed, and the file holds list"),
     "another key": ("--vllm-config", "sglang: []", "sglang: unknown key; known are vllm"),

@@ -75,6 +75,8 @@ def with_free_port(
     """
     listener: Any = functools.reduce(getattr, path.split("."), cfg)
     is_given = is_given or "port" in listener.model_fields_set
+    if is_given and _starts_elsewhere(cfg):
+        return cfg
     first = listener.port if is_given or default is None else default
     port = free_port(f"{path}.port", listener.host, first, is_given, ports)
     if port != first and not _starts_elsewhere(cfg):

@@ -121,7 +121,7 @@ class GroupPipeline:
             num_empty = 0 if played else num_empty + 1
             if num_empty >= self.cfg.max_failed_groups:
                 raise EnvError(
-                    f"{function.hook.where} returned no group {num_empty} times in a row (max_failed_groups); it must "
+                    f"{function.hook.place} returned no group {num_empty} times in a row (max_failed_groups); it must "
                     "return groups of data_source.get_samples"
                 )
             for slot, group in played:

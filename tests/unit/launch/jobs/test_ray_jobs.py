@@ -301,7 +301,7 @@ def test_ports_that_are_taken_here_are_not_told_of_a_run_on_other_machines(
             f"--run.name p --output-dir {tmp_path} --control.port {taken.getsockname()[1]} {job} --dry-run"
         )
         assert main(["rl", *words.split(), "--orchestrator.env.0.id", "sort-letters"]) == 0
-    assert "taken" not in "".join(capsys.readouterr())
+    assert "is taken" not in "".join(capsys.readouterr())
 
 
 # -- status, stop --
