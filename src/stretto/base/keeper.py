@@ -137,11 +137,13 @@ class Keeper:
     def report_shared_memory(self, names: Iterable[str]) -> None:
         """Tell the keeper which shared memory to remove at the end, even if no process uses it then."""
         lines = b"".join(os.fsencode(name) + b"\n" for name in names)
+        if not lines:
+            return
         self._reported.append(lines)
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(self._pipe, lines)
         directory = self.directory or Path(tempfile.gettempdir())  # an ancestor's
-        if lines and _DIRECTORY.search(directory.name):
+        if _DIRECTORY.search(directory.name):
             with suppress(OSError), open(directory / _NAMES, "ab") as file:
                 file.write(lines)
 

@@ -30,7 +30,7 @@ from stretto.config.load import load
 from stretto.config.root import RLConfig
 from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
-from stretto.launch.plan.nodes import IDLE, plan_nodes
+from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.placement import replaced
 from stretto.launch.plan.plan import LaunchPlan
 from stretto.launch.plan.processes import ProcessSpec, helper_processes
@@ -250,18 +250,17 @@ def plan_pods(
     """The plan of the whole run: as for several nodes, with pods of their own for orchestrator and router."""
     section = cfg.inference
     if section is not None and _is_plain(section):  # all engines have one router, or none
-        plan = plan_nodes(replaced(cfg, "inference.router", None), run, resume_step, secret)
+        plan = plan_nodes(replaced(cfg, "inference.router", None), run, resume_step, secret, in_pods=True)
         plan = _with_router(plan, pod, section)
     else:
-        plan = plan_nodes(cfg, run, resume_step, secret)
+        plan = plan_nodes(cfg, run, resume_step, secret, in_pods=True)
     hosts, moved = [*plan.hosts, pod.sets["orchestrator"].hosts[0]], {"orchestrator": len(plan.hosts)}
     if pod.router is not None and plan.engines is not None:
         moved["router"] = len(hosts)
         hosts.append(pod.sets["router"].hosts[0])
         plan = _with_url(plan, f"http://{pod.router}:{plan.engines.routers[0].port}")
     processes = [dataclasses.replace(spec, node=moved.get(spec.role, spec.node)) for spec in plan.processes]
-    # The chart's own note has the names of its values.
-    notes = (*(note for note in plan.notes if IDLE not in note), *_gpu_notes(pod, plan))
+    notes = (*plan.notes, *_gpu_notes(pod, plan))
     return dataclasses.replace(plan, hosts=tuple(hosts), processes=tuple(processes), notes=notes)
 
 

@@ -68,11 +68,13 @@ FIRST_NODE_VAR = "STRETTO_FIRST_NODE"
 
 
 def plan_nodes(
-    cfg: RLConfig, run: RunDir, resume_step: int | None = None, secret: Secret | None = None
-) -> LaunchPlan:
+    cfg: RLConfig, run: RunDir, resume_step: int | None = None, secret: Secret | None = None, *,
+    in_pods: bool = False,
+) -> LaunchPlan:  # fmt: skip
     """Plan the processes of all nodes.
 
-    secret: the run's, from which the engines' API key is made if the user gave none; None in a dry run.
+    secret: the run's, from which the engines' API key is made if the user gave none; None in a dry run. in_pods: the
+    nodes are pods, and their GPUs are counted by the chart's values.
     """
     shape = cfg.deployment
     assert isinstance(shape, MultiNodeDeployment), shape
@@ -105,7 +107,8 @@ def plan_nodes(
         ]
     processes += _models(cfg, run, first_model, keyed)
     # Groups of engines name the GPUs that they leave (`idle_gpus`), or are refused.
-    if cfg.inference is None or not isinstance(cfg.inference.deployment, EngineGroups):
+    has_groups = cfg.inference is not None and isinstance(cfg.inference.deployment, EngineGroups)
+    if not has_groups and not in_pods:
         notes += idle_gpus(processes, node_gpus(cfg), "inference.")
     return LaunchPlan.of(run, cfg, engines, processes, hosts=hosts, notes=notes)
 
