@@ -25,12 +25,24 @@ id = "sort-letters"
 """
 
 
+def isolate(monkeypatch: pytest.MonkeyPatch, num_gpus: int = 0) -> None:
+    """A machine with so many GPUs, and without ports that other runs have claimed."""
+    monkeypatch.setattr(ports, "SCOPE", os.urandom(8).hex())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))
+
+
 def loader(
     folder: Path, monkeypatch: pytest.MonkeyPatch, toml: str, *, num_gpus: int
 ) -> Callable[[str], RLConfig]:
     """Loads the config with further flags, in one text, on a machine with so many GPUs and no other runs."""
-    monkeypatch.setattr(ports, "SCOPE", os.urandom(8).hex())
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))
+    isolate(monkeypatch, num_gpus)
     (folder / "rl.toml").write_text(toml)
     at = ["@", str(folder / "rl.toml"), "--output-dir", str(folder), "--dry-run"]
     return lambda words: load(RLConfig, [*at, *words.split()])
+
+
+def config_builder(folder: Path) -> Callable[..., RLConfig]:
+    """Loads TOML with more words of the command line."""
+    (folder / "rl.toml").write_text(TOML)
+    at = ["@", str(folder / "rl.toml"), "--output-dir", str(folder / "out")]
+    return lambda *words: load(RLConfig, [*at, *words])

@@ -33,21 +33,11 @@ TIMEOUT_S = 60.0
 NOBODY = "http://127.0.0.1:9"
 """In place of the addresses of engines that do not run yet: nobody answers at the port of `discard`."""
 _UNREACHABLE = (EngineError, TimeoutError, ConnectionError, socket.gaierror, URLError)
-_UNREACHABLE_ELSEWHERE = frozenset(
-    {
-        "aiohttp.ClientConnectionError",
-        "httpx.TransportError",
-        "httpcore.NetworkError",
-        "httpcore.TimeoutException",
-    }
-    | {
-        "openai.APIConnectionError",
-        "anthropic.APIConnectionError",
-        "requests.ConnectionError",
-        "requests.Timeout",
-    }
-    | {"urllib3.HTTPError", "grpc.RpcError", "websockets.ConnectionClosed"}
-)
+_UNREACHABLE_ELSEWHERE = frozenset({
+    "aiohttp.ClientConnectionError", "httpx.TransportError", "httpcore.NetworkError", "httpcore.TimeoutException",
+    "openai.APIConnectionError", "anthropic.APIConnectionError", "requests.ConnectionError", "requests.Timeout",
+    "urllib3.HTTPError", "grpc.RpcError", "websockets.ConnectionClosed",
+})  # fmt: skip
 """Base classes of libraries that need not be there: package and class."""
 
 

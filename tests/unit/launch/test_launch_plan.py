@@ -8,11 +8,11 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cases.plans import TOML
+from cases.plans import TOML, config_builder, isolate
 
 from stretto.base import ports, process, rundir
 from stretto.base.errors import ConfigError
@@ -28,20 +28,12 @@ from stretto.records.weights import BFLOAT16_TOLERANCE
 
 @pytest.fixture(autouse=True)
 def isolated_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU, and no ports claimed by other runs."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(ports, "SCOPE", os.urandom(8).hex())
+    isolate(monkeypatch)
 
 
 @pytest.fixture
-def config(tmp_path: Path):
-    file = tmp_path / "rl.toml"
-    file.write_text(TOML)
-
-    def build(*words: str) -> RLConfig:
-        return load(RLConfig, ["@", str(file), "--output-dir", str(tmp_path / "out"), *words])
-
-    return build
+def config(tmp_path: Path) -> Callable[..., RLConfig]:
+    return config_builder(tmp_path)
 
 
 @pytest.fixture

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from cases.plans import TOML
+from cases.plans import config_builder, isolate
 
-from stretto.base import ports
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
@@ -42,20 +40,12 @@ NODES = [
 
 @pytest.fixture(autouse=True)
 def isolated_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU, and no ports claimed by other runs."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(ports, "SCOPE", os.urandom(8).hex())
+    isolate(monkeypatch)
 
 
 @pytest.fixture
-def config(tmp_path: Path):
-    file = tmp_path / "rl.toml"
-    file.write_text(TOML)
-
-    def build(*words: str) -> RLConfig:
-        return load(RLConfig, ["@", str(file), "--output-dir", str(tmp_path / "out"), *words])
-
-    return build
+def config(tmp_path: Path) -> Callable[..., RLConfig]:
+    return config_builder(tmp_path)
 
 
 @pytest.mark.parametrize(("words", "rule"), NEED_A_GPU)
