@@ -67,9 +67,8 @@ def main(cfg: TrainerConfig) -> int:
     """Train until max_steps, a Stop from the orchestrator, or the first Ctrl-C; the exit status."""
     reaches = meeting_host(cfg.weight_broadcast)
     with rank_process(cfg, ROLE, reaches=reaches) as interrupt, ExitStack() as stack:
-        find_tokenizer(
-            cfg.model, cfg.tokenizer, cfg.run_dir
-        )  # a model that is not there is told before the wait
+        # A model that is not there is told before the wait.
+        find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)
         cfg = with_orchestrator(cfg, lambda: interrupt.is_set)
         Trainer(cfg, interrupt, stack).run()
     return 0
