@@ -112,9 +112,7 @@ class Workers:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument(
-        "--directory", type=Path, help="on a disk; the default is the one for temporary files"
-    )
+    parser.add_argument("--directory", type=Path, help="on a disk; the default is the one for temporary files")
     words = parser.parse_args()
     num_versions = 3 if words.quick else 6
     with tempfile.TemporaryDirectory(dir=words.directory) as name:

@@ -50,9 +50,7 @@ def build(num_adapters: int) -> EngineCore:
     return core
 
 
-def tokens_per_s(
-    core: EngineCore, num_adapters: int, num_requests: int, num_tokens: int, label: str
-) -> float:
+def tokens_per_s(core: EngineCore, num_adapters: int, num_requests: int, num_tokens: int, label: str) -> float:
     """Requests take the adapters in turns; tokens sampled per second of process time."""
     rng = np.random.default_rng(0)
     start = time.process_time()

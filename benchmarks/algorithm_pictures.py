@@ -48,9 +48,7 @@ def cells_of_tables(page: str) -> list[Cell]:
         r".*?from\s+([\d.]+);.*?\n\n(\| credit \|.*?)\n\n"
     )
     for task, before, table in re.findall(pattern, page, re.S):
-        head, _, *lines = [
-            [cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()
-        ]
+        head, _, *lines = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()]
         losses = [name.replace("... with TIS", "reinforce+tis") for name in head[1:]]
         for credit, *values in lines:
             if credit.startswith("..."):
@@ -136,9 +134,7 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
         left.set_title(f"{task}: held-out reward after training", loc="left", fontsize=11)
         right.set_title(f"{task}: one dot per run", loc="left", fontsize=11)
     lines = {line.get_label(): line for axes in panels.flat for line in axes.get_legend_handles_labels()[0]}
-    figure.legend(
-        lines.values(), lines, loc="outside lower center", ncols=len(lines), frameon=False, fontsize=9
-    )
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=len(lines), frameon=False, fontsize=9)
     figure.savefig(path)
 
 
@@ -191,9 +187,7 @@ def _finish_dots(axes: Any, x: str, y: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=README.parents[1] / "docs" / "algorithms-pairs.png")
     parser.add_argument("--seeds-out", type=Path, default=README.parents[1] / "docs" / "algorithms-seeds.png")
     args, page = parser.parse_args(), README.read_text()

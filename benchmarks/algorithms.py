@@ -30,11 +30,7 @@ import algorithm_pictures
 
 ROOT = Path(__file__).resolve().parents[1]
 STALE = 8
-ENV = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}",
-}
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
 
 TASKS = {
     "reverse-text": {"example": "reverse_text", "steps": 50, "margin": 0.1},
@@ -63,9 +59,7 @@ CRITIC = (
     "--orchestrator.algo.type ppo --trainer.loss.type ppo --trainer.advantages.type gae"
     " --trainer.critic.lr 1e-3 --trainer.critic.num-critic-only-steps 10"
 )
-RETURNS = (
-    "--orchestrator.algo.type reinforce_plus_plus --trainer.advantages.type returns --trainer.loss.type ppo"
-)
+RETURNS = "--orchestrator.algo.type reinforce_plus_plus --trainer.advantages.type returns --trainer.loss.type ppo"
 METHODS = {
     "ppo+critic": CRITIC,
     "ppo+critic, lambda 0.95, KL price": f"{CRITIC} --trainer.advantages.lambd 0.95 --trainer.advantages.kl-coef 0.01",
@@ -89,9 +83,7 @@ OFF_POLICY = {
 
 
 def stretto(*words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "stretto", *words], env=ENV, cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "stretto", *words], env=ENV, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"stretto {' '.join(words)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
 
@@ -139,9 +131,7 @@ class Done:
         lines = path.read_text().splitlines() if path is not None and path.exists() else []
         self.rows = {(row["task"], row["seed"], row["flags"]): row for row in map(json.loads, lines)}
 
-    def once(
-        self, work: Path, task: str, model: Path, *, steps: int, seed: int
-    ) -> Callable[[str, str], dict]:
+    def once(self, work: Path, task: str, model: Path, *, steps: int, seed: int) -> Callable[[str, str], dict]:
         """A function that trains with some flags, unless that has been done."""
 
         def run(name: str, flags: str) -> dict:
@@ -168,9 +158,7 @@ def combinations(which: str) -> dict[str, str]:
         for name, loss in LOSSES.items()
     }
     is_crossed = {pair: pair[0] == "grpo" or pair[1] == "default" for pair in pairs}
-    chosen = dict(
-        each for pair, each in pairs.items() if which == "all" or is_crossed[pair] == (which == "cross")
-    )
+    chosen = dict(each for pair, each in pairs.items() if which == "all" or is_crossed[pair] == (which == "cross"))
     return chosen if which == "rest" else chosen | METHODS
 
 
@@ -189,9 +177,7 @@ def draw(results: list[dict], stale: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one combination and the control on one task")
     parser.add_argument(
         "--pairs",
@@ -201,12 +187,8 @@ def main() -> None:
     )
     parser.add_argument("--task", choices=list(TASKS), help="one task")
     parser.add_argument("--only", choices=["combinations", "stale"], help="one part")
-    parser.add_argument(
-        "--seed", type=int, default=11, help="of the warm-up's network, of tasks and of sampling"
-    )
-    parser.add_argument(
-        "--credit", action="append", choices=list(CREDITS), help="of the pairs, only this one's"
-    )
+    parser.add_argument("--seed", type=int, default=11, help="of the warm-up's network, of tasks and of sampling")
+    parser.add_argument("--credit", action="append", choices=list(CREDITS), help="of the pairs, only this one's")
     parser.add_argument("--lr", help="instead of the example's 1e-3")
     parser.add_argument("--rows", type=Path, help="a file of JSON lines, one per run that is done")
     parser.add_argument("--picture", type=Path, help="where to write the picture")

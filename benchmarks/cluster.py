@@ -52,17 +52,13 @@ NODES = ["--deployment.num-train-nodes", "200", "--deployment.num-infer-replicas
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="from a command to its first step, and from a failure to the next"
-    )
+    parser = argparse.ArgumentParser(description="from a command to its first step, and from a failure to the next")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", choices=("local", "slurm", "ray"))
     given = parser.parse_args()
     rounds = 1 if given.quick else given.rounds
-    figures: dict[str, dict[str, float]] = {
-        "thousand_nodes": medians([plan_thousand() for _ in range(rounds)])
-    }
+    figures: dict[str, dict[str, float]] = {"thousand_nodes": medians([plan_thousand() for _ in range(rounds)])}
     with tempfile.TemporaryDirectory() as folder:
         if given.only in (None, "local"):
             figures["local"] = medians([local(Path(folder) / str(n)) for n in range(rounds)])
@@ -79,19 +75,8 @@ def plan_thousand() -> dict[str, float]:
     """Seconds to load a config, to plan its 1,000 nodes, and to render the job."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rl.toml"
-        path.write_text(
-            '[[orchestrator.env]]\nid = "sort-letters"\n[deployment]\ntype = "multi_node"\n[slurm]\n'
-        )
-        words = [
-            "@",
-            str(path),
-            "--dry-run",
-            "--output-dir",
-            folder,
-            *NODES,
-            "--orchestrator.batch-size",
-            "3200",
-        ]
+        path.write_text('[[orchestrator.env]]\nid = "sort-letters"\n[deployment]\ntype = "multi_node"\n[slurm]\n')
+        words = ["@", str(path), "--dry-run", "--output-dir", folder, *NODES, "--orchestrator.batch-size", "3200"]
         start = time.perf_counter()
         cfg = load(RLConfig, words)
         loaded = time.perf_counter()

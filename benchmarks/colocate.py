@@ -40,12 +40,7 @@ def build_model(directory: Path, hidden: int, layers: int) -> tuple[Path, int]:
     tokenizer_dir = build_letters_tokenizer(directory / "tokenizer")
     tokenizer = load_tokenizer(tokenizer_dir)
     ids = {"eos_token_id": list(tokenizer.eos_ids), "pad_token_id": tokenizer.token_id(END_OF_TEXT)}
-    shape = {
-        "hidden_size": hidden,
-        "intermediate_size": 4 * hidden,
-        "num_layers": layers,
-        "num_heads": hidden // 64,
-    }
+    shape = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_layers": layers, "num_heads": hidden // 64}
     model = random_model(ScratchSection(**shape, num_kv_heads=hidden // 64), tokenizer.vocab_size, **ids)
     save_hf(model, directory / "model", tokenizer_dir)
     return directory / "model", sum(p.numel() for p in model.parameters())
@@ -96,20 +91,8 @@ def measure(model: Path, directory: Path, steps: int, words: list[str]) -> dict[
         "--view",
         "false",
     ]
-    command += [
-        "--orchestrator.max-async-level",
-        "0",
-        "--inference.engine",
-        "embedded",
-        "--inference.device",
-        "cpu",
-    ]
-    command += [
-        "--inference.kv-cache-tokens",
-        "4096",
-        "--orchestrator.train.sampling.max-completion-tokens",
-        "16",
-    ]
+    command += ["--orchestrator.max-async-level", "0", "--inference.engine", "embedded", "--inference.device", "cpu"]
+    command += ["--inference.kv-cache-tokens", "4096", "--orchestrator.train.sampling.max-completion-tokens", "16"]
     run, peaks, first, last = (
         subprocess.Popen([*command, *words]),
         dict.fromkeys((*ROLES, "together", "started"), 0),
@@ -150,9 +133,7 @@ def main() -> None:
             for name, words in WAYS.items()
             if given.only in (None, name)
         }
-    print(
-        f"{num_parameters / 1e6:.0f}M parameters, {num_parameters * 4 / MIB:.0f} MiB of weights; MiB at the peak"
-    )
+    print(f"{num_parameters / 1e6:.0f}M parameters, {num_parameters * 4 / MIB:.0f} MiB of weights; MiB at the peak")
     print(f"{'offloads':10}{'trainer':>10}{'engine':>10}{'together':>10}{'with start':>12}{'step':>10}")
     for name, row in rows.items():
         cells = f"{row['trainer']:10}{row['inference']:10}{row['together']:10}{row['started']:12}"

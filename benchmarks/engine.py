@@ -111,10 +111,7 @@ def demo_step(rounds: int) -> dict[str, float]:
     """CPU of one training step's generation: 64 prompts of 20 tokens x 8 samples x 7 tokens."""
     scratch, vocab = MODELS["0.1M"]
     core = EngineCore(random_model(scratch, vocab), CoreSettings())
-    times = [
-        measure(lambda i=i: run_core(core, str(i), prompts(64, vocab, i, 20), 7, n=8))[1]
-        for i in range(rounds)
-    ]
+    times = [measure(lambda i=i: run_core(core, str(i), prompts(64, vocab, i, 20), 7, n=8))[1] for i in range(rounds)]
     return {"cpu_ms": round(statistics.median(times) * 1e3, 1), "best_cpu_ms": round(min(times) * 1e3, 1)}
 
 

@@ -54,9 +54,7 @@ def build_engine(policy: Decoder, *, is_8_bit: bool) -> EngineCore:
     if is_8_bit:
         model.layout = layout
         round_inputs(model, layout.names, model.tensor_map)
-    return EngineCore(
-        model, CoreSettings(max_model_len=128, kv_cache_tokens=32_768, use_kernels=not is_8_bit)
-    )
+    return EngineCore(model, CoreSettings(max_model_len=128, kv_cache_tokens=32_768, use_kernels=not is_8_bit))
 
 
 def sample(core: EngineCore, count: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -56,9 +56,7 @@ def seconds(call: Callable[[], object]) -> float:
 def ours(core: EngineCore, name: str, ids: np.ndarray, max_tokens: int) -> None:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0)
     for i, row in enumerate(ids):
-        core.submit(
-            core.build_request(GenerateRequest(request_id=f"{name}-{i}", prompt_ids=row, sampling=sampling))
-        )
+        core.submit(core.build_request(GenerateRequest(request_id=f"{name}-{i}", prompt_ids=row, sampling=sampling)))
     while core.has_work:
         core.step()
 
@@ -78,9 +76,7 @@ def decode_ms(core: EngineCore, ids: np.ndarray, steps: int = 20) -> dict[str, f
 
     sampling = SamplingParams(max_tokens=4 * steps, ignore_eos=True, seed=0)
     for i, row in enumerate(ids):
-        core.submit(
-            core.build_request(GenerateRequest(request_id=f"p{i}", prompt_ids=row, sampling=sampling))
-        )
+        core.submit(core.build_request(GenerateRequest(request_id=f"p{i}", prompt_ids=row, sampling=sampling)))
     while core.slots.num_tokens[: len(ids)].min() < ids.shape[1] + steps:  # all prompts are read
         core.step()
     found = {"step_ms": round(seconds(lambda: [core.step() for _ in range(steps)]) / steps * 1e3, 2)}
@@ -133,17 +129,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small model, few tokens")
     parser.add_argument("--rounds", type=int, default=5, help="calls of each side that are timed")
-    parser.add_argument(
-        "--profile", action="store_true", help="also time steps of decoding and their kernels"
-    )
+    parser.add_argument("--profile", action="store_true", help="also time steps of decoding and their kernels")
     args = parser.parse_args()
     is_small = args.quick or not torch.cuda.is_available()
     if is_small:
         found = compare(SMALL, 64, (16, 16), (1, 8), rounds=2, is_profiled=args.profile)
     else:
-        found = compare(
-            LIKE_06B, VOCAB, (128, 256), (1, 64, 256), rounds=args.rounds, is_profiled=args.profile
-        )
+        found = compare(LIKE_06B, VOCAB, (128, 256), (1, 64, 256), rounds=args.rounds, is_profiled=args.profile)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(json.dumps({"device": device, "model": "small" if is_small else "0.6B", **found}))
 

@@ -124,9 +124,7 @@ def main() -> None:
         model.mkdir()
         (model / "config.json").write_text('{"vocab_size": 100, "max_position_embeddings": 4096}')
         sock = socket.create_server(("127.0.0.1", 0))
-        hub = multiprocessing.get_context("fork").Process(
-            target=serve, args=(Path(directory), sock), daemon=True
-        )
+        hub = multiprocessing.get_context("fork").Process(target=serve, args=(Path(directory), sock), daemon=True)
         hub.start()
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         plain = {"Content-Type": "application/json"}

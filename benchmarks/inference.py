@@ -173,9 +173,7 @@ def main() -> None:
             network = random_model(section, VOCAB, eos_token_id=2)
             save_hf(network, model, model)
             for engine in engines:
-                results[f"{name} {engine}"] = row = asyncio.run(
-                    measure(engine, model, network, 1 if quick else 5)
-                )
+                results[f"{name} {engine}"] = row = asyncio.run(measure(engine, model, network, 1 if quick else 5))
                 print(f"{name:5} {engine:9} " + "  ".join(f"{k} {v:g}" for k, v in row.items()))
     print(json.dumps(results))
 

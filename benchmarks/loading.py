@@ -99,9 +99,7 @@ def measure(directory: Path, out: Path) -> dict:
         policy, model=section, optim=AdamWOptim(), scheduler=ConstantScheduler(), max_steps=None, mesh=mesh
     )
     load_s = time.perf_counter() - start
-    shard = sum(
-        part.tensor.nbytes for name, part in learner.state().slices.items() if name.startswith("model.")
-    )
+    shard = sum(part.tensor.nbytes for name, part in learner.state().slices.items() if name.startswith("model."))
     found = {"shard_mib": shard / MIB, "load_s": load_s}
     found["load_peak_mib"] = (resident("VmHWM") - before) / MIB
     loaded, start = forget_peak(), time.perf_counter()
@@ -161,8 +159,7 @@ def run_ranks(directory: Path, out: Path, world: int) -> list[dict]:
     env |= {"MASTER_PORT": port, "WEIGHTS_PORT": weights_port}
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, "--dir", str(directory), "--rank-of", str(out)],
-            env=env | {"RANK": str(rank)},
+            [sys.executable, __file__, "--dir", str(directory), "--rank-of", str(out)], env=env | {"RANK": str(rank)}
         )
         for rank in range(world)
     ]

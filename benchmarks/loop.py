@@ -74,9 +74,7 @@ def trl_python(work: Path) -> Path:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", work], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", "torch==2.13.0"], check=True)
-        subprocess.run(
-            [python, "-m", "pip", "install", "-q", "trl==1.16.0", "transformers>=5.16,<5.20"], check=True
-        )
+        subprocess.run([python, "-m", "pip", "install", "-q", "trl==1.16.0", "transformers>=5.16,<5.20"], check=True)
     return python
 
 
@@ -87,10 +85,7 @@ def run_trl(python: Path, model: Path, work: Path, shape: Shape, steps: int) -> 
     out = subprocess.run(command, check=True, env=ENV, capture_output=True, text=True).stdout
     times = json.loads(out.splitlines()[-1])
     wall, cpu = times["wall"], times["cpu"]
-    return [
-        {"wall_s": wall[i] - wall[i - 1], "cpu_s": cpu[i] - cpu[i - 1]}
-        for i in range(max(WARMUP, 1), len(wall))
-    ]
+    return [{"wall_s": wall[i] - wall[i - 1], "cpu_s": cpu[i] - cpu[i - 1]} for i in range(max(WARMUP, 1), len(wall))]
 
 
 def run_ours(model: Path, work: Path, shape: Shape, steps: int, name: str, *overrides: str) -> dict:
@@ -109,17 +104,12 @@ def run_ours(model: Path, work: Path, shape: Shape, steps: int, name: str, *over
     before = os.times()
     started = time.perf_counter()
     done = subprocess.run(
-        command,
-        env={**ENV, "PYTHONPATH": f"{HERE}:{ENV.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
+        command, env={**ENV, "PYTHONPATH": f"{HERE}:{ENV.get('PYTHONPATH', '')}"}, capture_output=True, text=True
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     after = os.times()
-    rows = [
-        json.loads(line) for line in (work / name / "metrics" / "orchestrator.jsonl").read_text().splitlines()
-    ]
+    rows = [json.loads(line) for line in (work / name / "metrics" / "orchestrator.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "time/step" in row]
     return {
         "rows": rows[WARMUP:],
@@ -174,10 +164,7 @@ def side_by_side(python: Path, model: Path, work: Path, shape: Shape, steps: int
 
 def asynchrony(model: Path, work: Path, steps: int, latency_s: float) -> dict:
     """Wall time of the same steps under a slow environment, synchronous and asynchronous."""
-    env = (
-        "--orchestrator.env",
-        json.dumps([{"id": "loop_env:SlowLetters", "args": {"latency_s": latency_s}}]),
-    )
+    env = ("--orchestrator.env", json.dumps([{"id": "loop_env:SlowLetters", "args": {"latency_s": latency_s}}]))
     sync = run_ours(model, work, MAIN, steps, "sync", *env, "--orchestrator.max-async-level", "0")["rows"]
     step = statistics.mean(r["time/step"] for r in sync)
     train = statistics.mean(r["trainer/step_s"] - r["trainer/wait_s"] for r in sync)
@@ -207,9 +194,7 @@ def asynchrony(model: Path, work: Path, steps: int, latency_s: float) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps and rounds; under a minute")
-    parser.add_argument(
-        "--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="completions x tokens"
-    )
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="completions x tokens")
     parser.add_argument("--rounds", type=int, help="turns of each system; 3, with --quick 1")
     parser.add_argument("--trl-python", type=Path, help="interpreter of an environment with TRL 1.16")
     args = parser.parse_args()

@@ -28,9 +28,7 @@ class DistinctLetters(SingleTurnEnv):
         self.name = "distinct-letters"
 
     def tasks(self, split: Split) -> TaskSource:
-        return TaskSource(
-            lambda i: Task(env=self.name, task_id=f"{split}-{i}", data={"text": prompt_text(i)})
-        )
+        return TaskSource(lambda i: Task(env=self.name, task_id=f"{split}-{i}", data={"text": prompt_text(i)}))
 
     def prompt(self, task: Task) -> list[Message]:
         return [{"role": "user", "content": task.data["text"]}]

@@ -99,12 +99,7 @@ def save_random(family: str, directory: Path) -> nn.Module:
     if family in VISION:
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
         text = settings | ({"rope_parameters": rope | {"partial_rotary_factor": 1.0}} | DELTA)
-        ids = {
-            "image_token_id": IMAGE_TOKEN,
-            "video_token_id": 4,
-            "vision_start_token_id": 5,
-            "vision_end_token_id": 6,
-        }
+        ids = {"image_token_id": IMAGE_TOKEN, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
         config = AutoConfig.for_model(
             family, text_config=text, vision_config=TOWER | VISION[family], tie_word_embeddings=False, **ids
         )
@@ -153,9 +148,7 @@ def train_sides(ours: nn.Module, theirs: nn.Module) -> dict[str, Callable[[], in
     if has_images:
         grids = np.array([GRID] * DOCUMENTS)
         at = image_positions(rows.numpy(), bounds, grids, image_token_id=IMAGE_TOKEN, merge_size=MERGE)
-        layout = PackedLayout(
-            tuple(bounds.tolist()), torch.device("cpu"), image_positions=torch.from_numpy(at)
-        )
+        layout = PackedLayout(tuple(bounds.tolist()), torch.device("cpu"), image_positions=torch.from_numpy(at))
         theirs_too = their_images(ids)
         images = ImageBatch(theirs_too["pixel_values"], grids, (rows == IMAGE_TOKEN).nonzero().squeeze(1))
 

@@ -41,11 +41,7 @@ class Case:
         return f"{self.num_experts}x{self.intermediate_size}/{self.hidden_size}, {self.num_tokens} tokens"
 
 
-CPU_CASES = (
-    Case(8, 2, 256, 512, 2048),
-    Case(64, 4, 256, 256, 2048),
-    Case(128, 8, 256, 64, 2048),
-)
+CPU_CASES = (Case(8, 2, 256, 512, 2048), Case(64, 4, 256, 256, 2048), Case(128, 8, 256, 64, 2048))
 GPU_CASES = (Case(64, 8, 2048, 1024, 16384), Case(128, 8, 2048, 768, 16384), Case(256, 8, 4096, 1024, 8192))
 QUICK_CASES = (Case(8, 2, 64, 64, 256), Case(64, 4, 64, 32, 256))
 
@@ -119,9 +115,7 @@ def decoding(case: Case, rounds: int) -> dict[str, dict[str, float]]:
                 elapsed = timed(lambda: mixture(x, 0, routing, None), "cpu")  # noqa: B023 (called at once)
                 if round_number:
                     taken[kind].append(elapsed)
-        found[f"{num_rows} rows"] = {
-            f"{kind}_ms": round(statistics.median(times), 3) for kind, times in taken.items()
-        }
+        found[f"{num_rows} rows"] = {f"{kind}_ms": round(statistics.median(times), 3) for kind, times in taken.items()}
     return found
 
 

@@ -51,13 +51,7 @@ def find_browser() -> str:
 
 
 def draw(
-    browser: Any,
-    address: str,
-    view: str,
-    path: Path,
-    size: str = "desk",
-    scheme: str = "light",
-    keys: str = "",
+    browser: Any, address: str, view: str, path: Path, size: str = "desk", scheme: str = "light", keys: str = ""
 ) -> None:
     """One view as a picture. keys: pressed before it is taken."""
     width, height = SIZES[size]

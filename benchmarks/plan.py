@@ -138,9 +138,7 @@ def _pass_s(model: Path, prompt: int, reply: int, num: int) -> float:
     """Seconds of a training pass while so many processes do the same."""
     context = multiprocessing.get_context("spawn")
     barrier, times = context.Barrier(num), context.Queue()
-    workers = [
-        context.Process(target=_passes, args=(model, prompt, reply, barrier, times)) for _ in range(num)
-    ]
+    workers = [context.Process(target=_passes, args=(model, prompt, reply, barrier, times)) for _ in range(num)]
     for worker in workers:
         worker.start()
     found = [times.get(timeout=120) for _ in workers]
@@ -238,9 +236,7 @@ def time_part(work: Path, names: Sequence[str], steps: int) -> list[dict[str, An
             loop.run_ours(model, work, loop.MAIN, num, f"slow-{level}", *overrides)
             found.append(compared(f"slow reward, level {level}", work / f"slow-{level}", measured, *given))
     if "turns" in names:
-        talk = json.dumps(
-            [{"id": "loop_env:TalkingLetters", "args": {"num_turns": 3, "latency_s": LATENCY_S}}]
-        )
+        talk = json.dumps([{"id": "loop_env:TalkingLetters", "args": {"num_turns": 3, "latency_s": LATENCY_S}}])
         loop.run_ours(model, work, loop.MAIN, steps, "turns", "--orchestrator.env", talk)
         turns = ("--turns", "3", "--observation-tokens", "29", "--turn-wait-s", f"{LATENCY_S}:1")
         found.append(compared("three turns, level 1", work / "turns", measured, *given, *turns))
@@ -297,9 +293,7 @@ def _one_setting(name: str, settings: dict[str, Any], tokens: int = 2048) -> dic
     predicted_bytes = plan.peak.total - setup.hardware.reserved_bytes
     section = ModelSection(**settings)
     policy = policy.to(hub.dtype_of(section.dtype, "cpu"))
-    learner = Learner(
-        policy, model=section, optim=AdamWOptim(lr=1e-4), scheduler=ConstantScheduler(), max_steps=None
-    )
+    learner = Learner(policy, model=section, optim=AdamWOptim(lr=1e-4), scheduler=ConstantScheduler(), max_steps=None)
     rng = np.random.default_rng(0)
     rows = [_micro_batch([rng.integers(0, vocab, 512).astype(np.int32) for _ in range(tokens // 512)])]
     learner.forward_backward(rows)
@@ -307,9 +301,7 @@ def _one_setting(name: str, settings: dict[str, Any], tokens: int = 2048) -> dic
     own = [*policy.parameters(), *learner.network.weights.parameters]
     state = [v for s in learner.network.optimizer.state.values() for v in s.values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*own, *state)}
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         learner.forward_backward(rows)
         learner.optim_step()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]

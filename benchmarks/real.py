@@ -118,9 +118,7 @@ def vllm(model: str, dtype: str) -> tuple[Round, float]:
     )  # fmt: skip
 
     def run(batch: int, seed: int) -> int:
-        sampling = SamplingParams(
-            max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, logprobs=0, seed=seed
-        )
+        sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, logprobs=0, seed=seed)
         asked = [{"prompt_token_ids": ids} for ids in prompts(batch, seed)]
         engine.generate(asked, sampling, use_tqdm=False)
         return batch * NEW_TOKENS
@@ -260,9 +258,7 @@ def plain_loop(model: str, dtype: str, lora: bool = False) -> tuple[Round, float
             ids = torch.tensor([row + [0] * (longest - len(row)) for row in part])
             is_token = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in part])
             keep = longest - PROMPT_TOKENS + 1
-            logits = network(ids, attention_mask=is_token, use_cache=False, logits_to_keep=keep).logits[
-                :, :-1
-            ]
+            logits = network(ids, attention_mask=is_token, use_cache=False, logits_to_keep=keep).logits[:, :-1]
             targets = ids[:, PROMPT_TOKENS:]
             logprobs = logits.float().log_softmax(-1).gather(2, targets[:, :, None]).squeeze(2)
             signs = torch.tensor([[1.0 if (start + i) % 2 else -1.0] for i in range(len(part))])

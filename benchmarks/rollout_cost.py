@@ -80,9 +80,7 @@ async def play_engine(port: int, delay: Callable[[random.Random], float] | None 
             ids = np.array([*tokenizer.encode(text), end], np.int32)
             span = (VersionSpan(version, 0, len(ids)),)
             logprobs = np.full(len(ids), -0.5, np.float32)
-            completions.append(
-                Completion(token_ids=ids, logprobs=logprobs, finish_reason="stop", versions=span)
-            )
+            completions.append(Completion(token_ids=ids, logprobs=logprobs, finish_reason="stop", versions=span))
         return web.Response(body=encode_completions(wanted, completions, [end] * wanted.n))
 
     async def update(request: web.Request) -> web.Response:
@@ -116,9 +114,7 @@ def play_trainer(cfg: OrchestratorConfig) -> None:
     receiver = build_receiver(cfg.rollout_transport, cfg.run_dir, 0, control.session)
 
     def publish(version: int) -> None:
-        empty = WeightManifest(
-            version=version, transport="shm", location="-", shards=(), tensors=(), checksum=0
-        )
+        empty = WeightManifest(version=version, transport="shm", location="-", shards=(), tensors=(), checksum=0)
         control.send(VersionReady(manifest=empty))
 
     publish(0)
@@ -196,10 +192,7 @@ def main() -> None:
         probe.close()
     with tempfile.TemporaryDirectory() as directory:
         cfg = config(directory, ports, args)
-        sizes = [
-            f"--{name}={getattr(args, name.replace('-', '_'))}"
-            for name in ("batch-size", "group-size", "steps")
-        ]
+        sizes = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in ("batch-size", "group-size", "steps")]
         others = subprocess.Popen(
             [sys.executable, __file__, "--others", json.dumps(ports), "--directory", directory, *sizes]
         )

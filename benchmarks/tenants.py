@@ -31,16 +31,7 @@ from stretto.base.runtime import keep_freed_memory
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.models.hub import random_model
 from stretto.records.sample import MicroBatch
-from stretto.records.tenants import (
-    CreateTenant,
-    OptimStep,
-    Pass,
-    Status,
-    SumLoss,
-    SwapOut,
-    TenantSpec,
-    TenantWork,
-)
+from stretto.records.tenants import CreateTenant, OptimStep, Pass, Status, SumLoss, SwapOut, TenantSpec, TenantWork
 from stretto.service.training.scheduler import Request, Share, TrainQueue
 from stretto.trainer.tenants.tenants import Tenants, service_model
 
@@ -207,9 +198,7 @@ def measure_latency(num_requests: int) -> dict[str, float]:
             queue = TrainQueue(quantum=512, max_tokens=TURN_TOKENS)
             for name in "01":
                 queue.add(name)
-        found[how] = wait_of_small(
-            queue, tenants, num_flood, 3 if how == "in order of arrival" else num_requests
-        )
+        found[how] = wait_of_small(queue, tenants, num_flood, 3 if how == "in order of arrival" else num_requests)
         print(f"a small request, {how}: {1e3 * found[how]:.0f} ms")
     return found
 

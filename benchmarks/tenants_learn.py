@@ -30,11 +30,7 @@ from stretto.envs.base import load_environment
 from stretto.launch.plan.placement import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
-ENV = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}",
-}
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
 READY_S = 300.0
 TASKS = {
     "sort-letters": {"num_letters": 4, "instruction": "sort "},
@@ -91,9 +87,7 @@ def wait(popen: subprocess.Popen[bytes], log: Path) -> None:
 def warm_up(work: Path, steps: int) -> Path:
     """A network that solves some tasks of each kind; its directory."""
     rows = [
-        row
-        for task, args in TASKS.items()
-        for row in load_environment(task, args).sft_rows(SHARES[task] * 2048, 0)
+        row for task, args in TASKS.items() for row in load_environment(task, args).sft_rows(SHARES[task] * 2048, 0)
     ]
     (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = work / "sft.toml"

@@ -170,9 +170,7 @@ def one_seed(args: argparse.Namespace, python: Path, work: Path, seed: int, *, i
         print(f"seed {seed}, {system}: {row[system]['reached']}, end {found['exports'][-1]}", flush=True)
     ours, theirs = row["stretto"], row["trl"]
     row["ratio_train_s"] = ratio(ours["reached"], theirs["reached"])
-    row["ratio_levels"] = {
-        level: ratio(ours["levels"][level], theirs["levels"][level]) for level in ours["levels"]
-    }
+    row["ratio_levels"] = {level: ratio(ours["levels"][level], theirs["levels"][level]) for level in ours["levels"]}
     return row
 
 
@@ -185,9 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one seed, few steps, a target that they reach")
     parser.add_argument("--trl-python", type=Path, help="interpreter of an environment with TRL 1.16")
-    parser.add_argument(
-        "--seed", type=int, action="append", help="of warm-up, tasks and sampling; 71, 72, 73"
-    )
+    parser.add_argument("--seed", type=int, action="append", help="of warm-up, tasks and sampling; 71, 72, 73")
     parser.add_argument("--rows", type=Path, help="a file of JSON lines, one per seed that is done")
     parser.add_argument("--steps", type=int, help=f"{STEPS}")
     parser.add_argument("--rate", choices=["linear", "constant"], default="linear")

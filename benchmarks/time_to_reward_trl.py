@@ -37,9 +37,7 @@ class Exports(TrainerCallback):
             self.away += time.perf_counter() - now
 
 
-def main(
-    model_dir: str, steps: int, work_dir: str, seed: int, every: int, tasks_file: str, rate: str
-) -> None:
+def main(model_dir: str, steps: int, work_dir: str, seed: int, every: int, tasks_file: str, rate: str) -> None:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)

@@ -197,12 +197,7 @@ def stretto_steps(spec: dict[str, Any]) -> dict[str, Any]:
         losses.append(learner.optim_step()["loss/mean"])
         if step:
             times.append(clock(device) - start)
-    return {
-        "times": times,
-        "loss": losses[0],
-        "peak_mb": memory.peak_mb,
-        "saved_mb": saved_mb(learner, rows[0]),
-    }
+    return {"times": times, "loss": losses[0], "peak_mb": memory.peak_mb, "saved_mb": saved_mb(learner, rows[0])}
 
 
 def saved_mb(learner: Learner, row: MicroBatch) -> float:
@@ -243,11 +238,7 @@ def transformers_steps(spec: dict[str, Any]) -> dict[str, Any]:
         start, total = clock(device), 0.0
         for ids, mask, labels in batches:
             out = model(
-                input_ids=ids,
-                attention_mask=mask,
-                labels=labels,
-                use_cache=False,
-                num_items_in_batch=num_tokens,
+                input_ids=ids, attention_mask=mask, labels=labels, use_cache=False, num_items_in_batch=num_tokens
             )
             out.loss.backward()
             total += float(out.loss.detach())
@@ -284,9 +275,7 @@ def head(spec: dict[str, Any]) -> dict[str, Any]:
         if spec["how"] == "naive":
             logprobs = F.log_softmax((hidden @ weight.T).float(), -1).gather(1, targets[:, None]).squeeze(1)
         else:
-            logprobs, _ = token_logprobs(
-                hidden, weight, targets, torch.ones(tokens, device=device), spec["chunk"]
-            )
+            logprobs, _ = token_logprobs(hidden, weight, targets, torch.ones(tokens, device=device), spec["chunk"])
         logprobs.sum().backward()
         total = float(logprobs.detach().sum())
         times.append(clock(device) - start)

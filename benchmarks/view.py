@@ -64,9 +64,7 @@ def measure_large(path: Path, num_rollouts: int, num_steps: int) -> dict[str, fl
     with served(path) as (address, server):
         found["server_up_s"] = time.perf_counter() - began
         of_run = f"{address}api/run/{path.name}/"
-        found["first_curve_s"] = seconds(
-            lambda: get(of_run + "metrics") and get(of_run + "curve?key=reward/mean")
-        )
+        found["first_curve_s"] = seconds(lambda: get(of_run + "metrics") and get(of_run + "curve?key=reward/mean"))
         found["next_curve_s"] = seconds(lambda: get(of_run + "curve?key=entropy/mean&smooth=0.05"))
         found["now_s"] = seconds(lambda: get(of_run + "now"))
         pages, before = [], ""
@@ -107,10 +105,7 @@ def make_up(run: RunDir, num_rollouts: int, num_steps: int) -> None:
     db.execute("INSERT INTO incarnations VALUES (1, ?, NULL, '{}')", (began,))
     db.executemany(
         "INSERT INTO draws VALUES (?, ?, ?, '{}', 'trained', NULL, NULL, ?, ?, 1)",
-        (
-            (group, f"env-{group % 3}", f"t{group}", began + group * GROUP * 0.01, began)
-            for group in range(num_groups)
-        ),
+        ((group, f"env-{group % 3}", f"t{group}", began + group * GROUP * 0.01, began) for group in range(num_groups)),
     )
     db.executemany(
         "INSERT INTO rollouts (row, group_id, member, incarnation, status, first_version, last_version, reward, "
@@ -153,9 +148,7 @@ def measure_beside(folder: Path, rounds: int) -> dict[str, Any]:
             place.mkdir()
             found[name].append(seconds_per_step(place, model, shares if name == "with" else None))
     ratios = [seen / alone for seen, alone in zip(found["with"], found["alone"])]
-    print(
-        f"seconds per step with the page over those without: {', '.join(f'{ratio:.3f}' for ratio in ratios)}"
-    )
+    print(f"seconds per step with the page over those without: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
     print(f"CPU seconds of the page per second of the run: {', '.join(f'{share:.4f}' for share in shares)}")
     return {**found, "ratios": ratios, "ratio": statistics.median(ratios), "cpu_shares": shares}
 
@@ -189,9 +182,7 @@ def seconds_per_step(folder: Path, model: Path, shares: list[float] | None) -> f
 def read_on(address: str, popen: subprocess.Popen[str]) -> None:
     """Ask as the curves do that are open in a browser: at every change, at most every one and a half seconds."""
     of_run = f"{address}api/run/run/"
-    keys = "&".join(
-        f"key={key}" for key in ("reward/mean", "entropy/mean", "completion/mean", "tokens_per_s")
-    )
+    keys = "&".join(f"key={key}" for key in ("reward/mean", "entropy/mean", "completion/mean", "tokens_per_s"))
     with urllib.request.urlopen(f"{address}api/changes", timeout=60) as changes:
         while popen.poll() is None:
             changes.readline()

@@ -192,9 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, no big model")
     parser.add_argument("--size", choices=["1MB", "4MB", "400MB", "2GB"], help="one size")
-    parser.add_argument(
-        "--transport", choices=["shm", "filesystem", "collective"], help="one way, all weights"
-    )
+    parser.add_argument("--transport", choices=["shm", "filesystem", "collective"], help="one way, all weights")
     parser.add_argument("--receiver", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)

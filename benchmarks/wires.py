@@ -27,12 +27,7 @@ import numpy as np
 from stretto.base.paths import RunDir
 from stretto.base.secret import MIN_CHARS, Secret
 from stretto.config.sections.monitors import MonitorsSection
-from stretto.config.sections.transport import (
-    ControlSection,
-    FilesystemRollouts,
-    RolloutTransport,
-    ZmqRollouts,
-)
+from stretto.config.sections.transport import ControlSection, FilesystemRollouts, RolloutTransport, ZmqRollouts
 from stretto.ledger import Ledger, audit
 from stretto.monitors import build_monitors
 from stretto.records.codec import decode, encode

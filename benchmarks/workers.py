@@ -63,9 +63,7 @@ class Instant:
 
     def __init__(self, tokens: list[int]) -> None:
         self.completion = Completion(
-            token_ids=np.array(tokens, np.int32),
-            logprobs=np.full(len(tokens), -0.5, np.float32),
-            finish_reason="stop",
+            token_ids=np.array(tokens, np.int32), logprobs=np.full(len(tokens), -0.5, np.float32), finish_reason="stop"
         )
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
@@ -95,9 +93,7 @@ async def play(player: Player, env: Environment, first: int, num_groups: int) ->
     return num_groups * GROUP_SIZE
 
 
-async def measure(
-    player: Player, cases: dict[str, Environment], rounds: int, num_groups: int
-) -> dict[str, Any]:
+async def measure(player: Player, cases: dict[str, Environment], rounds: int, num_groups: int) -> dict[str, Any]:
     """Medians over rounds in which the cases take turns; the first round is warming up."""
     samples: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for round_number in range(rounds + 1):
@@ -105,9 +101,7 @@ async def measure(
             before, started = used(env), time.perf_counter()
             count = await play(player, env, round_number * num_groups, num_groups)
             wall_s, after = time.perf_counter() - started, used(env)
-            samples[name].append(
-                ((after[0] - before[0]) / count, (after[1] - before[1]) / count, count / wall_s)
-            )
+            samples[name].append(((after[0] - before[0]) / count, (after[1] - before[1]) / count, count / wall_s))
     figures = {}
     for name, rows in samples.items():
         own, workers, rate = (statistics.median(column) for column in zip(*rows[1:]))

@@ -49,12 +49,7 @@ CASES = (
         "Kubernetes",
         "tests/cluster/test_kubernetes_run.py::test_a_short_run_ends_in_its_pods",
         (
-            *(
-                "src/stretto/launch/kubernetes/",
-                "deploy/helm/",
-                "tests/cluster/charts.py",
-                "tests/cluster/golden/",
-            ),
+            *("src/stretto/launch/kubernetes/", "deploy/helm/", "tests/cluster/charts.py", "tests/cluster/golden/"),
             *(f"tests/cluster/{name}.py" for name in ("kubelet", "test_chart", "test_kubernetes_run")),
         ),
     ),
@@ -72,9 +67,7 @@ def find_cases(changed: Sequence[str] | None) -> list[Case]:
         return [*CASES]
     own = {case.launcher: [path for path in changed if path.startswith(case.own)] for case in CASES}
     shared = [
-        path
-        for path in changed
-        if path.startswith(USED_BY_ALL) and not any(path in each for each in own.values())
+        path for path in changed if path.startswith(USED_BY_ALL) and not any(path in each for each in own.values())
     ]
     return [case for case in CASES if shared or own[case.launcher]]
 
@@ -82,10 +75,7 @@ def find_cases(changed: Sequence[str] | None) -> list[Case]:
 def find_changed(commit: str | None, root: Path = ROOT) -> list[str] | None:
     """Files that differ from a commit, those that git does not know yet included; None if there is no such commit."""
     base = commit or _base(root)
-    listed = [
-        base and _git(root, "diff", "--name-only", base),
-        _git(root, "ls-files", "-o", "--exclude-standard"),
-    ]
+    listed = [base and _git(root, "diff", "--name-only", base), _git(root, "ls-files", "-o", "--exclude-standard")]
     return None if listed[0] is None else [line for text in listed for line in (text or "").splitlines()]
 
 

@@ -71,9 +71,7 @@ def main(words: list[str]) -> int:
         LOCK.write_text(HEAD + "".join(f"{name}=={version}\n" for name, version in installed().items()))
         return 0
     for line in differences():
-        print(
-            f"note: {line}; `make lock` locks what is installed, `make clean install` installs what is locked"
-        )
+        print(f"note: {line}; `make lock` locks what is installed, `make clean install` installs what is locked")
     return 0
 
 

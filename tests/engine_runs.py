@@ -40,15 +40,7 @@ def prompt(rng: np.random.Generator, length: int) -> np.ndarray:
     return rng.integers(2, VOCAB, length).astype(np.int32)
 
 
-def ask(
-    name: str,
-    prompt_ids: np.ndarray,
-    *,
-    n: int = 1,
-    salt: str | None = None,
-    scored: bool = False,
-    **sampling,
-):
+def ask(name: str, prompt_ids: np.ndarray, *, n: int = 1, salt: str | None = None, scored: bool = False, **sampling):
     sampling = {"max_tokens": 12, "seed": 7, "ignore_eos": True} | sampling
     return GenerateRequest(
         request_id=name,

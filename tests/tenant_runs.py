@@ -37,29 +37,14 @@ class Case:
 
 def cases(num: int = 8) -> list[Case]:
     """Runs of different ranks, targets, optimizers, learning rates, schedules and losses."""
-    attention, mlp = (
-        ("q_proj", "k_proj", "v_proj", "o_proj"),
-        ("gate_proj", "up_proj", "down_proj", "experts"),
-    )
-    targets = (
-        None,
-        attention,
-        mlp,
-        ("q_proj", "experts", "down_proj"),
-        None,
-        ("v_proj", *mlp),
-        None,
-        attention,
-    )
+    attention, mlp = (("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj", "experts"))
+    targets = (None, attention, mlp, ("q_proj", "experts", "down_proj"), None, ("v_proj", *mlp), None, attention)
     losses = (
         {"type": "default"}, {"type": "ppo"}, {"type": "reinforce"}, {"type": "cispo"}, {"type": "ipo"},
         {"type": "gspo"}, {"type": "default", "reduction": "sample"}, {"type": "default", "entropy_coef": 0.01},
     )  # fmt: skip
     optims = ({"type": "adamw", "eps": 1e-4}, {"type": "sgd", "momentum": 0.9})
-    schedules = (
-        {"type": "constant", "warmup_steps": 0},
-        {"type": "cosine", "warmup_steps": 2, "min_lr": 1e-4},
-    )
+    schedules = ({"type": "constant", "warmup_steps": 0}, {"type": "cosine", "warmup_steps": 2, "min_lr": 1e-4})
     return [
         Case(
             TenantSpec(
@@ -105,9 +90,7 @@ def train(
     for step in steps:
         works = tuple(
             TenantWork(
-                tenant=case.spec.name,
-                micro_batches=tuple(batch_of(case, step, num_ranks)[rank]),
-                loss=case.loss,
+                tenant=case.spec.name, micro_batches=tuple(batch_of(case, step, num_ranks)[rank]), loss=case.loss
             )
             for case in some
         )

@@ -19,9 +19,7 @@ VOCAB = 40
 
 def build_policy(seed: int = 0, **shape) -> Decoder:
     """Weights larger than at initialisation, so that distributions are not flat and errors show."""
-    policy = random_model(
-        ScratchSection(seed=seed, max_position_embeddings=256, **shape), VOCAB, eos_token_id=1
-    )
+    policy = random_model(ScratchSection(seed=seed, max_position_embeddings=256, **shape), VOCAB, eos_token_id=1)
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.dim() >= 2:
@@ -33,8 +31,7 @@ def build_policy(seed: int = 0, **shape) -> Decoder:
 
 def build_learner(policy: Decoder | None = None, *, optim=None, scheduler=None, **settings) -> Learner:
     model = ModelSection(
-        dtype=settings.pop("dtype", "float32"),
-        optimization_dtype=settings.pop("optimization_dtype", "float32"),
+        dtype=settings.pop("dtype", "float32"), optimization_dtype=settings.pop("optimization_dtype", "float32")
     )
     return Learner(
         policy or build_policy(),

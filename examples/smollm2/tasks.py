@@ -126,9 +126,7 @@ class Prices(GeneratedTasks, MultiTurnEnv):
         """Reward of an episode: only the right call gets a second turn."""
         has_called = episode.num_turns == 2
         is_right = has_called and episode.last_text.strip() == str(episode.task.data["price"])
-        return RolloutResult(
-            reward=1.0 if is_right else 0.3 * has_called, metrics={"called": float(has_called)}
-        )
+        return RolloutResult(reward=1.0 if is_right else 0.3 * has_called, metrics={"called": float(has_called)})
 
     def call(self, task: Task) -> str:
         """The right call."""

@@ -12,14 +12,7 @@ from typing import Any
 __version__ = "0.1.0"
 __all__ = ["Run", "compare", "evaluate", "plot", "rl", "sft"]
 
-_HOMES = {
-    "Run": "run",
-    "compare": "run",
-    "plot": "run",
-    "rl": "script",
-    "sft": "script",
-    "evaluate": "script",
-}
+_HOMES = {"Run": "run", "compare": "run", "plot": "run", "rl": "script", "sft": "script", "evaluate": "script"}
 
 
 def __getattr__(name: str) -> Any:

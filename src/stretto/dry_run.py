@@ -27,13 +27,7 @@ from stretto.config.sections.model import ModelSection
 from stretto.config.sections.monitors import MonitorsSection
 from stretto.data.hub_model import find_config, find_local, look_up, size
 from stretto.launch.plan.device_check import check_sft_devices, check_trained_on_cpu
-from stretto.launch.plan.model_check import (
-    check_model,
-    check_served,
-    check_trainable,
-    foreign_engines,
-    models_of,
-)
+from stretto.launch.plan.model_check import check_model, check_served, check_trainable, foreign_engines, models_of
 from stretto.launch.plan.models import with_model_names
 from stretto.launch.plan.weights import check_weights, check_weights_of
 from stretto.orchestrator.dry_run import (
@@ -66,12 +60,7 @@ def rl(cfg: RLConfig) -> str:
     tasks, missing, renderer = preview(with_model_names(cfg).orchestrator_config(), limits_of(cfg))
     models = [*_model(cfg.model, missing), *_renderer(renderer), *_other_models(cfg), *_weights(cfg)]
     models += [("engine", text) for text in foreign_engines(cfg)]
-    rows = [
-        *models,
-        *_environments(tasks),
-        *_code(checked),
-        *_monitors(cfg.monitors, is_fed_here=cfg.ray is None),
-    ]
+    rows = [*models, *_environments(tasks), *_code(checked), *_monitors(cfg.monitors, is_fed_here=cfg.ray is None)]
     rows += service
     rows += [("router", f"NOT READY: {router}")] if router else []
     rows += _images(cfg.model) if cfg.inference is None else []
@@ -113,9 +102,7 @@ def orchestrator(cfg: OrchestratorConfig) -> str:
     tasks, missing, renderer = preview(cfg)
     rows = [*_model(cfg.model, missing), *_renderer(renderer), *_environments(tasks), *_code(checked)]
     rows += [*_monitors(cfg.monitors), *_images(cfg.model)]
-    return _screen(
-        rows, _first_tasks(tasks), f"orchestrator  control port {cfg.control.port}", _run_directory(cfg)
-    )
+    return _screen(rows, _first_tasks(tasks), f"orchestrator  control port {cfg.control.port}", _run_directory(cfg))
 
 
 def trainer(cfg: TrainerConfig) -> str:
@@ -129,9 +116,7 @@ def trainer(cfg: TrainerConfig) -> str:
     rows = [*_model(cfg.model), *_devices(cfg.model), *_weight_rows(weights), *_code(checked)]
     rows += _monitors(cfg.monitors, is_fed_here=False)  # the orchestrator feeds trackers
     return _screen(
-        rows,
-        f"trainer  {_threads(cfg.num_threads)}; batches from port {_batch_port(cfg)}",
-        _run_directory(cfg),
+        rows, f"trainer  {_threads(cfg.num_threads)}; batches from port {_batch_port(cfg)}", _run_directory(cfg)
     )
 
 
@@ -324,9 +309,7 @@ def _first_tasks(tasks: Sequence[FirstTask]) -> str:
 
 
 def _boxed(about: str, text: str) -> str:
-    lines = (
-        [part for line in text.split("\n") for part in textwrap.wrap(line, WIDTH - 4) or [""]] if text else []
-    )
+    lines = [part for line in text.split("\n") for part in textwrap.wrap(line, WIDTH - 4) or [""]] if text else []
     if len(lines) > PROMPT_LINES:
         half = PROMPT_LINES // 2
         left_out = f"... {len(lines) - 2 * half} more lines ..."
@@ -343,9 +326,7 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
     data = cfg.data.model_copy(update={"num_rows": 1}) if isinstance(cfg.data, EnvData) else cfg.data
     row = next(read_rows(data, cfg.seed), None)
     if row is None:
-        raise DataError(
-            "[data] has no row; check what its key names holds rows, or its sft_rows returns them"
-        )
+        raise DataError("[data] has no row; check what its key names holds rows, or its sft_rows returns them")
     try:
         if cfg.model.scratch is not None and cfg.tokenizer.name is None:
             renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)

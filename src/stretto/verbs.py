@@ -68,9 +68,7 @@ def completions_of_plain_verbs() -> dict[str, list[str]]:
 
     parsers = {verb: parser_of(_function(PLAIN_VERBS[verb])) for verb in READ_BY_PARSER}
     lines = {verb: parser.completions() for verb, parser in parsers.items() if parser is not None}
-    vime = [
-        " ".join([name, *map(str, flag.choices)]) for name, flag in BY_NAME.items() if flag.state != "refused"
-    ]
+    vime = [" ".join([name, *map(str, flag.choices)]) for name, flag in BY_NAME.items() if flag.state != "refused"]
     return lines | {"vime": vime}
 
 
@@ -211,11 +209,7 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
         sys.stderr.write(f"note: {note}\n")
     if SUPERVISED_VAR not in os.environ and not cfg.dry_run:
         _check_weights(cfg)
-    if (
-        max(cfg.deployment.num_processes, cfg.num_nodes) > 1
-        or cfg.kv_cache_offload is not None
-        or has_router(cfg)
-    ):
+    if max(cfg.deployment.num_processes, cfg.num_nodes) > 1 or cfg.kv_cache_offload is not None or has_router(cfg):
         from stretto.launch.run.serve import main as serve
 
         served = serve(cfg, dry_run=cfg.dry_run)
@@ -304,9 +298,7 @@ def _own_flags(verb: str, words: list[str]) -> list[str]:
     from stretto.config.root import InferenceConfig
     from stretto.config.section import has_key
 
-    words, extra = split_vllm_flags(
-        rewrite_router_flags(words, ""), lambda option: has_key(InferenceConfig, option)
-    )
+    words, extra = split_vllm_flags(rewrite_router_flags(words, ""), lambda option: has_key(InferenceConfig, option))
     if extra:
         import json
 

@@ -48,9 +48,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
 def start(verb: str, config: Path, words: list[str], output: Path) -> tuple[int | None, str]:
     """Exit status and output of a verb; None if it hung."""
     with output.open("wb") as log:
-        popen = forked.Popen(
-            [sys.executable, "-m", "stretto", verb, "@", str(config), *words], stdout=log, stderr=log
-        )
+        popen = forked.Popen([sys.executable, "-m", "stretto", verb, "@", str(config), *words], stdout=log, stderr=log)
         try:
             code = popen.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
@@ -69,9 +67,7 @@ def try_all(directory: Path, kind: str, part: tuple[int, int], seconds: float) -
     if verb == "rl":
         control, rollouts, http = faults.free_ports(3)
         ports = {"control": {"port": control}, "inference": {"server": {"port": http}}, "view": False}
-        settings = merged(
-            settings, ports, {"rollout_transport": {"port": rollouts}} if kind != "files" else {}
-        )
+        settings = merged(settings, ports, {"rollout_transport": {"port": rollouts}} if kind != "files" else {})
     config = directory / f"{verb}.toml"
     config.write_text(toml(merged(settings, {"output_dir": copy})))
     if not whole.exists():
@@ -125,9 +121,7 @@ def one(verb: str, config: Path, directory: Path, name: str, damage: str) -> dic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--kind", default="rl")
     parser.add_argument("--part", default="1/1", help="which of how many equal parts of all tries")

@@ -143,9 +143,7 @@ class Life:
     def traceback(self) -> str | None:
         """The last exception that a process of this life printed."""
         text = self.output.read_text(errors="replace")
-        found = re.findall(
-            r"Traceback \(most recent call last\)(?:.*\n)+?[^ \n|]*\S*(?:Error|Exception)[^\n]*", text
-        )
+        found = re.findall(r"Traceback \(most recent call last\)(?:.*\n)+?[^ \n|]*\S*(?:Error|Exception)[^\n]*", text)
         return found[-1].splitlines()[-1] if found else None
 
 
@@ -154,17 +152,7 @@ def role_of(command: str) -> str:
     for word in words:
         if word in ("rl", "sft", "serve", "eval"):
             return "launcher"
-        if word in (
-            "inference",
-            "orchestrator",
-            "trainer",
-            "critic",
-            "hub",
-            "tenants",
-            "view",
-            "bridge",
-            "evals",
-        ):
+        if word in ("inference", "orchestrator", "trainer", "critic", "hub", "tenants", "view", "bridge", "evals"):
             return word
     for name in ("keeper", "workers", "multiprocessing", "bridge", "sandbox"):
         if name in command:
@@ -280,11 +268,7 @@ def kill(life: Life) -> dict[str, Any]:
         os.kill(victim, signal.SIGKILL)
     time.sleep(3.0)
     goes_on = all(popen.poll() is None for popen in life.popens)
-    if (
-        goes_on
-        and life.campaign.kind != "service"
-        and role in ("inference", "orchestrator", "trainer", "critic")
-    ):
+    if goes_on and life.campaign.kind != "service" and role in ("inference", "orchestrator", "trainer", "critic"):
         goes_on = life.wait(20.0)
     wrong = []
     if goes_on:  # it lives without that process: it must make steps, and the next victim is the launcher
@@ -295,12 +279,7 @@ def kill(life: Life) -> dict[str, Any]:
         for popen in life.popens:
             popen.kill()
     gone_s, left = life.wait_until_gone(pids)
-    return {
-        "role": role,
-        "goes_on": goes_on,
-        "gone_s": gone_s,
-        "wrong": wrong + [f"left: {each}" for each in left],
-    }
+    return {"role": role, "goes_on": goes_on, "gone_s": gone_s, "wrong": wrong + [f"left: {each}" for each in left]}
 
 
 def stop(life: Life) -> dict[str, Any]:
@@ -370,12 +349,8 @@ def no_room(life: Life) -> dict[str, Any]:
     at = Path("/dev/shm") if fault == "shm" else life.campaign.runs
     filled = None
     if fault == "readonly":
-        for _ in range(
-            50
-        ):  # while a file is open for writing the kernel refuses: then a bind mount takes its place
-            if not subprocess.run(
-                ["mount", "-o", "remount,ro", str(at)], stderr=subprocess.DEVNULL
-            ).returncode:
+        for _ in range(50):  # while a file is open for writing the kernel refuses: then a bind mount takes its place
+            if not subprocess.run(["mount", "-o", "remount,ro", str(at)], stderr=subprocess.DEVNULL).returncode:
                 break
             subprocess.run(["mount", "--bind", str(at), str(at)], check=True)
             subprocess.run(["mount", "-o", "remount,bind,ro", str(at)], check=True)
@@ -397,15 +372,7 @@ def no_room(life: Life) -> dict[str, Any]:
     return {"codes": codes, "at_step": step, "told": told[0] if told else None, "wrong": wrong}
 
 
-FAULTS = {
-    "kill": kill,
-    "stop": stop,
-    "clock": clock,
-    "cut": cut,
-    "shm": no_room,
-    "readonly": no_room,
-    "full": no_room,
-}
+FAULTS = {"kill": kill, "stop": stop, "clock": clock, "cut": cut, "shm": no_room, "readonly": no_room, "full": no_room}
 
 
 def live(campaign: Campaign, number: int, fault: str) -> dict[str, Any]:
@@ -422,10 +389,7 @@ def live(campaign: Campaign, number: int, fault: str) -> dict[str, Any]:
     else:
         codes = [popen.poll() for popen in life.popens]
         is_over = campaign.verb == "eval" and codes == [0]
-        row |= {
-            "codes": codes,
-            "wrong": [] if is_over else ["it ended by itself, or made no step, before any fault"],
-        }
+        row |= {"codes": codes, "wrong": [] if is_over else ["it ended by itself, or made no step, before any fault"]}
         life.kill_all(life.processes())
     row |= {
         "steps": [life.first_step, campaign.step()],
@@ -440,9 +404,7 @@ def live(campaign: Campaign, number: int, fault: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--kind", default="rl")
     parser.add_argument("--fault", choices=FAULTS, default="kill")

@@ -31,9 +31,7 @@ def isolate(monkeypatch: pytest.MonkeyPatch, num_gpus: int = 0) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))
 
 
-def loader(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, toml: str, *, num_gpus: int
-) -> Callable[[str], RLConfig]:
+def loader(folder: Path, monkeypatch: pytest.MonkeyPatch, toml: str, *, num_gpus: int) -> Callable[[str], RLConfig]:
     """Loads the config with further flags, in one text, on a machine with so many GPUs and no other runs."""
     isolate(monkeypatch, num_gpus)
     (folder / "rl.toml").write_text(toml)

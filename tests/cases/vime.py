@@ -154,9 +154,7 @@ def put_files(directory: Path) -> None:
             for kind, (total, each) in (("prefill", prefill), ("decode", decode))
         ]
         groups[1]["overrides"] = {"max_num_seqs": 96}
-        (directory / f"{name}.yaml").write_text(
-            json.dumps({"vllm": [{"name": "actor", "server_groups": groups}]})
-        )
+        (directory / f"{name}.yaml").write_text(json.dumps({"vllm": [{"name": "actor", "server_groups": groups}]}))
     (directory / "two_models.yaml").write_text(TWO_MODELS)
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 

@@ -49,8 +49,7 @@ VISION_CASES: dict[str, tuple[str, dict, dict, dict]] = {
     ),
     "qwen3_vl-heads-of-16": (  # the kernels in C compute it
         "qwen3_vl",
-        SECTIONS
-        | {"head_dim": 16, "rope_parameters": SECTIONS["rope_parameters"] | {"mrope_section": [3, 3, 2]}},
+        SECTIONS | {"head_dim": 16, "rope_parameters": SECTIONS["rope_parameters"] | {"mrope_section": [3, 3, 2]}},
         DEEPSTACK,
         {},
     ),
@@ -114,9 +113,7 @@ def logprobs_alone(
     batch = None
     if images:
         grids = np.array([each.grid for each in images])
-        positions = image_positions(
-            ids, np.array([0, len(ids)]), grids, image_token_id=image_token_id, merge_size=2
-        )
+        positions = image_positions(ids, np.array([0, len(ids)]), grids, image_token_id=image_token_id, merge_size=2)
         layout = PackedLayout((0, len(ids)), tokens.device, image_positions=torch.from_numpy(positions))
         patches = torch.from_numpy(np.concatenate([each.patches for each in images]))
         batch = ImageBatch(patches, grids, (tokens == image_token_id).nonzero().squeeze(1))

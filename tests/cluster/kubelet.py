@@ -220,17 +220,11 @@ class Kubelet:
             ref = source["secretKeyRef"]
             secret = self._named("Secret", ref["name"])
             return base64.b64decode(secret["data"][ref["key"]]).decode()
-        fields = {
-            "metadata.name": pod.name,
-            "metadata.namespace": "default",
-            "status.podIP": pod.host.address,
-        }
+        fields = {"metadata.name": pod.name, "metadata.namespace": "default", "status.podIP": pod.host.address}
         return fields[source["fieldRef"]["fieldPath"]]
 
     def _named(self, kind: str, name: str) -> dict[str, Any]:
-        return next(
-            each for each in self._manifests if (each["kind"], each["metadata"]["name"]) == (kind, name)
-        )
+        return next(each for each in self._manifests if (each["kind"], each["metadata"]["name"]) == (kind, name))
 
     def _pod(self, one: tuple[dict[str, Any], int], host: Host) -> Pod:
         stateful_set, ordinal = one

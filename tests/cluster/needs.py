@@ -19,9 +19,7 @@ def find_missing(mark: pytest.Mark) -> list[str]:
 @functools.cache
 def find_refusal() -> str:
     """Why no host with a network of its own can be made; "" if it can. What this makes goes with its command."""
-    words = (
-        "mount --make-rprivate / && ip link add probe type bridge && ip link add one type veth peer name two"
-    )
+    words = "mount --make-rprivate / && ip link add probe type bridge && ip link add one type veth peer name two"
     try:
         ended = subprocess.run(
             ["unshare", "--net", "--mount", "--uts", "sh", "-c", words],

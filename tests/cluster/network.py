@@ -101,8 +101,7 @@ def network(number: int, directory: Path, tag: str = "st") -> Iterator[list[Host
     tag = f"{tag}{os.getpid() % 100_000}"
     subnet6 = f"fd00:{os.getpid() % 0x10000:x}:"
     hosts = [
-        Host(f"host-{i}", f"{subnet}.{10 + i}", f"{subnet6}:{10 + i}", f"{tag}-{i}", directory)
-        for i in range(number)
+        Host(f"host-{i}", f"{subnet}.{10 + i}", f"{subnet6}:{10 + i}", f"{tag}-{i}", directory) for i in range(number)
     ]
     # No name server inside: an address that does not answer would cost seconds for each unknown name.
     (directory / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
@@ -152,6 +151,4 @@ def _kill(host: Host) -> None:
 
 def _pids(host: Host) -> list[int]:
     words = ["ip", "netns", "pids", host.namespace]
-    return [
-        int(pid) for pid in subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
-    ]
+    return [int(pid) for pid in subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()]

@@ -98,16 +98,11 @@ def test_three_verbs_on_three_hosts(hosts: list[Host], model: Path, tmp_path: Pa
     (tmp_path / "train.toml").write_text(shared + "[loss]\nentropy_coef = 0.01\n")
     settings = "batch_size = 16\ngroup_size = 4\nnum_train_workers = 2\n"
     (tmp_path / "orch.toml").write_text(
-        settings
-        + shared
-        + TASK.replace("orchestrator.env", "env")
-        + "[train.sampling]\nmax_completion_tokens = 6\n"
+        settings + shared + TASK.replace("orchestrator.env", "env") + "[train.sampling]\nmax_completion_tokens = 6\n"
     )
     output = ["--output-dir", str(tmp_path / "out")]
     key = {"INFERENCE_SERVER_API_KEY": KEY}
-    engine = inference.start(
-        [*verb("inference"), "--model", model, "--device", "cpu", "--api-key", KEY], cwd=tmp_path
-    )
+    engine = inference.start([*verb("inference"), "--model", model, "--device", "cpu", "--api-key", KEY], cwd=tmp_path)
     url = f"http://{inference.address}:8000/v1"
     client = ["--client.base-url", url, "--client.api-key-var", "INFERENCE_SERVER_API_KEY"]
     draws = orchestrator.start([*verb("orchestrator"), "@", tmp_path / "orch.toml", *client, *output], key)
@@ -175,24 +170,18 @@ def test_sft_over_two_hosts_is_the_same_command_on_each(hosts: list[Host], tmp_p
     assert (tmp_path / "run" / "weights" / "latest" / "config.json").exists()
 
 
-def test_a_directory_that_is_not_shared_ends_both_hosts_and_names_the_one(
-    hosts: list[Host], tmp_path: Path
-) -> None:
+def test_a_directory_that_is_not_shared_ends_both_hosts_and_names_the_one(hosts: list[Host], tmp_path: Path) -> None:
     (tmp_path / "sft.toml").write_text(SFT)
     words = ["@", tmp_path / "sft.toml", "--deployment.hosts", *(host.address for host in hosts[:2])]
     first = hosts[0].start([*verb("sft"), *words, "--output-dir", tmp_path / "own-0"])
     code, output = hosts[1].run([*verb("sft"), *words, "--output-dir", tmp_path / "own-1"])
     lost = tmp_path / "own-1" / "run"
-    assert code == 2 and output.startswith(f"error: node 1, {hosts[1].address}: {lost} is not the run"), (
-        output
-    )
+    assert code == 2 and output.startswith(f"error: node 1, {hosts[1].address}: {lost} is not the run"), output
     first.terminate()
     first.communicate(timeout=DEADLINE_S)
 
 
-def test_a_host_that_nobody_has_is_named_before_anything_starts(
-    hosts: list[Host], model: Path, tmp_path: Path
-) -> None:
+def test_a_host_that_nobody_has_is_named_before_anything_starts(hosts: list[Host], model: Path, tmp_path: Path) -> None:
     """From the first node each other one is looked for; from the others the first."""
     nobody = hosts[2].address.rpartition(".")[0] + ".99"
     (tmp_path / "rl.toml").write_text(
@@ -205,9 +194,7 @@ def test_a_host_that_nobody_has_is_named_before_anything_starts(
         words = ["@", tmp_path / "rl.toml", "--deployment.hosts", *addresses]
         code, output = hosts[here].run([*verb("rl"), *words])
         assert code == 2, output
-        wanted = (
-            f"node {here}, {hosts[here].address}, cannot reach node {missing}, {nobody} (no route to host)"
-        )
+        wanted = f"node {here}, {hosts[here].address}, cannot reach node {missing}, {nobody} (no route to host)"
         assert output.startswith(f"error: deployment.hosts: {wanted}"), output
     assert not (tmp_path / "run").exists()
 
@@ -230,15 +217,11 @@ def test_a_run_over_three_hosts_is_the_same_command_on_each(
     nodes[2].terminate()
     outputs += ended(nodes[2])
     run = RunDir(tmp_path / "run")
-    assert max(row["step"] for row in read_metrics(run.metrics("orchestrator"))) == 3 and has_moved(run), (
-        outputs
-    )
+    assert max(row["step"] for row in read_metrics(run.metrics("orchestrator"))) == 3 and has_moved(run), outputs
     assert audit(run) == []
 
 
-def test_an_inference_host_that_dies_is_started_again_by_hand(
-    hosts: list[Host], model: Path, tmp_path: Path
-) -> None:
+def test_an_inference_host_that_dies_is_started_again_by_hand(hosts: list[Host], model: Path, tmp_path: Path) -> None:
     """Its link is cut and all it runs is killed; the run goes on with the other engine, then with both again."""
     addresses = [host.address for host in hosts]
     (tmp_path / "rl.toml").write_text(
@@ -283,9 +266,7 @@ time.sleep(600)
 """
 
 
-def test_a_port_that_is_taken_on_the_third_host_is_one_message(
-    hosts: list[Host], model: Path, tmp_path: Path
-) -> None:
+def test_a_port_that_is_taken_on_the_third_host_is_one_message(hosts: list[Host], model: Path, tmp_path: Path) -> None:
     taken = hosts[2].start([sys.executable, "-c", LISTEN])
     assert taken.stdout is not None and taken.stdout.readline() == "ready\n"
     (tmp_path / "rl.toml").write_text(
@@ -310,17 +291,7 @@ def test_two_experiments_on_one_machine(model: Path, tmp_path: Path) -> None:
         + "[train.sampling]\nmax_completion_tokens = 6\n"
     )
     (tmp_path / "infer.toml").write_text(f'device = "cpu"\nmodel = "{model}"\n')
-    files = [
-        "--trainer",
-        "@",
-        "train.toml",
-        "--orchestrator",
-        "@",
-        "orch.toml",
-        "--inference",
-        "@",
-        "infer.toml",
-    ]
+    files = ["--trainer", "@", "train.toml", "--orchestrator", "@", "orch.toml", "--inference", "@", "infer.toml"]
     second = ["--inference.server.port", "8001", "--orchestrator.client.base-url", "http://localhost:8001/v1"]
     (tmp_path / "network").mkdir()
     with network(1, tmp_path / "network", "two") as [host]:
@@ -354,14 +325,10 @@ def test_the_tmux_session_has_a_pane_for_each_process(tmp_path: Path) -> None:
             stdout=subprocess.DEVNULL,
         )
         panes = dict(
-            line.split()
-            for line in tmux("list-panes", "-t", "exp-2", "-F", "#{pane_title} #{pane_id}").splitlines()
+            line.split() for line in tmux("list-panes", "-t", "exp-2", "-F", "#{pane_title} #{pane_id}").splitlines()
         )
         assert list(panes) == ["Trainer", "Orchestrator", "Inference"]
-        until(
-            lambda: "ready on http" in tmux("capture-pane", "-p", "-t", panes["Inference"]),
-            "line of the engine",
-        )
+        until(lambda: "ready on http" in tmux("capture-pane", "-p", "-t", panes["Inference"]), "line of the engine")
         (logs / "orchestrator.log").write_text("step 1\n")
         until(lambda: "step 1" in tmux("capture-pane", "-p", "-t", panes["Orchestrator"]), "line of the run")
     finally:

@@ -89,9 +89,7 @@ def test_values_of_the_documents_are_the_charts(tmp_path: Path) -> None:
     commands = re.findall(r"helm install ([^`]*?)\n(?! )", page)
     assert len(commands) == 2
     for command in commands:
-        words = shlex.split(
-            command.replace("\\\n", " ").replace("config=rl.toml", f"config={tmp_path}/rl.toml")
-        )
+        words = shlex.split(command.replace("\\\n", " ").replace("config=rl.toml", f"config={tmp_path}/rl.toml"))
         (tmp_path / "rl.toml").write_text(CONFIG)
         done = helm("template", *[word.replace("deploy/helm/stretto", str(CHART)) for word in words])
         assert done.returncode == 0, done.stderr
@@ -116,10 +114,7 @@ def test_pods_have_the_names_and_variables_of_the_documents(tmp_path: Path) -> N
         headless = services[each["spec"]["serviceName"]]
         assert headless["clusterIP"] == "None" and headless["publishNotReadyAddresses"] is True
         assert each["spec"]["podManagementPolicy"] == "Parallel"
-        env = {
-            one["name"]: one.get("value", one.get("valueFrom"))
-            for one in container_of(manifests, role)["env"]
-        }
+        env = {one["name"]: one.get("value", one.get("valueFrom")) for one in container_of(manifests, role)["env"]}
         assert env["POD_NAME"] == {"fieldRef": {"fieldPath": "metadata.name"}}
         assert env["STATEFUL_REPLICAS"] == str(each["spec"]["replicas"])
         assert env["HEADLESS_SERVICE"] == f"my-exp-{role}-headless.default.svc.cluster.local"
@@ -143,9 +138,7 @@ def test_trainer_pods_that_meet_change_together_and_have_time_to_save(tmp_path: 
     assert sets["trainer"]["spec"]["updateStrategy"] == {"type": "OnDelete"}
     assert sets["orchestrator"]["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
     assert sets["trainer"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 900
-    assert sets_of(render("exp", {}, tmp_path))["trainer"]["spec"]["updateStrategy"] == {
-        "type": "RollingUpdate"
-    }
+    assert sets_of(render("exp", {}, tmp_path))["trainer"]["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
 
 
 def test_pods_sleep_unless_they_are_told_to_start(tmp_path: Path) -> None:
@@ -199,9 +192,7 @@ def test_ports_of_services_are_those_at_which_pods_listen(tmp_path: Path) -> Non
     for role, ports in (("inference", [8010]), ("router", [8080]), ("trainer", [30000, 30001])):
         declared = [one["containerPort"] for one in container_of(manifests, role)["ports"]]
         assert set(ports) <= set(declared), role
-        line = next(
-            line for line in shown[role].splitlines() if re.search(rf"\b{role}(_?0)?\b.*\d{{4}}", line)
-        )
+        line = next(line for line in shown[role].splitlines() if re.search(rf"\b{role}(_?0)?\b.*\d{{4}}", line))
         assert all(str(port) in line for port in ports), shown[role]
 
 
@@ -230,9 +221,7 @@ def test_a_release_name_from_which_no_names_can_be_made_is_refused(name: str) ->
 
 def test_all_names_are_short_enough_for_kubernetes(tmp_path: Path) -> None:
     """A StatefulSet's pods have a label of its name and a hash of 11 characters."""
-    for each in render(
-        "e" * 39, LLMD | {"networkPolicy": {"inferenceFrom": [{"podSelector": {}}]}}, tmp_path
-    ):
+    for each in render("e" * 39, LLMD | {"networkPolicy": {"inferenceFrom": [{"podSelector": {}}]}}, tmp_path):
         assert len(each["metadata"]["name"]) + 11 * (each["kind"] == "StatefulSet") <= 63
 
 
@@ -310,9 +299,7 @@ def test_the_endpoint_picker_of_llm_d_is_as_it_was_looked_at(tmp_path: Path) -> 
 
     manifests = render("exp", LLMD, tmp_path)
     picker = [
-        each
-        for each in manifests
-        if each["metadata"]["name"].startswith("exp-epp") or each["kind"] == "InferencePool"
+        each for each in manifests if each["metadata"]["name"].startswith("exp-epp") or each["kind"] == "InferencePool"
     ]
     for each in picker:
         if each["kind"] == "ConfigMap":
@@ -322,9 +309,7 @@ def test_the_endpoint_picker_of_llm_d_is_as_it_was_looked_at(tmp_path: Path) -> 
     golden = Path(__file__).parent / "golden" / "llmd.yaml"
     if os.environ.get("STRETTO_GOLDEN"):
         golden.write_text(shown)
-    assert shown == golden.read_text(), (
-        "if this is meant, run once with STRETTO_GOLDEN=1 and read the difference"
-    )
+    assert shown == golden.read_text(), "if this is meant, run once with STRETTO_GOLDEN=1 and read the difference"
 
 
 @pytest.mark.parametrize("num_prefill", [0, 1])
@@ -340,9 +325,7 @@ def test_llm_d_stands_in_the_place_of_the_router(num_prefill: int, tmp_path: Pat
     (pool,) = [each for each in manifests if each["kind"] == "InferencePool"]
     labels = sets_of(manifests)["inference"]["spec"]["template"]["metadata"]["labels"]
     assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    config = next(
-        each for each in manifests if each["metadata"]["name"] == "exp-epp" and each["kind"] == "ConfigMap"
-    )
+    config = next(each for each in manifests if each["metadata"]["name"] == "exp-epp" and each["kind"] == "ConfigMap")
     picker, envoy = (yaml.safe_load(config["data"][name]) for name in ("epp.yaml", "envoy.yaml"))
     known = {each.get("name", each["type"]) for each in picker["plugins"]}
     profiles = picker["schedulingProfiles"]
@@ -398,8 +381,7 @@ def test_commands_load_in_our_own_config(tmp_path: Path) -> None:
 def dry_run(container: dict[str, Any], name: str, directory: Path) -> str:
     """What a pod's command prints with --dry-run, its config and outputs in a directory."""
     words = [
-        word.replace("/config/", f"{directory}/").replace("/data/", f"{directory}/")
-        for word in container["command"]
+        word.replace("/config/", f"{directory}/").replace("/data/", f"{directory}/") for word in container["command"]
     ]
     assert words[:2] == ["stretto", "pod"], shlex.join(words)
     env = {one["name"]: one["value"] for one in container["env"] if "value" in one}

@@ -91,9 +91,7 @@ def rl(folder: Path, slurm: str = "", *words: str) -> RLConfig:
 
 def test_the_script_is_this_one(tmp_path: Path) -> None:
     slurm = 'partition = "gpus"\ntime = "1-12:00:00"\npre_run_command = """module load cuda\nexport A=\'b c\'"""\n'
-    job = plan_job(
-        rl(tmp_path, slurm + 'extra = { constraint = "h200", contiguous = true, overcommit = false }')
-    )
+    job = plan_job(rl(tmp_path, slurm + 'extra = { constraint = "h200", contiguous = true, overcommit = false }'))
     places = {"PYTHON": sys.executable, "CWD": str(Path.cwd()), "OUT": str(tmp_path / "out")}
     wanted = GOLDEN
     for name, place in places.items():
@@ -120,16 +118,10 @@ def test_a_job_that_is_started_again_resumes_or_begins_anew(tmp_path: Path, is_s
     for restarts in ("0", "1"):
         env = {"PATH": f"{bin_}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts}
         env["SLURM_JOB_NODELIST"] = "a,b,c"
-        ended = subprocess.run(
-            ["bash", "-c", job.script], env=env, capture_output=True, text=True, timeout=60
-        )
+        ended = subprocess.run(["bash", "-c", job.script], env=env, capture_output=True, text=True, timeout=60)
         assert ended.returncode == 0, ended.stderr
         words[restarts] = ended.stdout.split("--deployment.hosts ")[1].strip()
-    again = (
-        "--resume --resume.step None --resume.dir None --resume.skip-progress false"
-        if is_saved
-        else "--clean"
-    )
+    again = "--resume --resume.step None --resume.dir None --resume.skip-progress false" if is_saved else "--clean"
     assert words == {"0": "a b c", "1": f"a b c {again}"}
 
 
@@ -176,9 +168,7 @@ def test_a_node_gets_the_gpus_that_its_processes_take(tmp_path: Path) -> None:
     cfg = load(InferenceConfig, [*words, "--deployment.type", "multi_node", "--deployment.num-nodes", "3"])
     job = plan_job(cfg)
     assert (job.verb, job.num_nodes, job.num_gpus) == ("inference", 3, 8)
-    assert (
-        "--hosts $(scontrol" in job.script and "--signal=B" not in job.script and "--clean" not in job.script
-    )
+    assert "--hosts $(scontrol" in job.script and "--signal=B" not in job.script and "--clean" not in job.script
 
 
 def test_lists_of_nodes_are_read_as_slurm_does() -> None:
@@ -202,20 +192,13 @@ def test_gpus_that_are_asked_for_and_not_used_are_said(tmp_path: Path) -> None:
 
 def test_a_template_of_ones_own_gets_the_parts(tmp_path: Path) -> None:
     path = tmp_path / "job.template"
-    path.write_text(
-        "#!/bin/sh\n{{options}}\nstart=\nrun={{ run }}\necho {{ job_name }} {{num_nodes}}\n{{ command }}\n"
-    )
+    path.write_text("#!/bin/sh\n{{options}}\nstart=\nrun={{ run }}\necho {{ job_name }} {{num_nodes}}\n{{ command }}\n")
     script = plan_job(rl(tmp_path, f'template_path = "{path}"')).script
-    assert (
-        f"\necho r 4\n{sys.executable} -m stretto.launch.slurm.steps " in script
-        and "#SBATCH --nodes=4\n" in script
-    )
+    assert f"\necho r 4\n{sys.executable} -m stretto.launch.slurm.steps " in script and "#SBATCH --nodes=4\n" in script
     assert fill("{{ options }} {{ command }}", "it", {"options": "o", "command": "c"}) == "o c"
 
 
-def test_a_dry_run_shows_the_script_and_submits_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_shows_the_script_and_submits_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sft.toml").write_text(SFT + "[model]\nscratch = {}\n")
     words = ["@", str(tmp_path / "sft.toml"), "--output-dir", str(tmp_path), "--max-steps", "2", "--dry-run"]
     assert main(["sft", *words]) == 0
@@ -263,9 +246,7 @@ def test_a_local_run_is_looked_at_and_stopped(tmp_path: Path, capsys: pytest.Cap
         assert holder.stdout is not None and holder.stdout.readline() == b"ready\n"
         assert main(["status", str(run)]) == 0
         shown = capsys.readouterr().out
-        assert (
-            f"running: process {holder.pid} on {socket.gethostname()}" in shown and "step   4 of 9, " in shown
-        )
+        assert f"running: process {holder.pid} on {socket.gethostname()}" in shown and "step   4 of 9, " in shown
         assert "logs   orchestrator, trainer\n" in shown
         assert main(["stop", str(run)]) == 0
         assert f"process {holder.pid} finishes its step" in capsys.readouterr().out
@@ -309,9 +290,7 @@ def test_logs_are_those_of_the_lead_or_of_a_name(tmp_path: Path, capsys: pytest.
     assert "is no run directory" in capsys.readouterr().err
 
 
-def test_a_job_that_begins_anew_keeps_what_it_is_started_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_begins_anew_keeps_what_it_is_started_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir(tmp_path / "r")
     run.slurm.mkdir(parents=True)
     (run.slurm / "rl.json").write_text("{}")
@@ -330,14 +309,7 @@ def test_a_job_that_begins_anew_keeps_what_it_is_started_from(
 
 
 def test_a_plan_of_a_thousand_nodes_names_each_in_one_job(tmp_path: Path) -> None:
-    words = [
-        "--deployment.num-train-nodes",
-        "200",
-        "--deployment.num-infer-replicas",
-        "800",
-        "--batch-size",
-        "1600",
-    ]
+    words = ["--deployment.num-train-nodes", "200", "--deployment.num-infer-replicas", "800", "--batch-size", "1600"]
     words[-2] = "--orchestrator.batch-size"
     job: Job = plan_job(rl(tmp_path, "", *words, "--orchestrator.group-size", "8"))
     assert job.num_nodes == 1000 and "#SBATCH --nodes=1000\n" in job.script

@@ -19,9 +19,7 @@ from stretto.monitors.file import read_metrics
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from runs import untrained_model
 
-pytestmark = pytest.mark.cluster(
-    "helm", "ip", "nsenter", "unshare", modules=("yaml", "vllm_router"), root=True
-)
+pytestmark = pytest.mark.cluster("helm", "ip", "nsenter", "unshare", modules=("yaml", "vllm_router"), root=True)
 
 STEPS = 60
 LIMIT_S = 400.0
@@ -66,10 +64,7 @@ async def test_a_short_run_ends_in_its_pods(tmp_path: Path) -> None:
     data = tmp_path / "node" / "claims" / "exp-shared-data"
     untrained_model(data)
     run = RunDir(data / "outputs" / "run")
-    with (
-        network(3, tmp_path / "network", "ks") as hosts,
-        Kubelet(manifests, tmp_path / "node", hosts) as kubelet,
-    ):
+    with network(3, tmp_path / "network", "ks") as hosts, Kubelet(manifests, tmp_path / "node", hosts) as kubelet:
         try:
             await until(lambda: run.summary.exists() and read_steps(run) == 3, LIMIT_S)
         except TimeoutError:

@@ -44,9 +44,7 @@ def test_ranks_of_sft_name_the_node_that_has_fallen_silent(hosts: list[Host], tm
     hosts[2].set_link("down")
     outputs = [node.communicate(timeout=DEADLINE_S)[0] for node in nodes]
     codes = [node.returncode for node in nodes]
-    assert (codes[0], codes[2]) == (EXIT_LOST, EXIT_LOST) and codes[1], (
-        outputs
-    )  # the second fails with the first
+    assert (codes[0], codes[2]) == (EXIT_LOST, EXIT_LOST) and codes[1], outputs  # the second fails with the first
     silent = f"has been silent for {LOST_AFTER_S} s (deployment.lost_after_s)"
     assert f"error: node 2, {addresses[2]}, {silent}" in outputs[0]
     assert f"error: the first node, {addresses[0]}, {silent}" in outputs[2]

@@ -106,9 +106,7 @@ class Served:
 
 def ask(name: str, salt: str, session: str | None = None) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    return GenerateRequest(
-        request_id=name, prompt_ids=PROMPT, sampling=sampling, cache_salt=salt, session_id=session
-    )
+    return GenerateRequest(request_id=name, prompt_ids=PROMPT, sampling=sampling, cache_salt=salt, session_id=session)
 
 
 def all_logprobs(model: torch.nn.Module, token_ids: np.ndarray) -> Tensor:
@@ -133,9 +131,7 @@ def assert_right(model: torch.nn.Module, completion: Completion) -> None:
     np.testing.assert_allclose(completion.logprobs, best, atol=5e-5, rtol=0)
 
 
-def train(
-    hosts: list[Host], model: Path, directory: Path, inference: str, *, by_name: bool = False
-) -> Served:
+def train(hosts: list[Host], model: Path, directory: Path, inference: str, *, by_name: bool = False) -> Served:
     """Three steps of `rl`, started by the same command on each host; the engines go on serving.
 
     by_name: the hosts are given as names, as Slurm does, not as addresses.
@@ -177,9 +173,7 @@ def logs(directory: Path) -> str:
     return "".join(f"\n== {file}\n{file.read_text()[-6000:]}" for file in files if file.is_file())
 
 
-def test_replicas_behind_the_router_all_have_the_weights_and_sessions_stay(
-    hosts: list[Host], tmp_path: Path
-) -> None:
+def test_replicas_behind_the_router_all_have_the_weights_and_sessions_stay(hosts: list[Host], tmp_path: Path) -> None:
     model = save_model(tmp_path, network_of(num_layers=1))
     served = train(hosts, model, tmp_path, '[inference.deployment]\ntype = "multi_node"\nnum_nodes = 2\n')
 
@@ -204,23 +198,15 @@ def test_replicas_behind_the_router_all_have_the_weights_and_sessions_stay(
     served.ask(check)
 
 
-def test_prompts_are_read_on_one_host_and_replies_written_on_the_other(
-    hosts: list[Host], tmp_path: Path
-) -> None:
+def test_prompts_are_read_on_one_host_and_replies_written_on_the_other(hosts: list[Host], tmp_path: Path) -> None:
     model = save_model(tmp_path, network_of(num_layers=2))
     served = train(
-        hosts,
-        model,
-        tmp_path,
-        '[inference.deployment]\ntype = "disaggregated"\ngpus_per_node = 1\n',
-        by_name=True,
+        hosts, model, tmp_path, '[inference.deployment]\ntype = "disaggregated"\ngpus_per_node = 1\n', by_name=True
     )
     prefill, decode = served.engines
 
     async def check() -> None:
-        assert await served.total(prefill, "vllm:nixl_num_kv_expired_reqs_total") == 0, (
-            "all caches were fetched"
-        )
+        assert await served.total(prefill, "vllm:nixl_num_kv_expired_reqs_total") == 0, "all caches were fetched"
         hits = await served.total(decode, "vllm:external_prefix_cache_hits_total")
         moved = await served.total(decode, "vllm:nixl_bytes_transferred_sum")
         written = await served.total(prefill, "vllm:generation_tokens_total")
@@ -237,8 +223,7 @@ def test_prompts_are_read_on_one_host_and_replies_written_on_the_other(
         async with (
             aiohttp.ClientSession() as stranger,
             stranger.post(
-                served.router + api.GENERATE,
-                json={"token_ids": [20, 21], "sampling_params": {"max_tokens": 1}},
+                served.router + api.GENERATE, json={"token_ids": [20, 21], "sampling_params": {"max_tokens": 1}}
             ) as answer,
         ):
             assert answer.status == 401
@@ -329,9 +314,7 @@ def test_a_headless_host_gets_the_weights_of_the_engine_whose_server_is_elsewher
                 publisher.release(version - 1)
                 # Each rank has half of the experts, so these are right only if both have loaded the version.
                 [found] = (await client.score_canary(PROMPT, f"canary-{version}")).values()
-                np.testing.assert_allclose(
-                    found.prompt[1:], logprobs_of(mixture(seed), PROMPT), atol=5e-5, rtol=0
-                )
+                np.testing.assert_allclose(found.prompt[1:], logprobs_of(mixture(seed), PROMPT), atol=5e-5, rtol=0)
                 for name in range(4):
                     [completion] = await client.generate(ask(f"v{version}-{name}", salt=f"v{version}"))
                     assert [span.version for span in completion.versions] == [version]

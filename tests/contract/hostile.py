@@ -158,9 +158,7 @@ def _body(rng: random.Random, path: str) -> Any:
     is_text = path in (api.COMPLETIONS, api.CHAT_COMPLETIONS, api.TOKENIZE)
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
         params = (
-            body["sampling_params"]
-            if path == api.GENERATE and isinstance(body.get("sampling_params"), dict)
-            else body
+            body["sampling_params"] if path == api.GENERATE and isinstance(body.get("sampling_params"), dict) else body
         )
         kind = rng.random()
         if kind < 0.5 and (is_text or path == api.GENERATE):
@@ -170,9 +168,7 @@ def _body(rng: random.Random, path: str) -> Any:
             name = rng.choice([*BODY])
             body[name] = rng.choice(BODY[name])
         elif kind < 0.85:
-            name = {api.GENERATE: "token_ids", api.DETOKENIZE: "tokens"}.get(
-                path, "prompt" if is_text else "lora_path"
-            )
+            name = {api.GENERATE: "token_ids", api.DETOKENIZE: "tokens"}.get(path, "prompt" if is_text else "lora_path")
             if path == api.CHAT_COMPLETIONS or (path == api.TOKENIZE and rng.random() < 0.5):
                 body["messages"] = rng.choice(CONVERSATIONS)
             else:
@@ -203,9 +199,7 @@ async def fire(url: str, shots: Iterator[Shot], *, key: str | None = None, at_a_
                 try:
                     async with asyncio.timeout(60):
                         headers = {**base, **shot.headers}
-                        request = session.request(
-                            shot.method, url + shot.path, data=shot.body, headers=headers
-                        )
+                        request = session.request(shot.method, url + shot.path, data=shot.body, headers=headers)
                         async with request as response:
                             status, text = response.status, (await response.text(errors="replace"))[-600:]
                     break
@@ -222,15 +216,9 @@ async def fire(url: str, shots: Iterator[Shot], *, key: str | None = None, at_a_
 
 async def greedy(url: str, key: str | None = None) -> list[int]:
     """The engine's reply to a plain request, token by token."""
-    body = {
-        "token_ids": [20, 21, 22],
-        "sampling_params": {"max_tokens": 24, "temperature": 0, "ignore_eos": True},
-    }
+    body = {"token_ids": [20, 21, 22], "sampling_params": {"max_tokens": 24, "temperature": 0, "ignore_eos": True}}
     body["sampling_params"]["logprobs"] = 0
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with (
-        aiohttp.ClientSession(headers=headers) as http,
-        http.post(url + api.GENERATE, json=body) as answer,
-    ):
+    async with aiohttp.ClientSession(headers=headers) as http, http.post(url + api.GENERATE, json=body) as answer:
         assert answer.status == 200, await answer.text()
         return (await answer.json())["choices"][0]["token_ids"]

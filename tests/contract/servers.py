@@ -33,12 +33,7 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 def scratch(seed: int, *, is_tied: bool = True):
     """A small model that vLLM's CPU attention supports: heads of 32 dimensions."""
     section = ScratchSection(
-        seed=seed,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=is_tied,
+        seed=seed, num_heads=2, num_kv_heads=1, head_dim=32, max_position_embeddings=512, tie_word_embeddings=is_tied
     )
     return random_model(section, VOCAB, eos_token_id=2)
 

@@ -53,9 +53,7 @@ def adapted(seed: int, base=scratch, lora: LoRASection = LORA):
     return model
 
 
-@pytest.fixture(
-    scope="module", params=["embedded", pytest.param("vllm", marks=[needs_vllm, pytest.mark.slow])]
-)
+@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=[needs_vllm, pytest.mark.slow])])
 def url(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     with serve_ready(request.param, scratch(0), directory, *FLAGS) as url:
@@ -207,9 +205,7 @@ async def test_what_is_no_adapter_of_this_model_is_refused_with_the_reason(serve
 PUBLISHERS = {
     "filesystem": lambda path: FilesystemPublisher(path, keep_versions=2),
     "shm": lambda path: ShmPublisher("test-contract-adapters"),
-    "collective": lambda path: CollectivePublisher(
-        "127.0.0.1", free_port(), bucket_bytes=20_000, timeout_s=60
-    ),
+    "collective": lambda path: CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=20_000, timeout_s=60),
     "changes": lambda path: DeltaPublisher(
         FilesystemPublisher(path, keep_versions=2), "test-contract-adapters", DeltaSection()
     ),

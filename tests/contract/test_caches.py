@@ -26,9 +26,7 @@ KEY = "a-key-of-ours"
 PROMPT = np.random.default_rng(0).integers(10, 110, 300).astype(np.int32)
 needs_router = pytest.mark.skipif(find_spec("vllm_router") is None, reason="vllm-router is not installed")
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed: `make vllm`")
-needs_mooncake = pytest.mark.skipif(
-    find_spec("mooncake") is None, reason="Mooncake is not installed: `make vllm`"
-)
+needs_mooncake = pytest.mark.skipif(find_spec("mooncake") is None, reason="Mooncake is not installed: `make vllm`")
 
 
 def ask(name: str, salt: str, session: str | None = None) -> GenerateRequest:
@@ -112,11 +110,7 @@ async def check_that_an_update_keeps_a_cache(
 
     A lease is 30 s. The update has the same weights as before, to compare with.
     """
-    body = {
-        "token_ids": PROMPT.tolist(),
-        "cache_salt": "left",
-        "kv_transfer_params": {"do_remote_decode": True},
-    }
+    body = {"token_ids": PROMPT.tolist(), "cache_salt": "left", "kv_transfer_params": {"do_remote_decode": True}}
     headers = {"Authorization": f"Bearer {KEY}"}
     async with aiohttp.ClientSession(headers=headers, raise_for_status=True) as http:
 
@@ -132,9 +126,7 @@ async def check_that_an_update_keeps_a_cache(
         place = read["kv_transfer_params"]
         fetched = await post(decode, request_id="f", sampling_params=sampling, kv_transfer_params=place)
         await until(decode, "vllm:external_prefix_cache_hits_total", before + 256)
-        alone = await post(
-            decode, request_id="a", sampling_params=sampling, kv_transfer_params=None, cache_salt="a"
-        )
+        alone = await post(decode, request_id="a", sampling_params=sampling, kv_transfer_params=None, cache_salt="a")
         assert fetched["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
         assert await total(prefill, "vllm:nixl_num_kv_expired_reqs_total") == 0
 

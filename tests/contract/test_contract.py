@@ -270,14 +270,10 @@ async def test_pause_keeps_waits_or_aborts(client):
             assert len((await running)[0].token_ids) == 300
 
 
-async def test_an_update_has_its_order_and_nothing_is_computed_before_its_end(
-    engine, client, weights, tmp_path
-):
+async def test_an_update_has_its_order_and_nothing_is_computed_before_its_end(engine, client, weights, tmp_path):
     """Calls out of order are refused with 409, and requests sent meanwhile wait for the new weights."""
     publisher = FilesystemPublisher(tmp_path / "in-order", keep_versions=2)
-    whole, lost = (
-        updates.encode_update(publisher.publish(number, export_tensors(scratch(1)))) for number in (7, 8)
-    )
+    whole, lost = (updates.encode_update(publisher.publish(number, export_tensors(scratch(1)))) for number in (7, 8))
     shutil.rmtree(tmp_path / "in-order" / "version_8")
 
     async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as http:
@@ -344,9 +340,7 @@ async def test_an_engine_that_waits_for_others_in_an_update_is_alive(engine, cli
     manifest = publisher.publish(9, export_tensors(scratch(4)))
 
     def join() -> None:
-        with receive(
-            manifest, WeightGroup(request="g", world_size=2, rank=1), 0, torch.device("cpu")
-        ) as tensors:
+        with receive(manifest, WeightGroup(request="g", world_size=2, rank=1), 0, torch.device("cpu")) as tensors:
             for _ in tensors:
                 pass
 

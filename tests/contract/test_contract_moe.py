@@ -34,9 +34,7 @@ def mixture(seed: int):
     return random_model(section, VOCAB, eos_token_id=2)
 
 
-@pytest.fixture(
-    scope="module", params=["embedded", pytest.param("vllm", marks=[needs_vllm, pytest.mark.slow])]
-)
+@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=[needs_vllm, pytest.mark.slow])])
 def engine(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     with serve_ready(request.param, mixture(0), directory, "--enable-return-routed-experts") as url:

@@ -56,9 +56,7 @@ def engine(request, tmp_path_factory):
 async def generate(url: str, name: str, n: int = 4, **sampling) -> list[Completion]:
     params = SamplingParams(**{"max_tokens": 24, "seed": 1, "ignore_eos": True} | sampling)
     async with EngineClient([url], timeout_s=120) as client:
-        return await client.generate(
-            GenerateRequest(request_id=name, prompt_ids=PROMPT, n=n, sampling=params)
-        )
+        return await client.generate(GenerateRequest(request_id=name, prompt_ids=PROMPT, n=n, sampling=params))
 
 
 def scored(completions: list[Completion], temperature: float) -> tuple[np.ndarray, np.ndarray]:
@@ -74,11 +72,7 @@ def scored(completions: list[Completion], temperature: float) -> tuple[np.ndarra
         samples += samples_of(rollout, 1.0)
     mb = to_micro_batch(samples)
     learner = Learner(
-        sharp(),
-        model=ModelSection(),
-        optim=AdamWOptim(),
-        scheduler=ConstantScheduler(warmup_steps=0),
-        max_steps=None,
+        sharp(), model=ModelSection(), optim=AdamWOptim(), scheduler=ConstantScheduler(warmup_steps=0), max_steps=None
     )
     [logprobs] = learner.trained_logprobs([mb])
     return mb.logprobs[mb.loss_mask], logprobs[mb.loss_mask]
@@ -107,9 +101,7 @@ async def test_requests_of_all_kinds_run_side_by_side(engine):
         "few": {"top_k": 3},
         "greedy-cut": {"temperature": 0.0, "top_k": 3, "n": 1},
     }
-    answers = dict(
-        zip(kinds, await asyncio.gather(*(generate(engine, f"side-{k}", **v) for k, v in kinds.items())))
-    )
+    answers = dict(zip(kinds, await asyncio.gather(*(generate(engine, f"side-{k}", **v) for k, v in kinds.items()))))
     for kind in ("plain", "greedy", "greedy-cut"):
         assert all(completion.support is None for completion in answers[kind])
     for completion in answers["few"]:
@@ -189,9 +181,7 @@ async def test_a_reply_ends_with_the_token_that_completes_a_stop_text(engine, to
 
 async def test_no_reply_ends_before_min_tokens(engine, tokenizer):
     ends, stops = (30, 31, 32, 33), ("a", "q", "t", "0", "Z")
-    for completion in await generate(
-        engine, "late-tokens", n=8, min_tokens=9, stop_token_ids=ends, max_tokens=60
-    ):
+    for completion in await generate(engine, "late-tokens", n=8, min_tokens=9, stop_token_ids=ends, max_tokens=60):
         ids = completion.token_ids.tolist()
         at = next((i for i, token in enumerate(ids) if token in ends), None)
         assert at is None or (9 <= at == len(ids) - 1 and completion.stop_reason == ids[at])

@@ -35,9 +35,10 @@ CLOSED = (
 def guarded(request, tmp_path_factory):
     """An engine whose key is set in the environment."""
     directory = tmp_path_factory.mktemp(request.param)
-    with serve(
-        request.param, save(scratch(0), directory / "model"), directory / "log", env={"VLLM_API_KEY": KEY}
-    ) as (url, _):
+    with serve(request.param, save(scratch(0), directory / "model"), directory / "log", env={"VLLM_API_KEY": KEY}) as (
+        url,
+        _,
+    ):
         yield url
 
 
@@ -50,16 +51,12 @@ async def client(guarded):
 
 async def ask(client: EngineClient) -> int:
     request = GenerateRequest(
-        request_id="r",
-        prompt_ids=np.array([20, 21], np.int32),
-        sampling=SamplingParams(max_tokens=3, ignore_eos=True),
+        request_id="r", prompt_ids=np.array([20, 21], np.int32), sampling=SamplingParams(max_tokens=3, ignore_eos=True)
     )
     return len((await client.generate(request))[0].token_ids)
 
 
-@pytest.mark.parametrize(
-    "headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}]
-)
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}])
 async def test_without_the_key_nothing_but_three_routes_answers(guarded, client, headers):
     async with aiohttp.ClientSession(headers=headers) as http:
         for path in OPEN:

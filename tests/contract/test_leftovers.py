@@ -109,34 +109,21 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_an_engine_that_ends_alone(
-    tmp_path: Path, start: Callable[..., Started], number: signal.Signals
-) -> None:
+def test_an_engine_that_ends_alone(tmp_path: Path, start: Callable[..., Started], number: signal.Signals) -> None:
     model = save(two_headed(0), tmp_path / "model")
-    words = [
-        "--model",
-        str(model),
-        "--engine",
-        "vllm",
-        "--parallel.tp",
-        "2",
-        "--output-dir",
-        str(tmp_path / "out"),
-    ]
+    words = ["--model", str(model), "--engine", "vllm", "--parallel.tp", "2", "--output-dir", str(tmp_path / "out")]
     server = start("inference", *words, "--server.port", str(free_port()), "--device", "cpu")
     server.until(lambda: "Application startup complete" in server.output(), "server that answers")
     assert len(server.observe()) >= 4 and server.names and os.listdir(server.directory)
     server.popen.send_signal(number)
-    assert server.popen.wait(timeout=DEADLINE_S) == (0 if number == signal.SIGTERM else -number), (
-        server.output()[-4000:]
-    )
+    assert server.popen.wait(timeout=DEADLINE_S) == (0 if number == signal.SIGTERM else -number), server.output()[
+        -4000:
+    ]
     server.check_nothing_is_left()
 
 
 @pytest.mark.slow
-def test_a_run_whose_launcher_is_killed_and_one_that_is_stopped(
-    tmp_path: Path, start: Callable[..., Started]
-) -> None:
+def test_a_run_whose_launcher_is_killed_and_one_that_is_stopped(tmp_path: Path, start: Callable[..., Started]) -> None:
     model, run = save(two_headed(0), tmp_path / "model"), RunDir(tmp_path / "run")
     toml = tmp_path / "rl.toml"
     toml.write_text(RL.format(max_steps=1000, directory=tmp_path, model=model))

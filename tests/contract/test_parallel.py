@@ -24,12 +24,7 @@ def two_headed(seed: int):
     from stretto.models.hub import random_model
 
     section = ScratchSection(
-        seed=seed,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
+        seed=seed, num_heads=4, num_kv_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=False
     )
     return random_model(section, 112, eos_token_id=2)
 

@@ -39,9 +39,7 @@ async def check(url: str, engines: list[str]) -> None:
                 )
                 [completion] = await client.generate(request)
                 expected = logprobs_of(scratch(0), np.concatenate([PROMPT, completion.token_ids]))
-                np.testing.assert_allclose(
-                    completion.logprobs, expected[len(PROMPT) - 1 :], atol=2e-5, rtol=0
-                )
+                np.testing.assert_allclose(completion.logprobs, expected[len(PROMPT) - 1 :], atol=2e-5, rtol=0)
     counts = []
     for engine in engines:
         async with EngineClient([engine]) as client:
@@ -111,16 +109,7 @@ def test_a_router_asks_for_the_engines_key_on_all_its_routes(tmp_path):
 @needs_vllm
 def test_each_node_runs_its_own_engine_and_the_first_the_router(tmp_path):
     model, port, backend = save(scratch(0), tmp_path / "model"), free_port(), free_port()
-    words = [
-        "--model",
-        str(model),
-        "--output-dir",
-        str(tmp_path),
-        "--max-model-len",
-        "512",
-        "--device",
-        "cpu",
-    ]
+    words = ["--model", str(model), "--output-dir", str(tmp_path), "--max-model-len", "512", "--device", "cpu"]
     words += ["--hosts", "127.0.0.1", "127.0.0.2", "--deployment.type", "multi_node"]
     words += ["--deployment.router-port", str(port), "--deployment.backend-port", str(backend)]
     nodes = [

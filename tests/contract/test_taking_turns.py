@@ -27,9 +27,7 @@ def ask(name: str, max_tokens: int = 8) -> GenerateRequest:
     return GenerateRequest(request_id=name, prompt_ids=PROMPT, sampling=sampling, cache_salt=name)
 
 
-def test_a_request_that_comes_while_engines_sleep_is_answered_when_weights_and_cache_are_there(
-    tmp_path: Path,
-) -> None:
+def test_a_request_that_comes_while_engines_sleep_is_answered_when_weights_and_cache_are_there(tmp_path: Path) -> None:
     """Between the two steps of waking an engine has no cache: the update of weights must not let requests run."""
     publisher = FilesystemPublisher(tmp_path / "broadcasts", keep_versions=2)
     model = save(scratch(0), tmp_path / "model")
@@ -88,16 +86,6 @@ async def test_an_engine_without_a_cache_is_not_resumed(tmp_path: Path) -> None:
             await client.wake_up("kv_cache")
         await client.update_weights(publisher.publish(3, export_tensors(scratch(0))))
     await runner.cleanup()
-    load = [
-        f"{api.PAUSE}?mode=keep&clear_cache=false",
-        api.START_UPDATE,
-        api.UPDATE_WEIGHTS,
-        api.FINISH_UPDATE,
-    ]
-    turn = [
-        f"{api.SLEEP}?level=2&mode=abort",
-        f"{api.WAKE_UP}?tags=weights",
-        *load,
-        f"{api.WAKE_UP}?tags=kv_cache",
-    ]
+    load = [f"{api.PAUSE}?mode=keep&clear_cache=false", api.START_UPDATE, api.UPDATE_WEIGHTS, api.FINISH_UPDATE]
+    turn = [f"{api.SLEEP}?level=2&mode=abort", f"{api.WAKE_UP}?tags=weights", *load, f"{api.WAKE_UP}?tags=kv_cache"]
     assert called == [*turn, *turn, *load, api.RESUME]

@@ -83,11 +83,7 @@ def play(kind: str, folder: Path, stage: str) -> list[dict[str, float]]:
     saver = checkpoint.Saver(run, is_async=True, on_written=lambda step: None)
     saver.save(learner)
     export_weights(
-        run,
-        learner.network.weights,
-        STEP,
-        folder / "models" / kind,
-        section_of(kind) if "lora" in kind else None,
+        run, learner.network.weights, STEP, folder / "models" / kind, section_of(kind) if "lora" in kind else None
     )
     metrics.append(step(learner, kind))  # beside the writing
     saver.wait()

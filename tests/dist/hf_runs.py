@@ -102,9 +102,7 @@ def play(kind: str, folder: Path, stage: str) -> dict:
     run = run_of(folder, stage, kind)
     save_checkpoint(run, learner)
     section = section_of(kind, folder, **model)
-    export_weights(
-        run, learner.network.weights, STEP, folder / "models" / kind, section if section.lora else None
-    )
+    export_weights(run, learner.network.weights, STEP, folder / "models" / kind, section if section.lora else None)
     metrics.append(step(learner))
     owned = {name: tensor.clone() for name, tensor in learner.export_tensors()}
     parts = gather_anything(owned)

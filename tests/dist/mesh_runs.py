@@ -23,13 +23,7 @@ from tiny import VOCAB, build_policy, documents, pack
 
 from stretto.config.sections.algorithm import GaeAdvantages
 from stretto.config.sections.model import LoRASection, ModelSection, VisionSection
-from stretto.config.sections.trainer import (
-    AdamWOptim,
-    ConstantScheduler,
-    CriticSection,
-    MuonOptim,
-    TrainerSection,
-)
+from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler, CriticSection, MuonOptim, TrainerSection
 from stretto.families.table import traits_of
 from stretto.models import hub
 from stretto.models.config import parse_config
@@ -52,13 +46,7 @@ VISION = {
     "replay_vision_moe": "qwen3_vl_moe", "replay_vision_delta_moe": "qwen3_5_moe",
 }  # fmt: skip
 """Kinds with images, and their cases."""
-MIXERS = (
-    "qwen3_5_moe_text",
-    "nemotron_h",
-    "deepseek_v3",
-    "deepseek_v32",
-    "glm_moe_dsa-shared-choices-biases",
-)
+MIXERS = ("qwen3_5_moe_text", "nemotron_h", "deepseek_v3", "deepseek_v32", "glm_moe_dsa-shared-choices-biases")
 FAMILIES = ("glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna")
 """Families with experts whose meshes are tested with the choices replayed; windows are shorter than documents."""
 ADAPTED = tuple(f"lora_{name}" for name in (*FAMILIES, *MIXERS))
@@ -194,10 +182,7 @@ def _vision_cases() -> list[Case]:
 
 def _memory_cases() -> list[Case]:
     """Recomputed blocks, on meshes that exchange tokens inside of them."""
-    full, experts = (
-        {"ac": {}},
-        {"ac": {"mode": "selective", "targets": ("norm", "attn_proj", "routed_experts")}},
-    )
+    full, experts = ({"ac": {}}, {"ac": {"mode": "selective", "targets": ("norm", "attn_proj", "routed_experts")}})
     projections = {"ac": {"mode": "selective", "targets": ("attn_proj", "mlp")}}
     return [
         Case(2, "fsdp_ac", "dense", full),
@@ -234,9 +219,7 @@ def _family_cases() -> list[Case]:
     cases = [Case(2, name, family, model) for family in FAMILIES for name, model in meshes.items()]
     cases += [Case(2, name, "glm4", model) for name, model in meshes.items() if name != "ep"]
     cases = [case for case in cases if case.name != "tp" or not traits_of(case.kind).undivided_heads]
-    cases += [
-        Case(2, name, kind, model) for kind in MIXERS for name, model in (("fsdp", {}), ("ep", meshes["ep"]))
-    ]
+    cases += [Case(2, name, kind, model) for kind in MIXERS for name, model in (("fsdp", {}), ("ep", meshes["ep"]))]
     cases += [Case(2, name, "deepseek_v3", meshes[name]) for name in ("ulysses", "ring")]
     cases += [Case(2, name, kind, meshes[name]) for kind in ("llama", "bias") for name in ("ulysses", "ring")]
     cases += [Case(2, "fsdp", kind) for kind in ("llama", "bias", "qwen3_5_text")] + [
@@ -288,18 +271,12 @@ def batches(kind: str) -> list[list]:
     """Micro batches of every step: few and of different sizes, so that ranks get unequal shares."""
     if kind in VISION:
         steps = image_batches(NUM_STEPS)
-        return (
-            [[_replayed(kind, n, mb) for mb in row] for n, row in enumerate(steps)]
-            if is_replayed(kind)
-            else steps
-        )
+        return [[_replayed(kind, n, mb) for mb in row] for n, row in enumerate(steps)] if is_replayed(kind) else steps
     steps = []
     for step in range(NUM_STEPS):
         docs = documents(seed=step, num_groups=2, group_size=3)
         micro_batches = [pack(docs[:1]), pack(docs[1:4]), pack(docs[4:])]
-        if (
-            step == 1
-        ):  # all that the second of two ranks has is without a signal, and it updates with the others
+        if step == 1:  # all that the second of two ranks has is without a signal, and it updates with the others
             nothing = np.zeros_like(micro_batches[1].advantages)
             micro_batches[1] = replace(micro_batches[1], advantages=nothing)
         if is_replayed(kind):
@@ -325,9 +302,7 @@ def _replayed(kind: str, step: int, mb: MicroBatch) -> MicroBatch:
     """With experts to replay: only the first ones, so that some ranks get no token; some tokens have none."""
     num_tokens, num_layers = len(mb.token_ids), policy_of(kind).config.num_layers
     rng = np.random.default_rng(1000 * step + num_tokens)
-    layers = [
-        rng.permuted(np.arange(3)[None].repeat(num_tokens, 0), axis=1)[:, :2] for _ in range(num_layers)
-    ]
+    layers = [rng.permuted(np.arange(3)[None].repeat(num_tokens, 0), axis=1)[:, :2] for _ in range(num_layers)]
     choices = np.stack(layers, 1).astype(np.uint8)
     choices[rng.random(num_tokens) < 0.1] = 255
     return replace(mb, routed_experts=choices)
@@ -417,9 +392,7 @@ def build(kind: str, model: dict, mesh: Mesh | None = None) -> Learner:
     critic = None
     if kind.startswith("ppo"):
         is_text = kind == "ppo"
-        network = with_value_head(
-            build_policy(seed=1, **SHAPE) if is_text else build_vision_policy(VISION[kind], 1)
-        )
+        network = with_value_head(build_policy(seed=1, **SHAPE) if is_text else build_vision_policy(VISION[kind], 1))
         critic = Critic(network, section=CriticSection(), model=section, optim=optim, mesh=mesh)
     return Learner(
         policy_of(kind),
@@ -442,9 +415,7 @@ def train(learner: Learner, kind: str) -> dict:
         advantages = GaeAdvantages(gamma=0.9, lambd=0.9)
         section = TrainerSection(advantages=advantages, critic=learner.critic.section)
     updates = Updates(learner, section)
-    out["metrics"] = [
-        updates.train(learner.mesh.local_items(micro_batches)) for micro_batches in batches(kind)
-    ]
+    out["metrics"] = [updates.train(learner.mesh.local_items(micro_batches)) for micro_batches in batches(kind)]
     out["after"] = learner.logprobs(scored)[0]
     out["state"], out["tensors"] = learner.state(), whole_tensors(learner)
     owned = {name: tensor.clone() for name, tensor in learner.export_tensors()}
@@ -471,9 +442,7 @@ def main(out: Path, names: list[str]) -> None:
             if str(case) not in names:
                 continue
             start = time.perf_counter()
-            degrees = find_degrees(
-                section_of(case.kind, **case.model), case.world_size, policy_of(case.kind).config
-            )
+            degrees = find_degrees(section_of(case.kind, **case.model), case.world_size, policy_of(case.kind).config)
             mesh = Mesh(degrees, training_device())
             learner = build(case.kind, case.model, mesh)
             result = train(learner, case.kind)

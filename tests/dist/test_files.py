@@ -58,10 +58,7 @@ def test_a_run_resumed_on_another_mesh_has_the_same_next_loss(played, kind, stag
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_rank_writes_the_whole_state(played, kind):
     """The control of the tests above: every rank's file has its share."""
-    files = {
-        p.name: p.stat().st_size
-        for p in run_of(played, "two", kind).checkpoint(STEP).glob("trainer/*.distcp")
-    }
+    files = {p.name: p.stat().st_size for p in run_of(played, "two", kind).checkpoint(STEP).glob("trainer/*.distcp")}
     assert len(files) == 2 and max(files.values()) < 0.75 * sum(files.values())
 
 
@@ -81,8 +78,7 @@ def test_exported_shards_are_the_weights_of_one_rank(played, kind, stage):
 
 def test_an_adapter_is_exported_whole_beside_its_shards(played):
     want, got = (
-        load_adapter(run_of(played, stage, "lora").latest_weights / "lora_adapters")
-        for stage in ("one", "four")
+        load_adapter(run_of(played, stage, "lora").latest_weights / "lora_adapters") for stage in ("one", "four")
     )
     assert want.pairs.keys() == got.pairs.keys()
     for name, pair in want.pairs.items():

@@ -20,10 +20,7 @@ TWO_AGAIN = pytest.param("two_again", marks=pytest.mark.slow)
 @pytest.fixture(scope="module")
 def played(request, tmp_path_factory):
     """Run the stages that this session asks for, in order; their results and folder."""
-    asked = {
-        getattr(item, "callspec", None) and item.callspec.params.get("stage")
-        for item in request.session.items
-    }
+    asked = {getattr(item, "callspec", None) and item.callspec.params.get("stage") for item in request.session.items}
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("hf")
     (folder / "results").mkdir()
@@ -46,9 +43,7 @@ def played(request, tmp_path_factory):
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_train_like_one(played, kind, stage):
     want, got = played[0]["one", kind], played[0][stage, kind]
-    assert got["is_on_meta"] == (kind != "other_names") and not want["is_on_meta"], (
-        "each rank reads its shards"
-    )
+    assert got["is_on_meta"] == (kind != "other_names") and not want["is_on_meta"], "each rank reads its shards"
     assert len(got["metrics"]) == STEP + 1
     for ours, theirs in zip(got["metrics"], want["metrics"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
@@ -94,8 +89,7 @@ def test_a_checkpoint_is_continued_on_another_number_of_ranks(played, kind, stag
 
 def test_an_adapter_is_exported_by_its_names(played):
     one, two = (
-        load_adapter(run_of(played[1], stage, "lora").latest_weights / "lora_adapters")
-        for stage in ("one", "two")
+        load_adapter(run_of(played[1], stage, "lora").latest_weights / "lora_adapters") for stage in ("one", "two")
     )
     assert one.pairs.keys() == two.pairs.keys()
     for name, pair in one.pairs.items():

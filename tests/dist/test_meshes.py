@@ -67,8 +67,7 @@ def test_a_mesh_trains_like_one_rank(case, on_meshes):
         if case.model.get("cp_style") == "ring":
             # A ring computes shared prompts once for every document, and counts their tokens as often.
             ours, theirs = (
-                {k: v for k, v in m.items() if "max_vio" not in k and "routing" not in k}
-                for m in (ours, theirs)
+                {k: v for k, v in m.items() if "max_vio" not in k and "routing" not in k} for m in (ours, theirs)
             )
         # The delta rule divides by the lengths of its keys: weights changed in their last bit change a norm by 1e-3.
         rel = 1e-3 if "qwen3_5" in case.kind or "delta" in case.kind else 1e-5

@@ -92,9 +92,7 @@ def wait(popen: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> tuple[
                 break
     popen.kill()
     output, _ = popen.communicate()
-    raise AssertionError(
-        f"no end and no line in {deadline_s:g} s, or no end in {MAX_DEADLINES} times that:\n{output}"
-    )
+    raise AssertionError(f"no end and no line in {deadline_s:g} s, or no end in {MAX_DEADLINES} times that:\n{output}")
 
 
 def start_rl(directory: Path, settings: Mapping[str, Any], *words: str, **how: Any) -> subprocess.Popen[str]:
@@ -149,13 +147,7 @@ def rl(directory: Path, settings: Mapping[str, Any], *words: str, is_ok: bool = 
 
 def fine_tuned(directory: Path, **settings: Any) -> Path:
     """`sft` on solved sort-letters tasks of four letters, with other settings where given: its model."""
-    base = {
-        "seq_len": 2048,
-        "num_threads": 1,
-        "output_dir": directory,
-        "run": {"name": "run"},
-        "optim": {"lr": 2e-3},
-    }
+    base = {"seq_len": 2048, "num_threads": 1, "output_dir": directory, "run": {"name": "run"}, "optim": {"lr": 2e-3}}
     tasks = {"type": "environment", "id": "sort-letters", "args": {"num_letters": 4}, "num_rows": 4096}
     settings = {"model": {"scratch": {}}, "data": tasks} | settings
     directory.mkdir(exist_ok=True)
@@ -227,9 +219,7 @@ def _inline(value: Any) -> str:
     return json.dumps(str(value) if value is None or isinstance(value, Path) else value)
 
 
-def until(
-    is_so: Callable[[], bool], popen: subprocess.Popen[str], what: str, *, every_s: float = 0.01
-) -> None:
+def until(is_so: Callable[[], bool], popen: subprocess.Popen[str], what: str, *, every_s: float = 0.01) -> None:
     """Wait for something a running process does; its end before that is a failure."""
     deadline = time.monotonic() + LONG_S
     while not is_so():

@@ -17,9 +17,7 @@ import threading
 TIMEOUT_S = 2.0
 CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(15) + bytes(32)
 NULL_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
-HTTP = (
-    b"POST /update_weights HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer guess\r\nContent-Length: %d\r\n\r\n"
-)
+HTTP = b"POST /update_weights HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer guess\r\nContent-Length: %d\r\n\r\n"
 
 
 class Bomb:

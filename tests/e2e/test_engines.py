@@ -95,9 +95,7 @@ def test_a_run_on_vllm_learns_with_weights_that_are_broadcast_in_flight(warm: Pa
 
 @pytest.mark.slow
 @needs_vllm
-def test_a_mixture_on_vllm_is_replayed_by_the_trainer_whose_ranks_both_send_it(
-    mixture: Path, tmp_path: Path
-) -> None:
+def test_a_mixture_on_vllm_is_replayed_by_the_trainer_whose_ranks_both_send_it(mixture: Path, tmp_path: Path) -> None:
     more = {
         "max_steps": 5,
         "model": {"name": str(mixture)},

@@ -154,9 +154,7 @@ async def _sample(url: str) -> tuple[list[np.ndarray], list[Completion]]:
     return prompts, [completion for answer in answers for completion in answer]
 
 
-def _learner_logprobs(
-    model: Path, prompts: list[np.ndarray], completions: list[Completion]
-) -> list[np.ndarray]:
+def _learner_logprobs(model: Path, prompts: list[np.ndarray], completions: list[Completion]) -> list[np.ndarray]:
     """The completions' log-probabilities from one packed forward pass of the trainer's learner."""
     from stretto.config.sections.model import ModelSection
     from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
@@ -207,27 +205,19 @@ def test_a_synchronous_run_is_a_function_of_its_seed(
 def test_files_carry_the_same_bits_as_sockets_and_shared_memory(
     sync: Settings, straight: Ended, tmp_path: Path
 ) -> None:
-    files = {
-        "max_steps": 3,
-        "rollout_transport": {"type": "filesystem"},
-        "weight_broadcast": {"type": "filesystem"},
-    }
+    files = {"max_steps": 3, "rollout_transport": {"type": "filesystem"}, "weight_broadcast": {"type": "filesystem"}}
     ended = rl(tmp_path, merged(sync, files))
     assert ended.weights(3) == straight.weights(3) != straight.weights(2)
     assert (ended.run.rollouts / "step_3").is_dir() and ended.run.broadcast(3).is_dir()
     assert not straight.run.rollouts.exists() and not straight.run.broadcasts.exists()
 
 
-def test_processes_that_take_turns_train_what_others_train(
-    sync: Settings, straight: Ended, tmp_path: Path
-) -> None:
+def test_processes_that_take_turns_train_what_others_train(sync: Settings, straight: Ended, tmp_path: Path) -> None:
     ended = rl(tmp_path, merged(sync, {"max_steps": 3, "colocate": {}}))
     assert ended.weights(3) == straight.weights(3) and audit(ended.run) == []
 
 
-def test_three_verbs_started_by_hand_train_what_rl_trains(
-    sync: Settings, straight: Ended, tmp_path: Path
-) -> None:
+def test_three_verbs_started_by_hand_train_what_rl_trains(sync: Settings, straight: Ended, tmp_path: Path) -> None:
     """`inference @ ..`, `orchestrator @ ..`, `trainer @ ..`; with one thread each, as `rl` gives on two cores."""
     http, rollouts, control = free_ports(3)
     wires = {"rollout_transport": {"type": "zmq", "port": rollouts}, "control": {"port": control}}
@@ -489,9 +479,7 @@ def test_a_stalled_run_says_where_it_stands_and_stops(sorter: Path, tmp_path: Pa
     forever = {"orchestrator": {"rollout_timeout_s": None, "stall_timeout_s": 5.0}}
     ended = rl(tmp_path, without_skill(sorter, {"id": "envs:Hanging"}, forever), is_ok=False)
     assert ended.code == 1
-    assert "stalled: nothing moved for " in ended.output and "stall_timeout_s 5)" in ended.output, (
-        ended.output
-    )
+    assert "stalled: nothing moved for " in ended.output and "stall_timeout_s 5)" in ended.output, ended.output
     assert str(ended.run.dumps) in ended.output, ended.output
     (dump,) = ended.run.dumps.iterdir()
     text = dump.read_text()

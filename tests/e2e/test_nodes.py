@@ -40,10 +40,7 @@ def test_nodes_train_together_and_each_starts_what_is_its_own(sorter: Path, tmp_
 def test_trainer_and_engines_of_several_machines_take_turns(sorter: Path, tmp_path: Path) -> None:
     """Two machines, each with a rank and an engine, learn what four do on which nobody sleeps."""
     weights = {}
-    for name, num_hosts, more in (
-        ("turns", 2, {"colocate": {}}),
-        ("apart", 4, {}),
-    ):
+    for name, num_hosts, more in (("turns", 2, {"colocate": {}}), ("apart", 4, {})):
         settings = over_addresses(sorter, num_hosts=4, max_steps=3)
         settings["deployment"]["hosts"] = settings["deployment"]["hosts"][:num_hosts]
         settings["orchestrator"]["max_async_level"] = 0

@@ -63,10 +63,7 @@ def strangers(places: set[tuple[str, int]], number: int) -> Iterator[list[subpro
     script = [sys.executable, str(HERE / "strangers.py")]
     found = [
         subprocess.Popen(
-            [*script, str(seed), str(NUM_HELD), *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [*script, str(seed), str(NUM_HELD), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         for seed in range(number)
     ]
@@ -134,6 +131,4 @@ def assert_is_nowhere(run: RunDir, directory: Path, texts: list[str]) -> None:
         assert not [text for text in texts if word in text]
         files = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
         assert len(files) > 20
-        assert [path for path in files if word.encode() in path.read_bytes()] == [run.secret] * (
-            word == hidden[0]
-        )
+        assert [path for path in files if word.encode() in path.read_bytes()] == [run.secret] * (word == hidden[0])

@@ -155,9 +155,7 @@ def test_the_rollouts_of_a_filter_are_those_of_the_ledger(tab: Any, address: str
     assert tab.locator(".detail p").first.inner_text().startswith("sort-letters, task")
     assert f"reward {best['reward']:g}" in tab.locator(".detail").inner_text()
     tab.locator(".detail select").select_option("logprob")
-    colours = tab.locator(".detail .text span").evaluate_all(
-        "spans => spans.map((span) => span.style.backgroundColor)"
-    )
+    colours = tab.locator(".detail .text span").evaluate_all("spans => spans.map((span) => span.style.backgroundColor)")
     assert any(colours) and not all(colours)
 
 

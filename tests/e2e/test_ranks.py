@@ -59,9 +59,7 @@ def alone(tmp_path_factory):
     return settings, rl(folder, settings)
 
 
-@pytest.mark.parametrize(
-    "name", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp", "cp"))]
-)
+@pytest.mark.parametrize("name", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp", "cp"))])
 def test_two_trainer_ranks_train_like_one(tmp_path: Path, alone, name: str) -> None:
     settings, one = alone
     two = rl(tmp_path, merged(settings, TWO_RANKS[name]))
@@ -87,9 +85,7 @@ def stock(args, build):
 
 
 @pytest.mark.parametrize("name", ["frozen", pytest.param("stock", marks=pytest.mark.slow)])
-def test_the_model_of_a_users_function_is_trained_by_two_ranks(
-    tmp_path: Path, alone, monkeypatch, name
-) -> None:
+def test_the_model_of_a_users_function_is_trained_by_two_ranks(tmp_path: Path, alone, monkeypatch, name) -> None:
     settings, one = alone
     (tmp_path / "providers.py").write_text(PROVIDER)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")

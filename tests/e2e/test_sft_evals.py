@@ -81,9 +81,7 @@ def test_an_environment_that_fails_costs_the_evals_and_nothing_else(tmp_path):
     (tmp_path / "broken_env.py").write_text(BROKEN)
     section = settings(tmp_path)["eval"]
     broken = {"id": "broken_env:Broken", "args": {"num_letters": 3}}
-    code, output = wait(
-        sft(tmp_path, max_steps=4, eval=section | {"env": [broken], "interval": 2, "num_examples": 4})
-    )
+    code, output = wait(sft(tmp_path, max_steps=4, eval=section | {"env": [broken], "interval": 2, "num_examples": 4}))
     assert code == 0, output
     run = RunDir(tmp_path / "run")
     assert json.loads(run.summary.read_text())["evals"] == {}

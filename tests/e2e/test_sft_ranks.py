@@ -52,9 +52,7 @@ def test_two_ranks_train_like_one(tmp_path):
     assert "sft_0 | step 4/4" in ended["two"][1] and "sft_1 |" not in ended["two"][1]
     assert "2 ranks" in RunDir(tmp_path / "two").log("sft_1").read_text()
     assert "resumed from step 4 of" in ended["again"][1]
-    one, *others = (
-        hub.load_model(RunDir(tmp_path / name).latest_weights, dtype=torch.float32) for name in ended
-    )
+    one, *others = (hub.load_model(RunDir(tmp_path / name).latest_weights, dtype=torch.float32) for name in ended)
     for other in others:
         for (name, ours), theirs in zip(other.named_parameters(), one.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, msg=name)

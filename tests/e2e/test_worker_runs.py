@@ -87,9 +87,7 @@ def test_an_environment_that_cannot_be_built_ends_the_run_with_its_message(tmp_p
     assert ended.code and "missing a required argument: 'share'" in ended.output, ended.output
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("verifiers") is None, reason="the extra verifiers is not installed"
-)
+@pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="the extra verifiers is not installed")
 def test_a_taskset_of_verifiers_is_trained_on_exactly_the_tokens_the_engine_saw(tmp_path: Path) -> None:
     """A dialogue of two turns: were one token of it not the engine's, the trainer's log-probabilities would differ."""
     ended = rl(tmp_path, with_envs(build_model(tmp_path), [{"id": "vowels-v1"}]))

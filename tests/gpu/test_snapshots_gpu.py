@@ -15,9 +15,7 @@ pytestmark = pytest.mark.gpu
 def sizes(path) -> list[int]:
     """Bytes of the allocations that a snapshot has."""
     snapshot = pickle.loads(path.read_bytes())
-    return [
-        event["size"] for trace in snapshot["device_traces"] for event in trace if event["action"] == "alloc"
-    ]
+    return [event["size"] for trace in snapshot["device_traces"] for event in trace if event["action"] == "alloc"]
 
 
 def test_each_step_has_a_file_with_its_own_allocations(tmp_path):

@@ -118,9 +118,7 @@ def test_a_critic_learns_beside_the_policy(dtype):
         with_value_head(build_policy(3).to("cuda", number_type)),
         section=section, model=ModelSection(dtype=dtype), optim=ADAMW,
     )  # fmt: skip
-    learner = build(
-        "cuda", build_policy().to(number_type), loss=PpoLoss(), critic=critic, model={"dtype": dtype}
-    )
+    learner = build("cuda", build_policy().to(number_type), loss=PpoLoss(), critic=critic, model={"dtype": dtype})
     section = TrainerSection(
         advantages=GaeAdvantages(), critic=section, loss=PpoLoss(), updates_per_step=2, epochs_per_step=2
     )
@@ -160,8 +158,7 @@ def test_a_head_in_bfloat16_is_not_rounded_and_has_a_gradient(record_property):
     generator = torch.Generator("cuda").manual_seed(0)
     for vocab in (1, 40, 1301):
         hidden, weight = (
-            torch.randn(n, 64, generator=generator, device="cuda").bfloat16().requires_grad_()
-            for n in (33, vocab)
+            torch.randn(n, 64, generator=generator, device="cuda").bfloat16().requires_grad_() for n in (33, vocab)
         )
         logits = head_logits(hidden, weight)
         exact = hidden.detach().double() @ weight.detach().double().T
@@ -175,10 +172,7 @@ def test_the_engine_agrees_with_the_trainer(dtype, bound, record_property):
     model = build_model().to("cuda", getattr(torch, dtype))
     learner = build("cuda", build_model().to(getattr(torch, dtype)), model={"dtype": dtype})
     rng, gaps = np.random.default_rng(0), []
-    asked = [
-        ask(f"r{i}", prompt(rng, length), n=2, max_tokens=30, scored=True)
-        for i, length in enumerate((1, 9, 70))
-    ]
+    asked = [ask(f"r{i}", prompt(rng, length), n=2, max_tokens=30, scored=True) for i, length in enumerate((1, 9, 70))]
     for one, completions in zip(asked, run(build_core(model), *asked)):
         for completion in completions:
             tokens = np.concatenate([one.prompt_ids, completion.token_ids])
@@ -222,11 +216,7 @@ def test_nccl_alone_in_its_world_sums_and_shards(tmp_path: Path):
         pytest.skip("this torch has no NCCL")
     device = torch.device("cuda", 0)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
-        init_method=f"file://{tmp_path}/rendezvous",
-        rank=0,
-        world_size=1,
-        device_id=device,
+        "cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1, device_id=device
     )
     try:
         x = torch.arange(8.0, device=device)

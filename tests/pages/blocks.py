@@ -13,11 +13,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "examples").glob("**/README.md")),
-]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("**/README.md"))]
 KINDS = {name: name for name in ("bash", "python", "toml", "json", "yaml")} | {
     "sh": "bash",
     "console": "bash",
@@ -65,10 +61,7 @@ NOT_RUN = {
     ("docs/planning.md", "plan"): "tests/unit/foresee",
     ("docs/debugging.md", "stacks"): "tests/unit/launch/jobs/test_stacks.py",
     ("docs/debugging.md", "--bench"): "tests/unit/bench",
-    (
-        "examples/gsm8k/README.md",
-        "pip install",
-    ): "what a release contains is tested by tests/unit/test_package.py",
+    ("examples/gsm8k/README.md", "pip install"): "what a release contains is tested by tests/unit/test_package.py",
     ("examples/gsm8k/README.md", "hf download"): "needs the Hub: tests/unit/data",
     ("examples/gsm8k/README.md", "examples/gsm8k"): _RECIPE,
     ("examples/multi_turn_tools/README.md", "multi"): _RECIPE,
@@ -89,10 +82,7 @@ NOT_RUN = {
         "zai-org/GLM-5",
     ): "its models are on the Hub: tests/unit/models/fp8 trains and serves small ones",
     ("docs/algorithms.md", 'base_url = "http://10.0.0.7'): _ELSEWHERE,
-    (
-        "docs/inference.md",
-        'type = "groups"',
-    ): "needs GPUs; without them: tests/e2e/learning/test_vime_alone.py",
+    ("docs/inference.md", 'type = "groups"'): "needs GPUs; without them: tests/e2e/learning/test_vime_alone.py",
     ("docs/inference.md", "vllm-router --host"): "engines enter a real one: tests/contract/routing",
     ("docs/orchestrator.md", "--client.base_url http"): _ELSEWHERE,
     ("README.md", "stretto view"): _PAGE,
@@ -107,10 +97,7 @@ NOT_RUN = {
     ("docs/deployment.md", "export "): _SHELL,
     ("docs/deployment.md", "INFERENCE_SERVER_"): _BY_HAND,
     ("docs/deployment.md", "torchrun --n"): _BY_HAND,
-    (
-        "docs/deployment.md",
-        "--data-parallel-address",
-    ): "vLLM on two machines: tests/contract/nodes/test_wide.py",
+    ("docs/deployment.md", "--data-parallel-address"): "vLLM on two machines: tests/contract/nodes/test_wide.py",
     ("docs/deployment.md", "scripts/tmux.sh"): _BY_HAND,
     ("docs/deployment.md", "--trainer-gpu-ids"): "needs GPUs; without them: tests/cluster/test_by_hand.py",
 }
@@ -176,9 +163,7 @@ def _all_blocks() -> tuple[Block, ...]:
         for match in re.finditer(r"^( *)```(\w+)\n(.*?)^ *```", text, re.S | re.M):
             name, line = str(page.relative_to(ROOT)), text[: match.start(3)].count("\n") + 1
             body = re.sub(f"^{match[1]}", "", match[3], flags=re.M)
-            assert match[2] in KINDS, (
-                f"{name}:{line}: {match[2]} is a language that no test runs; see {__file__}"
-            )
+            assert match[2] in KINDS, f"{name}:{line}: {match[2]} is a language that no test runs; see {__file__}"
             found.append(Block(name, line, KINDS[match[2]], body))
     return tuple(found)
 

@@ -99,9 +99,7 @@ class Session:
             self._shared |= keeper.shared_memory_of([pid]) | _open_in_shared_memory(pid)
 
     def _left(self) -> list[str]:
-        processes = [
-            f"process {pid}: {words}" for pid in keeper.marked_processes(self.mark) if (words := _words(pid))
-        ]
+        processes = [f"process {pid}: {words}" for pid in keeper.marked_processes(self.mark) if (words := _words(pid))]
         # CUDA's own goes with a process that returns from main, which xdist's workers and forked ones do not.
         names = sorted(name for name in self._shared if not name.startswith("cuda.shm."))
         shared = [f"{keeper.SHARED}/{name}" for name in names if (keeper.SHARED / name).exists()]

@@ -41,9 +41,7 @@ def test_instructions_are_dockers(steps: list[tuple[str, str]]) -> None:
 
 
 def test_what_is_copied_exists_and_is_sent_to_the_builder(steps: list[tuple[str, str]]) -> None:
-    ignored = [
-        line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] not in ("#", "")
-    ]
+    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] not in ("#", "")]
     sent = [line.removeprefix("!") for line in ignored if line.startswith("!")]
     assert ignored[0] == "*"
     for name, words in steps:
@@ -93,6 +91,4 @@ def test_bases_are_pinned_and_the_image_has_no_root(steps: list[tuple[str, str]]
 def test_what_the_documents_type_is_in_the_image(steps: list[tuple[str, str]]) -> None:
     installed = [words for name, words in steps if name == "RUN" and "uv==" in words]
     assert installed, "`uv run orchestrator ...` needs uv"
-    assert ("WORKDIR", "/app") in steps and any(
-        "/app/examples" in words for name, words in steps if name == "COPY"
-    )
+    assert ("WORKDIR", "/app") in steps and any("/app/examples" in words for name, words in steps if name == "COPY")

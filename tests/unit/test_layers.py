@@ -53,17 +53,7 @@ BELOW = {
         "envs",
         "vime",
     },
-    "inference": {
-        "base",
-        "families",
-        "records",
-        "config",
-        "monitors",
-        "chat",
-        "data",
-        "models",
-        "transports",
-    },
+    "inference": {"base", "families", "records", "config", "monitors", "chat", "data", "models", "transports"},
     "service": {"base", "records", "config", "monitors", "transports", "data"},
     "launch": {"base", "families", "records", "config", "ledger", "monitors", "data", "view"},
     "view": {"base", "records", "config", "ledger", "monitors", "chat"},
@@ -84,18 +74,7 @@ BELOW = {
         "transports",
     },
     "dry_run": {"base", "config", "data", "launch", "monitors", "orchestrator", "service", "trainer"},
-    "doctor": {
-        "base",
-        "records",
-        "config",
-        "chat",
-        "data",
-        "envs",
-        "foresee",
-        "launch",
-        "monitors",
-        "orchestrator",
-    },
+    "doctor": {"base", "records", "config", "chat", "data", "envs", "foresee", "launch", "monitors", "orchestrator"},
     "bench": {"base", "records", "config", "data", "doctor", "envs", "foresee", "monitors", "transports"},
     "signals": set(),
     "verbs": {
@@ -186,9 +165,7 @@ def files() -> Iterator[tuple[Path, str]]:
 
 
 def test_every_room_that_is_spoken_of_here_exists() -> None:
-    rooms = {
-        path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
+    rooms = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert set(BELOW) == rooms and set().union(*BELOW.values()) <= rooms
     places = {place for homes in (*HOMES.values(), *EXCEPT.values()) for place in homes}
     assert not [place for place in sorted(places) if not (SOURCE / place).exists()]
@@ -209,9 +186,7 @@ def test_no_room_asks_for_what_another_has_put_on_an_object() -> None:
     for file, package in files():
         for node in tree_of(file):
             match node:
-                case ast.Call(
-                    func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value), *_]
-                ):
+                case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value), *_]):
                     if OWNED.get(value, package) != package:
                         wrong.append(f"{file}:{node.lineno}: {value} is {OWNED[value]}'s; have it handed in")
     assert not wrong, "\n".join(wrong)
@@ -407,9 +382,7 @@ def test_the_command_line_imports_a_verb_only_in_its_branch() -> None:
 
 def test_there_is_no_utils() -> None:
     banned = {"utils", "util", "misc", "common", "helpers"}
-    assert not [
-        str(file) for file, _ in files() if banned & {part.removesuffix(".py") for part in file.parts}
-    ]
+    assert not [str(file) for file, _ in files() if banned & {part.removesuffix(".py") for part in file.parts}]
 
 
 def test_nobody_waits_by_asyncio_wait_for():

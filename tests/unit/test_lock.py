@@ -23,10 +23,7 @@ def lock():
 
 
 def test_every_dependency_is_locked_within_its_bounds(lock):
-    lines = [
-        *PROJECT["dependencies"],
-        *(line for extra in PROJECT["optional-dependencies"].values() for line in extra),
-    ]
+    lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
     locked, wrong = lock.locked(), []
     for needed in map(Requirement, lines):
         name = canonicalize_name(needed.name)
@@ -43,9 +40,7 @@ def test_a_package_that_is_newer_than_the_lock_is_told(lock, tmp_path, monkeypat
     assert lock.differences() == [] and len(lock.locked()) > 50
     text = lock.LOCK.read_text()
     version = lock.locked()["msgspec"]
-    lock.LOCK.write_text(
-        text.replace(f"msgspec=={version}\n", "msgspec==0.1\n").replace("numpy==", "mumpy==")
-    )
+    lock.LOCK.write_text(text.replace(f"msgspec=={version}\n", "msgspec==0.1\n").replace("numpy==", "mumpy=="))
     told = lock.differences()
     assert f"msgspec {version} is installed, newer than the lock's 0.1" in told
     assert any(line.startswith("numpy ") and line.endswith("not locked") for line in told)

@@ -40,9 +40,7 @@ def uses(tree: ast.AST) -> Iterator[str]:
             if node.attr in OBJECTS or head in PICKLING or is_file:
                 yield ast.unparse(node)
         if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only"):
-            is_safe = isinstance(node.value, ast.Constant) and node.value.value is (
-                node.arg == "weights_only"
-            )
+            is_safe = isinstance(node.value, ast.Constant) and node.value.value is (node.arg == "weights_only")
             if not is_safe:
                 yield f"{node.arg} = {ast.unparse(node.value)}"
 
@@ -58,9 +56,4 @@ def test_no_module_opens_or_sends_pickles() -> None:
 
 def test_the_check_finds_what_it_looks_for() -> None:
     code = "import pickle\npickle.loads(x)\ntorch.load(f)\ndist.all_gather_object(a, b)\nnp.load(f, allow_pickle=True)"
-    assert set(uses(ast.parse(code))) == {
-        "pickle.loads",
-        "torch.load",
-        "dist.all_gather_object",
-        "allow_pickle = True",
-    }
+    assert set(uses(ast.parse(code))) == {"pickle.loads", "torch.load", "dist.all_gather_object", "allow_pickle = True"}

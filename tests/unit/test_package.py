@@ -30,11 +30,7 @@ def build(what: str, source: Path, into: Path) -> Path:
     """Build the `sdist` or the `wheel` of a source tree, with the setuptools that is installed."""
     into.mkdir()
     subprocess.run(
-        [sys.executable, "-c", BUILD, what, str(into)],
-        cwd=source,
-        check=True,
-        capture_output=True,
-        timeout=300,
+        [sys.executable, "-c", BUILD, what, str(into)], cwd=source, check=True, capture_output=True, timeout=300
     )
     [archive] = into.iterdir()
     return archive
@@ -122,9 +118,7 @@ def find_python(version: str) -> Path | None:
     named = shutil.which(f"python{version}")
     for path in [*beside, *([Path(named)] if named else [])]:
         done = subprocess.run(
-            [path, "-c", "import sys, venv; print('%d.%d' % sys.version_info[:2])"],
-            capture_output=True,
-            text=True,
+            [path, "-c", "import sys, venv; print('%d.%d' % sys.version_info[:2])"], capture_output=True, text=True
         )
         if done.stdout.strip() == version:
             return path
@@ -180,8 +174,7 @@ def test_an_installation_without_the_repository_runs_the_demo(wheel, tmp_path):
     (tmp_path / "here").mkdir()
     done = subprocess.run(
         [bin_ / "stretto", "demo", "--max-steps", "3", "--output-dir", "runs"],
-        env=os.environ
-        | {"PYTHONPATH": paths, "PATH": f"{bin_}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": paths, "PATH": f"{bin_}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
         cwd=tmp_path / "here",
         capture_output=True,
         text=True,

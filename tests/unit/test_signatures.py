@@ -142,8 +142,6 @@ def _is_named(node: ast.AST) -> bool:
 @pytest.mark.heavy
 def test_no_process_of_a_run_imports_what_checks_shapes():
     modules = "stretto.orchestrator.main, stretto.trainer.rl, stretto.inference.server"
-    program = (
-        f"import sys, {modules}; print(sorted({{'jaxtyping', 'beartype', 'shapes'}} & set(sys.modules)))"
-    )
+    program = f"import sys, {modules}; print(sorted({{'jaxtyping', 'beartype', 'shapes'}} & set(sys.modules)))"
     popen = forked.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert popen.communicate(timeout=300)[0] == "[]\n"

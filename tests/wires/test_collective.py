@@ -70,9 +70,7 @@ def assert_same(got, sent) -> None:
     assert [name for name, _ in got] == [name for name, _ in sent]
     for (name, a), (_, b) in zip(got, sent):
         assert a.dtype == b.dtype and a.shape == b.shape, name
-        assert (
-            a.contiguous().reshape(-1).view(torch.uint8).equal(b.contiguous().reshape(-1).view(torch.uint8))
-        )
+        assert a.contiguous().reshape(-1).view(torch.uint8).equal(b.contiguous().reshape(-1).view(torch.uint8))
 
 
 def test_every_kind_of_tensor_arrives_bit_for_bit_and_versions_follow_each_other(publisher):
@@ -169,9 +167,7 @@ def senders(cfgs: list[WeightBroadcast], place: Path, count: int = 2) -> Iterato
     """Trainer ranks that publish t0 ... t11 of a version together, by any of these transports."""
     meeting, settings = free_port(), TypeAdapter(list[WeightBroadcast]).dump_json(cfgs).decode()
     with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(peer(SEND, rank, count, meeting, settings, place)) for rank in range(count)
-        ]
+        yield [stack.enter_context(peer(SEND, rank, count, meeting, settings, place)) for rank in range(count)]
     close_all()
     host_copy.close_all()
 

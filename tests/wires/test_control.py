@@ -130,9 +130,7 @@ async def test_sends_from_many_threads_all_arrive(cfg: ControlSection) -> None:
         await asyncio.to_thread(client.send, Bye())
 
 
-async def test_posted_messages_arrive_in_order_and_before_what_is_sent_after_them(
-    cfg: ControlSection,
-) -> None:
+async def test_posted_messages_arrive_in_order_and_before_what_is_sent_after_them(cfg: ControlSection) -> None:
     posted = [CheckpointSaved(step=step) for step in range(MAX_POSTED + 1)]
     async with opened(cfg) as server, registered_client(cfg, server) as client:
         await server.wait_registered()
@@ -145,9 +143,7 @@ async def test_posted_messages_arrive_in_order_and_before_what_is_sent_after_the
         assert [event.message async for event in server.events()] == [*posted, Bye()]
 
 
-async def test_a_rank_does_not_post_for_ever_to_an_orchestrator_that_takes_nothing(
-    brisk: ControlSection,
-) -> None:
+async def test_a_rank_does_not_post_for_ever_to_an_orchestrator_that_takes_nothing(brisk: ControlSection) -> None:
     async with opened(brisk) as server, registered_client(brisk, server) as client:
         await server.wait_registered()
         with pytest.raises(EngineError, match=r"orchestrator .* (acknowledged none of 8 messages|silent)"):
@@ -157,9 +153,7 @@ async def test_a_rank_does_not_post_for_ever_to_an_orchestrator_that_takes_nothi
 
 async def test_several_ranks_register_and_are_distinguished(cfg: ControlSection) -> None:
     async with opened(cfg, 3) as server, contextlib.AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(registered_client(cfg, server, rank, 3)) for rank in (2, 0, 1)
-        ]
+        clients = [await stack.enter_async_context(registered_client(cfg, server, rank, 3)) for rank in (2, 0, 1)]
         assert [info.rank for info in await server.wait_registered()] == [0, 1, 2]
         await server.send(Stop(reason="all"))
         assert all(client.wait(1) == [Stop(reason="all")] for client in clients)
@@ -218,9 +212,7 @@ async def test_a_client_without_the_secret_reaches_nothing_and_gets_no_answer(cf
     """Neither a client with another secret, nor plain sockets, whatever else they know about the run."""
     async with opened(cfg) as server, registered_client(cfg, server) as client:
         outsider = ControlClient(cfg, "run", Secret("x" * 32))
-        with pytest.raises(
-            WireError, match=r"rejects this process.*`secret` in its run directory.*STRETTO_RUN_SECRET"
-        ):
+        with pytest.raises(WireError, match=r"rejects this process.*`secret` in its run directory.*STRETTO_RUN_SECRET"):
             await asyncio.to_thread(outsider.register, Register())
         await asyncio.to_thread(outsider.close)
         context = zmq.asyncio.Context()
@@ -278,9 +270,7 @@ async def relay(port: int, recorded: bytearray) -> AsyncIterator[int]:
         server.close()
 
 
-async def test_refusals_are_logged_once_in_a_while(
-    cfg: ControlSection, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_refusals_are_logged_once_in_a_while(cfg: ControlSection, caplog: pytest.LogCaptureFixture) -> None:
     async with opened(cfg) as server, registered_client(cfg, server) as client:
         context = zmq.asyncio.Context()
         dealer = context.socket(zmq.DEALER)

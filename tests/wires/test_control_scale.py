@@ -101,9 +101,7 @@ class Ranks:
 async def test_a_thousand_ranks_register_beat_step_and_leave() -> None:
     limit = raise_file_limit()
     if limit is not None and limit < 8 * NUM_RANKS:
-        pytest.fail(
-            f"this test needs {8 * NUM_RANKS} open files, and the limit is {limit}; raise it (ulimit -Hn)"
-        )
+        pytest.fail(f"this test needs {8 * NUM_RANKS} open files, and the limit is {limit}; raise it (ulimit -Hn)")
     cfg = ControlSection(port=free_port(), heartbeat_s=0.5, dead_after_s=120.0, register_timeout_s=DEADLINE_S)
     server = ControlServer(cfg, "run", SECRET, world_size=NUM_RANKS)
     await server.open()

@@ -78,11 +78,7 @@ def links(manifest: WeightManifest) -> list[int]:
 
 def configs(**fields) -> list[WeightBroadcast]:
     delta = DeltaSection(**fields)
-    return [
-        ShmWeights(delta=delta),
-        FilesystemWeights(delta=delta),
-        CollectiveWeights(delta=delta, join_timeout_s=120),
-    ]
+    return [ShmWeights(delta=delta), FilesystemWeights(delta=delta), CollectiveWeights(delta=delta, join_timeout_s=120)]
 
 
 def memory(tmp_path: Path) -> Path:
@@ -345,10 +341,7 @@ def test_copies_of_dead_processes_are_removed(tmp_path):
 
 def test_a_directory_that_is_full_or_missing_is_named(tmp_path):
     cfg = FilesystemWeights(delta=DeltaSection(directory=tmp_path / "none"))
-    with (
-        publisher(cfg, tmp_path) as source,
-        pytest.raises(EngineError, match=r"delta.directory = .*does not exist"),
-    ):
+    with publisher(cfg, tmp_path) as source, pytest.raises(EngineError, match=r"delta.directory = .*does not exist"):
         receive(source.publish(0, weights()))
 
 

@@ -69,10 +69,7 @@ def serve(model_dir: Path, port: int, log: Path, *flags: str) -> Iterator[subpro
 def ask(name: str, **sampling) -> GenerateRequest:
     sampling = {"max_tokens": 8, "seed": 1, "ignore_eos": True} | sampling
     return GenerateRequest(
-        request_id=name,
-        prompt_ids=np.arange(20, 50, dtype=np.int32),
-        n=2,
-        sampling=SamplingParams(**sampling),
+        request_id=name, prompt_ids=np.arange(20, 50, dtype=np.int32), n=2, sampling=SamplingParams(**sampling)
     )
 
 
@@ -124,9 +121,7 @@ async def test_an_engine_process_from_start_to_stop(model_dir, tmp_path):
 async def test_a_killed_engine_is_an_engine_error_for_everybody_who_waits(model_dir, tmp_path):
     port = free_port()
     with serve(model_dir, port, tmp_path / "log", "--api-key", "k") as child:
-        async with EngineClient(
-            [f"http://127.0.0.1:{port}"], api_key="k", timeout_s=60, max_retries=1
-        ) as client:
+        async with EngineClient([f"http://127.0.0.1:{port}"], api_key="k", timeout_s=60, max_retries=1) as client:
             await client.wait_ready(60)
             async with EngineClient([f"http://127.0.0.1:{port}"], timeout_s=60) as outsider:
                 with pytest.raises(EngineError, match="API key"):
@@ -153,9 +148,7 @@ sys.exit(server.main(InferenceConfig(model=sys.argv[1], server={"port": int(sys.
 """
     log = tmp_path / "log"
     with log.open("wb") as out:
-        child = forked.Popen(
-            [sys.executable, "-c", breaking, str(model_dir), str(port)], stdout=out, stderr=out
-        )
+        child = forked.Popen([sys.executable, "-c", breaking, str(model_dir), str(port)], stdout=out, stderr=out)
     try:
         async with EngineClient([f"http://127.0.0.1:{port}"], timeout_s=30, max_retries=0) as client:
             await client.wait_ready(60)
@@ -183,10 +176,7 @@ async def test_a_port_in_use_is_a_message_not_a_traceback(model_dir, tmp_path):
 async def test_health_answers_while_a_request_is_long(model_dir, tmp_path):
     port = free_port()
     with serve(model_dir, port, tmp_path / "log"):
-        async with (
-            EngineClient([f"http://127.0.0.1:{port}"], timeout_s=60) as client,
-            aiohttp.ClientSession() as http,
-        ):
+        async with EngineClient([f"http://127.0.0.1:{port}"], timeout_s=60) as client, aiohttp.ClientSession() as http:
             await client.wait_ready(60)
             task = asyncio.create_task(client.generate(ask("long", max_tokens=150)))
             answers = 0

@@ -28,9 +28,7 @@ def test_without_a_gpu_both_ends_say_so(tmp_path):
     with pytest.raises(EngineError, match="maps the memory of a GPU, but this process has none"):
         build_publisher(IpcWeights(), RunDir(tmp_path), "run")
     location = msgspec.json.encode(Location("GPU-7", 100, ())).decode()
-    manifest = WeightManifest(
-        version=1, transport="ipc", location=location, shards=(), tensors=(), checksum=0
-    )
+    manifest = WeightManifest(version=1, transport="ipc", location=location, shards=(), tensors=(), checksum=0)
     with pytest.raises(WireError, match="GPU-7, which this process does not see"):
         receive(manifest)
 
@@ -53,8 +51,7 @@ def test_what_cannot_share_a_gpu_is_refused(flags, message):
 def test_buckets_give_their_tensors_back():
     tensors = [("a", torch.randn(5, 3)), ("b", torch.arange(7)), ("c", torch.randn(40).bfloat16())]
     entries = [
-        TensorEntry(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), 0, 0, t.nbytes)
-        for name, t in tensors
+        TensorEntry(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), 0, 0, t.nbytes) for name, t in tensors
     ]
     got = []
     for bucket in buckets_of(entries, 0, 128):
@@ -85,11 +82,7 @@ def test_another_process_reads_the_trainers_memory(tmp_path):
     publisher = build_publisher(IpcWeights(bucket_bytes=1000), RunDir(tmp_path), "run")
     with peer(RECEIVE) as engine:
         for version in range(4):
-            sent = [
-                ("a", torch.randn(40, 30)),
-                ("b", torch.randn(9).bfloat16()),
-                ("c", torch.tensor(version)),
-            ]
+            sent = [("a", torch.randn(40, 30)), ("b", torch.randn(9).bfloat16()), ("c", torch.tensor(version))]
             engine.write_line(msgspec.json.encode(publisher.publish(version, sent)).decode())
             crc = 0
             for _, tensor in sent:

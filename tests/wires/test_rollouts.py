@@ -90,9 +90,7 @@ def assert_same(got: TrainBatch, sent: TrainBatch) -> None:
     assert all(bytes(a) == bytes(b) for a, b in zip(encode(got)[1:], encode(sent)[1:], strict=True))
 
 
-async def test_every_rank_gets_its_own_batches_once_and_in_order(
-    cfg: RolloutTransport, run_dir: RunDir
-) -> None:
+async def test_every_rank_gets_its_own_batches_once_and_in_order(cfg: RolloutTransport, run_dir: RunDir) -> None:
     async with opened(cfg, run_dir) as sender:
         receivers = [connected(cfg, run_dir, rank) for rank in range(2)]
         taking = [asyncio.create_task(asyncio.to_thread(take, receiver, 5)) for receiver in receivers]
@@ -133,9 +131,7 @@ async def test_a_step_that_is_sent_again_is_acknowledged_and_not_delivered_again
         receiver.close()
 
 
-async def test_a_rank_that_comes_late_or_restarts_gets_the_batch(
-    cfg: RolloutTransport, run_dir: RunDir
-) -> None:
+async def test_a_rank_that_comes_late_or_restarts_gets_the_batch(cfg: RolloutTransport, run_dir: RunDir) -> None:
     sessions: dict[int, str] = {}
     async with opened(cfg, run_dir, 1, sessions) as sender:
         sending = asyncio.create_task(sender.send(batches(4, 1)))
@@ -152,9 +148,7 @@ async def test_a_rank_that_comes_late_or_restarts_gets_the_batch(
         sending.cancel()
 
 
-async def test_a_restarted_sender_is_not_confused_by_old_files(
-    cfg: RolloutTransport, run_dir: RunDir
-) -> None:
+async def test_a_restarted_sender_is_not_confused_by_old_files(cfg: RolloutTransport, run_dir: RunDir) -> None:
     """Resume: step 3 is shipped again to new ranks, while files of the earlier incarnation are still there."""
     for _ in range(2):
         async with opened(cfg, run_dir, 1) as sender:
@@ -173,9 +167,7 @@ async def test_the_deadline_names_the_ranks_that_did_not_receive(kind: str, run_
     async with opened(cfg, run_dir, 3) as sender:
         receiver = connected(cfg, run_dir, 1)
         taking = asyncio.create_task(asyncio.to_thread(take, receiver, 1))
-        with pytest.raises(
-            EngineError, match=r"step 1 .* 0\.5 s by trainer rank 0 \(.*never.*rank 2 \("
-        ) as error:
+        with pytest.raises(EngineError, match=r"step 1 .* 0\.5 s by trainer rank 0 \(.*never.*rank 2 \(") as error:
             await sender.send(batches(1, 3))
         assert "rank 1" not in str(error.value)
         await taking
@@ -231,9 +223,7 @@ async def test_a_rank_of_another_run_is_refused_with_both_names(port: ZmqRollout
         surplus.close()
 
 
-async def test_batches_go_to_the_process_that_is_registered_and_to_no_other(
-    port: ZmqRollouts, run_dir: RunDir
-) -> None:
+async def test_batches_go_to_the_process_that_is_registered_and_to_no_other(port: ZmqRollouts, run_dir: RunDir) -> None:
     """A second trainer of the same rank is refused, and the first one goes on."""
     sessions: dict[int, str] = {}
     async with opened(port, run_dir, 1, sessions) as sender:
@@ -253,9 +243,7 @@ async def test_batches_go_to_the_process_that_is_registered_and_to_no_other(
         receiver.close()
 
 
-async def test_a_rank_without_the_secret_gets_nothing_but_the_reason(
-    port: ZmqRollouts, run_dir: RunDir
-) -> None:
+async def test_a_rank_without_the_secret_gets_nothing_but_the_reason(port: ZmqRollouts, run_dir: RunDir) -> None:
     async with opened(port, run_dir, 1) as sender:
         outsider = ZmqReceiver(port, "run", Secret("x" * 32), 0, SESSIONS[0])
         with pytest.raises(WireError, match=r"rejects this process.*secret"):
@@ -281,13 +269,7 @@ async def test_garbage_on_the_port_does_no_harm(port: ZmqRollouts, run_dir: RunD
         dealer = context.socket(zmq.DEALER)
         guard_client(dealer, load_secret(run_dir), WIRE)
         dealer.connect(f"tcp://127.0.0.1:{port.port}")
-        for frames in (
-            [b""],
-            [b"x", b"y"],
-            [REGISTER, b""],
-            [REGISTER, b"", b"STRF\x01\x00\xff"],
-            [ACK, b"123456789"],
-        ):
+        for frames in ([b""], [b"x", b"y"], [REGISTER, b""], [REGISTER, b"", b"STRF\x01\x00\xff"], [ACK, b"123456789"]):
             dealer.send_multipart(frames)
         await asyncio.sleep(0.2)
         receiver = connected(port, run_dir, 0)
@@ -299,9 +281,7 @@ async def test_garbage_on_the_port_does_no_harm(port: ZmqRollouts, run_dir: RunD
         writer.close()
 
 
-async def test_a_lost_acknowledgement_is_made_good_by_the_next_heartbeat(
-    port: ZmqRollouts, run_dir: RunDir
-) -> None:
+async def test_a_lost_acknowledgement_is_made_good_by_the_next_heartbeat(port: ZmqRollouts, run_dir: RunDir) -> None:
     async with opened(port, run_dir, 1) as sender:
         context = zmq.asyncio.Context()
         dealer = context.socket(zmq.DEALER)
@@ -336,9 +316,7 @@ while True:
 """
 
 
-async def test_a_killed_rank_is_followed_by_another_that_gets_the_same_step(
-    port: ZmqRollouts, run_dir: RunDir
-) -> None:
+async def test_a_killed_rank_is_followed_by_another_that_gets_the_same_step(port: ZmqRollouts, run_dir: RunDir) -> None:
     sessions = {0: "killed"}
     async with opened(port, run_dir, 1, sessions) as sender:
         with peer(RANK, run_dir.path, port.port, "killed") as first:

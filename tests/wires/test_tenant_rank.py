@@ -12,16 +12,7 @@ from tenant_runs import assert_equal, batch_of, build_tenants, cases, create, tr
 from stretto.base.secret import Secret
 from stretto.config.sections.transport import ControlSection
 from stretto.models.lora import load_adapter
-from stretto.records.tenants import (
-    CreateTenant,
-    ExportAdapter,
-    OptimStep,
-    Pass,
-    Shutdown,
-    Status,
-    SumLoss,
-    TenantWork,
-)
+from stretto.records.tenants import CreateTenant, ExportAdapter, OptimStep, Pass, Shutdown, Status, SumLoss, TenantWork
 from stretto.transports.tenants import TenantServer
 
 RANK = """
@@ -82,8 +73,7 @@ def test_a_rank_trains_what_the_hub_asks_ahead_of_the_answers(tmp_path):
         futures = [await server.submit(CreateTenant(spec=case.spec)) for case in some]
         for step in range(2):
             works = tuple(
-                TenantWork(tenant=c.spec.name, micro_batches=tuple(batch_of(c, step)[0]), loss=c.loss)
-                for c in some
+                TenantWork(tenant=c.spec.name, micro_batches=tuple(batch_of(c, step)[0]), loss=c.loss) for c in some
             )
             futures.append(await server.submit(Pass(works=works)))
             futures += [await server.submit(OptimStep(tenant=c.spec.name)) for c in some]

@@ -59,9 +59,7 @@ client.close()
 
 
 def cfg(dead_after_s: float = 120.0) -> ControlSection:
-    return ControlSection(
-        port=free_port(), heartbeat_s=0.05, dead_after_s=dead_after_s, register_timeout_s=120
-    )
+    return ControlSection(port=free_port(), heartbeat_s=0.05, dead_after_s=dead_after_s, register_timeout_s=120)
 
 
 def run(section, world_size, body, *, dead_after_s=120.0):

@@ -34,9 +34,7 @@ def test_two_routers_of_one_host_both_have_metrics(tmp_path: Path) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not all(map(listening, routers)):
             shown = [log.read_text() for log in logs]
-            assert [router.poll() for router in routers] == [None, None] and time.monotonic() < deadline, (
-                shown
-            )
+            assert [router.poll() for router in routers] == [None, None] and time.monotonic() < deadline, shown
             time.sleep(0.1)
         assert not listening(routers[0]) & listening(routers[1])
     finally:

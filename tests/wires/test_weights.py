@@ -49,9 +49,7 @@ def assert_received(manifest: WeightManifest, sent: list[tuple[str, torch.Tensor
     assert [name for name, _ in got] == [name for name, _ in sent]
     for (name, a), (_, b) in zip(got, sent):
         assert a.dtype == b.dtype and a.shape == b.shape, name
-        assert a.view(torch.uint8).equal(b.detach().contiguous().view(torch.uint8)) if a.ndim else a == b, (
-            name
-        )
+        assert a.view(torch.uint8).equal(b.detach().contiguous().view(torch.uint8)) if a.ndim else a == b, name
 
 
 def publisher(cfg: WeightBroadcast, tmp_path: Path) -> Publisher:
@@ -117,9 +115,7 @@ def test_what_was_published_with_crc32_is_read_and_an_unknown_checksum_refused(
     plain = msgspec.to_builtins(msgspec.structs.replace(manifest, checksum=crc))
     del plain["checksum_kind"]  # as in manifests of older versions
     assert_received(msgspec.convert(plain, WeightManifest), weights())
-    with pytest.raises(
-        WireError, match=r"kind 'sum128'.*knows 'sum64' or 'crc32'; start trainer and engines"
-    ):
+    with pytest.raises(WireError, match=r"kind 'sum128'.*knows 'sum64' or 'crc32'; start trainer and engines"):
         receive(msgspec.structs.replace(manifest, checksum_kind="sum128"))
     source.close()
 

@@ -85,11 +85,7 @@ def no_baseline(
 
 
 def role_conditioned(
-    rewards: Float[np.ndarray, " members"],
-    is_counted: Bool[np.ndarray, " members"],
-    *,
-    baseline: float,
-    decay: float,
+    rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"], *, baseline: float, decay: float
 ) -> tuple[Float[np.ndarray, " members"], float]:
     """A_i = R_i - b, float64 [members], and the updated baseline b of one agent.
 
@@ -130,9 +126,7 @@ def zero(
     return np.zeros(len(rewards))
 
 
-def has_distinct_rewards(
-    rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
-) -> bool:
+def has_distinct_rewards(rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]) -> bool:
     """True if the counted members differ in reward."""
     counted = rewards[is_counted]
     return len(counted) > 1 and bool(counted.max() > counted.min())

@@ -106,9 +106,7 @@ def custom_credit(
         raise ConfigError(f"{where} returned shape {advantages.shape}; {rule}")
     advantages[~inputs.is_counted] = 0.0
     if not (np.abs(advantages) <= np.finfo(np.float32).max).all():
-        raise ConfigError(
-            f"{where} returned {advantages.tolist()}; advantages must be finite, as float32 too"
-        )
+        raise ConfigError(f"{where} returned {advantages.tolist()}; advantages must be finite, as float32 too")
     return advantages
 
 

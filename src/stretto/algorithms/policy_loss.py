@@ -177,9 +177,7 @@ def _clipped(
     lowest = torch.full_like(ratio, 1 - clip_low).masked_fill(is_positive, 0.0)
     detached, is_pushed = ratio.detach(), advantages != 0
     return PolicyLoss(
-        -advantages * ratio.clamp(lowest, highest),
-        is_pushed & (detached < lowest),
-        is_pushed & (detached > highest),
+        -advantages * ratio.clamp(lowest, highest), is_pushed & (detached < lowest), is_pushed & (detached > highest)
     )
 
 

@@ -30,9 +30,7 @@ class SampleIndex:
         """Sum per document; 0 without tokens. Unlike index_add, deterministic on a GPU."""
         return torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True, initial=0)
 
-    def mean(
-        self, values: Float[Tensor, " tokens"], is_member: Bool[Tensor, " tokens"]
-    ) -> Float[Tensor, " documents"]:
+    def mean(self, values: Float[Tensor, " tokens"], is_member: Bool[Tensor, " tokens"]) -> Float[Tensor, " documents"]:
         """Mean per document over members only; 0 without members."""
         return self.sum(values.masked_fill(~is_member, 0.0)) / self.count(is_member).clamp(min=1)
 

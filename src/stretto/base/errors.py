@@ -90,11 +90,7 @@ def reason_of(error: Exception, path: Path | None = None) -> str:
         return "this is a directory, not a file"
     if isinstance(error, NotADirectoryError):
         file = _file_above(path) if path is not None else None
-        return (
-            f"{file} is a file, not a directory"
-            if file is not None
-            else "a part of it is a file, not a directory"
-        )
+        return f"{file} is a file, not a directory" if file is not None else "a part of it is a file, not a directory"
     if isinstance(error, PermissionError):
         return "this user has no permission"
     if isinstance(error, UnicodeDecodeError):

@@ -31,7 +31,7 @@ _LEAK = "it cancelled a scope or task of its own and did not catch that"
 
 
 REPLACEMENTS = {
-    "vime": "; import its names from stretto.vime: Sample, post, get_model_url, RolloutFnTrainOutput and others",
+    "vime": "; import its names from stretto.vime: Sample, post, get_model_url, RolloutFnTrainOutput and others"
 }
 """Advice for packages that user code may import because it was written for them: what to import instead."""
 
@@ -102,9 +102,7 @@ def load_function(path: str, kwargs: dict[str, Any], where: str) -> Callable[...
         inspect.signature(function).bind(None, **kwargs)
     except TypeError as cause:
         arguments = inspect.signature(function)
-        raise ConfigError(
-            f"{where} = {path!r}: {cause}; it is defined as {function.__name__}{arguments}"
-        ) from cause
+        raise ConfigError(f"{where} = {path!r}: {cause}; it is defined as {function.__name__}{arguments}") from cause
     return function
 
 
@@ -253,9 +251,7 @@ def _log_blocked(place: str, blocked_s: float) -> None:
 
 
 @contextmanager
-def warn_when_blocked(
-    after_s: float = BLOCKED_S, tell: Callable[[str, float], None] = _log_blocked
-) -> Iterator[None]:
+def warn_when_blocked(after_s: float = BLOCKED_S, tell: Callable[[str, float], None] = _log_blocked) -> Iterator[None]:
     """Log a warning with file and line while user code blocks the running event loop, and with it all rollouts.
 
     The warning is repeated for the same place when it blocks for twice as long. tell: gets place and seconds instead.
@@ -295,9 +291,7 @@ def _place_in_user_code(thread: int) -> str | None:
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None and not frame.f_code.co_filename.endswith("asyncio/events.py"):
         name = frame.f_code.co_filename
-        is_library = (
-            name.startswith((_PACKAGE, "<frozen", sysconfig.get_path("stdlib"))) or "site-packages" in name
-        )
+        is_library = name.startswith((_PACKAGE, "<frozen", sysconfig.get_path("stdlib"))) or "site-packages" in name
         if not is_library:
             return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back

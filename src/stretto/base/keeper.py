@@ -114,9 +114,7 @@ class Keeper:
         if os.getpid() != self.pid or sys.is_finalizing():
             return
         if self._restarts == _MOST_RESTARTS:
-            logger.error(
-                "the keeper of this process was killed %d times, and is not started again", self._restarts
-            )
+            logger.error("the keeper of this process was killed %d times, and is not started again", self._restarts)
             return
         self._restarts += 1
         logger.warning("the keeper of this process (pid %d) was killed, and is started again", pid)

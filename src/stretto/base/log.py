@@ -41,8 +41,7 @@ class _JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-            + f".{int(record.msecs):03d}Z",
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "role": self.role,
             "logger": record.name,
@@ -69,12 +68,7 @@ class _ConsoleEcho(logging.Handler):
 
 
 def setup(
-    role: str,
-    run_dir: RunDir | None,
-    level: str = "info",
-    json_logging: bool = False,
-    *,
-    is_quiet: bool = False,
+    role: str, run_dir: RunDir | None, level: str = "info", json_logging: bool = False, *, is_quiet: bool = False
 ) -> None:
     """Send log lines to standard error and RUN/logs/<role>.log; call once, first thing in main.
 

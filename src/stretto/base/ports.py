@@ -187,9 +187,7 @@ class Headers(Protocol):
     def get(self, name: str, default: str, /) -> str: ...
 
 
-def refusal_of(
-    method: str, headers: Headers, *, has_key: bool, is_ip_enough: bool = False
-) -> tuple[int, str] | None:
+def refusal_of(method: str, headers: Headers, *, has_key: bool, is_ip_enough: bool = False) -> tuple[int, str] | None:
     """The status and sentence with which a request is refused, or None if it may pass.
 
     headers: by lower-case or case-insensitive names. has_key: the server asks for a key or token.
@@ -198,15 +196,10 @@ def refusal_of(
     host, origin = headers.get("host", ""), headers.get("origin")
     if not has_key and not is_local(host) and not (is_ip_enough and _address_of(host)):
         rule = "an IP address" if is_ip_enough else "127.0.0.1"
-        return (
-            403,
-            f"Host: {host[:200]!r} is refused: without a key this server answers as localhost or {rule} only",
-        )
+        return (403, f"Host: {host[:200]!r} is refused: without a key this server answers as localhost or {rule} only")
     if origin is not None and (not host or _host_of(origin) != host.lower()):
         return 403, f"Origin: {origin[:200]!r} is refused: pages of other sites may not call this server"
-    is_opened = (
-        method == "GET" and headers.get("sec-fetch-mode") == "navigate"
-    )  # a link to the page was followed
+    is_opened = method == "GET" and headers.get("sec-fetch-mode") == "navigate"  # a link to the page was followed
     if headers.get("sec-fetch-site", "none") not in _OWN_SITES and not is_opened:
         return 403, "Sec-Fetch-Site is refused: pages of other sites may not call this server"
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()

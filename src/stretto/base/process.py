@@ -74,9 +74,7 @@ def visible_gpus() -> list[str]:
     if driver.is_dir():
         return [str(index) for index in range(len(list(driver.iterdir())))]
     if shutil.which("nvidia-smi"):
-        listing = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False
-        )
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
         num_gpus = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
         return [str(index) for index in range(num_gpus)]
     return []

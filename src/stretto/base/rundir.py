@@ -28,16 +28,7 @@ logger = logging.getLogger(__name__)
 # Left by a dry run, by another node that started earlier, or by a run that was stopped before its first step: a new
 # run is not refused because of them.
 _HARMLESS = frozenset(
-    {
-        "configs",
-        "plan.json",
-        "clock.json",
-        "run.lock",
-        "run.orchestrator.lock",
-        "run.trainer.lock",
-        "dry_run",
-        "secret",
-    }
+    {"configs", "plan.json", "clock.json", "run.lock", "run.orchestrator.lock", "run.trainer.lock", "dry_run", "secret"}
     | {"logs", "dumps", "tokenizer", "launch.json", "nodes.json", "slurm", "ray"}
 )
 # Left, too, by a run that trained no step: a new run of the same name deletes them.
@@ -167,9 +158,7 @@ def prune_checkpoints(run: RunDir, keep_last: int | None, keep_interval: int | N
     return deleted
 
 
-def prune_exports(
-    directory: Path, step: int, keep_last: int | None, keep_interval: int | None = None
-) -> list[int]:
+def prune_exports(directory: Path, step: int, keep_last: int | None, keep_interval: int | None = None) -> list[int]:
     """Delete exports `step_N` beyond the newest `keep_last` up to `step`; the steps that were deleted.
 
     Those of later steps stay: a run that was resumed from an earlier step has not come to them yet. keep_last None: all
@@ -229,9 +218,7 @@ def _delete_linked(run: RunDir) -> None:
         _delete(run.checkpoints.glob("step_*"))
 
 
-def check(
-    run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: Path | None = None
-) -> int | None:
+def check(run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: Path | None = None) -> int | None:
     """The step to resume from, None to start from the beginning; changes nothing on disk.
 
     Raises: ConfigError if the directory cannot be used; it says what the user can do.
@@ -274,9 +261,7 @@ def find_checkpoint(run: RunDir, step: int | None, origin: Path | None) -> tuple
     other = RunDir(path.parent.parent if match else path)
     step = int(match[1]) if match else step
     if os.path.realpath(other) == os.path.realpath(run):
-        raise ConfigError(
-            f"resume.dir = {str(origin)!r} is this run itself; continue it with --resume alone."
-        )
+        raise ConfigError(f"resume.dir = {str(origin)!r} is this run itself; continue it with --resume alone.")
     if not other.path.is_dir():
         raise ConfigError(f"resume.dir = {str(origin)!r}: there is no directory {other}.")
     complete = other.complete_checkpoints()
@@ -340,9 +325,7 @@ def _resume_step(run: RunDir, contents: list[str], step: int | None) -> int:
     complete = run.complete_checkpoints()
     if step is not None and step not in complete:
         have = ", ".join(map(str, complete)) or "none"
-        raise ConfigError(
-            f"--resume.step {step}: {run} has no complete checkpoint of that step; complete: {have}."
-        )
+        raise ConfigError(f"--resume.step {step}: {run} has no complete checkpoint of that step; complete: {have}.")
     if not complete:
         raise ConfigError(
             f"--resume: {run} has no complete checkpoint to resume from. There is: "
@@ -386,9 +369,7 @@ def _make(run: RunDir) -> None:
 
 
 def _unusable(path: Path, cause: OSError) -> ConfigError:
-    return ConfigError(
-        f"cannot use {path} as a run directory: {reason_of(cause, path)}; give another output_dir."
-    )
+    return ConfigError(f"cannot use {path} as a run directory: {reason_of(cause, path)}; give another output_dir.")
 
 
 def _lock(run: RunDir, path: Path, *, is_shared: bool = False) -> int:

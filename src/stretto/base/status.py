@@ -47,9 +47,7 @@ FINISH_VAR = "STRETTO_FINISH"
 """Set in a job: a file that exists once the job has been asked to finish, perhaps before a process handled signals."""
 DEVICES_FREE = "devices_free"
 """Kind of a status line of the orchestrator: engines sleep, so processes that wait for their devices can start."""
-KINDS = frozenset(
-    {"phase", "note", "step", "eval", "summary", "engine", "warning", "ready", "progress", DEVICES_FREE}
-)
+KINDS = frozenset({"phase", "note", "step", "eval", "summary", "engine", "warning", "ready", "progress", DEVICES_FREE})
 
 FIRST_SHOWN_S, SHOWN_EVERY_S = 1.0, 0.5
 """When progress is first reported, and how often after that; shorter work reports none."""

@@ -126,8 +126,7 @@ class Watch:
 
     def _dump(self, file: TextIO, what: str, silent_s: float) -> None:
         file.write(
-            f"{self.role} (pid {os.getpid()}): nothing moved for {silent_s:.0f}s; last: {what}\n\n"
-            "== threads ==\n"
+            f"{self.role} (pid {os.getpid()}): nothing moved for {silent_s:.0f}s; last: {what}\n\n== threads ==\n"
         )
         file.flush()
         faulthandler.dump_traceback(file=file, all_threads=True)

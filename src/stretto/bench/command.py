@@ -114,9 +114,7 @@ def _make_tasks(cfg: RLConfig, data: dict[str, Any], given: Shape) -> dict[str, 
             f"--bench: {prompt} tokens of prompt and {max(reply, 1)} of reply are longer than seq_len = {cfg.seq_len}"
         )
     section = data.setdefault("orchestrator", {})
-    section["env"] = [
-        {"id": "stretto.bench.tasks:BenchTasks", "args": {"prompt_tokens": prompt}, "name": "bench"}
-    ]
+    section["env"] = [{"id": "stretto.bench.tasks:BenchTasks", "args": {"prompt_tokens": prompt}, "name": "bench"}]
     sampling = section.setdefault("train", {}).setdefault("sampling", {})
     sampling |= {"max_completion_tokens": reply, "ignore_eos": True}
     section["eval"] = None
@@ -139,15 +137,11 @@ def only_given(section: Section, data: dict[str, Any]) -> dict[str, Any]:
         if key == "type":
             found[key] = value
         elif key in section.model_fields_set:
-            found[key] = (
-                only_given(inner, value) if isinstance(inner, Section) and isinstance(value, dict) else value
-            )
+            found[key] = only_given(inner, value) if isinstance(inner, Section) and isinstance(value, dict) else value
     return found
 
 
-def _rates(
-    cfg: RLConfig | SFTConfig, rows: list[dict[str, Any]], row_tokens: int, threads: int
-) -> dict[str, Any]:
+def _rates(cfg: RLConfig | SFTConfig, rows: list[dict[str, Any]], row_tokens: int, threads: int) -> dict[str, Any]:
     """Tokens per second, and MFU of the time in which the trainer computed."""
     tokens = sum(row["batch/tokens"] for row in rows)
     seconds = sum(row["time/step"] for row in rows)
@@ -198,9 +192,7 @@ def run_verb(words: Sequence[str]) -> dict[str, float]:
     """
     argv = bound([sys.executable, "-m", "stretto", *words])
     env = {**os.environ, "STRETTO_VIEW": "0"}
-    with subprocess.Popen(
-        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
-    ) as process:
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as process:
         sampler = MemorySampler(process.pid)
         try:
             output, _ = process.communicate()

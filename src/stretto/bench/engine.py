@@ -41,9 +41,7 @@ def bench_engine(cfg: InferenceConfig, given: Shape) -> dict[str, Any]:
     Raises: ConfigError for a deployment of several engines; EngineError if it does not start or fails.
     """
     if cfg.deployment.num_processes > 1 or cfg.num_nodes > 1:
-        raise ConfigError(
-            "--bench measures one engine: leave [deployment] out; N engines are N times as fast"
-        )
+        raise ConfigError("--bench measures one engine: leave [deployment] out; N engines are N times as fast")
     prompt = given.prompt_tokens or PROMPT_TOKENS
     reply = given.completion_tokens or COMPLETION_TOKENS
     _check_length(cfg, prompt + reply)
@@ -98,12 +96,7 @@ def num_gpus_of(cfg: InferenceConfig) -> int:
 
 
 async def _measure(
-    url: str,
-    key: str | None,
-    process: subprocess.Popen[bytes],
-    given: Shape,
-    prompt: int,
-    reply: int,
+    url: str, key: str | None, process: subprocess.Popen[bytes], given: Shape, prompt: int, reply: int
 ) -> tuple[list[dict[str, float]], float]:
     start = time.perf_counter()
     async with EngineClient([url], api_key=key, timeout_s=READY_S) as client:
@@ -116,9 +109,7 @@ async def _measure(
         await ready
         load_s = time.perf_counter() - start
         rng = np.random.default_rng(0)
-        rounds = [
-            await _round(client, rng, step, given.requests, prompt, reply) for step in range(given.steps)
-        ]
+        rounds = [await _round(client, rng, step, given.requests, prompt, reply) for step in range(given.steps)]
     return rounds, load_s
 
 

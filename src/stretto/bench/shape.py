@@ -11,9 +11,7 @@ from stretto.base.errors import ConfigError
 from stretto.config.reading.plain import PlainParser, meant_flag
 
 VERBS = ("rl", "sft", "inference")
-_FLAGS = [
-    f"--bench.{name}" for name in ("steps", "prompt-tokens", "completion-tokens", "requests", "json", "out")
-]
+_FLAGS = [f"--bench.{name}" for name in ("steps", "prompt-tokens", "completion-tokens", "requests", "json", "out")]
 NUM_STEPS, NUM_REQUESTS = 5, 64
 
 

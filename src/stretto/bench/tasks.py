@@ -25,9 +25,7 @@ class BenchTasks(SingleTurnEnv):
 
     def tasks(self, split: str) -> TaskSource:
         """Tasks without end, whose prompts differ early."""
-        return TaskSource(
-            lambda index: Task(env=self.name, task_id=f"{split}-{index}", data={"index": index})
-        )
+        return TaskSource(lambda index: Task(env=self.name, task_id=f"{split}-{index}", data={"index": index}))
 
     def prompt(self, task: Task) -> list[Message]:
         return self._messages(task.data["index"])

@@ -78,9 +78,7 @@ class Backend(Protocol):
         """
         ...
 
-    def reply(
-        self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None
-    ) -> Reply | None:
+    def reply(self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None) -> Reply | None:
         """The tokens that the model would sample for a reply.
 
         None if the template does not show the reply as the model would sample it.
@@ -88,10 +86,7 @@ class Backend(Protocol):
         ...
 
     def parse(
-        self,
-        completion_ids: Sequence[int],
-        prompt_ids: Sequence[int] | None,
-        tools: Sequence[Message] | None,
+        self, completion_ids: Sequence[int], prompt_ids: Sequence[int] | None, tools: Sequence[Message] | None
     ) -> Parsed:
         """What a completion says."""
         ...

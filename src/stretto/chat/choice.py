@@ -13,11 +13,7 @@ from typing import NamedTuple
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.chat.backend import Backend
 from stretto.chat.conversations import FIXED
-from stretto.chat.family_backend import (
-    FamilyBackend,
-    UnfitVocabularyError,
-    build_family,
-)
+from stretto.chat.family_backend import FamilyBackend, UnfitVocabularyError, build_family
 from stretto.chat.template_backend import TemplateBackend
 from stretto.chat.templates import (
     THINKING_SWITCHES,
@@ -74,16 +70,12 @@ def choose_backend(
     return _auto(tokenizer, section, model_type, image_token_id)
 
 
-def _auto(
-    tokenizer: Tokenizer, section: RendererSection, model_type: str | None, image_token_id: int | None
-) -> Choice:
+def _auto(tokenizer: Tokenizer, section: RendererSection, model_type: str | None, image_token_id: int | None) -> Choice:
     own = tokenizer.templates
     if model_type in FAMILIES and is_letters_tokenizer(tokenizer):
         family = QWEN3.traits.renderer
         assert family is not None
-        return Choice(
-            build_family(tokenizer, family, section), f"the family {family}, for the letters tokenizer"
-        )
+        return Choice(build_family(tokenizer, family, section), f"the family {family}, for the letters tokenizer")
     family = traits_of(model_type or "").renderer
     backend = None
     if family is not None:
@@ -106,8 +98,7 @@ def _auto(
     note = f"the family {family} writes the conversation '{difference.conversation}' otherwise"
     if only := sorted(settings_for(own, section).keys() - _variables(own)):
         return Choice(
-            backend,
-            f"the family {family}, for its setting {only[0]}; the model's template has none, and {note}",
+            backend, f"the family {family}, for its setting {only[0]}; the model's template has none, and {note}"
         )
     choice = _by_template(tokenizer, own, section, image_token_id)
     return choice._replace(description=f"{choice.description}; {note}")
@@ -135,9 +126,7 @@ def _by_template(
 ) -> Choice:
     template = ChatTemplate(files, tokenizer.template_tokens, settings_for(files, section))
     try:
-        backend = TemplateBackend(
-            tokenizer, template, tool_parser=section.tool_parser, image_token_id=image_token_id
-        )
+        backend = TemplateBackend(tokenizer, template, tool_parser=section.tool_parser, image_token_id=image_token_id)
     except StrettoError as error:
         raise ConfigError(f"{tokenizer.name_or_path}: {error}") from error
     calls = backend.tool_format or ("not read" if backend.traits.shows_calls else "none")
@@ -155,9 +144,7 @@ def _as_text(tokenizer: Tokenizer, section: RendererSection, *, is_fallback: boo
     backend.name = "the renderer of plain text"
     description = "prompts as they stand, without a chat format"
     if is_fallback:
-        description += (
-            "; the model has no chat template: if it is a chat model, give its template as renderer.template"
-        )
+        description += "; the model has no chat template: if it is a chat model, give its template as renderer.template"
         logger.warning("[renderer] %s: %s", tokenizer.name_or_path, description)
     return Choice(backend, description)
 
@@ -176,9 +163,7 @@ def settings_for(files: TemplateFiles, section: RendererSection) -> dict[str, ob
     return settings | section.settings
 
 
-def differences(
-    tokenizer: Tokenizer, backend: FamilyBackend, section: RendererSection
-) -> Iterator[Difference]:
+def differences(tokenizer: Tokenizer, backend: FamilyBackend, section: RendererSection) -> Iterator[Difference]:
     """The fixed conversations to which a family and the model's own template give other tokens.
 
     A conversation that the template refuses is not compared.
@@ -187,9 +172,7 @@ def differences(
     if not files:
         return
     try:
-        template = ChatTemplate(
-            files, tokenizer.template_tokens, _shared(settings_for(files, section), files)
-        )
+        template = ChatTemplate(files, tokenizer.template_tokens, _shared(settings_for(files, section), files))
         reference = TemplateBackend(tokenizer, template, tool_parser="none")
     except StrettoError as error:
         logger.debug("the template in the model's files cannot be compared: %s", error)

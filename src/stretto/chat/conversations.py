@@ -13,10 +13,7 @@ TOOL: Message = {
         "description": "Look up a word.",
         "parameters": {
             "type": "object",
-            "properties": {
-                "word": {"type": "string", "description": "the word"},
-                "times": {"type": "integer"},
-            },
+            "properties": {"word": {"type": "string", "description": "the word"}, "times": {"type": "integer"}},
             "required": ["word"],
         },
     },

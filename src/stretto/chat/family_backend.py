@@ -56,16 +56,12 @@ class FamilyBackend:
         *,
         has_owners: bool = False,
     ) -> Rendered | None:
-        found = self._backend.bridge_to_next_turn(
-            list(prompt_ids), list(completion_ids), list(messages), tools=tools
-        )
+        found = self._backend.bridge_to_next_turn(list(prompt_ids), list(completion_ids), list(messages), tools=tools)
         if found is None:
             return None
         return self._with_owners(found) if has_owners else Rendered(found.token_ids)
 
-    def reply(
-        self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None
-    ) -> Reply | None:
+    def reply(self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None) -> Reply | None:
         rendered = self._backend.render([*history, reply], tools=tools)
         assert len(rendered.sampled_mask) == len(rendered.token_ids), f"{self.name} attributes no tokens"
         of_reply = [i for i, owner in enumerate(rendered.message_indices) if owner == len(history)]
@@ -83,10 +79,7 @@ class FamilyBackend:
         return Reply(ids, [True] * len(ids), before, self._with_owners(rendered).owners[: len(before)])
 
     def parse(
-        self,
-        completion_ids: Sequence[int],
-        prompt_ids: Sequence[int] | None,
-        tools: Sequence[Message] | None,
+        self, completion_ids: Sequence[int], prompt_ids: Sequence[int] | None, tools: Sequence[Message] | None
     ) -> Parsed:
         parsed = self._backend.parse_response(
             list(completion_ids), tools=tools, prompt_ids=None if prompt_ids is None else list(prompt_ids)

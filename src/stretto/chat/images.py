@@ -179,9 +179,7 @@ def load_image_processor(directory: str | Path) -> ImageProcessor | None:
 def _processor_of(found: dict[str, Any], file: Path) -> ImageProcessor:
     skipped = [name for name in ("do_resize", "do_rescale", "do_normalize") if found.get(name) is False]
     if skipped:
-        raise DataError(
-            f"{file}: {skipped[0]} = false is not supported; pictures are resized and normalised."
-        )
+        raise DataError(f"{file}: {skipped[0]} = false is not supported; pictures are resized and normalised.")
     size = found.get("size") or {}
     # Defaults are those of transformers' class, not ours.
     return ImageProcessor(

@@ -55,9 +55,7 @@ def owners_of(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int
 def _marked(content: Any, index: int) -> Any:
     if isinstance(content, list):
         return [
-            part | {"text": _marked(part["text"], index)}
-            if isinstance(part, dict) and "text" in part
-            else part
+            part | {"text": _marked(part["text"], index)} if isinstance(part, dict) and "text" in part else part
             for part in content
         ]
     if not isinstance(content, str) or not (core := content.strip()) or index >= _MOST:

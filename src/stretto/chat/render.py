@@ -111,9 +111,7 @@ class Renderer:
         """
         return tuple(self._processor(where).image(part, where) for part, where in image_parts(messages))
 
-    def last_cut(
-        self, token_ids: Int[np.ndarray, " tokens"], images: Sequence[Image], max_tokens: int
-    ) -> int:
+    def last_cut(self, token_ids: Int[np.ndarray, " tokens"], images: Sequence[Image], max_tokens: int) -> int:
         """The length, at most max_tokens, to which a sequence can be cut without splitting an image."""
         for start, stop in self._spans(token_ids, images):
             if start < max_tokens < stop:
@@ -169,17 +167,14 @@ class Renderer:
         bridged = self._bridge(prompt_ids, completion_ids, history, new_messages, tools)
         if bridged is None:
             return None
-        return self._expanded(
-            np.asarray(bridged.token_ids, np.int32), new_messages, after=(prompt_ids, completion_ids)
-        )
+        return self._expanded(np.asarray(bridged.token_ids, np.int32), new_messages, after=(prompt_ids, completion_ids))
 
     def text_owners(
         self,
         messages: Sequence[Message],
         tools: list[Message] | None = None,
         *,
-        after: tuple[Int[np.ndarray, " prompt"], Int[np.ndarray, " completion"], Sequence[Message]]
-        | None = None,
+        after: tuple[Int[np.ndarray, " prompt"], Int[np.ndarray, " completion"], Sequence[Message]] | None = None,
     ) -> Int64[np.ndarray, " tokens"]:
         """Index (int64) of the message to whose text each prompt token belongs; -1 for other tokens.
 
@@ -255,8 +250,7 @@ class Renderer:
         calls = [call for call in parsed.calls if call.name is not None]
         if calls:
             message["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in calls
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
             ]
         if broken := [call.raw for call in parsed.calls if call.name is None]:
             message["unparsed_tool_calls"] = broken
@@ -271,11 +265,7 @@ class Renderer:
         return self.tokenizer.decode(token_ids)
 
     def _next_prompt(
-        self,
-        messages: Sequence[Message],
-        index: int,
-        turn: tuple[Any, Any, int] | None,
-        tools: list[Message] | None,
+        self, messages: Sequence[Message], index: int, turn: tuple[Any, Any, int] | None, tools: list[Message] | None
     ) -> tuple[Int32[np.ndarray, " tokens"], bool]:
         """The prompt of reply `index`, and whether it begins another example."""
         if turn is not None:
@@ -325,9 +315,7 @@ class Renderer:
                 prompt, is_new = self.render_prompt(messages, tools), True
             else:
                 prompt, is_new = self._next_prompt(messages, end, turn, tools)
-            texts = self._text_mask(
-                messages, end, None if is_new else turn, tools, is_wanted, num_seen, len(prompt)
-            )
+            texts = self._text_mask(messages, end, None if is_new else turn, tools, is_wanted, num_seen, len(prompt))
             if is_new and turn is not None:
                 found.examples.append(SftExample(np.concatenate(turn[:2]), mask, turn[2]))
             if not is_new:
@@ -396,19 +384,13 @@ class Renderer:
         return self._backend.bridge(*before, past, new, tools, has_owners=has_owners)
 
     def _expanded(
-        self,
-        ids: Int32[np.ndarray, " rendered"],
-        messages: Sequence[Message],
-        after: tuple[Any, Any] | None = None,
+        self, ids: Int32[np.ndarray, " rendered"], messages: Sequence[Message], after: tuple[Any, Any] | None = None
     ) -> Int32[np.ndarray, " tokens"]:
         """Rendered tokens with each placeholder repeated, as `_repeats` counts."""
         return ids if self.image_token_id is None else np.repeat(ids, self._repeats(ids, messages, after))
 
     def _repeats(
-        self,
-        ids: Int32[np.ndarray, " rendered"],
-        messages: Sequence[Message],
-        after: tuple[Any, Any] | None = None,
+        self, ids: Int32[np.ndarray, " rendered"], messages: Sequence[Message], after: tuple[Any, Any] | None = None
     ) -> Int64[np.ndarray, " rendered"]:
         """How often each rendered token occurs in the prompt; after: prompt and completion, expanded already."""
         if self.image_token_id is None:

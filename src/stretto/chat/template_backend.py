@@ -127,9 +127,7 @@ class TemplateBackend:
         ]
         return Rendered(token_ids, [-1] * (len(token_ids) - len(added)) + owners_of(offsets, spans))
 
-    def reply(
-        self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None
-    ) -> Reply | None:
+    def reply(self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None) -> Reply | None:
         try:
             asked = self._text(history, tools, True)
             shown = self._text([*history, reply], tools, False)
@@ -172,17 +170,12 @@ class TemplateBackend:
     # -- tokens to messages --
 
     def parse(
-        self,
-        completion_ids: Sequence[int],
-        prompt_ids: Sequence[int] | None,
-        tools: Sequence[Message] | None,
+        self, completion_ids: Sequence[int], prompt_ids: Sequence[int] | None, tools: Sequence[Message] | None
     ) -> Parsed:
         tail = None if prompt_ids is None else self._tokenizer.decode(list(prompt_ids)[-32:])
         return self._parse(completion_ids, tail, tools)[0]
 
-    def _parse(
-        self, ids: Sequence[int], prompt: str | None, tools: Sequence[Message] | None
-    ) -> tuple[Parsed, bool]:
+    def _parse(self, ids: Sequence[int], prompt: str | None, tools: Sequence[Message] | None) -> tuple[Parsed, bool]:
         """What the tokens of a reply say, and whether they end within a thought."""
         if self.tool_format in LIBRARY_FORMATS:
             return self._parse_by_library(self.tool_format, ids, prompt, tools), False
@@ -220,9 +213,7 @@ class TemplateBackend:
             arguments |= {"stop_ids": set(self.stop_ids), "prefilled_thinking": is_open}
         if name in ("glm", "minimax-m2"):
             arguments["tools"] = tools
-        return from_library(
-            getattr(parsing, function)(self._tokenizer, [*before, *map(int, ids)], **arguments)
-        )
+        return from_library(getattr(parsing, function)(self._tokenizer, [*before, *map(int, ids)], **arguments))
 
     # -- text --
 
@@ -324,9 +315,7 @@ class TemplateBackend:
 
     # -- one reply --
 
-    def _says(
-        self, ids: Sequence[int], body: str, end: str, asked: str, tools: Sequence[Message] | None
-    ) -> bool:
+    def _says(self, ids: Sequence[int], body: str, end: str, asked: str, tools: Sequence[Message] | None) -> bool:
         """Whether the template shows a reply with the content, the thought and the calls that were sampled."""
         if self._decode_after(self._split_stop(ids)[0]) == body:
             return True
@@ -434,9 +423,7 @@ class TemplateBackend:
         if self._image_token_id is None:
             return [int(token) for token in ids]
         image = self._image_token_id
-        kept = [
-            token for token, after in itertools.zip_longest(ids, ids[1:]) if token != image or after != image
-        ]
+        kept = [token for token, after in itertools.zip_longest(ids, ids[1:]) if token != image or after != image]
         return [int(token) for token in kept]
 
     # -- what is found once --
@@ -466,9 +453,7 @@ class TemplateBackend:
         if name != "auto":
             name = ALIASES.get(name, name.replace("_", "-"))
             if name not in FORMATS:
-                raise ConfigError(
-                    f"[renderer] tool_parser = {name!r}: use auto, none, or one of {', '.join(FORMATS)}"
-                )
+                raise ConfigError(f"[renderer] tool_parser = {name!r}: use auto, none, or one of {', '.join(FORMATS)}")
             return name
         if self.traits.call_example is None:
             marks = FORMAT_MARKS if self.traits.shows_tools else {}
@@ -489,9 +474,7 @@ class TemplateBackend:
             return False
         finally:
             self.tool_format = before
-        return [(c.name, c.arguments) for c in calls] == [
-            (CALL["function"]["name"], CALL["function"]["arguments"])
-        ]
+        return [(c.name, c.arguments) for c in calls] == [(CALL["function"]["name"], CALL["function"]["arguments"])]
 
 
 def split_thought(text: str, thinking: Thinking, is_open: bool) -> tuple[str | None, str, bool]:

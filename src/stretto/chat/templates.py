@@ -33,10 +33,7 @@ THINKING_SWITCHES = ("enable_thinking", "thinking")
 _TOOL_VARIABLES = ("xml_tools",)
 """What some templates call `tools` (SmolLM3)."""
 GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-_MARK_START, _MARK_END = (
-    "\U000ff000",
-    "\U000ff001",
-)  # private-use characters, around what {% generation %} encloses
+_MARK_START, _MARK_END = ("\U000ff000", "\U000ff001")  # private-use characters, around what {% generation %} encloses
 
 
 @dataclass(frozen=True)
@@ -129,9 +126,7 @@ class ChatTemplate:
 
     def in_other_mode(self) -> ChatTemplate | None:
         """The template with thoughts if this one is without, and the other way round; None if it has no such switch."""
-        switch = next(
-            (name for name in THINKING_SWITCHES if isinstance(self._settings.get(name), bool)), None
-        )
+        switch = next((name for name in THINKING_SWITCHES if isinstance(self._settings.get(name), bool)), None)
         if switch is None:
             return None
         settings = self._settings | {switch: not self._settings[switch]}
@@ -152,9 +147,7 @@ class ChatTemplate:
 
         Raises: DataError if the template refuses it.
         """
-        return self._render(
-            _compiled(self._source(tools), self.where), messages, tools, add_generation_prompt
-        )
+        return self._render(_compiled(self._source(tools), self.where), messages, tools, add_generation_prompt)
 
     def render_marked(
         self, messages: Sequence[Message], tools: Sequence[Message] | None = None
@@ -172,9 +165,7 @@ class ChatTemplate:
         if DEFAULT in self.sources:
             return self.sources[DEFAULT]
         names = ", ".join(map(repr, self.sources))
-        raise ConfigError(
-            f"{self.where} has no template named 'default'; name one as renderer.template: {names}"
-        )
+        raise ConfigError(f"{self.where} has no template named 'default'; name one as renderer.template: {names}")
 
     def _render(
         self, compiled: jinja2.Template, messages: Sequence[Message], tools: Any, add_generation_prompt: bool
@@ -191,9 +182,7 @@ class ChatTemplate:
                 **variables,
             )
         except Exception as cause:  # templates are programs of others, and may raise anything
-            roles = ", ".join(str(m.get("role")) for m in messages[:8]) + (
-                ", ..." if len(messages) > 8 else ""
-            )
+            roles = ", ".join(str(m.get("role")) for m in messages[:8]) + (", ..." if len(messages) > 8 else "")
             raise DataError(
                 f"the chat template ({self.where}) refuses messages of the roles {roles or 'none'}: {cause}"
             ) from cause
@@ -217,9 +206,7 @@ def variables_of(source: str) -> frozenset[str]:
         found = meta.find_undeclared_variables(environment.parse(source))
     except jinja2.TemplateError:  # `ChatTemplate` says what is wrong
         return frozenset()
-    return frozenset(
-        n for n in found if n not in GIVEN and n not in environment.globals and not n.endswith("_token")
-    )
+    return frozenset(n for n in found if n not in GIVEN and n not in environment.globals and not n.endswith("_token"))
 
 
 def _has_generation(source: str) -> bool:
@@ -274,16 +261,10 @@ def _environment(marks: bool) -> jinja2.Environment:
 
 
 def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """jinja2's own filter escapes characters of HTML; transformers' does not."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:
@@ -295,15 +276,11 @@ def _raise(message: str) -> None:
 def _sources_of(entry: Any, directory: Path) -> dict[str, str]:
     if isinstance(entry, str):
         return {DEFAULT: entry}
-    if isinstance(entry, list) and all(
-        isinstance(e, dict) and {"name", "template"} <= e.keys() for e in entry
-    ):
+    if isinstance(entry, list) and all(isinstance(e, dict) and {"name", "template"} <= e.keys() for e in entry):
         return {str(e["name"]): str(e["template"]) for e in entry}
     if isinstance(entry, dict) and all(isinstance(e, str) for e in entry.values()):
         return dict(entry)
-    raise DataError(
-        f"{directory}/tokenizer_config.json: chat_template is neither a text nor a list of named templates"
-    )
+    raise DataError(f"{directory}/tokenizer_config.json: chat_template is neither a text nor a list of named templates")
 
 
 def _read(file: Path) -> str:

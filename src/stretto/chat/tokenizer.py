@@ -31,9 +31,7 @@ CHAT_TOKENS = (
     "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
 )  # fmt: skip
 _SHORT_TEXT, _LONG_TEXT = 32, 4096  # characters
-_FIRST_PRIVATE = (
-    0x100000  # plane 16 is for private use; in texts that are encoded, special tokens that stay text
-)
+_FIRST_PRIVATE = 0x100000  # plane 16 is for private use; in texts that are encoded, special tokens that stay text
 _PRIVATE = re.compile(f"([{chr(_FIRST_PRIVATE)}-{chr(_FIRST_PRIVATE + 0xFFFD)}])")
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n\t"
@@ -67,9 +65,7 @@ class Tokenizer:
         self.eos_ids = eos_ids
         self.unk_token_id = unk_id
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        self._keeps_text = (
-            False  # until `as_text` has been asked for: texts may have such characters of their own
-        )
+        self._keeps_text = False  # until `as_text` has been asked for: texts may have such characters of their own
         # The renderers library encodes the same fixed texts for every prompt and every reply.
         self._encode_short = lru_cache(maxsize=256)(lambda *text: tuple(self._encode(*text).ids))
 
@@ -105,8 +101,7 @@ class Tokenizer:
             found.ids.extend(encoding.ids)
             # Offsets are those of the text that was given, in which a special token is one character.
             found.offsets.extend(
-                (place, place + 1) if is_special else (place + left, place + right)
-                for left, right in encoding.offsets
+                (place, place + 1) if is_special else (place + left, place + right) for left, right in encoding.offsets
             )
             place += len(piece)
         return found
@@ -235,11 +230,7 @@ def _no_tokenizer(path: Path) -> str:
 
 
 def build_letters_tokenizer(
-    directory: str | Path,
-    characters: str = CHARACTERS,
-    phrases: Sequence[str] = (),
-    *,
-    has_images: bool = False,
+    directory: str | Path, characters: str = CHARACTERS, phrases: Sequence[str] = (), *, has_images: bool = False
 ) -> Path:
     """Write the examples' tokenizer of 112 tokens: one per character, and Qwen3's chat tokens.
 

@@ -141,9 +141,7 @@ def _python(start: str = "", end: str = "") -> Parser:
             calls = _python_calls(body) if body.startswith("[") and body.endswith("]") else None
             return ("", calls) if calls else (text, [])
         content, blocks = _between(text, start, end)
-        return content, [
-            call for block in blocks for call in _python_calls(block.strip()) or [Call(block.strip())]
-        ]
+        return content, [call for block in blocks for call in _python_calls(block.strip()) or [Call(block.strip())]]
 
     return parse
 
@@ -235,11 +233,5 @@ LIBRARY_FORMATS: dict[str, tuple[str, dict[str, str]]] = {
 }  # fmt: skip
 """Formats that the renderers library parses: its function, and the tokens by the name of its argument."""
 FORMATS = (*LIBRARY_FORMATS, *TEXT_FORMATS)
-ALIASES = {
-    "qwen3": "hermes",
-    "qwen3.5": "qwen3-coder",
-    "glm45": "glm",
-    "kimi_k2": "kimi-k2",
-    "openai": "gpt-oss",
-}
+ALIASES = {"qwen3": "hermes", "qwen3.5": "qwen3-coder", "glm45": "glm", "kimi_k2": "kimi-k2", "openai": "gpt-oss"}
 """What the renderers library and vLLM call a format."""

@@ -78,9 +78,7 @@ def find_traits(template: ChatTemplate) -> Traits:
     if takes_parts:
         user = as_parts(user)
         if _WORD not in template.render([user]):
-            raise DataError(
-                f"the chat template ({template.where}) does not show the text of a user's message"
-            )
+            raise DataError(f"the chat template ({template.where}) does not show the text of a user's message")
     has_tools = attempt(template, [user], [TOOL])
     calls = _call_shape(template, takes_parts)
     return Traits(
@@ -99,11 +97,7 @@ def find_traits(template: ChatTemplate) -> Traits:
 
 
 def attempt(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    tools: Any = None,
-    *,
-    add_generation_prompt: bool = False,
+    template: ChatTemplate, messages: Sequence[Message], tools: Any = None, *, add_generation_prompt: bool = False
 ) -> str | None:
     """The text of a conversation; None if the template refuses it."""
     try:
@@ -136,9 +130,7 @@ def shaped(message: Message, takes_parts: bool) -> Message:
 def _hidden_roles(template: ChatTemplate, takes_parts: bool) -> frozenset[str]:
     hidden = set()
     for role in ("system", "tool"):
-        message = shaped(
-            {"role": role, "content": _WORD, "name": "look_up", "tool_call_id": CALL_ID}, takes_parts
-        )
+        message = shaped({"role": role, "content": _WORD, "name": "look_up", "tool_call_id": CALL_ID}, takes_parts)
         user = shaped({"role": "user", "content": _OTHER}, takes_parts)
         called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
         messages = [message, user] if role == "system" else [user, called, message]
@@ -216,9 +208,7 @@ def _call_example(template: ChatTemplate, calls: _CallShape, takes_parts: bool) 
 
 def _thinking(template: ChatTemplate, user: Message, takes_parts: bool) -> Thinking | None:
     """The tags of thoughts, None if the template has none."""
-    reply = shaped({"role": "assistant", "content": _OTHER}, takes_parts) | {
-        "reasoning_content": "zqxthoughtvz"
-    }
+    reply = shaped({"role": "assistant", "content": _OTHER}, takes_parts) | {"reasoning_content": "zqxthoughtvz"}
     text = attempt(template, [user, reply]) or ""
     asked = attempt(template, [user], add_generation_prompt=True) or "?"
     at, end = text.rfind("zqxthoughtvz"), text.rfind(_OTHER)

@@ -38,8 +38,7 @@ def changes(saved: FilePath, given: Section, resolved: Section | None = None) ->
     return [
         f"{dotted(path)}: {_shown(path, before)} -> {_shown(path, requested)}"
         for path, before, after, requested in found
-        if requested == after
-        or isinstance(requested, dict)  # a new section: the launcher may have filled in a part
+        if requested == after or isinstance(requested, dict)  # a new section: the launcher may have filled in a part
     ]
 
 

@@ -40,10 +40,7 @@ def _derive_engine(values: Values) -> dict[str, Any]:
     """The engine has the model, dtype, seed and log of the run, unless it has its own."""
     if not _starts_engine(values):
         return {}
-    same = {path: path for path in values if path.startswith("log.")} | {
-        "seed": "seed",
-        "model.dtype": "dtype",
-    }
+    same = {path: path for path in values if path.startswith("log.")} | {"seed": "seed", "model.dtype": "dtype"}
     copied = {f"inference.{own}": values[path] for path, own in same.items() if path in values}
     return copied | {"inference.model": values.get("model.name", ModelSection().name)}
 
@@ -76,9 +73,7 @@ def _derive_wire(values: Values) -> dict[str, Any]:
 def derive_remote_wire(values: Values) -> dict[str, Any]:
     """To engines of other machines weights are files in the run directory, which all processes see."""
     urls = " ".join(str(values.get(f"client.{key}", "")) for key in ("base_url", "admin_base_url"))
-    hosts = {
-        host.strip("[]") for host in re.findall(r"https?://(?:[^/@\s]*@)?(\[[^]]+\]|[^:/\s\"',\]]+)", urls)
-    }
+    hosts = {host.strip("[]") for host in re.findall(r"https?://(?:[^/@\s]*@)?(\[[^]]+\]|[^:/\s\"',\]]+)", urls)}
     return {"weight_broadcast.type": "filesystem"} if hosts - set(LOCAL_HOSTS) else {}
 
 

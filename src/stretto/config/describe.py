@@ -69,9 +69,7 @@ _PROFILE = "trace these steps into RUN/profiles, as in 3 or 3,10-12"
 COMMAND_FLAGS: dict[type[Section], dict[str, str]] = {
     RLConfig: {"--bench": _BENCH, "--profile STEPS": _PROFILE},
     SFTConfig: {"--bench": _BENCH, "--profile STEPS": _PROFILE},
-    InferenceConfig: {
-        "--bench": "instead of serving: an engine, rounds of equal requests, tokens per second"
-    },
+    InferenceConfig: {"--bench": "instead of serving: an engine, rounds of equal requests, tokens per second"},
 }
 """Flags of a verb that are not keys of its config (docs/debugging.md)."""
 
@@ -138,10 +136,7 @@ def help_text(verb: str, cls: type[Section], word: str = "", width: int | None =
     if not found:  # the word may stand in a description
         found = _help(verb, cls, width, lambda flag, key: word.lower() in key.doc.lower(), flag_part)
     if word and (named := names_of_prime_rl(verb, word)):
-        rows = [
-            textwrap.fill(f"  {line}", width, subsequent_indent=" " * 6, break_on_hyphens=False)
-            for line in named
-        ]
+        rows = [textwrap.fill(f"  {line}", width, subsequent_indent=" " * 6, break_on_hyphens=False) for line in named]
         found.append("\n".join(["As prime-rl writes it:", *rows]))
     if not found:
         return f"no key of `{verb}` contains `{word}`; `{verb} --help all` lists all\n"
@@ -169,9 +164,7 @@ def _common_help(verb: str, cls: type[Section], width: int) -> str:
     return "\n".join([*lines, "", f"{end}."]) + "\n"
 
 
-def _help(
-    verb: str, cls: type[Section], width: int, is_shown: Callable[[str, Key], bool], flag_part: str
-) -> list[str]:
+def _help(verb: str, cls: type[Section], width: int, is_shown: Callable[[str, Key], bool], flag_part: str) -> list[str]:
     """One text per table with its keys that match."""
     parts = []
     for path, note, section in tables(cls):
@@ -228,12 +221,7 @@ def _part(title: str, about: str, section: type[Section]) -> str:
             default = "required" if key.field.is_required() else f"default `{key.default_text()}`"
             items.append(_flowed(f"- **`{name}`** ({key.type_text()}, {default}): {key.doc}"))
     aliases = ", ".join(f"`{old}` for `{new}`" for old, new in all_aliases(section).items())
-    parts = (
-        f"## {title}",
-        _flowed(about),
-        "\n".join(items),
-        _flowed(f"Also accepted: {aliases}.") if aliases else "",
-    )
+    parts = (f"## {title}", _flowed(about), "\n".join(items), _flowed(f"Also accepted: {aliases}.") if aliases else "")
     return "\n\n".join(part for part in parts if part)
 
 

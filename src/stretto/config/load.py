@@ -84,9 +84,7 @@ def _resumed_if_begun(root: Any, draft: Draft) -> Any:
         return root
     if root.resume != ResumeSection() or root.run_dir.complete_checkpoints():
         return root
-    found = draft.placed(
-        f"[resume]: {root.run_path} has no complete checkpoint yet: begins anew", ("resume",)
-    )
+    found = draft.placed(f"[resume]: {root.run_path} has no complete checkpoint yet: begins anew", ("resume",))
     draft.notes["resume"] = found
     return root.model_copy(update={"resume": None})
 

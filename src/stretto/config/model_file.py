@@ -24,9 +24,7 @@ def read_model_file(directory: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: a {type(found).__name__} where a table of keys and values belongs")
     if not isinstance(found.get("model_type") or "", str):
-        raise ConfigError(
-            f"{path}: model_type = {found['model_type']!r:.60} must be a text: the name of a family"
-        )
+        raise ConfigError(f"{path}: model_type = {found['model_type']!r:.60} must be a text: the name of a family")
     for name in ("text_config", "vision_config"):
         if not isinstance(found.get(name) or {}, dict):
             raise ConfigError(f"{path}: {name} = {found[name]!r:.60} must be a table of keys and values")

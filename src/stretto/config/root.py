@@ -31,12 +31,7 @@ from stretto.config.sections.deployment import (
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import ModelSection, RendererSection, TokenizerSection
 from stretto.config.sections.monitors import LogSection, MonitorsSection
-from stretto.config.sections.orchestrator import (
-    ClientSection,
-    EvalSection,
-    OrchestratorKeys,
-    OrchestratorSection,
-)
+from stretto.config.sections.orchestrator import ClientSection, EvalSection, OrchestratorKeys, OrchestratorSection
 from stretto.config.sections.run import RunKeys
 from stretto.config.sections.sft import Data, LossMaskSection, OnlineEvalSection, ValSection
 from stretto.config.sections.trainer import (
@@ -281,9 +276,7 @@ class RLConfig(RunKeys, ClusterRoot):
         Raises: ConfigError if the run has none.
         """
         if self.inference is None:
-            raise ConfigError(
-                "inference = None: this run uses engines that run already, and has none to start"
-            )
+            raise ConfigError("inference = None: this run uses engines that run already, and has none to start")
         return InferenceConfig.model_validate(self._process_data(self.inference))
 
     def teacher_config(self) -> InferenceConfig:
@@ -295,9 +288,7 @@ class RLConfig(RunKeys, ClusterRoot):
     def model_config_of(self, name: str) -> InferenceConfig:
         """The root of the engines of a frozen model."""
         data = self._process_data(self.models[name]) | {"run": {}}
-        return InferenceConfig.model_validate(
-            {k: v for k, v in data.items() if k not in ("base_url", "gpu_ids")}
-        )
+        return InferenceConfig.model_validate({k: v for k, v in data.items() if k not in ("base_url", "gpu_ids")})
 
     def _default_name(self) -> str:
         envs = "+".join(env.name or re.split("[:/]", env.id)[-1] for env in self.orchestrator.env)

@@ -153,9 +153,7 @@ def _tables(found: list[tuple[int, Entry]]) -> Iterator[str]:
         others = [each for each in rows if each not in plain and each.state is not State.REFUSED]
         if others:
             yield from ("| theirs | here | |", "|---|---|---|")
-            yield from (
-                f"| `{each.row.theirs}`{_mark(each)} | {_here(each)} | {each.row.note} |" for each in others
-            )
+            yield from (f"| `{each.row.theirs}`{_mark(each)} | {_here(each)} | {each.row.note} |" for each in others)
             yield ""
         if refused := [each for each in rows if each.state is State.REFUSED]:
             yield f"refused: {', '.join(f'`{each.row.theirs}`{_mark(each)}' for each in refused)}"

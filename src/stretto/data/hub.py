@@ -79,9 +79,7 @@ def read_hub(source: HubSource, setting: str, *, is_streamed: bool) -> Iterator[
     return rows
 
 
-def _read(
-    source: HubSource, setting: str, is_streamed: bool
-) -> Generator[tuple[str, dict[str, Any]], None, None]:
+def _read(source: HubSource, setting: str, is_streamed: bool) -> Generator[tuple[str, dict[str, Any]], None, None]:
     number = 0
     try:
         for number, row in enumerate(_open(source, setting, is_streamed), start=1):
@@ -144,9 +142,7 @@ def _load(datasets: Any, source: HubSource, where: str, is_streamed: bool) -> It
             raise error if "data file" in str(other) else other from None
 
 
-def _load_from(
-    datasets: Any, path: str, source: HubSource, where: str, is_streamed: bool
-) -> Iterable[dict[str, Any]]:
+def _load_from(datasets: Any, path: str, source: HubSource, where: str, is_streamed: bool) -> Iterable[dict[str, Any]]:
     if not is_streamed:
         return datasets.load_dataset(path, source.config, split=source.split)
     sliced = _SLICED.fullmatch(source.split)

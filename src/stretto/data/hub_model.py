@@ -188,9 +188,7 @@ def _download(model: HubModel, *, has_weights: bool, report: Report) -> Path:
     disable_progress_bars()  # they would be one per file, in every log
     try:
         with _reports(model, report), _hub_errors(name, has_begun=True):
-            found = Path(
-                snapshot_download(name, allow_patterns=_patterns(has_weights), ignore_patterns=_IGNORED)
-            )
+            found = Path(snapshot_download(name, allow_patterns=_patterns(has_weights), ignore_patterns=_IGNORED))
     finally:
         if had_bars:
             enable_progress_bars()

@@ -12,16 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import DataError
-from stretto.data.pictures import (
-    SOURCE_KEYS,
-    Message,
-    Part,
-    check_picture,
-    image_parts,
-    is_image,
-    is_path,
-    source_of,
-)
+from stretto.data.pictures import SOURCE_KEYS, Message, Part, check_picture, image_parts, is_image, is_path, source_of
 
 IMAGE_KEYS = ("images", "image")
 MARK = "<image>"

@@ -23,13 +23,7 @@ MASK_KEYS = ("weight", "loss", "train", "trainable")
 """Other spellings of `step_loss_mask`, with 0 and 1 or false and true."""
 NO_EFFECT = ("id", "audio", "annotations", "refusal", "timestamp")
 """Keys that say nothing to a chat template, and may be empty or not."""
-_ROLE_WORDS = {
-    "human": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "ai": "assistant",
-}
+_ROLE_WORDS = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
 _ROLE_WORDS |= {"developer": "system", "function": "tool", "ipython": "tool", "observation": "tool"}
 
 
@@ -63,9 +57,7 @@ def parse_message(message: Any, where: str) -> dict[str, Any]:
             f"{where} has the key {unknown[0]!r}, which no chat template is given; {meant} rename or remove it, in the "
             "file or by the function that `convert` names."
         )
-    message.setdefault(
-        "content", "" if message.get("tool_calls") or message.get("reasoning_content") else None
-    )
+    message.setdefault("content", "" if message.get("tool_calls") or message.get("reasoning_content") else None)
     _check_content(message, where, DataError)
     if "tool_calls" in message:
         message["tool_calls"] = _checked_calls(message["tool_calls"], where, DataError)
@@ -97,8 +89,7 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
             known[key] = checked_json(known[key], f"{where}.{key}")
     if isinstance(known.get("content"), list):
         known["content"] = [
-            part | {"text": checked_json(part["text"], where)} if "text" in part else part
-            for part in known["content"]
+            part | {"text": checked_json(part["text"], where)} if "text" in part else part for part in known["content"]
         ]
     return known
 
@@ -152,9 +143,7 @@ def _check_content(message: Mapping[str, Any], where: str, kind: type[StrettoErr
         if not isinstance(part, Mapping) or not {"type", "text", "image", "image_url"} & part.keys():
             example = '{"type": "text", "text": "..."}'
             raise kind(f"{place} must be an object with a type, such as {example}, got {short_repr(part)}.")
-        if part.get("type", "text" if "text" in part else "") == "text" and not isinstance(
-            part.get("text"), str
-        ):
+        if part.get("type", "text" if "text" in part else "") == "text" and not isinstance(part.get("text"), str):
             raise kind(f"{place}.text must be text, got {short_repr(part.get('text'))}; write str(...).")
 
 
@@ -189,9 +178,7 @@ def parse_tools(value: Any, key: str, where: str) -> list[dict[str, Any]] | None
         raise DataError(f"{where}: {key!r} must be a list of tools, got {type(value).__name__}.")
     for i, tool in enumerate(value or ()):
         if not isinstance(tool, dict):
-            raise DataError(
-                f"{where}: {key}[{i}] must be an object that describes a tool, got {short_repr(tool)}."
-            )
+            raise DataError(f"{where}: {key}[{i}] must be an object that describes a tool, got {short_repr(tool)}.")
     refuse_surrogates(value, f"{where}: {key}")
     return value or None
 

@@ -82,11 +82,7 @@ def _read_source(source: str | Path, setting: str, is_streamed: bool) -> Iterato
     first = next(chosen, None)
     if first is None:
         is_whole = start is None and stop is None
-        what = (
-            "has no record; write one JSON object per line"
-            if is_whole
-            else "is an empty slice; correct its bounds"
-        )
+        what = "has no record; write one JSON object per line" if is_whole else "is an empty slice; correct its bounds"
         raise DataError(f"{setting} = {str(source)!r} {what}")
     yield first
     yield from chosen
@@ -114,9 +110,7 @@ def split_source(source: str, setting: str = "the data") -> tuple[str, int | Non
         return source, None, None
     match = _SLICE.fullmatch(source)
     if match is None:
-        raise ConfigError(
-            f"{setting} = {source!r}: write a slice as `file@[a:b]`, such as `rows.jsonl@[0:1000]`"
-        )
+        raise ConfigError(f"{setting} = {source!r}: write a slice as `file@[a:b]`, such as `rows.jsonl@[0:1000]`")
     start, stop = (int(part) if part else None for part in match.group("start", "stop"))
     return match["path"], start, stop
 
@@ -161,9 +155,7 @@ def files_of(path: Path, setting: str) -> list[Path]:
             f"{path.with_suffix(path.suffix.lower()).name}"
         )
     if path.suffix not in SUFFIXES:
-        raise ConfigError(
-            f"{setting} = {str(path)!r}: must end in .jsonl or .parquet.{_how_to_convert(path)}"
-        )
+        raise ConfigError(f"{setting} = {str(path)!r}: must end in .jsonl or .parquet.{_how_to_convert(path)}")
     return [path]
 
 
@@ -230,9 +222,7 @@ def _read_parquet(file: Path) -> Iterator[Record]:
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError:
-        raise ConfigError(
-            f"{file}: parquet files are read by pyarrow; pip install 'stretto[parquet]'."
-        ) from None
+        raise ConfigError(f"{file}: parquet files are read by pyarrow; pip install 'stretto[parquet]'.") from None
 
     try:
         with pyarrow.parquet.ParquetFile(file) as table:

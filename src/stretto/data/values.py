@@ -24,11 +24,7 @@ def checked_number(value: Any, where: str, what: str) -> float:
     """
     place = f"{where}: " if where else ""
     problem = f"{place}{what} is {describe_value(value)}, not a finite number"
-    if (
-        isinstance(value, str | bytes | bytearray)
-        or getattr(value, "ndim", None)
-        or not hasattr(value, "__float__")
-    ):
+    if isinstance(value, str | bytes | bytearray) or getattr(value, "ndim", None) or not hasattr(value, "__float__"):
         raise EnvError(f"{problem}; return a float")
     try:
         number = float(value)
@@ -106,22 +102,14 @@ def checked_json(value: Any, where: str, kind: type[StrettoError] = EnvError, de
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str | int):
-                raise kind(
-                    f"{where} has the key {describe_value(key)}; keys of JSON are text, so give str(...)"
-                )
+                raise kind(f"{where} has the key {describe_value(key)}; keys of JSON are text, so give str(...)")
         entries = value.items()
-        return {
-            _key(key): checked_json(entry, f"{where}[{key!r}]", kind, depth + 1) for key, entry in entries
-        }
+        return {_key(key): checked_json(entry, f"{where}[{key!r}]", kind, depth + 1) for key, entry in entries}
     if isinstance(value, list | tuple):
-        return [
-            checked_json(entry, f"{where}[{index}]", kind, depth + 1) for index, entry in enumerate(value)
-        ]
+        return [checked_json(entry, f"{where}[{index}]", kind, depth + 1) for index, entry in enumerate(value)]
     if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
         return value.item()
-    way = (
-        "give a sorted list" if isinstance(value, set | frozenset) else "give text, numbers, lists or objects"
-    )
+    way = "give a sorted list" if isinstance(value, set | frozenset) else "give text, numbers, lists or objects"
     raise kind(f"{where} is {describe_value(value)}, which JSON cannot hold; {way}")
 
 

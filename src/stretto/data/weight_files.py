@@ -60,9 +60,7 @@ def find_weight_files(directory: Path) -> list[str]:
     if not index.is_file():
         names = sorted(path.name for path in directory.glob("*.safetensors"))
         if not names:
-            raise DataError(
-                f"{directory}: no {SINGLE}, and no {INDEX}: there are no weights{_others(directory)}"
-            )
+            raise DataError(f"{directory}: no {SINGLE}, and no {INDEX}: there are no weights{_others(directory)}")
         return names
     return sorted(set(_read_index(index).values()))
 
@@ -93,26 +91,18 @@ def read_weight_file(file: Path) -> WeightFile:
             _check_head(file, head + opened.read(len(_POINTER) - _HEAD.size), size)
             (length,) = _HEAD.unpack(head)
             if length > min(size - _HEAD.size, _MAX_HEADER):
-                raise DataError(
-                    f"{file}: damaged: its header is said to have {length} bytes, the file has {size}"
-                )
+                raise DataError(f"{file}: damaged: its header is said to have {length} bytes, the file has {size}")
             opened.seek(_HEAD.size)
             header = json.loads(opened.read(length))
         begin = _HEAD.size + length
-        tensors = {
-            name: _tensor(file, entry, begin) for name, entry in header.items() if name != "__metadata__"
-        }
+        tensors = {name: _tensor(file, entry, begin) for name, entry in header.items() if name != "__metadata__"}
     except FileNotFoundError as error:
         raise DataError(f"{file}: missing, and the index names it") from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(
-            f"{file}: damaged or no safetensors file ({type(error).__name__}: {error})"
-        ) from error
+        raise DataError(f"{file}: damaged or no safetensors file ({type(error).__name__}: {error})") from error
     expected = max((each.offset + each.num_bytes for each in tensors.values()), default=begin)
     if size != expected:
-        raise DataError(
-            f"{file}: has {size} bytes, its header says {expected}: a download or copy that broke off"
-        )
+        raise DataError(f"{file}: has {size} bytes, its header says {expected}: a download or copy that broke off")
     return WeightFile(size, tensors)
 
 
@@ -150,9 +140,7 @@ def _rows(tensor: HeaderTensor, indices: Iterable[int]) -> dict[int, np.ndarray]
             opened.seek(tensor.offset + index * size)
             row = np.frombuffer(opened.read(size), _NUMPY_DTYPES[tensor.dtype])
             is_bfloat16 = tensor.dtype == "BF16"
-            rows[index] = (
-                (row.astype(np.uint32) << 16).view(np.float32) if is_bfloat16 else row.astype(np.float32)
-            )
+            rows[index] = (row.astype(np.uint32) << 16).view(np.float32) if is_bfloat16 else row.astype(np.float32)
     return rows
 
 
@@ -161,9 +149,7 @@ def _check_head(file: Path, head: bytes, size: int) -> None:
     if not size:
         raise DataError(f"{file}: damaged: is empty (0 bytes), a download or copy that broke off")
     if head.startswith(_POINTER):
-        raise DataError(
-            f"{file}: is a link of Git LFS, not the weights: run `git lfs pull` in that directory"
-        )
+        raise DataError(f"{file}: is a link of Git LFS, not the weights: run `git lfs pull` in that directory")
     if size < _HEAD.size:
         raise DataError(f"{file}: damaged: has {size} bytes, which is no safetensors file")
 

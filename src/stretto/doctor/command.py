@@ -52,15 +52,9 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "the same command on each; the first one prints what all have found.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--wait", type=float, default=WAIT_S, help=f"seconds to wait for other hosts ({WAIT_S:.0f})")
     parser.add_argument(
-        "--wait", type=float, default=WAIT_S, help=f"seconds to wait for other hosts ({WAIT_S:.0f})"
-    )
-    parser.add_argument(
-        "--listen",
-        nargs="?",
-        const="",
-        metavar="HOST:PORT",
-        help="wait for --peer of another host, and measure",
+        "--listen", nargs="?", const="", metavar="HOST:PORT", help="wait for --peer of another host, and measure"
     )
     parser.add_argument("--peer", metavar="HOST[:PORT]", help="measure the way to a host with --listen")
     options, rest = parser.parse_known_args(list(words))

@@ -32,12 +32,7 @@ from stretto.monitors.base import find_trackers
 from stretto.orchestrator.dry_run import check_sft_records, check_user_code, preview
 
 Config = RLConfig | SFTConfig | InferenceConfig | EvalConfig
-ROOTS: dict[str, type[Config]] = {
-    "rl": RLConfig,
-    "sft": SFTConfig,
-    "inference": InferenceConfig,
-    "eval": EvalConfig,
-}
+ROOTS: dict[str, type[Config]] = {"rl": RLConfig, "sft": SFTConfig, "inference": InferenceConfig, "eval": EvalConfig}
 BYTES_PER_PARAMETER = 12
 """A checkpoint of full training has weights and both moments of AdamW in float32."""
 BYTES_PER_EXPORTED = 2
@@ -192,11 +187,7 @@ def _check_length(cfg: Config, name: str, directory: Path) -> Iterator[Finding]:
         text = f"{text}: several rollouts share a row, with {reply} tokens per reply"
         yield note(f"model {name}", f"{text}; a longer conversation would be noise")
     else:
-        yield warn(
-            f"model {name}",
-            f"{text}: replies beyond that are noise, or refused",
-            f"--seq-len {longest}",
-        )
+        yield warn(f"model {name}", f"{text}: replies beyond that are noise, or refused", f"--seq-len {longest}")
 
 
 def _missing_model(name: str, has_weights: bool) -> Finding:
@@ -226,9 +217,7 @@ def _check_room(cfg: Config) -> Iterator[Finding]:
     count = num_kept(cfg.ckpt)
     if count is None:
         count = max(1, (cfg.max_steps or 0) // cfg.ckpt.interval) if cfg.ckpt.interval else 1
-    there = next(
-        path for path in (cfg.run_path.absolute(), *cfg.run_path.absolute().parents) if path.exists()
-    )
+    there = next(path for path in (cfg.run_path.absolute(), *cfg.run_path.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     # While a checkpoint is written, the ones that are kept are all still there.
     needed = each * (count + 1)

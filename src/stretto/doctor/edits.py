@@ -23,12 +23,7 @@ MOST_OFFERED = 3
 NEAR = 8
 _NUMBER = re.compile(r"([a-z_][\w.]*)\]?\s*=\s*(\d+)\b")
 _TEXT = re.compile(r"([a-z_][\w.]*)\s*=\s*\"([\w-]+)\"")
-TEXTS = {
-    "device": ("auto", "cpu"),
-    "engine": ("embedded",),
-    "attn": ("sdpa",),
-    "impl": ("auto", "hf"),
-}
+TEXTS = {"device": ("auto", "cpu"), "engine": ("embedded",), "attn": ("sdpa",), "impl": ("auto", "hf")}
 """By the last part of a key: values with which a run needs less of a machine."""
 GPU_KEYS = (
     ("deployment.num_infer_gpus", ("1", "None")), ("deployment.num_train_gpus", ("1", "None")),
@@ -85,9 +80,7 @@ def smallest_edits(
         logging.disable(level)
 
 
-def _needed(
-    words: Sequence[str], edits: Sequence[Edit], why_not: Callable[[Sequence[str]], str | None]
-) -> list[Edit]:
+def _needed(words: Sequence[str], edits: Sequence[Edit], why_not: Callable[[Sequence[str]], str | None]) -> list[Edit]:
     """The edits of a set without those that the config does not need in order to fit."""
     kept = list(edits)
     for edit in edits:

@@ -62,11 +62,7 @@ def elsewhere(cfg: Config, command: str) -> Iterator[Finding]:
     elif cfg.num_nodes > 1 and not hosts_of(cfg):
         key = "--hosts" if isinstance(cfg, InferenceConfig) else "--deployment.hosts"
         fix = f'on each host: {command} {key} \'["host-0", "host-1"]\''
-        yield note(
-            "hosts",
-            f"{cfg.num_nodes} machines, and none is named: only this one was looked at",
-            fix,
-        )
+        yield note("hosts", f"{cfg.num_nodes} machines, and none is named: only this one was looked at", fix)
 
 
 class HostReports:
@@ -107,9 +103,7 @@ class HostReports:
                 if not missing:
                     break
         for node in sorted(missing):
-            fix = (
-                f"start the same command on {self.hosts[node]}, and open port {self.port} on {self.hosts[0]}"
-            )
+            fix = f"start the same command on {self.hosts[node]}, and open port {self.port} on {self.hosts[0]}"
             text = f"no report came from it within {wait_s:.0f} s"
             found.append(bad("report", text, fix, f"node {node}, {self.hosts[node]}"))
         return found
@@ -174,13 +168,9 @@ def listen_for(host: str, port: int, wait_s: float) -> Iterator[list[Finding]]:
     Raises: WireError if this machine cannot listen there.
     """
     try:
-        listener = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
-        raise WireError(
-            f"cannot listen at {host}:{port}: {error}; give an address of this machine"
-        ) from error
+        raise WireError(f"cannot listen at {host}:{port}: {error}; give an address of this machine") from error
     with listener:
         for report in listen(listener, new_token(), wait_s=wait_s):
             yield report.findings

@@ -77,9 +77,7 @@ def _savings(cfg: RLConfig | SFTConfig) -> list[Edit]:
     return [("--model.ac.mode", "full"), *shorter, (optim, "sgd"), ("--model.lora.rank", "16")]
 
 
-def _fits(
-    cfg: RLConfig | SFTConfig, words: Sequence[str], gpu: str | None, whos: Collection[str] | None
-) -> bool:
+def _fits(cfg: RLConfig | SFTConfig, words: Sequence[str], gpu: str | None, whos: Collection[str] | None) -> bool:
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # warnings about configs that are only tried
     try:

@@ -82,9 +82,7 @@ def findings_of(link: Link, way: str) -> Iterator[Finding]:
 # -- the listener --
 
 
-def listen(
-    listener: socket.socket, token: str, *, wait_s: float, is_renewed: bool = False
-) -> Iterator[Report]:
+def listen(listener: socket.socket, token: str, *, wait_s: float, is_renewed: bool = False) -> Iterator[Report]:
     """Yield the reports of peers, one after another, until wait_s has passed.
 
     is_renewed: wait_s counts from the last peer, since peers wait for each other; at most QUEUE_FACTOR times.
@@ -214,9 +212,7 @@ def _wire_errors() -> Iterator[None]:
     try:
         yield
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise WireError(
-            f"the other end is no doctor, or has gone: {type(error).__name__}: {error}"
-        ) from error
+        raise WireError(f"the other end is no doctor, or has gone: {type(error).__name__}: {error}") from error
 
 
 # -- the wire --

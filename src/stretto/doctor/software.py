@@ -91,9 +91,7 @@ def probe_torch() -> dict | str:
     argv = [sys.executable, "-P", "-c", _PROBE]
     env = {**os.environ, **thread_env(1)}
     try:
-        done = subprocess.run(
-            argv, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S, env=env, check=False
-        )
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S, env=env, check=False)
     except subprocess.TimeoutExpired:
         return f"not done after {TORCH_TIMEOUT_S:.0f} s"
     if done.returncode:
@@ -106,9 +104,7 @@ def requirements() -> Iterator[Finding]:
     """The packages that stretto needs, and their versions."""
     if version_of("stretto") is None:
         fix = "make install (or pip install -e . in the clone)"
-        yield warn(
-            "packages", "stretto runs from its sources and is not installed: versions were not looked at", fix
-        )
+        yield warn("packages", "stretto runs from its sources and is not installed: versions were not looked at", fix)
         return
     wrong = []
     for line in importlib.metadata.requires("stretto") or ():
@@ -137,9 +133,7 @@ def vllm() -> Iterator[Finding]:
         fix = f"pip install 'vllm=={VLLM_SERIES}.*', or inference.engine = \"embedded\""
         yield bad("vLLM", f"{version}: its patches here are for {VLLM_SERIES}", fix)
         return
-    missing = [
-        group for group in PLUGIN_GROUPS if not importlib.metadata.entry_points(group=group, name="stretto")
-    ]
+    missing = [group for group in PLUGIN_GROUPS if not importlib.metadata.entry_points(group=group, name="stretto")]
     if missing:
         fix = "pip install --no-deps -e . (in a clone), which registers them"
         yield bad("vLLM", f"{version}, but plugins of {', '.join(missing)} are not registered", fix)

@@ -41,9 +41,7 @@ def check_argument_types(cls: type, args: Mapping[str, Any], env_id: str) -> Non
             msgspec.convert(value, types.get(key, Any))
         except msgspec.ValidationError as cause:
             rule = str(cause).replace("`", "").removeprefix("Expected ")
-            raise ConfigError(
-                f"environment {env_id!r}: {key} = {value!r} must be {rule}. Change `args`."
-            ) from cause
+            raise ConfigError(f"environment {env_id!r}: {key} = {value!r} must be {rule}. Change `args`.") from cause
 
 
 def check_methods(kind: type, env_id: str) -> None:
@@ -81,9 +79,5 @@ def _wanted_methods(kind: type) -> dict[str, Callable[..., Any]]:
 
 def _header(name: str, function: Callable[..., Any]) -> str:
     """The first line of a method, as one writes it."""
-    names = [
-        each
-        for each, p in inspect.signature(function).parameters.items()
-        if p.kind is p.POSITIONAL_OR_KEYWORD
-    ]
+    names = [each for each, p in inspect.signature(function).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     return f"def {name}({', '.join(names)})"

@@ -137,9 +137,7 @@ class RolloutContext(Protocol):
     def episode(self) -> EpisodeInfo | None:
         """Which rollout this is; None in worker processes."""
 
-    def keep(
-        self, sequences: Sequence[tuple[Int[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]]
-    ) -> None:
+    def keep(self, sequences: Sequence[tuple[Int[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]]) -> None:
         """Train on these sequences only: pairs of tokens (int32) and a mask of those that are trained (bool).
 
         Sampled tokens that are in none of them are not trained. A sequence may end with given tokens.
@@ -262,11 +260,7 @@ def checked_prompt(prompt: Prompt, where: str) -> list[Message]:
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": with_whole_text(prompt)}]
-    if (
-        not isinstance(prompt, Sequence)
-        or not prompt
-        or not all(isinstance(each, Mapping) for each in prompt)
-    ):
+    if not isinstance(prompt, Sequence) or not prompt or not all(isinstance(each, Mapping) for each in prompt):
         raise EnvError(
             f"{where} is {reprlib.repr(prompt)}; return a text, or a list of messages such as "
             '{"role": "user", "content": "..."}.'
@@ -274,9 +268,7 @@ def checked_prompt(prompt: Prompt, where: str) -> list[Message]:
     return checked_messages(prompt, where)
 
 
-async def checked_score(
-    score: float | RolloutResult | Awaitable[float | RolloutResult], where: str
-) -> RolloutResult:
+async def checked_score(score: float | RolloutResult | Awaitable[float | RolloutResult], where: str) -> RolloutResult:
     """The return value of an environment's `score`, checked, as a RolloutResult; `where` is for messages.
 
     Raises: EnvError if it is no finite number and no valid RolloutResult.
@@ -331,9 +323,7 @@ def load_environment(
     except TypeError as cause:
         parameters = [str(p.replace(annotation=p.empty)) for p in signature.parameters.values()]
         known = ", ".join(parameters) or "none"
-        raise ConfigError(
-            f"environment {env_id!r}: {cause}; its arguments are {known}. Change `args`."
-        ) from cause
+        raise ConfigError(f"environment {env_id!r}: {cause}; its arguments are {known}. Change `args`.") from cause
     with guarded(ConfigError, f"environment {env_id!r}"):
         env = factory(**args)
         if not isinstance(env, Environment):

@@ -30,14 +30,7 @@ from stretto.envs.base import (
     TaskSource,
     checked_score,
 )
-from stretto.envs.dataset_records import (
-    BY_RECORD,
-    GIVEN,
-    DatasetSettings,
-    Records,
-    has_entries,
-    is_built_in,
-)
+from stretto.envs.dataset_records import BY_RECORD, GIVEN, DatasetSettings, Records, has_entries, is_built_in
 from stretto.envs.result import listed_rewards
 from stretto.envs.rewards.hub import async_rm
 from stretto.envs.rewards.math_reward import MathVerifier
@@ -79,9 +72,7 @@ class Dataset:
         self.name = "dataset"
         self.settings, self.records = settings, records
         self.args = build_arguments(settings, records.run)
-        self.verifier = (
-            MathVerifier() if is_rm_type(settings.reward) or settings.reward == BY_RECORD else None
-        )
+        self.verifier = MathVerifier() if is_rm_type(settings.reward) or settings.reward == BY_RECORD else None
         self._reward = self._generate = None
         if not is_built_in(settings.reward) and settings.reward != GIVEN:
             if not {":", "."} & set(settings.reward):
@@ -96,9 +87,7 @@ class Dataset:
         elif settings.group_reward or (settings.reward_key is not None and not has_entries(settings.reward)):
             key = "group_reward" if settings.group_reward else "reward_key"
             raise ConfigError(f'dataset: {key} does nothing with reward = "{settings.reward}"; remove it')
-        self._sample_hooks = [
-            Hook.load(path, "dataset: sample_hooks", 2) for path in settings.sample_hooks or ()
-        ]
+        self._sample_hooks = [Hook.load(path, "dataset: sample_hooks", 2) for path in settings.sample_hooks or ()]
         if settings.generate is not None:
             self._generate = Hook.load(settings.generate, "dataset: generate", 3)
 
@@ -133,9 +122,7 @@ class Dataset:
         reward = sum(rewards) / len(rewards)
         return RolloutResult(reward=reward, branch_rewards=branch_rewards, is_truncated=is_truncated)
 
-    async def score_group(
-        self, group: Group, notes: Sequence[list[Sample]]
-    ) -> list[float | list[float]] | None:
+    async def score_group(self, group: Group, notes: Sequence[list[Sample]]) -> list[float | list[float]] | None:
         """With group_reward, the rewards of all members, from the function; otherwise None.
 
         notes: the samples of each member. A member with several samples gets a reward for each. A sample that already
@@ -189,9 +176,7 @@ class Dataset:
         Raises: EnvError if the prompt has images, which text cannot hold.
         """
         if not isinstance(task.data["prompt"], str) and any(image_parts(task.data["prompt"])):
-            raise EnvError(
-                f"task {task.task_id}: `generate` gets text, and this prompt has images; remove generate"
-            )
+            raise EnvError(f"task {task.task_id}: `generate` gets text, and this prompt has images; remove generate")
         assert self.records.run.render is not None, "checked when the environment was built"
         return self._sample(task, episode)
 
@@ -226,9 +211,7 @@ class Dataset:
         if self._reward is not None:
             return await self._reward.call(self.args, sample)
         if self.settings.reward == GIVEN:
-            raise EnvError(
-                'dataset: reward = "given", and the sample has none; set sample.reward in your function'
-            )
+            raise EnvError('dataset: reward = "given", and the sample has none; set sample.reward in your function')
         if self.verifier is not None:
             return await async_rm(self.args, sample, verifier=self.verifier)
         return float(sample.response.strip() == str(sample.label).strip())
@@ -295,9 +278,7 @@ def as_samples(returned: Any) -> list[Sample]:
     """
     samples = list(returned) if isinstance(returned, list | tuple) else [returned]
     if not samples or not all(isinstance(sample, Sample) for sample in samples):
-        raise EnvError(
-            f"generate returned {type(returned).__name__}; return the sample, or a list of samples"
-        )
+        raise EnvError(f"generate returned {type(returned).__name__}; return the sample, or a list of samples")
     for sample in samples:
         sample.check()
     return samples

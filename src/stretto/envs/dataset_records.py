@@ -118,9 +118,7 @@ class DatasetSettings:
                     f"dataset: {each.name} = {value!r} must be {TYPE_NAMES[str(each.type)]}; change `args`"
                 )
         if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
-            raise ConfigError(
-                "dataset: prompt_template has no {prompt}, in the place of the record's prompt; add it"
-            )
+            raise ConfigError("dataset: prompt_template has no {prompt}, in the place of the record's prompt; add it")
         self.check_label_pattern()
 
     def check_label_pattern(self) -> None:
@@ -164,9 +162,7 @@ class Records:
         if not settings.path and not settings.eval_path and settings.data_source is None:
             raise ConfigError("dataset: name a file as path, or for evals as eval_path, in `args`")
         if settings.path and settings.data_source is not None:
-            raise ConfigError(
-                "dataset: path and data_source both give the records; leave one of them out of `args`"
-            )
+            raise ConfigError("dataset: path and data_source both give the records; leave one of them out of `args`")
         if settings.data_source is not None and not settings.eval_path:
             given = {"streaming": settings.streaming, "convert": settings.convert is not None}
             if unused := [name for name, is_given in given.items() if is_given]:
@@ -210,9 +206,7 @@ class Records:
         assert tokens is not None, "checked when the environment was built"
         return len(tokens) > limit
 
-    def prompt_ids(
-        self, prompt: str | list[Message], tools: list[dict] | None
-    ) -> Int32[np.ndarray, " tokens"] | None:
+    def prompt_ids(self, prompt: str | list[Message], tools: list[dict] | None) -> Int32[np.ndarray, " tokens"] | None:
         """int32 tokens of a prompt as the policy gets it; None if its tokenizer is not available here."""
         if isinstance(prompt, str):
             return self.encode(prompt)
@@ -243,9 +237,7 @@ class Records:
         settings, read = self.settings, Hook(data.get_samples, f"{source.where}: get_samples")
         groups = read.call_sync(Hook(data.__len__, f"{source.where}: __len__").call_sync())
         if not isinstance(groups, list | tuple):
-            raise ConfigError(
-                f"{read.where}: it gave {type(groups).__name__}; give a list of lists of Sample"
-            )
+            raise ConfigError(f"{read.where}: it gave {type(groups).__name__}; give a list of lists of Sample")
         for index, group in enumerate(groups):
             sample = group[0] if isinstance(group, list) and group else group
             if not isinstance(sample, Sample):
@@ -275,9 +267,7 @@ class Records:
         if not found and not num_long:
             raise DataError(f"{setting}: it has no record")
         if not found:
-            raise DataError(
-                f"{setting}: all {num_long} prompts are longer than max_prompt_tokens = {limit}; raise it"
-            )
+            raise DataError(f"{setting}: all {num_long} prompts are longer than max_prompt_tokens = {limit}; raise it")
         if num_long:
             logger.info(
                 "%s: skipped %d of %d prompts that are longer than max_prompt_tokens = %d",
@@ -291,9 +281,7 @@ class Records:
     def _row(self, record: dict[str, Any], where: str) -> dict[str, Any]:
         settings = self.settings
         if settings.input_key not in record:
-            raise DataError(
-                f"{where}: no {settings.input_key!r} (input_key); {_keys_of(record, settings.input_key)}"
-            )
+            raise DataError(f"{where}: no {settings.input_key!r} (input_key); {_keys_of(record, settings.input_key)}")
         label = None if settings.label_key is None else record.get(settings.label_key)
         if settings.label_pattern is not None and label is not None:
             label = self._label_within(label, where)

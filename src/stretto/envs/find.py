@@ -115,11 +115,7 @@ def missing_plugins(env_id: str, args: dict[str, Any]) -> list[str]:
             named.append(("harness", harness.get("id"), f"args.{role}.harness.id"))
     found = []
     for kind, plugin_id, key in named:
-        if (
-            isinstance(plugin_id, str)
-            and plugin_id not in ("", OWN_HARNESS)
-            and not _has_plugin(plugin_id, kind)
-        ):
+        if isinstance(plugin_id, str) and plugin_id not in ("", OWN_HARNESS) and not _has_plugin(plugin_id, kind):
             found.append(
                 f"{key} = {plugin_id!r}: there is no module {_plugin_module(plugin_id)!r} here; install its "
                 f"package, or correct the id (verifiers brings {', '.join(_own_plugins(kind))})"
@@ -135,12 +131,8 @@ def _plugin_module(plugin_id: str) -> str:
 def _own_plugins(kind: str) -> list[str]:
     """The plugins of a kind that verifiers brings."""
     package = _find_spec(VERIFIERS)
-    places = [
-        Path(each) / "v1" / PLUGINS[kind] for each in (package and package.submodule_search_locations) or ()
-    ]
-    return sorted(
-        each.name for place in places for each in place.glob("[a-z]*") if (each / "__init__.py").is_file()
-    )
+    places = [Path(each) / "v1" / PLUGINS[kind] for each in (package and package.submodule_search_locations) or ()]
+    return sorted(each.name for place in places for each in place.glob("[a-z]*") if (each / "__init__.py").is_file())
 
 
 def _has_plugin(plugin_id: str, kind: str) -> bool:

@@ -37,9 +37,7 @@ class McpServer:
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
-            raise ConfigError(
-                f"McpServer(command={list(self.command)}, url={self.url!r}): give one of the two."
-            )
+            raise ConfigError(f"McpServer(command={list(self.command)}, url={self.url!r}): give one of the two.")
 
     @property
     def where(self) -> str:
@@ -72,9 +70,7 @@ class Connection:
                 await asyncio.shield(self._is_ready)
         except TimeoutError as cause:
             self._task.cancel()
-            raise EnvError(
-                f"MCP server {self.server.where}: no answer in {self.server.timeout_s:g} s"
-            ) from cause
+            raise EnvError(f"MCP server {self.server.where}: no answer in {self.server.timeout_s:g} s") from cause
 
     def mark_lost(self) -> None:
         """Close without waiting, because the server is lost; the next episode connects again."""
@@ -108,9 +104,7 @@ class Connection:
                 break
         names = [tool.name for tool in found]
         if missing := [name for name in self.server.only if name not in names]:
-            raise ConfigError(
-                f"MCP server {self.server.where} has no tool {missing[0]!r}; it has {', '.join(names)}."
-            )
+            raise ConfigError(f"MCP server {self.server.where} has no tool {missing[0]!r}; it has {', '.join(names)}.")
         return [tool for tool in found if not self.server.only or tool.name in self.server.only]
 
 
@@ -121,11 +115,7 @@ class RemoteTool(Tool):
         self.name = tool.name
         self.schema = {
             "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description or "",
-                "parameters": tool.input_schema,
-            },
+            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
         }
         self._connection, self._client = connection, client
 

@@ -67,9 +67,7 @@ class MultiTurnEnv(ABC):
         """The first messages, or the text of a first message of the user."""
 
     @abstractmethod
-    def respond(
-        self, episode: Episode, reply: Reply
-    ) -> list[Message] | Awaitable[list[Message] | None] | None:
+    def respond(self, episode: Episode, reply: Reply) -> list[Message] | Awaitable[list[Message] | None] | None:
         """Messages that answer the reply, the last of `episode.messages`; None or [] ends the episode."""
 
     @abstractmethod
@@ -115,14 +113,10 @@ class MultiTurnEnv(ABC):
         if inspect.isawaitable(answer):
             if (close := getattr(answer, "close", None)) is not None:
                 close()  # avoids a second warning, that it was never awaited
-            raise EnvError(
-                f"{where} returned a call that nobody awaited; write `async def`, and `await` before it"
-            )
+            raise EnvError(f"{where} returned a call that nobody awaited; write `async def`, and `await` before it")
         if isinstance(answer, str | Mapping) or not isinstance(answer, Sequence):
             example = '[{"role": "user", "content": "..."}]'
-            raise EnvError(
-                f"{where} returned {describe_value(answer)}; return messages, {example}, or None to end"
-            )
+            raise EnvError(f"{where} returned {describe_value(answer)}; return messages, {example}, or None to end")
         return checked_messages(answer, where)
 
 
@@ -151,14 +145,10 @@ class ToolEnv(MultiTurnEnv):
         """The tool messages for the calls of a reply; empty if it calls none."""
         return await self.toolset().answer(reply)
 
-    def respond(
-        self, episode: Episode, reply: Reply
-    ) -> list[Message] | Awaitable[list[Message] | None] | None:
+    def respond(self, episode: Episode, reply: Reply) -> list[Message] | Awaitable[list[Message] | None] | None:
         """Messages that answer a reply without calls; None or [] ends the episode."""
         return None
 
     async def _turn_after(self, episode: Episode, reply: Reply) -> list[Message]:
         answered = await self.answer_tools(episode, reply)
-        return checked_messages(answered, place_of(self, "answer_tools")) or await super()._turn_after(
-            episode, reply
-        )
+        return checked_messages(answered, place_of(self, "answer_tools")) or await super()._turn_after(episode, reply)

@@ -22,10 +22,7 @@ class Pictures:
 
     def restore(self, messages: list[Message]) -> list[Message]:
         """The messages with the pictures that are named in them."""
-        return [
-            _mapped(message, self._picture) if any(image_parts([message])) else message
-            for message in messages
-        ]
+        return [_mapped(message, self._picture) if any(image_parts([message])) else message for message in messages]
 
     def _renamed(self, message: Message, where: str) -> Message:
         if not any(image_parts([message])):
@@ -44,7 +41,5 @@ class Pictures:
 
 
 def _mapped(message: Message, change: Any) -> Message:
-    content = [
-        part | {"image": change(part["image"])} if is_image(part) else part for part in message["content"]
-    ]
+    content = [part | {"image": change(part["image"])} if is_image(part) else part for part in message["content"]]
     return message | {"content": content}

@@ -36,13 +36,9 @@ def checked_result(returned: Any, where: str) -> RolloutResult:
     """
     if not isinstance(returned, RolloutResult):
         kind = type(returned).__name__
-        raise EnvError(
-            f"{where} returned {kind}, not a RolloutResult(reward=...): {describe_value(returned)}"
-        )
+        raise EnvError(f"{where} returned {kind}, not a RolloutResult(reward=...): {describe_value(returned)}")
     if not _is_flag(returned.is_truncated):
-        raise EnvError(
-            f"{where}: is_truncated is {describe_value(returned.is_truncated)}; give True or False"
-        )
+        raise EnvError(f"{where}: is_truncated is {describe_value(returned.is_truncated)}; give True or False")
     return RolloutResult(
         reward=checked_reward(returned.reward, where, "its reward"),
         agent_rewards={

@@ -87,16 +87,11 @@ class Keys(dict[str, str | tuple[str, Any]]):
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """The fields from a config.json; required keys were checked before."""
-        return {
-            field: hf[entry] if isinstance(entry, str) else hf.get(*entry) for field, entry in self.items()
-        }
+        return {field: hf[entry] if isinstance(entry, str) else hf.get(*entry) for field, entry in self.items()}
 
     def write(self, shape: Any) -> dict[str, Any]:
         """The reverse: keys of config.json from the attributes of a shape."""
-        return {
-            entry if isinstance(entry, str) else entry[0]: getattr(shape, field)
-            for field, entry in self.items()
-        }
+        return {entry if isinstance(entry, str) else entry[0]: getattr(shape, field) for field, entry in self.items()}
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -106,9 +101,7 @@ class Keys(dict[str, str | tuple[str, Any]]):
 
 ATTENTION_BIAS = Keys(out_bias=("attention_bias", False), qkv_bias=("attention_bias", False))
 """One key for the biases of all projections of attention, as most families have it."""
-MOE_KEYS = Keys(
-    num_experts="num_experts", top_k="num_experts_per_tok", intermediate_size="moe_intermediate_size"
-)
+MOE_KEYS = Keys(num_experts="num_experts", top_k="num_experts_per_tok", intermediate_size="moe_intermediate_size")
 """Fields of MoEShape and their most common keys."""
 LOCAL_MOE_KEYS = MOE_KEYS | {"num_experts": "num_local_experts", "intermediate_size": "intermediate_size"}
 """The same for families whose MLPs are all experts."""

@@ -29,9 +29,7 @@ def parse_rope(
     kind = raw.get("rope_type") or raw.get("type") or "default"
     theta = raw.get("rope_theta") or hf.get("rope_theta") or 10_000.0
     if kind not in _KINDS:
-        raise DataError(
-            f'{where}: rope_type = {kind!r} is not supported (only {", ".join(_KINDS)}); use impl = "hf"'
-        )
+        raise DataError(f'{where}: rope_type = {kind!r} is not supported (only {", ".join(_KINDS)}); use impl = "hf"')
     unknown = [key for key in ("mscale", "mscale_all_dim") if raw.get(key)]
     share = raw.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     if share is None and hf.get("rotary_dim") and hf.get("head_dim"):
@@ -45,8 +43,7 @@ def parse_rope(
     low, high = float(raw.get("low_freq_factor") or 1.0), float(raw.get("high_freq_factor") or 4.0)
     if kind == "llama3" and not low < high:
         raise DataError(
-            f"{where}: rope_parameters low_freq_factor = {low:g} must be less than "
-            f"high_freq_factor = {high:g}"
+            f"{where}: rope_parameters low_freq_factor = {low:g} must be less than high_freq_factor = {high:g}"
         )
     if sections:
         sections = tuple(raw.get("mrope_section") or sections)

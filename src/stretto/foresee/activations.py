@@ -55,15 +55,7 @@ class BlockActivations:
 
     @property
     def all(self) -> float:
-        return (
-            self.residual
-            + self.norm
-            + self.attn_proj
-            + self.attention
-            + self.mlp
-            + self.experts
-            + self.router
-        )
+        return self.residual + self.norm + self.attn_proj + self.attention + self.mlp + self.experts + self.router
 
     def kept(self, ac: ActivationCheckpointSection | None, layer: int) -> float:
         """Numbers per token after the forward pass of a block."""
@@ -75,9 +67,7 @@ class BlockActivations:
         return self.all - sum(parts.get(target, 0.0) for target in ac.targets)
 
 
-def block_activations(
-    cfg: ModelConfig, layer: int, *, tp: int = 1, is_cpu: bool, is_half: bool
-) -> BlockActivations:
+def block_activations(cfg: ModelConfig, layer: int, *, tp: int = 1, is_cpu: bool, is_half: bool) -> BlockActivations:
     """The activations of a block on one rank.
 
     is_half: 16-bit numbers; on a CPU these are computed without kernels in C.

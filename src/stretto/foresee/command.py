@@ -100,9 +100,7 @@ def _rl_time(
     from stretto.foresee.workload import with_given, workload_of_run
 
     if args.example_tokens is not None:
-        raise ConfigError(
-            "--example-tokens is for `sft`; a plan of `rl` takes --prompt-tokens and --reply-tokens"
-        )
+        raise ConfigError("--example-tokens is for `sft`; a plan of `rl` takes --prompt-tokens and --reply-tokens")
     source = args.source or args.compare
     given = {name: getattr(args, name) for name in WORKLOAD}
     workload = _assumed_workload(args, setup) if source is None else workload_of_run(source)
@@ -219,33 +217,18 @@ def _parser() -> PlainParser:
         "--model-config", type=Path, metavar="FILE", help="a config.json to use instead of the model's own"
     )
     parser.add_argument(
-        "--from",
-        dest="source",
-        type=Path,
-        metavar="RUN",
-        help="lengths, turns and signal as in this run's ledger",
+        "--from", dest="source", type=Path, metavar="RUN", help="lengths, turns and signal as in this run's ledger"
     )
     for name, what in WORKLOAD.items():
         parser.add_argument("--" + name.replace("_", "-"), metavar="X", help=what)
     parser.add_argument("--example-tokens", metavar="X", help="of `sft`: tokens of an example")
+    parser.add_argument("--steps", type=_positive, metavar="N", help="GPU hours are for so many steps (max_steps)")
+    parser.add_argument("--simulated-steps", type=_positive, metavar="N", help="steps that are simulated (40)")
     parser.add_argument(
-        "--steps", type=_positive, metavar="N", help="GPU hours are for so many steps (max_steps)"
+        "--measured", type=Path, metavar="FILE", help="seconds of pieces of work, as benchmarks/plan.py measures them"
     )
-    parser.add_argument(
-        "--simulated-steps", type=_positive, metavar="N", help="steps that are simulated (40)"
-    )
-    parser.add_argument(
-        "--measured",
-        type=Path,
-        metavar="FILE",
-        help="seconds of pieces of work, as benchmarks/plan.py measures them",
-    )
-    parser.add_argument(
-        "--compare", type=Path, metavar="RUN", help="after a run: prediction beside measurement"
-    )
-    parser.add_argument(
-        "--no-propose", action="store_true", help="without proposals, which take most of the time"
-    )
+    parser.add_argument("--compare", type=Path, metavar="RUN", help="after a run: prediction beside measurement")
+    parser.add_argument("--no-propose", action="store_true", help="without proposals, which take most of the time")
     parser.add_argument("--memory-only", action="store_true", help="no simulation")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     return parser
@@ -290,9 +273,7 @@ def _positive(text: str) -> int:
 def _config_words(words: Sequence[str]) -> list[str]:
     """The words of a config: a file may be given without @ before it."""
     if not words:
-        raise ConfigError(
-            "stretto plan: give a config of `rl` or `sft`: stretto plan rl.toml [--KEY VALUE ...]"
-        )
+        raise ConfigError("stretto plan: give a config of `rl` or `sft`: stretto plan rl.toml [--KEY VALUE ...]")
     found: list[str] = []
     for word in words:
         is_bare = not word.startswith(("-", "@")) and word.endswith((".toml", ".json"))

@@ -72,9 +72,7 @@ def _compared_rows(run: Path, process: str, first: int) -> list[dict[str, Any]]:
     """Raises: ConfigError if the run has no step after the first ones."""
     if rows := measured_rows(run, process)[first:]:
         return rows
-    raise ConfigError(
-        f"--compare {run}: fewer than {first + 1} trained steps; there is nothing to compare with yet"
-    )
+    raise ConfigError(f"--compare {run}: fewer than {first + 1} trained steps; there is nothing to compare with yet")
 
 
 def measured_rows(run: Path, process: str = "orchestrator") -> list[dict[str, Any]]:

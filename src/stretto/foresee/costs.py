@@ -18,12 +18,7 @@ from typing import Any
 from stretto.base.errors import ConfigError, reason_of
 from stretto.base.process import num_cores
 from stretto.foresee.hardware import Reached
-from stretto.foresee.memory import (
-    bytes_per_token,
-    cache_tokens,
-    engine_weight_bytes,
-    published_bytes,
-)
+from stretto.foresee.memory import bytes_per_token, cache_tokens, engine_weight_bytes, published_bytes
 from stretto.foresee.setup import BYTES, EngineSetup, Setup
 
 Table = tuple[tuple[float, float], ...]
@@ -67,9 +62,7 @@ class Measured:
         try:
             raw: dict[str, Any] = json.loads(path.read_text())
             tables = {key: tuple(map(tuple, raw[key])) for key in ("decode", "train") if raw.get(key)}
-            return cls(
-                **{key: value for key, value in raw.items() if key in cls.__dataclass_fields__} | tables
-            )
+            return cls(**{key: value for key, value in raw.items() if key in cls.__dataclass_fields__} | tables)
         except (OSError, ValueError, TypeError, AttributeError) as cause:
             raise ConfigError(f"--measured {path}: cannot be read: {_why(cause, path)}") from cause
 
@@ -105,24 +98,18 @@ class Costs:
     def describe(self) -> list[str]:
         """The sources and assumptions of the times, one line each."""
         setup, hardware = self.setup, self.setup.hardware
-        lines = [
-            f"{hardware.name}: " + "; ".join(f"{key}: {source}" for key, source in hardware.sources.items())
-        ]
+        lines = [f"{hardware.name}: " + "; ".join(f"{key}: {source}" for key, source in hardware.sources.items())]
         if self.measured != Measured():
             lines.append("seconds of work as measured on this machine (--measured)")
         lines += self.reached.describe()
         if setup.is_cpu:
-            lines.append(
-                "an operation on a CPU takes at least 15 microseconds, a rollout 0.15 ms of the orchestrator"
-            )
+            lines.append("an operation on a CPU takes at least 15 microseconds, a rollout 0.15 ms of the orchestrator")
         if setup.is_cpu and self.measured == Measured():
             lines.append(
                 "on a CPU times may be wrong by a factor of two or more; --measured FILE, which benchmarks/plan.py "
                 "--measure makes, gives closer ones"
             )
-        lines.append(
-            "evals, checkpoints and starting are not in the time of a step; turns beyond 8 are merged"
-        )
+        lines.append("evals, checkpoints and starting are not in the time of a step; turns beyond 8 are merged")
         return lines
 
     # -- engines --

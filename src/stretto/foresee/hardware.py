@@ -201,7 +201,5 @@ def find_hardware(name: str | None, num_gpus: int) -> Hardware:
         return this_cpu() if num_gpus == 0 else GPUS["H100"]
     known = {key.lower(): gpu for key, gpu in GPUS.items()} | {"cpu": None}
     if name.lower() not in known:
-        raise ConfigError(
-            f"--gpu {name}: not in the table; one of {', '.join(GPUS)}, or CPU for this machine"
-        )
+        raise ConfigError(f"--gpu {name}: not in the table; one of {', '.join(GPUS)}, or CPU for this machine")
     return known[name.lower()] or this_cpu()

@@ -59,10 +59,7 @@ class Memory:
 
 def all_memory(setup: Setup) -> list[Memory]:
     """The memory of each kind of process, with rows of the trainer as long as they may be."""
-    return [
-        trainer_memory(setup, setup.row_tokens),
-        *(engine_memory(setup, engine) for engine in setup.engines),
-    ]
+    return [trainer_memory(setup, setup.row_tokens), *(engine_memory(setup, engine) for engine in setup.engines)]
 
 
 # -- the trainer --
@@ -110,34 +107,24 @@ def trainer_memory(setup: Setup, row_tokens: int, *, num_rows: int = 2) -> Memor
     reached = {"activations": kept, "gathered weights": gathered}
     forward = steady | carried | reached
     phases = [
-        Phase(
-            "forward pass", forward | {"logits": 0.0, "one block": _forward_values(blocks) * tokens * value}
-        ),
+        Phase("forward pass", forward | {"logits": 0.0, "one block": _forward_values(blocks) * tokens * value}),
         Phase("output head", forward | {"logits": head}),
         _backward(setup, steady, held, blocks, tokens, value, gathered, is_first=num_rows == 1),
         Phase("update", steady | {"gradients": held.grads, "optimizer's work": _update_bytes(setup, held)}),
     ]
     if staged:
         phases.append(
-            Phase(
-                "publication", base | state | {"staging of a broadcast": staged, "gathered weights": gathered}
-            )
+            Phase("publication", base | state | {"staging of a broadcast": staged, "gathered weights": gathered})
         )
     notes = []
     if own_loss:
-        notes.append(
-            f"trainer.hooks.loss: four times the logits of a row are counted, {own_loss / GIB:.1f} GiB"
-        )
+        notes.append(f"trainer.hooks.loss: four times the logits of a row are counted, {own_loss / GIB:.1f} GiB")
     if is_offloaded:
         notes.append(f"optimizer state in CPU memory: {held.optimizer / GIB:.1f} GiB per rank")
     if setup.model.ac_offloading is not None:
-        notes.append(
-            f"activations in CPU memory: {_inputs_bytes(blocks, tokens, value) / GIB:.1f} GiB per rank"
-        )
+        notes.append(f"activations in CPU memory: {_inputs_bytes(blocks, tokens, value) / GIB:.1f} GiB per rank")
     if setup.model.fsdp_cpu_offload:
-        notes.append(
-            "fsdp_cpu_offload: weights, gradients and optimizer are counted here, and lie in CPU memory"
-        )
+        notes.append("fsdp_cpu_offload: weights, gradients and optimizer are counted here, and lie in CPU memory")
     phases = [Phase(p.name, {k: v for k, v in p.parts.items() if v}) for p in phases]
     return Memory("trainer rank", tuple(phases), setup.hardware.memory_bytes, tuple(notes))
 
@@ -283,9 +270,7 @@ def _backward(
     for index, block in enumerate(blocks):
         before = sum(b.kept(ac, i) for i, b in enumerate(blocks[:index])) * value * tokens
         if setup.model.ac_offloading is not None:
-            before = (
-                min(index, setup.model.ac_offloading.max_inflight_activations) * block.width * value * tokens
-            )
+            before = min(index, setup.model.ac_offloading.max_inflight_activations) * block.width * value * tokens
         own = _block_backward(setup, index, block, value * tokens, is_first=is_first)
         choices = sum(each.choice_bytes for each in blocks) * tokens
         later = 1 - sum(per_block[: index + 1]) / all_weights
@@ -297,9 +282,7 @@ def _backward(
     if setup.num_ranks > 1:  # one block's gradients before they are summed over ranks
         reduce = BYTES[setup.model.reduce_dtype]
         unit = _largest_unit(setup) * (value + reduce)
-    return Phase(
-        "backward pass", steady | parts | {"gathered weights": gathered, "gradients to be summed": unit}
-    )
+    return Phase("backward pass", steady | parts | {"gathered weights": gathered, "gradients to be summed": unit})
 
 
 def _block_backward(
@@ -346,9 +329,7 @@ def published_bytes(setup: Setup) -> float:
         return _adapter_weights(setup.shape, setup.model.lora.rank) * 2.0
     is_small = any(engine.dtype == "float8" for engine in setup.engines)
     outside = setup.size.outside * BYTES[setup.train_dtype]
-    return (setup.size.total - setup.size.outside) * (
-        1.03 if is_small else BYTES[setup.train_dtype]
-    ) + outside
+    return (setup.size.total - setup.size.outside) * (1.03 if is_small else BYTES[setup.train_dtype]) + outside
 
 
 def staging_bytes(setup: Setup) -> float:
@@ -378,9 +359,7 @@ def engine_memory(setup: Setup, engine: EngineSetup) -> Memory:
     wide = cfg.hidden_size * 6 + 4 * max(cfg.intermediate_size, cfg.num_heads * cfg.head_dim) / engine.tp
     work = batch * wide * BYTES[setup.train_dtype] if not setup.is_cpu else 64 * cfg.vocab_size * 4.0
     logits = min(engine.section.max_num_seqs, batch) * cfg.vocab_size * 4.0 / engine.tp
-    received = (
-        min(published_bytes(setup), 4 * 64e6) if setup.rl.weight_broadcast.type == "collective" else 0.0
-    )
+    received = min(published_bytes(setup), 4 * 64e6) if setup.rl.weight_broadcast.type == "collective" else 0.0
     states = state_bytes(setup, engine)
     steady = base | {"cache": cache} | ({"states of sequences": states} if states else {})
     phases = (
@@ -388,9 +367,7 @@ def engine_memory(setup: Setup, engine: EngineSetup) -> Memory:
         Phase("new weights", steady | {"staging of a broadcast": received}),
     )
     tokens = cache_tokens(setup, engine)
-    notes = [
-        f"cache for {tokens:,.0f} tokens per {'engine' if engine.groups == 1 else 'data-parallel group'}"
-    ]
+    notes = [f"cache for {tokens:,.0f} tokens per {'engine' if engine.groups == 1 else 'data-parallel group'}"]
     if states:
         notes.append(f"states of recurrent layers for {running_sequences(setup, engine):,} sequences")
     if engine.kind == "embedded":
@@ -458,7 +435,5 @@ def cache_bytes(setup: Setup, engine: EngineSetup) -> float:
     tokens = cache_tokens(setup, engine)
     if math.isinf(tokens):
         return 0.0
-    copies = (
-        1.5 if engine.kind == "embedded" else 1.0
-    )  # keys and values of running sequences, once more in one piece
+    copies = 1.5 if engine.kind == "embedded" else 1.0  # keys and values of running sequences, once more in one piece
     return tokens * bytes_per_token(setup, engine) * copies

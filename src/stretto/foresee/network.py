@@ -170,9 +170,7 @@ def _mlp(width: int, inner: int, *, is_plain: bool, has_bias: bool) -> int:
 def _experts(cfg: ModelConfig, width: int) -> int:
     moe = cfg.moe
     assert moe is not None
-    return moe.num_experts * _mlp(
-        width, moe.intermediate_size, is_plain=moe.is_plain, has_bias=moe.has_product_biases
-    )
+    return moe.num_experts * _mlp(width, moe.intermediate_size, is_plain=moe.is_plain, has_bias=moe.has_product_biases)
 
 
 def _mixer(cfg: ModelConfig, layer: int, kind: str) -> tuple[int, int, int]:

@@ -151,8 +151,7 @@ def _splits(setup: Setup) -> Iterator[Words]:
             writing = shape.num_decode_nodes + (num - other) * nodes
             if other >= 1 and writing >= 1:
                 yield _words(
-                    inference__deployment__num_prefill_replicas=other,
-                    inference__deployment__num_decode_nodes=writing,
+                    inference__deployment__num_prefill_replicas=other, inference__deployment__num_decode_nodes=writing
                 )
     if deployment.type == "multi_node" and shape.type == "multi_node":
         for moved in (-2, -1, 1, 2):
@@ -186,9 +185,7 @@ def _meshes(setup: Setup) -> Iterator[Words]:
                     yield _words(model__ep=ep)
     # The micro batch is a row.
     longer = 2 * setup.row_tokens
-    yield (
-        _words(orchestrator__row_tokens=longer) if isinstance(setup.cfg, RLConfig) else _words(seq_len=longer)
-    )
+    yield (_words(orchestrator__row_tokens=longer) if isinstance(setup.cfg, RLConfig) else _words(seq_len=longer))
     if model.ac is not None and model.ac_offloading is None:
         yield ("--no-model.ac",)
     elif model.ac is None and not fits(setup):

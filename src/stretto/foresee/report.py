@@ -32,13 +32,7 @@ def seconds(value: float) -> str:
         return f"{value / 3600:.1f} h"
     if value >= 120:
         return f"{value / 60:.1f} min"
-    return (
-        f"{value:.1f} s"
-        if value >= 1
-        else f"{1e3 * value:.2g} ms"
-        if value < 0.1
-        else f"{1e3 * value:.0f} ms"
-    )
+    return f"{value:.1f} s" if value >= 1 else f"{1e3 * value:.2g} ms" if value < 0.1 else f"{1e3 * value:.0f} ms"
 
 
 def columns(rows: Sequence[Sequence[str]], *, indent: str = "  ") -> str:
@@ -82,17 +76,13 @@ def setup_text(setup: Setup) -> str:
         ["hardware", f"{hardware.name}, {size(hardware.memory_bytes)} each" + _devices(setup)],
         [
             "trainer",
-            f"{setup.num_ranks} rank{'s' * (setup.num_ranks > 1)} {mesh}, {setup.train_dtype}".replace(
-                " ,", ","
-            ),
+            f"{setup.num_ranks} rank{'s' * (setup.num_ranks > 1)} {mesh}, {setup.train_dtype}".replace(" ,", ","),
         ],
     ]
     for engine in setup.engines:
         devices = f" of {engine.devices} GPUs" if not setup.is_cpu else ""
         spread = f", experts over {engine.experts_over}" if engine.experts_over > engine.tp else ""
-        rows.append(
-            [engine.role, f"{engine.count}{devices}, {engine.kind}, tp {engine.tp}{spread}, {engine.dtype}"]
-        )
+        rows.append([engine.role, f"{engine.count}{devices}, {engine.kind}, tp {engine.tp}{spread}, {engine.dtype}"])
     width = max(len(row[0]) for row in rows)
     return "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)
 
@@ -161,9 +151,7 @@ def _total(step_s: float, setup: Setup, num_steps: int | None) -> list[list[str]
     if num_steps is None:
         return []
     whole_s = num_steps * step_s
-    total = seconds(whole_s) + (
-        "" if setup.is_cpu else f", {whole_s / 3600 * setup.num_devices:,.3g} GPU hours"
-    )
+    total = seconds(whole_s) + ("" if setup.is_cpu else f", {whole_s / 3600 * setup.num_devices:,.3g} GPU hours")
     return [[f"{num_steps} steps", total]]
 
 
@@ -172,9 +160,7 @@ def proposals_text(proposals: Sequence[Proposal]) -> str:
     if not proposals:
         return "proposals: none of those that were tried is 2 % faster"
     rows = [["", "step", "gain", "staleness 95 %", "trainer's peak"]]
-    rows += [
-        [p.text, seconds(p.step_s), f"{p.gain:.0%}", _staleness(p), size(p.peak_bytes)] for p in proposals
-    ]
+    rows += [[p.text, seconds(p.step_s), f"{p.gain:.0%}", _staleness(p), size(p.peak_bytes)] for p in proposals]
     if all(p.staleness_p95 is None for p in proposals):  # of sft
         rows = [[*row[:3], row[4]] for row in rows]
     return "proposals, one at a time, as words to add to the command\n" + columns(rows)
@@ -207,8 +193,7 @@ def _one(memory: Memory) -> str:
     head = ["", *(f"{phase.name}{' *' if phase is peak else ''}" for phase in memory.phases)]
     rows = [head]
     rows += [
-        [name, *(size(phase.parts[name]) if name in phase.parts else "" for phase in memory.phases)]
-        for name in names
+        [name, *(size(phase.parts[name]) if name in phase.parts else "" for phase in memory.phases)] for name in names
     ]
     rows.append(["all", *(size(phase.total) for phase in memory.phases)])
     verdict = f"peak {size(peak.total)} of {size(memory.capacity_bytes)} in: {peak.name}"

@@ -88,11 +88,7 @@ class Setup:
     @property
     def row_tokens(self) -> int:
         """The longest row of the trainer."""
-        return (
-            self.cfg.seq_len
-            if isinstance(self.cfg, SFTConfig)
-            else max(self.cfg.row_tokens, self.cfg.seq_len)
-        )
+        return self.cfg.seq_len if isinstance(self.cfg, SFTConfig) else max(self.cfg.row_tokens, self.cfg.seq_len)
 
     @property
     def optim(self) -> Optim:
@@ -200,9 +196,7 @@ def _shares_devices(cfg: RLConfig, engines: tuple[EngineSetup, ...]) -> bool:
 def _engines(cfg: RLConfig, size: NetworkSize, *, has_gpu: bool, notes: list[str]) -> tuple[EngineSetup, ...]:
     section = cfg.inference
     if section is None:
-        notes.append(
-            "engines run elsewhere: their time and memory are taken as those of one engine on one device"
-        )
+        notes.append("engines run elsewhere: their time and memory are taken as those of one engine on one device")
         section = InferenceSection()
     replicas = cfg.deployment.num_infer_replicas if cfg.deployment.type == "multi_node" else 1
     hosts = [f"node{i}" for i in range(section.deployment.num_nodes * replicas)]
@@ -230,9 +224,7 @@ def _engines(cfg: RLConfig, size: NetworkSize, *, has_gpu: bool, notes: list[str
         dtype = "float8" if quantized and has_gpu else plain
         cache = "float8" if "fp8" in str(section.vllm_extra.get("kv_cache_dtype", "")) else plain
         experts_over = devices if is_spread and size.experts else wide.tp
-        found.append(
-            EngineSetup(role, count, devices, wide.gpus_per_rank, experts_over, kind, dtype, cache, section)
-        )
+        found.append(EngineSetup(role, count, devices, wide.gpus_per_rank, experts_over, kind, dtype, cache, section))
     return tuple(found)
 
 

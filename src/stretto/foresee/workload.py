@@ -111,8 +111,7 @@ class Workload:
         if factor <= 1:
             return self
         longer = {
-            name: getattr(self, name).times(factor)
-            for name in ("reply_tokens", "observation_tokens", "turn_wait_s")
+            name: getattr(self, name).times(factor) for name in ("reply_tokens", "observation_tokens", "turn_wait_s")
         }
         return replace(self, turns=self.turns.times(1 / factor), **longer)
 
@@ -184,9 +183,7 @@ def workload_of_run(path: Path) -> Workload:
         rows = reader.rows(query)
         spreads = [row["spread"] for row in reader.rows(groups) if row["spread"] is not None]
     if not rows:
-        raise ConfigError(
-            f"{path}: its ledger has no finished rollout, so it says nothing about their lengths"
-        )
+        raise ConfigError(f"{path}: its ledger has no finished rollout, so it says nothing about their lengths")
     turns = tuple(float(row["num_turns"] or 1) for row in rows)
     replies = tuple(row["num_sampled_tokens"] / (row["num_turns"] or 1) for row in rows)
     others = [row["num_tokens"] - row["num_sampled_tokens"] for row in rows]
@@ -252,14 +249,10 @@ async def _prompts_of(
         lengths = []
         for index in range(min(NUM_PROMPTS, source.num_tasks or NUM_PROMPTS)):
             task = source.task(index)
-            prompt, tools = await first_prompt(
-                env, task, f"environment {env.name}, task {task.task_id}, prompt"
-            )
+            prompt, tools = await first_prompt(env, task, f"environment {env.name}, task {task.task_id}, prompt")
             if prompt is None:
                 return f"environment {env.name} makes its prompts while they are played"
-            ids = (
-                renderer.encode(prompt) if isinstance(prompt, str) else renderer.render_prompt(prompt, tools)
-            )
+            ids = renderer.encode(prompt) if isinstance(prompt, str) else renderer.render_prompt(prompt, tools)
             lengths.append(float(len(ids)))
         return lengths
 
@@ -288,9 +281,7 @@ def example_lengths(cfg: SFTConfig) -> Numbers | str:
         lengths = [len(example.token_ids) for each in rendered for example in each.examples]
     except StrettoError as error:
         return str(error)
-    return (
-        Numbers(values=tuple(float(min(length, cfg.seq_len)) for length in lengths)) if lengths else "no rows"
-    )
+    return Numbers(values=tuple(float(min(length, cfg.seq_len)) for length in lengths)) if lengths else "no rows"
 
 
 def _no_tokenizer(cfg: RLConfig | SFTConfig) -> str:

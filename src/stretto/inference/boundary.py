@@ -58,9 +58,7 @@ def check_origin(method: str, headers: Mapping[str, str], key: str | None) -> No
         raise Refusal(refused[1], refused[0])
 
 
-def max_body_bytes(
-    max_model_len: int, token_bytes: int | None = None, vision: VisionSizes | None = None
-) -> int:
+def max_body_bytes(max_model_len: int, token_bytes: int | None = None, vision: VisionSizes | None = None) -> int:
     """The largest body of a route, in bytes.
 
     token_bytes: bytes of the longest token, for prompts as text. vision: for a model with images, of which every token
@@ -168,9 +166,7 @@ _CLIENT_ERROR_FILTER = _ClientErrorFilter()
 def build_app(key: str | None, max_open_bytes: int | None = None) -> web.Application:
     """Build an app whose routes are all behind this boundary."""
     logging.getLogger("aiohttp.server").addFilter(_CLIENT_ERROR_FILTER)
-    return web.Application(
-        client_max_size=0, middlewares=[middleware(key), OpenBytes(max_open_bytes).middleware]
-    )
+    return web.Application(client_max_size=0, middlewares=[middleware(key), OpenBytes(max_open_bytes).middleware])
 
 
 def middleware(key: str | None) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
@@ -187,9 +183,7 @@ def middleware(key: str | None) -> Callable[[web.Request, Handler], Awaitable[we
         except Refusal as refusal:
             return _refusal_response(refusal)
         except web.HTTPException as error:  # no such route, or not with this method
-            return _refusal_response(
-                Refusal(f"{http.method} {http.path[:200]}: {error.reason}", error.status)
-            )
+            return _refusal_response(Refusal(f"{http.method} {http.path[:200]}: {error.reason}", error.status))
         except ConnectionError as error:
             logger.debug("%s %s: the caller has disconnected: %s", http.method, http.path, error)
             return web.Response(status=499)

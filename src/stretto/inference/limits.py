@@ -28,9 +28,7 @@ MAX_BIAS = 100.0
 """OpenAI's."""
 
 
-def refusal_reason(
-    spec: GenerateRequest, *, vocab_size: int, max_model_len: int, max_num_seqs: int
-) -> str | None:
+def refusal_reason(spec: GenerateRequest, *, vocab_size: int, max_model_len: int, max_num_seqs: int) -> str | None:
     """Why this request cannot be served, as a message for its sender; None if it can."""
     ids = spec.prompt_ids
     if not len(ids):
@@ -71,9 +69,7 @@ def bad_n(n: int, max_num_seqs: int) -> str:
 
 
 def too_many_adapters(max_loras: int) -> str:
-    return (
-        f"lora_name: {max_loras} adapters are loaded, and inference.lora.max_loras allows no more; unload one"
-    )
+    return f"lora_name: {max_loras} adapters are loaded, and inference.lora.max_loras allows no more; unload one"
 
 
 def check_text_size(where: str, num_bytes: int, *, max_model_len: int, token_bytes: int) -> None:
@@ -132,8 +128,7 @@ def _check_sampling(params: SamplingParams) -> Iterator[str]:
 def _check_stops(params: SamplingParams, vocab_size: int) -> Iterator[str]:
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         yield (
-            f"stop_token_ids: {len(params.stop_token_ids)} ids are too many; at most {MAX_STOP_TOKEN_IDS} "
-            "are allowed"
+            f"stop_token_ids: {len(params.stop_token_ids)} ids are too many; at most {MAX_STOP_TOKEN_IDS} are allowed"
         )
     for i in params.stop_token_ids:
         if not 0 <= i < vocab_size:

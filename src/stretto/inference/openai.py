@@ -105,9 +105,7 @@ class OpenAIRoutes:
     async def completions(self, http: web.Request) -> web.StreamResponse:
         body = self._decode(await self._read(http), CompletionsBody)
         if body.logprobs is not None and not 0 <= body.logprobs <= 1:
-            raise Refusal(
-                f"logprobs: {body.logprobs} is not supported; 0 and 1 give the sampled token's logprob"
-            )
+            raise Refusal(f"logprobs: {body.logprobs} is not supported; 0 and 1 give the sampled token's logprob")
         is_scored = body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)
         params = body.sampling()
         if body.max_tokens is None:
@@ -183,17 +181,13 @@ class OpenAIRoutes:
         else:
             renderer = await self._renderer(body.chat_template_kwargs)
             ids = (await self._render(renderer, body.messages, body.tools))[0].tolist()
-        return json_response(
-            {"count": len(ids), "max_model_len": self._engine().core.max_model_len, "tokens": ids}
-        )
+        return json_response({"count": len(ids), "max_model_len": self._engine().core.max_model_len, "tokens": ids})
 
     async def detokenize(self, http: web.Request) -> web.Response:
         body = api.decode_json(await self._read(http), DetokenizeBody)
         self.adapter_of(body.model)
         self._check_ids(api.token_array(body.tokens, "tokens"), "tokens")
-        return await _offload(
-            len(body.tokens), lambda: json_response({"prompt": self.tokenizer.decode(body.tokens)})
-        )
+        return await _offload(len(body.tokens), lambda: json_response({"prompt": self.tokenizer.decode(body.tokens)}))
 
     def _frame(self, body: TextBody, request_id: str, kind: str) -> dict[str, Any]:
         """The fields that all answers to a request have."""
@@ -206,9 +200,7 @@ class OpenAIRoutes:
         if "tokenizer" not in self.__dict__:
             await asyncio.to_thread(lambda: self.tokenizer.max_token_bytes)
         vision = VisionSizes.of(core.config.hf)
-        return await read_body(
-            http, max_body_bytes(core.max_model_len, self.tokenizer.max_token_bytes, vision)
-        )
+        return await read_body(http, max_body_bytes(core.max_model_len, self.tokenizer.max_token_bytes, vision))
 
     def _check_size(self, num_bytes: int, where: str) -> None:
         max_model_len, token_bytes = self._engine().core.max_model_len, self.tokenizer.max_token_bytes
@@ -249,9 +241,7 @@ class OpenAIRoutes:
             model_type = self._engine().core.config.hf.get("model_type")
             thinking = bool(settings.pop("enable_thinking", False))
             section = RendererSection(enable_thinking=thinking, settings=settings)
-            build = lambda: build_renderer(
-                self.directory, section, model_type, load_image_processor(self.directory)
-            )
+            build = lambda: build_renderer(self.directory, section, model_type, load_image_processor(self.directory))
             try:
                 built = await asyncio.to_thread(build)
             except StrettoError as error:
@@ -274,9 +264,7 @@ class OpenAIRoutes:
             raise Refusal(str(error)) from error
         self._check_size(size - _MESSAGE_OVERHEAD_BYTES * len(messages), "messages")
         try:
-            return await _offload(
-                size, lambda: (renderer.render_prompt(messages, tools), renderer.images_of(messages))
-            )
+            return await _offload(size, lambda: (renderer.render_prompt(messages, tools), renderer.images_of(messages)))
         except StrettoError as error:
             raise Refusal(str(error)) from error
         except Exception as error:  # templates are third-party code and may raise anything
@@ -302,9 +290,7 @@ class OpenAIRoutes:
             tasks = [group.create_task(self._engine().result(ticket)) for ticket in tickets]
         return [task.result() for task in tasks]
 
-    def _completion_choice(
-        self, body: CompletionsBody, done: EngineRequest, member: int, index: int
-    ) -> dict[str, Any]:
+    def _completion_choice(self, body: CompletionsBody, done: EngineRequest, member: int, index: int) -> dict[str, Any]:
         completion, reason = done.completions[member], done.stop_reasons[member]
         ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
         text = cut_at_stop(self._text(body, ids), reason, min_tokens=done.spec.sampling.min_tokens)
@@ -335,14 +321,10 @@ class OpenAIRoutes:
         top = [None if x is None else {t: x} for t, x in zip(tokens, logprobs)]
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
-    def _chat_choice(
-        self, body: ChatBody, renderer: Renderer, done: EngineRequest, member: int
-    ) -> dict[str, Any]:
+    def _chat_choice(self, body: ChatBody, renderer: Renderer, done: EngineRequest, member: int) -> dict[str, Any]:
         completion, reason = done.completions[member], done.stop_reasons[member]
         message = dict(renderer.parse(completion.token_ids, done.spec.prompt_ids, body.tools))
-        message["content"] = cut_at_stop(
-            message.get("content") or "", reason, min_tokens=done.spec.sampling.min_tokens
-        )
+        message["content"] = cut_at_stop(message.get("content") or "", reason, min_tokens=done.spec.sampling.min_tokens)
         finish = completion.finish_reason
         message.pop("unparsed_tool_calls", None)
         if calls := message.get("tool_calls"):
@@ -357,9 +339,7 @@ class OpenAIRoutes:
         content = []
         for token, logprob in zip(ids, logprobs):
             text = f"token_id:{token}" if body.return_tokens_as_token_ids else self.tokenizer.decode([token])
-            content.append(
-                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            )
+            content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
         return content
 
     def _text(self, body: TextBody, ids: list[int]) -> str:
@@ -407,9 +387,7 @@ class OpenAIRoutes:
         for member, (completion, reason) in enumerate(zip(request.completions, request.stop_reasons)):
             text = cut_at_stop(decode(completion.token_ids.tolist()), reason)
             rest = text[len(decoders[member].returned) :]
-            yield StreamPiece(
-                first_index + member, rest, finish_reason=completion.finish_reason, stop_reason=reason
-            )
+            yield StreamPiece(first_index + member, rest, finish_reason=completion.finish_reason, stop_reason=reason)
         done.append(request)
 
     def _completion_piece(self, body: CompletionsBody, piece: StreamPiece) -> dict[str, Any]:
@@ -428,12 +406,7 @@ class OpenAIRoutes:
         return choice | ({"token_ids": piece.ids} if body.return_token_ids else {})
 
     async def _stream_whole(
-        self,
-        http: web.Request,
-        body: ChatBody,
-        spec: GenerateRequest,
-        frame: dict[str, Any],
-        renderer: Renderer,
+        self, http: web.Request, body: ChatBody, spec: GenerateRequest, frame: dict[str, Any], renderer: Renderer
     ) -> web.StreamResponse:
         """Stream one delta per choice: if there are tools, only a complete reply can be parsed."""
         done = await self._engine().generate(spec)
@@ -444,9 +417,7 @@ class OpenAIRoutes:
                 for i, call in enumerate(message.get("tool_calls", ())):
                     call["index"] = i
                 finish = {k: choice.pop(k) for k in ("finish_reason", "stop_reason")}
-                await send_event(
-                    response, frame | {"choices": [choice | {"delta": message, "finish_reason": None}]}
-                )
+                await send_event(response, frame | {"choices": [choice | {"delta": message, "finish_reason": None}]})
                 await send_event(response, frame | {"choices": [{"index": member, "delta": {}} | finish]})
             await end_stream(response, _usage_event(body, frame, [done]))
         return response

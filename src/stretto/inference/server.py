@@ -161,8 +161,7 @@ class Server:
             "max_model_len": core.max_model_len,
         }
         adapters = [
-            card | {"id": adapter.name, "root": adapter.path, "parent": self.model_name}
-            for adapter in core.adapters
+            card | {"id": adapter.name, "root": adapter.path, "parent": self.model_name} for adapter in core.adapters
         ]
         return json_response({"object": "list", "data": [card, *adapters]})
 
@@ -246,9 +245,7 @@ class Server:
             if self._loaded_version is None:
                 raise Refusal("no weights were loaded; send them to /update_weights first", 409)
             if version is not None and version != self._loaded_version:
-                raise Refusal(
-                    f"weight_version: {version!r}, but the loaded weights are {self._loaded_version!r}"
-                )
+                raise Refusal(f"weight_version: {version!r}, but the loaded weights are {self._loaded_version!r}")
         return json_response({"message": "Weight update finished"})
 
     async def reset_prefix_cache(self, _: web.Request) -> web.Response:

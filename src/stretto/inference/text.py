@@ -70,8 +70,7 @@ class TokenWatcher:
         self._searches = None
         if params.stop and decode is not None:
             self._searches = [
-                StopSearch(params.stop, decode, min_tokens=params.min_tokens, before=before)
-                for _ in range(spec.n)
+                StopSearch(params.stop, decode, min_tokens=params.min_tokens, before=before) for _ in range(spec.n)
             ]
         self._is_streamed = is_streamed
         self._events: list[tuple[int, int, float]] = []

@@ -66,9 +66,7 @@ def stop(words: list[str]) -> int:
     """`stretto stop RUN`: finish the step, save a checkpoint, end."""
     parser = PlainParser("stop", "let a run finish its step, save a checkpoint and end", missing=runs_here)
     parser.add_argument("run", type=Path, help="the run's directory")
-    parser.add_argument(
-        "--now", action="store_true", help="end at once; finished steps and rollouts are kept"
-    )
+    parser.add_argument("--now", action="store_true", help="end at once; finished steps and rollouts are kept")
     options = parser.parse_args(words)
     run = find_run(options.run)
     record = read_json(run.launch)

@@ -114,9 +114,7 @@ def init(words: Sequence[str]) -> int:
 
     Raises: ConfigError for a directory that has other files.
     """
-    parser = PlainParser(
-        "init", "Write a small project that runs unchanged: environment, configuration, README."
-    )
+    parser = PlainParser("init", "Write a small project that runs unchanged: environment, configuration, README.")
     parser.add_argument("directory", help="where to write it; made if it does not exist")
     name = parser.parse_args(list(words)).directory
     directory = Path(name)
@@ -130,7 +128,5 @@ def init(words: Sequence[str]) -> int:
         raise ConfigError(
             f"stretto init: cannot write {directory}: {error.strerror}; name another directory."
         ) from error
-    print(
-        f"wrote {', '.join(FILES)} into {directory}\n\nnext:\n  cd {directory}\n  sft @ sft.toml\n  rl @ rl.toml"
-    )
+    print(f"wrote {', '.join(FILES)} into {directory}\n\nnext:\n  cd {directory}\n  sft @ sft.toml\n  rl @ rl.toml")
     return 0

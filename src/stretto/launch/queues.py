@@ -48,8 +48,7 @@ def queue_text(run: RunDir) -> str | None:
         counted = [queue for _, queue in own if isinstance(queue, tuple)]
         running, waiting = (sum(queue[part] for queue in counted) for part in (0, 1))
         named = [
-            f"{name} {f'{queue[0]} + {queue[1]}' if isinstance(queue, tuple) else 'no answer'}"
-            for name, queue in own
+            f"{name} {f'{queue[0]} + {queue[1]}' if isinstance(queue, tuple) else 'no answer'}" for name, queue in own
         ]
         if not counted:
             parts.append(f"{role}: no answer")
@@ -96,11 +95,7 @@ def queues_at(url: str, key: str | None) -> tuple[int, int] | str | None:
             page = answer.read().decode(errors="replace")
     except OSError as error:
         is_refused = getattr(error, "code", None) == 401
-        return (
-            "the engines require a key that this run's secret is not: set VLLM_API_KEY"
-            if is_refused
-            else None
-        )
+        return "the engines require a key that this run's secret is not: set VLLM_API_KEY" if is_refused else None
     totals = dict.fromkeys(QUEUES, 0.0)
     for name, value in _VALUE.findall(page):
         totals[name] += float(value)

@@ -55,9 +55,7 @@ class Process:
 
 def stacks(words: list[str]) -> int:
     """Print the stacks of all processes of a run on this host, and write them to RUN/dumps."""
-    parser = PlainParser(
-        "stacks", "what every process of a run is doing now, also when it hangs", missing=runs_here
-    )
+    parser = PlainParser("stacks", "what every process of a run is doing now, also when it hangs", missing=runs_here)
     parser.add_argument("run", type=Path, help="the run's directory")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     options = parser.parse_args(words)

@@ -62,12 +62,9 @@ def _never_finished(db: sqlite3.Connection) -> Iterator[str]:
 
 def _wrong_age(db: sqlite3.Connection) -> Iterator[str]:
     """Check staleness against the bound of the incarnation that shipped the batch."""
-    bounds = {
-        i: msgspec.json.decode(info) for i, info in db.execute("SELECT incarnation, info FROM incarnations")
-    }
+    bounds = {i: msgspec.json.decode(info) for i, info in db.execute("SELECT incarnation, info FROM incarnations")}
     query = (
-        "SELECT step, shipped_in, group_id, member, first_version FROM live_rollouts "
-        "WHERE first_version IS NOT NULL"
+        "SELECT step, shipped_in, group_id, member, first_version FROM live_rollouts WHERE first_version IS NOT NULL"
     )
     for step, incarnation, group_id, member, version in db.execute(query):
         bound = bounds.get(incarnation, {}).get("max_off_policy_steps")
@@ -80,10 +77,7 @@ def _wrong_age(db: sqlite3.Connection) -> Iterator[str]:
 
 def _step_gaps(db: sqlite3.Connection) -> Iterator[str]:
     first = first_step(db) + 1
-    for what, condition in (
-        ("steps of the batches", "state != 'undone'"),
-        ("trained steps", "state = 'trained'"),
-    ):
+    for what, condition in (("steps of the batches", "state != 'undone'"), ("trained steps", "state = 'trained'")):
         steps = schema.column(db, f"SELECT step FROM batches WHERE {condition} ORDER BY step")
         yield from _gaps(what, steps, first)
 
@@ -106,10 +100,7 @@ def _version_gaps(db: sqlite3.Connection) -> Iterator[str]:
     shipped = schema.scalar(db, query, first)
     if versions and versions[-1] > shipped:
         yield f"version {versions[-1]} was published, but only steps up to {shipped} were shipped"
-    query = (
-        "SELECT DISTINCT last_version FROM live_rollouts "
-        "WHERE last_version NOT IN (SELECT version FROM versions)"
-    )
+    query = "SELECT DISTINCT last_version FROM live_rollouts WHERE last_version NOT IN (SELECT version FROM versions)"
     for version in schema.column(db, query):
         yield f"rollouts were sampled from version {version}, which was never published"
 
@@ -121,8 +112,7 @@ def _gaps(what: str, numbers: list[int], first: int) -> Iterator[str]:
 
 def _open_ends(db: sqlite3.Connection) -> Iterator[str]:
     query = (
-        "SELECT group_id, state FROM draws "
-        "WHERE state IN ('finished', 'shipped', 'trained') AND finished_at IS NULL"
+        "SELECT group_id, state FROM draws WHERE state IN ('finished', 'shipped', 'trained') AND finished_at IS NULL"
     )
     for group_id, state in db.execute(query):
         yield f"group {group_id} is {state} but never finished"

@@ -29,9 +29,7 @@ INSERT = "INSERT OR IGNORE INTO images VALUES (?, ?, ?, ?, ?)"
 
 def images_of(rollouts: Iterable[Rollout]) -> list[Image]:
     """The images of these rollouts, each once."""
-    return list(
-        dict.fromkeys(image for rollout in rollouts for branch in rollout.branches for image in branch.images)
-    )
+    return list(dict.fromkeys(image for rollout in rollouts for branch in rollout.branches for image in branch.images))
 
 
 def hashes_in(db: sqlite3.Connection, segment: int) -> set[str]:

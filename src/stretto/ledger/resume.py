@@ -152,9 +152,7 @@ def resumable(db: sqlite3.Connection, run_dir: RunDir, step: int, oldest_version
             continue
         versions = [v for r in group.rollouts if (v := r.first_version) is not None]
         if min(versions, default=step) < oldest_version:
-            query = (
-                "UPDATE draws SET state = 'dropped', reason = 'stale', dropped_at_step = ? WHERE group_id = ?"
-            )
+            query = "UPDATE draws SET state = 'dropped', reason = 'stale', dropped_at_step = ? WHERE group_id = ?"
             db.execute(query, (step, group_id))
         else:
             groups.append(group)
@@ -208,9 +206,7 @@ def partial_rollouts(
 
 def unfinished_draws(db: sqlite3.Connection) -> list[tuple[int, Task]]:
     """Draws that have no usable group, in draw order."""
-    rows = db.execute(
-        "SELECT group_id, env, task_id, data FROM draws WHERE state = 'drawn' ORDER BY group_id"
-    )
+    rows = db.execute("SELECT group_id, env, task_id, data FROM draws WHERE state = 'drawn' ORDER BY group_id")
     return [(group_id, _task(env, task_id, data)) for group_id, env, task_id, data in rows]
 
 
@@ -228,9 +224,7 @@ def load_group(db: sqlite3.Connection, run_dir: RunDir, group_id: int) -> Group:
     task = _task(*draw)
     known: dict[str, Image] = {}
     rollouts = tuple(_rollout(db, run_dir, task, row, known) for row in rows)
-    return Group(
-        group_id=group_id, task=task, rollouts=rollouts, advantages=tuple(r["advantage"] or 0.0 for r in rows)
-    )
+    return Group(group_id=group_id, task=task, rollouts=rollouts, advantages=tuple(r["advantage"] or 0.0 for r in rows))
 
 
 def mark_trained(db: sqlite3.Connection, step: int) -> None:
@@ -256,12 +250,8 @@ def is_needed(db: sqlite3.Connection, segment: int, horizon: int) -> bool:
 
 def _mark_lost(db: sqlite3.Connection, group_id: int) -> int:
     """Mark the rollouts of a draw as lost and the draw as drawn; the number of rollouts."""
-    cursor = db.execute(
-        "UPDATE rollouts SET status = 'lost' WHERE group_id = ? AND status != 'lost'", (group_id,)
-    )
-    db.execute(
-        "UPDATE draws SET state = 'drawn', reason = NULL, finished_at = NULL WHERE group_id = ?", (group_id,)
-    )
+    cursor = db.execute("UPDATE rollouts SET status = 'lost' WHERE group_id = ? AND status != 'lost'", (group_id,))
+    db.execute("UPDATE draws SET state = 'drawn', reason = NULL, finished_at = NULL WHERE group_id = ?", (group_id,))
     return cursor.rowcount
 
 

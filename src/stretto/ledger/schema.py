@@ -138,9 +138,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     if not path.exists():
         raise DataError(f"{path}: {_no_ledger(path)}")
     try:
-        connection = sqlite3.connect(
-            path.resolve().as_uri() + "?mode=ro", uri=True, isolation_level=None, timeout=30.0
-        )
+        connection = sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True, isolation_level=None, timeout=30.0)
         connection.row_factory = sqlite3.Row
         _check_schema(connection, path)
         if not scalar(connection, HAS_DROPPED_BY):
@@ -153,9 +151,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
     written = scalar(connection, "PRAGMA user_version")
     if written == 0 and not scalar(connection, "SELECT count(*) FROM sqlite_master"):
-        raise DataError(
-            f"{path}: the ledger is empty: the run ended before its first row, or the file was cut"
-        )
+        raise DataError(f"{path}: the ledger is empty: the run ended before its first row, or the file was cut")
     if written != SCHEMA:
         remedy = "update stretto" if written > SCHEMA else "read it with the stretto that wrote it"
         older = "the ledger" if written < SCHEMA else "this stretto"

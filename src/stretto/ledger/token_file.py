@@ -62,9 +62,7 @@ class SegmentWriter:
 
         Raises: EngineError if the disk refuses them.
         """
-        return self._write(
-            [Payload(_by_name(rollout.branches), rollout.agent_rewards) for rollout in rollouts]
-        )
+        return self._write([Payload(_by_name(rollout.branches), rollout.agent_rewards) for rollout in rollouts])
 
     def append_payload(self, payload: Payload) -> Place:
         """Write a payload that was loaded from another segment.
@@ -180,6 +178,4 @@ def _read(path: Path, place: Place, what: str) -> bytes:
         with path.open("rb") as file:
             return os.pread(file.fileno(), place.length, place.offset)
     except FileNotFoundError:
-        raise DataError(
-            f"{path} is gone: {what} went with the limits of [ledger] (keep_bytes, keep_steps)."
-        ) from None
+        raise DataError(f"{path} is gone: {what} went with the limits of [ledger] (keep_bytes, keep_steps).") from None

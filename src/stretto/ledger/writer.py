@@ -43,9 +43,7 @@ _COLUMNS = (
     "num_turns, num_tokens, num_sampled_tokens, started_at, finished_at, error, metrics, "
     "segment, offset, length, crc, dropped_by"
 )
-_FINISH = (
-    f"INSERT OR REPLACE INTO rollouts ({_COLUMNS}) VALUES ({', '.join('?' * (_COLUMNS.count(',') + 1))})"
-)
+_FINISH = f"INSERT OR REPLACE INTO rollouts ({_COLUMNS}) VALUES ({', '.join('?' * (_COLUMNS.count(',') + 1))})"
 
 
 class _Start(NamedTuple):
@@ -59,9 +57,7 @@ class _Start(NamedTuple):
 class Ledger:
     """The writing end of the ledger. One process and one thread write."""
 
-    def __init__(
-        self, run_dir: RunDir, *, limits: Limits | None = None, segment_bytes: int = 64_000_000
-    ) -> None:
+    def __init__(self, run_dir: RunDir, *, limits: Limits | None = None, segment_bytes: int = 64_000_000) -> None:
         """Open the run's ledger, or create it.
 
         Raises: EngineError if another process writes it, DataError if it is damaged or of another version.
@@ -205,8 +201,7 @@ class Ledger:
             )
             # The plus makes SQLite use the index of the group, which has few rows, not that of all running ones.
             self._db.execute(
-                "UPDATE rollouts SET status = 'dropped' WHERE group_id = ? AND +status = 'running'",
-                (group_id,),
+                "UPDATE rollouts SET status = 'dropped' WHERE group_id = ? AND +status = 'running'", (group_id,)
             )
         for member in self._running.pop(group_id, {}):
             self._turns.pop((group_id, member), None)
@@ -245,8 +240,7 @@ class Ledger:
         """Record that every engine samples from `version`."""
         with self.transaction():
             self._db.execute(
-                "UPDATE versions SET state = 'loaded', loaded_at = ? "
-                "WHERE version = ? AND state = 'published'",
+                "UPDATE versions SET state = 'loaded', loaded_at = ? WHERE version = ? AND state = 'published'",
                 (time.time(), version),
             )
 
@@ -410,9 +404,7 @@ class Ledger:
         newest = self._scalar("SELECT coalesce(max(segment), 0) FROM rollouts")
         after_closed = self._scalar("SELECT coalesce(max(segment) + 1, 0) FROM segments")
         segment = max(newest, after_closed)
-        end = self._scalar(
-            "SELECT coalesce(max(offset + length), 0) FROM rollouts WHERE segment = ?", segment
-        )
+        end = self._scalar("SELECT coalesce(max(offset + length), 0) FROM rollouts WHERE segment = ?", segment)
         return SegmentWriter(self._run_dir, segment, end)
 
     def _rotate(self) -> None:
@@ -431,10 +423,7 @@ class Ledger:
             _flush(self._run_dir, [self._run_dir.segment(KEPT)])  # the copies, before the originals go
             self._run_dir.segment(segment).unlink(missing_ok=True)
             logger.info(
-                "deleted token payloads of segment %d: all of step %d or older; kept=%d",
-                segment,
-                horizon,
-                kept,
+                "deleted token payloads of segment %d: all of step %d or older; kept=%d", segment, horizon, kept
             )
 
 

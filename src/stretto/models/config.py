@@ -49,8 +49,7 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
     num_kv_heads = hf.get("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
         raise DataError(
-            f"{where}: num_attention_heads {num_heads} must be a multiple of "
-            f"num_key_value_heads {num_kv_heads}"
+            f"{where}: num_attention_heads {num_heads} must be a multiple of num_key_value_heads {num_kv_heads}"
         )
     fields = {**family.constants, **family.keys.read(hf), **family.fields(hf)}
     _check_moe(fields.get("moe"), where)
@@ -86,26 +85,19 @@ def _supported(hf: dict[str, Any], family: Family, where: str) -> dict[str, Any]
     hf = {name: hf[key] for key, name in family.key_aliases.items() if key in hf} | hf
     missing = [key for key in _KEYS.required + family.required if hf.get(key) is None]
     if missing:
-        raise DataError(
-            f"{where}: no value for {', '.join(missing)}; a {family.name} config.json must give every one"
-        )
+        raise DataError(f"{where}: no value for {', '.join(missing)}; a {family.name} config.json must give every one")
     for key, allowed in (_FIXED_VALUES | dict(family.fixed_values)).items():
         if hf.get(key, allowed) != allowed:
-            raise DataError(
-                f'{where}: {key} = {hf[key]!r} is not supported (only {allowed!r}); use impl = "hf"'
-            )
+            raise DataError(f'{where}: {key} = {hf[key]!r} is not supported (only {allowed!r}); use impl = "hf"')
     allowed = ("full_attention", "sliding_attention") if family.has_windows else family.layer_types
     if others := sorted(set(hf.get("layer_types") or ()) - set(allowed)):
         raise DataError(
-            f"{where}: layer_types {', '.join(others)} is not supported (only {', '.join(allowed)}); "
-            'use impl = "hf"'
+            f'{where}: layer_types {", ".join(others)} is not supported (only {", ".join(allowed)}); use impl = "hf"'
         )
     return hf
 
 
-def scratch_config(
-    scratch: ScratchSection, vocab_size: int, **token_ids: int | list[int] | None
-) -> ModelConfig:
+def scratch_config(scratch: ScratchSection, vocab_size: int, **token_ids: int | list[int] | None) -> ModelConfig:
     """The shape of a model from scratch; token_ids (eos_token_id, ...) go into its config.json.
 
     image_token_id: the placeholder of a model with images; None if only sizes are needed.
@@ -165,10 +157,7 @@ def _check_vision(cfg: ModelConfig, raw: dict[str, Any], where: str) -> None:
     activation = raw.get("hidden_act", "gelu_pytorch_tanh")
     cells = raw.get("num_position_embeddings", shape.grid_side**2)
     faults = (
-        (
-            activation != "gelu_pytorch_tanh",
-            f"hidden_act = {activation!r} is not supported (only 'gelu_pytorch_tanh')",
-        ),
+        (activation != "gelu_pytorch_tanh", f"hidden_act = {activation!r} is not supported (only 'gelu_pytorch_tanh')"),
         (
             shape.out_size != cfg.hidden_size,
             f"out_hidden_size = {shape.out_size} must be the decoder's hidden_size = {cfg.hidden_size}",
@@ -179,8 +168,7 @@ def _check_vision(cfg: ModelConfig, raw: dict[str, Any], where: str) -> None:
             f"num_heads = {shape.num_heads}: hidden_size = {shape.hidden_size} must be a multiple of 4 x num_heads",
         ),
         (
-            not set(shape.deepstack_blocks) <= set(range(shape.depth))
-            or len(shape.deepstack_blocks) > cfg.num_layers,
+            not set(shape.deepstack_blocks) <= set(range(shape.depth)) or len(shape.deepstack_blocks) > cfg.num_layers,
             f"deepstack_visual_indexes {list(shape.deepstack_blocks)} must be blocks of the tower's {shape.depth}, "
             f"and no more than the decoder's {cfg.num_layers} layers",
         ),
@@ -217,9 +205,7 @@ def to_hf(cfg: ModelConfig, **extra: Any) -> dict[str, Any]:
 
 def _check_moe(moe: MoEShape | None, where: str) -> None:
     if moe is not None and not 1 <= moe.top_k <= moe.num_experts:
-        raise DataError(
-            f"{where}: num_experts_per_tok = {moe.top_k} must be 1 to num_experts = {moe.num_experts}"
-        )
+        raise DataError(f"{where}: num_experts_per_tok = {moe.top_k} must be 1 to num_experts = {moe.num_experts}")
     if moe is None or moe.num_groups == 1:
         return
     size, rest = divmod(moe.num_experts, moe.num_groups)

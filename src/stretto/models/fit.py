@@ -61,11 +61,7 @@ def _transformers_faults(directory: Path) -> tuple[list[str], list[str]]:
 
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            directory,
-            device_map="meta",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            local_files_only=True,
+            directory, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True
         )
     except (OSError, ValueError, KeyError, ImportError) as cause:
         raise DataError(f"{directory}: transformers cannot load it: {cause}") from cause
@@ -94,10 +90,7 @@ def _sentences(
     """
     faults = [_shape_fault(*each) for each in shapes]
     if len(faults) > MOST_NAMES:
-        faults = [
-            *faults[:MOST_NAMES],
-            f"{len(faults) - MOST_NAMES} more tensors have other shapes; {_OTHER_MODEL}",
-        ]
+        faults = [*faults[:MOST_NAMES], f"{len(faults) - MOST_NAMES} more tensors have other shapes; {_OTHER_MODEL}"]
     parts = []
     if unknown:
         count = f"{len(unknown)} tensor{'s are' if len(unknown) > 1 else ' is'}"

@@ -107,9 +107,7 @@ class _Layer:
 class _Norms:
     """RMSNorms of one width, with their weights as rows of one tensor, which each pass scales."""
 
-    def __init__(
-        self, norms: Sequence[RMSNorm], repeats: Sequence[int] = (1,), kernels: Kernels | None = None
-    ) -> None:
+    def __init__(self, norms: Sequence[RMSNorm], repeats: Sequence[int] = (1,), kernels: Kernels | None = None) -> None:
         """repeats: in each group of len(repeats) norms, norm i serves repeats[i] heads."""
         self.kernels = kernels
         self.eps, dim = norms[0].eps, len(norms[0].weight)
@@ -175,12 +173,7 @@ class FusedDecoder:
         """All fused layers, without the output head and the experts."""
         linears = []
         for layer in self.layers:
-            linears += [
-                layer.qkv,
-                layer.output_proj,
-                *(layer.mlp or ()),
-                *([layer.gate] if layer.gate else []),
-            ]
+            linears += [layer.qkv, layer.output_proj, *(layer.mlp or ()), *([layer.gate] if layer.gate else [])]
         return linears
 
     def __call__(
@@ -241,9 +234,7 @@ class FusedDecoder:
 
         return project
 
-    def _varied_attention(
-        self, attend: Attend, angles: Sequence[Angles | None]
-    ) -> Callable[[int, Tensor], Tensor]:
+    def _varied_attention(self, attend: Attend, angles: Sequence[Angles | None]) -> Callable[[int, Tensor], Tensor]:
         """`_attention` by the modules, for layers that differ."""
 
         def project(layer: int, columns: Tensor) -> Tensor:

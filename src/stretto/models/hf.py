@@ -73,10 +73,7 @@ class HFDecoder(nn.Module):
         return self.model.get_output_embeddings().weight
 
     def hidden(
-        self,
-        token_ids: Int[Tensor, " tokens"],
-        layout: PackedLayout,
-        rows: Int[Tensor, " rows"] | None = None,
+        self, token_ids: Int[Tensor, " tokens"], layout: PackedLayout, rows: Int[Tensor, " rows"] | None = None
     ) -> Float[Tensor, "rows dim"]:
         """Hidden states of packed documents, each as if it were alone; of all tokens, or of `rows`."""
         hidden = self(token_ids, layout).flatten(0, -2)
@@ -169,16 +166,12 @@ def build_meta_hf_model(
     return decoder if {name for name, _, _ in read()} == known.keys() else None
 
 
-def _build_on_meta(
-    directory: str | Path, dtype: torch.dtype, *, trust_remote_code: bool = False
-) -> HFDecoder:
+def _build_on_meta(directory: str | Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> HFDecoder:
     """Raises: DataError when transformers does not know the architecture."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(
-            directory, trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
         with _weights_on_meta():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as cause:
@@ -261,9 +254,7 @@ def find_tensor_map(decoder: HFDecoder, only: Collection[str] | None = None) -> 
     return TensorMap.of(shapes, slices)
 
 
-def _find_slice(
-    name: str, shape: tuple[int, ...], theirs: str, part: Tensor, probed: tuple[int, ...]
-) -> SharedSlice:
+def _find_slice(name: str, shape: tuple[int, ...], theirs: str, part: Tensor, probed: tuple[int, ...]) -> SharedSlice:
     """Which slice of a parameter of `shape` is `part`, found by its numbers.
 
     Raises: ValueError when they are not a slice.
@@ -294,11 +285,7 @@ def _check_complete(directory: str | Path, loading_info: Mapping[str, Any]) -> N
 
 
 def load_hf_model(
-    directory: str | Path,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    trust_remote_code: bool = False,
+    directory: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", trust_remote_code: bool = False
 ) -> HFDecoder:
     """The transformers model of a directory, ready to train.
 

@@ -28,13 +28,7 @@ from stretto.families.shape import ModelConfig
 from stretto.families.table import FAMILIES, family_of
 from stretto.models.config import parse_config, scratch_config
 from stretto.models.decoder import Decoder
-from stretto.models.fp8.checkpoint import (
-    BlockLayout,
-    from_8_bits,
-    lazily_from_8_bits,
-    parse_layout,
-    round_inputs,
-)
+from stretto.models.fp8.checkpoint import BlockLayout, from_8_bits, lazily_from_8_bits, parse_layout, round_inputs
 from stretto.models.lora import MergedWeights
 from stretto.models.parts.initial import initialise
 from stretto.models.safetensors_file import read_file
@@ -105,9 +99,7 @@ def load_layout(directory: str | Path) -> BlockLayout | None:
         return parse_layout(quantization, read_json(directory / _INDEX).get("weight_map", {}), str(path))
     if (directory / _SINGLE).is_file():
         return parse_layout(quantization, (name for name, _ in read_file(directory / _SINGLE)), str(path))
-    raise DataError(
-        f"{directory}: neither {_SINGLE} nor {_INDEX}, so it is unknown which weights are in 8 bits"
-    )
+    raise DataError(f"{directory}: neither {_SINGLE} nor {_INDEX}, so it is unknown which weights are in 8 bits")
 
 
 def has_custom_module(directory: str | Path) -> bool:
@@ -197,9 +189,7 @@ def random_model(scratch: ScratchSection, vocab_size: int, **token_ids: int | li
     model with images needs.
     """
     if scratch.vision is not None:
-        assert token_ids.get("image_token_id") is not None, (
-            "a model with images needs the tokenizer's placeholder"
-        )
+        assert token_ids.get("image_token_id") is not None, "a model with images needs the tokenizer's placeholder"
     cfg = scratch_config(scratch, vocab_size, **token_ids)
     model = build_model(cfg, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(scratch.seed)
@@ -312,9 +302,7 @@ def save_model_directory(
         shutil.copyfile(generation, directory / generation.name)
     elif not generation.is_file():
         ids = {
-            key: config[key]
-            for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-            if config.get(key) is not None
+            key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None
         }
         _write_json(directory / generation.name, {"_from_model_config": True} | ids)
 
@@ -348,9 +336,7 @@ def _weight_files(directory: Path) -> list[Path]:
         files = sorted(set(read_json(directory / _INDEX).get("weight_map", {}).values()))
         absent = [name for name in files if not (directory / name).is_file()]
         if absent or not files:
-            raise DataError(
-                f"{directory / _INDEX}: names {', '.join(absent) or 'no file'}, which is not there"
-            )
+            raise DataError(f"{directory / _INDEX}: names {', '.join(absent) or 'no file'}, which is not there")
         return [directory / name for name in files]
     if (directory / _SINGLE).is_file():
         return [directory / _SINGLE]

@@ -42,9 +42,7 @@ def token_logprobs(
     entropy_grad. `chunk` tokens are computed at a time, or all if they have few logits (MAX_SAVED_LOGITS). support: the
     softmax of a token is over its support and the target only.
     """
-    return _TokenLogprobs.apply(
-        hidden, output_weight, targets, temperatures, chunk, entropy_grad, support, cap
-    )
+    return _TokenLogprobs.apply(hidden, output_weight, targets, temperatures, chunk, entropy_grad, support, cap)
 
 
 def head_logits(
@@ -54,11 +52,7 @@ def head_logits(
 
     cap: logits are cap * tanh(logits / cap), as Gemma 2 has them; None: they stay as they are.
     """
-    product = (
-        hidden @ output_weight.T
-        if hidden.dtype is torch.float32
-        else _WideProduct.apply(hidden, output_weight)
-    )
+    product = hidden @ output_weight.T if hidden.dtype is torch.float32 else _WideProduct.apply(hidden, output_weight)
     return product if cap is None else (product / cap).tanh() * cap
 
 
@@ -114,9 +108,7 @@ class _TokenLogprobs(torch.autograd.Function):
             entropy[rows] = torch.linalg.vecdot(probs, normalised).neg_()
         ctx.chunk, ctx.support, ctx.cap = chunk, support, cap
         saved_entropy = entropy if entropy_grad else None
-        ctx.save_for_backward(
-            hidden, weight, targets, temperatures, probs if should_save else None, saved_entropy
-        )
+        ctx.save_for_backward(hidden, weight, targets, temperatures, probs if should_save else None, saved_entropy)
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy

@@ -309,9 +309,7 @@ class Adapter:
         for name, tensor in tensors:
             path, _, half = name.removesuffix(".weight").rpartition(".")
             if not name.startswith(_PREFIX) or half not in _HALVES:
-                raise DataError(
-                    f"{where}: tensor {name!r} is not a LoRA matrix of a linear layer or of experts"
-                )
+                raise DataError(f"{where}: tensor {name!r} is not a LoRA matrix of a linear layer or of experts")
             halves.setdefault(path.removeprefix(_PREFIX), {})[half] = tensor
         pairs = {}
         for path, half in halves.items():
@@ -325,9 +323,7 @@ class Adapter:
             pairs[name] = pair
         for path in {name.rpartition(".")[0] for name in pairs if not name.endswith(".weight")}:
             if not all(f"{path}.{name}" in pairs for name in EXPERT_PARAMETERS):
-                raise DataError(
-                    f"{where}: {path} has one adapted matrix of two; {' and '.join(EXPERT_PARAMETERS)}"
-                )
+                raise DataError(f"{where}: {path} has one adapted matrix of two; {' and '.join(EXPERT_PARAMETERS)}")
         return cls(pairs, rank, scaling)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -344,9 +340,7 @@ class Adapter:
         """
         for name, (a, b) in self.pairs.items():
             if name not in shapes:
-                raise DataError(
-                    f"{where}: this model has no {name.removesuffix('.weight')} that can be adapted"
-                )
+                raise DataError(f"{where}: this model has no {name.removesuffix('.weight')} that can be adapted")
             expected = tuple(shapes[name])
             adapted = (*a.shape[:-2], b.shape[-2], a.shape[-1])
             if adapted != expected or a.shape[-2] != b.shape[-1]:

@@ -101,10 +101,7 @@ class Experts(nn.Module):
         return out + bias.index_select(0, experts.repeat_interleave(counts, output_size=len(out)))
 
     def _gated_mlp(
-        self,
-        x: Float[Tensor, "rows dim"],
-        counts: Int[Tensor, " experts"],
-        times: Callable[[Tensor, str], Tensor],
+        self, x: Float[Tensor, "rows dim"], counts: Int[Tensor, " experts"], times: Callable[[Tensor, str], Tensor]
     ) -> Float[Tensor, "rows dim"]:
         """The gated MLPs of rows sorted by expert; times: (rows, name of a matrix) -> products."""
         hidden = self.add_biases(times(x, "gate_up_proj"), "gate_up_proj", counts)
@@ -141,12 +138,7 @@ class Experts(nn.Module):
         return list(zip(*weights, *(self.bias(name).unbind() for name in EXPERT_PARAMETERS)))
 
     def _mlp(
-        self,
-        rows: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
+        self, rows: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None
     ) -> Tensor:
         """The gated MLP of one expert."""
         hidden = F.linear(rows if self.round_input is None else self.round_input(rows), gate_up)
@@ -172,9 +164,7 @@ class MoE(nn.Module):
         self.experts = Experts(moe.latent_size or width, moe)
         self.shared_experts = None
         if moe.shared_size is not None:
-            self.shared_experts = (PlainMLP if moe.is_plain else MLP)(
-                width, moe.shared_size, has_bias=cfg.mlp_bias
-            )
+            self.shared_experts = (PlainMLP if moe.is_plain else MLP)(width, moe.shared_size, has_bias=cfg.mlp_bias)
         if moe.has_shared_gate:
             self.shared_expert_gate = nn.Linear(width, 1, bias=False)
         if moe.latent_size is not None:
@@ -182,11 +172,7 @@ class MoE(nn.Module):
             self.fc2_latent_proj = nn.Linear(moe.latent_size, width, bias=cfg.mlp_bias)
 
     def forward(
-        self,
-        x: Float[Tensor, "tokens dim"],
-        layer: int,
-        routing: Routing,
-        rows: Int[Tensor, " tokens"] | None,
+        self, x: Float[Tensor, "tokens dim"], layer: int, routing: Routing, rows: Int[Tensor, " tokens"] | None
     ) -> Float[Tensor, "tokens dim"]:
         """rows: which tokens of the pass x has (None: all); needed to replay choices."""
         routed = self.route(x, layer, routing, rows)
@@ -201,11 +187,7 @@ class MoE(nn.Module):
         return shared
 
     def route(
-        self,
-        x: Float[Tensor, "tokens dim"],
-        layer: int,
-        routing: Routing,
-        rows: Int[Tensor, " tokens"] | None,
+        self, x: Float[Tensor, "tokens dim"], layer: int, routing: Routing, rows: Int[Tensor, " tokens"] | None
     ) -> Float[Tensor, "tokens dim"]:
         """The gated sum of the chosen experts' outputs."""
         chosen, gates = self.gate(x, layer, routing, rows)

@@ -73,9 +73,7 @@ def read_file(path: Path) -> Iterator[tuple[str, FileTensor]]:
     header, begin, end = _header(path)
     try:
         tensors = [
-            (name, _tensor(path, name, entry, begin, end))
-            for name, entry in header.items()
-            if name != "__metadata__"
+            (name, _tensor(path, name, entry, begin, end)) for name, entry in header.items() if name != "__metadata__"
         ]
     except (AttributeError, KeyError, TypeError, ValueError) as cause:
         raise _damaged(path, f"its header is not a safetensors header: {cause!r}") from cause
@@ -108,11 +106,7 @@ class StreamWriter:
         offset = 0
         for entry in entries:
             ends = [offset, offset + entry.num_bytes]
-            header[entry.name] = {
-                "dtype": _NAMES[entry.dtype],
-                "shape": list(entry.shape),
-                "data_offsets": ends,
-            }
+            header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": ends}
             offset = ends[1]
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)

@@ -80,9 +80,7 @@ class SharedSlice:
         high = tuple(min(a + n, b + m) for a, n, b, m in ends)
         if any(a >= b for a, b in zip(low, high)):
             return None
-        theirs = zip(
-            low[self.lead :], high[self.lead :], self.start[self.lead :], self.their_start, strict=True
-        )
+        theirs = zip(low[self.lead :], high[self.lead :], self.start[self.lead :], self.their_start, strict=True)
         return (
             tuple(slice(a - s + t, b - s + t) for a, b, s, t in theirs),
             tuple(slice(a - s, b - s) for a, b, s in zip(low, high, local.start)),
@@ -103,9 +101,7 @@ class _Swapped:
 class TensorMap:
     """The slices that parameters of these shapes share with a checkpoint's tensors."""
 
-    def __init__(
-        self, shapes: Mapping[str, Shape], rules: Iterable[WeightRule], text_prefix: str = "model."
-    ) -> None:
+    def __init__(self, shapes: Mapping[str, Shape], rules: Iterable[WeightRule], text_prefix: str = "model.") -> None:
         """text_prefix: the prefix of the decoder's names in a checkpoint, instead of "model."."""
         self._text_prefix = text_prefix
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
@@ -136,9 +132,7 @@ class TensorMap:
             self._by_theirs.setdefault(shared.theirs, []).append(shared)
         self.their_shapes = {name: _bounds(parts) for name, parts in self._by_theirs.items()}
 
-    def _apply_rule(
-        self, name: str, shape: Shape, rule: WeightRule, at: int, layer: str
-    ) -> Iterator[SharedSlice]:
+    def _apply_rule(self, name: str, shape: Shape, rule: WeightRule, at: int, layer: str) -> Iterator[SharedSlice]:
         fill = lambda text, **more: _fill(text, layer=layer, **more)
         if rule.is_stacked:
             num, rows = len(rule.theirs), shape[1] // len(rule.theirs)
@@ -183,19 +177,14 @@ class TensorMap:
             if any(s.ours in targets and s.overlap(targets[s.ours]) for s in slices)
         }
 
-    def copy_in(
-        self, name: str, shape: Shape, source: LazyTensor, targets: Mapping[str, TensorSlice]
-    ) -> None:
+    def copy_in(self, name: str, shape: Shape, source: LazyTensor, targets: Mapping[str, TensorSlice]) -> None:
         """Copy from the checkpoint tensor `name` into these slices; only the overlaps are read.
 
         Raises: KeyError if there is no tensor of this name; DataError if its shape is wrong.
         """
         slices = self._by_theirs[name]
         expected = self.their_shapes[name]
-        if (
-            name in self.swappable
-            and tuple(shape) == (*expected[:-2], expected[-1], expected[-2]) != expected
-        ):
+        if name in self.swappable and tuple(shape) == (*expected[:-2], expected[-1], expected[-2]) != expected:
             shape, source = expected, _Swapped(source)
         if tuple(shape) != expected:
             raise DataError(f"tensor {name!r} has shape {tuple(shape)}, config.json asks for {expected}")

@@ -287,9 +287,7 @@ def _files(part: Part) -> str:
 
 
 def _section(title: str, about: str, metrics: Iterable[Metric], prefix: str = "") -> str:
-    return "\n\n".join(
-        [f"## {title}", textwrap.fill(about, WIDTH), "\n".join(_item(m, prefix) for m in metrics)]
-    )
+    return "\n\n".join([f"## {title}", textwrap.fill(about, WIDTH), "\n".join(_item(m, prefix) for m in metrics)])
 
 
 def _item(metric: Metric, prefix: str) -> str:

@@ -85,9 +85,7 @@ class MetricsTail:
         self._stride = 1  # steps that a merged row stands for
         self._rows: dict[int, dict[str, Any]] = {}
         self._end = 0  # bytes read
-        self._is_new = (
-            False  # an incarnation without resumed_step has begun; its first row supersedes later steps
-        )
+        self._is_new = False  # an incarnation without resumed_step has begun; its first row supersedes later steps
 
     def rows(self) -> list[dict[str, Any]]:
         """One merged row per step, in step order, without superseded rows."""

@@ -47,9 +47,7 @@ class PrometheusMonitor(Monitor):
         """All values in Prometheus' text format."""
         with self._lock:
             values = dict(self._values)
-        return "".join(
-            f"{_metric_name(name)}{{{self._labels}}} {float(value)!r}\n" for name, value in values.items()
-        )
+        return "".join(f"{_metric_name(name)}{{{self._labels}}} {float(value)!r}\n" for name, value in values.items())
 
     def _handler(self, host: str) -> type[BaseHTTPRequestHandler]:
         monitor = self

@@ -33,9 +33,7 @@ class StepClock:
         self._total_tokens = 0
         self._step_started_at = time.perf_counter()
 
-    def end_step(
-        self, *, num_tokens: int, num_micro_batches: float, wait_s: float, train_s: float
-    ) -> dict[str, float]:
+    def end_step(self, *, num_tokens: int, num_micro_batches: float, wait_s: float, train_s: float) -> dict[str, float]:
         """The metrics of a step that ends now, over all ranks; wait_s: how long it waited for its batch."""
         now = time.perf_counter()
         time_s, self._step_started_at = now - self._step_started_at, now

@@ -41,8 +41,7 @@ class TensorboardMonitor(Monitor):
         self._log_text(step, name, _as_markdown([without_images(row) for row in rows]))
         pictures = [
             self._summary.Summary.Value(
-                tag=f"{name}/{i}/{j}",
-                image=self._summary.Summary.Image(encoded_image_string=png, colorspace=3),
+                tag=f"{name}/{i}/{j}", image=self._summary.Summary.Image(encoded_image_string=png, colorspace=3)
             )
             for i, row in enumerate(rows)
             for j, png in enumerate(images_of(row))
@@ -58,9 +57,7 @@ class TensorboardMonitor(Monitor):
                 bucket_limit=edges[1:].tolist(), bucket=counts.tolist(),
             )  # fmt: skip
 
-        shown = [
-            self._summary.Summary.Value(tag=name, histo=histogram(each)) for name, each in values.items()
-        ]
+        shown = [self._summary.Summary.Value(tag=name, histo=histogram(each)) for name, each in values.items()]
         self._add(step, summary=self._summary.Summary(value=shown))
 
     def close(self) -> None:
@@ -73,9 +70,7 @@ class TensorboardMonitor(Monitor):
 
         size = tensor_shape_pb2.TensorShapeProto.Dim(size=1)
         tensor = tensor_pb2.TensorProto(
-            dtype="DT_STRING",
-            string_val=[text.encode()],
-            tensor_shape=tensor_shape_pb2.TensorShapeProto(dim=[size]),
+            dtype="DT_STRING", string_val=[text.encode()], tensor_shape=tensor_shape_pb2.TensorShapeProto(dim=[size])
         )
         shown = metadata.create_summary_metadata(name, "")
         value = self._summary.Summary.Value(tag=name, tensor=tensor, metadata=shown)

@@ -25,11 +25,7 @@ class WandbMonitor(Monitor):
     def __init__(self, section: WandbSection, source: Source) -> None:
         import wandb
 
-        name, directory, mode = (
-            section.name or source.run_name,
-            source.run_dir.path / "wandb",
-            find_mode(section),
-        )
+        name, directory, mode = (section.name or source.run_name, source.run_dir.path / "wandb", find_mode(section))
         directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=section.project,
@@ -66,9 +62,7 @@ class WandbMonitor(Monitor):
     def log_histograms(self, step: int, values: Mapping[str, Values]) -> None:
         import wandb
 
-        self._run.log(
-            {"step": step} | {name: wandb.Histogram(each.tolist()) for name, each in values.items()}
-        )
+        self._run.log({"step": step} | {name: wandb.Histogram(each.tolist()) for name, each in values.items()})
 
     def close(self) -> None:
         """Finish the W&B run and end W&B's own process, which would otherwise outlive this one."""
@@ -87,9 +81,7 @@ def find_mode(section: WandbSection) -> str:
         return "offline" if section.offline else "online"
     mode = os.environ.get("WANDB_MODE") or _own_settings().get("mode") or "online"
     if mode not in MODES:
-        raise ConfigError(
-            f"[monitors.wandb] WANDB_MODE={mode} is no mode of W&B; use one of {', '.join(MODES)}"
-        )
+        raise ConfigError(f"[monitors.wandb] WANDB_MODE={mode} is no mode of W&B; use one of {', '.join(MODES)}")
     return mode
 
 
@@ -102,9 +94,7 @@ def check_login(section: WandbSection) -> str:
         return mode
     url = os.environ.get("WANDB_BASE_URL") or _own_settings().get("base_url") or "https://api.wandb.ai"
     host = urlsplit(url).netloc
-    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")) or _has_netrc(
-        host
-    ):
+    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")) or _has_netrc(host):
         return f"online at {host}"
     raise ConfigError(
         f"[monitors.wandb] has no key for {host}: set WANDB_API_KEY, run `wandb login`, or write without a network "

@@ -48,9 +48,7 @@ class AbsentTrainer:
                 self._end()
 
     def _publish(self, version: int) -> None:
-        manifest = WeightManifest(
-            version=version, transport="none", location="", shards=(), tensors=(), checksum=0
-        )
+        manifest = WeightManifest(version=version, transport="none", location="", shards=(), tensors=(), checksum=0)
         self._emit(VersionReady(manifest=manifest))
 
     def _end(self) -> None:

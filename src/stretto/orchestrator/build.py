@@ -41,10 +41,7 @@ from stretto.vime.flags.resolved import resolved
 
 
 def run_info(
-    cfg: OrchestratorConfig | EvalConfig,
-    renderer: Renderer | None,
-    sampling: SamplingSection,
-    tokenizer: str | None,
+    cfg: OrchestratorConfig | EvalConfig, renderer: Renderer | None, sampling: SamplingSection, tokenizer: str | None
 ) -> RunInfo:
     """What environments may know of the run; `tokenizer` is its directory or its name on the Hub."""
 
@@ -74,9 +71,7 @@ def _of_messages(name: str, render: Callable[..., Any]) -> Callable[..., Any]:
 
     def checked(messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Any:
         caller = sys._getframe(1)
-        where = (
-            f"{caller.f_code.co_filename}:{caller.f_lineno} in {caller.f_code.co_name}: messages of {name}"
-        )
+        where = f"{caller.f_code.co_filename}:{caller.f_lineno} in {caller.f_code.co_name}: messages of {name}"
         return render(checked_prompt(messages, where), tools)
 
     return checked
@@ -142,17 +137,13 @@ def build_env(section: EnvSection, logs: Path | None = None, run: RunInfo | None
         num_workers=num_workers,
         hang_timeout_s=section.worker_timeout_s,
         worker_limits=WorkerLimits(
-            section.worker_memory_bytes or machine_bytes() // 2,
-            section.worker_growth_bytes,
-            section.worker_max_calls,
+            section.worker_memory_bytes or machine_bytes() // 2, section.worker_growth_bytes, section.worker_max_calls
         ),
         log_dir=logs,
     )
 
 
-def open_env(
-    section: EnvSection, logs: Path, stack: AsyncExitStack, run: RunInfo | None = None
-) -> Environment:
+def open_env(section: EnvSection, logs: Path, stack: AsyncExitStack, run: RunInfo | None = None) -> Environment:
     """Build the environment of a section; `stack` closes what it has started."""
     env = build_env(section, logs, run)
     if inspect.iscoroutinefunction(close := getattr(env, "close", None)):

@@ -47,13 +47,7 @@ from stretto.envs.base import (
 from stretto.envs.dataset import Dataset
 from stretto.envs.find import missing_plugins
 from stretto.envs.multi_turn import MultiTurnEnv
-from stretto.orchestrator.build import (
-    build_eval_renderer,
-    build_policy_renderer,
-    open_env,
-    run_info,
-    untrained_tokens,
-)
+from stretto.orchestrator.build import build_eval_renderer, build_policy_renderer, open_env, run_info, untrained_tokens
 from stretto.orchestrator.first_rollout import fault_of, play, same_task, without_engines
 from stretto.orchestrator.lengths import Limit, cut_reply, limits_of, room_after
 from stretto.orchestrator.rollout.play import bias_by_token, with_system_prompt
@@ -314,9 +308,7 @@ def _reply_tokens(cfg: OrchestratorConfig | EvalConfig, section: EnvSection) -> 
     return getattr(own, "max_completion_tokens", None) or everywhere.max_completion_tokens
 
 
-async def check_first_tasks(
-    train: Sequence[Environment], held_out: Sequence[Environment], renderer: Renderer
-) -> None:
+async def check_first_tasks(train: Sequence[Environment], held_out: Sequence[Environment], renderer: Renderer) -> None:
     """Make and render the first task of each environment, as a dry run does.
 
     Raises: ConfigError, EnvError that name the environment, the task, and file and line of what raised.
@@ -343,18 +335,14 @@ async def _first_task(
     if renderer is None:
         return FirstTask(f"{about}, not rendered:", _plain(prompt))
     again, _ = await first_prompt(env, task, where)
-    is_same = repr(
-        again if isinstance(again, str) else with_system_prompt(again or [], system_prompt)
-    ) == repr(prompt)
+    is_same = repr(again if isinstance(again, str) else with_system_prompt(again or [], system_prompt)) == repr(prompt)
     notes = () if is_same else (f"{where} {DRAWN_PROMPT}",)
     with boundary(EnvError, where):
         ids = renderer.encode(prompt) if isinstance(prompt, str) else renderer.render_prompt(prompt, tools)
     return FirstTask(f"{about}, {len(ids)} tokens:", renderer.readable(ids), num_tokens=len(ids), notes=notes)
 
 
-async def first_prompt(
-    env: Environment, task: Task, where: str
-) -> tuple[Prompt, list[dict[str, Any]] | None]:
+async def first_prompt(env: Environment, task: Task, where: str) -> tuple[Prompt, list[dict[str, Any]] | None]:
     """The first prompt of a task, and the tools that it describes."""
     if isinstance(env, Dataset):
         return task.data["prompt"], task.data["tools"]

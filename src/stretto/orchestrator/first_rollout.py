@@ -57,9 +57,7 @@ class StubEngine:
         return [completion] * request.n
 
 
-async def open_and_play(
-    cfg: OrchestratorConfig, section: EnvSection, renderer: Renderer, info: RunInfo
-) -> Group:
+async def open_and_play(cfg: OrchestratorConfig, section: EnvSection, renderer: Renderer, info: RunInfo) -> Group:
     """Build the environment of a section, and play one rollout of its first task.
 
     Raises: EnvError, ConfigError for an environment that is not built; TimeoutError.
@@ -67,9 +65,7 @@ async def open_and_play(
     async with asyncio.timeout(TIMEOUT_S), AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-doctor-")))
         env = open_env(section, logs, stack, info)
-        return (
-            await play(cfg, section, env, same_task(env, tasks_of(env, "train"), "train"), renderer)
-        ).group
+        return (await play(cfg, section, env, same_task(env, tasks_of(env, "train"), "train"), renderer)).group
 
 
 @dataclass(frozen=True)
@@ -138,12 +134,8 @@ def fault_of(name: str, played: Played) -> str:
         return ""
     cause = rollout.error or "unknown"
     if any(is_unreachable(error) for error in played.failures):
-        return (
-            f"{name}: NOT PLAYED to its end, which is right only if a server of the run is missing: {cause}"
-        )
-    raise EnvError(
-        f"{cause.removeprefix('EnvError: ')}; this is the first task, played with the reply {REPLY!r}"
-    )
+        return f"{name}: NOT PLAYED to its end, which is right only if a server of the run is missing: {cause}"
+    raise EnvError(f"{cause.removeprefix('EnvError: ')}; this is the first task, played with the reply {REPLY!r}")
 
 
 def is_unreachable(error: BaseException | None) -> bool:

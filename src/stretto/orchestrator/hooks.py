@@ -31,15 +31,7 @@ from stretto.vime.saved import save
 SETTING = "orchestrator.hooks"
 COLUMNS = ("tokens", "response_lengths", "rewards", "loss_masks", "rollout_log_probs")
 """Columns that a conversion may return: lists with one entry per sample. Missing columns stay unchanged."""
-IGNORED_COLUMNS = (
-    "raw_reward",
-    "truncated",
-    "sample_indices",
-    "rollout_ids",
-    "round_number",
-    "prompt",
-    "metadata",
-)
+IGNORED_COLUMNS = ("raw_reward", "truncated", "sample_indices", "rollout_ids", "round_number", "prompt", "metadata")
 """Other columns of vime's conversions: the run records these facts itself."""
 
 
@@ -127,8 +119,7 @@ class BatchHooks:
         if self._eval_logger is None:
             return {}, False
         data = {
-            name: dict(each) if isinstance(each, Mapping) else self._eval_columns(each)
-            for name, each in played.items()
+            name: dict(each) if isinstance(each, Mapping) else self._eval_columns(each) for name, each in played.items()
         }
         metrics: dict[str, Any] = {}
         returned = await self._eval_logger.call(version, self.args, data, metrics)
@@ -325,9 +316,7 @@ def _apply_row(train: TrainSample, sample: Sample, row: dict[str, Any], seq_len:
             "([orchestrator.train.replay]) is known only of those it had; keep their number, and mask some"
         )
     if train.images and sample.tokens != train.token_ids.tolist():
-        raise EnvError(
-            "its tokens were changed, but its images belong to their placeholders; mask tokens instead"
-        )
+        raise EnvError("its tokens were changed, but its images belong to their placeholders; mask tokens instead")
     sample.rollout_top_p_token_ids = sample.rollout_top_p_token_lengths = None  # the run has its own
     sample.check()
     reward = checked_reward(row.get("rewards", sample.reward), "", "its reward")
@@ -366,10 +355,5 @@ def _with_advantage(train: TrainSample, advantage: float) -> TrainSample:
 def _without_streams(train: TrainSample) -> TrainSample:
     """The sample without the streams that no longer fit its tokens."""
     return msgspec.structs.replace(
-        train,
-        routed_experts=None,
-        rl_weights=None,
-        ce_weights=None,
-        ref_kl_weights=None,
-        ref_logprobs=None,
+        train, routed_experts=None, rl_weights=None, ce_weights=None, ref_kl_weights=None, ref_logprobs=None
     )

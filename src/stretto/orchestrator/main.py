@@ -143,9 +143,7 @@ def open_user_code(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExit
     """
     info = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name)
     hooks = None if cfg.hooks.is_empty else BatchHooks(cfg, renderer)
-    rollouts, evals = (
-        load_rollout_function(cfg, key) for key in ("rollout_function", cfg.hooks.eval_setting)
-    )
+    rollouts, evals = (load_rollout_function(cfg, key) for key in ("rollout_function", cfg.hooks.eval_setting))
     for name in (env.name or env.id for env in cfg.env):
         if isinstance(algo := cfg.algo_of(name), CustomAlgo):
             load_credit(algo, cfg.algo_path(name))
@@ -291,9 +289,7 @@ def build_player(cfg: OrchestratorConfig, engine: EngineClient, renderer: Render
     )
 
 
-def build_versions(
-    cfg: OrchestratorSection, engines: EngineClient, ledger: Ledger, *, start: int
-) -> VersionLoader:
+def build_versions(cfg: OrchestratorSection, engines: EngineClient, ledger: Ledger, *, start: int) -> VersionLoader:
     """Build what loads new versions into the engines, which have version `start`."""
     return VersionLoader(
         engines,
@@ -330,18 +326,14 @@ def build_curriculum(cfg: OrchestratorSection, envs: Sequence[Environment], prog
     return curriculum
 
 
-def build_teachers(
-    cfg: OrchestratorSection, wires: Wires, envs: Sequence[Environment], renderer: Renderer
-) -> Teachers:
+def build_teachers(cfg: OrchestratorSection, wires: Wires, envs: Sequence[Environment], renderer: Renderer) -> Teachers:
     """Build the teacher of each environment that is distilled.
 
     Raises: ConfigError for an environment that needs demonstrations and has none.
     """
     by_env: dict[str, Teacher] = {}
     players: dict[str, EngineClient] = {}
-    build_scoring = partial(
-        ScoringTeacher, max_failures=cfg.max_failed_groups, image_token_id=renderer.image_token_id
-    )
+    build_scoring = partial(ScoringTeacher, max_failures=cfg.max_failed_groups, image_token_id=renderer.image_token_id)
     for env in envs:
         algo = cfg.algo_of(env.name)
         if isinstance(algo, OpdAlgo):
@@ -356,9 +348,7 @@ def build_teachers(
     for name, engine in wires.teacher_engines.items():
         if engine not in engines.values():
             is_of_algo = getattr(cfg.algo_of(name), "teacher", None) is not None
-            engines[f"orchestrator.env {name}, algo.teacher" if is_of_algo else "orchestrator.teacher"] = (
-                engine
-            )
+            engines[f"orchestrator.env {name}, algo.teacher" if is_of_algo else "orchestrator.teacher"] = engine
     engines |= {f"models.{name}": engine for name, engine in wires.model_engines.items()}
     sections = [section for name in wires.teacher_engines if (section := cfg.teacher_of(name)) is not None]
     sections += cfg.frozen_models.values()
@@ -374,11 +364,7 @@ def vocab_size_of(cfg: OrchestratorSection, renderer: Renderer) -> int | None:
 
 
 def build_evaluator(
-    cfg: OrchestratorSection,
-    user_code: UserCode,
-    player: Player,
-    watch: Watch,
-    run_dir: RunDir,
+    cfg: OrchestratorSection, user_code: UserCode, player: Player, watch: Watch, run_dir: RunDir
 ) -> Evaluator | None:
     """Build the evaluator; None if no evals are configured."""
     section = cfg.eval_as_trained()

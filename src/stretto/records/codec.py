@@ -65,9 +65,7 @@ def encode(obj: Any) -> list[BytesLike]:
             return msgspec.msgpack.Ext(_ARRAY, index.to_bytes(4, "little"))
         if isinstance(value, np.generic):
             return value.item()
-        raise TypeError(
-            f"a record cannot hold a {type(value).__name__}; use numbers, text, containers or numpy arrays"
-        )
+        raise TypeError(f"a record cannot hold a {type(value).__name__}; use numbers, text, containers or numpy arrays")
 
     body = msgspec.msgpack.encode(obj, enc_hook=hook)
     header = _Header(type(obj).__name__, [(a.dtype.str, a.shape) for a in arrays], msgspec.Raw(body))
@@ -93,23 +91,14 @@ def decode(frames: Sequence[BytesLike], kind: Any) -> Any:
         raise WireError(f"message header of {len(views[0])} bytes is shorter than its prefix; it is cut off.")
     magic, schema = _PREFIX.unpack_from(views[0])
     if magic != _MAGIC:
-        raise WireError(
-            f"message starts with {bytes(magic)!r}, not {_MAGIC!r}; the peer is not a stretto process."
-        )
+        raise WireError(f"message starts with {bytes(magic)!r}, not {_MAGIC!r}; the peer is not a stretto process.")
     check_schema(schema, "message")
     try:
         header = _HEADER_DECODER.decode(views[0][_PREFIX.size :])
         if isinstance(kind, _StructMeta) and header.type != kind.__name__:
             raise WireError(f"expected a {kind.__name__}, received a {header.type}.")
         return _decode_body(header.body, kind, _arrays(header, views[1:]))
-    except (
-        msgspec.MsgspecError,
-        UnicodeDecodeError,
-        RecursionError,
-        OverflowError,
-        ValueError,
-        TypeError,
-    ) as cause:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError, TypeError) as cause:
         raise WireError(f"damaged message: {cause}") from cause
 
 
@@ -144,9 +133,7 @@ def decode_blob(blob: BytesLike, kind: type[T], *, where: str = "blob") -> T:
     check_schema(schema, where)
     rest = view[_BLOB.size :]
     if len(rest) != length:
-        raise DataError(
-            f"{where}: holds {len(rest)} bytes where its header says {length}; it is cut off or damaged."
-        )
+        raise DataError(f"{where}: holds {len(rest)} bytes where its header says {length}; it is cut off or damaged.")
     if zero or zlib.crc32(rest) != crc:
         raise DataError(f"{where}: checksum mismatch; it is damaged.")
     if num_frames * 8 > length:

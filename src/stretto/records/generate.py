@@ -120,9 +120,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: np.ndarray  # int32 [completion]
     logprobs: np.ndarray  # float32 [completion], nats
     finish_reason: str  # "stop" | "length" | "abort"
-    stop_reason: int | str | None = (
-        None  # the stop text or token that ended it; None: an end token of the model
-    )
+    stop_reason: int | str | None = None  # the stop text or token that ended it; None: an end token of the model
     versions: tuple[VersionSpan, ...] = ()
     cached_tokens: int = 0
     prompt_logprobs: np.ndarray | None = None  # float32 [prompt], index 0 is 0.0

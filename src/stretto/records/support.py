@@ -71,9 +71,6 @@ def concat_supports(parts: Sequence[Support | None], lengths: Sequence[int]) -> 
     if all(part is None for part in parts):
         return None
     whole = [
-        Support.unrestricted(length) if part is None else part
-        for part, length in zip(parts, lengths, strict=True)
+        Support.unrestricted(length) if part is None else part for part, length in zip(parts, lengths, strict=True)
     ]
-    return Support(
-        np.concatenate([part.ids for part in whole]), np.concatenate([part.sizes for part in whole])
-    )
+    return Support(np.concatenate([part.ids for part in whole]), np.concatenate([part.sizes for part in whole]))

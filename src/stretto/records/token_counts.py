@@ -42,9 +42,7 @@ class ComponentWeights:
         Without a stream, rl is 1 where loss_mask is set, ce and ref_kl are 0.
         """
         rl = mb.loss_mask.astype(np.float32) if mb.rl_weights is None else mb.rl_weights * mb.loss_mask
-        return cls(
-            *(w if w is not None and np.any(w) else None for w in (rl, mb.ce_weights, mb.ref_kl_weights))
-        )
+        return cls(*(w if w is not None and np.any(w) else None for w in (rl, mb.ce_weights, mb.ref_kl_weights)))
 
     @property
     def is_trained(self) -> Bool[np.ndarray, " tokens"] | None:

@@ -52,9 +52,7 @@ class Canary(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: tuple[float, ...]  # nats; index t belongs to token t, the first is 0
     rounding: float = 0.0  # mean difference that the engine's 8-bit rounding explains, nats
     image: CanaryImage | None = None  # what the placeholders among the tokens show; these have logprob 0
-    probe: tuple[float, ...] | None = (
-        None  # logprobs under weights scaled by `probe_scale`, where these are checked
-    )
+    probe: tuple[float, ...] | None = None  # logprobs under weights scaled by `probe_scale`, where these are checked
 
 
 def probe_scale(shape: Sequence[int]) -> float:

@@ -41,8 +41,7 @@ class Access:
     def __init__(self, users: Mapping[str, UserSection], tokens: Mapping[str, str]) -> None:
         sections = {**users, ADMIN: UserSection()}
         self._users = {
-            tokens[name].encode(): User(name, section, is_admin=name == ADMIN)
-            for name, section in sections.items()
+            tokens[name].encode(): User(name, section, is_admin=name == ADMIN) for name, section in sections.items()
         }
 
     def user(self, headers: Mapping[str, str]) -> User:

@@ -118,9 +118,7 @@ class AdapterSlots:
                     del self._loaded[name]
                 if isinstance(error, Exception) and not isinstance(error, EngineError):
                     logger.error("%s is not loaded", name, exc_info=error)
-                entry.ready.set_exception(
-                    error if isinstance(error, EngineError) else EngineError(str(error))
-                )
+                entry.ready.set_exception(error if isinstance(error, EngineError) else EngineError(str(error)))
                 entry.ready.exception()  # so that asyncio does not warn if nothing waits for it
             if not isinstance(error, Exception):
                 raise
@@ -296,12 +294,7 @@ class Engines:
             raise Refusal(f"{self._max_waiting} of your requests are waiting already; send this later", 429)
 
     async def generate(
-        self,
-        user: User,
-        sampler: Sampler,
-        request: GenerateRequest,
-        *,
-        on_start: Callable[[], None] = lambda: None,
+        self, user: User, sampler: Sampler, request: GenerateRequest, *, on_start: Callable[[], None] = lambda: None
     ) -> Sequence[Completion]:
         """Wait for a slot of this user, call on_start, and return the samples. Raises: EngineError."""
         self._admit(user)
@@ -368,9 +361,7 @@ class Engines:
                 await self.client.wait_ready(RECOVERY_S)
         raise AssertionError("the last attempt returns or raises")
 
-    def _count(
-        self, user: User, sampler: Sampler, request: GenerateRequest, completions: Sequence[Completion]
-    ) -> None:
+    def _count(self, user: User, sampler: Sampler, request: GenerateRequest, completions: Sequence[Completion]) -> None:
         num_sampled = sum(len(completion.token_ids) for completion in completions)
         self.num_tokens += num_sampled
         num_cached = completions[0].cached_tokens

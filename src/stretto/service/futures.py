@@ -98,9 +98,7 @@ class Futures:
         self._any_done.set()
         self._any_done = asyncio.Event()
 
-    async def wait_any(
-        self, is_included: Callable[[Future], bool], after: int, timeout_s: float
-    ) -> list[Future]:
+    async def wait_any(self, is_included: Callable[[Future], bool], after: int, timeout_s: float) -> list[Future]:
         """Wait for included futures that are done with a number above `after`, in order; [] if none is in time."""
         deadline = time.monotonic() + timeout_s
         while True:

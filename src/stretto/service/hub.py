@@ -31,16 +31,7 @@ from stretto.records.tenants import TenantSpec
 from stretto.service.access import Access, Reading, User
 from stretto.service.engines import Engines
 from stretto.service.futures import Futures
-from stretto.service.store import (
-    MAX_RECORD_BYTES,
-    MAX_USER_BYTES,
-    Audit,
-    Checkpoint,
-    Run,
-    Sampler,
-    Session,
-    Store,
-)
+from stretto.service.store import MAX_RECORD_BYTES, MAX_USER_BYTES, Audit, Checkpoint, Run, Sampler, Session, Store
 from stretto.service.training.checkpoints import Checkpoints
 from stretto.service.training.training import Training
 from stretto.transports.engine import api
@@ -219,9 +210,7 @@ async def read_generate(http: web.Request, max_model_len: int) -> GenerateReques
     body = await http.read()
     num_values, most = body.count(b",") + body.count(b"["), 100_000 + VALUES_PER_TOKEN * max_model_len
     if num_values > most:  # reading millions of them would delay the requests of all users
-        raise Refusal(
-            f"the body has {num_values} values, and a sequence of this model has less than {most}", 413
-        )
+        raise Refusal(f"the body has {num_values} values, and a sequence of this model has less than {most}", 413)
     return api.decode_generate(body)[0]
 
 

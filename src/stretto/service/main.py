@@ -64,9 +64,7 @@ def build(cfg: ServeConfig) -> tuple[Hub, web.Application]:
     vocab_size, max_model_len = model_facts(cfg)
     section = cfg.service
     if not section.engine_urls:
-        raise ConfigError(
-            "service.engine_urls: the hub needs the addresses of engines; `serve` fills them in"
-        )
+        raise ConfigError("service.engine_urls: the hub needs the addresses of engines; `serve` fills them in")
     tokens = {name: user.token for name, user in section.users.items()}
     access = Access(section.users, prepare_tokens(cfg.run_dir.path / "tokens.json", tokens))
     store, futures = Store(directory), Futures()
@@ -87,9 +85,7 @@ def build(cfg: ServeConfig) -> tuple[Hub, web.Application]:
         whole=whole,
     )
     reading = Reading(section.max_waiting_bytes, training.places.waiting_bytes)
-    hub = Hub(
-        cfg, store, futures, audit, access, training, engines, reading, vocab_size, max_model_len, time.time()
-    )
+    hub = Hub(cfg, store, futures, audit, access, training, engines, reading, vocab_size, max_model_len, time.time())
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[boundary(hub)])
     kinds = (TinkerRoutes, SampleRoutes, NativeRoutes, RunRoutes, EngineRoutes, AccountRoutes, AdminRoutes)
     for handlers in (*(kind(hub) for kind in kinds), RestRoutes(hub, secret.key("service.download"))):
@@ -151,9 +147,7 @@ async def _sweep(hub: Hub) -> None:
     """Delete expired and unneeded records and files, and write the usage."""
     while True:
         num_deleted = await hub.checkpoints.sweep(
-            hub.engines.is_used,
-            since=hub.started_at,
-            sampler_timeout_s=hub.cfg.service.sampler_timeout_s,
+            hub.engines.is_used, since=hub.started_at, sampler_timeout_s=hub.cfg.service.sampler_timeout_s
         )
         if num_deleted:
             logger.info("%d checkpoints and samplers have expired and are deleted", num_deleted)

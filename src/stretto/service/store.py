@@ -29,11 +29,7 @@ logger = logging.getLogger(__name__)
 
 RunState = Literal["creating", "active", "frozen", "evicted", "ended", "failed"]
 Kind = Literal["training", "sampler", "external"]
-SEGMENTS: dict[str, str] = {
-    "training": "weights",
-    "sampler": "sampler_weights",
-    "external": "external_weights",
-}
+SEGMENTS: dict[str, str] = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
 """By kind, the second part of a checkpoint's path, tinker://<run>/<segment>/<name>."""
 KEEP_S = 30 * 86400.0
 """Sessions, and samplers and ended runs without files, are deleted when they were unused for so long."""
@@ -193,9 +189,7 @@ class Store:
 
     def _read(self) -> None:
         self._db.execute("pragma journal_mode = wal")
-        self._db.execute(
-            "create table if not exists records (kind text, id text, doc blob, primary key (kind, id))"
-        )
+        self._db.execute("create table if not exists records (kind text, id text, doc blob, primary key (kind, id))")
         self._db.commit()
         for kind in KINDS:
             rows = self._db.execute("select id, doc from records where kind = ?", (kind.__name__,))
@@ -291,28 +285,20 @@ class Store:
         checkpoints = {each.directory: each.run for each in self.all(Checkpoint)}
         needed: set[str | None] = set(checkpoints.values())
         needed |= {each.run for each in samplers if each.directory is not None}
-        is_over = lambda run: (
-            run.state in ("ended", "failed") and run.id not in needed and run.directory is None
-        )
+        is_over = lambda run: run.state in ("ended", "failed") and run.id not in needed and run.directory is None
         runs = list(self.all(Run))
         sessions = {run.session for run in runs if not is_over(run)}
         idle: list[tuple[float, float, Record]] = []
         """Time of the last use, seconds for which the record is kept after that, and the record."""
         idle += [
-            (max(run.last_request_at, run.created_at), KEEP_S, run)
-            for run in runs
-            if is_over(run) and not run.is_held
+            (max(run.last_request_at, run.created_at), KEEP_S, run) for run in runs if is_over(run) and not run.is_held
         ]
         idle += [
             (max(each.used_at, since), KEEP_S, each)
             for each in samplers
             if each.directory is None or each.directory in checkpoints
         ]
-        idle += [
-            (max(each.last_seen_at, since), KEEP_S, each)
-            for each in self.all(Session)
-            if each.id not in sessions
-        ]
+        idle += [(max(each.last_seen_at, since), KEEP_S, each) for each in self.all(Session) if each.id not in sessions]
         idle += [(each.hour * 3600.0, KEEP_USAGE_S, each) for each in self.all(Usage)]
         counts: Counter[tuple[type[Any], str]] = Counter()
         found = []
@@ -344,9 +330,7 @@ class Audit:
         self.path, self._max_bytes = path, max_bytes
         self._older = path.with_suffix(f".1{path.suffix}")
         self._of_strangers: Audit | None = None
-        self._strangers: dict[
-            str, tuple[int | None, int]
-        ] = {}  # address -> minute of its last request, left out
+        self._strangers: dict[str, tuple[int | None, int]] = {}  # address -> minute of its last request, left out
         self._minute = 0
         self._open()
 
@@ -403,9 +387,7 @@ class Audit:
                 found.append(entry)
         entries = found[::-1]
         if user is None and self._of_strangers is not None:
-            entries = sorted([*entries, *self._of_strangers.read(most=most)], key=lambda each: each["time"])[
-                -most:
-            ]
+            entries = sorted([*entries, *self._of_strangers.read(most=most)], key=lambda each: each["time"])[-most:]
         return entries
 
     def close(self) -> None:

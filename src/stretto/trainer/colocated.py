@@ -57,6 +57,4 @@ class TrainerMemory:
         for network in self._networks():
             yield from (local_tensor(each.detach()) for each in network.weights.parameters)
             for state in network.optimizer.state.values():
-                yield from (
-                    local_tensor(each.detach()) for each in state.values() if isinstance(each, Tensor)
-                )
+                yield from (local_tensor(each.detach()) for each in state.values() if isinstance(each, Tensor))

@@ -35,13 +35,7 @@ from stretto.trainer.network import Network
 from stretto.trainer.optim.schedule import learning_rate
 from stretto.trainer.parallel.scores import compute_values
 from stretto.trainer.ranks.mesh import Mesh, num_ranks, training_device
-from stretto.trainer.state.learner_state import (
-    LearnerState,
-    StateSource,
-    TensorInfo,
-    add_prefix,
-    select_prefix,
-)
+from stretto.trainer.state.learner_state import LearnerState, StateSource, TensorInfo, add_prefix, select_prefix
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -100,9 +94,7 @@ def load_critic(directory: str | Path, *, dtype: torch.dtype, may_be_meta: bool 
                 yield name, shape, source
         if not is_scorer:
             yield HEAD_NAME, (1, cfg.hidden_size), torch.zeros(1, cfg.hidden_size, dtype=dtype)
-        logger.info(
-            "critic from %s, with %s", directory, "its own output" if is_scorer else "a new output that is 0"
-        )
+        logger.info("critic from %s, with %s", directory, "its own output" if is_scorer else "a new output that is 0")
 
     if may_be_meta and num_ranks() > 1:
         critic.checkpoint_reader = hub.CheckpointReader(directory, read)
@@ -117,24 +109,13 @@ class Critic:
     """Trains a critic on returns; call `forward_backward`, then `optim_step`."""
 
     def __init__(
-        self,
-        module: Decoder,
-        *,
-        section: CriticSection,
-        model: ModelSection,
-        optim: Optim,
-        mesh: Mesh | None = None,
+        self, module: Decoder, *, section: CriticSection, model: ModelSection, optim: Optim, mesh: Mesh | None = None
     ) -> None:
         self.section, self._model = section, model
         optim = section.optim or optim.model_copy(update={"lr": section.lr or optim.lr})
         self._warmup = ConstantScheduler(warmup_steps=section.lr_warmup_steps)
         self.network = Network(
-            module,
-            model=model,
-            optim=optim,
-            mesh=mesh,
-            error_prefix="the critic's ",
-            lr_key="trainer.critic.lr",
+            module, model=model, optim=optim, mesh=mesh, error_prefix="the critic's ", lr_key="trainer.critic.lr"
         )
         self.module, self.mesh = module, self.network.mesh
         self.step = 0
@@ -265,9 +246,7 @@ class Critic:
         """The config.json of a critic, for `load_critic` and transformers."""
         cfg = self.module.config
         return cfg.hf | {
-            "architectures": [
-                FAMILIES[cfg.family].architecture.replace("CausalLM", "SequenceClassification")
-            ],
+            "architectures": [FAMILIES[cfg.family].architecture.replace("CausalLM", "SequenceClassification")],
             "num_labels": 1,
             "id2label": {"0": "value"},
             "label2id": {"value": 0},

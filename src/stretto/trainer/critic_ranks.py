@@ -22,17 +22,7 @@ from stretto.config.root import TrainerConfig
 from stretto.records.sample import MicroBatch
 from stretto.trainer.build import build_critic_alone
 from stretto.trainer.critic import Critic
-from stretto.trainer.critic_wire import (
-    Batch,
-    Command,
-    CriticWire,
-    Flushed,
-    Ready,
-    Targets,
-    Trained,
-    Values,
-    open_wire,
-)
+from stretto.trainer.critic_wire import Batch, Command, CriticWire, Flushed, Ready, Targets, Trained, Values, open_wire
 from stretto.trainer.process import find_group_timeout_s, rank_process
 from stretto.trainer.publish.export import export_critic, prune_exports
 from stretto.trainer.state import checkpoint
@@ -49,9 +39,7 @@ def main(cfg: TrainerConfig) -> int:
         raise ConfigError(
             "trainer.critic.placement is missing: without it the critic is on the trainer's ranks, and has no process"
         )
-    with rank_process(
-        cfg, ROLE
-    ):  # a signal to finish reaches the policy's ranks, which then end this process
+    with rank_process(cfg, ROLE):  # a signal to finish reaches the policy's ranks, which then end this process
         critic, tokenizer_dir = build_critic_alone(cfg)
         process = CriticProcess(cfg, critic, tokenizer_dir)
         process.resume()
@@ -139,15 +127,11 @@ class CriticProcess:
             by_policy.append(
                 [
                     msgspec.structs.replace(mb, values=value, returns=returns, loss_mask=mask)
-                    for mb, value, returns, mask in zip(
-                        batch.micro_batches, own_values, target.returns, masks
-                    )
+                    for mb, value, returns, mask in zip(batch.micro_batches, own_values, target.returns, masks)
                 ]
             )
         # The samples of each policy rank are split separately, as on the policy's ranks: updates are then the same.
-        parts = [
-            parts_of_step(own_values, self.cfg, step, targets[0].num_updates) for own_values in by_policy
-        ]
+        parts = [parts_of_step(own_values, self.cfg, step, targets[0].num_updates) for own_values in by_policy]
         for of_each in zip(*parts):
             self.critic.train([mb for part in of_each for mb in part], step)
         if self.saver is not None:

@@ -99,18 +99,14 @@ class TrainerHooks:
 
         def build_once() -> nn.Module:
             if built:
-                raise ConfigError(
-                    f"{hook.where} called build() twice; change the model that the first call gives"
-                )
+                raise ConfigError(f"{hook.where} called build() twice; change the model that the first call gives")
             model = build()
             built.append((type(model), _weights(model)))
             return model
 
         model = _call(hook, self.args, build_once)
         if not built:
-            raise ConfigError(
-                f"{hook.where} never called build(), which gives the model; change what it gives"
-            )
+            raise ConfigError(f"{hook.where} never called build(), which gives the model; change what it gives")
         kind, weights = built[0]
         if not isinstance(model, kind):
             got = type(model).__name__
@@ -159,8 +155,7 @@ class TrainerHooks:
             column[:] = [each.to(device) if isinstance(each, Tensor) else each for each in column]
         batch["unconcat_tokens"] = batch["tokens"]
         batch["temperatures"] = [
-            torch.from_numpy(mb.temperatures[first:stop].copy()).to(device)
-            for _, _, _, stop, first in _samples([mb])
+            torch.from_numpy(mb.temperatures[first:stop].copy()).to(device) for _, _, _, stop, first in _samples([mb])
         ]
         places = np.concatenate([np.arange(first, stop) for _, _, _, stop, first in _samples([mb])])
         of_trained = torch.from_numpy(np.searchsorted(places, sources)).to(device)
@@ -280,9 +275,7 @@ def _differences(expected: dict[str, str], actual: dict[str, str]) -> str:
     faults = [f"{name} is missing" for name in expected if name not in actual]
     faults += [f"{name} is new" for name in actual if name not in expected]
     faults += [
-        f"{n} is {actual[n]} instead of {expected[n]}"
-        for n in expected
-        if actual.get(n, expected[n]) != expected[n]
+        f"{n} is {actual[n]} instead of {expected[n]}" for n in expected if actual.get(n, expected[n]) != expected[n]
     ]
     return ", ".join(faults[:3]) + (f" and {len(faults) - 3} more" if len(faults) > 3 else "")
 
@@ -305,9 +298,7 @@ def batch_as_lists(micro_batches: Sequence[MicroBatch]) -> dict[str, list[Any]]:
     They are tokens, total_lengths, response_lengths, loss_masks, and log-probabilities, advantages, returns and values
     of the response, as far as they are known. A response begins with its first trained token.
     """
-    data: dict[str, list[Any]] = {
-        name: [] for name in ("tokens", "total_lengths", "response_lengths", "loss_masks")
-    }
+    data: dict[str, list[Any]] = {name: [] for name in ("tokens", "total_lengths", "response_lengths", "loss_masks")}
     data["sample_ids"] = []
     for mb, document, start, stop, first in _samples(micro_batches):
         data["sample_ids"].append(mb.sample_ids[document])
@@ -322,9 +313,7 @@ def batch_as_lists(micro_batches: Sequence[MicroBatch]) -> dict[str, list[Any]]:
     return data
 
 
-def batch_of_lists(
-    micro_batches: Sequence[MicroBatch], data: dict[str, list[Any]], where: str
-) -> list[MicroBatch]:
+def batch_of_lists(micro_batches: Sequence[MicroBatch], data: dict[str, list[Any]], where: str) -> list[MicroBatch]:
     """The micro batches with the columns that functions may write.
 
     Raises: ConfigError for a column of another length, or one that is not finite.
@@ -333,9 +322,7 @@ def batch_of_lists(
     columns = {name: data[name] for name in (*WRITABLE_COLUMNS, "loss_masks") if name in data}
     for name, column in columns.items():
         if not isinstance(column, list | tuple):
-            raise ConfigError(
-                f"{where}: {name} is {type(column).__name__}, not a list with one entry per sample"
-            )
+            raise ConfigError(f"{where}: {name} is {type(column).__name__}, not a list with one entry per sample")
         if len(column) != len(samples):
             raise ConfigError(f"{where}: {name} has {len(column)} entries for {len(samples)} samples")
     streams: dict[int, dict[str, np.ndarray]] = {id(mb): {} for mb in micro_batches}

@@ -173,9 +173,7 @@ class Learner:
         self._loss = loss or DefaultLoss()
         if isinstance(self._loss, CustomLoss):
             load_loss(self._loss)
-        assert reference is not None or self._loss.reference_kl is None, (
-            "a loss with reference_kl needs a reference"
-        )
+        assert reference is not None or self._loss.reference_kl is None, "a loss with reference_kl needs a reference"
         self._reference = reference
         self.network = Network(policy, model=model, optim=optim, mesh=mesh)
         self.mesh = self.network.mesh
@@ -216,9 +214,7 @@ class Learner:
             self._routers.index_loss_scale = self._index_coeff / num_tokens
         counts = TokenCounts(**sums)
         if not any(counts):
-            raise DataError(
-                f"the batch of step {self.step + 1} trains no token: every loss mask and weight is 0"
-            )
+            raise DataError(f"the batch of step {self.step + 1} trains no token: every loss mask and weight is 0")
         if self._is_replaying:
             for mb in micro_batches:
                 self._routers.check(mb)
@@ -229,9 +225,7 @@ class Learner:
                 continue
             mb = micro_batches[index]
             user, logits = self.user, []
-            logprobs, entropy = self._logprobs(
-                inputs, entropy_grad=self._loss.entropy_coef is not None, logits=logits
-            )
+            logprobs, entropy = self._logprobs(inputs, entropy_grad=self._loss.entropy_coef is not None, logits=logits)
             if user.loss is not None:
                 user = replace(user, loss=partial(user.loss, mb, inputs.sources, *logits))
             inputs = replace(inputs, streams=inputs.streams.filled_in(logprobs))
@@ -389,9 +383,7 @@ class Learner:
 
     def adapter_info(self) -> AdapterInfo | None:
         """The adapter's entry in the manifest of a version; None if whole weights are published."""
-        return (
-            None if self._lora is None else AdapterInfo(self._lora.rank, self._lora.alpha / self._lora.rank)
-        )
+        return None if self._lora is None else AdapterInfo(self._lora.rank, self._lora.alpha / self._lora.rank)
 
     def check_finite(self) -> None:
         """Check every trained weight of this rank, before it is saved.
@@ -428,9 +420,7 @@ class Learner:
         """
         values, saved = source.values, source.tensors
         if values["optim"] not in (None, self._optim.type):
-            raise DataError(
-                f"state of optimizer {values['optim']!r}, but [optim] type = {self._optim.type!r}"
-            )
+            raise DataError(f"state of optimizer {values['optim']!r}, but [optim] type = {self._optim.type!r}")
         info, scaling = self.adapter_info(), values.get("adapter_scaling")
         if info is not None and scaling not in (None, info.scaling):
             raise DataError(
@@ -446,9 +436,7 @@ class Learner:
         random = {"rng.cpu": torch.get_rng_state()}
         if self.mesh.device.type == "cuda" and "rng.cuda" in saved:
             random["rng.cuda"] = torch.cuda.get_rng_state(self.mesh.device)
-        source.read(
-            targets | {name: TensorSlice.whole(tensor) for name, tensor in random.items() if name in saved}
-        )
+        source.read(targets | {name: TensorSlice.whole(tensor) for name, tensor in random.items() if name in saved})
         torch.set_rng_state(random["rng.cpu"])
         if "rng.cuda" in random:
             torch.cuda.set_rng_state(random["rng.cuda"], self.mesh.device)

@@ -22,12 +22,7 @@ from stretto.models.decoder import Decoder
 from stretto.models.lora import attach_adapters
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
-from stretto.trainer.batch.pass_inputs import (
-    IDLE_MICRO_BATCH,
-    PassInputs,
-    build_pass_inputs,
-    has_trained_tokens,
-)
+from stretto.trainer.batch.pass_inputs import IDLE_MICRO_BATCH, PassInputs, build_pass_inputs, has_trained_tokens
 from stretto.trainer.optim.build import (
     MasterWeights,
     TrainedWeights,

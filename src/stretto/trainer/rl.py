@@ -30,14 +30,7 @@ from stretto.models.tracing.snapshots import MemorySnapshots
 from stretto.models.tracing.tracer import Tracer
 from stretto.monitors import build_monitors
 from stretto.monitors.steps import StepClock
-from stretto.records.control import (
-    Bye,
-    CheckpointBegun,
-    CheckpointSaved,
-    Register,
-    StepMetrics,
-    VersionReady,
-)
+from stretto.records.control import Bye, CheckpointBegun, CheckpointSaved, Register, StepMetrics, VersionReady
 from stretto.records.sample import TrainBatch
 from stretto.records.weights import Canary
 from stretto.trainer.batch.token_export import delete_after
@@ -118,9 +111,7 @@ class Trainer:
 
     def open(self) -> None:
         """Open what writes into the run: weights, metrics, checkpoints; after registration."""
-        self.publisher = build_publisher(
-            self.cfg.weight_broadcast, self.run_dir, self.cfg.run_name, self.mesh
-        )
+        self.publisher = build_publisher(self.cfg.weight_broadcast, self.run_dir, self.cfg.run_name, self.mesh)
         self.stack.callback(self.publisher.close)
         if self.is_lead:
             self.monitors = build_monitors(
@@ -140,10 +131,7 @@ class Trainer:
         if self.is_batch_lead:
             self.orchestrator.register(
                 Register(
-                    rank=self.dp_rank,
-                    world_size=self.dp,
-                    resumed_step=self.resumed_step,
-                    version=self.learner.step,
+                    rank=self.dp_rank, world_size=self.dp, resumed_step=self.resumed_step, version=self.learner.step
                 )
             )
         try:
@@ -203,10 +191,7 @@ class Trainer:
         start = time.perf_counter()
         metrics = self.updates.train(batch.micro_batches)
         train_s = time.perf_counter() - start
-        counts = {
-            "tokens": sum(mb.num_tokens for mb in batch.micro_batches),
-            "micro_batches": len(batch.micro_batches),
-        }
+        counts = {"tokens": sum(mb.num_tokens for mb in batch.micro_batches), "micro_batches": len(batch.micro_batches)}
         counts = self.mesh.reduce(counts)
         metrics |= self.clock.end_step(
             num_tokens=int(counts["tokens"]),
@@ -225,8 +210,7 @@ class Trainer:
         step = self.learner.step
         self.monitors.log(step, metrics)
         logger.info(
-            "step %d loss=%.4f mismatch_kl=%.2e entropy=%.3f grad_norm=%.3f lr=%.2e "
-            "%.0f tokens/s %.3fs (waited %.3fs)",
+            "step %d loss=%.4f mismatch_kl=%.2e entropy=%.3f grad_norm=%.3f lr=%.2e %.0f tokens/s %.3fs (waited %.3fs)",
             step,
             *(metrics.get(name, 0.0) for name in LOGGED),
             metrics["perf/throughput"],

@@ -152,17 +152,13 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     positions = "max_position_embeddings of the model" if cfg.model.scratch is None else SCRATCH_POSITIONS
     limit = "seq_len" if longest == cfg.seq_len else positions
     examples = load_examples(cfg.data, renderer, cfg.loss_mask, longest, cfg.seed, limit=limit)
-    order = ExampleOrder(
-        len(examples), cfg.seed, is_shuffled=not isinstance(cfg.data, FileData) or cfg.data.shuffle
-    )
+    order = ExampleOrder(len(examples), cfg.seed, is_shuffled=not isinstance(cfg.data, FileData) or cfg.data.shuffle)
     step = 0 if start is None else _find_position(cfg, start, examples, order)
     max_steps = find_last_step(cfg, len(examples), step, order.num_drawn)
     log_epochs(cfg, len(examples), max_steps, order.num_drawn + (max_steps - step) * cfg.batch_size)
     validation: list[MicroBatch] = []
     if cfg.val is not None:
-        rows = load_examples(
-            cfg.val.data, renderer, cfg.loss_mask, longest, cfg.seed + VAL_SEED_OFFSET, limit=limit
-        )
+        rows = load_examples(cfg.val.data, renderer, cfg.loss_mask, longest, cfg.seed + VAL_SEED_OFFSET, limit=limit)
         validation = pack(rows.examples, cfg.seq_len)
     learner = Learner(
         policy,
@@ -292,9 +288,7 @@ def run_steps(session: Session, stop: StopFlag, snapshots: MemorySnapshots) -> N
     cfg, learner = session.cfg, session.learner
     monitors = Monitors({})
     if is_lead_process():
-        monitors = build_monitors(
-            cfg.monitors, session.run, ROLE, cfg.run_name, resumed_step=session.resumed_step
-        )
+        monitors = build_monitors(cfg.monitors, session.run, ROLE, cfg.run_name, resumed_step=session.resumed_step)
     console = ConsoleLog(session)
     tracer = Tracer(session.run, rank_name(ROLE))
     try:
@@ -396,9 +390,7 @@ def complete_checkpoint(run: RunDir, ckpt: CkptSection, step: int) -> None:
     rundir.prune_checkpoints(run, num_kept(ckpt), ckpt.keep_interval)
 
 
-def find_data_position(
-    start: ResumePoint, cursor: dict[str, Any], examples: Examples, *, is_own: bool
-) -> int:
+def find_data_position(start: ResumePoint, cursor: dict[str, Any], examples: Examples, *, is_own: bool) -> int:
     """The number of examples drawn at a checkpoint; 0 if it is another run's with other data.
 
     Raises: DataError when the data of this run has changed.
@@ -442,9 +434,7 @@ def export(session: Session) -> None:
             session.cfg.model if weights is not None and weights.save_adapter_separately else None,
         )
         session.exported_step = session.learner.step
-        prune_exports(
-            session.run.weights, session.cfg.ckpt, session.learner.step, session.learner.network.weights.mesh
-        )
+        prune_exports(session.run.weights, session.cfg.ckpt, session.learner.step, session.learner.network.weights.mesh)
 
 
 def end_run(session: Session, monitors: Monitors) -> None:

@@ -146,9 +146,7 @@ def parts_of_step(
         yield from split_samples(micro_batches, num_updates, order)
 
 
-def _with_trainer_logprobs(
-    mb: MicroBatch, computed: Float[np.ndarray, " tokens"], *, is_old: bool
-) -> MicroBatch:
+def _with_trainer_logprobs(mb: MicroBatch, computed: Float[np.ndarray, " tokens"], *, is_old: bool) -> MicroBatch:
     """The micro batch with the trainer's log-probabilities where the sampler's are unknown.
 
     is_old: the loss compares with the trainer's everywhere.
@@ -193,11 +191,7 @@ def estimate_advantages(
 
 
 def _advantages_and_returns(
-    mb: MicroBatch,
-    tokens: np.ndarray,
-    cfg: Advantages,
-    token_kl: np.ndarray | None,
-    values: np.ndarray | None,
+    mb: MicroBatch, tokens: np.ndarray, cfg: Advantages, token_kl: np.ndarray | None, values: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Advantages of these tokens, float64, and their returns if the critic learns from them."""
     advantages = mb.advantages[tokens].astype(np.float64)
@@ -215,18 +209,12 @@ def _advantages_and_returns(
 
 
 def _kl_to_reference(old: np.ndarray, reference: np.ndarray, estimator: str) -> np.ndarray:
-    log_ratio = torch.from_numpy(reference.astype(np.float64) - old).clamp(
-        -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO
-    )
+    log_ratio = torch.from_numpy(reference.astype(np.float64) - old).clamp(-kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO)
     return kl.ESTIMATORS[estimator](log_ratio).numpy()
 
 
 def _replace_streams(
-    mb: MicroBatch,
-    values: np.ndarray | None,
-    tokens: np.ndarray,
-    advantages: np.ndarray,
-    returns: np.ndarray | None,
+    mb: MicroBatch, values: np.ndarray | None, tokens: np.ndarray, advantages: np.ndarray, returns: np.ndarray | None
 ) -> MicroBatch:
     def spread(numbers: np.ndarray) -> np.ndarray:
         out = np.zeros(len(mb.token_ids), np.float32)

@@ -64,13 +64,7 @@ class RankServer(LinkServer[T]):
     _build_wire: Callable[[ControlSection], Wire]
 
     def __init__(
-        self,
-        cfg: ControlSection,
-        run_id: str,
-        secret: Secret,
-        *,
-        world_size: int = 1,
-        resume_step: int | None = None,
+        self, cfg: ControlSection, run_id: str, secret: Secret, *, world_size: int = 1, resume_step: int | None = None
     ) -> None:
         super().__init__(self._build_wire(cfg), run_id, secret, resume_step)
         self._cfg = cfg
@@ -164,9 +158,7 @@ class ControlServer(RankServer[Event]):
             if self._events.empty() and all(peer.is_gone for peer in self._peers.values()):
                 return
 
-    async def send(
-        self, message: Message, *, rank: int | None = None, timeout_s: float | None = None
-    ) -> None:
+    async def send(self, message: Message, *, rank: int | None = None, timeout_s: float | None = None) -> None:
         """Send to one rank, or to all; returns when each has acknowledged the message or is gone.
 
         Raises: EngineError naming a rank that did not acknowledge it in time (default: dead_after_s).
@@ -214,9 +206,7 @@ class ControlClient(RankClient[Message]):
         """
         timeout_s = self._cfg.dead_after_s
         if not self._post_later(encode(message), MAX_POSTED, timeout_s):
-            raise EngineError(
-                f"{self._peer} acknowledged none of {MAX_POSTED} messages within {timeout_s:g} s."
-            )
+            raise EngineError(f"{self._peer} acknowledged none of {MAX_POSTED} messages within {timeout_s:g} s.")
 
     def poll(self) -> list[Message]:
         """Messages that arrived since the last call, without waiting."""

@@ -17,17 +17,13 @@ from stretto.base.errors import EngineError, WireError
 from stretto.base.secret import SECRET_VAR, Secret
 
 HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 MAX_REJECTIONS = 3
 """Failed handshakes in a row that mean rejection; a single one may be due to a server that was just ending."""
 
 
-def guard_server(
-    socket: zmq.Socket[bytes] | zmq.asyncio.Socket, secret: Secret, wire: str, *, max_bytes: int
-) -> None:
+def guard_server(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, secret: Secret, wire: str, *, max_bytes: int) -> None:
     """Accept only clients that have the secret; call before bind.
 
     max_bytes: largest frame that is received.

@@ -128,9 +128,7 @@ class LinkServer(Generic[T]):
         except zmq.ZMQError as cause:
             self._context.destroy(linger=0)
             what = f"{wire.title}: cannot bind {wire.address}: {cause}"
-            raise EngineError(
-                f"{what}; end the process that uses it or set another {wire.section}.port."
-            ) from cause
+            raise EngineError(f"{what}; end the process that uses it or set another {wire.section}.port.") from cause
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._send_heartbeats())]
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
@@ -178,9 +176,7 @@ class LinkServer(Generic[T]):
         await self._send(peer, peer.link.add_message(body, time.monotonic(), done)[1])
         return done
 
-    async def _wait_acknowledged(
-        self, posted: Mapping[Peer, asyncio.Future[None]], timeout_s: float
-    ) -> list[Peer]:
+    async def _wait_acknowledged(self, posted: Mapping[Peer, asyncio.Future[None]], timeout_s: float) -> list[Peer]:
         """Wait until all have acknowledged; returns those that did not in time."""
         if posted:
             await asyncio.wait(posted.values(), timeout=timeout_s)
@@ -341,9 +337,7 @@ class LinkClient(Generic[T]):
     def _start(self, info: Register) -> None:
         """Start the IO thread, which registers this rank, repeatedly until the server answers."""
         assert self._thread is None, "register twice"
-        info = msgspec.structs.replace(
-            info, pid=info.pid or os.getpid(), host=info.host or socket.gethostname()
-        )
+        info = msgspec.structs.replace(info, pid=info.pid or os.getpid(), host=info.host or socket.gethostname())
         self._thread = threading.Thread(target=self._run, args=(info,), name=self._wire.name, daemon=True)
         self._thread.start()
 
@@ -461,9 +455,7 @@ class LinkClient(Generic[T]):
                     self._next_heartbeat_at = now + self._wire.heartbeat_s
                     rejections.check()
                     replies += (
-                        self._link.heartbeat(now, self._wire, self._peer)
-                        if self._is_registered
-                        else [registration]
+                        self._link.heartbeat(now, self._wire, self._peer) if self._is_registered else [registration]
                     )
                 replies += self._outbox
                 self._outbox.clear()
@@ -487,9 +479,7 @@ class LinkClient(Generic[T]):
         except WireError as error:
             raise WireError(f"from {self._peer}: {error}") from error
 
-    def _handle(
-        self, kind: bytes, number: bytes, body: Sequence[BytesLike], message: T | None, now: float
-    ) -> None:
+    def _handle(self, kind: bytes, number: bytes, body: Sequence[BytesLike], message: T | None, now: float) -> None:
         """Update the state by what was received; message: the decoded one, if it is to be delivered."""
         self._link.last_received_at = now
         self._state.notify_all()
@@ -508,9 +498,7 @@ class LinkClient(Generic[T]):
         elif kind in (UNKNOWN, END) and self.outlives_server:  # register with the next server
             self._is_registered, self._next_heartbeat_at = False, 0.0
         elif kind == UNKNOWN:
-            self._fail(
-                self._refused(f"this rank is not registered here; the {self._wire.server} was restarted.")
-            )
+            self._fail(self._refused(f"this rank is not registered here; the {self._wire.server} was restarted."))
         elif kind == END:
             self._fail(EngineError(f"{self._peer} {ENDED_FIRST}; see its log."))
 

@@ -54,9 +54,7 @@ class Meeting(msgspec.Struct, frozen=True):
     @property
     def is_here(self) -> bool:
         """Whether the orchestrator is on this machine."""
-        return self.hostname == socket.gethostname() and any(
-            map(is_own_address, self.addresses or (LOOPBACK,))
-        )
+        return self.hostname == socket.gethostname() and any(map(is_own_address, self.addresses or (LOOPBACK,)))
 
 
 # -- the orchestrator's end --
@@ -160,15 +158,9 @@ def _moved(cfg: TrainerConfig, meeting: Meeting | None, address: str, port: int)
         rollouts = rollouts.model_copy(update={"port": there})
     update["rollout_transport"] = rollouts
     logger.info("the orchestrator is at %s, port %d", address, port)
-    if (
-        "weight_broadcast" not in cfg.model_fields_set
-        and meeting is not None
-        and not _is_one_machine(meeting)
-    ):
+    if "weight_broadcast" not in cfg.model_fields_set and meeting is not None and not _is_one_machine(meeting):
         update["weight_broadcast"] = FilesystemWeights()
-        logger.info(
-            "trainer, orchestrator and engines are on several machines: weights are files in %s", cfg.run_dir
-        )
+        logger.info("trainer, orchestrator and engines are on several machines: weights are files in %s", cfg.run_dir)
     return cfg.model_copy(update=update)
 
 

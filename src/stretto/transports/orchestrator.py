@@ -15,15 +15,7 @@ from contextlib import ExitStack
 from stretto.base.errors import ConfigError, EngineError, WireError
 from stretto.base.secret import load_secret
 from stretto.config.root import TrainerConfig
-from stretto.records.control import (
-    CheckpointComplete,
-    Failed,
-    Message,
-    Register,
-    StepDone,
-    Stop,
-    VersionLoaded,
-)
+from stretto.records.control import CheckpointComplete, Failed, Message, Register, StepDone, Stop, VersionLoaded
 from stretto.records.sample import TrainBatch
 from stretto.transports.control import ControlClient
 from stretto.transports.rollouts import build_receiver
@@ -156,9 +148,7 @@ class Orchestrator:
                 self.complete_step = step
                 self._on_complete(step)
             case _:
-                raise WireError(
-                    f"the orchestrator sent {type(message).__name__}, which only a trainer may send"
-                )
+                raise WireError(f"the orchestrator sent {type(message).__name__}, which only a trainer may send")
 
 
 def check_batch(batch: TrainBatch, step: int, rank: int, world_size: int) -> None:

@@ -194,9 +194,7 @@ class ServiceRun:
 
     async def _bytes(self, method: str, path: str, body: bytes | None = None) -> bytes:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                headers=self._headers, timeout=aiohttp.ClientTimeout(total=None)
-            )
+            self._session = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=None))
         reason = ""
         for _ in range(_TRIES):
             try:
@@ -251,9 +249,7 @@ def _post(section: ServiceRunSection, path: str, body: bytes) -> dict[str, Any]:
             return dict(msgspec.json.decode(response.read()))
     except urllib.error.HTTPError as error:
         text = api.error_message(error.read())
-        raise ConfigError(
-            f"service {section.url} does not take this run: {text} (HTTP {error.code})"
-        ) from None
+        raise ConfigError(f"service {section.url} does not take this run: {text} (HTTP {error.code})") from None
     except (OSError, msgspec.DecodeError) as error:
         reason = getattr(error, "reason", None) or error
         raise ConnectionError(f"no training service answers at {section.url}: {reason}") from None

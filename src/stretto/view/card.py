@@ -47,9 +47,7 @@ def _front_matter(run: Run) -> str:
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     if base is not None and _HUB_NAME.fullmatch(base):
         lines.append(f"base_model: {base}")
-    lines += _yaml_list(
-        "datasets", sorted({m[1] for text in _sources(run) if (m := _HUB_DATA.fullmatch(text))})
-    )
+    lines += _yaml_list("datasets", sorted({m[1] for text in _sources(run) if (m := _HUB_DATA.fullmatch(text))}))
     lines += _yaml_list("tags", tags)
     return "\n".join([*lines, "---"])
 
@@ -103,8 +101,7 @@ def _settings(run: Run) -> dict[str, Any]:
         "optimizer": get("trainer.optim.type") or get("optim.type"),
         "learning rate": get("trainer.optim.lr") or get("optim.lr"),
         "schedule": get("trainer.scheduler.type") or get("scheduler.type"),
-        "adapter": adapter
-        and f"LoRA, rank {adapter['rank']}, alpha {adapter['alpha']:g}; merged into the weights",
+        "adapter": adapter and f"LoRA, rank {adapter['rank']}, alpha {adapter['alpha']:g}; merged into the weights",
         "rollouts per step": f"at most {num_rollouts}" if num_tokens else num_rollouts,
         "tokens per step": num_tokens,
         "group size": get("orchestrator.group_size"),
@@ -161,8 +158,7 @@ def _table(title: str, rows: Mapping[str, Any]) -> str:
     if not kept:
         return ""
     lines = [
-        f"| {key} | {str(value).replace('|', chr(92) + '|').replace(chr(10), ' ')} |"
-        for key, value in kept.items()
+        f"| {key} | {str(value).replace('|', chr(92) + '|').replace(chr(10), ' ')} |" for key, value in kept.items()
     ]
     return "\n".join([f"## {title}", "", "| | |", "|---|---|", *lines])
 

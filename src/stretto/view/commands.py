@@ -86,15 +86,7 @@ def show(words: Sequence[str]) -> int:
     return 0
 
 
-_SHOWN = (
-    "reward/mean",
-    "nll/mean",
-    "val/loss",
-    "entropy/mean",
-    "completion/mean",
-    "mismatch_kl/mean",
-    "tokens_per_s",
-)
+_SHOWN = ("reward/mean", "nll/mean", "val/loss", "entropy/mean", "completion/mean", "mismatch_kl/mean", "tokens_per_s")
 
 
 def summary(run: Run) -> dict[str, Any]:
@@ -112,18 +104,8 @@ def summary(run: Run) -> dict[str, Any]:
     if run.dir.ledger.exists():
         with LedgerReader(run.dir) as ledger:
             statuses = ledger.rollouts_by_status()
-    shown = [
-        {key: row[key] for key in ("version", "env", "mode", "mean")}
-        for row in evals
-        if row["version"] in ends
-    ]
-    return {
-        **state.describe(run.dir),
-        "metrics": latest,
-        "evals": shown,
-        "rollouts": statuses,
-        "result": run.summary,
-    }
+    shown = [{key: row[key] for key in ("version", "env", "mode", "mean")} for row in evals if row["version"] in ends]
+    return {**state.describe(run.dir), "metrics": latest, "evals": shown, "rollouts": statuses, "result": run.summary}
 
 
 def _summary_text(found: dict[str, Any]) -> str:
@@ -154,24 +136,16 @@ def rollouts(words: Sequence[str]) -> int:
     parser.add_argument("run", help="run directory, such as outputs/demo")
     parser.add_argument("--step", type=int, help="rollouts that this step trained on; default: the last one")
     parser.add_argument(
-        "--best",
-        type=_count,
-        metavar="N",
-        help="the N with the largest reward (of all steps, without --step)",
+        "--best", type=_count, metavar="N", help="the N with the largest reward (of all steps, without --step)"
     )
     parser.add_argument("--worst", type=_count, metavar="N", help="the N with the smallest reward")
     parser.add_argument(
-        "--min-reward",
-        type=float,
-        metavar="R",
-        help="with at least this reward (of all steps, without --step)",
+        "--min-reward", type=float, metavar="R", help="with at least this reward (of all steps, without --step)"
     )
     parser.add_argument("--failed", action="store_true", help="those whose environment or engine failed")
     parser.add_argument("--env", help="of this environment only")
     parser.add_argument("--limit", type=_count, default=3, metavar="N", help="at most N (3)")
-    parser.add_argument(
-        "--raw", action="store_true", help="text with all special tokens, as the model saw it"
-    )
+    parser.add_argument("--raw", action="store_true", help="text with all special tokens, as the model saw it")
     parser.add_argument("--json", action="store_true", help="one JSON list, tokens included")
     args = parser.parse_args(list(words))
     run = Run(args.run)
@@ -208,22 +182,14 @@ def _last_trained(run: Run) -> int | None:
 
 
 def _print_json(value: Any) -> None:
-    print(
-        json.dumps(
-            value, default=lambda array: array.tolist() if isinstance(array, np.ndarray) else str(array)
-        )
-    )
+    print(json.dumps(value, default=lambda array: array.tolist() if isinstance(array, np.ndarray) else str(array)))
 
 
 def plot(words: Sequence[str]) -> int:
     """Write a picture of the metrics of runs, and print a table of them."""
-    parser = PlainParser(
-        "plot", "Draw metrics of one run or several over their steps.", missing=state.runs_here
-    )
+    parser = PlainParser("plot", "Draw metrics of one run or several over their steps.", missing=state.runs_here)
     parser.add_argument("run", nargs="+", help="run directories")
-    parser.add_argument(
-        "--key", action="append", default=[], help="a metric, such as entropy/mean; may be repeated"
-    )
+    parser.add_argument("--key", action="append", default=[], help="a metric, such as entropy/mean; may be repeated")
     parser.add_argument("--out", default="plot.png", help="the picture (plot.png)")
     args = parser.parse_args(list(words))
     runs = [Run(path) for path in args.run]
@@ -235,11 +201,7 @@ def plot(words: Sequence[str]) -> int:
 
 def as_text(row: dict[str, Any], *, is_raw: bool = False) -> str:
     """One rollout as a headline and its conversation."""
-    step = (
-        f"step {row['step']}"
-        if row["step"]
-        else f"trained by no step ({row['group_reason'] or row['group_state']})"
-    )
+    step = f"step {row['step']}" if row["step"] else f"trained by no step ({row['group_reason'] or row['group_state']})"
     advantage = "" if row["advantage"] is None else f"   advantage {row['advantage']:+.3f}"
     reward = "" if row["reward"] is None else f"   reward {row['reward']:.3f}"
     versions = "" if row["first_version"] is None else f"   version {row['first_version']}"
@@ -279,9 +241,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows with the same keys as an aligned table."""
     cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip() for line in cells
-    )
+    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip() for line in cells)
 
 
 def _cell(value: Any) -> str:

@@ -23,9 +23,7 @@ _COLORS = ("#1f5fa8", "#d1495b", "#2a9d6f", "#c98a1b", "#7b4fa3", "#4f7c8a", "#8
 _DASHES = ("-", "--", ":", "-.")  # after eight runs the colours come again, with other lines
 
 
-def plot(
-    runs: Mapping[str, Sequence[dict[str, Any]]], keys: Sequence[str] = (), path: Path | str | None = None
-) -> Any:
+def plot(runs: Mapping[str, Sequence[dict[str, Any]]], keys: Sequence[str] = (), path: Path | str | None = None) -> Any:
     """A panel per key with a line per run: logged values are light, their moving mean is dark.
 
     runs: by name, the rows of `Run.metrics`. The band around a reward is the standard error of its batch's mean.
@@ -50,14 +48,7 @@ def plot(
         axes.set_visible(False)
     for axes, key in zip(panels, names):
         for number, (name, own) in enumerate(rows.items()):
-            _draw(
-                axes,
-                own,
-                key,
-                name,
-                color=_COLORS[number % len(_COLORS)],
-                dash=_DASHES[number // len(_COLORS) % 4],
-            )
+            _draw(axes, own, key, name, color=_COLORS[number % len(_COLORS)], dash=_DASHES[number // len(_COLORS) % 4])
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel({**KEYS, **SFT_KEYS}.get(key, key))
@@ -67,9 +58,7 @@ def plot(
             axes.spines[side].set_visible(False)
     if len(rows) > 1:
         lines_of = {line.get_label(): line for axes in panels for line in axes.get_legend_handles_labels()[0]}
-        figure.legend(
-            lines_of.values(), lines_of, loc="outside upper left", ncols=4, frameon=False, fontsize=8
-        )
+        figure.legend(lines_of.values(), lines_of, loc="outside upper left", ncols=4, frameon=False, fontsize=8)
     else:
         figure.suptitle(next(iter(rows)), x=0.01, ha="left", fontweight="bold")
     if path is not None:

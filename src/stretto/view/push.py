@@ -30,9 +30,7 @@ def push(words: Sequence[str]) -> int:
         "--repo-id", metavar="ORG/NAME", help="repository; default: the run's name, as the user logged in"
     )
     parser.add_argument("--private", action="store_true", help="a new repository is not public")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="write the card and list the files; upload nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="write the card and list the files; upload nothing")
     args = parser.parse_args(list(words))
     run = Run(args.run)
     weights = find_weights(run.dir)
@@ -86,9 +84,7 @@ def _create(name: str, *, is_private: bool) -> str:
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     if get_token() is None:
-        raise ConfigError(
-            "an upload needs a token of the Hub that may write: run `hf auth login`, or set HF_TOKEN"
-        )
+        raise ConfigError("an upload needs a token of the Hub that may write: run `hf auth login`, or set HF_TOKEN")
     try:
         return create_repo(name, private=is_private or None, exist_ok=True).repo_id
     except OfflineModeIsEnabled:

@@ -158,9 +158,7 @@ class Run:
     def _check_env(self, ledger: LedgerReader, env: str | None) -> None:
         names = [row["env"] for row in ledger.rows("SELECT DISTINCT env FROM draws ORDER BY env")]
         if env is not None and env not in names:
-            raise ConfigError(
-                f"{self.dir}: no environment {env!r} in this run; it has {', '.join(names) or 'none'}."
-            )
+            raise ConfigError(f"{self.dir}: no environment {env!r} in this run; it has {', '.join(names) or 'none'}.")
 
     def _tokens(self, branches: Sequence[Branch]) -> dict[str, Any]:
         if not branches:

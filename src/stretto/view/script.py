@@ -119,8 +119,6 @@ def _start(verb: str, file: str, flags: tuple[str, ...]) -> None:
         code = process.wait()
     if code == 2:
         reason = "".join(said).strip().removeprefix("error: ").replace(file, "config")
-        raise ConfigError(
-            f"{verb}: {harmless(reason) or 'the configuration is wrong; see the message above'}"
-        )
+        raise ConfigError(f"{verb}: {harmless(reason) or 'the configuration is wrong; see the message above'}")
     if code:
         raise EngineError(f"{verb} ended with status {code}; the message above names the reason and the log.")

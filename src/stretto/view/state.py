@@ -174,9 +174,7 @@ def _state(run: RunDir, row: dict[str, Any], summary: dict[str, Any]) -> str:
     step, last = row["step"] or summary.get("steps"), row["max_steps"]
     if step and last and step >= last:
         return "done"
-    if not run.summary.exists() or step != summary.get(
-        "steps", step
-    ):  # its summary is older than its last step
+    if not run.summary.exists() or step != summary.get("steps", step):  # its summary is older than its last step
         return "ended"
     return "done" if row["verb"] == "sft" and not last else "stopped"
 

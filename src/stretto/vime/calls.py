@@ -73,8 +73,7 @@ class Hook:
         except TypeError as cause:
             shape = f"{getattr(function, '__name__', 'it')}{inspect.signature(function)}"
             raise ConfigError(
-                f"{where}: {cause}; it is defined as {shape} and called with {num_arguments}"
-                f"{ARGUMENTS.get(name, '')}"
+                f"{where}: {cause}; it is defined as {shape} and called with {num_arguments}{ARGUMENTS.get(name, '')}"
             ) from None
         if name == "model" and "pre_process" in inspect.signature(function).parameters:
             raise ConfigError(f"{where} builds a module of Megatron-LM's, which is not used{ARGUMENTS[name]}")

@@ -119,9 +119,7 @@ def branch_of(sample: Sample, version: int, temperature: float) -> Branch:
     if sample.rollout_log_probs is not None and sample.response_length:
         logprobs[-sample.response_length :] = sample.rollout_log_probs
     if is_trained.any() and temperature == 0:
-        raise EnvError(
-            "its temperature is 0: greedy tokens cannot be trained; use another temperature, or mask them"
-        )
+        raise EnvError("its temperature is 0: greedy tokens cannot be trained; use another temperature, or mask them")
     if not np.isfinite(logprobs[is_trained]).all():
         raise EnvError("rollout_log_probs has nan or inf for a token that is trained; give a finite number")
     if sample.rollout_log_probs is None:

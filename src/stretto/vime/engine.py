@@ -168,9 +168,7 @@ def requests_to_engines(
     is_truncated_sampling_refused: the samples are trained and top_p, top_k, min_p, min_tokens and bad_words are not
     replayed. is_trained: the samples are trained by their log-probabilities.
     """
-    requests = EngineRequests(
-        set(map(address_of, urls)), version, key, is_truncated_sampling_refused, is_trained
-    )
+    requests = EngineRequests(set(map(address_of, urls)), version, key, is_truncated_sampling_refused, is_trained)
     token = _requests.set(requests)
     try:
         yield requests
@@ -210,13 +208,9 @@ async def _request_turn(ctx: Turns, payload: dict[str, Any]) -> dict[str, Any]:
     if payload.get("stream"):
         raise EnvError("stream: a turn of a rollout is answered whole; remove it from the request")
     if ours := sorted({"seed"} & set(given) | {"cache_salt", "seed"} & set(payload)):
-        _warn_once(
-            f"{', '.join(ours)} of a request inside `generate` has no effect: a turn has its rollout's own"
-        )
+        _warn_once(f"{', '.join(ours)} of a request inside `generate` has no effect: a turn has its rollout's own")
     if given.get("n", 1) != 1:
-        raise EnvError(
-            "sampling_params.n: a turn has one reply; set group_size of the run to get several rollouts"
-        )
+        raise EnvError("sampling_params.n: a turn has one reply; set group_size of the run to get several rollouts")
     settings = {key: value for key, value in given.items() if key in SAMPLING and value is not None}
     reply = await ctx.generate(np.asarray(tokens, np.int32), **settings)
     return _answer(reply, len(tokens), payload, with_logprobs=given.get("logprobs") is not None)
@@ -229,9 +223,7 @@ def _answer(reply: Any, num_prompt: int, payload: dict[str, Any], *, with_logpro
     choice["stop_reason"] = reply.stop_reason
     if with_logprobs and reply.logprobs is not None:
         pairs = zip(token_ids, reply.logprobs.tolist())
-        choice["logprobs"] = {
-            "content": [{"token_id": token, "logprob": logprob} for token, logprob in pairs]
-        }
+        choice["logprobs"] = {"content": [{"token_id": token, "logprob": logprob} for token, logprob in pairs]}
     if reply.support is not None:
         choice["sampling_mask"] = reply.support.lists()
     spans = [{"version": str(s.version), "start": s.start, "end": s.end} for s in reply.versions]
@@ -245,9 +237,7 @@ def _answer(reply: Any, num_prompt: int, payload: dict[str, Any], *, with_logpro
     }
 
 
-async def _send(
-    url: str, payload: dict[str, Any], max_retries: int, headers: dict[str, str] | None
-) -> dict[str, Any]:
+async def _send(url: str, payload: dict[str, Any], max_retries: int, headers: dict[str, str] | None) -> dict[str, Any]:
     import aiohttp
 
     last = ""

@@ -120,16 +120,11 @@ class Sample:
             got = "none" if log_probs is None else len(log_probs)
             raise EnvError(f"{len(tokens)} trainable tokens with {got} log-probabilities; give one per token")
         if sampling_mask is not None and len(sampling_mask) != len(tokens):
-            raise EnvError(
-                f"{len(tokens)} tokens with a sampling_mask of {len(sampling_mask)}; give one per token"
-            )
+            raise EnvError(f"{len(tokens)} tokens with a sampling_mask of {len(sampling_mask)}; give one per token")
         if sampling_mask is not None or self.rollout_top_p_token_lengths is not None:
             parts = sampling_mask if sampling_mask is not None else [()] * len(tokens)
             before = self.rollout_top_p_token_lengths or [0] * self.response_length
-            self.rollout_top_p_token_ids = [
-                *(self.rollout_top_p_token_ids or []),
-                *chain.from_iterable(parts),
-            ]
+            self.rollout_top_p_token_ids = [*(self.rollout_top_p_token_ids or []), *chain.from_iterable(parts)]
             self.rollout_top_p_token_lengths = [*before, *map(len, parts)]
         mask = self.loss_mask if self.loss_mask is not None else [1] * self.response_length
         known = self.rollout_log_probs if self.rollout_log_probs is not None else [0.0] * self.response_length
@@ -165,9 +160,7 @@ class Sample:
         Raises: EnvError otherwise.
         """
         if not 0 <= self.response_length <= len(self.tokens):
-            raise EnvError(
-                f"response_length = {self.response_length}, but the sample has {len(self.tokens)} tokens"
-            )
+            raise EnvError(f"response_length = {self.response_length}, but the sample has {len(self.tokens)} tokens")
         for name in ("loss_mask", "rollout_log_probs", "rollout_top_p_token_lengths"):
             values = getattr(self, name)
             if values is not None and len(values) != self.response_length:

@@ -50,9 +50,7 @@ def load(pattern: str, rollout_id: int) -> list[Sample]:
         raise ConfigError(f"load_debug_rollout_data: {path} holds no saved rollouts: {cause}") from None
 
 
-def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
-) -> RolloutFnTrainOutput:
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
     """The saved groups of a batch, as the trainer got them; `load_debug_rollout_data_subsample` is a share of them.
 
     Raises: EnvError for evals, which have no engines.

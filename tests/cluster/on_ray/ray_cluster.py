@@ -67,9 +67,7 @@ class RayRun(ClusterRun):
 
     section = "ray"
 
-    def __init__(
-        self, cluster: Cluster, directory: Path, max_steps: int, verb: str = "rl", **ray: Any
-    ) -> None:
+    def __init__(self, cluster: Cluster, directory: Path, max_steps: int, verb: str = "rl", **ray: Any) -> None:
         """ray: keys of [ray]."""
         if verb == "rl":
             found = rl_settings(directory, max_steps, num_replicas=1)
@@ -95,9 +93,7 @@ class RayRun(ClusterRun):
             )
 
     def stretto(self, *words: str) -> str:
-        ended = subprocess.run(
-            [*STRETTO, *words], env=os.environ, capture_output=True, text=True, timeout=LIMIT_S
-        )
+        ended = subprocess.run([*STRETTO, *words], env=os.environ, capture_output=True, text=True, timeout=LIMIT_S)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
 
@@ -138,6 +134,4 @@ class RayRun(ClusterRun):
 
 def _variable(process: int, name: str) -> str | None:
     words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-    return next(
-        (word.decode().partition("=")[2] for word in words if word.startswith(f"{name}=".encode())), None
-    )
+    return next((word.decode().partition("=")[2] for word in words if word.startswith(f"{name}=".encode())), None)

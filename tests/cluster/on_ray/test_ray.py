@@ -110,9 +110,7 @@ def test_an_actor_that_fails_is_named_with_its_node(run: Callable[..., RayRun]) 
     (placed.dir.ray / "node_1.log").unlink()
     assert placed.end() == 1
     last = placed.said().splitlines()[-1]
-    assert re.fullmatch(
-        r"error: \[ray\]: the actor of node 1 \([\d.]+\) failed: FileNotFoundError: .*", last
-    ), last
+    assert re.fullmatch(r"error: \[ray\]: the actor of node 1 \([\d.]+\) failed: FileNotFoundError: .*", last), last
     assert not any(placed.processes(role) for role in ("orchestrator", "trainer", "inference"))
 
 
@@ -146,9 +144,7 @@ def test_what_is_missing_is_said_until_the_deadline(run: Callable[..., RayRun]) 
     assert "waiting up to 4 s for machines: " in placed.said()
 
 
-def test_a_run_on_a_cluster_that_waits_can_be_stopped_and_holds_its_directory(
-    run: Callable[..., RayRun],
-) -> None:
+def test_a_run_on_a_cluster_that_waits_can_be_stopped_and_holds_its_directory(run: Callable[..., RayRun]) -> None:
     placed = run(4, resources={"h200": 1})
     placed.until(lambda: "h200 2 asked, 0 there" in placed.said(), "the message")
     assert "waiting on Ray: 2 of 2 nodes" in placed.stretto("status", str(placed.dir))
@@ -178,9 +174,7 @@ class _Nobody:
         return None
 
 
-def test_ray_itself_knows_no_variable_of_the_run(
-    run: Callable[..., RayRun], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_itself_knows_no_variable_of_the_run(run: Callable[..., RayRun], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", token := "a-token-that-was-made-up")
     placed = run(1, pass_env=["MY_TOKEN"], env={"MY_MODE": "quick"})
     placed.until(lambda: placed.processes("trainer"), "the trainer")

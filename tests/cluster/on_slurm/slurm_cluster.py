@@ -81,12 +81,7 @@ class Cluster:
         Raises: AssertionError with it if the command fails.
         """
         ended = subprocess.run(
-            self.inside("login", words),
-            cwd=cwd,
-            env=self.env,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
+            self.inside("login", words), cwd=cwd, env=self.env, capture_output=True, text=True, timeout=LIMIT_S
         )
         assert ended.returncode == 0, f"{words}: {ended.stdout}{ended.stderr}"
         return ended.stdout
@@ -113,9 +108,7 @@ class Cluster:
 
     def kill_jobs(self, node: str) -> None:
         """End all processes of jobs on a node at once; Slurm's own go on."""
-        pids = [
-            pid for pid in self._jobs_on(node) if _try("ps", "-o", "comm=", "-p", pid).strip() != "slurmstepd"
-        ]
+        pids = [pid for pid in self._jobs_on(node) if _try("ps", "-o", "comm=", "-p", pid).strip() != "slurmstepd"]
         assert pids, f"nothing runs on {node}"
         _try("kill", "-KILL", *pids)
 
@@ -148,20 +141,14 @@ class Cluster:
         lines = ["127.0.0.1 localhost", *(f"{SUBNET}.{last} {name}" for name, last in addresses.items())]
         (self.directory / "hosts").write_text("\n".join(lines) + "\n")
         text = CONFIG.format(
-            d=self.directory,
-            last=len(self.nodes) - 1,
-            requeue=REQUEUE_AFTER_S,
-            down=DOWN_AFTER_S,
-            grace=GRACE_S,
+            d=self.directory, last=len(self.nodes) - 1, requeue=REQUEUE_AFTER_S, down=DOWN_AFTER_S, grace=GRACE_S
         )
         (self.directory / "slurm.conf").write_text(text)
         _run("ip", "link", "add", self._tag, "type", "bridge")
         _run("ip", "link", "set", self._tag, "up")
         for name, last in addresses.items():
             self._add_network(name, f"{SUBNET}.{last}")
-        munge = [
-            f"--{what}={self.directory}/munge.{what[:3]}" for what in ("pid-file", "log-file", "seed-file")
-        ]
+        munge = [f"--{what}={self.directory}/munge.{what[:3]}" for what in ("pid-file", "log-file", "seed-file")]
         key, socket = f"--key-file={self.directory}/munge.key", f"--socket={self.directory}/munge.socket"
         self._start_daemon(None, "munged", "--force", key, socket, *munge)
         self._start_daemon("login", "slurmctld", "-i")
@@ -172,19 +159,14 @@ class Cluster:
 
     def stop(self) -> None:
         """End jobs and daemons, and remove the networks; of a cluster that has started only in part, too."""
-        daemons = [
-            int(text) for path in self.directory.glob("*.pid") if (text := path.read_text().strip()).isdigit()
-        ]
+        daemons = [int(text) for path in self.directory.glob("*.pid") if (text := path.read_text().strip()).isdigit()]
         for node in self.nodes:
             _try("ip", "link", "set", f"{self._tag}{node}", "up")
         if (self.directory / "slurmctld.pid").exists():
             _try(*self.inside("login", ("scancel", "-u", "root")), env=self.env)
             self._wait(lambda: not _try(*self.inside("login", ("squeue", "-h")), env=self.env).strip(), 60)
         for number in ("TERM", "KILL"):
-            for name in (
-                "login",
-                *self.nodes,
-            ):  # a node that was cut off may still run what it was told to end
+            for name in ("login", *self.nodes):  # a node that was cut off may still run what it was told to end
                 if number == "KILL" and (pids := _try("ip", "netns", "pids", f"{self._tag}-{name}").split()):
                     _try("kill", "-KILL", *pids)
             for pid in filter(_is_alive, daemons):

@@ -20,13 +20,7 @@ class Submitted(ClusterRun):
     section = "slurm"
 
     def __init__(
-        self,
-        cluster: Cluster,
-        directory: Path,
-        max_steps: int,
-        *words: str,
-        verb: str = "rl",
-        **slurm: str,
+        self, cluster: Cluster, directory: Path, max_steps: int, *words: str, verb: str = "rl", **slurm: str
     ) -> None:
         """slurm: further keys of [slurm]."""
         settings = rl_settings if verb == "rl" else sft_settings
@@ -84,9 +78,7 @@ class Submitted(ClusterRun):
 
     def is_in(self, host: str) -> bool:
         """Whether the last that the orchestrator said of the engine of a host is that it is back."""
-        said = re.findall(
-            rf"engine http://{host}:\d+ is (back|down)", self.dir.log("orchestrator").read_text()
-        )
+        said = re.findall(rf"engine http://{host}:\d+ is (back|down)", self.dir.log("orchestrator").read_text())
         return bool(said) and said[-1] == "back"
 
     def until_back(self, host: str, times: int, let_in: int) -> None:

@@ -102,9 +102,7 @@ def test_a_run_that_gives_way_to_another_job_saves_and_comes_back(cluster: Clust
     run = Submitted(cluster, tmp_path, ENDLESS)
     run.until_saved(2)
     number = str(len(cluster.nodes))
-    urgent = cluster.login(
-        "sbatch", "--parsable", "-p", "urgent", "-N", number, "-o", "/dev/null", "--wrap", "sleep 2"
-    )
+    urgent = cluster.login("sbatch", "--parsable", "-p", "urgent", "-N", number, "-o", "/dev/null", "--wrap", "sleep 2")
     run.until_restarted()
     assert cluster.job(urgent.strip())["JobState"] == "COMPLETED", "it had the nodes in between"
     saved = run.saved()
@@ -138,9 +136,7 @@ def test_an_inference_node_that_is_cut_off_twice_is_let_in_twice(cluster: Cluste
     cluster.until(cluster.is_idle, "nothing of it runs on")
 
 
-def test_an_inference_node_whose_processes_are_killed_is_let_in_again(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_an_inference_node_whose_processes_are_killed_is_let_in_again(cluster: Cluster, tmp_path: Path) -> None:
     run = Submitted(cluster, tmp_path, ENDLESS)
     run.until_saved(2)
     node = run.nodes()[2]
@@ -200,9 +196,7 @@ def test_a_run_is_stopped_after_its_step_and_resumed_by_hand(cluster: Cluster, t
 
 
 @pytest.mark.parametrize("verb", ["rl", "sft"])
-def test_a_run_whose_job_is_cancelled_says_so_and_blames_nobody(
-    cluster: Cluster, tmp_path: Path, verb: str
-) -> None:
+def test_a_run_whose_job_is_cancelled_says_so_and_blames_nobody(cluster: Cluster, tmp_path: Path, verb: str) -> None:
     """Slurm sends SIGTERM to every process of the job; what was saved is there to be resumed."""
     run = Submitted(cluster, tmp_path, ENDLESS, verb=verb)
     run.until_saved(2)
@@ -240,9 +234,7 @@ def test_sft_trains_on_two_nodes_and_resumes_after_a_requeue(cluster: Cluster, t
     run.check(run.saved())
 
 
-def test_ranks_that_miss_a_node_before_slurm_does_queue_the_job_again(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_ranks_that_miss_a_node_before_slurm_does_queue_the_job_again(cluster: Cluster, tmp_path: Path) -> None:
     run = Submitted(cluster, tmp_path, ENDLESS, "--deployment.lost-after-s", "3", verb="sft")
     run.until_saved(20)
     lost = run.nodes()[1]

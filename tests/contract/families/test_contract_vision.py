@@ -117,9 +117,7 @@ async def test_images_are_what_the_trainer_sees_before_and_after_updates(family,
             await client.wait_ready(240)
             seen = await check_sample(client, model, "first")
             again = await check_sample(client, model, "reversed", IMAGES[::-1])
-            assert not np.array_equal(seen.logprobs, again.logprobs), (
-                "the control: other images, other numbers"
-            )
+            assert not np.array_equal(seen.logprobs, again.logprobs), "the control: other images, other numbers"
             await check_sample(client, model, "text", ())
             for version, policy in enumerate((other, model), start=1):
                 await client.update_weights(publisher.publish(version, hub.export_tensors(policy)))

@@ -51,16 +51,7 @@ class Shared:
 @pytest.fixture
 def shared(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Shared]:
     model, port = save(two_headed(0), tmp_path / "model"), free_port()
-    words = [
-        "--model",
-        str(model),
-        "--output-dir",
-        str(tmp_path),
-        "--device",
-        "cpu",
-        "--max-model-len",
-        "512",
-    ]
+    words = ["--model", str(model), "--output-dir", str(tmp_path), "--device", "cpu", "--max-model-len", "512"]
     words += ["--hosts", "127.0.0.1", "127.0.0.2", "--deployment.type", "multi_node", "--parallel.tp", "2"]
     words += ["--deployment.nodes-per-engine", "2", "--server.port", str(port)]
     words += ["--deployment.data-parallel-rpc-port", str(free_port()), *getattr(request, "param", ())]

@@ -38,9 +38,7 @@ PROMPT = np.arange(20, 90, dtype=np.int32)
 
 def ask(name: str, salt: str, max_tokens: int = 8) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=max_tokens, seed=1, ignore_eos=True)
-    return GenerateRequest(
-        request_id=name, prompt_ids=PROMPT, sampling=sampling, cache_salt=salt, session_id=name
-    )
+    return GenerateRequest(request_id=name, prompt_ids=PROMPT, sampling=sampling, cache_salt=salt, session_id=name)
 
 
 async def check(url: str, engines: list[str], publisher: CollectivePublisher) -> None:
@@ -57,9 +55,7 @@ async def check(url: str, engines: list[str], publisher: CollectivePublisher) ->
             scores = await client.score_canary(PROMPT, f"canary-{version}")
             assert len(scores) == 2
             for found in scores.values():
-                np.testing.assert_allclose(
-                    found.prompt[1:], logprobs_of(mixture(seed), PROMPT), atol=5e-5, rtol=0
-                )
+                np.testing.assert_allclose(found.prompt[1:], logprobs_of(mixture(seed), PROMPT), atol=5e-5, rtol=0)
             for i in range(6):
                 [completion] = await client.generate(ask(f"v{version}-{i}", str(version)))
                 assert [span.version for span in completion.versions] == [version]
@@ -85,16 +81,7 @@ class Wide:
 @pytest.fixture
 def wide(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Wide]:
     model, port, backend = save(mixture(0), tmp_path / "model"), free_port(), free_port()
-    words = [
-        "--model",
-        str(model),
-        "--output-dir",
-        str(tmp_path),
-        "--max-model-len",
-        "512",
-        "--device",
-        "cpu",
-    ]
+    words = ["--model", str(model), "--output-dir", str(tmp_path), "--max-model-len", "512", "--device", "cpu"]
     words += ["--hosts", "127.0.0.1", "127.0.0.2", "--deployment.type", "multi_node"]
     words += ["--enable-expert-parallel", "--parallel.dp", "2"]
     words += ["--deployment.router-port", str(port), "--deployment.backend-port", str(backend)]

@@ -36,11 +36,7 @@ needs_dynamo = pytest.mark.skipif(
 def request(session: int, num_samples: int = 1) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=4, seed=session, ignore_eos=True)
     return GenerateRequest(
-        request_id=f"r-{session}",
-        prompt_ids=PROMPT,
-        sampling=sampling,
-        n=num_samples,
-        session_id=f"rollout-{session}",
+        request_id=f"r-{session}", prompt_ids=PROMPT, sampling=sampling, n=num_samples, session_id=f"rollout-{session}"
     )
 
 
@@ -78,12 +74,7 @@ NO_ANSWER = ["no answer"]
 @contextlib.contextmanager
 def router_elsewhere(log: Path, port: int, key: str) -> Iterator[str]:
     words = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
-    words += [
-        "--policy",
-        "consistent_hash",
-        "--health-check-interval-secs",
-        "600",
-    ]  # it finds out nothing by itself
+    words += ["--policy", "consistent_hash", "--health-check-interval-secs", "600"]  # it finds out nothing by itself
     with log.open("ab") as out:
         child = subprocess.Popen(
             [sys.executable, "-m", "stretto.launch.run.router", *words],

@@ -71,12 +71,8 @@ def data_postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -
             mask[-1] = 0
 
 
-def tis(
-    args: Any, *, pg_loss: Any, train_log_probs: Any, rollout_log_probs: Any, loss_masks: Any, **_: Any
-) -> Any:
-    ratios = [
-        (ours - theirs).exp().clamp(max=1.5) for ours, theirs in zip(train_log_probs, rollout_log_probs)
-    ]
+def tis(args: Any, *, pg_loss: Any, train_log_probs: Any, rollout_log_probs: Any, loss_masks: Any, **_: Any) -> Any:
+    ratios = [(ours - theirs).exp().clamp(max=1.5) for ours, theirs in zip(train_log_probs, rollout_log_probs)]
     flat = torch.cat(ratios)
     return pg_loss * flat, loss_masks, {"tis": flat}
 
@@ -92,14 +88,7 @@ def pg_loss_reducer(total_lengths: Any, response_lengths: list[int], loss_masks:
 def loss(args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Any) -> Any:
     """A clipped loss with a bonus for the entropy of whole distributions, from the logits."""
     found, entropies, start = [], [], 0
-    columns = (
-        "sample_ids",
-        "unconcat_tokens",
-        "total_lengths",
-        "response_lengths",
-        "temperatures",
-        "advantages",
-    )
+    columns = ("sample_ids", "unconcat_tokens", "total_lengths", "response_lengths", "temperatures", "advantages")
     for name, tokens, length, size, temperatures, own in zip(*map(batch.get, columns)):
         end = start + length
         places = slice(end - size - 1, end - 1)
@@ -127,8 +116,7 @@ def play(kind: str, model: dict[str, Any]) -> dict[str, Any]:
     mesh = None
     if num_ranks() > 1:
         mesh = Mesh(
-            find_degrees(section_of("dense", **model), num_ranks(), policy_of("dense").config),
-            training_device(),
+            find_degrees(section_of("dense", **model), num_ranks(), policy_of("dense").config), training_device()
         )
     learner = build("dense", model, mesh)
     learner._loss = PpoLoss(use_rollout_logprobs=False, reduction="sample")

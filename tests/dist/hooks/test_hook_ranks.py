@@ -60,9 +60,7 @@ def test_two_ranks_train_like_one(folder, mesh, kind):
 def test_a_loss_sees_of_its_rows_what_one_rank_sees_of_them(folder, mesh):
     by_rank, (theirs,) = result(folder, mesh, "loss")["seen"], alone("loss")["seen"]
     if "cp" in MESHES[mesh] or "tp" in MESHES[mesh]:
-        assert [each[0] for each in by_rank[0]] == [each[0] for each in by_rank[1]], (
-            "both have the same samples"
-        )
+        assert [each[0] for each in by_rank[0]] == [each[0] for each in by_rank[1]], "both have the same samples"
         by_rank = by_rank[:1]
     ours, wanted = by_sample(*by_rank), by_sample(theirs)
     assert ours.keys() == wanted.keys()

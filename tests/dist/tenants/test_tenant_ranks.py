@@ -31,9 +31,7 @@ def on_one_rank(kind):
 @pytest.fixture(scope="module", params=[2, 4])
 def results(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(
-        "tenants/tenant_ranks.py", folder, world_size=request.param, log=folder / "log", deadline_s=400.0
-    )
+    run_ranks("tenants/tenant_ranks.py", folder, world_size=request.param, log=folder / "log", deadline_s=400.0)
     found = {kind: torch.load(folder / f"{kind}.pt", weights_only=False) for kind in ("dense", "moe")}
     return request.param, folder, found
 

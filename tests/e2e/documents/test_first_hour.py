@@ -27,14 +27,7 @@ def test_the_task_of_the_first_hour_is_learned_and_looked_at(workplace: Path) ->
 
 def test_its_settings_do_not_harm_another_task(workplace: Path) -> None:
     """The letters, which the model of the demo sorts right most of the time if the likeliest token is taken."""
-    words = [
-        "--orchestrator.env",
-        '[{"id": "sort-letters"}]',
-        "--run.name",
-        "letters",
-        "--orchestrator.eval",
-        "{}",
-    ]
+    words = ["--orchestrator.env", '[{"id": "sort-letters"}]', "--run.name", "letters", "--orchestrator.eval", "{}"]
     code, output = wait(start("rl", ["@", "vowels.toml", "--clean", *words], workplace))
     assert code == 0 and "ledger " in output and "7 promises kept" in output, output
     summary = json.loads((workplace / "outputs" / "letters" / "summary.json").read_text())

@@ -27,13 +27,9 @@ def test_it_is_stored_without_outputs() -> None:
 
 
 @pytest.mark.slow  # three runs whose processes all import everything; e2e/test_script.py does the same from a script
-@pytest.mark.skipif(
-    find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="no Jupyter kernel"
-)
+@pytest.mark.skipif(find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="no Jupyter kernel")
 def test_it_runs(tmp_path: Path) -> None:
-    places = {
-        name: str(tmp_path / name) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")
-    }
+    places = {name: str(tmp_path / name) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
     done = subprocess.run(
         [sys.executable, "-c", EXECUTE, str(NOTEBOOK), "done.ipynb"],
         cwd=tmp_path,
@@ -51,6 +47,4 @@ def test_it_runs(tmp_path: Path) -> None:
     evals = [line.split() for line in said[-3].splitlines()]
     means = {how: [float(mean) for _, mode, mean in evals if mode == how] for how in ("sampled", "greedy")}
     assert len(means["greedy"]) == 3
-    assert means["sampled"][-1] > means["sampled"][0] + 0.03 and means["greedy"][-1] >= means["greedy"][0], (
-        means
-    )
+    assert means["sampled"][-1] > means["sampled"][0] + 0.03 and means["greedy"][-1] >= means["greedy"][0], means

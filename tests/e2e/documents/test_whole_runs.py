@@ -63,10 +63,7 @@ def shortened(command: Command) -> list[str]:
     return [*words, "--max-steps", "3", "--clean"]
 
 
-@pytest.mark.parametrize(
-    "block",
-    cases("toml", lambda b: any(piece in b.text for piece in QUICK), lambda _: True),
-)
+@pytest.mark.parametrize("block", cases("toml", lambda b: any(piece in b.text for piece in QUICK), lambda _: True))
 def test_a_configuration_trains(block: Block, workplace: Path) -> None:
     for piece, package in NEEDED.items():
         if piece in block.text and find_spec(package) is None:
@@ -95,9 +92,7 @@ def test_the_commands_of_a_block_end_well(block: Block, workplace: Path) -> None
 
 @pytest.mark.parametrize(
     "block",
-    cases(
-        "python", lambda b: ".rl(" not in b.text, lambda b: "stretto." in b.text.replace("from stretto.", "")
-    ),
+    cases("python", lambda b: ".rl(" not in b.text, lambda b: "stretto." in b.text.replace("from stretto.", "")),
 )
 def test_a_script_runs(block: Block, workplace: Path) -> None:
     (workplace / "look.py").write_text(block.text)

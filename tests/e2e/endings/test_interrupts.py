@@ -22,12 +22,9 @@ from stretto.ledger.audit import audit
 
 NUM_MOMENTS = 10  # of each signal and verb, in the slow test
 ENDED = re.compile(
-    r"^(interrupted|terminated|stopped before the first step: .*|.* \| stopped before the first step: .*)$",
-    re.M,
+    r"^(interrupted|terminated|stopped before the first step: .*|.* \| stopped before the first step: .*)$", re.M
 )
-FINISHED = re.compile(
-    r"(stopped early  saved as checkpoint|\| stopped at step [1-9]\d* of|stopped at once; the last)"
-)
+FINISHED = re.compile(r"(stopped early  saved as checkpoint|\| stopped at step [1-9]\d* of|stopped at once; the last)")
 Moment = tuple[str, Callable[[Popen[str]], bool], list[signal.Signals], set[int]]
 """What it is, when it has come, what is sent, and the exit statuses that may be of it."""
 
@@ -203,9 +200,7 @@ def test_a_start_can_be_stopped_at_any_moment(verb: str, request: pytest.Fixture
             time.sleep(again)
             popen.send_signal(kind)
         check_end(
-            command,
-            popen,
-            f"{kind.name} after {after:.2f} s of {longest:.2f}" + f", again {again}" * (number % 4 > 1),
+            command, popen, f"{kind.name} after {after:.2f} s of {longest:.2f}" + f", again {again}" * (number % 4 > 1)
         )
     if command.words() != ["--resume"]:
         step = 0

@@ -135,9 +135,7 @@ def start_job(tmp_path: Path, model: Path) -> Iterator[Callable[..., Job]]:
         job.close()
 
 
-def test_a_run_killed_at_random_moments_goes_on_and_trains_no_rollout_twice(
-    start_job: Callable[..., Job],
-) -> None:
+def test_a_run_killed_at_random_moments_goes_on_and_trains_no_rollout_twice(start_job: Callable[..., Job]) -> None:
     job = start_job(100_000)
     moments = random.Random(7)
     words: list[str] = []
@@ -191,9 +189,7 @@ def test_a_preempted_run_saves_ends_well_and_goes_on(start_job: Callable[..., Jo
     assert popen.returncode == 0 and job.run.latest_complete_checkpoint() == saved + 2, output
 
 
-def test_a_launcher_that_is_killed_takes_everyone_with_it_and_the_run_goes_on(
-    start_job: Callable[..., Job],
-) -> None:
+def test_a_launcher_that_is_killed_takes_everyone_with_it_and_the_run_goes_on(start_job: Callable[..., Job]) -> None:
     job = start_job(12)
     popen = job.start()
     everyone = [wait_for_child(popen, role) for role in ROLES]

@@ -127,9 +127,7 @@ def test_an_interrupted_run_goes_on_from_its_tokens_and_ends_with_the_same_bits(
 
 
 @pytest.mark.slow
-def test_older_tokens_of_an_asynchronous_run_are_masked_after_a_stop(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_older_tokens_of_an_asynchronous_run_are_masked_after_a_stop(settings: dict[str, Any], tmp_path: Path) -> None:
     changes = {"orchestrator": {"max_async_level": 1, "mask_offpolicy_in_partial_rollout": True}}
     asynchronous = gated(merged(settings, changes, {"max_steps": 6}), tmp_path / "gate")
     run = interrupted(tmp_path, asynchronous, tmp_path / "gate", "stopped")

@@ -15,16 +15,7 @@ LETTERS = '[{"id": "sort-letters", "args": {"num_letters": 4}}]'
 
 def said(name: str, model: Path, directory: Path) -> list[str]:
     files = ["@", str(EXAMPLES / "sort_letters" / "rl.toml"), "@", str(EXAMPLES / "broken" / f"{name}.toml")]
-    words = [
-        *files,
-        *SMALL,
-        "--orchestrator.env",
-        LETTERS,
-        "--model.name",
-        str(model),
-        "--output-dir",
-        str(directory),
-    ]
+    words = [*files, *SMALL, "--orchestrator.env", LETTERS, "--model.name", str(model), "--output-dir", str(directory)]
     code, output = wait(start("rl", words, directory))
     assert code == 0, output
     return output.splitlines()

@@ -96,9 +96,7 @@ def test_the_documented_rollout_function_trains_what_the_engine_sampled_and_make
     page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
     (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "my_rollouts.py" in code]
     (tmp_path / "my_rollouts.py").write_text(code)
-    (tmp_path / "rows.jsonl").write_text(
-        '{"prompt": "say a", "label": ""}\n{"prompt": "say be", "label": ""}\n'
-    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "say a", "label": ""}\n{"prompt": "say be", "label": ""}\n')
     rows = str(tmp_path / "rows.jsonl")
     settings = {
         "max_steps": 6,

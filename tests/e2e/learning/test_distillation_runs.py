@@ -36,9 +36,7 @@ def first_and_last(values: list[float]) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-def test_opd_pulls_the_student_to_its_teacher(
-    settings: dict[str, Any], teacher: Path, tmp_path: Path
-) -> None:
+def test_opd_pulls_the_student_to_its_teacher(settings: dict[str, Any], teacher: Path, tmp_path: Path) -> None:
     """The distance to the teacher falls, on the student's own rollouts."""
     taught = {"orchestrator": {"algo": {"type": "opd"}, "teacher": {"model": teacher}}}
     ended = rl(tmp_path, merged(settings, taught))

@@ -14,9 +14,7 @@ from stretto.config.sections.model import ScratchSection
 
 DENSE = {"llama", "qwen2", "qwen3", "glm4", "qwen3_5_text"}
 ELSEWHERE = {"llama", "qwen2", "qwen3", "qwen3_moe", *VISION_FAMILIES}
-FAMILIES = [
-    name for name in get_args(ScratchSection.model_fields["family"].annotation) if name not in ELSEWHERE
-]
+FAMILIES = [name for name in get_args(ScratchSection.model_fields["family"].annotation) if name not in ELSEWHERE]
 NUM_STEPS = 4
 
 

@@ -32,8 +32,6 @@ def test_two_ranks_of_transformers_train_publish_save_and_export(tmp_path: Path,
     (tmp_path / "rl").mkdir()
     ended = rl(tmp_path / "rl", merged(settings, MOVING))
     assert has_moved(ended)
-    assert (
-        max(ended.column("canary/error")) < 1e-5 and max(ended.column("mismatch_kl/mean", "trainer")) < 1e-6
-    )
+    assert max(ended.column("canary/error")) < 1e-5 and max(ended.column("mismatch_kl/mean", "trainer")) < 1e-6
     assert len(list(ended.run.weights_step(2).glob("model-*.safetensors"))) == 2
     assert ended.run.complete_checkpoints() == [2] and audit(ended.run) == []

@@ -17,10 +17,7 @@ LORA = {"rank": 4, "alpha": 16}
 
 
 def run(directory: Path, model: Path, *words: str, **more: Any) -> Ended:
-    adapter = {
-        "model": {"lora": LORA},
-        "ckpt": {"interval": 3, "weights": {"save_adapter_separately": True}},
-    }
+    adapter = {"model": {"lora": LORA}, "ckpt": {"interval": 3, "weights": {"save_adapter_separately": True}}}
     return rl(directory, merged(sorting(model, NUM_STEPS, lr=5e-3), adapter, more), *words)
 
 

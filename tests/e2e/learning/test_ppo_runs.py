@@ -95,12 +95,8 @@ def test_a_critic_on_ranks_of_its_own_learns_the_same_weights(model, tmp_path):
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
-def test_a_critic_with_a_place_of_its_own_is_exported_there_though_the_policy_is_not(
-    model, tmp_path, is_alone
-):
-    critic = {"save": str(tmp_path / "critic")} | (
-        {"placement": {"port": free_ports(1)[0]}} if is_alone else {}
-    )
+def test_a_critic_with_a_place_of_its_own_is_exported_there_though_the_policy_is_not(model, tmp_path, is_alone):
+    critic = {"save": str(tmp_path / "critic")} | ({"placement": {"port": free_ports(1)[0]}} if is_alone else {})
     given = settings(model, 3, critic=critic)
     given["ckpt"] = {"interval": 2, "weights": "None"}
     ended = rl(tmp_path, given)
@@ -120,11 +116,7 @@ def test_one_rank_of_a_critic_may_have_the_batches_of_two_of_the_policys(model, 
         ended = rl(tmp_path / name, given)
         files = (ended.run.weights_step(3), ended.run.critic / "step_3")
         found[name] = [
-            {
-                name: tensor
-                for path in folder.glob("*.safetensors")
-                for name, tensor in load_file(path).items()
-            }
+            {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
             for folder in files
         ]
     for shared, own in zip(found["shared"], found["own"]):
@@ -149,11 +141,7 @@ def test_the_death_of_either_role_ends_the_run_and_names_it(role, model, tmp_pat
 @pytest.mark.slow
 def test_trainer_and_engine_that_take_turns_learn_the_same_weights(model, tmp_path):
     runs = {}
-    for name, colocate in {
-        "apart": {},
-        "turns": {"colocate": {}},
-        "level 1": {"colocate": {"sleep_level": 1}},
-    }.items():
+    for name, colocate in {"apart": {}, "turns": {"colocate": {}}, "level 1": {"colocate": {"sleep_level": 1}}}.items():
         (tmp_path / name).mkdir()
         runs[name] = rl(tmp_path / name, settings(model, 6) | colocate)
     for name in ("turns", "level 1"):
@@ -163,7 +151,5 @@ def test_trainer_and_engine_that_take_turns_learn_the_same_weights(model, tmp_pa
     assert log.count("asleep at level 2") == 7  # before the trainer starts, and before each of its steps
     rest = tmp_path / "rest"
     rest.mkdir()
-    ended = rl(
-        rest, settings(model, 6) | {"colocate": {}}, "--resume.dir", str(runs["turns"].run.checkpoint(5))
-    )
+    ended = rl(rest, settings(model, 6) | {"colocate": {}}, "--resume.dir", str(runs["turns"].run.checkpoint(5)))
     assert ended.weights(6) == runs["turns"].weights(6)

@@ -18,10 +18,7 @@ FLAGS = """
 
 
 def write_rows(directory):
-    rows = [
-        {"prompt": [{"role": "user", "content": word}], "label": word}
-        for word in ("a b", "be", "cab", "deaf")
-    ]
+    rows = [{"prompt": [{"role": "user", "content": word}], "label": word} for word in ("a b", "be", "cab", "deaf")]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -36,23 +33,13 @@ vllm:
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        "",
-        "--update-weight-transport disk",
-        pytest.param("--update-weight-transport nccl", marks=pytest.mark.slow),
-    ],
+    ["", "--update-weight-transport disk", pytest.param("--update-weight-transport nccl", marks=pytest.mark.slow)],
 )
 def test_engines_of_differing_options_sample_one_run_and_get_its_weights(tmp_path, flags):
     model = untrained_model(tmp_path)
     write_rows(tmp_path)
     (tmp_path / "groups.yaml").write_text(GROUPS)
-    words = [
-        *FLAGS.format(model=model).split(),
-        "--vllm-config",
-        "groups.yaml",
-        "--router-policy",
-        "round_robin",
-    ]
+    words = [*FLAGS.format(model=model).split(), "--vllm-config", "groups.yaml", "--router-policy", "round_robin"]
     code, output = wait(start("vime", [*words, *flags.split(), "--save", "runs/one"], tmp_path))
     assert code == 0, output
     run = RunDir(tmp_path / "runs" / "one")

@@ -26,10 +26,7 @@ FLAGS = """
 def test_vimes_rollout_function_runs_with_only_its_imports_changed(tmp_path):
     model = untrained_model(tmp_path)
     shutil.copy(vime_rollout.__file__, tmp_path / "own_rollout.py")
-    rows = [
-        {"prompt": [{"role": "user", "content": word}], "label": word}
-        for word in ("a b", "be", "cab", "deaf")
-    ]
+    rows = [{"prompt": [{"role": "user", "content": word}], "label": word} for word in ("a b", "be", "cab", "deaf")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, output = wait(start("vime", FLAGS.format(model=model).split(), tmp_path))
     assert code == 0, output

@@ -83,16 +83,7 @@ def test_flags_of_vime_train_as_the_same_toml_does_and_the_reward_rises(estimato
 def test_a_frozen_model_that_generates_rewards_the_policy(tmp_path):
     model = str(untrained_model(tmp_path))
     words = ["@", str(EXAMPLES / "judge" / "rl.toml"), "--model.name", model, "--models.judge.model", model]
-    small = [
-        "--max-steps",
-        "2",
-        "--orchestrator.batch-size",
-        "8",
-        "--output-dir",
-        str(tmp_path),
-        "--seq-len",
-        "64",
-    ]
+    small = ["--max-steps", "2", "--orchestrator.batch-size", "8", "--output-dir", str(tmp_path), "--seq-len", "64"]
     code, output = wait(start("rl", [*words, *small, "--no-view"], tmp_path))
     assert code == 0, output
     run = RunDir(tmp_path / "judge")

@@ -13,14 +13,7 @@ from argparse import Namespace
 from transformers import AutoTokenizer
 
 from stretto.envs.rewards.hub import async_rm, batched_async_rm
-from stretto.vime import (
-    DynamicFilterOutput,
-    RolloutFnEvalOutput,
-    RolloutFnTrainOutput,
-    Sample,
-    get_model_url,
-    post,
-)
+from stretto.vime import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, get_model_url, post
 from stretto.vime.functions import get, load_function, run
 
 
@@ -63,11 +56,7 @@ async def generate(state: GenerateState, sample: Sample, sampling_params: dict) 
     params = {key: value for key, value in sampling_params.items() if value is not None}
     params["max_tokens"] = left
     del params["max_new_tokens"]
-    payload = {
-        "model": args.hf_checkpoint,
-        "token_ids": sample.tokens,
-        "sampling_params": params | {"logprobs": 1},
-    }
+    payload = {"model": args.hf_checkpoint, "token_ids": sample.tokens, "sampling_params": params | {"logprobs": 1}}
     output = await post(get_model_url(args, "actor"), payload)
     choice = output["choices"][0]
     log_probs = [each["logprob"] for each in choice["logprobs"]["content"]]
@@ -84,9 +73,7 @@ async def generate(state: GenerateState, sample: Sample, sampling_params: dict) 
     return sample
 
 
-async def generate_and_rm(
-    state: GenerateState, sample: Sample, sampling_params: dict
-) -> Sample | list[Sample]:
+async def generate_and_rm(state: GenerateState, sample: Sample, sampling_params: dict) -> Sample | list[Sample]:
     args = state.args
     if sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
         return sample
@@ -163,9 +150,7 @@ async def generate_rollout_async(args: Namespace, rollout_id: int, data_source) 
     data.sort(key=lambda group: group[0].index)
     if aborted:
         data_source.add_samples(aborted)
-    return RolloutFnTrainOutput(
-        samples=data, metrics={"num_dropped": num_dropped, "num_partial": len(aborted)}
-    )
+    return RolloutFnTrainOutput(samples=data, metrics={"num_dropped": num_dropped, "num_partial": len(aborted)})
 
 
 async def eval_rollout(args: Namespace, data_source) -> RolloutFnEvalOutput:
@@ -174,16 +159,12 @@ async def eval_rollout(args: Namespace, data_source) -> RolloutFnEvalOutput:
     state.sampling_params["max_new_tokens"] = args.eval_max_response_len or args.rollout_max_response_len
     groups = data_source.get_samples(data_source.num_tasks)
     plays = [
-        generate_and_rm(state, copy.deepcopy(sample), state.sampling_params)
-        for group in groups
-        for sample in group
+        generate_and_rm(state, copy.deepcopy(sample), state.sampling_params) for group in groups for sample in group
     ]
     samples = list(await asyncio.gather(*plays))
     rewards = [sample.get_reward_value(args) for sample in samples]
     truncated = [sample.status is Sample.Status.TRUNCATED for sample in samples]
-    return RolloutFnEvalOutput(
-        data={"mine": {"rewards": rewards, "truncated": truncated, "samples": samples}}
-    )
+    return RolloutFnEvalOutput(data={"mine": {"rewards": rewards, "truncated": truncated, "samples": samples}})
 
 
 def generate_rollout(args: Namespace, rollout_id: int, data_source, evaluation: bool = False):

@@ -55,23 +55,17 @@ def test_a_run_with_real_weights_that_was_killed_goes_on_and_trains_no_rollout_t
         assert rollout["reply"].endswith("<|im_end|>") == (rollout["status"] == "finished")
 
 
-def test_transformers_gives_the_tokens_of_rollouts_the_probabilities_that_they_were_sampled_with(
-    ended: Ended,
-) -> None:
+def test_transformers_gives_the_tokens_of_rollouts_the_probabilities_that_they_were_sampled_with(ended: Ended) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(ended.run.weights_step(2), dtype=torch.float32).eval()
-    rollouts = [
-        row for row in Run(ended.run.path).rollouts() if row["first_version"] == row["last_version"] == 2
-    ]
+    rollouts = [row for row in Run(ended.run.path).rollouts() if row["first_version"] == row["last_version"] == 2]
     assert len(rollouts) >= 16
     for row in rollouts[:16]:
         ids = torch.tensor(row["token_ids"].tolist())
         is_sampled = np.asarray(row["is_sampled"], bool)[1:]
         with torch.no_grad():
-            logprobs = (
-                torch.log_softmax(model(ids[None]).logits[0], -1)[:-1].gather(1, ids[1:, None])[:, 0].numpy()
-            )
+            logprobs = torch.log_softmax(model(ids[None]).logits[0], -1)[:-1].gather(1, ids[1:, None])[:, 0].numpy()
         sampled = np.asarray(row["logprobs"], np.float32)[1:]
         np.testing.assert_allclose(logprobs[is_sampled], sampled[is_sampled], atol=2e-4, rtol=0)
 
@@ -83,16 +77,7 @@ def test_engines_that_serve_the_export_write_the_greedy_replies_of_transformers(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     directory, port = ended.run.latest_weights, free_port()
-    words = [
-        "--model",
-        str(directory),
-        "--server.port",
-        str(port),
-        "--engine",
-        engine,
-        "--max-model-len",
-        "256",
-    ]
+    words = ["--model", str(directory), "--server.port", str(port), "--engine", engine, "--max-model-len", "256"]
     served = start("inference", [*words, "--output-dir", str(tmp_path)], tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -124,9 +109,7 @@ def chat(port: int, messages: list[dict[str, str]]) -> str:
     """The greedy reply of an engine."""
     body = {"model": name_of(port), "messages": messages, "temperature": 0, "max_tokens": 16}
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=LONG_S) as reply:
         return json.load(reply)["choices"][0]["message"]["content"]

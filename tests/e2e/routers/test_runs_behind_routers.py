@@ -57,9 +57,7 @@ def assert_exact(run: RunDir) -> None:
 
 
 @pytest.mark.skipif(find_spec("vllm_router") is None, reason="vllm-router is not installed")
-def test_a_killed_engine_leaves_a_router_that_runs_elsewhere_and_returns(
-    sorter: Path, tmp_path: Path
-) -> None:
+def test_a_killed_engine_leaves_a_router_that_runs_elsewhere_and_returns(sorter: Path, tmp_path: Path) -> None:
     port = free_port()
     router = f"http://127.0.0.1:{port}"
     words = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
@@ -73,9 +71,7 @@ def test_a_killed_engine_leaves_a_router_that_runs_elsewhere_and_returns(
         # A forked engine would be back before it is missed.
         popen = start_rl(tmp_path, merged(RUN, more), is_forked=False)
         try:
-            until(
-                lambda: num_steps(run) >= 2 and len(listed(router)) == 2, popen, "two steps with two engines"
-            )
+            until(lambda: num_steps(run) >= 2 and len(listed(router)) == 2, popen, "two steps with two engines")
             children = psutil.Process(popen.pid).children()
             [victim] = [child for child in children if "inference_0.json" in " ".join(child.cmdline())]
             victim.kill()

@@ -27,9 +27,7 @@ READY_S = 240.0
 class Service:
     """A running `stretto serve`."""
 
-    def __init__(
-        self, directory: Path, model: Path, *, root: dict[str, Any] | None = None, **service: Any
-    ) -> None:
+    def __init__(self, directory: Path, model: Path, *, root: dict[str, Any] | None = None, **service: Any) -> None:
         self.run = directory / "service"
         self.port = free_port()
         self.model = str(model)
@@ -154,9 +152,7 @@ class Service:
 
 
 @contextmanager
-def serving(
-    directory: Path, model: Path, *, root: dict[str, Any] | None = None, **service: Any
-) -> Iterator[Service]:
+def serving(directory: Path, model: Path, *, root: dict[str, Any] | None = None, **service: Any) -> Iterator[Service]:
     directory.mkdir(parents=True, exist_ok=True)
     running = Service(directory, model, root=root, **service)
     try:

@@ -66,16 +66,12 @@ class Calls:
 
         handle = self.sampler.get_sampler_handle
         return {
-            "ServiceClient.copy_weights": lambda f: _with_project(
-                lambda: self.rest.copy_weights(self.state, "p")
-            ),
+            "ServiceClient.copy_weights": lambda f: _with_project(lambda: self.rest.copy_weights(self.state, "p")),
             "ServiceClient.create_lora_training_client": lambda f: f(model, rank=4),
             "ServiceClient.create_training_client_from_state": lambda f: f(self.state),
             "ServiceClient.create_training_client_from_state_with_optimizer": lambda f: f(self.state),
             "ServiceClient.create_sampling_client": lambda f: f(model_path=self.sampler_path),
-            "ServiceClient.create_custom_loss": lambda f: f(
-                lambda logprobs: (-logprobs.sum(), {}), {"logprobs": 1}
-            ),
+            "ServiceClient.create_custom_loss": lambda f: f(lambda logprobs: (-logprobs.sum(), {}), {"logprobs": 1}),
             "ServiceClient.close": closing,
             "TrainingClient.forward": lambda f: f(self.data, "cross_entropy"),
             "TrainingClient.forward_backward": lambda f: f(self.data, "cross_entropy"),

@@ -27,9 +27,7 @@ def service(sorter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         running.close_clients()
 
 
-def test_all_weights_learn_a_pattern_which_is_sampled_saved_and_forgotten(
-    service: Service, tmp_path: Path
-) -> None:
+def test_all_weights_learn_a_pattern_which_is_sampled_saved_and_forgotten(service: Service, tmp_path: Path) -> None:
     client, datum = service.client(), sentence(0)
     base = client.create_sampling_client(base_model=service.model).result()
     before = base.compute_logprobs(datum.model_input).result()

@@ -83,9 +83,7 @@ def check_steps(run: Ended, last: int) -> None:
 LETTERS = {"id": "sort-letters", "args": {"num_letters": 4}}
 
 
-def test_two_runs_at_once_and_one_that_is_killed_goes_on(
-    service: Service, settings: Settings, tmp_path: Path
-) -> None:
+def test_two_runs_at_once_and_one_that_is_killed_goes_on(service: Service, settings: Settings, tmp_path: Path) -> None:
     sorts = settings(LETTERS)
     reverses = settings({"id": "reverse-text"}, "bob", run={"name": "run"})
     first = started(tmp_path / "letters", sorts)
@@ -99,9 +97,7 @@ def test_two_runs_at_once_and_one_that_is_killed_goes_on(
 
     kept = RunDir(tmp_path / "text/run").latest_complete_checkpoint()
     assert kept is not None
-    resumed = ended(
-        started(tmp_path / "text", reverses, "--resume", "--max-steps", str(kept + 2)), tmp_path / "text"
-    )
+    resumed = ended(started(tmp_path / "text", reverses, "--resume", "--max-steps", str(kept + 2)), tmp_path / "text")
     assert resumed.code == 0, resumed.output
     assert resumed.run.latest_complete_checkpoint() == kept + 2
     place = json.loads((resumed.run.checkpoint(kept + 2) / "trainer/service.json").read_text())
@@ -121,12 +117,7 @@ def test_two_runs_at_once_and_one_that_is_killed_goes_on(
     ],
 )
 def test_what_the_service_does_not_take_is_one_message_before_anything_starts(
-    settings: Settings,
-    sorter: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    say: str,
+    settings: Settings, sorter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], say: str
 ) -> None:
     monkeypatch.setenv("WRONG_TOKEN", "tml-somebody-else")
     other = tmp_path / "other"

@@ -79,9 +79,7 @@ async def until_state(service: Service, name: str, wanted: str) -> dict:
 
 
 @pytest.mark.slow
-def test_a_service_that_is_told_to_end_saves_its_runs_and_the_next_goes_on(
-    sorter: Path, tmp_path: Path
-) -> None:
+def test_a_service_that_is_told_to_end_saves_its_runs_and_the_next_goes_on(sorter: Path, tmp_path: Path) -> None:
     with serving(tmp_path, sorter.resolve(), save_steps=1000, idle_timeout_s=None) as service:
 
         async def first() -> list[float]:
@@ -116,9 +114,7 @@ def test_a_service_that_is_told_to_end_saves_its_runs_and_the_next_goes_on(
 
 
 def test_a_silent_run_gives_its_place_back_and_comes_back_where_it_was(sorter: Path, tmp_path: Path) -> None:
-    with serving(
-        tmp_path, sorter.resolve(), save_steps=1000, idle_timeout_s=3.0, max_concurrent_runs=1
-    ) as service:
+    with serving(tmp_path, sorter.resolve(), save_steps=1000, idle_timeout_s=3.0, max_concurrent_runs=1) as service:
 
         async def scenario() -> None:
             expected = await alone(service)
@@ -143,9 +139,7 @@ def test_a_silent_run_gives_its_place_back_and_comes_back_where_it_was(sorter: P
 
 
 @pytest.mark.slow
-def test_a_request_during_which_the_trainer_dies_again_and_again_is_given_up(
-    sorter: Path, tmp_path: Path
-) -> None:
+def test_a_request_during_which_the_trainer_dies_again_and_again_is_given_up(sorter: Path, tmp_path: Path) -> None:
     with serving(tmp_path, sorter.resolve(), max_concurrent_runs=2) as service:
 
         async def until_ready(recoveries: int) -> None:

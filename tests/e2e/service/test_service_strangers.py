@@ -51,10 +51,7 @@ def test_one_user_reaches_nothing_of_another(service: Service, alice: Any) -> No
     assert service.call("DELETE", f"{run}/checkpoints/weights/mine", user="bob")[0] == 404
     body = {"model_id": alice.model_id, "seq_id": 1, "adam_params": {}}
     assert service.call("POST", "/api/v1/optim_step", body, user="bob")[0] == 403
-    assert (
-        service.call("POST", "/api/v1/retrieve_future", {"request_id": f"{alice.model_id}/1"}, user="bob")[0]
-        == 403
-    )
+    assert service.call("POST", "/api/v1/retrieve_future", {"request_id": f"{alice.model_id}/1"}, user="bob")[0] == 403
     bob = service.client("bob")
     with pytest.raises(tinker.NotFoundError):
         bob.create_sampling_client(model_path=weights).result()
@@ -67,10 +64,7 @@ def test_one_user_reaches_nothing_of_another(service: Service, alice: Any) -> No
 def test_a_copy_is_made_in_a_session_of_ones_own_only(service: Service, alice: Any) -> None:
     path = alice.save_state("copied").result().path
     session = alice.model_id.partition(":")[0]
-    assert (
-        service.call("POST", f"/api/v1/training_runs/{alice.model_id}/checkpoints/weights/copied/publish")[0]
-        == 204
-    )
+    assert service.call("POST", f"/api/v1/training_runs/{alice.model_id}/checkpoints/weights/copied/publish")[0] == 204
     for name, status in (("../../../outside", 404), (session, 403)):
         body = {"source_path": path, "session_id": name, "model_seq_id": 0}
         assert service.call("POST", "/api/v1/copy_weights", body, user="bob")[0] == status
@@ -82,11 +76,7 @@ def test_a_copy_is_made_in_a_session_of_ones_own_only(service: Service, alice: A
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [
-        ({"rank": 17}, "max_lora_rank"),
-        ({"base_model": "Qwen/Qwen3-8B"}, "not served here"),
-        ({"rank": 0}, "rank"),
-    ],
+    [({"rank": 17}, "max_lora_rank"), ({"base_model": "Qwen/Qwen3-8B"}, "not served here"), ({"rank": 0}, "rank")],
 )
 def test_what_does_not_fit_is_said_at_once(service: Service, change: dict, said: str) -> None:
     settings = {"base_model": service.model, "rank": 4} | change
@@ -104,11 +94,7 @@ def test_data_that_does_not_fit_is_refused_and_the_run_goes_on(service: Service)
         model_input=types.ModelInput.from_ints([5, 90_000]), loss_fn_inputs={"target_tokens": [5, 5]}
     )
     short = types.Datum(model_input=types.ModelInput.from_ints([5, 6]), loss_fn_inputs={"target_tokens": [5]})
-    for bad, said in (
-        (too_long, "seq_len"),
-        (other_tokenizer, "another tokenizer"),
-        (short, "1 values for 2"),
-    ):
+    for bad, said in ((too_long, "seq_len"), (other_tokenizer, "another tokenizer"), (short, "1 values for 2")):
         with pytest.raises(tinker.BadRequestError, match=said):
             training.forward_backward([good, bad], "cross_entropy").result()
     inputs = {**good.loss_fn_inputs, "advantages": [0.0] * 12}
@@ -120,22 +106,11 @@ def test_data_that_does_not_fit_is_refused_and_the_run_goes_on(service: Service)
 
 def test_garbage_is_answered_with_400_and_the_service_lives(service: Service, alice: Any) -> None:
     rng = np.random.default_rng(0)
-    routes = [
-        "create_session",
-        "create_model",
-        "forward_backward",
-        "optim_step",
-        "asample",
-        "retrieve_future",
-    ]
+    routes = ["create_session", "create_model", "forward_backward", "optim_step", "asample", "retrieve_future"]
     for route in routes:
         for body in (b"", b"{", rng.bytes(200), b"[]", b'{"model_id": 1}', b"[" * 100_000):
             status, answer = service.call("POST", f"/api/v1/{route}", body, user="bob")
-            assert status in (400, 415) or (route, body) == ("create_session", b""), (
-                route,
-                body[:20],
-                status,
-            )
+            assert status in (400, 415) or (route, body) == ("create_session", b""), (route, body[:20], status)
             assert status == 200 or answer["detail"]
     assert service.call("GET", "/api/v1/nothing")[0] == 404
     assert learn(alice, 1)

@@ -85,10 +85,7 @@ def test_runs_of_a_directory_train_on_two_ranks_and_sample_from_two_engines(
     right, wrong, idle = write("run_letters"), write("run_wrong", rank=99), write("run_idle")
     root = {
         "trainer": {"num_ranks": 2},
-        "inference": {
-            "router": {"policy": "round_robin"},
-            "deployment": {"num_replicas": 2, "backend_port": backends},
-        },
+        "inference": {"router": {"policy": "round_robin"}, "deployment": {"num_replicas": 2, "backend_port": backends}},
     }
     with serving(tmp_path / "own", model, root=root, runs_dir=str(runs), runs_user="alice") as service:
         until(lambda: (state(right), state(idle)) == ("active", "active"), "registered runs")
@@ -102,14 +99,7 @@ def test_runs_of_a_directory_train_on_two_ranks_and_sample_from_two_engines(
         until(lambda: not json.loads((idle / "status.json").read_text())["reason"], "resumption")
 
         monkeypatch.setenv("ALICE_TOKEN", service.token("alice"))
-        words = [
-            "@",
-            str(right / "orch.toml"),
-            "--service",
-            service.url,
-            "--service.token-var",
-            "ALICE_TOKEN",
-        ]
+        words = ["@", str(right / "orch.toml"), "--service", service.url, "--service.token-var", "ALICE_TOKEN"]
         words += ["--run.name", "run_letters", "--output-dir", str(tmp_path / "outputs")]
         code, output = wait(start("rl", words, tmp_path, is_forked=False))
         assert code == 0, output

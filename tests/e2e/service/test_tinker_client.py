@@ -70,9 +70,7 @@ def test_an_rl_loop_raises_its_reward(service: Service) -> None:
 
 def test_a_custom_loss_has_the_gradient_of_the_loss_that_it_writes_out(service: Service) -> None:
     client = service.client()
-    own, plain = (
-        client.create_lora_training_client(service.model, rank=4, seed=3).result() for _ in range(2)
-    )
+    own, plain = (client.create_lora_training_client(service.model, rank=4, seed=3).result() for _ in range(2))
 
     def nll(data: list[types.Datum], logprobs: list) -> tuple:
         weights = [datum.loss_fn_inputs["weights"].to_torch() for datum in data]
@@ -127,9 +125,7 @@ def test_a_prompt_and_samples_are_scored_with_the_likeliest_and_with_other_token
     ).result()
     scores, found = got.prompt_logprobs, got.target_prompt_logprobs.to_numpy()
     assert scores[0] is None and got.topk_prompt_logprobs[0] is None
-    np.testing.assert_allclose(
-        found[:, 0], scores[1:], atol=1e-5
-    )  # the prompt's own tokens were asked for too
+    np.testing.assert_allclose(found[:, 0], scores[1:], atol=1e-5)  # the prompt's own tokens were asked for too
     assert np.isnan(found[1, 1]) and np.isfinite(found[[0, 2], 1]).all()
     for at in range(1, 4):
         best = got.topk_prompt_logprobs[at]
@@ -152,18 +148,11 @@ def test_samples_that_are_done_are_found_by_their_session(service: Service) -> N
     prompt, few = types.ModelInput.from_ints([5]), types.SamplingParams(max_tokens=2)
     for each in [sampler.sample(prompt, 1, few) for _ in range(3)]:
         each.result()
-    target = {
-        "sampling_session_id": sampler._sampling_session_id,
-        "cloned_sampler_id": sampler._cloned_sampler_id,
-    }
+    target = {"sampling_session_id": sampler._sampling_session_id, "cloned_sampler_id": sampler._cloned_sampler_id}
     body = {"target": target, "timeout": 1.0}
     status, got = service.call("POST", "/api/v1/retrieve_futures", body, user="alice")
     names = [each["request_id"] for each in got["completions"]]
-    assert (
-        status == 200
-        and len(set(names)) == 3
-        and {each["state"] for each in got["completions"]} == {"finished"}
-    )
+    assert status == 200 and len(set(names)) == 3 and {each["state"] for each in got["completions"]} == {"finished"}
     more = body | {"prev_cursor": got["cursor"], "timeout": 0.0}
     assert service.call("POST", "/api/v1/retrieve_futures", more, user="alice")[1]["completions"] == []
     assert service.call("POST", "/api/v1/retrieve_futures", body, user="bob")[0] == 403

@@ -31,9 +31,7 @@ def test_runs_sample_from_their_own_adapters(tmp_path: Path) -> None:
     root = {"inference": {"engine": "vllm"}}
     with serving(tmp_path / "own", model, root=root, max_adapters=2) as service:
         for user, seed in (("alice", 1), ("bob", 2), ("alice", 3)):  # more than there is room for
-            training = (
-                service.client(user).create_lora_training_client(service.model, rank=4, seed=seed).result()
-            )
+            training = service.client(user).create_lora_training_client(service.model, rank=4, seed=seed).result()
             learn(training, 4, seed=seed, lr=2e-2)
             sampler = training.save_weights_and_get_sampling_client().result()
             [output] = training.forward([datum], "cross_entropy").result().loss_fn_outputs

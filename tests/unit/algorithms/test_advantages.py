@@ -44,8 +44,7 @@ def test_gae_is_the_weighted_sum_of_later_errors_of_the_value(ragged, gamma, lam
         after = [value for _, value in sample[1:]] + [0.0]
         errors = [r + gamma * following - v for (r, v), following in zip(sample, after)]
         expected += [
-            sum((gamma * lambd) ** (k - t) * errors[k] for k in range(t, len(sample)))
-            for t in range(len(sample))
+            sum((gamma * lambd) ** (k - t) * errors[k] for k in range(t, len(sample))) for t in range(len(sample))
         ]
     advantages, returns = gae(rewards, values, lengths, gamma=gamma, lambd=lambd)
     assert advantages == pytest.approx(expected, abs=1e-9)
@@ -72,9 +71,7 @@ def test_lambda_one_gives_returns_less_values_and_zero_the_error_of_one_step():
 
 
 def test_the_score_lands_on_the_last_token_and_every_token_pays_its_divergence():
-    rewards = token_rewards(
-        np.array([1.0, 7.0, -2.0]), np.array([0.1, 0.2, 0.3], np.float32), np.array([2, 0, 1]), 0.5
-    )
+    rewards = token_rewards(np.array([1.0, 7.0, -2.0]), np.array([0.1, 0.2, 0.3], np.float32), np.array([2, 0, 1]), 0.5)
     assert rewards == pytest.approx([-0.05, 0.9, -2.15])
     assert token_rewards(np.array([1.0]), None, np.array([3]), 0.0).tolist() == [0.0, 0.0, 1.0]
 

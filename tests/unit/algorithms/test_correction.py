@@ -12,13 +12,7 @@ import torch
 from stretto.algorithms.correction import correct_weights, importance_weights, needs_sample_index, veto_mask
 from stretto.algorithms.losses import TokenCounts, TokenStreams, total_loss
 from stretto.algorithms.sample_index import SampleIndex
-from stretto.config.sections.algorithm import (
-    CorrectionSection,
-    PpoLoss,
-    ReinforceLoss,
-    RejectSection,
-    WeightsSection,
-)
+from stretto.config.sections.algorithm import CorrectionSection, PpoLoss, ReinforceLoss, RejectSection, WeightsSection
 
 LEVELS = ("token", "sequence", "geometric")
 LENGTHS = (4, 0, 1, 6, 3)
@@ -90,13 +84,7 @@ def test_one_token_vetoes_its_whole_sample_unless_it_is_no_member():
     log_ratio = torch.tensor([0.0, -12.0, 0.0, -12.0, 0.0])
     is_member = torch.tensor([True, True, True, False, True])
     sample_index = SampleIndex.of(torch.tensor([2, 3]))
-    assert veto_mask(log_ratio, is_member, sample_index, threshold=1e-4).tolist() == [
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert veto_mask(log_ratio, is_member, sample_index, threshold=1e-4).tolist() == [True, True, False, False, False]
 
 
 def test_metrics_sum_over_members_only():

@@ -34,9 +34,7 @@ def slow_grpo(rewards, is_counted, normalize_std):
 def test_grpo_equals_the_textbook(group, normalize_std):
     rewards, is_counted = np.array([g[0] for g in group]), np.array([g[1] for g in group])
     expected = slow_grpo(rewards.tolist(), is_counted.tolist(), normalize_std)
-    assert grpo(rewards, is_counted, normalize_std=normalize_std) == pytest.approx(
-        expected, rel=1e-6, abs=1e-8
-    )
+    assert grpo(rewards, is_counted, normalize_std=normalize_std) == pytest.approx(expected, rel=1e-6, abs=1e-8)
 
 
 def test_equal_rewards_give_exactly_zero_and_no_rounding_error():
@@ -99,9 +97,7 @@ def slow_credit(kind, group):
     return result
 
 
-coarse = st.lists(
-    st.tuples(st.sampled_from([-1.0, 0.0, 0.25, 1.0, 3.0]), st.booleans()), min_size=1, max_size=9
-)
+coarse = st.lists(st.tuples(st.sampled_from([-1.0, 0.0, 0.25, 1.0, 3.0]), st.booleans()), min_size=1, max_size=9)
 
 
 @pytest.mark.heavy
@@ -158,9 +154,7 @@ def test_ranks_whiten_their_tokens_together():
         "count": 7.0,
         "squares": np.square(whole - whole.mean()).sum(),
     }
-    parts = [
-        whiten(part, lambda sums: {name: joined[name] for name in sums}) for part in np.split(whole, [3, 3])
-    ]
+    parts = [whiten(part, lambda sums: {name: joined[name] for name in sums}) for part in np.split(whole, [3, 3])]
     assert np.concatenate(parts) == pytest.approx(whiten(whole))
 
 

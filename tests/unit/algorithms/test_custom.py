@@ -72,9 +72,7 @@ def group(rewards, failed=()):
 
 def test_a_loss_of_ones_own_trains_like_the_same_loss_of_ours(user_module):
     ours = GspoLoss(clip_low=0.3, clip_high=0.4)
-    theirs = CustomLoss(
-        import_path=f"{user_module}:gspo", kwargs={"low": 0.3, "high": 0.4}, reduction=ours.reduction
-    )
+    theirs = CustomLoss(import_path=f"{user_module}:gspo", kwargs={"low": 0.3, "high": 0.4}, reduction=ours.reduction)
     results = []
     for loss in (ours, theirs):
         learner = build_learner(loss=loss)
@@ -88,9 +86,7 @@ def test_a_loss_of_ones_own_trains_like_the_same_loss_of_ours(user_module):
 
 def test_custom_credit_gives_the_same_as_ours_and_failed_members_nothing(user_module):
     played = group([1.0, 0.0, 0.25, 9.0], failed=[3])
-    ours, theirs = (
-        assign_advantages(played, a) for a in (RlooAlgo(), CustomAlgo(import_path=f"{user_module}:rloo"))
-    )
+    ours, theirs = (assign_advantages(played, a) for a in (RlooAlgo(), CustomAlgo(import_path=f"{user_module}:rloo")))
     assert theirs[0].advantages == pytest.approx(ours[0].advantages) and theirs[1] is ours[1] is True
     assert theirs[0].advantages[3] == 0
     assert not assign_advantages(group([1.0, 1.0]), CustomAlgo(import_path=f"{user_module}.rloo"))[1]

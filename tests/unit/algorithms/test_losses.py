@@ -145,9 +145,7 @@ def test_absent_components_cost_nothing_and_their_counts_do_not_divide_by_zero()
     logprobs, streams = random_streams(2)
     bare = {k: v for k, v in streams.items() if k in ("is_sampled", "behavior_logprobs", "advantages")}
     loss, sums = total_loss(torch.from_numpy(logprobs), as_tensors(bare), TokenCounts(0, 0, 0), LOSS)
-    assert (
-        float(loss) == 0 and "nll" not in sums and float(sums["sampled_tokens"]) == bare["is_sampled"].sum()
-    )
+    assert float(loss) == 0 and "nll" not in sums and float(sums["sampled_tokens"]) == bare["is_sampled"].sum()
 
 
 def test_metric_sums_count_members_and_sampled_tokens_only():
@@ -216,9 +214,7 @@ def test_on_policy_k2_has_the_divergences_gradient_and_k1_none():
         (weights * reference_kl(logprobs, logprobs.detach(), estimator, False)).sum().backward()
         gradients[estimator] = x.grad
     p = LOGITS.softmax(0)
-    exact = torch.autograd.functional.jacobian(
-        lambda x: (x.softmax(0) * (x.log_softmax(0) - REFERENCE)).sum(), LOGITS
-    )
+    exact = torch.autograd.functional.jacobian(lambda x: (x.softmax(0) * (x.log_softmax(0) - REFERENCE)).sum(), LOGITS)
     torch.testing.assert_close(gradients["k2"], exact)
     torch.testing.assert_close(gradients["k1"], torch.zeros_like(p), atol=1e-12, rtol=0)
 
@@ -240,9 +236,7 @@ def test_entropy_bonus_and_reference_kl_are_reduced_like_the_loss():
     rng = np.random.default_rng(0)
     entropy, ref = rng.random(50), np.log(rng.random(50) * 0.9 + 0.05)
     counts = counts_of(s)
-    extra = LOSS.model_copy(
-        update={"entropy_coef": 0.3, "reference_kl": ReferenceKlSection(coef=0.2, estimator="k2")}
-    )
+    extra = LOSS.model_copy(update={"entropy_coef": 0.3, "reference_kl": ReferenceKlSection(coef=0.2, estimator="k2")})
     plain, _ = total_loss(torch.from_numpy(logprobs), as_tensors(s), counts, LOSS)
     loss, sums = total_loss(
         torch.from_numpy(logprobs),
@@ -252,9 +246,7 @@ def test_entropy_bonus_and_reference_kl_are_reduced_like_the_loss():
         entropy=torch.from_numpy(entropy),
         reference_logprobs=torch.from_numpy(ref),
     )
-    added = sum(
-        s["rl_weights"][t] * (0.2 * (logprobs[t] - ref[t]) ** 2 / 2 - 0.3 * entropy[t]) for t in range(50)
-    )
+    added = sum(s["rl_weights"][t] * (0.2 * (logprobs[t] - ref[t]) ** 2 / 2 - 0.3 * entropy[t]) for t in range(50))
     assert float(loss - plain) == pytest.approx(added / counts.rl, rel=1e-9)
     log_ratio = (ref - logprobs)[s["rl_weights"] != 0]
     assert float(sums["rl/reference_kl"]) == pytest.approx((np.exp(log_ratio) - 1 - log_ratio).sum())

@@ -11,23 +11,10 @@ import pytest
 import torch
 
 from stretto.algorithms import policy_loss
-from stretto.algorithms.losses import (
-    POLICY_LOSSES,
-    TokenCounts,
-    TokenStreams,
-    needs_samples,
-    total_loss,
-)
+from stretto.algorithms.losses import POLICY_LOSSES, TokenCounts, TokenStreams, needs_samples, total_loss
 from stretto.algorithms.sample_index import SampleIndex
 from stretto.config.sections import algorithm
-from stretto.config.sections.algorithm import (
-    CispoLoss,
-    DefaultLoss,
-    GspoLoss,
-    IpoLoss,
-    PpoLoss,
-    ReinforceLoss,
-)
+from stretto.config.sections.algorithm import CispoLoss, DefaultLoss, GspoLoss, IpoLoss, PpoLoss, ReinforceLoss
 
 CONFIGS = [
     DefaultLoss(dppo_mask_high=0.1),
@@ -93,9 +80,7 @@ def batch(seed, lengths=(3, 0, 1, 6, 2, 0)):
 
 def counts_of(samples, *streams):
     rl = sum(int((s.rl_weights != 0).sum()) for s in streams)
-    return TokenCounts(
-        rl, 0, 0, sum(len(set(k[s.rl_weights.numpy() != 0])) for k, s in zip(samples, streams))
-    )
+    return TokenCounts(rl, 0, 0, sum(len(set(k[s.rl_weights.numpy() != 0])) for k, s in zip(samples, streams)))
 
 
 def slow(cfg, lp, samples, streams):

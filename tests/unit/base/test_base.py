@@ -236,9 +236,7 @@ def test_an_exit_is_described_in_words() -> None:
 @pytest.mark.parametrize(
     ("value", "gpus"), [("", []), ("-1", []), ("0", ["0"]), ("4, 5", ["4", "5"]), ("GPU-ab,-1,3", ["GPU-ab"])]
 )
-def test_visible_gpus_are_those_cuda_would_show(
-    monkeypatch: pytest.MonkeyPatch, value: str, gpus: list[str]
-) -> None:
+def test_visible_gpus_are_those_cuda_would_show(monkeypatch: pytest.MonkeyPatch, value: str, gpus: list[str]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert process.visible_gpus() == gpus
 
@@ -305,17 +303,13 @@ async def test_user_code_that_blocks_the_event_loop_is_named_with_its_line(
         await asyncio.sleep(0.5)  # a loop with nothing to do is not blocked
     (record,) = [each for each in caplog.records if each.name.startswith("stretto")]
     text = record.getMessage()
-    assert re.match(
-        rf"{re.escape(__file__)}:\d+ in waits_for_a_judge has blocked the event loop for \d\.\d s", text
-    )
+    assert re.match(rf"{re.escape(__file__)}:\d+ in waits_for_a_judge has blocked the event loop for \d\.\d s", text)
 
 
 # -- status --
 
 
-def test_a_status_line_reaches_the_pipe_and_a_full_or_closed_pipe_never_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_status_line_reaches_the_pipe_and_a_full_or_closed_pipe_never_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     monkeypatch.setenv(status.STATUS_FD_VAR, str(writer))
     status.report("step", step=3, reward=0.5)

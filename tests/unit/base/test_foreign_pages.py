@@ -30,11 +30,7 @@ EVIL = {
     "form": {"Content-Type": "application/x-www-form-urlencoded"},
     "upload": {"Content-Type": "multipart/form-data; boundary=x"},
 }
-REBOUND = {
-    "a name": {"Host": "evil.example"},
-    "a trick": {"Host": "evil.example\\@127.0.0.1"},
-    "none": {"Host": ""},
-}
+REBOUND = {"a name": {"Host": "evil.example"}, "a trick": {"Host": "evil.example\\@127.0.0.1"}, "none": {"Host": ""}}
 
 
 def engine(path: Path, key: str | None) -> web.Application:
@@ -49,9 +45,7 @@ def page(path: Path, token: str) -> web.Application:
 @asynccontextmanager
 async def hub(path: Path) -> AsyncIterator[web.Application]:
     (path / "model").mkdir()
-    (path / "model" / "config.json").write_text(
-        json.dumps({"vocab_size": 100, "max_position_embeddings": 64})
-    )
+    (path / "model" / "config.json").write_text(json.dumps({"vocab_size": 100, "max_position_embeddings": 64}))
     data = {
         "output_dir": str(path),
         "model": {"name": str(path / "model")},

@@ -71,9 +71,7 @@ def test_a_module_and_a_file_are_run_and_find_what_is_beside_them(tmp_path: Path
     (tmp_path / "beside.py").write_text("print('found')")
     (tmp_path / "program.py").write_text("import beside, sys; print(__name__, sys.argv[1:])")
     for words in (["-m", "program"], [str(tmp_path / "program.py")]):
-        popen = forked.Popen(
-            [sys.executable, *words, "word"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
-        )
+        popen = forked.Popen([sys.executable, *words, "word"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
         assert popen.communicate(timeout=60)[0] == "found\n__main__ ['word']\n"
 
 

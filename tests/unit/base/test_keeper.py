@@ -105,9 +105,7 @@ def test_kill_9_of_a_process_ends_all_that_it_started(tmp_path: Path, child: Pat
     until(lambda: not directory.exists(), "an end of the directory of temporary files")
 
 
-def test_shared_memory_goes_also_where_all_that_used_it_were_killed_before(
-    tmp_path: Path, child: Path
-) -> None:
+def test_shared_memory_goes_also_where_all_that_used_it_were_killed_before(tmp_path: Path, child: Path) -> None:
     log = tmp_path / "log"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(child), str(log), "own, and looks"])
     until(lambda: log.exists() and "looked" in log.read_text(), "a look")
@@ -222,9 +220,7 @@ def test_directories_of_dead_keepers_are_removed_and_those_of_live_ones_stay(
     assert sorted(os.listdir(tmp_path)) == ["stretto-89abcdef", "stretto-ports-0", "stretto-sandbox-x"]
 
 
-def test_a_directory_is_never_taken_for_stale_while_it_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_is_never_taken_for_stale_while_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     is_over = threading.Event()
 

@@ -41,17 +41,7 @@ def session(directory: Path, text: str) -> subprocess.CompletedProcess[str]:
     (directory / "pytest.ini").write_text("[pytest]")
     path = os.pathsep.join([str(TESTS), os.environ["PYTHONPATH"]])
     return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "processes.leftovers",
-            "-p",
-            "no:cacheprovider",
-            str(directory),
-        ],
+        [sys.executable, "-m", "pytest", "-q", "-p", "processes.leftovers", "-p", "no:cacheprovider", str(directory)],
         env=os.environ | {"PYTHONPATH": path},
         cwd=directory,
         capture_output=True,

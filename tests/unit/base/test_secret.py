@@ -30,9 +30,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 def test_processes_that_start_together_get_one_secret_which_only_the_user_can_read(run: RunDir) -> None:
     found: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(load_secret(run).text_key("x"))) for _ in range(20)
-    ]
+    threads = [threading.Thread(target=lambda: found.append(load_secret(run).text_key("x"))) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -99,9 +97,7 @@ NODES = (
 )
 
 
-def test_engines_of_several_nodes_ask_for_a_key_that_every_node_makes_alike(
-    tmp_path: Path, run: RunDir
-) -> None:
+def test_engines_of_several_nodes_ask_for_a_key_that_every_node_makes_alike(tmp_path: Path, run: RunDir) -> None:
     path = tmp_path / "rl.toml"
     path.write_text(NODES.format(tmp_path))
     cfg = load(RLConfig, ["@", str(path)])
@@ -110,11 +106,7 @@ def test_engines_of_several_nodes_ask_for_a_key_that_every_node_makes_alike(
     key = secret.text_key("inference.api_key")
     for plan in (first, second):
         env = {spec.role: spec.env for spec in plan.processes}
-        assert (
-            env["orchestrator"][cfg.orchestrator.client.api_key_var]
-            == env["inference"]["VLLM_API_KEY"]
-            == key
-        )
+        assert env["orchestrator"][cfg.orchestrator.client.api_key_var] == env["inference"]["VLLM_API_KEY"] == key
         assert not any(key in word for spec in plan.processes for word in spec.argv)
     planning.write(first, run.path)
     assert not [path for path in run.path.rglob("*.json") if key in path.read_text()]

@@ -42,20 +42,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = build_letters_tokenizer(directory / "tokenizer")
     known = load_tokenizer(tokenizer)
     section = ScratchSection(num_layers=1, hidden_size=32)
-    save_hf(
-        random_model(section, known.vocab_size, eos_token_id=list(known.eos_ids)),
-        directory / "model",
-        tokenizer,
-    )
+    save_hf(random_model(section, known.vocab_size, eos_token_id=list(known.eos_ids)), directory / "model", tokenizer)
     return directory / "model"
 
 
 def test_products_are_six_operations_per_weight_that_multiplies(model: Path) -> None:
     hf = json.loads((model / "config.json").read_text())
     policy = random_model(ScratchSection(num_layers=1, hidden_size=32), hf["vocab_size"], eos_token_id=1)
-    weights = sum(
-        p.numel() for p in policy.parameters() if p.dim() == 2
-    )  # tied: the embedding is the head, once
+    weights = sum(p.numel() for p in policy.parameters() if p.dim() == 2)  # tied: the embedding is the head, once
     attention = 6 * hf["num_hidden_layers"] * hf["num_attention_heads"] * hf["head_dim"] * 128
     assert flops_per_token(hf, 128) == pytest.approx(6 * weights + attention)
 
@@ -92,39 +86,16 @@ def test_what_nobody_gave_is_left_out(model: Path) -> None:
 
 def test_phases_are_over_the_rows_that_have_them() -> None:
     found = phases([{"time/a": 1.0}, {"time/a": 3.0, "time/b": 2.0, "loss": 1.0}])
-    assert found == {
-        "time/a": {"mean": 2.0, "min": 1.0, "max": 3.0},
-        "time/b": {"mean": 2.0, "min": 2.0, "max": 2.0},
-    }
-    table = as_table(
-        {"shape": {"x": 1}, "rates": {"r": None}, "phases": found, "peak_memory_mib": {"sft": 1.0}}
-    )
+    assert found == {"time/a": {"mean": 2.0, "min": 1.0, "max": 3.0}, "time/b": {"mean": 2.0, "min": 2.0, "max": 2.0}}
+    table = as_table({"shape": {"x": 1}, "rates": {"r": None}, "phases": found, "peak_memory_mib": {"sft": 1.0}})
     assert "unknown" in table and "time/b" in table
 
 
 @pytest.mark.heavy
 def test_sft_is_benched_and_its_first_step_dropped(model: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [
-        "--model.name",
-        str(model),
-        "--data.name",
-        "unused.jsonl",
-        "--batch-size",
-        "4",
-        "--seq-len",
-        "64",
-    ]
-    words += [
-        "--max-steps",
-        "9",
-        "--bench",
-        "--bench.steps",
-        "3",
-        "--bench.json",
-        "--bench.out",
-        "found.json",
-    ]
+    words = ["--model.name", str(model), "--data.name", "unused.jsonl", "--batch-size", "4", "--seq-len", "64"]
+    words += ["--max-steps", "9", "--bench", "--bench.steps", "3", "--bench.json", "--bench.out", "found.json"]
     assert cli.main(["sft", *words]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["steps"] == 2 and shown["rates"]["tokens per second"] > 0
@@ -145,16 +116,7 @@ def test_adapters_have_no_gradients_of_the_weights_they_stand_beside(model: Path
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("verb", ["sft", "inference"])
 def test_what_was_started_ends_with_the_bench(verb: str, number: int, model: Path, tmp_path: Path) -> None:
-    words = [
-        "--model.name",
-        str(model),
-        "--data.type",
-        "file",
-        "--data.name",
-        "unused.jsonl",
-        "--batch-size",
-        "4",
-    ]
+    words = ["--model.name", str(model), "--data.type", "file", "--data.name", "unused.jsonl", "--batch-size", "4"]
     words += ["--seq-len", "64", "--max-steps", "9", "--output-dir", str(tmp_path / "o")]
     if verb == "inference":
         words = ["--model", str(model), "--engine", "embedded", "--bench.completion-tokens", "100"]
@@ -203,11 +165,7 @@ def test_rl_and_inference_are_benched(model: Path, tmp_path: Path, monkeypatch, 
     [
         ("eval", ["--bench"], "cannot be benched"),
         ("sft", ["--bench.steps", "1"], "2 or more"),
-        (
-            "inference",
-            ["--engine", "embedded", "--bench", "--bench.prompt-tokens", "500"],
-            "the engine takes 512",
-        ),
+        ("inference", ["--engine", "embedded", "--bench", "--bench.prompt-tokens", "500"], "the engine takes 512"),
         (
             "rl",
             ["--bench", "--orchestrator.env", '[{"id": "sort-letters"}]', "--bench.prompt-tokens", "4000"],

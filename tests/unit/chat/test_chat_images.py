@@ -71,11 +71,7 @@ def test_a_model_with_another_processor_takes_text_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "not JSON"),
-        ('{"merge_size": 2, "do_resize": false}', "do_resize = false"),
-    ],
+    ("text", "message"), [("{", "not JSON"), ('{"merge_size": 2, "do_resize": false}', "do_resize = false")]
 )
 def test_parameters_that_cannot_be_followed_are_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(text)
@@ -168,10 +164,7 @@ def test_tokens_are_those_of_the_library_with_transformers_processor(renderer: R
 
     class Processor:
         image_processor = Qwen2VLImageProcessorPil(
-            patch_size=4,
-            size={"shortest_edge": 64, "longest_edge": 4096},
-            image_mean=TINY.mean,
-            image_std=TINY.std,
+            patch_size=4, size={"shortest_edge": 64, "longest_edge": 4096}, image_mean=TINY.mean, image_std=TINY.std
         )
 
     backend = renderer._backend._backend
@@ -245,11 +238,7 @@ def test_a_sampled_placeholder_does_not_move_the_next_images(renderer: Renderer)
     [
         ([{"role": "user", "content": "a <|image_pad|>"}], DataError, "0 images, and 1 placeholders"),
         ([{"role": "system", "content": [shows()]}], DataError, "the role 'system' has an image"),
-        (
-            [{"role": "user", "content": [shows(), {"type": "audio"}]}],
-            DataError,
-            "may have only text parts and images",
-        ),
+        ([{"role": "user", "content": [shows(), {"type": "audio"}]}], DataError, "may have only text parts and images"),
     ],
 )
 def test_images_and_placeholders_that_do_not_fit_are_refused(renderer, messages, error, message) -> None:
@@ -268,9 +257,7 @@ def test_tokens_without_their_images_are_refused(renderer: Renderer) -> None:
 
 def test_a_text_model_takes_no_images(tmp_path: Path) -> None:
     text = build_renderer(build_letters_tokenizer(tmp_path), model_type="qwen3")
-    with pytest.raises(
-        ConfigError, match=r"messages\[1\].content\[1\] is an image, but .* is a model of text"
-    ):
+    with pytest.raises(ConfigError, match=r"messages\[1\].content\[1\] is an image, but .* is a model of text"):
         text.render_prompt(CONVERSATION)
     with pytest.raises(ConfigError, match="its tokenizer has no"):
         build_renderer(build_letters_tokenizer(tmp_path), model_type="qwen3", images=TINY)
@@ -294,9 +281,7 @@ def test_people_see_one_placeholder_per_image(renderer: Renderer) -> None:
 
 
 def test_messages_from_a_network_name_no_files_of_this_host() -> None:
-    refuse_paths(
-        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(png())}}]}]
-    )
+    refuse_paths([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(png())}}]}])
     for source in ("/etc/hostname", "file:///etc/hostname", "a.png", {"path": "/etc/hostname"}):
         with pytest.raises(DataError, match="must be a data URL here"):
             refuse_paths([{"role": "user", "content": [{"type": "image", "image": source}]}])
@@ -308,10 +293,7 @@ def test_openai_messages_hold_every_picture_as_a_data_url(tmp_path: Path) -> Non
     for source in (str(tmp_path / "a.png"), encoded, data_url(encoded)):
         messages = [{"role": "user", "content": [{"type": "image", "image": source}, said("?")]}]
         (message,) = openai_messages(messages)
-        assert message["content"] == [
-            {"type": "image_url", "image_url": {"url": data_url(encoded)}},
-            said("?"),
-        ]
+        assert message["content"] == [{"type": "image_url", "image_url": {"url": data_url(encoded)}}, said("?")]
     (message,) = openai_messages([{"role": "user", "content": [shows(0)]}])
     assert TINY.image(message["content"][0], "here") == TINY.process(picture())
     assert openai_messages([{"role": "user", "content": "a"}]) == [{"role": "user", "content": "a"}]

@@ -45,9 +45,7 @@ def transformers_tokenizer(directory):
 
 def turns(pairs):
     return [
-        m
-        for ask, reply in pairs
-        for m in ({"role": "user", "content": ask}, {"role": "assistant", "content": reply})
+        m for ask, reply in pairs for m in ({"role": "user", "content": ask}, {"role": "assistant", "content": reply})
     ]
 
 
@@ -87,32 +85,22 @@ def test_sampled_conversation_is_exactly_what_sft_trains(renderer, pairs):
 
 @given(CONVERSATION, st.booleans())
 @settings(max_examples=25)
-def test_transformers_chat_template_gives_the_same_tokens(
-    renderer, transformers_tokenizer, pairs, has_system
-):
+def test_transformers_chat_template_gives_the_same_tokens(renderer, transformers_tokenizer, pairs, has_system):
     messages = ([{"role": "system", "content": "be brief"}] if has_system else []) + turns(pairs)
     template = transformers_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
     [(ids, _, _)] = renderer.render_sft(messages, ASSISTANT).examples
     assert template == [*ids.tolist(), *renderer.encode("\n").tolist()]
-    prompt = transformers_tokenizer.apply_chat_template(
-        messages[:-1], add_generation_prompt=True, return_dict=True
-    )
+    prompt = transformers_tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=True)
     assert prompt["input_ids"] == renderer.render_prompt(messages[:-1]).tolist()
 
 
 def test_what_a_family_has_no_choice_of_is_refused(directory):
-    with pytest.raises(
-        ConfigError, match="clear_thinking = false: the template of 'qwen3' has no such setting"
-    ):
+    with pytest.raises(ConfigError, match="clear_thinking = false: the template of 'qwen3' has no such setting"):
         build_renderer(directory, RendererSection(clear_thinking=False), "qwen3")
     wrong = {"thinking_retension": "all"}
-    with pytest.raises(
-        ConfigError, match=r"settings.thinking_retension: .*it has thinking_retention, enable_"
-    ):
+    with pytest.raises(ConfigError, match=r"settings.thinking_retension: .*it has thinking_retention, enable_"):
         build_renderer(directory, RendererSection(settings=wrong), "qwen3")
-    with pytest.raises(
-        ConfigError, match=r"settings.thinking_retention = 'some' for the template of 'qwen3': "
-    ):
+    with pytest.raises(ConfigError, match=r"settings.thinking_retention = 'some' for the template of 'qwen3': "):
         build_renderer(directory, RendererSection(settings={"thinking_retention": "some"}), "qwen3")
 
 
@@ -152,12 +140,7 @@ def test_loss_mask_of_other_roles_covers_their_text_and_nothing_of_the_template(
         only = LossMaskSection(**{r: r == role for r in ("system", "user", "assistant", "tool")})
         [(ids, mask, _)] = renderer.render_sft(messages, only).examples
         trained[role] = renderer.tokenizer.decode(ids[mask])
-    assert trained == {
-        "system": "sys",
-        "user": "ask",
-        "assistant": "call<|im_end|>done<|im_end|>",
-        "tool": "42",
-    }
+    assert trained == {"system": "sys", "user": "ask", "assistant": "call<|im_end|>done<|im_end|>", "tool": "42"}
 
 
 def test_cut_off_completion_is_closed_before_the_next_turn(renderer):
@@ -171,9 +154,7 @@ def test_cut_off_completion_is_closed_before_the_next_turn(renderer):
 
 def test_tool_calls_are_parsed_and_broken_ones_kept_as_text(renderer):
     whole = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    message = renderer.parse(
-        renderer.tokenizer.encode(f"ok\n{whole}\n<tool_call>\n{{nope\n</tool_call><|im_end|>")
-    )
+    message = renderer.parse(renderer.tokenizer.encode(f"ok\n{whole}\n<tool_call>\n{{nope\n</tool_call><|im_end|>"))
     assert message["content"].strip() == "ok"
     assert message["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
     assert message["unparsed_tool_calls"] == ["{nope"]
@@ -187,9 +168,7 @@ def test_renderer_stops_at_the_end_of_turn(renderer):
 
 
 @pytest.mark.parametrize("model_type", get_args(ScratchSection.model_fields["family"].annotation))
-def test_models_from_scratch_of_every_family_speak_with_the_tokens_of_their_tokenizer(
-    directory, renderer, model_type
-):
+def test_models_from_scratch_of_every_family_speak_with_the_tokens_of_their_tokenizer(directory, renderer, model_type):
     messages = [{"role": "user", "content": "hi"}]
     its = build_renderer(directory, model_type=model_type)
     assert np.array_equal(its.render_prompt(messages), renderer.render_prompt(messages))

@@ -54,9 +54,7 @@ def byte_tokenizer(source: str, *, special: tuple[str, ...] = SPECIAL, eos: str 
     backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    marks = sorted(
-        {*special, *re.findall(r"<[|｜]?[^<>|｜\s]+[|｜]?>|\[/?[A-Z_]{3,}\]|\[e~\[|\]~b\]", source)}
-    )
+    marks = sorted({*special, *re.findall(r"<[|｜]?[^<>|｜\s]+[|｜]?>|\[/?[A-Z_]{3,}\]|\[e~\[|\]~b\]", source)})
     backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
     return Tokenizer(
         backend, name="bytes", eos_ids=(backend.token_to_id(eos),), unk_id=None,
@@ -78,11 +76,7 @@ def by_transformers(source: str, messages, tools, *, add_generation_prompt: bool
 
     try:
         texts, _ = render_jinja_template(
-            [messages],
-            tools=tools,
-            chat_template=source,
-            add_generation_prompt=add_generation_prompt,
-            **TOKENS,
+            [messages], tools=tools, chat_template=source, add_generation_prompt=add_generation_prompt, **TOKENS
         )
     except Exception:
         return None
@@ -116,9 +110,7 @@ LARGE = ("gptoss", "gemma2", "gemma3", "deepseek_v3")  # read in some ten second
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in TOKENIZERS]
 )
 def test_a_published_tokenizer_gives_the_tokens_of_apply_chat_template(name):
-    from transformers import (
-        PreTrainedTokenizerFast,
-    )  # AutoTokenizer makes another one of DeepSeek's tokenizer.json
+    from transformers import PreTrainedTokenizerFast  # AutoTokenizer makes another one of DeepSeek's tokenizer.json
 
     directory = tokenizer_dir(name)
     theirs, ours = PreTrainedTokenizerFast.from_pretrained(directory), load_tokenizer(directory)
@@ -260,10 +252,7 @@ def test_a_reply_is_never_encoded_again():
     history = [*ONE_TURN, renderer.parse(spelled, prompt)]
     extended = renderer.extend(prompt, spelled, history, [{"role": "user", "content": "why"}])
     assert extended[len(prompt) : len(prompt) + 3].tolist() == spelled
-    assert (
-        renderer.decode(extended[len(prompt) + 3 :])
-        == "\n<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert renderer.decode(extended[len(prompt) + 3 :]) == "\n<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(
@@ -315,24 +304,16 @@ def test_thoughts_that_the_template_drops_give_one_example_per_reply():
     ]
     rendered = renderer.render_sft(row, LossMaskSection())
     trained = [renderer.decode(ids[mask]) for ids, mask, _ in rendered.examples]
-    assert trained == [
-        "<think>\nfirst\n</think>\n\nb<|im_end|>",
-        "<think>\nsecond\n</think>\n\nd<|im_end|>",
-    ]
+    assert trained == ["<think>\nfirst\n</think>\n\nb<|im_end|>", "<think>\nsecond\n</think>\n\nd<|im_end|>"]
     whole = renderer.decode(rendered.examples[1].token_ids)
     assert "first" not in whole and "assistant\nb<|im_end|>" in whole
 
 
 def test_generation_blocks_say_what_is_trained():
     marked, plain = renderer_of(MARKED), renderer_of(CHATML)
-    rows = [
-        marked.render_sft(TWO_TURNS[:3], LossMaskSection()),
-        plain.render_sft(TWO_TURNS[:3], LossMaskSection()),
-    ]
+    rows = [marked.render_sft(TWO_TURNS[:3], LossMaskSection()), plain.render_sft(TWO_TURNS[:3], LossMaskSection())]
     [first], [second] = (row.examples for row in rows)
-    assert np.array_equal(first.token_ids, second.token_ids) and np.array_equal(
-        first.is_trained, second.is_trained
-    )
+    assert np.array_equal(first.token_ids, second.token_ids) and np.array_equal(first.is_trained, second.is_trained)
     source = MARKED.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}")
     without_end = renderer_of(source)
     [(ids, mask, _)] = without_end.render_sft(TWO_TURNS[:3], LossMaskSection()).examples
@@ -376,15 +357,11 @@ def test_pad_is_eos_unk_is_special_and_the_template_writes_the_only_bos(tmp_path
     backend = byte_tokenizer(source)._backend
     from tokenizers.processors import TemplateProcessing
 
-    backend.post_processor = TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
-    )
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
     backend.save(str(tmp_path / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "unk_token": "<s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": source}))
-    (tmp_path / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [3, backend.token_to_id("</s>")]})
-    )
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, backend.token_to_id("</s>")]}))
     renderer = build_renderer(tmp_path)
     prompt = renderer.render_prompt(ONE_TURN)
     assert (prompt == backend.token_to_id("<s>")).sum() == 1
@@ -436,14 +413,8 @@ def test_tools_take_the_template_that_the_list_has_for_them():
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (
-            {"settings": {"reasoning_efort": "low"}},
-            r"settings.reasoning_efort: .*a test.* has no such variable",
-        ),
-        (
-            {"template": "nowhere.jinja"},
-            r"template = 'nowhere.jinja': there is no such file; .*'chatml', 'text'",
-        ),
+        ({"settings": {"reasoning_efort": "low"}}, r"settings.reasoning_efort: .*a test.* has no such variable"),
+        ({"template": "nowhere.jinja"}, r"template = 'nowhere.jinja': there is no such file; .*'chatml', 'text'"),
         ({"tool_parser": "hermez"}, r"tool_parser = 'hermez': use auto, none, or one of .*hermes"),
     ],
 )
@@ -531,12 +502,8 @@ def test_a_role_that_a_template_drops_is_refused():
 
 
 def test_a_template_that_refuses_a_conversation_says_why():
-    strict = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    )
-    with pytest.raises(
-        DataError, match=r"refuses messages of the roles system, user.*System role not supported"
-    ):
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    with pytest.raises(DataError, match=r"refuses messages of the roles system, user.*System role not supported"):
         renderer_of(strict + CHATML).render_prompt(TWO_TURNS)
 
 
@@ -547,10 +514,7 @@ def test_the_text_of_a_special_token_in_a_message_is_counted_and_can_stay_text(k
     prompt = renderer.render_prompt(messages)
     ends = int((prompt == renderer.tokenizer.token_id("<|im_end|>")).sum())
     assert ends == (1 if keeps else 2) and renderer.num_special_in_text == 2
-    assert (
-        renderer.decode(prompt)
-        == f"<|im_start|>user\n{messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert renderer.decode(prompt) == f"<|im_start|>user\n{messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
     assert "has the text of the special token" in caplog.text
     owners = renderer.text_owners(messages)
     assert renderer.decode(prompt[owners == 0]) == messages[0]["content"]

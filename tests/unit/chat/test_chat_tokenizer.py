@@ -64,20 +64,14 @@ def test_transformers_loads_it_and_gives_the_same_ids_with_and_without_a_model_c
     from transformers import AutoTokenizer
 
     directory = build_letters_tokenizer(tmp_path)
-    text = (
-        "<|im_start|>user\nsort: b, a!<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nab<|im_end|>"
-    )
+    text = "<|im_start|>user\nsort: b, a!<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nab<|im_end|>"
     for config in (None, {"model_type": "qwen3", "eos_token_id": 2}):
         if config:
             (directory / "config.json").write_text(json.dumps(config))
         theirs = AutoTokenizer.from_pretrained(str(directory))
         assert theirs(text)["input_ids"] == tokenizer.encode(text)
         assert theirs.decode(tokenizer.encode(text)) == text
-        assert (theirs.eos_token_id, theirs.pad_token_id, theirs.unk_token_id) == (
-            2,
-            0,
-            tokenizer.unk_token_id,
-        )
+        assert (theirs.eos_token_id, theirs.pad_token_id, theirs.unk_token_id) == (2, 0, tokenizer.unk_token_id)
 
 
 def test_end_ids_are_gathered_from_every_file(tmp_path):
@@ -138,12 +132,7 @@ def test_the_command_writes_a_tokenizer_of_the_same_ids(tmp_path):
     model.mkdir()
     options = {"vocab_size": 300, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2}
     spm.SentencePieceTrainer.train(input=str(text), model_prefix=str(model / "tokenizer"), **options)
-    config = {
-        "tokenizer_class": "LlamaTokenizer",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-    }
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     (model / "config.json").write_text('{"model_type": "llama"}')
     pieces = spm.SentencePieceProcessor(model_file=str(model / "tokenizer.model"))

@@ -59,9 +59,7 @@ def test_a_later_list_of_tables_replaces_an_earlier_one(tmp_path: Path) -> None:
 
 def test_files_fill_sections(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text('max_steps = 7\n[model]\nname = "m"\n')
-    (tmp_path / "orch.toml").write_text(
-        'batch_size = 16\n[model]\nname = "m"\n[[env]]\nid = "reverse-text"\n'
-    )
+    (tmp_path / "orch.toml").write_text('batch_size = 16\n[model]\nname = "m"\n[[env]]\nid = "reverse-text"\n')
     (tmp_path / "infer.toml").write_text('[model]\nname = "m"\n')
     (tmp_path / "optim.json").write_text('{"lr": 0.25}')
     words = f"--trainer @ {tmp_path}/train.toml --orchestrator @{tmp_path}/orch.toml"
@@ -70,11 +68,7 @@ def test_files_fill_sections(tmp_path: Path) -> None:
     assert cfg.inference is not None
     told = cfg.orchestrator_config()
     assert (cfg.model.name, cfg.inference.model, cfg.max_steps, told.max_steps) == ("m", "m", 7, 7)
-    assert (cfg.orchestrator.batch_size, cfg.orchestrator.env[0].id, cfg.trainer.optim.lr) == (
-        16,
-        "reverse-text",
-        0.25,
-    )
+    assert (cfg.orchestrator.batch_size, cfg.orchestrator.env[0].id, cfg.trainer.optim.lr) == (16, "reverse-text", 0.25)
 
 
 def test_another_type_replaces_a_section_and_the_same_type_refines_it(tmp_path: Path) -> None:
@@ -144,9 +138,7 @@ def test_a_flag_sets_what_it_says(flag: str, tmp_path: Path) -> None:
 
 
 def test_a_list_item_is_refined_without_losing_the_others(tmp_path: Path) -> None:
-    cfg = rl(
-        tmp_path, ENV + 'ratio = 2.0\n[[orchestrator.env]]\nid = "b"\n', flags="--orchestrator.env.0.ratio 3"
-    )
+    cfg = rl(tmp_path, ENV + 'ratio = 2.0\n[[orchestrator.env]]\nid = "b"\n', flags="--orchestrator.env.0.ratio 3")
     assert [(env.id, env.ratio) for env in cfg.orchestrator.env] == [("sort-letters", 3.0), ("b", 1.0)]
 
 
@@ -223,9 +215,7 @@ def test_commands_of_other_frameworks_documents_load(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.toml").write_text('max_steps = 20\n[model]\nname = "m"\n[optim]\nlr = 3e-6\n')
-    orch = (
-        'max_steps = 20\nseq_len = 2048\nbatch_size = 128\nrollouts_per_example = 16\n[model]\nname = "m"\n'
-    )
+    orch = 'max_steps = 20\nseq_len = 2048\nbatch_size = 128\nrollouts_per_example = 16\n[model]\nname = "m"\n'
     (tmp_path / "orch.toml").write_text(orch + '[sampling]\nmax_tokens = 128\n[[env]]\nid = "reverse-text"\n')
     (tmp_path / "infer.toml").write_text('[model]\nname = "m"\n')
     monkeypatch.chdir(tmp_path)
@@ -261,10 +251,7 @@ def test_root_keys_fill_the_sections(tmp_path: Path) -> None:
     for section in (trainer, orchestrator):
         assert (section.max_steps, section.seq_len, section.seed) == (5, 99, 3)
         assert (section.model, section.tokenizer) == (cfg.model, cfg.tokenizer)
-        assert (section.weight_broadcast, section.rollout_transport) == (
-            cfg.weight_broadcast,
-            cfg.rollout_transport,
-        )
+        assert (section.weight_broadcast, section.rollout_transport) == (cfg.weight_broadcast, cfg.rollout_transport)
         assert (section.control.port, section.monitors, section.log) == (6000, cfg.monitors, cfg.log)
     assert trainer.ckpt is not None and trainer.ckpt.interval == 2
     assert (inference.model, inference.dtype, inference.seed, inference.log) == ("m", "bfloat16", 3, cfg.log)
@@ -286,9 +273,7 @@ def test_equal_values_in_several_places_are_fine(tmp_path: Path) -> None:
 
 def test_sections_may_be_given_as_objects() -> None:
     trainer = TrainerKeys(optim=SgdOptim(lr=0.5))
-    cfg = RLConfig.model_validate(
-        {"trainer": trainer, "max_steps": 6, "orchestrator": {"env": [{"id": "a"}]}}
-    )
+    cfg = RLConfig.model_validate({"trainer": trainer, "max_steps": 6, "orchestrator": {"env": [{"id": "a"}]}})
     assert (cfg.trainer_config().max_steps, cfg.trainer.optim) == (6, SgdOptim(lr=0.5))
 
 
@@ -296,10 +281,7 @@ def test_files_of_two_processes_that_disagree_are_refused(tmp_path: Path) -> Non
     (tmp_path / "train.toml").write_text("max_steps = 20\n")
     (tmp_path / "orch.toml").write_text('max_steps = 40\n[[env]]\nid = "a"\n')
     with pytest.raises(ConfigError) as caught:
-        load(
-            RLConfig,
-            ["--trainer", "@", f"{tmp_path}/train.toml", "--orchestrator", "@", f"{tmp_path}/orch.toml"],
-        )
+        load(RLConfig, ["--trainer", "@", f"{tmp_path}/train.toml", "--orchestrator", "@", f"{tmp_path}/orch.toml"])
     words = "trainer.max_steps = 20 but orchestrator.max_steps = 40; give it once, as max_steps"
     assert f"{tmp_path}/train.toml:1, {tmp_path}/orch.toml:1: {words}" in str(caught.value)
 
@@ -310,30 +292,20 @@ def test_the_engine_may_start_from_another_precision_of_the_model_that_is_traine
     assert (both.model.name, both.inference.model) == ("org/GLM", "org/GLM-FP8")
     assert both.trainer_config().weight_broadcast.engine_model == "org/GLM-FP8"
     one = rl(tmp_path, '[inference.model]\nname = "org/GLM"\n' + ENV)
-    assert (one.model.name, one.inference.model, one.weight_broadcast.engine_model) == (
-        "org/GLM",
-        "org/GLM",
-        None,
-    )
+    assert (one.model.name, one.inference.model, one.weight_broadcast.engine_model) == ("org/GLM", "org/GLM", None)
     same = rl(tmp_path, '[model]\nname = "org/GLM"\n' + ENV)
     assert (same.inference.model, same.weight_broadcast.engine_model) == ("org/GLM", None)
 
 
 def test_a_flag_overrides_a_file_in_any_spelling(tmp_path: Path) -> None:
     cfg = rl(
-        tmp_path,
-        '[trainer]\nmax_steps = 4\n[model]\nname = "a"\n' + ENV,
-        flags="--max-steps 5 --trainer.model.name b",
+        tmp_path, '[trainer]\nmax_steps = 4\n[model]\nname = "a"\n' + ENV, flags="--max-steps 5 --trainer.model.name b"
     )
     assert (cfg.max_steps, cfg.model.name, cfg.inference.model) == (5, "b", "b")
 
 
 def test_raw_data_given_to_a_root_is_not_changed() -> None:
-    data = {
-        "max_steps": 3,
-        "orchestrator": {"env": [{"id": "a"}], "rollouts_per_example": 4},
-        "inference": "None",
-    }
+    data = {"max_steps": 3, "orchestrator": {"env": [{"id": "a"}], "rollouts_per_example": 4}, "inference": "None"}
     before = json.dumps(data)
     assert RLConfig.model_validate(data).orchestrator.group_size == 4
     assert json.dumps(data) == before
@@ -415,13 +387,7 @@ def test_a_run_is_named_after_what_is_trained() -> None:
     env = {"env": [{"id": "sort-letters"}, {"id": "reverse-text", "name": "rev"}]}
     cfg = RLConfig.model_validate({"orchestrator": env, "model": {"name": "outputs/warm/weights/latest"}})
     assert cfg.run_path == Path("outputs/sort-letters+rev-warm")
-    names = {
-        "Qwen/Qwen3-0.6B": "Qwen3-0.6B",
-        "a/b/weights/step_40/": "b",
-        "./m": "m",
-        "latest": "latest",
-        "~/x": "x",
-    }
+    names = {"Qwen/Qwen3-0.6B": "Qwen3-0.6B", "a/b/weights/step_40/": "b", "./m": "m", "latest": "latest", "~/x": "x"}
     assert {name: short_name(name) for name in names} == names
 
 
@@ -447,9 +413,7 @@ def test_every_root_has_docs_for_every_key() -> None:
 
 def test_what_finishes_first_is_warned_of_where_the_rest_grows_too_old(tmp_path, caplog):
     path = tmp_path / "c.toml"
-    path.write_text(
-        '[orchestrator]\nbatch_order = "finished"\nmax_off_policy_steps = 2\nmax_async_level = 2\n' + ENV
-    )
+    path.write_text('[orchestrator]\nbatch_order = "finished"\nmax_off_policy_steps = 2\nmax_async_level = 2\n' + ENV)
     load(RLConfig, ["@", str(path)])
     [record] = caplog.records
     assert record.message.startswith(f"warning: {path}:2, {path}:3, {path}:4: orchestrator.batch_order = ")

@@ -23,10 +23,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "a vision tower that an adapter would leave as it is": (
         "[model.lora]\n[model.vlm]\nfreeze_vision_encoder = false\n" + ENV,
-        [
-            "c.toml:3, c.toml:1: model.vlm.freeze_vision_encoder = false with model.lora",
-            "leave one of them out",
-        ],
+        ["c.toml:3, c.toml:1: model.vlm.freeze_vision_encoder = false with model.lora", "leave one of them out"],
     ),
     "a vision tower at another place": (
         '[model.vlm]\nvision_encoder_attr = "visual"\n' + ENV,
@@ -66,9 +63,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "more tokens than are replayed": (
         "[orchestrator.train.replay]\nmax_tokens = 16\n" + ENV + "sampling = { top_k = 20 }\n",
-        [
-            "c.toml:5: orchestrator.env.0.sampling.top_k = 20 is more than orchestrator.train.replay.max_tokens = 16"
-        ],
+        ["c.toml:5: orchestrator.env.0.sampling.top_k = 20 is more than orchestrator.train.replay.max_tokens = 16"],
     ),
     "an engine that does not say what it drew from": (
         "[orchestrator.train.replay]\n[inference]\nenable_return_sampling_mask = false\n" + ENV,
@@ -82,9 +77,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ],
     ),
     "a gate of advantages that are not known yet": (
-        '[orchestrator.algo]\ntype = "rae"\n'
-        + ENV
-        + 'curriculum = { gates = { g = { type = "advantage_range" } } }\n',
+        '[orchestrator.algo]\ntype = "rae"\n' + ENV + 'curriculum = { gates = { g = { type = "advantage_range" } } }\n',
         [
             'orchestrator.env.0.curriculum.gates.g.type = "advantage_range" sees rewards',
             'the baseline of rae is known only when the batch is made; use "reward_range"',
@@ -93,14 +86,10 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     "a critic that learns until the end": (
         'max_steps = 10\n[orchestrator.algo]\ntype = "ppo"\n[trainer.advantages]\ntype = "gae"\n'
         "[trainer.critic]\nnum_critic_only_steps = 10\n" + ENV,
-        [
-            "trainer.critic.num_critic_only_steps = 10 must be below",
-            "max_steps = 10, or the policy never learns",
-        ],
+        ["trainer.critic.num_critic_only_steps = 10 must be below", "max_steps = 10, or the policy never learns"],
     ),
     "a critic where everything is distilled": (
-        '[orchestrator.algo]\ntype = "opsd"\n[trainer.advantages]\ntype = "gae"\n[trainer.critic]\nlr = 1e-5\n'
-        + ENV,
+        '[orchestrator.algo]\ntype = "opsd"\n[trainer.advantages]\ntype = "gae"\n[trainer.critic]\nlr = 1e-5\n' + ENV,
         ["trainer.advantages and trainer.critic would do nothing: opsd have no advantages", "leave them out"],
     ),
     "a bound on a ratio that is 1": (
@@ -120,8 +109,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ["c.toml:2: trainer.loss.correction.reject.low = 1.1 leaves out the ratio 1", "give 1 or less"],
     ),
     "a mask on what agrees": (
-        '[trainer.loss]\ntype = "reinforce"\n[trainer.loss.correction.weights]\nmode = "mask"\nhigh = 0.9\n'
-        + ENV,
+        '[trainer.loss]\ntype = "reinforce"\n[trainer.loss.correction.weights]\nmode = "mask"\nhigh = 0.9\n' + ENV,
         ["c.toml:5: trainer.loss.correction.weights.high = 0.9 leaves out the ratio 1", "give 1 or more"],
     ),
     "returns that are the score": (
@@ -176,10 +164,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "an overlong penalty that nobody pays": (
         "seq_len = 64\n[orchestrator.algo.overlong]\nmax_tokens = 200\nbuffer_tokens = 10\n" + ENV,
-        [
-            "orchestrator.algo.overlong.max_tokens = 200: the penalty would begin at 190 tokens",
-            "seq_len = 64",
-        ],
+        ["orchestrator.algo.overlong.max_tokens = 200: the penalty would begin at 190 tokens", "seq_len = 64"],
     ),
     "an overlong penalty that everybody pays": (
         ENV + 'algo = { type = "grpo", overlong = { max_tokens = 8, buffer_tokens = 10 } }\n',
@@ -262,14 +247,8 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ["c.toml:4: model.impl", '"costum"', 'did you mean "custom"?'],
     ),
     "text for a number": ('max_steps = "many"\n' + ENV, ["c.toml:1: max_steps", '"many"', "valid integer"]),
-    "fraction for a whole number": (
-        "seq_len = 12.5\n" + ENV,
-        ["c.toml:1: seq_len = 12.5: must be a valid integer"],
-    ),
-    "true for a number": (
-        "max_steps = true\n" + ENV,
-        ["c.toml:1: max_steps = true", "integer > 0 or None is needed"],
-    ),
+    "fraction for a whole number": ("seq_len = 12.5\n" + ENV, ["c.toml:1: seq_len = 12.5: must be a valid integer"]),
+    "true for a number": ("max_steps = true\n" + ENV, ["c.toml:1: max_steps = true", "integer > 0 or None is needed"]),
     "number for true": (
         ENV + "[orchestrator]\nfilter_zero_advantages = 7\n",
         ["c.toml:4: orchestrator.filter_zero_advantages = 7", "valid boolean"],
@@ -278,10 +257,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ENV + "[orchestrator.train.sampling]\ntemperature = 3.5\n",
         ["c.toml:4: orchestrator.train.sampling.temperature = 3.5", "less than or equal to 2"],
     ),
-    "not a number": (
-        ENV + "[trainer.optim]\nlr = inf\n",
-        ["c.toml:4: trainer.optim.lr = inf", "finite number"],
-    ),
+    "not a number": (ENV + "[trainer.optim]\nlr = inf\n", ["c.toml:4: trainer.optim.lr = inf", "finite number"]),
     "value for a section that extends another": (
         "[orchestrator]\nclient = true\n" + ENV,
         ["c.toml:2: orchestrator.client", "a table is needed: [orchestrator.client] base_url = ..."],
@@ -299,10 +275,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ["c.toml:1: orchestrator.env.0.id: required and missing; give `id`"],
     ),
     "broken TOML": ("max_steps = 3\nseq_len = = 4\n", ["c.toml:2: not valid TOML: Invalid value"]),
-    "a key twice": (
-        "max_steps = 3\nmax_steps = 4\n",
-        ["c.toml:2: not valid TOML: this key is defined above"],
-    ),
+    "a key twice": ("max_steps = 3\nmax_steps = 4\n", ["c.toml:2: not valid TOML: this key is defined above"]),
     "unknown flag": (
         ENV,
         ["--orchestrator.group-sizes 4: unknown flag; did you mean --orchestrator.group-size?"],
@@ -334,11 +307,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ["--orchestrator.env.3.id x: orchestrator.env has 1 item; the next index is 1"],
         "--orchestrator.env.3.id x",
     ),
-    "word without a flag": (
-        ENV,
-        ["more.toml: unexpected word; a file is given as `@ more.toml`"],
-        "more.toml",
-    ),
+    "word without a flag": (ENV, ["more.toml: unexpected word; a file is given as `@ more.toml`"], "more.toml"),
     "nothing after @": (ENV, ["@: a file name must follow"], "@"),
     "two places disagree": (
         "max_steps = 3\n[trainer]\nmax_steps = 4\n" + ENV,
@@ -346,15 +315,11 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "two flags disagree": (
         ENV,
-        [
-            '--model.name a, --trainer.model.name b: --model.name = "a" but --trainer.model.name = "b"',
-            "as model.name",
-        ],
+        ['--model.name a, --trainer.model.name b: --model.name = "a" but --trainer.model.name = "b"', "as model.name"],
         "--model.name a --trainer.model.name b",
     ),
     "two sections disagree": (
-        '[orchestrator.weight_broadcast]\ntype = "filesystem"\n[trainer.weight_broadcast]\ntype = "shm"\n'
-        + ENV,
+        '[orchestrator.weight_broadcast]\ntype = "filesystem"\n[trainer.weight_broadcast]\ntype = "shm"\n' + ENV,
         [
             'c.toml:2, c.toml:4: orchestrator.weight_broadcast.type = "filesystem" but ',
             'trainer.weight_broadcast.type = "shm"; give it once, as weight_broadcast.type',
@@ -373,17 +338,11 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "groups that do not fill a batch": (
         "[orchestrator]\nbatch_size = 30\n" + ENV,
-        [
-            "c.toml:2: orchestrator.batch_size = 30 must be a multiple of orchestrator.group_size = 8",
-            "24 or 32",
-        ],
+        ["c.toml:2: orchestrator.batch_size = 30 must be a multiple of orchestrator.group_size = 8", "24 or 32"],
     ),
     "DeepEP in float32": (
         '[trainer.model]\nep_comm_backend = "deepep"\ndtype = "float32"\n' + ENV,
-        [
-            'c.toml:2, c.toml:3: model.ep_comm_backend = "deepep" carries bfloat16',
-            'use dtype = "bfloat16", or "torch"',
-        ],
+        ['c.toml:2, c.toml:3: model.ep_comm_backend = "deepep" carries bfloat16', 'use dtype = "bfloat16", or "torch"'],
     ),
     "setting of a backend that is not used": (
         "[trainer.model]\ndeepep_token_chunk_size = 512\n" + ENV,
@@ -424,8 +383,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ['c.toml:5: trainer.advantages.kl_estimator = "k3" does nothing with trainer.advantages.kl_coef = 0'],
     ),
     "shaped without a price": (
-        '[orchestrator.algo]\ntype = "reinforce_plus_plus_baseline"\n[trainer.advantages]\ntype = "shaped"\n'
-        + ENV,
+        '[orchestrator.algo]\ntype = "reinforce_plus_plus_baseline"\n[trainer.advantages]\ntype = "shaped"\n' + ENV,
         ['c.toml:4: trainer.advantages.type = "shaped" does nothing with trainer.advantages.kl_coef = 0'],
     ),
     "ratio that reinforce does not have": (
@@ -433,8 +391,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ['trainer.loss.use_rollout_logprobs = false does nothing: "reinforce" has no ratio'],
     ),
     "zero advantages before there are baselines": (
-        '[orchestrator]\nfilters = [{ type = "zero_advantage" }]\nalgo = { type = "reinforce_plus_plus" }\n'
-        + ENV,
+        '[orchestrator]\nfilters = [{ type = "zero_advantage" }]\nalgo = { type = "reinforce_plus_plus" }\n' + ENV,
         ['"zero_advantage" with orchestrator.algo.type = "reinforce_plus_plus" flags rewards of 0'],
     ),
     "inflight below a group": (
@@ -447,10 +404,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "no environment": (
         "max_steps = 3\n",
-        [
-            "orchestrator.env: no environment to train on; add one, such as [[orchestrator.env]]",
-            'id = "sort-letters"',
-        ],
+        ["orchestrator.env: no environment to train on; add one, such as [[orchestrator.env]]", 'id = "sort-letters"'],
     ),
     "advantages and no environment": (
         '[orchestrator.algo]\ntype = "reinforce_plus_plus"\n[trainer.advantages]\ntype = "returns"\n',
@@ -466,9 +420,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "no room for a prompt": (
         "seq_len = 64\n[orchestrator.train.sampling]\nmax_completion_tokens = 65\n" + ENV,
-        [
-            "c.toml:3, c.toml:1: orchestrator.train.sampling.max_completion_tokens = 65 is more than seq_len = 64"
-        ],
+        ["c.toml:3, c.toml:1: orchestrator.train.sampling.max_completion_tokens = 65 is more than seq_len = 64"],
     ),
     "greedy training": (
         ENV,
@@ -528,9 +480,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "an option that vLLM does not have": (
         f"[inference.vllm_extra]\nmax_modle_len = 2\n{ENV}",
-        [
-            "c.toml:2: inference.vllm_extra.max_modle_len: vLLM 0.32.0 has no option --max-modle-len; did you mean"
-        ],
+        ["c.toml:2: inference.vllm_extra.max_modle_len: vLLM 0.32.0 has no option --max-modle-len; did you mean"],
     ),
     "a value for a switch of vLLM": (
         f"[inference.vllm_extra]\nheadless = 3\n{ENV}",
@@ -565,10 +515,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "a group that the engine does not take": (
         "[inference]\nmax_num_seqs = 4\n" + ENV,
-        [
-            "orchestrator.group_size = 8: an engine samples a group",
-            "takes inference.max_num_seqs = 4; raise that",
-        ],
+        ["orchestrator.group_size = 8: an engine samples a group", "takes inference.max_num_seqs = 4; raise that"],
         "--orchestrator.batch-size 64 --orchestrator.group-size 8",
     ),
     "new model shorter than the run": (
@@ -608,11 +555,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     "experts that are square, which may be stored either way round": (
         'seq_len = 64\n[model.scratch]\nfamily = "qwen3_vl_moe"\nmoe_intermediate_size = 64\n'
         "[model.scratch.vision]\n[model.vlm]\n" + ENV,
-        [
-            "model.scratch.moe_intermediate_size = 64",
-            "hidden_size = 64",
-            "a square matrix does not say which",
-        ],
+        ["model.scratch.moe_intermediate_size = 64", "hidden_size = 64", "a square matrix does not say which"],
     ),
     "heartbeats slower than death": (
         "[control]\nheartbeat_s = 5.0\ndead_after_s = 8.0\n" + ENV,
@@ -634,16 +577,10 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ["share GPU 0, and inference.gpu_memory_utilization = 0.9 leaves the trainer nothing"],
         "--trainer-gpu-ids 0 --inference-gpu-ids 0",
     ),
-    "a run name that is a path": (
-        '[run]\nname = "a/b"\n' + ENV,
-        ['c.toml:2: run.name = "a/b": letters, digits'],
-    ),
+    "a run name that is a path": ('[run]\nname = "a/b"\n' + ENV, ['c.toml:2: run.name = "a/b": letters, digits']),
     "a batch in tokens that a function makes": (
         '[orchestrator]\ntoken_batch_size = 64\nhooks.rollout_function = "my:play"\nbatch_size = 128\n' + ENV,
-        [
-            "c.toml:2, c.toml:3: orchestrator.token_batch_size = 64 does nothing with",
-            "batches of batch_size rollouts",
-        ],
+        ["c.toml:2, c.toml:3: orchestrator.token_batch_size = 64 does nothing with", "batches of batch_size rollouts"],
     ),
     "a batch in tokens that a function chooses": (
         '[orchestrator]\ntoken_batch_size = 64\nbatch_size = 128\nhooks.buffer_filter = "my:choose"\n' + ENV,
@@ -651,9 +588,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "a batch in tokens of nobody knows how many rollouts": (
         "[orchestrator]\ntoken_batch_size = 4096\n" + ENV,
-        [
-            "c.toml:2: orchestrator.token_batch_size = 4096 needs orchestrator.batch_size, the most rollouts of a batch"
-        ],
+        ["c.toml:2: orchestrator.token_batch_size = 4096 needs orchestrator.batch_size, the most rollouts of a batch"],
     ),
     "two losses of one's own": (
         '[trainer]\nhooks.loss = "my:loss"\nloss = { type = "custom", import_path = "my:other" }\n' + ENV,
@@ -667,16 +602,8 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         '[trainer]\nhooks.post_write = "my:note"\n' + ENV,
         ["trainer.hooks.post_write", 'weight_broadcast.type = "shm" writes none; use type = "filesystem"'],
     ),
-    "resume and clean": (
-        ENV,
-        ["--resume, --clean: resume continues the run and clean deletes"],
-        "--resume --clean",
-    ),
-    "step 0": (
-        ENV,
-        ["--resume.step 0: resume.step = 0: must be greater than or equal to 1"],
-        "--resume.step 0",
-    ),
+    "resume and clean": (ENV, ["--resume, --clean: resume continues the run and clean deletes"], "--resume --clean"),
+    "step 0": (ENV, ["--resume.step 0: resume.step = 0: must be greater than or equal to 1"], "--resume.step 0"),
 }
 
 
@@ -745,16 +672,7 @@ def test_all_problems_come_at_once_and_none_twice(tmp_path: Path) -> None:
         "[trainer]\nmax_steps = 30\n[inference]\nengine = 'embedded'\n[inference.parallel]\ntp = 2\n"
     )
     lines = complaints(tmp_path, toml, "--lr 3 --inference.server.port 5555")
-    found = [
-        "--lr",
-        "batchsize",
-        "env.0.nam",
-        "trainer.max_steps",
-        "temperature",
-        "group_size",
-        "tp = 2",
-        "5555",
-    ]
+    found = ["--lr", "batchsize", "env.0.nam", "trainer.max_steps", "temperature", "group_size", "tp = 2", "5555"]
     assert len(lines) == len(found)
     for part in found:
         assert sum(part in line for line in lines) == 1, (part, lines)
@@ -790,9 +708,7 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
 
 
 def test_a_json_file_has_lines_too(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(
-        '{\n  "orchestrator": {\n    "env": [\n      {"id": "a", "foo": 1}\n    ]\n  }\n}'
-    )
+    (tmp_path / "a.json").write_text('{\n  "orchestrator": {\n    "env": [\n      {"id": "a", "foo": 1}\n    ]\n  }\n}')
     (line,) = complaints(tmp_path, "", f"@ {tmp_path}/a.json")
     assert line.startswith("a.json:4: orchestrator.env.0.foo: unknown key")
 
@@ -817,34 +733,23 @@ RIGHT_RL = {
     "a nucleus that is replayed": "[orchestrator.train]\nsampling = { top_p = 0.9 }\nreplay = {}\n" + ENV,
     "a bound on the ratio of several updates": "[trainer]\nupdates_per_step = 4\n" + OLD_POLICY + ENV,
     "a bound beside a correction": OLD_POLICY + "[trainer.loss.correction.weights]\nhigh = 2\n" + ENV,
-    "a bound on values of several epochs": "[trainer]\nepochs_per_step = 2\n"
-    + CRITIC
-    + "value_clip = 0.4\n"
-    + ENV,
+    "a bound on values of several epochs": "[trainer]\nepochs_per_step = 2\n" + CRITIC + "value_clip = 0.4\n" + ENV,
     "no bound on values": CRITIC + 'value_clip = "None"\n' + ENV,
-    "a critic that is ready before the end": "max_steps = 10\n"
-    + CRITIC
-    + "num_critic_only_steps = 9\n"
-    + ENV,
+    "a critic that is ready before the end": "max_steps = 10\n" + CRITIC + "num_critic_only_steps = 9\n" + ENV,
     "a critic beside an environment that is distilled": (
         CRITIC + ENV + '[[orchestrator.env]]\nid = "reverse-text"\nalgo = { type = "opsd" }\n'
     ),
-    "a truncation at 1": '[trainer.loss]\ntype = "reinforce"\n[trainer.loss.correction.weights]\nhigh = 1\n'
-    + ENV,
+    "a truncation at 1": '[trainer.loss]\ntype = "reinforce"\n[trainer.loss.correction.weights]\nhigh = 1\n' + ENV,
     "returns that are whitened in the trainer": (
         '[orchestrator.algo]\ntype = "reinforce_plus_plus"\n[trainer.advantages]\ntype = "returns"\n' + ENV
     ),
     "a filter of another kind than the first": '[orchestrator]\nfilters = [{ type = "repetition", window = 2 }]\n'
     + ENV,
     "a control beside others": (
-        "[trainer.loss]\nkl_tau = 0\n"
-        + ENV
-        + '[[orchestrator.env]]\nid = "reverse-text"\nalgo = { type = "zero" }\n'
+        "[trainer.loss]\nkl_tau = 0\n" + ENV + '[[orchestrator.env]]\nid = "reverse-text"\nalgo = { type = "zero" }\n'
     ),
     "a gate of rewards with a late baseline": (
-        '[orchestrator.algo]\ntype = "rae"\n'
-        + ENV
-        + 'curriculum = { gates = { g = { type = "reward_range" } } }\n'
+        '[orchestrator.algo]\ntype = "rae"\n' + ENV + 'curriculum = { gates = { g = { type = "reward_range" } } }\n'
     ),
 }
 
@@ -865,11 +770,7 @@ def test_steps_of_the_critic_alone_leave_a_schedule_less_room(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        "--inference.vllm-extra.seed 2 --inference.seed 4",
-        "--inference.port 9000 --inference.server.port 9001",
-    ],
+    "flags", ["--inference.vllm-extra.seed 2 --inference.seed 4", "--inference.port 9000 --inference.server.port 9001"]
 )
 def test_two_spellings_on_the_command_line_with_two_values_are_refused(flags: str, tmp_path: Path) -> None:
     (line,) = complaints(tmp_path, ENV, flags)

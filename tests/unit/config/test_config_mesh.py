@@ -116,22 +116,16 @@ def test_the_style_of_cp_is_chosen_by_heads_and_family(family, cp, style):
 @pytest.mark.parametrize("key", ["tp", "cp", "ep"])
 def test_transformers_modules_are_sharded_and_not_cut(key):
     assert mesh.find_plain_degrees(ModelSection(), 4) == mesh.Degrees(dp_shard=4)
-    assert mesh.find_plain_degrees(ModelSection(dp_replicate=2), 4) == mesh.Degrees(
-        dp_replicate=2, dp_shard=2
-    )
+    assert mesh.find_plain_degrees(ModelSection(dp_replicate=2), 4) == mesh.Degrees(dp_replicate=2, dp_shard=2)
     with pytest.raises(ConfigError, match=rf"\[model\] {key} = 2 cuts .* only modules of our own can"):
         mesh.find_plain_degrees(ModelSection(**{key: 2}), 4)
-    with pytest.raises(
-        ConfigError, match="dp_replicate = 3 does not divide the 4 trainer ranks; valid: 1, 2, 4"
-    ):
+    with pytest.raises(ConfigError, match="dp_replicate = 3 does not divide the 4 trainer ranks; valid: 1, 2, 4"):
         mesh.find_plain_degrees(ModelSection(dp_replicate=3), 4)
 
 
 def test_a_step_to_resume_from_can_be_given_with_the_checkpoints(tmp_path):
     settings = {"output_dir": str(tmp_path), "ckpt": {"resume_step": 40, "interval": 20}}
-    sft = SFTConfig.model_validate(
-        settings | {"max_steps": 60, "data": {"type": "environment", "id": "sort-letters"}}
-    )
+    sft = SFTConfig.model_validate(settings | {"max_steps": 60, "data": {"type": "environment", "id": "sort-letters"}})
     assert sft.resume.step == 40 and sft.ckpt.interval == 20
     run = RLConfig.model_validate(
         settings | {"model": {"name": str(tmp_path)}, "orchestrator": {"env": [{"id": "sort-letters"}]}}
@@ -142,21 +136,9 @@ def test_a_step_to_resume_from_can_be_given_with_the_checkpoints(tmp_path):
 @pytest.mark.parametrize(
     ("family", "degrees", "words"),
     [
-        (
-            "nemotron_h",
-            {"cp": 2},
-            "cp = 2 cannot cut the state of its recurrent layers .* use .*dp_replicate, ep$",
-        ),
-        (
-            "qwen3_5_text",
-            {"cp": 4},
-            "cp = 4 does not divide the 2 heads of the gated delta rule .*valid: 1, 2$",
-        ),
-        (
-            "qwen3_5_moe_text",
-            {"tp": 2},
-            "tp = 2 cannot cut its recurrent layers .* use .*dp_replicate, cp, ep$",
-        ),
+        ("nemotron_h", {"cp": 2}, "cp = 2 cannot cut the state of its recurrent layers .* use .*dp_replicate, ep$"),
+        ("qwen3_5_text", {"cp": 4}, "cp = 4 does not divide the 2 heads of the gated delta rule .*valid: 1, 2$"),
+        ("qwen3_5_moe_text", {"tp": 2}, "tp = 2 cannot cut its recurrent layers .* use .*dp_replicate, cp, ep$"),
         ("deepseek_v3", {"tp": 2}, "tp = 2 cannot cut its latent attention .* use .*dp_replicate, cp, ep$"),
         ("glm_moe_dsa", {"tp": 2}, "tp = 2 cannot cut its latent attention .* use .*dp_replicate, cp, ep$"),
         (

@@ -23,9 +23,7 @@ def rl(**settings):
 def test_replay_has_the_engine_return_its_choices():
     assert not rl().inference.enable_return_routed_experts
     assert rl(trainer={"enable_router_replay": True}).inference.enable_return_routed_experts
-    assert rl(
-        trainer={"enable_router_replay": True}, inference={"seed": 3}
-    ).inference.enable_return_routed_experts
+    assert rl(trainer={"enable_router_replay": True}, inference={"seed": 3}).inference.enable_return_routed_experts
     alone = rl(inference={"vllm": {"enable_return_routed_experts": True}})
     assert alone.inference.enable_return_routed_experts and not alone.trainer.enable_router_replay
 
@@ -61,10 +59,7 @@ def test_defaults_are_those_of_the_spec():
 def test_vllm_is_asked_for_its_choices_on_a_gpu_and_ours_are_captured_on_a_cpu(tmp_path):
     section = InferenceSection(enable_return_routed_experts=True)
     assert "--enable-return-routed-experts" in build_command(section, tmp_path, is_cpu=False).words
-    assert (
-        "--enable-return-routed-experts"
-        not in build_command(InferenceSection(), tmp_path, is_cpu=False).words
-    )
+    assert "--enable-return-routed-experts" not in build_command(InferenceSection(), tmp_path, is_cpu=False).words
     shape = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     order = build_command(section, tmp_path, is_cpu=True)

@@ -75,12 +75,7 @@ VLLM = ("--inference.engine", "vllm")
             "inference.vllm_extra.logprobs_mode is not yours to set",
         ),
         (
-            (
-                "--inference.gpu-memory-utilization",
-                "0.5",
-                "--inference.vllm-extra",
-                '{"gpu_memory_utilization": 0.7}',
-            ),
+            ("--inference.gpu-memory-utilization", "0.5", "--inference.vllm-extra", '{"gpu_memory_utilization": 0.7}'),
             "gpu-memory-utilization = 0.5 but --inference.vllm-extra.gpu_memory_utilization = 0.7; give it once",
         ),
     ],

@@ -16,9 +16,7 @@ from stretto.launch.plan.engines import plan_engines
 from stretto.launch.plan.nodes import plan_nodes
 
 MODEL = '[inference]\nmodel = "PrimeIntellect/INTELLECT-3"\n'
-DISAGGREGATED = (
-    '[inference.deployment]\ntype = "disaggregated"\nnum_prefill_nodes = 2\nnum_decode_nodes = 2\n'
-)
+DISAGGREGATED = '[inference.deployment]\ntype = "disaggregated"\nnum_prefill_nodes = 2\nnum_decode_nodes = 2\n'
 OFFLOAD = "[inference.kv_cache_offload.cpu]\nnum_bytes = 128_000_000_000\n"
 DISK = '[inference.kv_cache_offload.disk]\npath = "/scratch/kv"\n'
 FILES = {

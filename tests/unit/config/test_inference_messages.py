@@ -12,16 +12,10 @@ from stretto.config.root import InferenceConfig
 
 WRONG = {
     # values
-    "no such engine": (
-        'engine = "vlm"',
-        'engine = "vlm": must be "auto" or "embedded" or "vllm"; did you mean "vllm"',
-    ),
+    "no such engine": ('engine = "vlm"', 'engine = "vlm": must be "auto" or "embedded" or "vllm"; did you mean "vllm"'),
     "no such type of numbers": ('dtype = "fp16"', 'must be "auto" or "float32" or "bfloat16"'),
     "no such device": ('device = "gpu"', 'must be "auto" or "cpu" or "cuda"'),
-    "a port beyond the last": (
-        "server.port = 70000",
-        "server.port = 70000: must be less than or equal to 65535",
-    ),
+    "a port beyond the last": ("server.port = 70000", "server.port = 70000: must be less than or equal to 65535"),
     "a port that is a word": ('server.port = "http"', "must be a valid integer"),
     "no tensor parallelism at all": ("parallel.tp = 0", "parallel.tp = 0: must be greater than 0"),
     "more memory than there is": ("gpu_memory_utilization = 1.5", "must be less than or equal to 1"),
@@ -42,14 +36,8 @@ WRONG = {
     "a value where a table belongs": ("parallel = 2", "a table is needed"),
     # options of vLLM
     "an option vLLM has not": ("[vllm_extra]\nmax_modle_len = 2", "did you mean --max-model-len"),
-    "a switch with a number": (
-        "[vllm_extra]\nheadless = 3",
-        "--headless is a switch and takes true or false",
-    ),
-    "an option with no such choice": (
-        '[vllm_extra]\nall2all_backend = "x"',
-        "--all2all-backend takes one of",
-    ),
+    "a switch with a number": ("[vllm_extra]\nheadless = 3", "--headless is a switch and takes true or false"),
+    "an option with no such choice": ('[vllm_extra]\nall2all_backend = "x"', "--all2all-backend takes one of"),
     "a value that is only true": ("[vllm_extra]\nmax_logprobs = true", "takes a value, not true"),
     "a wrong value of a key that vLLM has too": (
         "[vllm_extra]\nmax_model_len = true",
@@ -92,10 +80,7 @@ WRONG = {
         'router.type = "dynamo"\nrouter.policy = "consistent_hash"',
         'router.policy = "consistent_hash" is no policy of router.type = "dynamo"; it has kv, session_affinity,',
     ),
-    "a policy of Dynamo's": (
-        'router.policy = "kv"',
-        'is no policy of router.type = "vllm"; it has consistent_hash,',
-    ),
+    "a policy of Dynamo's": ('router.policy = "kv"', 'is no policy of router.type = "vllm"; it has consistent_hash,'),
     "a frontend that runs elsewhere": (
         'router.type = "dynamo"\nrouter.address = "http://r:1"',
         "cannot take these engines; leave the address out",
@@ -124,10 +109,7 @@ WRONG = {
         'engine = "embedded"\nparallel.tp = 2',
         "the embedded engine does not support this",
     ),
-    "data parallelism embedded": (
-        'engine = "embedded"\nparallel.dp = 2',
-        "parallel.dp = 2: the embedded engine",
-    ),
+    "data parallelism embedded": ('engine = "embedded"\nparallel.dp = 2', "parallel.dp = 2: the embedded engine"),
     "experts spread, embedded": ('engine = "embedded"\nenable_expert_parallel = true', "the embedded engine"),
     "overlap embedded": ('engine = "embedded"\nenable_dbo = true', "enable_dbo = true: the embedded engine"),
     "vLLM's options embedded": ('engine = "embedded"\n[vllm_extra]\nheadless = true', "the embedded engine"),
@@ -186,14 +168,8 @@ WRONG = {
         '[kv_cache_offload]\ntype = "native"\ndisk.path = "/kv"',
         "kv_cache_offload.cpu: required and missing",
     ),
-    "no such offload": (
-        '[kv_cache_offload]\ntype = "lmcache"',
-        'type = "lmcache": must be "native" or "mooncake"',
-    ),
-    "offload of nothing": (
-        '[kv_cache_offload]\ntype = "native"\ncpu.num_bytes = 0',
-        "must be greater than 0",
-    ),
+    "no such offload": ('[kv_cache_offload]\ntype = "lmcache"', 'type = "lmcache": must be "native" or "mooncake"'),
+    "offload of nothing": ('[kv_cache_offload]\ntype = "native"\ncpu.num_bytes = 0', "must be greater than 0"),
     "offload and router replay": (
         'enable_return_routed_experts = true\n[kv_cache_offload]\ntype = "native"\ncpu.num_bytes = 10',
         "comes without its experts; drop one of the two",

@@ -43,14 +43,8 @@ def test_what_is_written_out_loads_again():
 @pytest.mark.parametrize(
     ("toml", "parts"),
     [
-        (
-            '[model.ac]\ntargets = ["mlp"]\n',
-            ['model.ac.targets = ["mlp"] does nothing', 'model.ac.mode = "full"'],
-        ),
-        (
-            '[model]\nimpl = "hf"\n[model.ac]\nmode = "selective"\n',
-            ["knows the parts of our own modules only"],
-        ),
+        ('[model.ac]\ntargets = ["mlp"]\n', ['model.ac.targets = ["mlp"] does nothing', 'model.ac.mode = "full"']),
+        ('[model]\nimpl = "hf"\n[model.ac]\nmode = "selective"\n', ["knows the parts of our own modules only"]),
         ('[model.ac]\nmode = "selective"\ntargets = ["attention"]\n', ["attention", "attn_proj"]),
         ('[model.ac]\nmode = "selective"\ntargets = []\n', ["model.ac.targets is empty"]),
         ("[model]\nfsdp_cpu_offload = true\noptim_cpu_offload = true\n", ["drop model.optim_cpu_offload"]),

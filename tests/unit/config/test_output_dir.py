@@ -67,16 +67,9 @@ def test_a_file_that_resumes_starts_a_run_and_continues_it(
 
 @pytest.mark.parametrize(
     ("table", "flags"),
-    [
-        ("[resume]\n", ["--resume"]),
-        ("", ["--resume"]),
-        ("[resume]\nstep = 3\n", []),
-        ('[resume]\ndir = "other"\n', []),
-    ],
+    [("[resume]\n", ["--resume"]), ("", ["--resume"]), ("[resume]\nstep = 3\n", []), ('[resume]\ndir = "other"\n', [])],
 )
-def test_a_flag_a_step_or_a_directory_names_what_must_exist(
-    tmp_path: Path, table: str, flags: list[str]
-) -> None:
+def test_a_flag_a_step_or_a_directory_names_what_must_exist(tmp_path: Path, table: str, flags: list[str]) -> None:
     (tmp_path / "rl.toml").write_text(table + RESUMED)
     cfg = load(RLConfig, ["@", str(tmp_path / "rl.toml"), "--output-dir", str(tmp_path), *flags])
     assert cfg.resume is not None

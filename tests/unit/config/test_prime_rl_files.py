@@ -71,14 +71,10 @@ def test_nodes_and_gates_of_a_large_run_are_those_of_its_file(tmp_path: Path) ->
     env = cfg.orchestrator.env[0]
     assert env.args["agent"]["harness"] == {"id": "bash"} and list(env.curriculum.gates) == ["zero_advantage"]
     assert cfg.orchestrator.concurrency.type == "adaptive"
-    assert cfg.orchestrator.eval is not None and cfg.orchestrator.eval.env[0].args["taskset"] == {
-        "id": "aime25"
-    }
+    assert cfg.orchestrator.eval is not None and cfg.orchestrator.eval.env[0].args["taskset"] == {"id": "aime25"}
 
 
-def test_a_file_of_0_6_with_an_endpoint_picker_loads_whole(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_of_0_6_with_an_endpoint_picker_loads_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cfg = read(tmp_path, RLConfig, RL_FILES["glm5_llmd_0_6"])
     assert isinstance(cfg, RLConfig) and cfg.inference is not None and cfg.inference.router is not None
     assert (cfg.model.name, cfg.inference.model) == ("zai-org/GLM-5.1", "zai-org/GLM-5.1-FP8")
@@ -113,19 +109,9 @@ def test_their_file_is_the_config_that_the_example_of_ours_is(tmp_path: Path) ->
     assert json.dumps(dump(cfg)) == json.dumps(dump(load(RLConfig, ["@", str(ours)])))
 
 
-def test_print_config_prints_ours_and_starts_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_print_config_prints_ours_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "theirs.toml").write_text(f"orchestrator.rollouts_per_example = 4\n{ENV}")
-    words = [
-        "rl",
-        "@",
-        str(tmp_path / "theirs.toml"),
-        "--dry-run",
-        "--print-config",
-        "--output-dir",
-        str(tmp_path),
-    ]
+    words = ["rl", "@", str(tmp_path / "theirs.toml"), "--dry-run", "--print-config", "--output-dir", str(tmp_path)]
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "group_size = 4" in printed and "rollouts_per_example" not in printed

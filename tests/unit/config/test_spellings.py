@@ -9,14 +9,7 @@ import pytest
 from stretto.base.errors import ConfigError
 from stretto.config.describe import ROOTS
 from stretto.config.load import load
-from stretto.config.root import (
-    EvalConfig,
-    InferenceConfig,
-    OrchestratorConfig,
-    RLConfig,
-    SFTConfig,
-    TrainerConfig,
-)
+from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from stretto.config.section import all_paths, keys, meant
 from stretto.config.sections.orchestrator import ClientSection
 from stretto.config.spelled import Entry, State, entries, follow, markdown
@@ -66,11 +59,7 @@ def leads_somewhere(entry: Entry) -> bool:
     written = ".".join(filter(None, (entry.table.path, entry.row.theirs.replace("*", "NAME"))))
     found = follow(ROOTS[entry.table.verb], written)
     is_item = not found.rest and isinstance(found.path[-1], int)
-    return (
-        found.is_known
-        or is_item
-        or (found.key is not None and (found.key.is_free_table or found.key.is_list))
-    )
+    return found.is_known or is_item or (found.key is not None and (found.key.is_free_table or found.key.is_list))
 
 
 def test_names_of_ours_are_no_names_of_others():
@@ -83,9 +72,7 @@ def test_names_of_ours_are_no_names_of_others():
 
 def test_every_table_is_of_a_section_that_exists():
     sections = {section.__name__ for root in ROOTS.values() for _, section, _ in all_paths(root)}
-    above = {
-        parent.__name__ for root in ROOTS.values() for _, cls, _ in all_paths(root) for parent in cls.__mro__
-    }
+    above = {parent.__name__ for root in ROOTS.values() for _, cls, _ in all_paths(root) for parent in cls.__mro__}
     assert {table.section for table in TABLES} - {""} <= sections | above
     assert all(rows_of(name) is not None for name in sections)
 
@@ -258,10 +245,7 @@ def sft_data(tmp_path, lines: str) -> list[str]:
 
 def test_subsets_and_sources_of_sft_are_data_sets_of_the_hub(tmp_path):
     two = ["A/B:x[train]", "A/B:y[test]"]
-    assert sft_data(tmp_path, 'name = "A/B"\nsubsets = ["x", "y"]\nsplits = ["train", "test"]') == [
-        *two,
-        "equal",
-    ]
+    assert sft_data(tmp_path, 'name = "A/B"\nsubsets = ["x", "y"]\nsplits = ["train", "test"]') == [*two, "equal"]
     shares = sft_data(tmp_path, 'name = "A/B"\nsubsets = ["x", "y"]\nprobabilities = [0.2, 0.8]')
     assert shares == ["A/B:x[train]", "A/B:y[train]", [0.2, 0.8]]
     source = '[[data.source]]\ndataset = "A/B"\nsplit = "math"\n'
@@ -273,9 +257,7 @@ def test_subsets_and_sources_of_sft_are_data_sets_of_the_hub(tmp_path):
 
 def test_experimental_keys_are_not_passed_over(tmp_path):
     assert rl(tmp_path, f"experimental = {{}}\ntrainer.experimental = {{}}\n{ENV}")
-    with pytest.raises(
-        ConfigError, match=r"trainer\.experimental\.lora\.rank = 8: there are no experimental keys"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer\.experimental\.lora\.rank = 8: there are no experimental keys"):
         rl(tmp_path, f"[trainer.experimental.lora]\nrank = 8\n{ENV}")
 
 
@@ -307,9 +289,7 @@ def test_a_part_of_a_file_serves_its_process_alone(tmp_path):
 def test_both_spellings_of_a_key_must_agree(tmp_path):
     with pytest.raises(ConfigError, match="max_completion_tokens"):
         rl(tmp_path, f"orchestrator.train.sampling = {{ max_tokens = 3, max_completion_tokens = 4 }}\n{ENV}")
-    assert rl(
-        tmp_path, f"orchestrator.train.sampling = {{ max_tokens = 3, max_completion_tokens = 3 }}\n{ENV}"
-    )
+    assert rl(tmp_path, f"orchestrator.train.sampling = {{ max_tokens = 3, max_completion_tokens = 3 }}\n{ENV}")
 
 
 def test_sections_take_other_spellings_without_a_file():
@@ -389,9 +369,7 @@ def test_gpus_of_inference_are_ranks_or_embedded_engines(tmp_path):
         return found.parallel.dp, found.deployment.num_engines
 
     assert shape("deployment.num_infer_gpus = 6", 'inference.engine = "vllm"') == (6, 1)
-    assert shape(
-        "deployment.num_infer_gpus = 6", 'inference = { engine = "vllm", parallel = { tp = 2 } }'
-    ) == (3, 1)
+    assert shape("deployment.num_infer_gpus = 6", 'inference = { engine = "vllm", parallel = { tp = 2 } }') == (3, 1)
     assert shape("deployment.num_infer_gpus = 6", 'inference.engine = "embedded"') == (1, 6)
 
 
@@ -419,11 +397,6 @@ def test_keys_of_an_algorithm_are_read_in_an_environment_too(tmp_path):
 
 
 def test_top_k_of_a_request_is_trained_as_it_was_sampled(tmp_path):
-    train = rl(
-        tmp_path, f"orchestrator.train.sampling.extra_body = {{ top_k = 20 }}\n{ENV}"
-    ).orchestrator.train
+    train = rl(tmp_path, f"orchestrator.train.sampling.extra_body = {{ top_k = 20 }}\n{ENV}").orchestrator.train
     assert train.sampling.top_k == 20 and train.replay is not None
-    assert (
-        rl(tmp_path, f"orchestrator.train.sampling.extra_body.top_k = -1\n{ENV}").orchestrator.train.replay
-        is None
-    )
+    assert rl(tmp_path, f"orchestrator.train.sampling.extra_body.top_k = -1\n{ENV}").orchestrator.train.replay is None

@@ -115,15 +115,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(404, "RepoNotFound")
         match words[3:]:
             case [] | ["revision", _]:
-                files = [
-                    {"rfilename": e["path"], "size": e["size"], "blobId": e["oid"]} for e in _entries(repo)
-                ]
+                files = [{"rfilename": e["path"], "size": e["size"], "blobId": e["oid"]} for e in _entries(repo)]
                 name = "/".join(words[1:3])
-                about = {
-                    "id": name,
-                    "sha": self.server.commit,
-                    "gated": "auto" if self._is_kept(name) else False,
-                }
+                about = {"id": name, "sha": self.server.commit, "gated": "auto" if self._is_kept(name) else False}
                 self._send_json(about | {"siblings": files})
             case ["auth-check"]:
                 if self._is_kept("/".join(words[1:3])):
@@ -199,9 +193,7 @@ class _Handler(BaseHTTPRequestHandler):
             {**each, "actions": {"upload": {"href": f"{self.server.url}/store/{each['oid']}"}}}
             for each in asked["objects"]
         ]
-        self._send_json(
-            {"transfer": "basic", "objects": objects}, content_type="application/vnd.git-lfs+json"
-        )
+        self._send_json({"transfer": "basic", "objects": objects}, content_type="application/vnd.git-lfs+json")
 
     def _commit(self, kind: str, repo: Path, body: bytes) -> None:
         if not self._is_known():
@@ -211,20 +203,14 @@ class _Handler(BaseHTTPRequestHandler):
             if line["key"] == "header":
                 self.server.messages.append(value["summary"])
                 continue
-            content = (
-                self.server.stored[value["oid"]] if "oid" in value else base64.b64decode(value["content"])
-            )
+            content = self.server.stored[value["oid"]] if "oid" in value else base64.b64decode(value["content"])
             assert "oid" not in value or hashlib.sha256(content).hexdigest() == value["oid"]
             (repo / value["path"]).parent.mkdir(parents=True, exist_ok=True)
             (repo / value["path"]).write_bytes(content)
         self.server.num_commits += 1
         url = f"{self.server.url}/{repo.parent.name}/{repo.name}"
         self._send_json(
-            {
-                "success": True,
-                "commitOid": self.server.commit,
-                "commitUrl": f"{url}/commit/{self.server.commit}",
-            }
+            {"success": True, "commitOid": self.server.commit, "commitUrl": f"{url}/commit/{self.server.commit}"}
         )
 
     def _is_known(self) -> bool:
@@ -245,12 +231,7 @@ class _Handler(BaseHTTPRequestHandler):
         return name in self.server.gated and not self._is_known()
 
     def _send(
-        self,
-        content: bytes,
-        status: int = 200,
-        headers: dict[str, str] | None = None,
-        *,
-        is_broken: bool = False,
+        self, content: bytes, status: int = 200, headers: dict[str, str] | None = None, *, is_broken: bool = False
     ) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():

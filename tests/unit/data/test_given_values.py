@@ -42,30 +42,15 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no role": ({"content": "a"}, "role must be one of system, user, assistant, tool, got None"),
     "a number in a part": ({"role": "user", "content": [{"type": "text", "text": 3}]}, "write str"),
     "a text as part": ({"role": "user", "content": ["a"]}, r"content\[0\] must be an object with a type"),
-    "a text as call": (
-        {"role": "assistant", "content": "", "tool_calls": ["add"]},
-        r"tool_calls\[0\] must be an",
-    ),
-    "a call without a name": (
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]},
-        "a name",
-    ),
-    "calls that are no list": (
-        {"role": "assistant", "content": "", "tool_calls": 5},
-        "must be a list of calls",
-    ),
+    "a text as call": ({"role": "assistant", "content": "", "tool_calls": ["add"]}, r"tool_calls\[0\] must be an"),
+    "a call without a name": ({"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}, "a name"),
+    "calls that are no list": ({"role": "assistant", "content": "", "tool_calls": 5}, "must be a list of calls"),
     "arguments in a list": (
         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]},
         "the arguments of f must be an object",
     ),
-    "the old form of a call": (
-        {"role": "assistant", "content": "", "function_call": {"name": "f"}},
-        "tool_calls",
-    ),
-    "a thought that is no text": (
-        {"role": "assistant", "content": "", "thinking": 4},
-        "reasoning_content must be",
-    ),
+    "the old form of a call": ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "tool_calls"),
+    "a thought that is no text": ({"role": "assistant", "content": "", "thinking": 4}, "reasoning_content must be"),
 }
 
 
@@ -169,9 +154,7 @@ def test_a_key_that_nothing_reads_is_refused_and_two_that_differ_are() -> None:
 
 
 def test_half_a_character_in_a_record_is_refused_and_from_a_program_is_replaced() -> None:
-    with pytest.raises(
-        DataError, match=r"rows.jsonl:4: prompt\[0\]: content: character 4 .* half of a surrogate"
-    ):
+    with pytest.raises(DataError, match=r"rows.jsonl:4: prompt\[0\]: content: character 4 .* half of a surrogate"):
         parse_messages([{"role": "user", "content": "caf\ud83d"}], "prompt", "rows.jsonl:4")
     assert checked_messages([{"role": "tool", "content": "a\udcb2"}], "here")[0]["content"] == "a\ufffd"
     assert with_whole_text("a\udcb2b \U0001f600") == "a\ufffdb \U0001f600"
@@ -179,9 +162,7 @@ def test_half_a_character_in_a_record_is_refused_and_from_a_program_is_replaced(
 
 
 def test_half_a_character_in_an_error_does_not_end_the_run(caplog) -> None:
-    caplog.set_level(
-        logging.CRITICAL + 1
-    )  # pytest cannot send a report with half a character to its first process
+    caplog.set_level(logging.CRITICAL + 1)  # pytest cannot send a report with half a character to its first process
 
     class Fails(Told):
         def score(self, episode: Any) -> float:
@@ -225,9 +206,7 @@ def test_data_of_a_task_is_what_the_ledger_holds() -> None:
 def test_tasks_that_differ_from_call_to_call_are_told_before_the_start() -> None:
     numbers = itertools.count()
     env = Source(lambda i: Task(env="e", task_id=f"t{i}", data={"n": next(numbers)}))
-    with pytest.raises(
-        EnvError, match=r"make\(0\) gave two different tasks, with data .*random.Random\(index\)"
-    ):
+    with pytest.raises(EnvError, match=r"make\(0\) gave two different tasks, with data .*random.Random\(index\)"):
         same_task(env, tasks_of(env, "train"), "train")
     same = Source(lambda i: Task(env="e", task_id=f"t{i}", data={"n": i}))
     assert same_task(same, tasks_of(same, "train"), "train").data == {"n": 0}
@@ -238,22 +217,11 @@ def test_tasks_that_differ_from_call_to_call_are_told_before_the_start() -> None
 
 def test_nulls_that_a_column_format_adds_are_not_given_to_a_template(tmp_path: Any) -> None:
     tools = [
-        [
-            {
-                "type": "function",
-                "function": {"name": n, "parameters": {"properties": {key: {"type": "string"}}}},
-            }
-        ]
+        [{"type": "function", "function": {"name": n, "parameters": {"properties": {key: {"type": "string"}}}}}]
         for n, key in (("weather", "city"), ("compute", "expr"))
     ]
     messages = [
-        [
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"function": {"name": n, "arguments": {key: "x"}}}],
-            }
-        ]
+        [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": n, "arguments": {key: "x"}}}]}]
         for n, key in (("weather", "city"), ("compute", "expr"))
     ]
     rows = [{"tools": t, "messages": m, "metadata": {"a": None}} for t, m in zip(tools, messages)]
@@ -265,9 +233,7 @@ def test_nulls_that_a_column_format_adds_are_not_given_to_a_template(tmp_path: A
 # -- rewards --
 
 
-@pytest.mark.parametrize(
-    "reward", [True, np.float32(1), np.int64(1), np.bool_(True), np.array(1.0)], ids=repr
-)
+@pytest.mark.parametrize("reward", [True, np.float32(1), np.int64(1), np.bool_(True), np.array(1.0)], ids=repr)
 def test_a_sample_takes_the_scalars_that_an_environment_may_give(reward: Any) -> None:
     assert Sample(prompt="a", reward=reward).get_reward_value(None) == 1.0
     assert type(Sample(prompt="a", reward=reward).get_reward_value(None)) is float

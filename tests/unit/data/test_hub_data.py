@@ -94,11 +94,7 @@ def read(hub, home: Path, *sources: str, how: str = "cached", is_offline: bool =
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-MAIN, PART, OTHER = (
-    "openai/gsm8k:main[train]",
-    "openai/gsm8k:main[train[5:8]]",
-    "openai/gsm8k:socratic[train]",
-)
+MAIN, PART, OTHER = ("openai/gsm8k:main[train]", "openai/gsm8k:main[train[5:8]]", "openai/gsm8k:socratic[train]")
 
 
 def test_a_split_is_fetched_once_and_then_read_from_the_cache_without_a_network(hub, tmp_path):
@@ -141,17 +137,8 @@ def test_a_process_that_ends_within_a_stream_says_nothing(tmp_path):
 def test_what_is_fetched_by_hand_is_read_offline_in_both_ways(hub, tmp_path):
     home = tmp_path / "home"
     [missing] = read(hub, home, MAIN, is_offline=True)
-    assert (
-        missing.startswith("DataError: path = 'openai/gsm8k:main[train]': Couldn't reach")
-        and ADVICE in missing
-    )
-    command = [
-        str(Path(sys.executable).with_name("hf")),
-        "download",
-        "openai/gsm8k",
-        "--repo-type",
-        "dataset",
-    ]
+    assert missing.startswith("DataError: path = 'openai/gsm8k:main[train]': Couldn't reach") and ADVICE in missing
+    command = [str(Path(sys.executable).with_name("hf")), "download", "openai/gsm8k", "--repo-type", "dataset"]
     subprocess.run(command, env=environment(hub, home), check=True, capture_output=True, timeout=300)
     how = "cached cached cached streamed streamed streamed"
     both = read(hub, home, *[MAIN, PART, OTHER] * 2, how=how, is_offline=True)
@@ -169,10 +156,7 @@ def test_mistakes_are_named_with_what_there_is_instead(hub, tmp_path):
     ]
     how = "cached cached cached cached streamed"
     config, split, unnamed, repo, percent = read(hub, tmp_path / "home", *sources, how=how)
-    assert (
-        config.startswith("ConfigError: path = 'openai/gsm8k:mian[train]'")
-        and "['main', 'socratic']" in config
-    )
+    assert config.startswith("ConfigError: path = 'openai/gsm8k:mian[train]'") and "['main', 'socratic']" in config
     assert split.startswith("ConfigError") and "['train', 'test']" in split
     assert unnamed.startswith("ConfigError") and "'socratic'" in unnamed
     assert repo.startswith("DataError") and "doesn't exist" in repo and "hf auth login" in repo
@@ -250,9 +234,7 @@ def test_columns_become_prompts_labels_and_metadata(local):
         "metadata": {"level": 3},
         "tools": None,
     }
-    streamed = dataset(
-        path=f"{local}:main[train[:4]]", streaming=True, input_key="question", label_key="answer"
-    )
+    streamed = dataset(path=f"{local}:main[train[:4]]", streaming=True, input_key="question", label_key="answer")
     assert streamed.tasks("train").num_tasks == 4
 
 
@@ -290,9 +272,7 @@ def test_columns_become_examples_for_sft(local, tmp_path):
     replies = texts(input_key="question", output_key="answer")
     assert len(replies) == 2 and replies[1].endswith("2<|im_end|>")
     assert len(texts(convert=f"{__name__}:boxed", streaming=True)) == 2
-    with pytest.raises(
-        DataError, match=r"row 1: no 'reply' \(output_key\); the row has answer, level, question"
-    ):
+    with pytest.raises(DataError, match=r"row 1: no 'reply' \(output_key\); the row has answer, level, question"):
         texts(input_key="question", output_key="reply")
     with pytest.raises(ConfigError, match=r"row 1: convert = .*test_hub_data\.py:\d+: KeyError: 'questoin'"):
         texts(convert=f"{__name__}:broken")

@@ -50,11 +50,7 @@ def site(tmp_path, made, monkeypatch):
 
 
 def digests(directory):
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in directory.iterdir()
-        if path.is_file()
-    }
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir() if path.is_file()}
 
 
 def test_a_model_that_is_not_here_is_downloaded_whole_and_only_once(site, made):
@@ -65,9 +61,7 @@ def test_a_model_that_is_not_here_is_downloaded_whole_and_only_once(site, made):
     assert offer.num_bytes == sum((made / name).stat().st_size for name in needed)
     directory = fetch(NAME, report=lines.append)
     assert digests(directory) == needed  # neither pytorch_model.bin nor what is in subdirectories
-    assert lines[0].startswith(
-        f"downloading {NAME}: {hub_model.size(offer.num_bytes)} in {len(needed)} files, into "
-    )
+    assert lines[0].startswith(f"downloading {NAME}: {hub_model.size(offer.num_bytes)} in {len(needed)} files, into ")
     assert lines[-1].startswith(f"downloaded {NAME} in ")
     before = len(site.requests)
     assert fetch(NAME) == find_local(NAME) == find_config(NAME) == directory
@@ -82,10 +76,7 @@ def test_a_connection_that_breaks_is_resumed_within_the_file(site, made):
     site.num_breaks["model-00001-of-00002.safetensors"] = 2
     directory = fetch(NAME)
     assert len(site.ranges) == 2  # each break is followed by a request for the rest
-    assert (
-        digests(directory)["model-00001-of-00002.safetensors"]
-        == digests(made)["model-00001-of-00002.safetensors"]
-    )
+    assert digests(directory)["model-00001-of-00002.safetensors"] == digests(made)["model-00001-of-00002.safetensors"]
 
 
 def test_a_download_that_broke_off_goes_on_with_the_files_that_are_missing(site, made):
@@ -106,9 +97,7 @@ def test_a_download_that_broke_off_goes_on_with_the_files_that_are_missing(site,
 def test_one_downloads_while_the_others_wait(site):
     lines, found = [], []
     with hub_model._download_lock(NAME, lines.append):
-        threads = [
-            threading.Thread(target=lambda: found.append(fetch(NAME, report=lines.append))) for _ in range(2)
-        ]
+        threads = [threading.Thread(target=lambda: found.append(fetch(NAME, report=lines.append))) for _ in range(2)]
         for thread in threads:
             thread.start()
         while lines.count(f"{NAME}: another process is downloading it; waiting until it has ended") < 2:
@@ -131,17 +120,14 @@ def test_a_disk_that_is_too_small_is_known_before(site, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(hub_model.shutil, "disk_usage", lambda _: usage(10, 0, 10))
     with pytest.raises(
-        ConfigError,
-        match=rf"are to be downloaded and {hub_model._cache()} has 10 bytes free; free some space there",
+        ConfigError, match=rf"are to be downloaded and {hub_model._cache()} has 10 bytes free; free some space there"
     ):
         fetch(NAME)
     assert not any("resolve" in line for line in site.requests)
 
 
 def test_what_the_hub_does_not_give_has_one_message_each(site, monkeypatch):
-    with pytest.raises(
-        ConfigError, match="'lab/none': no such directory, and the Hub has no model of that name"
-    ):
+    with pytest.raises(ConfigError, match="'lab/none': no such directory, and the Hub has no model of that name"):
         fetch("lab/none")
     with pytest.raises(ConfigError, match=r"'lab': no such directory; give a directory with config\.json"):
         fetch("lab")

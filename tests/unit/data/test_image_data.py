@@ -36,9 +36,7 @@ def png(seed: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory) -> Renderer:
-    tokenizer = load_tokenizer(
-        build_letters_tokenizer(tmp_path_factory.mktemp("letters"), phrases=VISION_TOKENS)
-    )
+    tokenizer = load_tokenizer(build_letters_tokenizer(tmp_path_factory.mktemp("letters"), phrases=VISION_TOKENS))
     processor = ImageProcessor(patch_size=4, min_pixels=64, max_pixels=4096)
     return build_renderer(tokenizer, model_type="qwen3", images=processor)
 
@@ -162,9 +160,7 @@ def test_examples_have_their_images_and_rows_know_whose_they_are(folder: Path, r
     assert placeholder_spans(row.token_ids, renderer.image_token_id, [4] * 4) is not None
 
 
-def test_truncation_drops_an_image_with_all_its_tokens_or_not_at_all(
-    folder: Path, renderer: Renderer
-) -> None:
+def test_truncation_drops_an_image_with_all_its_tokens_or_not_at_all(folder: Path, renderer: Renderer) -> None:
     path = written(folder, {"messages": conversation(0, 1)})
     mask = LossMaskSection(user=True, assistant=True)
     (whole,) = load_examples(FileData(name=path), renderer, mask, 500, seed=0).examples

@@ -59,12 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 def call(hub, run: RunDir, *words: str, **variables: str) -> tuple[int, str]:
     """Exit status and output of the verb in a process of its own, which knows this hub and no other."""
-    own = {
-        "HF_ENDPOINT": hub.url,
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HOME": str(run.path / "home"),
-    }
+    own = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(run.path / "home")}
     kept = {key: value for key, value in os.environ.items() if key != "HF_TOKEN"}
     done = subprocess.run(
         [sys.executable, "-m", "stretto", "push", str(run), *words],
@@ -78,11 +73,7 @@ def test_what_is_uploaded_are_the_newest_weights_the_tokenizer_and_the_card(run,
         code, output = call(hub, run, "--repo-id", "lab/sorter", HF_TOKEN=TOKEN)
         assert code == 0 and f"uploaded to {hub.url}/lab/sorter" in output, output
         again, output = call(hub, run, "--repo-id", "lab/sorter", HF_TOKEN=TOKEN)
-        assert (
-            again == 0
-            and hub.num_commits == 2
-            and hub.messages == [f"{run.path.name}: weights of step 5"] * 2
-        )
+        assert again == 0 and hub.num_commits == 2 and hub.messages == [f"{run.path.name}: weights of step 5"] * 2
     stored = tmp_path / "models" / "lab" / "sorter"
     sent = {file.name: file.read_bytes() for file in run.weights_step(5).iterdir()}
     assert {file.name: file.read_bytes() for file in stored.iterdir()} == sent
@@ -105,9 +96,7 @@ def test_who_may_not_write_gets_one_line(run, tmp_path):
             "error: an upload needs a token of the Hub that may write: run `hf auth login`, or set HF_TOKEN\n"
         )
         code, output = call(hub, run, "--repo-id", "lab/sorter", HF_TOKEN="hf_of_another")
-        assert code == 2 and output.startswith(
-            "error: --repo-id lab/sorter: the token may not write there"
-        ), output
+        assert code == 2 and output.startswith("error: --repo-id lab/sorter: the token may not write there"), output
         assert output.count("\n") == 1
         code, output = call(hub, run, "--repo-id", "lab/sorter", HF_TOKEN=TOKEN, HF_HUB_OFFLINE="1")
         assert code == 2 and output.startswith("error: HF_HUB_OFFLINE is set"), output
@@ -126,11 +115,7 @@ def test_a_dry_run_writes_the_card_and_lists_the_files(run, capsys):
 def test_the_card_says_what_was_trained_how_and_with_what_result(run):
     card = model_card(Run(run.path), "lab/sorter")
     head = card.split("---\n")[1]
-    assert (
-        "base_model: Qwen/Qwen3-0.6B\n" in head
-        and "datasets:\n- openai/gsm8k\n" in head
-        and "- rloo\n" in head
-    )
+    assert "base_model: Qwen/Qwen3-0.6B\n" in head and "datasets:\n- openai/gsm8k\n" in head and "- rloo\n" in head
     evals = {(row["version"], row["mode"]): row["mean"] for row in Run(run.path).evals()}
     for mode in ("sampled", "greedy"):
         row = f"| echo | {mode} | {evals[0, mode]:.3f} | {evals[5, mode]:.3f} | 10 | version 0 -> 5 |"

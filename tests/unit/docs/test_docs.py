@@ -26,18 +26,14 @@ def test_every_function_named_on_the_way_of_a_rollout_exists_where_the_link_says
     page = ROOT / "docs" / "one_rollout.md"
     stops = re.findall(r"^\*\*(\d+)\.", page.read_text(), re.M)
     assert stops == [str(n) for n in range(1, 15)]
-    named = [
-        (name.strip("`"), target) for name, target in LINK.findall(page.read_text()) if name.startswith("`")
-    ]
+    named = [(name.strip("`"), target) for name, target in LINK.findall(page.read_text()) if name.startswith("`")]
     assert len(named) > 25
     for name, target in named:
         source = (page.parent / target).read_text()
         if name == Path(target).parent.name:
             continue  # a package, named by its folder
         for part in name.split("."):
-            assert re.search(rf"^\s*(?:async )?(?:def|class) {part}\b", source, re.M), (
-                f"{name} is not in {target}"
-            )
+            assert re.search(rf"^\s*(?:async )?(?:def|class) {part}\b", source, re.M), f"{name} is not in {target}"
 
 
 def test_the_map_names_every_room():

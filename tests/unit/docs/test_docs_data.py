@@ -32,10 +32,7 @@ def test_the_records_shown_are_read(tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / shown["images"][0])
     path.write_text(json.dumps(shown) + "\n")
     env = load_environment("dataset", {"path": str(path)}, run=RunInfo())
-    assert [part["type"] for part in env.tasks("train").task(0).data["prompt"][0]["content"]] == [
-        "image",
-        "text",
-    ]
+    assert [part["type"] for part in env.tasks("train").task(0).data["prompt"][0]["content"]] == ["image", "text"]
 
 
 def test_every_argument_and_every_hook_has_its_row():

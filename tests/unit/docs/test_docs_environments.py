@@ -63,9 +63,7 @@ async def test_the_episode_of_searches_goes_on_after_a_stop():
             prompts.append("".join(map(chr, tokens)))
             text = replies.pop(0)
             return SimpleNamespace(
-                text=text,
-                token_ids=encode(text),
-                stop_reason=next(each for each in stop if text.endswith(each)),
+                text=text, token_ids=encode(text), stop_reason=next(each for each in stop if text.endswith(each))
             )
 
     answer = await names["search_episode"](Ctx(), encode("q:"), {"Rome": "old"}.get, encode)

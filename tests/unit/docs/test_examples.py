@@ -13,15 +13,7 @@ from stretto.launch.plan.plan import plan
 from stretto.orchestrator.build import build_scratch_renderer
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-LARGE = (
-    "qwen3_0.6b",
-    "qwen3_30b_a3b",
-    "qwen3_vl_4b",
-    "glm4.5_air",
-    "gpt_oss_20b",
-    "glm5_pd_disag",
-    "glm5_llmd",
-)
+LARGE = ("qwen3_0.6b", "qwen3_30b_a3b", "qwen3_vl_4b", "glm4.5_air", "gpt_oss_20b", "glm5_pd_disag", "glm5_llmd")
 OTHERS = (
     "broken",
     "gsm8k",
@@ -60,11 +52,7 @@ def test_rl_starts_from_the_weights_its_sft_leaves(path):
 @pytest.mark.parametrize("path", RL, ids=name)
 def test_rl_plans_three_processes(path):
     cfg = load(RLConfig, ["@", str(path)])
-    assert [spec.role for spec in plan(cfg, cfg.run_dir).processes] == [
-        "inference",
-        "orchestrator",
-        "trainer",
-    ]
+    assert [spec.role for spec in plan(cfg, cfg.run_dir).processes] == ["inference", "orchestrator", "trainer"]
     assert cfg.orchestrator.batch_size % cfg.orchestrator.group_size == 0
     assert cfg.trainer.scheduler.type == "constant" or cfg.max_steps is not None
 
@@ -105,8 +93,4 @@ def test_the_three_files_of_reverse_text_are_its_one_file(monkeypatch):
     orchestrator = load(OrchestratorConfig, ["@", f"{folder}/orch.toml"])
     trainer = load(TrainerConfig, ["@", f"{folder}/train.toml"])
     assert orchestrator.run_path == trainer.run_path
-    assert (
-        load(InferenceConfig, ["@", f"{folder}/infer.toml"]).model
-        == orchestrator.model.name
-        == trainer.model.name
-    )
+    assert load(InferenceConfig, ["@", f"{folder}/infer.toml"]).model == orchestrator.model.name == trainer.model.name

@@ -64,10 +64,7 @@ def test_every_order_is_solved_by_the_tools_and_nothing_else_is():
         assert shop.score(right).reward == 1.0 and shop.score(right).metrics["searches"] == 2.0
         wrong = {"role": "assistant", "content": last["content"].replace("{", "{1")}
         assert shop.score(Episode(task, [*talk, wrong])).reward == 0.0
-        assert (
-            shop.score(Episode(task, [talk[0], {"role": "assistant", "content": "I do not know."}])).reward
-            == 0.0
-        )
+        assert shop.score(Episode(task, [talk[0], {"role": "assistant", "content": "I do not know."}])).reward == 0.0
     held_out = {shop.tasks("eval").task(i).data["order"] for i in range(200)}
     assert not held_out & {shop.tasks("train").task(i).data["order"] for i in range(2000)}
 
@@ -86,8 +83,7 @@ def test_the_warm_up_asks_as_the_run_does():
     records = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(records)
     rl, sft = (
-        load(root, ["@", str(GSM8K / file)])
-        for root, file in ((RLConfig, "qwen3.toml"), (SFTConfig, "sft.toml"))
+        load(root, ["@", str(GSM8K / file)]) for root, file in ((RLConfig, "qwen3.toml"), (SFTConfig, "sft.toml"))
     )
     args = rl.orchestrator.env[0].args
     assert args["prompt_template"] == "{prompt}" + records.ASK
@@ -119,42 +115,10 @@ def test_parameters_and_cache_of_the_page_are_those_of_the_model(model):
 EXAMPLES = GSM8K.parent
 SHAPES = {
     "Qwen/Qwen3-0.6B": ("qwen3", 28, 1024, 3072, 16, 8, {}),
-    "Qwen/Qwen3-30B-A3B": (
-        "qwen3_moe",
-        48,
-        2048,
-        6144,
-        32,
-        4,
-        {"num_experts": 128, "num_experts_per_tok": 8},
-    ),
-    "zai-org/GLM-4.5-Air": (
-        "glm4_moe",
-        46,
-        4096,
-        10944,
-        96,
-        8,
-        {"n_routed_experts": 128, "num_experts_per_tok": 8},
-    ),
-    "lmsys/gpt-oss-20b-bf16": (
-        "gpt_oss",
-        24,
-        2880,
-        2880,
-        64,
-        8,
-        {"num_local_experts": 32, "num_experts_per_tok": 4},
-    ),
-    "zai-org/GLM-5": (
-        "glm_moe_dsa",
-        78,
-        6144,
-        12288,
-        64,
-        64,
-        {"n_routed_experts": 256, "num_experts_per_tok": 8},
-    ),
+    "Qwen/Qwen3-30B-A3B": ("qwen3_moe", 48, 2048, 6144, 32, 4, {"num_experts": 128, "num_experts_per_tok": 8}),
+    "zai-org/GLM-4.5-Air": ("glm4_moe", 46, 4096, 10944, 96, 8, {"n_routed_experts": 128, "num_experts_per_tok": 8}),
+    "lmsys/gpt-oss-20b-bf16": ("gpt_oss", 24, 2880, 2880, 64, 8, {"num_local_experts": 32, "num_experts_per_tok": 4}),
+    "zai-org/GLM-5": ("glm_moe_dsa", 78, 6144, 12288, 64, 64, {"n_routed_experts": 256, "num_experts_per_tok": 8}),
 }
 """model_type, layers, hidden and intermediate size, heads, key and value heads, and more, as in their config.json."""
 PLANS = {

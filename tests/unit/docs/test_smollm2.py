@@ -68,9 +68,7 @@ def played(replies: list[str]) -> tuple[Episode, list[dict]]:
     task = Task(env="prices", task_id="train-0", data={"thing": "old mug", "price": 47})
     episode = Episode(task, list(env.prompt(task)))
     for text in replies:
-        reply = Reply(
-            message={"role": "assistant", "content": text}, text=text, token_ids=None, finish_reason="stop"
-        )
+        reply = Reply(message={"role": "assistant", "content": text}, text=text, token_ids=None, finish_reason="stop")
         episode.messages.append(reply.message)
         episode.num_turns += 1
         answer = env.respond(episode, reply)
@@ -99,9 +97,7 @@ def test_the_control_gives_a_group_its_own_rewards_in_another_order_and_leaves_e
     drawn = random.Random(0)
     rewards = [drawn.random() for _ in range(8)]
     rollouts = tuple(SimpleNamespace(reward=reward) for reward in rewards)
-    group = SimpleNamespace(
-        group_id=3, rollouts=rollouts, task=words_task("Write 4 words about the old bridge.")
-    )
+    group = SimpleNamespace(group_id=3, rollouts=rollouts, task=words_task("Write 4 words about the old bridge."))
     permuted = asyncio.run(PermutedWords().score_group(group, []))
     assert sorted(permuted) == sorted(rewards) and permuted != rewards
     group.task = Task(env="words", task_id="eval-0", data={})
@@ -137,10 +133,7 @@ def test_every_file_is_planned_over_the_first(
     cfg = load(RLConfig, [*words, "--output-dir", str(tmp_path)])
     roles = [spec.role for spec in plan(cfg, cfg.run_dir).processes]
     assert roles == ["teacher"] * (overlay == "teacher") + ["inference", "orchestrator", "trainer"]
-    assert cli.main(["rl", *words, "--output-dir", str(tmp_path), "--seq-len", "256", "--dry-run"]) in (
-        0,
-        None,
-    )
+    assert cli.main(["rl", *words, "--output-dir", str(tmp_path), "--seq-len", "256", "--dry-run"]) in (0, None)
     assert capsys.readouterr().err == ""
 
 

@@ -113,9 +113,7 @@ def test_a_config_that_does_not_load_is_one_finding_beside_the_machine(words, tm
 
 
 def test_torch_that_cannot_be_imported_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        software, "_PROBE", "import sys; sys.exit('ImportError: libcudart.so.13: cannot open')"
-    )
+    monkeypatch.setattr(software, "_PROBE", "import sys; sys.exit('ImportError: libcudart.so.13: cannot open')")
     (found,) = software.torch()
     assert found.state is State.BAD and "libcudart" in found.text and "pip install" in found.fix
 
@@ -178,9 +176,7 @@ def test_an_environment_plays_a_rollout_against_a_stub(words: list[str]) -> None
     assert found.state is State.GOOD and "played one rollout" in found.text
 
 
-def test_an_environment_that_fails_when_it_scores_is_found(
-    words: list[str], tmp_path: Path, monkeypatch
-) -> None:
+def test_an_environment_that_fails_when_it_scores_is_found(words: list[str], tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "broken_scores.py").write_text(
         "from stretto.envs.base import SingleTurnEnv, TaskSource\n"
         "from stretto.records.rollout import Task\n"
@@ -219,15 +215,7 @@ def test_tasks_that_are_drawn_anew_each_time_are_found(words: list[str], tmp_pat
 def test_the_verb_of_a_config_is_found(words: list[str], tmp_path: Path) -> None:
     assert configs.load_config(words)[0] == "rl"
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    sft = [
-        "--data.name",
-        str(tmp_path / "rows.jsonl"),
-        "--batch-size",
-        "1",
-        "--model.scratch.family",
-        "qwen3",
-        *FEW,
-    ]
+    sft = ["--data.name", str(tmp_path / "rows.jsonl"), "--batch-size", "1", "--model.scratch.family", "qwen3", *FEW]
     assert configs.load_config(sft)[0] == "sft"
 
 
@@ -253,12 +241,7 @@ def test_a_port_that_is_taken_gets_another(words: list[str]) -> None:
 
 def test_a_model_that_does_not_fit_is_said(words, tmp_path, model) -> None:
     large = json.loads((model / "config.json").read_text())
-    large |= {
-        "hidden_size": 16384,
-        "intermediate_size": 65536,
-        "num_hidden_layers": 100,
-        "vocab_size": 200_000,
-    }
+    large |= {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 100, "vocab_size": 200_000}
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "config.json").write_text(json.dumps(large))
     words = [*words, "--model.name", str(tmp_path / "large")]
@@ -346,8 +329,7 @@ def test_hosts_of_a_deployment_report_to_the_first(words: list[str], tmp_path: P
     argv = [sys.executable, "-m", "stretto", "doctor", *words, "--deployment.node-rank"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [
-        forked.Popen([*argv, str(node)], stdout=subprocess.PIPE, text=True, env=env, cwd=tmp_path)
-        for node in (0, 1)
+        forked.Popen([*argv, str(node)], stdout=subprocess.PIPE, text=True, env=env, cwd=tmp_path) for node in (0, 1)
     ]
     first, second = (json.loads(process.communicate(timeout=90)[0])["findings"] for process in started)
     told = {row["name"]: row for row in first if row["host"]}

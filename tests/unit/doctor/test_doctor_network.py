@@ -54,9 +54,7 @@ def test_peers_that_come_together_are_all_met(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(network, "TIMEOUT_S", 0.5)  # of one answer, less than the turns of the others
     with socket.create_server(("127.0.0.1", 0)) as listener:
         met: list = []
-        thread = threading.Thread(
-            target=lambda: met.extend(listen(listener, new_token(), wait_s=1.0, is_renewed=True))
-        )
+        thread = threading.Thread(target=lambda: met.extend(listen(listener, new_token(), wait_s=1.0, is_renewed=True)))
         thread.start()
 
         def report(node: int) -> None:

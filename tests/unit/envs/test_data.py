@@ -44,11 +44,7 @@ def trained_text(renderer, example):
 
 def test_messages_and_prompt_completion_rows_are_the_same_examples(renderer, tmp_path):
     ask, reply = messages("ba", "ab")["messages"]
-    rows = [
-        messages("ba", "ab"),
-        {"prompt": "ba", "completion": "ab"},
-        {"prompt": [ask], "completion": [reply]},
-    ]
+    rows = [messages("ba", "ab"), {"prompt": "ba", "completion": "ab"}, {"prompt": [ask], "completion": [reply]}]
     examples = load(renderer, write_jsonl(tmp_path / "rows.jsonl", rows))
     assert [trained_text(renderer, example) for example in examples] == ["ab<|im_end|>"] * 3
     assert len({example.token_ids.tobytes() for example in examples}) == 1
@@ -61,13 +57,9 @@ def test_conversation_and_tools_are_read_from_the_configured_keys(renderer, tmp_
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     (row,) = read_rows(FileData(name=str(path), input_key="talk", tool_key="my_tools"), 0)
     assert row.messages == talk and row.tools == tools
-    with pytest.raises(
-        DataError, match=r"rows\.jsonl:1: no 'speech' \(input_key\); the row has messages, my_tools"
-    ):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: no 'speech' \(input_key\); the row has messages, my_tools"):
         list(read_rows(FileData(name=str(path), input_key="speech"), 0))
-    with pytest.raises(
-        DataError, match=r"rows\.jsonl:1: `messages` must be a list of messages, got 'not these'"
-    ):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: `messages` must be a list of messages, got 'not these'"):
         list(read_rows(FileData(name=str(path), input_key="messages"), 0))
 
 
@@ -106,11 +98,7 @@ def test_directory_of_jsonl_and_parquet_is_read_in_order_of_names(renderer, tmp_
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     (tmp_path / "readme.txt").write_text("not data")
     examples = load(renderer, tmp_path)
-    assert [trained_text(renderer, e) for e in examples] == [
-        "first<|im_end|>",
-        "mid<|im_end|>",
-        "second<|im_end|>",
-    ]
+    assert [trained_text(renderer, e) for e in examples] == ["first<|im_end|>", "mid<|im_end|>", "second<|im_end|>"]
 
 
 def test_the_seed_determines_the_rows_that_an_environment_writes(renderer):
@@ -132,10 +120,7 @@ def test_the_seed_determines_the_rows_that_an_environment_writes(renderer):
         ('{"prompt": "a"}', "it has prompt"),
         ('{"messages": []}', r"`messages` must be a list of messages, got \[\]"),
         ('{"messages": ["a"]}', r"messages\[0\] must be an object"),
-        (
-            '{"messages": [{"role": "robot", "content": "a"}]}',
-            r"messages\[0\].role must be one of .* got 'robot'",
-        ),
+        ('{"messages": [{"role": "robot", "content": "a"}]}', r"messages\[0\].role must be one of .* got 'robot'"),
         ('{"messages": [{"role": "user", "content": 3}]}', r"messages\[0\].content must be text, got 3"),
         ('{"prompt": "a", "completion": "b", "tools": "["}', "tools: not JSON"),
     ],
@@ -160,9 +145,7 @@ def test_missing_empty_and_unreadable_files_are_named_in_the_error(renderer, tmp
         load(renderer, tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"has no sft_rows"):
         load_examples(EnvData(id=f"{__name__}:Unsolved"), renderer, ASSISTANT, 64, 0)
-    with pytest.raises(
-        EnvError, match=r"Mistaken': sft_rows: .*test_data.py:\d+ in sft_rows: KeyError: 'answer'"
-    ):
+    with pytest.raises(EnvError, match=r"Mistaken': sft_rows: .*test_data.py:\d+ in sft_rows: KeyError: 'answer'"):
         load_examples(EnvData(id=f"{__name__}:Mistaken"), renderer, ASSISTANT, 64, 0)
 
 
@@ -233,9 +216,7 @@ def test_an_order_resumed_at_any_point_continues_as_if_never_stopped(num_example
 @settings(max_examples=60)
 def test_packing_loses_no_token_splits_no_example_and_overfills_no_row(lengths, row_tokens):
     rng = np.random.default_rng(len(lengths))
-    examples = [
-        Example(rng.integers(0, 99, n).astype(np.int32), np.arange(n) >= min(n - 1, 1)) for n in lengths
-    ]
+    examples = [Example(rng.integers(0, 99, n).astype(np.int32), np.arange(n) >= min(n - 1, 1)) for n in lengths]
     micro_batches = pack(examples, row_tokens)
     seen = {}
     for mb in micro_batches:

@@ -154,9 +154,7 @@ def test_a_run_that_resumes_with_other_records_is_refused(file):
     check_fingerprints([dataset(file)], progress)
     before = file.read_text()
     file.write_text(before.replace('"n": 3', '"n": 7'))
-    with pytest.raises(
-        DataError, match="environment mine: its records are not those that this run began with"
-    ):
+    with pytest.raises(DataError, match="environment mine: its records are not those that this run began with"):
         check_fingerprints([dataset(file)], progress)
     file.write_text(before)
     check_fingerprints([dataset(file)], progress)
@@ -193,9 +191,7 @@ def test_dates_and_bytes_of_parquet_files_are_refused_when_they_are_read(tmp_pat
     assert dataset(tmp_path / "rows.parquet").tasks("train").num_tasks == 2
     rows = [{"prompt": "a", "label": "b", "metadata": {"day": day}}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    with pytest.raises(
-        DataError, match=r"rows\.parquet, row 1: .*date is not JSON serializable; prompt, label"
-    ):
+    with pytest.raises(DataError, match=r"rows\.parquet, row 1: .*date is not JSON serializable; prompt, label"):
         dataset(tmp_path / "rows.parquet")
 
 
@@ -240,22 +236,10 @@ def test_tools_of_a_record_reach_the_template(tmp_path, monkeypatch):
 
 
 WRONG_RECORDS = {
-    "no prompt": (
-        {"question": "a", "label": "b"},
-        {},
-        ":1: no 'prompt' (input_key); the record has label, question",
-    ),
+    "no prompt": ({"question": "a", "label": "b"}, {}, ":1: no 'prompt' (input_key); the record has label, question"),
     "no label": ({"prompt": "a"}, {}, ":1: no 'label' (label_key); reward = \"exact\" compares"),
-    "metadata": (
-        {"prompt": "a", "label": "b", "metadata": [1]},
-        {},
-        ":1: 'metadata' must be an object, got list",
-    ),
-    "tools": (
-        {"prompt": "a", "label": "b", "tools": {"a": 1}},
-        {},
-        ":1: 'tools' must be a list of tools, got dict",
-    ),
+    "metadata": ({"prompt": "a", "label": "b", "metadata": [1]}, {}, ":1: 'metadata' must be an object, got list"),
+    "tools": ({"prompt": "a", "label": "b", "tools": {"a": 1}}, {}, ":1: 'tools' must be a list of tools, got dict"),
     "tools that are no JSON": ({"prompt": "a", "label": "b", "tools": "{"}, {}, ":1: tools: not JSON"),
     "messages without a template": (
         {"prompt": [{"role": "user", "content": "a"}], "label": "b"},
@@ -302,11 +286,7 @@ WRONG_RECORDS = {
         {},
         ":1: 'label' must be text or a number, got nan; reward = \"exact\" compares",
     ),
-    "a label that is a list": (
-        {"prompt": "a", "label": ["b"]},
-        {},
-        ":1: 'label' must be text or a number, got ['b']",
-    ),
+    "a label that is a list": ({"prompt": "a", "label": ["b"]}, {}, ":1: 'label' must be text or a number, got ['b']"),
     "an empty prompt": ({"prompt": "", "label": "b"}, {}, ":1: 'prompt' must be text or a list of messages"),
 }
 
@@ -442,9 +422,7 @@ async def test_a_reply_may_take_longer_than_any_limit_of_the_http_library(monkey
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
-        assert await post(f"http://127.0.0.1:{runner.addresses[0][1]}/slow", {"a": 1}, max_retries=1) == {
-            "done": True
-        }
+        assert await post(f"http://127.0.0.1:{runner.addresses[0][1]}/slow", {"a": 1}, max_retries=1) == {"done": True}
         assert asked == [{"a": 1}]
     finally:
         await runner.cleanup()
@@ -491,9 +469,7 @@ async def test_a_request_that_samples_is_never_sent_twice(status):
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
-        with pytest.raises(
-            EngineError, match="500" if status else "the connection broke while the reply was"
-        ):
+        with pytest.raises(EngineError, match="500" if status else "the connection broke while the reply was"):
             await post(f"{url}/inference/v1/generate", {}, max_retries=1)
         assert asked == ["/inference/v1/generate"]
         for path in ("/score", "/full/v1/completions"):
@@ -701,14 +677,9 @@ def test_rewards_by_function_may_be_dictionaries_and_know_the_metadata(file, mod
     """)
     args = {"reward": f"{name}:rm", "reward_key": "score", "hook_args": {"bonus": 2}}
     group, _ = play(dataset(file, **args), members=2)
-    assert [r.reward for r in group.rollouts] == [
-        2.0 * (len(sampled_text(r.branches[0])) - 1) for r in group.rollouts
-    ]
+    assert [r.reward for r in group.rollouts] == [2.0 * (len(sampled_text(r.branches[0])) - 1) for r in group.rollouts]
     group, _ = play(dataset(file, **args | {"reward_key": None}), members=1)
-    assert (
-        "the reward has the keys ['right', 'score']; name one of them as reward_key"
-        in group.rollouts[0].error
-    )
+    assert "the reward has the keys ['right', 'score']; name one of them as reward_key" in group.rollouts[0].error
 
 
 def test_a_reward_function_gets_the_whole_sample(file, module):
@@ -874,12 +845,7 @@ def test_args_have_the_sampling_and_the_group_size_of_the_section(file, tmp_path
 
 def test_in_an_eval_hooks_get_the_address_of_the_engine_that_it_starts(tmp_path):
     cfg = EvalConfig.model_validate(
-        {
-            "model": str(tmp_path),
-            "output_dir": tmp_path,
-            "run": {"name": "e"},
-            "eval": {"env": [{"id": "dataset"}]},
-        }
+        {"model": str(tmp_path), "output_dir": tmp_path, "run": {"name": "e"}, "eval": {"env": [{"id": "dataset"}]}}
     )
     free = with_server_address(cfg)
     url = f"http://127.0.0.1:{free.inference.server.port}/v1"
@@ -889,9 +855,7 @@ def test_in_an_eval_hooks_get_the_address_of_the_engine_that_it_starts(tmp_path)
         taken.listen()
         server = {"port": taken.getsockname()[1]}
         with pytest.raises(ConfigError, match="is taken by another process"):
-            with_server_address(
-                EvalConfig.model_validate(cfg.model_dump() | {"inference": {"server": server}})
-            )
+            with_server_address(EvalConfig.model_validate(cfg.model_dump() | {"inference": {"server": server}}))
     assert with_server_address(cfg.model_copy(update={"model": None})).client == cfg.client
 
 
@@ -951,12 +915,7 @@ def no_source(args, more): ...
 
 def from_source(module, name, **more):
     args = {"words": [f"word{n}" for n in range(5)]}
-    given = {
-        "data_source": f"{module(SOURCE)}:{name}",
-        "hook_args": args,
-        "shuffle": False,
-        "path": None,
-    } | more
+    given = {"data_source": f"{module(SOURCE)}:{name}", "hook_args": args, "shuffle": False, "path": None} | more
     return dataset(None, **given)
 
 
@@ -967,11 +926,7 @@ def test_a_data_source_gives_the_records_that_a_file_would(module, file):
 
 
 def test_a_run_trains_on_a_data_source(module, tmp_path):
-    args = {
-        "data_source": f"{module(SOURCE)}:Source",
-        "shuffle": False,
-        "hook_args": {"words": ["parrot", "crow"]},
-    }
+    args = {"data_source": f"{module(SOURCE)}:Source", "shuffle": False, "hook_args": {"words": ["parrot", "crow"]}}
     cfg = config(tmp_path, env=[{"id": "dataset", "args": args}], max_steps=2, filter_zero_advantages=False)
     trainer = FakeTrainer(max_steps=2)
     train(cfg, FakeEngine(parrot(0.5)), trainer)

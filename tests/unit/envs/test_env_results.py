@@ -39,10 +39,7 @@ RESULTS: dict[str, Any] = {
     **{name: value for name, value in NOT_NUMBERS.items() if name not in ("nan", "inf", "too large")},
     "a number": 1.0,
     **{f"reward {name}": RolloutResult(reward=value) for name, value in NOT_NUMBERS.items()},
-    **{
-        f"agent {n}": RolloutResult(reward=0.0, agent_rewards={"a": value})
-        for n, value in NOT_NUMBERS.items()
-    },
+    **{f"agent {n}": RolloutResult(reward=0.0, agent_rewards={"a": value}) for n, value in NOT_NUMBERS.items()},
     **{f"metric {n}": RolloutResult(reward=0.0, metrics={"a": value}) for n, value in NOT_NUMBERS.items()},
     "agents none": RolloutResult(reward=0.0, agent_rewards=None),  # type: ignore[arg-type]
     "metrics none": RolloutResult(reward=0.0, metrics=None),  # type: ignore[arg-type]
@@ -118,20 +115,14 @@ class EndsItself(Wrong):
 
 def player(**settings: Any) -> Player:
     return Player(
-        FakeEngine(parrot(1.0)),
-        CharRenderer(),
-        SamplingSection(),
-        seq_len=4000,
-        **{"max_retries": 0} | settings,
+        FakeEngine(parrot(1.0)), CharRenderer(), SamplingSection(), seq_len=4000, **{"max_retries": 0} | settings
     )
 
 
 def play(env: Any, index: int = 0, num_members: int = 2, **settings: Any) -> Group:
     async def run() -> Group:
         task = env.tasks("train").task(index)
-        return await asyncio.wait_for(
-            player(**settings).play(env, Draw(index, task, num_members, version=0)), 20
-        )
+        return await asyncio.wait_for(player(**settings).play(env, Draw(index, task, num_members, version=0)), 20)
 
     return asyncio.run(run())
 
@@ -153,9 +144,7 @@ def test_a_score_that_is_no_number_fails_its_rollout(which: str) -> None:
 @pytest.mark.parametrize("which", list(GOOD))
 def test_numbers_of_every_kind_become_floats(which: str) -> None:
     [rollout] = play(WrongScore(GOOD[which]), num_members=1).rollouts
-    assert (
-        rollout.status is RolloutStatus.FINISHED and type(rollout.reward) is float and rollout.reward == 1.0
-    )
+    assert rollout.status is RolloutStatus.FINISHED and type(rollout.reward) is float and rollout.reward == 1.0
 
 
 def test_messages_show_at_most_one_line_of_a_wrong_value() -> None:
@@ -243,9 +232,7 @@ def test_wrong_values_do_not_end_a_worker_process(monkeypatch: pytest.MonkeyPatc
         try:
             for index in range(source.num_tasks):
                 group = await player().play(env, Draw(index, source.task(index), 1, version=0))
-                assert group.rollouts[0].error.startswith("EnvError: environment mine"), group.rollouts[
-                    0
-                ].error
+                assert group.rollouts[0].error.startswith("EnvError: environment mine"), group.rollouts[0].error
             assert env.pool.workers[0].child.pid == pid and env.pool.num_lost == 0
         finally:
             await env.close()
@@ -255,9 +242,7 @@ def test_wrong_values_do_not_end_a_worker_process(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("action", ["exit", "cancel", "leak", "talk", "tools"])
-def test_exits_and_cancellations_do_not_end_a_worker_process(
-    action: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exits_and_cancellations_do_not_end_a_worker_process(action: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(HERE))
 
     async def run() -> None:
@@ -287,30 +272,23 @@ class Prompted(WrongScore):
 def test_a_text_is_a_message_of_the_user() -> None:
     prompts = ["say a", [{"role": "user", "content": "say a"}]]
     text, messages = (
-        [rollout.branches[0].token_ids.tolist() for rollout in play(Prompted(prompt)).rollouts]
-        for prompt in prompts
+        [rollout.branches[0].token_ids.tolist() for rollout in play(Prompted(prompt)).rollouts] for prompt in prompts
     )
     assert text == messages
 
 
-@pytest.mark.parametrize(
-    "prompt", [None, 3, [], ["say a"], [{"content": "say a"}], {"role": "user", "content": "a"}]
-)
+@pytest.mark.parametrize("prompt", [None, 3, [], ["say a"], [{"content": "say a"}], {"role": "user", "content": "a"}])
 def test_what_is_no_prompt_fails_and_says_what_a_prompt_is(prompt: Any) -> None:
     group = play(Prompted(prompt))
     assert all(rollout.status is RolloutStatus.FAILED for rollout in group.rollouts)
     assert "environment scores, task 0, prompt (" in group.rollouts[0].error
     assert "test_env_results.py:" in group.rollouts[0].error
     advice = "role must be one of" if isinstance(prompt, list) and prompt and "role" not in prompt[0] else ""
-    advice = (
-        advice if advice and isinstance(prompt[0], dict) else "return a text, or a list of messages such as"
-    )
+    advice = advice if advice and isinstance(prompt[0], dict) else "return a text, or a list of messages such as"
     assert advice in group.rollouts[0].error
 
 
-def test_the_traceback_of_an_error_that_comes_again_and_again_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_traceback_of_an_error_that_comes_again_and_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(WrongScore):
         def score(self, task: Task, text: str) -> Any:
             return {}["absent"]
@@ -318,8 +296,4 @@ def test_the_traceback_of_an_error_that_comes_again_and_again_is_logged_once(
     for _ in range(3):
         play(Broken(0))
     found = [record for record in caplog.records if record.exc_info]
-    assert (
-        len(found) == 1
-        and "in score" in caplog.text
-        and "score: the first KeyError at this place" in caplog.text
-    )
+    assert len(found) == 1 and "in score" in caplog.text and "score: the first KeyError at this place" in caplog.text

@@ -43,9 +43,7 @@ def player_of(engine=None, **settings) -> Player:
     return Player(engine, CharRenderer(), SamplingSection(), seq_len=4000, **{"max_retries": 0} | settings)
 
 
-def play(
-    env_id: str, args: dict, indices, player: Player, *, num_members: int = 2, meanwhile=None, **settings
-):
+def play(env_id: str, args: dict, indices, player: Player, *, num_members: int = 2, meanwhile=None, **settings):
     """Groups of the tasks with these indices, played at the same time, and the number of lost workers."""
 
     async def run() -> tuple[list[Group], int]:
@@ -97,11 +95,7 @@ def plain(group: Group) -> list:
 
 @pytest.mark.parametrize(
     ("env_id", "args"),
-    [
-        ("worker_envs:Repeat", {}),
-        ("worker_envs:Chain", {"num_turns": 3}),
-        ("worker_envs:Chain", {"max_turns": 2}),
-    ],
+    [("worker_envs:Repeat", {}), ("worker_envs:Chain", {"num_turns": 3}), ("worker_envs:Chain", {"max_turns": 2})],
 )
 def test_groups_are_the_same_as_without_worker_processes(env_id, args):
     env = load_environment(env_id, args)
@@ -113,10 +107,7 @@ def test_groups_are_the_same_as_without_worker_processes(env_id, args):
     here = asyncio.run(own())
     there, num_lost = play(env_id, args, range(4), player_of())
     assert [plain(group) for group in there] == [plain(group) for group in here]
-    assert {r.status for group in there for r in group.rollouts} <= {
-        RolloutStatus.FINISHED,
-        RolloutStatus.TRUNCATED,
-    }
+    assert {r.status for group in there for r in group.rollouts} <= {RolloutStatus.FINISHED, RolloutStatus.TRUNCATED}
     assert num_lost == 0
 
 
@@ -193,9 +184,7 @@ def failures(groups: list[Group]) -> dict[int, str]:
     ],
 )
 def test_an_error_fails_its_rollout_only_and_names_file_and_line(action, message):
-    groups, num_lost = play(
-        "worker_envs:Unruly", {"actions": {"1": action}}, range(4), player_of(), num_workers=1
-    )
+    groups, num_lost = play("worker_envs:Unruly", {"actions": {"1": action}}, range(4), player_of(), num_workers=1)
     assert list(failures(groups)) == [1]
     assert all(part in failures(groups)[1] for part in ["EnvError", *message]), failures(groups)
     assert num_lost == 0
@@ -219,9 +208,7 @@ def test_killing_a_worker_fails_no_rollout_of_another(tmp_path):
         os.kill(victim.child.pid, signal.SIGKILL)
 
     slow = FakeEngine(parrot(1.0), delay=lambda request: 0.5)
-    groups, num_lost = play(
-        "worker_envs:Chain", {}, range(10), player_of(slow), num_members=1, meanwhile=kill_one
-    )
+    groups, num_lost = play("worker_envs:Chain", {}, range(10), player_of(slow), num_members=1, meanwhile=kill_one)
     lost = failures(groups)
     assert len(lost) == killed["mine"] and killed["others"] > 0
     assert all("EngineError: lost with its worker" in e and "SIGKILL" in e for e in lost.values()), lost
@@ -277,9 +264,7 @@ def test_a_worker_that_does_not_end_a_cancelled_rollout_is_replaced(monkeypatch)
 
 async def test_a_call_that_is_cancelled_before_it_begins_is_ended(monkeypatch):
     monkeypatch.setattr(child.Watchdog, "start", lambda self: None)
-    env, sources, ready = child.build(
-        wire.Open(env_id="sort-letters", args={}, name="s", hang_timeout_s=60.0)
-    )
+    env, sources, ready = child.build(wire.Open(env_id="sort-letters", args={}, name="s", hang_timeout_s=60.0))
     task = Task(env="s", task_id="t", data={"split": "train", "index": 0})
     ours, theirs = socket.socketpair()
     ours.sendall(wire.packed(wire.StartCall(call=7, method="prompt", task=task)))
@@ -289,9 +274,7 @@ async def test_a_call_that_is_cancelled_before_it_begins_is_ended(monkeypatch):
     reader, writer = await asyncio.open_connection(sock=ours)
     try:
         async with asyncio.timeout(20):
-            while isinstance(
-                message := await wire.receive(reader, wire.FromWorker), wire.Ready | wire.Heartbeat
-            ):
+            while isinstance(message := await wire.receive(reader, wire.FromWorker), wire.Ready | wire.Heartbeat):
                 pass
         assert isinstance(message, wire.CallFailed | wire.PromptResult) and message.call == 7
     finally:
@@ -402,9 +385,7 @@ def test_close_ends_running_rollouts_and_hung_workers(monkeypatch):
     async def run() -> str:
         env = open_workers("worker_envs:Unruly", {"actions": {"0": "block"}}, "test", num_workers=1)
         pid = env.pool.workers[0].child.pid
-        playing = asyncio.create_task(
-            player_of().play(env, Draw(0, env.tasks("train").task(0), 1, version=0))
-        )
+        playing = asyncio.create_task(player_of().play(env, Draw(0, env.tasks("train").task(0), 1, version=0)))
         await asyncio.sleep(0.5)
         await env.close()
         assert not is_alive(pid)
@@ -445,9 +426,7 @@ def test_workers_die_with_the_process_that_started_them(tmp_path):
 # -- memory --
 
 
-def play_one_by_one(
-    args: dict, indices, worker_limits: WorkerLimits, num_members: int = 1
-) -> tuple[list[Group], Pool]:
+def play_one_by_one(args: dict, indices, worker_limits: WorkerLimits, num_members: int = 1) -> tuple[list[Group], Pool]:
     async def run() -> tuple[list[Group], Pool]:
         env = open_workers(
             "worker_envs:Leaky", args, "test", num_workers=1, hang_timeout_s=8.0, worker_limits=worker_limits
@@ -455,9 +434,7 @@ def play_one_by_one(
         source = env.tasks("train")
         try:
             player = player_of()
-            groups = [
-                await player.play(env, Draw(i, source.task(i), num_members, version=0)) for i in indices
-            ]
+            groups = [await player.play(env, Draw(i, source.task(i), num_members, version=0)) for i in indices]
             return groups, env.pool
         finally:
             await env.close()

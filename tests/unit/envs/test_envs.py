@@ -3,14 +3,7 @@ import sys
 import pytest
 
 from stretto.base.errors import ConfigError, EnvError
-from stretto.envs.base import (
-    RolloutResult,
-    SingleTurnEnv,
-    TaskSource,
-    checked_score,
-    load_environment,
-    tasks_of,
-)
+from stretto.envs.base import RolloutResult, SingleTurnEnv, TaskSource, checked_score, load_environment, tasks_of
 from stretto.envs.bundled.held_out import is_held_out
 from stretto.records.rollout import Task
 
@@ -155,9 +148,7 @@ class Odd(SingleTurnEnv):
 
 def test_a_task_that_cannot_be_made_is_an_env_error_with_file_and_line():
     source = tasks_of(Odd(TaskSource(lambda i: {}["a"])), "eval")
-    with pytest.raises(
-        EnvError, match=r"'odd', tasks\('eval'\), task 7: .*test_envs.py.* in .*: KeyError: 'a'"
-    ):
+    with pytest.raises(EnvError, match=r"'odd', tasks\('eval'\), task 7: .*test_envs.py.* in .*: KeyError: 'a'"):
         source.task(7)
     with pytest.raises(EnvError, match="task 3 is a dict, not a Task"):
         tasks_of(Odd(TaskSource(lambda i: {"word": "a"})), "train").task(3)
@@ -173,9 +164,7 @@ def test_a_task_bears_the_name_of_its_environment_in_the_run():
 
 @pytest.mark.parametrize("count", [0, -1, "3", 2.5])
 def test_an_invalid_number_of_tasks_is_refused(count):
-    with pytest.raises(
-        ConfigError, match=r"'odd', tasks\('train'\): num_tasks = .*; give at least 1, or None"
-    ):
+    with pytest.raises(ConfigError, match=r"'odd', tasks\('train'\): num_tasks = .*; give at least 1, or None"):
         tasks_of(Odd(TaskSource(lambda i: i, count)), "train")
 
 
@@ -198,9 +187,7 @@ def test_an_argument_of_the_wrong_type_is_refused(env_id, args, message):
 
 
 def test_a_constructor_that_ends_the_process_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"'test_envs:leave': .*test_envs.py:\d+ in leave: SystemExit: log in first"
-    ):
+    with pytest.raises(ConfigError, match=r"'test_envs:leave': .*test_envs.py:\d+ in leave: SystemExit: log in first"):
         load_environment("test_envs:leave")
 
 

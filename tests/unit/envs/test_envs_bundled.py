@@ -70,21 +70,13 @@ async def test_arithmetic_solves_its_own_tasks():
     for row in env.sft_rows(50, seed=3):
         question = row["messages"][0]["content"].removeprefix("Sum: ")
         assert not is_held_out(question.rstrip("="))
-        task = Task(
-            env=env.name, task_id="t", data={"question": question, "answer": str(eval(question[:-1]))}
-        )
+        task = Task(env=env.name, task_id="t", data={"question": question, "answer": str(eval(question[:-1]))})
         assert env.prompt(task) == row["messages"][:1]
         assert await value_of(env, task, row["messages"][1]["content"]) == 1.0
 
 
 def test_arithmetic_refuses_settings_that_make_no_tasks():
-    for args in (
-        {"max_number": 0},
-        {"num_terms": 1},
-        {"operators": "+/"},
-        {"operators": ""},
-        {"max_number": 2},
-    ):
+    for args in ({"max_number": 0}, {"num_terms": 1}, {"operators": "+/"}, {"operators": ""}, {"max_number": 2}):
         with pytest.raises(ConfigError, match="arithmetic: "):
             load_environment("arithmetic", args)
 
@@ -101,17 +93,7 @@ async def test_code_is_paid_for_passing_the_tests():
     env, task = load_environment("python-code"), code_task("x*2")
     for right in ("x*2", " 2*x ", "x+x", "sum([x, x])", "int('2') * x  # so"):
         assert (await env.score(task, right)).reward == 1.0, right
-    for wrong in (
-        "x*3",
-        "2*x if x < 10 else 0",
-        "str(x*2)",
-        "x*2.0",
-        "",
-        "2*",
-        "x*2 if",
-        "print(2)",
-        "y",
-    ):
+    for wrong in ("x*3", "2*x if x < 10 else 0", "str(x*2)", "x*2.0", "", "2*", "x*2 if", "print(2)", "y"):
         assert (await env.score(task, wrong)).reward == 0.0, wrong
 
 
@@ -207,10 +189,7 @@ class Script:
         message = {"role": "assistant", "content": words} if isinstance(words, str) else words
         self.history = [*messages, message]
         return Reply(
-            message=message,
-            text=message["content"],
-            token_ids=np.zeros(1, dtype=np.int32),
-            finish_reason=finish_reason,
+            message=message, text=message["content"], token_ids=np.zeros(1, dtype=np.int32), finish_reason=finish_reason
         )
 
 
@@ -351,9 +330,7 @@ async def test_each_agent_sees_its_own_marks_as_x_and_the_rewards_are_opposite()
     for is_first in (True, False):
         result, ctx = await play_tic_tac_toe(["2", "3"], ["9"], is_first=is_first)
         histories = {name: agent.received for name, agent in ctx.agents.items()}
-        assert (
-            histories == {"first": ["x...o....", "xx..o...o"], "second": ["oo..x...."]} and not ctx.received
-        )
+        assert histories == {"first": ["x...o....", "xx..o...o"], "second": ["oo..x...."]} and not ctx.received
         assert result.reward == 1.0 and result.agent_rewards == {"first": 1.0, "second": 0.0}
         assert result.metrics == {"won": 1.0, "drawn": 0.0, "legal": 1.0}
 
@@ -373,9 +350,7 @@ async def test_a_draw_is_half_and_an_illegal_move_loses():
 async def test_a_random_opponent_needs_no_second_agent_and_moves_the_same_in_each_task():
     for is_first, num_of_other in ((True, [1, 2]), (False, [2])):
         replies = ["2", "1"] if is_first else ["5"]  # ends with a field that is taken
-        games = [
-            await play_tic_tac_toe([], [], replies, is_first=is_first, opponent="random") for _ in range(2)
-        ]
+        games = [await play_tic_tac_toe([], [], replies, is_first=is_first, opponent="random") for _ in range(2)]
         boards = games[0][1].received
         assert boards == games[1][1].received and [board.count("o") for board in boards] == num_of_other
         assert games[0][0].reward == 0.0 and not games[0][0].agent_rewards
@@ -384,10 +359,7 @@ async def test_a_random_opponent_needs_no_second_agent_and_moves_the_same_in_eac
 async def test_a_random_opponent_does_not_win_before_the_policy_has_moved():
     task = Task(env="tic-tac-toe", task_id="t", data={"opening": "1425", "is_first": False})  # x wins with 3
     for seed in range(20):
-        env, ctx = (
-            load_environment("tic-tac-toe", {"opponent": "random", "seed": seed}),
-            Table([], [], ["?"]),
-        )
+        env, ctx = (load_environment("tic-tac-toe", {"opponent": "random", "seed": seed}), Table([], [], ["?"]))
         result = await env.rollout(task, ctx)
         assert result.metrics["legal"] == 0.0 and len(ctx.received) == 1 and ctx.received[0][2] == "."
 

@@ -90,11 +90,7 @@ def test_an_episode_that_its_environment_ends_is_not_truncated():
 )
 def test_a_limit_ends_an_episode_as_truncated_with_its_reward(limits, turns):
     (rollout,) = play(Endless(limits), hm, delay=lambda request: 1.0).rollouts
-    assert (rollout.status, rollout.reward, rollout.num_turns) == (
-        RolloutStatus.TRUNCATED,
-        float(turns),
-        turns,
-    )
+    assert (rollout.status, rollout.reward, rollout.num_turns) == (RolloutStatus.TRUNCATED, float(turns), turns)
     assert rollout.agent_rewards == {"a": 1.0} and rollout.metrics == {"cut": True}
     assert rollout.num_sampled_tokens == 3 * turns
 
@@ -232,9 +228,7 @@ def test_a_turn_without_a_reply_returns_its_reserved_tokens():
 
     failures = iter(["hiccup", None, None])
     engine = FakeEngine(hm, delay=lambda request: 1.0, fail=lambda request: next(failures))
-    player = Player(
-        engine=engine, renderer=CallRenderer(), sampling=SamplingSection(), seq_len=2000, max_retries=0
-    )
+    player = Player(engine=engine, renderer=CallRenderer(), sampling=SamplingSection(), seq_len=2000, max_retries=0)
     env = Again()
     (rollout,) = run_virtual(player.play(env, Draw(0, env.tasks("train").task(0), 1, version=0))).rollouts
     assert (rollout.status, rollout.num_turns) == (RolloutStatus.FINISHED, 1), rollout.error
@@ -343,11 +337,7 @@ async def test_sync_and_async_tools_answer_in_the_order_of_the_calls():
     )
     assert await Toolset([add, paint]).answer(reply) == [
         {"role": "tool", "name": "add", "tool_call_id": "x", "content": "5"},
-        {
-            "role": "tool",
-            "name": "paint",
-            "content": '{"color": "red", "mode": "thin", "where": null}',
-        },
+        {"role": "tool", "name": "paint", "content": '{"color": "red", "mode": "thin", "where": null}'},
         {"role": "tool", "name": "add", "tool_call_id": "y", "content": "42"},
         {"role": "tool", "content": "Error: this is no valid tool call: <add 1"},
     ]
@@ -357,18 +347,12 @@ async def test_sync_and_async_tools_answer_in_the_order_of_the_calls():
     ("call", "content"),
     [
         (called("subtract", {}), "Error: no tool 'subtract'; there are add, paint, boom, leaves, stops."),
-        (
-            called("add", {"a": "two"}),
-            "Error: the arguments of add do not fit: a: Input should be a valid int",
-        ),
+        (called("add", {"a": "two"}), "Error: the arguments of add do not fit: a: Input should be a valid int"),
         (called("add", {}), "Error: the arguments of add do not fit: a: Field required"),
         (called("add", {"a": 1, "c": 2}), "Error: the arguments of add do not fit: c: Extra inputs"),
         (called("add", "[1]"), "Error: the arguments of add do not fit"),
         (called("add", '{"a": '), "Error: JSONDecodeError"),
-        (
-            called("paint", {"color": "blue", "mode": "thin"}),
-            "Error: the arguments of paint do not fit: color",
-        ),
+        (called("paint", {"color": "blue", "mode": "thin"}), "Error: the arguments of paint do not fit: color"),
         (called("boom", {}), "Error: RuntimeError: it broke"),
         (called("boom", None), "Error: RuntimeError: it broke"),
         (called("leaves", {}), "Error: SystemExit: 3"),
@@ -506,9 +490,7 @@ def test_a_policy_that_only_calls_tools_is_stopped_after_ten_turns():
 
 
 def test_a_reply_that_is_cut_off_calls_no_tool():
-    (rollout,) = play(
-        Adding(), lambda *_: '7!plus{"a": 1}', sampling=SamplingSection(max_completion_tokens=1)
-    ).rollouts
+    (rollout,) = play(Adding(), lambda *_: '7!plus{"a": 1}', sampling=SamplingSection(max_completion_tokens=1)).rollouts
     assert (rollout.status, rollout.reward, rollout.num_turns) == (RolloutStatus.TRUNCATED, 7.0, 1)
 
 

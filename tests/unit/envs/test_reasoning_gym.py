@@ -44,16 +44,12 @@ def score(env, task, text):
 
 
 @needs_extra
-@pytest.mark.parametrize(
-    "dataset", ["chain_sum", "spell_backward", "leg_counting", "mini_sudoku", "count_bits"]
-)
+@pytest.mark.parametrize("dataset", ["chain_sum", "spell_backward", "leg_counting", "mini_sudoku", "count_bits"])
 def test_the_right_answer_scores_one_and_any_other_less(dataset):
     env = gym(dataset=dataset)
     for index in range(5):
         task = env.tasks("train").task(index)
-        assert (
-            score(env, task, f"hm <answer>no</answer> <answer> {task.data['answer']} </answer>").reward == 1.0
-        )
+        assert score(env, task, f"hm <answer>no</answer> <answer> {task.data['answer']} </answer>").reward == 1.0
         assert score(env, task, "<answer>zzz</answer>").reward < 0.1
         without = score(env, task, str(task.data["answer"]))
         assert (without.reward, without.metrics) == (0.0, {"has_answer": 0.0})
@@ -87,9 +83,7 @@ def test_sft_rows_are_solved_questions_of_the_training_split():
 def test_no_question_is_in_both_splits_and_tasks_are_the_same_everywhere():
     small = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     env, again = gym(**small), gym(**small)
-    sides = {
-        split: {env.tasks(split).task(i).data["question"] for i in range(150)} for split in ("train", "eval")
-    }
+    sides = {split: {env.tasks(split).task(i).data["question"] for i in range(150)} for split in ("train", "eval")}
     assert len(sides["train"]) > 40 and len(sides["eval"]) > 10
     assert not sides["train"] & sides["eval"]
     far = 5 * (1 << 32) + 7  # tasks of a run with another seed
@@ -179,10 +173,7 @@ def test_workers_give_the_same_tasks_as_one_process():
         ({"min_terms": -3}, "generator 'chain_sum' refuses these settings: min_terms must be positive"),
         ({"answer_format": "xml"}, "answer_format = 'xml'; use 'tags' or 'plain'"),
         ({"num_tasks": 0}, "num_tasks = 0; use a whole number above 0"),
-        (
-            {"dataset": "composite"},
-            "generator 'composite' refuses these settings: Must specify at least one dataset",
-        ),
+        ({"dataset": "composite"}, "generator 'composite' refuses these settings: Must specify at least one dataset"),
         ({"dataset": "composite", "datasets": [{"nam": "x"}]}, "refuses these settings"),
     ],
 )
@@ -192,13 +183,9 @@ def test_wrong_settings_give_one_message(args, message):
 
 
 def test_the_error_without_a_generator_or_the_extra_says_what_to_do(monkeypatch):
-    with pytest.raises(
-        ConfigError, match=r"environment 'reasoning-gym': missing a required argument: 'dataset'"
-    ):
+    with pytest.raises(ConfigError, match=r"environment 'reasoning-gym': missing a required argument: 'dataset'"):
         load_environment("reasoning-gym")
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     monkeypatch.delitem(sys.modules, "reasoning_gym.composite", raising=False)
-    with pytest.raises(
-        ConfigError, match=r"needs the extra of that name: pip install 'stretto\[reasoning-gym\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"needs the extra of that name: pip install 'stretto\[reasoning-gym\]'"):
         gym()

@@ -178,9 +178,7 @@ def test_without_a_network_namespace_the_log_says_what_stays_open():
     ids=["many files", "deep down", "without a name", "empty files"],
 )
 async def test_the_work_directory_is_limited_without_bubblewrap_too(deed):
-    code = (
-        f"import os, time\nkept = []\nfor i in range(30):\n    {deed}\n    time.sleep(0.02)\ntime.sleep(60)"
-    )
+    code = f"import os, time\nkept = []\nfor i in range(30):\n    {deed}\n    time.sleep(0.02)\ntime.sleep(60)"
     result = await run("subprocess", code, SandboxLimits(wall_s=40.0, work_bytes=64 << 20))
     assert result.killed_for == "files" and result.exit_code is None
 

@@ -90,9 +90,7 @@ def text_of(branch, is_sampled: bool) -> str:
 @pytest.mark.parametrize("in_worker", [True, False])
 def test_a_single_turn_taskset_plays_by_the_name_of_its_module(in_worker):
     engine = Seen(parrot(0.6))
-    groups = play(
-        "echo-v1", {"num_tasks": 4, "system": "Hm"}, range(4), engine, num_members=3, in_worker=in_worker
-    )
+    groups = play("echo-v1", {"num_tasks": 4, "system": "Hm"}, range(4), engine, num_members=3, in_worker=in_worker)
     for index, group in enumerate(groups):
         for rollout in group.rollouts:
             assert rollout.status is RolloutStatus.FINISHED, rollout.error
@@ -129,9 +127,7 @@ def test_tools_are_called_wrong_calls_are_answered_and_the_tokens_of_all_turns_a
     (group,) = play("adding-v1", {}, [0], engine, renderer=CallRenderer())
     assert len(group.rollouts) == 2  # each with a tool server of its own
     for rollout in group.rollouts:
-        assert (rollout.status, rollout.reward, rollout.num_turns) == (RolloutStatus.FINISHED, 1.0, 4), (
-            rollout.error
-        )
+        assert (rollout.status, rollout.reward, rollout.num_turns) == (RolloutStatus.FINISHED, 1.0, 4), rollout.error
         assert rollout.metrics == {"is_right": 1.0, "calls": 3.0}
         (branch,) = rollout.branches
         given = text_of(branch, False)
@@ -203,12 +199,8 @@ def test_failures_fail_the_rollout_even_if_verifiers_calls_them_ok():
     args = {"taskset": "trouble-v1", "agent": {"timeout": {"scoring": 0.3}}}
     groups = play("verifiers", args, range(5), num_members=1)
     message = [group.rollouts[0].error or "" for group in groups]
-    assert [group.rollouts[0].status for group in groups] == [RolloutStatus.FINISHED] + [
-        RolloutStatus.FAILED
-    ] * 4
-    for text, part in zip(
-        message[1:], ["no world", "no verdict", "scoring_timeout: there is no reward", "is nan"]
-    ):
+    assert [group.rollouts[0].status for group in groups] == [RolloutStatus.FINISHED] + [RolloutStatus.FAILED] * 4
+    for text, part in zip(message[1:], ["no world", "no verdict", "scoring_timeout: there is no reward", "is nan"]):
         assert text.startswith("EnvError") and part in text, message
 
 
@@ -241,9 +233,7 @@ def test_a_prompt_without_room_fails_and_a_conversation_that_outgrows_the_contex
     assert group.rollouts[0].status is RolloutStatus.FAILED and "OutOfContext" in group.rollouts[0].error
     (group,) = play("verifiers", {"taskset": "duel-v1"}, [0], num_members=1, seq_len=16)
     rollout = group.rollouts[0]
-    assert (rollout.status, rollout.agent_rewards) == (RolloutStatus.TRUNCATED, {"solver": 5.0}), (
-        rollout.error
-    )
+    assert (rollout.status, rollout.agent_rewards) == (RolloutStatus.TRUNCATED, {"solver": 5.0}), rollout.error
 
 
 @needs_extra
@@ -255,16 +245,8 @@ def test_a_prompt_without_room_fails_and_a_conversation_that_outgrows_the_contex
         ("verifiers", {"taskset": "no-such"}, "taskset 'no-such' not found"),
         ("verifiers", {"taskset": "empty-v1"}, "exports no Taskset subclass"),
         ("verifiers", {"taskset": "echo-v1", "agnt": {}}, "no setting 'agnt'; it has agent, id,"),
-        (
-            "verifiers",
-            {"taskset": "echo-v1", "agent": {"max_turn": 3}},
-            "there is no setting 'agent.max_turn'",
-        ),
-        (
-            "verifiers",
-            {"taskset": "echo-v1", "retries": {"max_retries": 2}},
-            "set orchestrator.max_rollout_retries",
-        ),
+        ("verifiers", {"taskset": "echo-v1", "agent": {"max_turn": 3}}, "there is no setting 'agent.max_turn'"),
+        ("verifiers", {"taskset": "echo-v1", "retries": {"max_retries": 2}}, "set orchestrator.max_rollout_retries"),
         (
             "verifiers",
             {"taskset": "echo-v1", "num_eval": 6},
@@ -272,11 +254,7 @@ def test_a_prompt_without_room_fails_and_a_conversation_that_outgrows_the_contex
         ),
         ("verifiers", {"taskset": "endless-v1"}, "is endless; set args.num_tasks"),
         ("verifiers", {"taskset": "echo-v1", "select": {"idx": [1]}}, "select: there is no setting 'idx'"),
-        (
-            "verifiers",
-            {"taskset": "echo-v1", "agent": {"max_turns": "x"}},
-            "agent.max_turns = 'x': Input should be",
-        ),
+        ("verifiers", {"taskset": "echo-v1", "agent": {"max_turns": "x"}}, "agent.max_turns = 'x': Input should be"),
         ("echo-v1", {"num_task": 3}, "there is no setting 'taskset.num_task'"),
     ],
 )
@@ -296,9 +274,7 @@ def test_a_taskset_runs_never_without_a_worker():
 
 
 def test_the_error_for_a_v0_environment_says_how_to_port_it():
-    with pytest.raises(
-        ConfigError, match=r"'old-v0'.*is a verifiers v0 environment.*a `vf.Taskset` whose load\(\)"
-    ):
+    with pytest.raises(ConfigError, match=r"'old-v0'.*is a verifiers v0 environment.*a `vf.Taskset` whose load\(\)"):
         build_env(EnvSection(id="old-v0"))
 
 
@@ -308,9 +284,7 @@ def test_errors_name_the_missing_extra_and_a_wrong_version(monkeypatch):
 
     monkeypatch.setattr(find.importlib.metadata, "version", version)
     for env_id in ("verifiers", "echo-v1"):
-        with pytest.raises(
-            ConfigError, match=rf"environment '{env_id}' needs the extra.*'stretto\[verifiers\]'"
-        ):
+        with pytest.raises(ConfigError, match=rf"environment '{env_id}' needs the extra.*'stretto\[verifiers\]'"):
             build_env(EnvSection(id=env_id))
     monkeypatch.setattr(find.importlib.metadata, "version", lambda name: "0.2.14")
     with pytest.raises(ConfigError, match=r"verifiers 0.2.14 is installed, and stretto works with 0.4"):

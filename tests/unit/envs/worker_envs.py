@@ -20,8 +20,7 @@ class Repeat(SingleTurnEnv):
 
     def tasks(self, split: str) -> TaskSource:
         return TaskSource(
-            lambda i: Task(env=self.name, task_id=f"word-{split}-{i}", data={"word": f"{split}{i}"}),
-            self.num_tasks,
+            lambda i: Task(env=self.name, task_id=f"word-{split}-{i}", data={"word": f"{split}{i}"}), self.num_tasks
         )
 
     def prompt(self, task: Task) -> list[dict]:

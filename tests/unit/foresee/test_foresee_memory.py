@@ -22,12 +22,7 @@ from stretto.models.config import scratch_config
 from stretto.trainer.learner import Learner
 
 DENSE = ScratchSection(
-    hidden_size=128,
-    intermediate_size=512,
-    num_layers=4,
-    num_heads=4,
-    head_dim=32,
-    max_position_embeddings=4096,
+    hidden_size=128, intermediate_size=512, num_layers=4, num_heads=4, head_dim=32, max_position_embeddings=4096
 )
 MIXTURE = DENSE.model_copy(update={"family": "qwen3_moe", "num_layers": 3, "moe_intermediate_size": 128})
 NARROW = MIXTURE.model_copy(update={"moe_intermediate_size": 64})
@@ -48,11 +43,7 @@ def measured_peak(shape: ScratchSection, settings, vocab: int) -> float:
     section = ModelSection(**settings)
     policy = hub.random_model(shape, vocab).to(hub.dtype_of(section.dtype, "cpu"))
     learner = Learner(
-        policy,
-        model=section,
-        optim=AdamWOptim(lr=1e-4),
-        scheduler=ConstantScheduler(warmup_steps=0),
-        max_steps=None,
+        policy, model=section, optim=AdamWOptim(lr=1e-4), scheduler=ConstantScheduler(warmup_steps=0), max_steps=None
     )
     rows = rows_of(TOKENS, TOKENS // 4, vocab)
     learner.forward_backward(rows)
@@ -104,12 +95,7 @@ def test_peak_of_a_pass_is_the_allocators(shape, settings, vocab, tmp_path) -> N
 def test_states_of_sequences_are_those_of_the_engine(family, num_seqs, tmp_path) -> None:
     """As many as rollouts in flight, or as max_num_seqs allows; they begin one after the other."""
     shape = DENSE.model_copy(update={"family": family})
-    batch = {
-        "batch_size": 10,
-        "rollouts_per_example": 2,
-        "max_async_level": 1,
-        "env": [{"id": "sort-letters"}],
-    }
+    batch = {"batch_size": 10, "rollouts_per_example": 2, "max_async_level": 1, "env": [{"id": "sort-letters"}]}
     config_of(shape, tmp_path, {})
     cfg = build(
         RLConfig,
@@ -134,9 +120,7 @@ def test_states_of_sequences_are_those_of_the_engine(family, num_seqs, tmp_path)
 def test_sharding_divides_what_a_rank_holds(tmp_path) -> None:
     one = trainer_memory(build_setup(config_of(DENSE, tmp_path, {}), gpu="H100"), TOKENS)
     config = config_of(DENSE, tmp_path, {})
-    four = config.model_copy(
-        update={"orchestrator": config.orchestrator.model_copy(update={"num_train_workers": 4})}
-    )
+    four = config.model_copy(update={"orchestrator": config.orchestrator.model_copy(update={"num_train_workers": 4})})
     sharded = trainer_memory(build_setup(four, gpu="H100"), TOKENS)
     held = ("optimizer", "gradients")
     before, after = (

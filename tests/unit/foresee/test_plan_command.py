@@ -86,9 +86,7 @@ def test_a_plan_leaves_the_handlers_of_signals_as_they_were(capsys) -> None:
 def test_a_plan_that_is_ended_leaves_no_directory(tmp_path) -> None:
     words = ["plan", "examples/qwen3_0.6b/rl.toml", "--simulated-steps", "4000"]
     env = dict(os.environ, TMPDIR=str(tmp_path))
-    with subprocess.Popen(
-        [sys.executable, "-m", "stretto", *words], env=env, stdout=subprocess.DEVNULL
-    ) as process:
+    with subprocess.Popen([sys.executable, "-m", "stretto", *words], env=env, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 60
         while not (found := list(tmp_path.glob("stretto-plan-*"))) and time.monotonic() < deadline:
             time.sleep(0.05)

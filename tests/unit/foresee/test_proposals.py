@@ -76,11 +76,7 @@ def test_slow_rewards_are_hidden_by_more_asynchrony(tmp_path) -> None:
 def test_nodes_go_where_the_time_is_spent(tmp_path) -> None:
     nodes = {
         "deployment": {"type": "multi_node", "num_train_nodes": 1, "gpus_per_node": 8},
-        "inference": {
-            "engine": "vllm",
-            "deployment": {"type": "multi_node", "num_nodes": 3},
-            "parallel": {"dp": 8},
-        },
+        "inference": {"engine": "vllm", "deployment": {"type": "multi_node", "num_nodes": 3}, "parallel": {"dp": 8}},
     }
     words = words_of(tmp_path, rl_config(orchestrator={"batch_size": 144}, **nodes))
     setup = build_setup(load(RLConfig, words, verb="rl"), gpu="H100")
@@ -100,9 +96,7 @@ def test_what_does_not_fit_gets_proposals_that_do(tmp_path) -> None:
     small = replace(empty, memory_bytes=0.8 * whole)
     setup = build_setup(cfg, hardware=small)
     assert not fits(setup)
-    found = check_promises(
-        words, Costs(setup, measured=FREE), Workload(Numbers(200), Numbers(500)), hardware=small
-    )
+    found = check_promises(words, Costs(setup, measured=FREE), Workload(Numbers(200), Numbers(500)), hardware=small)
     assert ("--model.ac.mode", "full") in [proposal.words for proposal in found]
 
 

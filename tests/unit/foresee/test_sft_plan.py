@@ -74,11 +74,7 @@ def test_sft_is_planned_by_the_verb(capsys) -> None:
     assert [memory["process"] for memory in found["memory"]] == ["trainer rank"]
     assert main(["plan", SFT]) == 0
     text = capsys.readouterr().out
-    assert (
-        "the first 512 of the data" in text
-        and "110 steps" in text
-        and "engine" not in text.split("assumptions")[0]
-    )
+    assert "the first 512 of the data" in text and "110 steps" in text and "engine" not in text.split("assumptions")[0]
 
 
 @pytest.mark.parametrize("flag", ["--reply-tokens", "--from"])

@@ -54,9 +54,7 @@ def test_a_batch_in_tokens_is_as_large_as_they_make_it(tmp_path) -> None:
     assert simulate(given, Workload(Numbers(10), Numbers(20)), steps=6).rollouts == 8
     ahead = costs(tmp_path, max_async_level=8, token_batch_size=240, batch_size=64)
     times = simulate(ahead, Workload(Numbers(10), Numbers(20)), steps=12)
-    assert times.rollouts == 8 and times.dropped_groups < 12 * 2, (
-        "generation is ahead by steps, not by batch_size"
-    )
+    assert times.rollouts == 8 and times.dropped_groups < 12 * 2, "generation is ahead by steps, not by batch_size"
     assert _simulated_config(given, tmp_path, 3, 4.0).token_batch_size == 60
 
 
@@ -147,17 +145,13 @@ def test_a_directory_that_is_no_run_cannot_be_compared_with(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("keeps", "gathers"), [(False, 2), (True, 1)])
-def test_weights_are_gathered_once_per_pass_however_much_is_computed_again(
-    tmp_path, keeps: bool, gathers: int
-) -> None:
+def test_weights_are_gathered_once_per_pass_however_much_is_computed_again(tmp_path, keeps: bool, gathers: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(scratch_config(ScratchSection(), 64).hf))
     orchestrator = {"env": [{"id": "sort-letters"}], "batch_size": 16, "num_train_workers": 2}
 
     def row_s(**model: object) -> float:
         section = {"name": str(tmp_path), "reshard_after_forward": not keeps, **model}
-        setup = build_setup(
-            build(RLConfig, {"model": section, "orchestrator": orchestrator}), hardware=GPUS["H100"]
-        )
+        setup = build_setup(build(RLConfig, {"model": section, "orchestrator": orchestrator}), hardware=GPUS["H100"])
         assert setup.num_ranks == 2 and setup.train_dtype == "bfloat16"
         moved = setup.size.total * (2 * gathers + 4)  # bfloat16, and gradients in float32
         assert moved / (GPUS["H100"].link_bandwidth * 0.7) == pytest.approx(Costs(setup)._gather_s)

@@ -115,11 +115,7 @@ def test_caches_are_by_adapter_and_by_what_it_holds():
     core.load_adapter("b", adapter(1))
     ask_for = lambda name, label: run(core, of(name, label=label, prompt=long, salt="same"))[0][0]
     cold = ask_for("a", "1")
-    assert (cold.cached_tokens, ask_for("b", "2").cached_tokens, ask_for(None, "3").cached_tokens) == (
-        0,
-        0,
-        0,
-    )
+    assert (cold.cached_tokens, ask_for("b", "2").cached_tokens, ask_for(None, "3").cached_tokens) == (0, 0, 0)
     warm = ask_for("a", "4")
     assert warm.cached_tokens >= 32 and same(warm, cold)
     core.load_adapter("a", adapter(2))
@@ -198,9 +194,7 @@ async def test_the_policys_adapter_comes_over_every_transport(transport, shape, 
                 [completion] = done.completions
                 assert [span.version for span in completion.versions] == [version]
                 expected = logprobs_of(policy, np.concatenate([PROMPT, completion.token_ids]))
-                np.testing.assert_allclose(
-                    completion.logprobs, expected[len(PROMPT) - 1 :], atol=2e-5, rtol=0
-                )
+                np.testing.assert_allclose(completion.logprobs, expected[len(PROMPT) - 1 :], atol=2e-5, rtol=0)
             whole = publisher.publish(3, hub.export_tensors(build_model(9, **shape)))
             group = WeightGroup(request=uuid4().hex, world_size=1, rank=0)
             await engine.update(whole, group if transport == "collective" else None)

@@ -110,9 +110,7 @@ async def test_abort_ends_running_and_waiting_requests_with_what_they_have():
         assert len(done[2].completions[0].token_ids) == 0
         assert engine.core.pool.num_free == engine.core.pool.num_usable
         await engine.resume()
-        assert (await engine.generate(ask("again", [2, 3], max_tokens=2))).completions[
-            0
-        ].finish_reason == "length"
+        assert (await engine.generate(ask("again", [2, 3], max_tokens=2))).completions[0].finish_reason == "length"
 
 
 async def test_abort_by_id_leaves_the_others():
@@ -128,9 +126,7 @@ async def test_an_update_reaches_a_busy_engine_and_loses_no_request(tmp_path):
     publisher = FilesystemPublisher(tmp_path, keep_versions=2)
     other = build_model(seed=1)
     async with running(build_engine(build_model())) as engine:
-        tasks = [
-            asyncio.create_task(engine.generate(ask(f"r{i}", [2, 3 + i], n=2, **LONG))) for i in range(4)
-        ]
+        tasks = [asyncio.create_task(engine.generate(ask(f"r{i}", [2, 3 + i], n=2, **LONG))) for i in range(4)]
         await until(lambda: engine.core.scheduler.counters.generation_tokens > 20)
         await engine.update(publisher.publish(1, export_tensors(other)))
         assert engine.core.version == 1

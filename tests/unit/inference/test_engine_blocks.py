@@ -71,10 +71,7 @@ def test_forgetting_keeps_owned_blocks_and_finds_nothing():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(
-        st.tuples(st.sampled_from(["allocate", "release", "share", "register"]), st.integers(0, 50)),
-        max_size=80,
-    )
+    st.lists(st.tuples(st.sampled_from(["allocate", "release", "share", "register"]), st.integers(0, 50)), max_size=80)
 )
 def test_every_block_is_owned_or_free_exactly_once(operations):
     pool, owners, keys = BlockPool(9), [], 0

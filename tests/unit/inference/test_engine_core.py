@@ -33,9 +33,7 @@ MODEL = build_model()
 def test_logprobs_equal_the_trainers_forward_pass():
     rng = np.random.default_rng(0)
     core = build_core(MODEL)
-    specs = [
-        ask(f"r{i}", prompt(rng, int(rng.integers(1, 90))), n=3, max_tokens=40, scored=True) for i in range(6)
-    ]
+    specs = [ask(f"r{i}", prompt(rng, int(rng.integers(1, 90))), n=3, max_tokens=40, scored=True) for i in range(6)]
     for spec, completions in zip(specs, run(core, *specs)):
         for completion in completions:
             reference = packed_logprobs(MODEL, np.concatenate([spec.prompt_ids, completion.token_ids]))
@@ -98,9 +96,7 @@ def test_a_group_computes_its_prompt_once():
 @pytest.mark.parametrize("budget", [3, 16, 33])
 def test_chunked_prefill_changes_no_bit(budget):
     rng = np.random.default_rng(2)
-    specs = [
-        ask(f"r{i}", prompt(rng, length), n=2, scored=i % 2 == 0) for i, length in enumerate((70, 3, 33, 120))
-    ]
+    specs = [ask(f"r{i}", prompt(rng, length), n=2, scored=i % 2 == 0) for i, length in enumerate((70, 3, 33, 120))]
     whole = run(build_core(MODEL), *specs)
     chunked = run(build_core(MODEL, max_num_batched_tokens=budget), *specs)
     for a, b in zip(whole, chunked):
@@ -126,9 +122,7 @@ def test_preemption_changes_no_bit():
     rng = np.random.default_rng(5)
     specs = [ask(f"r{i}", prompt(rng, int(rng.integers(5, 60))), n=2, max_tokens=60) for i in range(8)]
     roomy, tight = build_core(MODEL), build_core(MODEL, kv_cache_tokens=256)
-    assert [[bits(c) for c in g] for g in run(roomy, *specs)] == [
-        [bits(c) for c in g] for g in run(tight, *specs)
-    ]
+    assert [[bits(c) for c in g] for g in run(roomy, *specs)] == [[bits(c) for c in g] for g in run(tight, *specs)]
     assert roomy.scheduler.counters.num_preemptions == 0
     assert tight.scheduler.counters.num_preemptions > 3
 
@@ -202,14 +196,7 @@ def test_nothing_is_lost_or_shared_wrongly_in_a_tiny_cache(random):
         ids = common[:length] if random.random() < 0.5 else prompt(rng, length)
         stop = tuple(range(2, random.choice([2, 4, 12])))
         requests += submit(
-            core,
-            ask(
-                f"r{i}",
-                ids,
-                n=random.randrange(1, 4),
-                max_tokens=random.randrange(1, 60),
-                stop_token_ids=stop,
-            ),
+            core, ask(f"r{i}", ids, n=random.randrange(1, 4), max_tokens=random.randrange(1, 60), stop_token_ids=stop)
         )
         for _ in range(random.randrange(3)):
             core.step()

@@ -84,11 +84,7 @@ def draw_script(random, updates):
     common = prompt(rng, 90)
     specs, events = [], []
     for i in range(7):
-        ids = (
-            common[: int(rng.integers(1, 90))]
-            if random.random() < 0.4
-            else prompt(rng, int(rng.integers(1, 90)))
-        )
+        ids = common[: int(rng.integers(1, 90))] if random.random() < 0.4 else prompt(rng, int(rng.integers(1, 90)))
         spec = ask(
             f"r{i}", ids, n=random.choice([1, 1, 2, 4]), max_tokens=random.randrange(1, 45), seed=i,
             temperature=random.choice([0.0, 0.7, 1.0]), top_p=random.choice([0.9, 1.0]), scored=random.random() < 0.2,
@@ -129,9 +125,7 @@ def test_fast_is_slow(shape, random):
                 assert ours.versions == theirs.versions
                 np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-5, rtol=0)
                 if ours.prompt_logprobs is not None and request.spec.n == 1:
-                    np.testing.assert_allclose(
-                        ours.prompt_logprobs, theirs.prompt_logprobs, atol=2e-5, rtol=0
-                    )
+                    np.testing.assert_allclose(ours.prompt_logprobs, theirs.prompt_logprobs, atol=2e-5, rtol=0)
 
 
 def test_a_slot_that_is_used_again_at_the_next_position_is_not_the_sequence_before():
@@ -149,8 +143,7 @@ def test_a_sequence_that_was_preempted_and_computed_anew_under_other_weights_doe
     other, rng = varied(1), np.random.default_rng(1)
     ids = prompt(rng, 20)
     cores = [
-        build(varied(), max_num_batched_tokens=4096, enable_prefix_caching=False)
-        for build in (slabbed, unslabbed)
+        build(varied(), max_num_batched_tokens=4096, enable_prefix_caching=False) for build in (slabbed, unslabbed)
     ]
     answers = []
     for core in cores:

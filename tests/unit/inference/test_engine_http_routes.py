@@ -123,9 +123,7 @@ async def test_settings_with_their_neutral_value_are_fine(site):
         "max_tokens": 1,
         "logit_bias": None,
     }
-    status, _ = await site.post(
-        api.GENERATE, {"token_ids": [1], "sampling_params": neutral, "features": None}
-    )
+    status, _ = await site.post(api.GENERATE, {"token_ids": [1], "sampling_params": neutral, "features": None})
     assert status == 200
 
 
@@ -134,9 +132,7 @@ async def test_without_the_key_only_health_answers(site):
         for path, expected in ((api.HEALTH, 200), (api.LIVENESS, 200), (api.MODELS, 401), (api.METRICS, 401)):
             async with stranger.get(site.url + path) as response:
                 assert response.status == expected
-        async with stranger.post(
-            site.url + api.GENERATE, headers={"Authorization": "Bearer wrong"}
-        ) as response:
+        async with stranger.post(site.url + api.GENERATE, headers={"Authorization": "Bearer wrong"}) as response:
             assert response.status == 401
             assert "API key" in (await response.json())["error"]["message"]
 
@@ -188,9 +184,7 @@ async def test_too_many_requests_are_429_and_the_client_tries_again(site):
         assert len(await asyncio.gather(*tasks)) == 12
 
 
-async def test_the_verb_eval_says_which_version_the_engine_has_and_logs_a_row(
-    site, directory, tmp_path, monkeypatch
-):
+async def test_the_verb_eval_says_which_version_the_engine_has_and_logs_a_row(site, directory, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     site.engine.core.version = 7
     cfg = EvalConfig.model_validate(
@@ -241,12 +235,8 @@ async def test_admin_routes(site):
 
 
 async def test_metrics_are_prometheus_text_under_vllms_names(site):
-    await site.post(
-        api.GENERATE, {"token_ids": [20] * 40, "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
-    )
-    await site.post(
-        api.GENERATE, {"token_ids": [20] * 40, "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
-    )
+    await site.post(api.GENERATE, {"token_ids": [20] * 40, "sampling_params": {"max_tokens": 4, "ignore_eos": True}})
+    await site.post(api.GENERATE, {"token_ids": [20] * 40, "sampling_params": {"max_tokens": 4, "ignore_eos": True}})
     status, text = await site.get(api.METRICS)
     assert status == 200
     for line in text.strip().splitlines():
@@ -264,9 +254,7 @@ async def test_metrics_are_prometheus_text_under_vllms_names(site):
 async def test_completions_of_text_and_of_token_ids(site):
     base = {"max_tokens": 6, "seed": 3, "logprobs": 0, "return_token_ids": True}
     _, by_text = await site.post(api.COMPLETIONS, base | {"prompt": "abc"})
-    _, by_ids = await site.post(
-        api.COMPLETIONS, base | {"prompt": load_tokenizer(site.server.directory).encode("abc")}
-    )
+    _, by_ids = await site.post(api.COMPLETIONS, base | {"prompt": load_tokenizer(site.server.directory).encode("abc")})
     assert by_text["choices"][0]["text"] == by_ids["choices"][0]["text"]
     assert by_text["choices"][0]["logprobs"] == by_ids["choices"][0]["logprobs"]
     _, several = await site.post(api.COMPLETIONS, base | {"prompt": ["abc", "de"], "n": 2, "echo": True})
@@ -279,13 +267,9 @@ async def test_completions_of_text_and_of_token_ids(site):
 async def test_streamed_completions_add_up_to_the_whole(site):
     body = {"prompt": ["abc", "x"], "n": 2, "max_tokens": 12, "seed": 3, "stop": ["zz", "q"]}
     _, whole = await site.post(api.COMPLETIONS, body)
-    events = await site.events(
-        api.COMPLETIONS, body | {"stream": True, "stream_options": {"include_usage": True}}
-    )
+    events = await site.events(api.COMPLETIONS, body | {"stream": True, "stream_options": {"include_usage": True}})
     for choice in whole["choices"]:
-        pieces = [
-            e["choices"][0] for e in events if e["choices"] and e["choices"][0]["index"] == choice["index"]
-        ]
+        pieces = [e["choices"][0] for e in events if e["choices"] and e["choices"][0]["index"] == choice["index"]]
         assert "".join(piece["text"] for piece in pieces) == choice["text"]
         assert pieces[-1]["finish_reason"] == choice["finish_reason"]
         assert all(piece["finish_reason"] is None for piece in pieces[:-1])
@@ -293,18 +277,9 @@ async def test_streamed_completions_add_up_to_the_whole(site):
 
 
 async def test_chat_completions_stop_at_the_turns_end_and_stream_the_same(site):
-    body = {
-        "messages": MESSAGES,
-        "max_tokens": 40,
-        "n": 4,
-        "seed": 2,
-        "logprobs": True,
-        "return_token_ids": True,
-    }
+    body = {"messages": MESSAGES, "max_tokens": 40, "n": 4, "seed": 2, "logprobs": True, "return_token_ids": True}
     _, whole = await site.post(api.CHAT_COMPLETIONS, body)
-    assert whole["object"] == "chat.completion" and whole["usage"]["prompt_tokens"] == len(
-        whole["prompt_token_ids"]
-    )
+    assert whole["object"] == "chat.completion" and whole["usage"]["prompt_tokens"] == len(whole["prompt_token_ids"])
     _, tokens = await site.post(api.TOKENIZE, {"messages": MESSAGES})
     assert tokens["tokens"] == whole["prompt_token_ids"]
     for choice in whole["choices"]:
@@ -319,9 +294,7 @@ async def test_chat_completions_stop_at_the_turns_end_and_stream_the_same(site):
 
 
 async def test_chat_with_tools_streams_one_whole_message(site):
-    tools = [
-        {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
     body = {"messages": MESSAGES, "max_tokens": 10, "seed": 2, "tools": tools, "stream": True}
     events = await site.events(api.CHAT_COMPLETIONS, body)
     assert events[0]["choices"][0]["delta"]["role"] == "assistant"
@@ -362,9 +335,7 @@ async def test_the_served_model_is_listed(site):
 
 async def test_an_unexpected_error_is_a_500_with_an_id(site, caplog):
     site.server.openai._renderers["[]"] = object()  # no renderer at all
-    status, answer = await site.post(
-        api.CHAT_COMPLETIONS, {"messages": MESSAGES}, headers={"X-Request-Id": "id-7"}
-    )
+    status, answer = await site.post(api.CHAT_COMPLETIONS, {"messages": MESSAGES}, headers={"X-Request-Id": "id-7"})
     assert status == 500
     assert "id-7" in answer["error"]["message"] and "id-7" in caplog.text
     assert (await site.get(api.HEALTH))[0] == 200
@@ -376,8 +347,7 @@ async def test_sessions_stay_on_one_engine_and_others_spread():
     chosen = {client._dispatch.choose(f"session {i}", 0) for i in range(50)}
     assert chosen == set(client.urls)
     assert all(
-        client._dispatch.choose(f"session {i}", 0) == client._dispatch.choose(f"session {i}", 0)
-        for i in range(50)
+        client._dispatch.choose(f"session {i}", 0) == client._dispatch.choose(f"session {i}", 0) for i in range(50)
     )
     client._dispatch.num_running = dict(zip(client.urls, [4, 1, 2]))
     assert client._dispatch.choose(None, 0) == "http://b"
@@ -395,9 +365,7 @@ async def test_an_engine_that_is_not_there_is_an_engine_error():
 @pytest.mark.parametrize(
     ("error", "level"), [(EngineError("out of blocks"), "ERROR"), (api.EngineStopping("it ends"), "INFO")]
 )
-async def test_a_request_that_the_end_of_the_engine_cuts_is_answered_and_is_no_error_in_the_log(
-    error, level, caplog
-):
+async def test_a_request_that_the_end_of_the_engine_cuts_is_answered_and_is_no_error_in_the_log(error, level, caplog):
     async def fail(http):
         raise error
 

@@ -32,10 +32,7 @@ PROMPT = prompt(np.random.default_rng(0), 12)
         (dict(stop=("a",) * 65), "65 texts are too many"),
         (dict(stop=("a" * 1025,)), "a text has 1025 characters"),
         (dict(stop=("",)), "a text has 0 characters"),
-        (
-            dict(temperature=1e-39),
-            "temperature: 1e-39 is not allowed; it must be 0 (greedy), or 1e-05 or more",
-        ),
+        (dict(temperature=1e-39), "temperature: 1e-39 is not allowed; it must be 0 (greedy), or 1e-05 or more"),
         (dict(temperature=5e-324), "temperature"),
         (dict(max_tokens=-1), "max_tokens: -1"),
     ],

@@ -139,7 +139,5 @@ def test_choices_that_are_known_are_not_sent_again():
     assert np.array_equal(completions[0].routed_experts, whole.routed_experts[37:])
     data = encode_completions(sent, completions, [None])
     assert np.array_equal(decode_completions(spec, data)[0].routed_experts, whole.routed_experts[37:])
-    with pytest.raises(
-        api.Refusal, match="routed_experts_prompt_start: 41 is not in the prompt of 40 tokens"
-    ):
+    with pytest.raises(api.Refusal, match="routed_experts_prompt_start: 41 is not in the prompt of 40 tokens"):
         api.decode_generate(api.encode_generate(msgspec.structs.replace(spec, routed_experts_start=41)))

@@ -24,9 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 def run(*words: str) -> tuple[int, str, str]:
     """`python -m stretto ...` in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "stretto", *words], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-m", "stretto", *words], capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -51,10 +49,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_console_script_exists() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert set(scripts) == {"stretto", "vime", *ROOTS} - {
-        "serve",
-        "eval",
-    }  # too common a word, and a shell's own
+    assert set(scripts) == {"stretto", "vime", *ROOTS} - {"serve", "eval"}  # too common a word, and a shell's own
     for target in scripts.values():
         module, _, name = target.partition(":")
         assert module == "stretto.cli" and callable(getattr(cli, name))
@@ -130,14 +125,10 @@ def test_the_printed_config_is_a_file_that_loads_to_the_same(
     assert dump(load(ROOTS[verb], ["@", str(file)])) == dump(load(ROOTS[verb], words.split()))
     assert cli.main([verb, *words.split(), "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert (
-        "nothing was started" in shown and f"writes to {load(ROOTS[verb], words.split()).run_path}" in shown
-    )
+    assert "nothing was started" in shown and f"writes to {load(ROOTS[verb], words.split()).run_path}" in shown
 
 
-LOCAL_EXAMPLES = [
-    path for path in sorted(ROOT.glob("examples/*/*.toml")) if "openai/" not in path.read_text()
-]
+LOCAL_EXAMPLES = [path for path in sorted(ROOT.glob("examples/*/*.toml")) if "openai/" not in path.read_text()]
 """Those whose data need not be fetched; the commands of the others' pages are tried with a cache in test_docs.py."""
 
 
@@ -148,9 +139,7 @@ def test_an_example_is_printed_as_a_config_that_loads_and_looked_at_on_one_scree
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # some name files of theirs
     verb = path.stem if path.stem in ("sft", "serve") else "rl"
-    whole = (
-        path.with_name("rl.toml") if path.parent.name == "smollm2" else ROOT / "examples/sort_letters/rl.toml"
-    )
+    whole = path.with_name("rl.toml") if path.parent.name == "smollm2" else ROOT / "examples/sort_letters/rl.toml"
     base = [] if path in (whole, path.with_name(f"{verb}.toml")) else ["@", str(whole)]
     if path.stem == "qwen3_4b":  # what it asks for needs a GPU, and its own base, which names one, needs data
         base += ["@", str(path.with_name("two_gpus.toml"))]
@@ -168,13 +157,7 @@ def test_an_example_is_printed_as_a_config_that_loads_and_looked_at_on_one_scree
 def test_what_toml_cannot_say_and_what_is_secret_are_comments(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    args = {
-        "path": 'a"b\\c\n',
-        "none": None,
-        "deep": [[1, None]],
-        "ünï": {"x y": [{"k": 1e-7}, {}]},
-        "empty": {},
-    }
+    args = {"path": 'a"b\\c\n', "none": None, "deep": [[1, None]], "ünï": {"x y": [{"k": 1e-7}, {}]}, "empty": {}}
     env = {"orchestrator": {"env": [{"id": "sort-letters", "args": args}]}}
     (tmp_path / "a.json").write_text(json.dumps(env))
     words = ["@", str(tmp_path / "a.json"), "--inference.api-key", "s3cret"]
@@ -276,12 +259,7 @@ def test_an_unexpected_error_is_one_line_and_a_file(
     assert cli.main(["rl"]) == 1
     out, err = capsys.readouterr()
     [file] = tmp_path.iterdir()
-    assert (
-        err.count("\n") == 1
-        and f"error: KeyError: 'absent' ({__file__}:" in err
-        and str(file) in err
-        and not out
-    )
+    assert err.count("\n") == 1 and f"error: KeyError: 'absent' ({__file__}:" in err and str(file) in err and not out
     assert file.read_text().startswith("Traceback") and "in fail" in file.read_text()
     # In a process of a run the log has all of it.
     monkeypatch.setenv(keeper.VARIABLE, "1.1;")
@@ -302,21 +280,13 @@ def test_help_finds_a_key_by_the_name_that_others_give_it_and_by_its_description
     ("verb", "word", "line"),
     [
         ("rl", "rollouts_per_example", "orchestrator.rollouts_per_example: --orchestrator.group-size"),
-        (
-            "rl",
-            "max-inflight-requests",
-            "orchestrator.max_inflight_requests: --orchestrator.max-inflight-rollouts",
-        ),
+        ("rl", "max-inflight-requests", "orchestrator.max_inflight_requests: --orchestrator.max-inflight-rollouts"),
         ("rl", "full_offload", "trainer.model.full_offload: --"),
         ("rl", "student", "orchestrator.student.model.name: --model.name"),
         ("rl", "post_batch_filters", "orchestrator.post_batch_filters: --orchestrator.filters"),
         ("rl", "max_concurrent_runs", "trainer.max_concurrent_runs: refused: "),
         ("rl", "micro_batch", "decides nothing: "),
-        (
-            "rl",
-            "sampling.source",
-            "orchestrator.algo.sampling.source.name: --orchestrator.algo.teacher.model",
-        ),
+        ("rl", "sampling.source", "orchestrator.algo.sampling.source.name: --orchestrator.algo.teacher.model"),
         ("sft", "data.source", "data.source.0.dataset: --data.name"),
         ("inference", "use_pd_kv_transfer", "refused: caches travel"),
     ],

@@ -23,14 +23,7 @@ def planned(data: dict, hosts=NODES, **kwargs) -> EnginesPlan:
 def summary(plan: EnginesPlan) -> list[tuple]:
     """Name, node, port, tp, dp, GPUs of every engine's process."""
     return [
-        (
-            e.name,
-            e.node,
-            e.section.server.port,
-            e.section.parallel.tp,
-            e.section.parallel.dp,
-            e.num_gpus,
-        )
+        (e.name, e.node, e.section.server.port, e.section.parallel.tp, e.section.parallel.dp, e.num_gpus)
         for e in plan.engines
     ]
 
@@ -105,10 +98,7 @@ def test_wide_expert_parallelism_is_one_engine_over_all_nodes():
 
 
 def test_nodes_of_an_engine_share_its_tensor_parallel_ranks_and_the_first_one_serves():
-    data = {
-        "deployment": {"type": "multi_node", "num_nodes": 4, "nodes_per_engine": 2},
-        "parallel": {"tp": 8, "pp": 2},
-    }
+    data = {"deployment": {"type": "multi_node", "num_nodes": 4, "nodes_per_engine": 2}, "parallel": {"tp": 8, "pp": 2}}
     plan = planned(data)
     assert [(e.name, e.node, e.num_gpus, e.num_nodes, e.is_served) for e in plan.engines] == [
         ("inference_0_0", 0, 8, 2, True),
@@ -116,12 +106,7 @@ def test_nodes_of_an_engine_share_its_tensor_parallel_ranks_and_the_first_one_se
         ("inference_1_0", 2, 8, 2, True),
         ("inference_1_1", 3, 8, 2, False),
     ]
-    shared = {
-        "nnodes": 2,
-        "master_addr": "node-2",
-        "master_port": 29550,
-        "distributed_executor_backend": "mp",
-    }
+    shared = {"nnodes": 2, "master_addr": "node-2", "master_port": 29550, "distributed_executor_backend": "mp"}
     assert plan.engines[2].section.vllm_extra == shared | {"node_rank": 0}
     assert plan.engines[3].section.vllm_extra == shared | {"node_rank": 1, "headless": True}
     assert plan.engines[3].env == {PEERS_VAR: "http://node-2:8100"}
@@ -130,10 +115,7 @@ def test_nodes_of_an_engine_share_its_tensor_parallel_ranks_and_the_first_one_se
 
 
 def test_one_engine_over_all_nodes_has_no_router():
-    data = {
-        "deployment": {"type": "multi_node", "num_nodes": 2, "nodes_per_engine": 2},
-        "parallel": {"tp": 16},
-    }
+    data = {"deployment": {"type": "multi_node", "num_nodes": 2, "nodes_per_engine": 2}, "parallel": {"tp": 16}}
     plan = planned(data, NODES[:2])
     assert plan.base_urls == plan.admin_urls == ("http://node-0:8000",) and not plan.routers
 
@@ -142,9 +124,7 @@ def test_readers_and_writers_have_their_own_degrees_and_nodes():
     """Four readers of 4 GPUs on two nodes, and a writer whose 16 are two more."""
     shape = {"type": "disaggregated", "num_prefill_replicas": 4, "num_prefill_per_node": 2, "prefill_tp": 4}
     plan = planned({"deployment": shape | {"decode_tp": 16, "num_decode_nodes": 2}}, NODES[:4])
-    assert [
-        (e.name, e.node, e.section.server.port, e.section.parallel.tp, e.num_gpus) for e in plan.engines
-    ] == [
+    assert [(e.name, e.node, e.section.server.port, e.section.parallel.tp, e.num_gpus) for e in plan.engines] == [
         ("prefill_0", 0, 8100, 4, 4),
         ("prefill_1", 0, 8101, 4, 4),
         ("prefill_2", 1, 8100, 4, 4),
@@ -174,10 +154,7 @@ def test_engines_that_do_not_fit_their_nodes_are_refused(shape, parallel, messag
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        (
-            {"num_prefill_replicas": 3, "num_prefill_per_node": 2, "prefill_tp": 4},
-            "3 engines leave a part of a node",
-        ),
+        ({"num_prefill_replicas": 3, "num_prefill_per_node": 2, "prefill_tp": 4}, "3 engines leave a part of a node"),
         ({"decode_tp": 12, "num_decode_nodes": 2}, "give a multiple of 8"),
         ({"decode_tp": 16}, "num_decode_nodes = 2"),
         (
@@ -286,12 +263,7 @@ def test_disaggregation_of_the_documents_spans_six_nodes():
 
 
 def test_replicas_of_the_whole_shape_have_a_router_each():
-    shape = {
-        "type": "disaggregated",
-        "num_prefill_nodes": 2,
-        "num_decode_nodes": 2,
-        "num_prefill_replicas": 2,
-    }
+    shape = {"type": "disaggregated", "num_prefill_nodes": 2, "num_decode_nodes": 2, "num_prefill_replicas": 2}
     section = InferenceSection.model_validate({"model": "m", "deployment": shape})
     plan = plan_replicas(section, NODES, 3)
     assert len(plan.engines) == 18 and [e.node for e in plan.engines] == list(range(18))
@@ -348,16 +320,12 @@ def test_mooncake_has_one_store_for_all_engines():
     for each in (parts, plan.engines):
         assert [own.env["MC_TCP_BIND_ADDRESS"] for own in each] == ["node-0", "node-1"]
     assert all(
-        e.section.vllm_extra["kv_transfer_config"]["kv_connector"] == "MooncakeStoreConnector"
-        for e in plan.engines
+        e.section.vllm_extra["kv_transfer_config"]["kv_connector"] == "MooncakeStoreConnector" for e in plan.engines
     )
 
 
 def test_disaggregation_and_offload_are_two_connectors_in_one():
-    data = {
-        "kv_cache_offload": {"type": "native", "cpu": {"num_bytes": 1000}},
-        "deployment": {"type": "disaggregated"},
-    }
+    data = {"kv_cache_offload": {"type": "native", "cpu": {"num_bytes": 1000}}, "deployment": {"type": "disaggregated"}}
     config = planned(data, NODES[:2]).engines[0].section.vllm_extra["kv_transfer_config"]
     assert config["kv_connector"] == "MultiConnector"
     inner = [c["kv_connector"] for c in config["kv_connector_extra_config"]["connectors"]]

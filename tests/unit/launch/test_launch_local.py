@@ -137,9 +137,7 @@ async def test_any_killed_process_ends_the_run_with_its_name_its_signal_and_its_
     await launcher.all_have_ended()
 
 
-async def test_other_processes_are_not_started_before_the_orchestrator_has_checked_everything(
-    tmp_path: Path,
-) -> None:
+async def test_other_processes_are_not_started_before_the_orchestrator_has_checked_everything(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, inference="waits", orchestrator="unchecked says exits2", trainer="waits")
     code, output = await launcher.end()
     assert code == 2 and output.startswith("error: it says why") and "stopped" not in output
@@ -154,9 +152,7 @@ async def test_processes_that_ignore_sigterm_are_killed(tmp_path: Path) -> None:
     await launcher.all_have_ended()
 
 
-async def test_a_run_succeeds_when_orchestrator_and_trainer_do_and_inference_is_stopped(
-    tmp_path: Path,
-) -> None:
+async def test_a_run_succeeds_when_orchestrator_and_trainer_do_and_inference_is_stopped(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, inference="waits", orchestrator="talks exits0", trainer="exits0")
     code, output = await launcher.end()
     assert code == 0 and "step 1/3 | reward 0.500" in output and "FAILED" not in output
@@ -184,19 +180,13 @@ async def test_an_exit_code_of_the_trainer_is_reported(tmp_path: Path) -> None:
     assert code == 1 and "FAILED: trainer" in output and "exit code 3" in output
 
 
-async def test_a_rank_that_ends_because_the_orchestrator_does_is_not_named_in_its_place(
-    tmp_path: Path,
-) -> None:
-    launcher = Launcher(
-        tmp_path, inference="waits", orchestrator="talks late says exits1", trainer="second exits1"
-    )
+async def test_a_rank_that_ends_because_the_orchestrator_does_is_not_named_in_its_place(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, inference="waits", orchestrator="talks late says exits1", trainer="second exits1")
     code, output = await launcher.end()
     assert code == 1 and "FAILED: orchestrator" in output and "FAILED: trainer" not in output
 
 
-@pytest.mark.parametrize(
-    ("end", "is_explained"), [("exits3", True), ("exits1", True), ("talks says exits1", False)]
-)
+@pytest.mark.parametrize(("end", "is_explained"), [("exits3", True), ("exits1", True), ("talks says exits1", False)])
 async def test_an_unexplained_end_is_reported_with_its_likely_cause(
     tmp_path: Path, end: str, is_explained: bool
 ) -> None:
@@ -205,9 +195,7 @@ async def test_an_unexplained_end_is_reported_with_its_likely_cause(
     assert code == 1 and "FAILED: orchestrator" in output and ("LIKELY CAUSE" in output) == is_explained
 
 
-async def test_a_process_that_was_asked_to_end_from_outside_is_not_blamed_on_an_environment(
-    tmp_path: Path,
-) -> None:
+async def test_a_process_that_was_asked_to_end_from_outside_is_not_blamed_on_an_environment(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, inference="waits", orchestrator="talks waits", trainer="waits")
     await launcher.is_up()
     os.kill(await launcher.pid("orchestrator"), signal.SIGTERM)
@@ -247,9 +235,7 @@ async def test_engines_that_end_with_the_whole_run_are_not_started_anew(tmp_path
 
 
 @pytest.mark.parametrize("status", [1, 2])
-async def test_an_error_before_the_first_rollout_is_shown_as_the_commands_own(
-    tmp_path: Path, status: int
-) -> None:
+async def test_an_error_before_the_first_rollout_is_shown_as_the_commands_own(tmp_path: Path, status: int) -> None:
     launcher = Launcher(tmp_path, inference="waits", orchestrator=f"says exits{status}", trainer="waits")
     code, output = await launcher.end()
     assert code == status and "FAILED" not in output and "\nerror: " in f"\n{output}"
@@ -276,9 +262,7 @@ async def kill_again_and_again(launcher: Launcher, ran_s: float) -> None:
         await until(lambda pid=pid: is_next(pid))
 
 
-async def test_an_engine_that_runs_for_long_is_started_anew_however_often_it_is_killed(
-    tmp_path: Path,
-) -> None:
+async def test_an_engine_that_runs_for_long_is_started_anew_however_often_it_is_killed(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, {"max_restarts": 1, "earn_s": 0.5}, inference="waits")
     await kill_again_and_again(launcher, 0.6)
     assert launcher.popen.poll() is None
@@ -298,9 +282,7 @@ async def test_an_engine_that_ends_again_and_again_is_given_up(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-async def test_one_signal_lets_the_orchestrator_finish_its_step(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+async def test_one_signal_lets_the_orchestrator_finish_its_step(tmp_path: Path, number: signal.Signals) -> None:
     launcher = Launcher(tmp_path, **ALL)
     await launcher.is_up()
     await launcher.says("step 1/3")

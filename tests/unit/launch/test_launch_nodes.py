@@ -164,14 +164,7 @@ def test_one_engine_per_replica_needs_no_router(tmp_path):
 
 
 def test_given_ports_and_hosts_are_kept(tmp_path):
-    words = (
-        "--control.host",
-        "10.9.9.9",
-        "--weight-broadcast.port",
-        "3333",
-        "--inference.server.host",
-        "0.0.0.0",
-    )
+    words = ("--control.host", "10.9.9.9", "--weight-broadcast.port", "3333", "--inference.server.host", "0.0.0.0")
     cfg = config(tmp_path, "--dry-run", *words)
     plan = plan_nodes(cfg, cfg.run_dir)
     assert plan.config.control.host == "10.9.9.9" and plan.config.weight_broadcast.port == 3333
@@ -251,21 +244,9 @@ def test_a_frozen_model_larger_than_a_node_has_nodes_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("line", "more", "message"),
     [
-        (
-            "parallel.tp = 2",
-            "parallel.tp = 16",
-            "models.ref takes 32 GPUs, and a node of models has 8; lower its",
-        ),
-        (
-            'model = "r"',
-            'model = "r"\ngpu_ids = [0, 1, 2, 3]',
-            "over several nodes it gets the first that are free",
-        ),
-        (
-            'type = "multi_node"',
-            'type = "multi_node"\nhosts = ["a", "b"]',
-            "it takes 4, 1 of the trainer and 3 of",
-        ),
+        ("parallel.tp = 2", "parallel.tp = 16", "models.ref takes 32 GPUs, and a node of models has 8; lower its"),
+        ('model = "r"', 'model = "r"\ngpu_ids = [0, 1, 2, 3]', "over several nodes it gets the first that are free"),
+        ('type = "multi_node"', 'type = "multi_node"\nhosts = ["a", "b"]', "it takes 4, 1 of the trainer and 3 of"),
     ],
 )
 def test_models_that_fit_on_no_node_are_refused(line, more, message, tmp_path):

@@ -87,22 +87,11 @@ def test_the_config_of_a_run_with_several_engines_is_loaded_by_its_processes(
         assert load(cls, ["@", path]) == PARTS[cls](plan.config).model_copy(update={"dry_run": False})
 
 
-def test_the_eval_config_of_a_run_has_the_settings_of_its_evals_without_their_intervals(
-    tmp_path: Path,
-) -> None:
+def test_the_eval_config_of_a_run_has_the_settings_of_its_evals_without_their_intervals(tmp_path: Path) -> None:
     own = {"id": "sort-letters", "interval": 5, "num_examples": 7, "sampling": {"temperature": 0.5}}
-    section = {
-        "env": [own],
-        "interval": 10,
-        "skip_first_step": True,
-        "group_size": 3,
-        "retrigger_on_resume": True,
-    }
+    section = {"env": [own], "interval": 10, "skip_first_step": True, "group_size": 3, "retrigger_on_resume": True}
     cfg = RLConfig.model_validate(
-        {
-            "orchestrator": {"env": [{"id": "sort-letters", "ratio": 2.0}], "eval": section},
-            "output_dir": tmp_path,
-        }
+        {"orchestrator": {"env": [{"id": "sort-letters", "ratio": 2.0}], "eval": section}, "output_dir": tmp_path}
     )
     evaluation = planned(cfg).configs()["eval"].eval
     assert evaluation.interval is None and evaluation.group_size == 3 and not evaluation.skip_first_step
@@ -228,11 +217,7 @@ def test_inference_gets_the_first_gpu_and_the_trainer_the_next(
         ("0,1", ["--inference.device", "cpu"], BFLOAT16_TOLERANCE),
         ("0,1", ["--model.dtype", "float32"], None),
         ("", ["--model.dtype", "bfloat16"], BFLOAT16_TOLERANCE),
-        (
-            "",
-            ["--dry-run", "--deployment.num-train-gpus", "1", "--deployment.num-infer-gpus", "1"],
-            BFLOAT16_TOLERANCE,
-        ),
+        ("", ["--dry-run", "--deployment.num-train-gpus", "1", "--deployment.num-infer-gpus", "1"], BFLOAT16_TOLERANCE),
     ],
 )
 def test_a_plan_keeps_dtype_auto_and_sets_the_canary_tolerance_of_its_devices(
@@ -245,9 +230,7 @@ def test_a_plan_keeps_dtype_auto_and_sets_the_canary_tolerance_of_its_devices(
     assert plan.config.model.dtype == plan.config.inference.dtype == expected
 
 
-def test_an_engine_on_the_trainers_gpu_takes_half_of_its_memory(
-    config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_on_the_trainers_gpu_takes_half_of_its_memory(config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     plan = planned(config())
     assert plan.config.inference is not None and plan.config.inference.gpu_memory_utilization == 0.5
@@ -435,9 +418,7 @@ def test_clean_deletes_a_run_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last", ["checkpoints", "weights", "logs", "tokens"])
-def test_an_interrupted_clean_can_be_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
-) -> None:
+def test_an_interrupted_clean_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
     run, delete = RunDir(tmp_path / "run"), shutil.rmtree
     with_checkpoint(run, 10)
     for each in (run.configs, run.weights, run.logs, run.tokens):
@@ -501,9 +482,7 @@ def dry_run(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     file = tmp_path / "rl.toml"
     file.write_text(TOML)
     command = [sys.executable, "-X", "importtime", "-m", "stretto", "rl", "@", str(file), "--dry-run", *words]
-    return subprocess.run(
-        [*command, "--output-dir", str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    return subprocess.run([*command, "--output-dir", str(tmp_path)], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.heavy
@@ -516,9 +495,7 @@ def test_a_dry_run_prints_and_writes_the_plan_and_imports_nothing_heavy(tmp_path
     assert "pydantic" in imported
     assert not imported & {"torch", "transformers", "renderers", "zmq", "matplotlib", "aiohttp"}
     run = RunDir(tmp_path / "first")
-    assert sorted(p.name for p in run.configs.iterdir()) == [
-        f"{verb}.json" for verb in ("eval", "inference", "run")
-    ]
+    assert sorted(p.name for p in run.configs.iterdir()) == [f"{verb}.json" for verb in ("eval", "inference", "run")]
     assert json.loads(run.plan.read_text())["processes"][0]["role"] == "inference"
     assert dry_run(tmp_path, "--run.name", "first").returncode == 0
 
@@ -546,9 +523,7 @@ def test_the_table_has_a_line_for_all_ranks_of_a_trainer(config) -> None:
 
 def test_a_long_table_has_a_line_for_like_processes_of_many_nodes() -> None:
     def spec(role: str, rank: int, node: int, devices: str, **ports: int) -> ProcessSpec:
-        return ProcessSpec(
-            role, rank, 1 if role == "orchestrator" else 2, (), {}, tuple(devices), 1, ports, node=node
-        )
+        return ProcessSpec(role, rank, 1 if role == "orchestrator" else 2, (), {}, tuple(devices), 1, ports, node=node)
 
     trainers = [spec("trainer", rank, rank // 2, str(rank % 2)) for rank in range(20)]
     engines = [spec("inference", i, 10 + i, "01", http=8100 + 100 * (i > 3), nixl=5600 + i) for i in range(6)]
@@ -558,20 +533,8 @@ def test_a_long_table_has_a_line_for_like_processes_of_many_nodes() -> None:
     assert [[cell.strip() for cell in line if cell] for line in lines] == [
         ["orchestrator", "0: n0", "1", "CPU", "control:5556"],
         ["trainer_0 to 19", "0: n0 to 9: n9", "1 each", "GPU 0,1 each", "-"],
-        [
-            "inference_0 to 3",
-            "10: n10 to 13: n13",
-            "1 each",
-            "GPU 0,1 each",
-            "http:8100 nixl:5600-5603",
-        ],
-        [
-            "inference_4 to 5",
-            "14: n14 to 15: n15",
-            "1 each",
-            "GPU 0,1 each",
-            "http:8200 nixl:5604-5605",
-        ],
+        ["inference_0 to 3", "10: n10 to 13: n13", "1 each", "GPU 0,1 each", "http:8100 nixl:5600-5603"],
+        ["inference_4 to 5", "14: n14 to 15: n15", "1 each", "GPU 0,1 each", "http:8200 nixl:5604-5605"],
     ]
     few = process_table([*trainers[:4], *engines[:2]], hosts).splitlines()[2:]
     assert len(few) == 4, "a short table has a line per node and engine"
@@ -609,14 +572,7 @@ def placed(plan: planning.LaunchPlan) -> dict[str, tuple[str, ...]]:
 def test_a_dry_run_on_a_machine_without_gpus_plans_for_those_of_the_deployment(config, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     words = ("--deployment.num-train-gpus", "2", "--deployment.num-infer-gpus", "4")
-    words += (
-        "--inference.parallel.tp",
-        "2",
-        "--inference.parallel.dp",
-        "2",
-        "--orchestrator.batch-size",
-        "32",
-    )
+    words += ("--inference.parallel.tp", "2", "--inference.parallel.dp", "2", "--orchestrator.batch-size", "32")
     plan = planned(config(*words, "--dry-run"))
     assert placed(plan) == {"inference": ("0", "1", "2", "3"), "trainer_0": ("4",), "trainer_1": ("5",)}
     assert plan.config.inference.gpu_memory_utilization == 0.9
@@ -627,19 +583,9 @@ def test_a_dry_run_on_a_machine_without_gpus_plans_for_those_of_the_deployment(c
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("--inference.parallel.tp", "4"), r"inference takes 4 GPUs \(tp 4\), and this machine shows 2"),
         (
-            ("--inference.parallel.tp", "4"),
-            r"inference takes 4 GPUs \(tp 4\), and this machine shows 2",
-        ),
-        (
-            (
-                "--deployment.num-train-gpus",
-                "1",
-                "--deployment.num-infer-gpus",
-                "2",
-                "--inference.parallel.tp",
-                "2",
-            ),
+            ("--deployment.num-train-gpus", "1", "--deployment.num-infer-gpus", "2", "--inference.parallel.tp", "2"),
             r"num_train_gpus = 1 and num_infer_gpus = 2 need 3 GPUs, and this machine shows 2",
         ),
     ],
@@ -665,12 +611,7 @@ def test_one_engine_has_a_router_if_one_is_configured(config) -> None:
 
 @pytest.mark.parametrize("replicas", ["1", "2"])
 def test_a_remote_router_works_with_local_engines(config, replicas) -> None:
-    words = (
-        "--inference.router.address",
-        "http://10.0.0.9:3000",
-        "--inference.deployment.num-replicas",
-        replicas,
-    )
+    words = ("--inference.router.address", "http://10.0.0.9:3000", "--inference.deployment.num-replicas", replicas)
     plan = planned(config(*words))
     assert plan.config.orchestrator.client.base_url == "http://10.0.0.9:3000/v1"
     assert len(plan.config.orchestrator.client.admin_base_url) == int(replicas)

@@ -43,11 +43,7 @@ def test_hosts_are_needed_except_in_a_dry_run(tmp_path, capsys):
     assert main(config(tmp_path, *shape, "--dry-run"), dry_run=True) == 0
     assert "1: node-1" in (shown := capsys.readouterr().out) and "requests go to http://node-0:8000" in shown
     plan = plan_serving(config(tmp_path, *shape, "--hosts", "a", "b"), config(tmp_path).run_dir)
-    assert [(s.name, s.node) for s in plan.processes] == [
-        ("inference_0", 0),
-        ("inference_1", 1),
-        ("router", 0),
-    ]
+    assert [(s.name, s.node) for s in plan.processes] == [("inference_0", 0), ("inference_1", 1), ("router", 0)]
     with pytest.raises(ConfigError, match="needs 2 nodes and there are 1 node"):
         plan_serving(config(tmp_path, *shape, "--hosts", "a"), config(tmp_path).run_dir)
 

@@ -28,9 +28,7 @@ RUN = 'max_steps = 1\nseq_len = 64\n[model]\nname = "model"\n'
 
 
 def dataset(**args):
-    given = ", ".join(
-        f"{key} = {json.dumps(value)}" for key, value in ({"path": "rows.jsonl"} | args).items()
-    )
+    given = ", ".join(f"{key} = {json.dumps(value)}" for key, value in ({"path": "rows.jsonl"} | args).items())
     return RUN + f'[[env]]\nid = "dataset"\nargs = {{ {given} }}\n'
 
 

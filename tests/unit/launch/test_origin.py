@@ -95,9 +95,7 @@ def test_two_different_resume_steps_are_refused(root, tmp_path):
 # -- rl: the orchestrator's half --
 
 
-def started_from(
-    cfg: OrchestratorConfig, path: Path, origin: RunDir, step: int, **changes
-) -> OrchestratorConfig:
+def started_from(cfg: OrchestratorConfig, path: Path, origin: RunDir, step: int, **changes) -> OrchestratorConfig:
     own = {"output_dir": path, "resume": {"dir": origin.path, "step": step}}
     return OrchestratorConfig.model_validate(cfg.model_dump() | own | changes)
 

@@ -42,9 +42,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             "--rollout-transport.port",
             str(free_port()),
         ]
-        running.append(
-            forked.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
+        running.append(forked.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         return running[-1]
 
     yield begin
@@ -62,16 +60,11 @@ def until(is_so: Callable[[], object], popen: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
-def test_a_second_orchestrator_is_refused_and_the_first_ends_at_the_first_sigterm(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_second_orchestrator_is_refused_and_the_first_ends_at_the_first_sigterm(start: Start, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     first = start()
     until(
-        lambda: (
-            run.log("orchestrator").exists()
-            and "waiting for the engine" in run.log("orchestrator").read_text()
-        ),
+        lambda: run.log("orchestrator").exists() and "waiting for the engine" in run.log("orchestrator").read_text(),
         first,
     )
     second = start()
@@ -85,12 +78,7 @@ def test_a_second_orchestrator_is_refused_and_the_first_ends_at_the_first_sigter
 
     again = start()
     output, _ = again.communicate(timeout=120)
-    assert (
-        again.returncode == 2
-        and "exists in" in output
-        and "--resume" in output
-        and len(output.splitlines()) == 1
-    )
+    assert again.returncode == 2 and "exists in" in output and "--resume" in output and len(output.splitlines()) == 1
 
 
 def test_orchestrator_and_trainer_share_a_run_without_a_launcher(tmp_path: Path) -> None:

@@ -175,11 +175,7 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchPlan:
     for number in range(41):
         row = {} if number == 0 else {"reward/mean": number / 40}
         if number % 20 == 0:
-            row |= {
-                "eval/a/sampled/mean": number / 80,
-                "eval/b/sampled/mean": number / 40,
-                "eval/a/greedy/mean": 1.0,
-            }
+            row |= {"eval/a/sampled/mean": number / 80, "eval/b/sampled/mean": number / 40, "eval/a/greedy/mean": 1.0}
         metrics.log(number, row)
     metrics.close()
     cfg.run_dir.checkpoint(40).mkdir(parents=True)
@@ -191,9 +187,7 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchPlan:
     return a_plan
 
 
-def test_the_curve_has_every_step_once_and_the_mean_over_environments_of_every_eval(
-    finished: LaunchPlan,
-) -> None:
+def test_the_curve_has_every_step_once_and_the_mean_over_environments_of_every_eval(finished: LaunchPlan) -> None:
     curve = report.Curve.read(finished.run)
     assert curve.steps == list(range(1, 41)) and curve.rewards[-1] == 1.0
     assert curve.sampled == [(0, 0.0), (20, 0.375), (40, 0.75)]
@@ -203,10 +197,7 @@ def test_the_curve_has_every_step_once_and_the_mean_over_environments_of_every_e
 def test_smoothing_keeps_the_mean_of_a_straight_line() -> None:
     rewards = [i / 400 for i in range(400)]
     curve = report.Curve(list(range(400)), rewards, [], [])
-    slow = [
-        sum(rewards[max(0, i - 10) : i + 11]) / len(rewards[max(0, i - 10) : i + 11])
-        for i in range(len(rewards))
-    ]
+    slow = [sum(rewards[max(0, i - 10) : i + 11]) / len(rewards[max(0, i - 10) : i + 11]) for i in range(len(rewards))]
     assert curve.smoothed() == pytest.approx(slow)
 
 

@@ -136,10 +136,7 @@ def test_an_engine_asks_for_no_key_that_its_clients_do_not_send(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "of-another-server")
-    env = {
-        spec.role: spec.env
-        for spec in planned(tmp_path, "--orchestrator.client.api-key-var", "OURS").processes
-    }
+    env = {spec.role: spec.env for spec in planned(tmp_path, "--orchestrator.client.api-key-var", "OURS").processes}
     assert env["inference"]["VLLM_API_KEY"] == "" and "OURS" not in env["orchestrator"]
 
 

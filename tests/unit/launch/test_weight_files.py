@@ -72,26 +72,16 @@ FAULTS = {
         "'_orig_mod.' in their names .* torch.compile wraps; .* removed from every name",
     ),
     "a wrapped block": (
-        lambda tensors: {
-            name.replace("layers.1.", "layers.1._orig_mod."): tensor for name, tensor in tensors.items()
-        },
+        lambda tensors: {name.replace("layers.1.", "layers.1._orig_mod."): tensor for name, tensor in tensors.items()},
         {},
         "have '_orig_mod.' in their names",
     ),
     "rows": (dict, {"vocab_size": 100}, "its embedding has 112 rows, and .* vocab_size = 100; set .* = 112"),
     "another family": (dict, {"model_type": "qwen2"}, "not part of a qwen2 .* two models; copy both"),
     "missing": (without_mlp, {}, "3 of the 24 tensors .* are missing .* files are incomplete"),
-    "a shape": (
-        dict,
-        {"intermediate_size": 64},
-        r"has shape \[48, 32\], and config.json makes it \[64, 32\]",
-    ),
+    "a shape": (dict, {"intermediate_size": 64}, r"has shape \[48, 32\], and config.json makes it \[64, 32\]"),
     "another head": (double_head, {}, "lm_head.weight that differs .* tie_word_embeddings = false"),
-    "awq": (
-        dict,
-        {"quantization_config": {"quant_method": "awq"}},
-        "awq, and quantized .* in bfloat16 here$",
-    ),
+    "awq": (dict, {"quantization_config": {"quant_method": "awq"}}, "awq, and quantized .* in bfloat16 here$"),
     "bitsandbytes": (dict, {"quantization_config": {"load_in_4bit": True}}, "bitsandbytes, and quantized"),
     "gptq": (
         lambda tensors: {name.replace("proj.weight", "proj.qweight"): t for name, t in tensors.items()},
@@ -155,9 +145,7 @@ def test_an_index_and_its_files_must_agree(model: Path) -> None:
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
     assert check(model) == []
     index.write_text(json.dumps({"weight_map": dict.fromkeys([*names, "x"], "model.safetensors")}))
-    with pytest.raises(
-        ConfigError, match=r"says that model\.safetensors has the tensor 'x', which it has not"
-    ):
+    with pytest.raises(ConfigError, match=r"says that model\.safetensors has the tensor 'x', which it has not"):
         check(model)
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "one.safetensors")}))
     with pytest.raises(ConfigError, match=r"one.safetensors: missing, and the index names it"):

@@ -439,9 +439,7 @@ def test_the_report_of_an_audit_counts_promises_or_names_faults(run_dir: RunDir)
     db = schema.open_for_writing(run_dir.ledger)
     db.execute("UPDATE rollouts SET first_version = 4 WHERE group_id < 3")
     db.close()
-    assert report_of(run_dir).startswith(
-        "12 faults: step 1 has rollout g0.0 of version 4, which came after it; "
-    )
+    assert report_of(run_dir).startswith("12 faults: step 1 has rollout g0.0 of version 4, which came after it; ")
     assert report_of(run_dir).endswith("; and 7 more")
     run_dir.ledger.unlink()
     assert report_of(run_dir).startswith("cannot be checked: ")

@@ -71,9 +71,7 @@ def resume(cfg: OrchestratorConfig, directory: Path, step: int = SAVED) -> list[
     trainer = FakeTrainer(max_steps=LAST, start=step, checkpoint_every=2)
     loop = train(OrchestratorConfig.model_validate(settings), engine, trainer)
     assert loop.progress.step == LAST
-    samples = [
-        [s for batch in each for m in batch.micro_batches for s in m.sample_ids] for each in trainer.batches
-    ]
+    samples = [[s for batch in each for m in batch.micro_batches for s in m.sample_ids] for each in trainer.batches]
     assert [len(set(each)) for each in samples] == [8] * (LAST - step)
     return [{int(name.split(".")[0].removeprefix("g")) for name in each} for each in samples]
 
@@ -198,9 +196,7 @@ def test_what_flush_has_seen_is_on_the_disk(tmp_path, monkeypatch):
 DAMAGES = {
     "empty": lambda data: b"",
     "half": lambda data: data[: len(data) // 2],
-    "flipped": lambda data: (
-        data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 0x55]) + data[len(data) // 2 + 1 :]
-    ),
+    "flipped": lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 0x55]) + data[len(data) // 2 + 1 :],
     "missing": lambda data: None,
 }
 

@@ -40,9 +40,7 @@ def test_no_statement_of_a_step_reads_a_whole_table(tmp_path: Path) -> None:
     assert len(written) > 20
     assert {text: found for text in written if (found := scanned(run.ledger._db, text))} == {}
     # The check itself sees a scan.
-    assert scanned(run.ledger._db, "SELECT * FROM batches WHERE step = 1 AND state = 'shipped'") == [
-        "batches"
-    ]
+    assert scanned(run.ledger._db, "SELECT * FROM batches WHERE step = 1 AND state = 'shipped'") == ["batches"]
     run.close()
 
 
@@ -51,9 +49,7 @@ def test_dropping_a_group_reads_only_its_own_rows(tmp_path: Path) -> None:
     for draw in range(3):
         run.start(draw)
     run.ledger.group_dropped(1, "stale")
-    running = run.ledger._db.execute(
-        "SELECT group_id, count(*) FROM rollouts WHERE status = 'running' GROUP BY 1"
-    )
+    running = run.ledger._db.execute("SELECT group_id, count(*) FROM rollouts WHERE status = 'running' GROUP BY 1")
     assert running.fetchall() == [(0, MEMBERS), (2, MEMBERS)]
     run.ledger.group_finished(group(2, 0))
     run.close()
@@ -93,8 +89,5 @@ def test_a_missing_index_is_created(tmp_path: Path) -> None:
     db.close()
     Ledger(run_dir).close()
     with schema.open_for_reading(run_dir.ledger) as db:
-        assert (
-            db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'versions_published'").fetchone()[0]
-            == 1
-        )
+        assert db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'versions_published'").fetchone()[0] == 1
     db.close()

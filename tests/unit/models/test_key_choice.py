@@ -70,11 +70,7 @@ def test_the_best_keys_are_chosen_and_of_equal_ones_the_earliest(row, top_k):
     bounds, parents = ROWS[row]
     num = bounds[-1]
     pieces = np.array_split(np.arange(num), 4)
-    for tokens in (
-        np.arange(num),
-        np.concatenate((pieces[1], pieces[2])),
-        np.concatenate((pieces[0], pieces[3])),
-    ):
+    for tokens in (np.arange(num), np.concatenate((pieces[1], pieces[2])), np.concatenate((pieces[0], pieces[3]))):
         parts = vectors(num, tokens)
         visible_keys = VisibleKeys.of(bounds, parents, torch.device("cpu"), tokens)
         got = choose_keys(parts, visible_keys, top_k).numpy()
@@ -88,10 +84,7 @@ def test_the_best_keys_are_chosen_and_of_equal_ones_the_earliest(row, top_k):
 def test_attention_and_gradients_equal_a_masked_softmax(row):
     bounds, parents = ROWS[row]
     num, generator = bounds[-1], torch.Generator().manual_seed(1)
-    q, k = (
-        torch.randn(num, *shape, generator=generator, dtype=torch.float64)
-        for shape in ((HEADS, WIDTH), (WIDTH,))
-    )
+    q, k = (torch.randn(num, *shape, generator=generator, dtype=torch.float64) for shape in ((HEADS, WIDTH), (WIDTH,)))
     slopes = torch.randn(num, HEADS, VALUE, generator=generator, dtype=torch.float64)
     q, k = q.requires_grad_(), k.requires_grad_()
     choice = KeyChoice(0, 6, 0.3, {}, vectors(num))
@@ -112,9 +105,7 @@ def test_the_loss_of_an_index_is_its_divergence_from_the_attention(row):
     num, generator = bounds[-1], torch.Generator().manual_seed(2)
     q, k = (torch.randn(num, *shape, generator=generator) for shape in ((HEADS, WIDTH), (WIDTH,)))
     slopes = torch.randn(num, HEADS, VALUE, generator=generator)
-    parts = IndexVectors(
-        *(torch.randn(part.shape, generator=generator).requires_grad_() for part in vectors(num))
-    )
+    parts = IndexVectors(*(torch.randn(part.shape, generator=generator).requires_grad_() for part in vectors(num)))
     visible_keys = VisibleKeys.of(bounds, parents, torch.device("cpu"))
 
     def run(scale: float | None) -> tuple[torch.Tensor, ...]:

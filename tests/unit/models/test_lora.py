@@ -15,15 +15,7 @@ from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
-from stretto.models.lora import (
-    CONFIG,
-    TENSORS,
-    Adapter,
-    attach_adapters,
-    load_adapter,
-    save_adapter,
-    with_adapter,
-)
+from stretto.models.lora import CONFIG, TENSORS, Adapter, attach_adapters, load_adapter, save_adapter, with_adapter
 from stretto.trainer.learner import Learner
 
 SHAPES = {"dense": {}, "moe": {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}}
@@ -102,16 +94,11 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(shape):
     (policy.hidden(ids, layout) ** 2).mean().backward()
     base = build_policy(**shape)
     adapter = Adapter.of(policy)
-    halves = {
-        name: (a.clone().requires_grad_(), b.clone().requires_grad_())
-        for name, (a, b) in adapter.pairs.items()
-    }
+    halves = {name: (a.clone().requires_grad_(), b.clone().requires_grad_()) for name, (a, b) in adapter.pairs.items()}
     weights = {n: p.detach() for n, p in base.named_parameters()}
     for name, (a, b) in halves.items():
         weights[name] = weights[name] + adapter.scaling * (b @ a)
-    hidden = torch.func.functional_call(
-        _Hidden(base), {f"model.{n}": w for n, w in weights.items()}, (ids, layout)
-    )
+    hidden = torch.func.functional_call(_Hidden(base), {f"model.{n}": w for n, w in weights.items()}, (ids, layout))
     (hidden**2).mean().backward()
     found = {n: p.grad for n, p in policy.named_parameters() if p.requires_grad}
     assert len(found) == 2 * len(halves)
@@ -183,10 +170,7 @@ def test_a_bfloat16_policy_has_float32_masters_of_its_adapter():
     learner = trained(policy, dtype="bfloat16", lr=1e-3)
     weights = {n: t for n, t in learner.state().tensors.items() if n.startswith("model.")}
     assert weights and all("lora_" in n and t.dtype is torch.float32 for n, t in weights.items())
-    assert (
-        dict(learner.policy.named_parameters())["model.layers.0.self_attn.q_proj.lora_A"].dtype
-        is torch.bfloat16
-    )
+    assert dict(learner.policy.named_parameters())["model.layers.0.self_attn.q_proj.lora_A"].dtype is torch.bfloat16
 
 
 def test_a_checkpoint_holds_the_adapter_only_and_continues_bit_for_bit():

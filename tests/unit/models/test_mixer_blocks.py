@@ -36,9 +36,7 @@ def gradients(model: Decoder) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(
-    "ac", [{"mode": "full"}, {"mode": "selective", "targets": TARGETS}], ids=["full", "selective"]
-)
+@pytest.mark.parametrize("ac", [{"mode": "full"}, {"mode": "selective", "targets": TARGETS}], ids=["full", "selective"])
 def test_recomputed_blocks_have_the_same_gradients(directory, ac):
     plain, recomputed = load(directory), load(directory)
     prepare_blocks(recomputed, ModelSection(name="x", ac=ActivationCheckpointSection(**ac)))

@@ -68,14 +68,7 @@ def assert_same_with_gradients(attend, mask):
 
 @pytest.mark.parametrize(
     "lengths",
-    [
-        [7],
-        [3, 3, 3],
-        [1, 5, 5, 2, 2, 5],
-        [0, 4, 0, 4],
-        [MAX_SHORT_KEYS + 6, MAX_SHORT_KEYS + 6, 9],
-        [1, 1, 1],
-    ],
+    [[7], [3, 3, 3], [1, 5, 5, 2, 2, 5], [0, 4, 0, 4], [MAX_SHORT_KEYS + 6, MAX_SHORT_KEYS + 6, 9], [1, 1, 1]],
 )
 def test_packed_attention_equals_masked_attention(lengths):
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]

@@ -34,9 +34,7 @@ SHAPE = {
 def build_pair(seed=0, **settings) -> tuple[Qwen3ForCausalLM, Decoder]:
     """The same random network twice, with weights large enough that errors show."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        **({"rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": True} | SHAPE | settings)
-    )
+    config = Qwen3Config(**({"rope_parameters": DEFAULT_ROPE, "tie_word_embeddings": True} | SHAPE | settings))
     theirs = Qwen3ForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():

@@ -29,9 +29,7 @@ from stretto.models.parts.router import Router
 from stretto.models.tensor_map import as_whole_slices
 
 VOCAB = 40
-SCRATCH_FAMILIES = sorted(
-    set(get_args(ScratchSection.model_fields["family"].annotation)) - set(VISION_FAMILIES)
-)
+SCRATCH_FAMILIES = sorted(set(get_args(ScratchSection.model_fields["family"].annotation)) - set(VISION_FAMILIES))
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8,
@@ -211,10 +209,7 @@ def test_a_shared_prompt_is_computed_once_with_the_same_logits_and_gradients(pai
         assert ours.config.has_recurrence, "only a state that is read in order must be computed per reply"
         return
     ids = torch.randint(0, VOCAB, (45,), generator=torch.Generator().manual_seed(3))
-    bounds, parents = (
-        (0, 14, 18, 38, 45),
-        (-1, -1, 0, 0),
-    )  # two replies to the first document, 20 and 7 tokens
+    bounds, parents = ((0, 14, 18, 38, 45), (-1, -1, 0, 0))  # two replies to the first document, 20 and 7 tokens
     weights = torch.linspace(-1, 1, VOCAB)
 
     def gradients(logits):
@@ -243,9 +238,7 @@ def test_weights_and_config_survive_the_way_there_and_back(case, dtype, tmp_path
     assert files[0].keys() == files[1].keys()
     # Biases on the choice of experts are float32 here, whatever the dtype.
     assert all(torch.equal(files[0][name], files[1][name].to(files[0][name].dtype)) for name in files[0])
-    again, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", dtype=dtype, output_loading_info=True
-    )
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=dtype, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     for (name, a), b in zip(theirs.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(a, b.to(a.dtype)), name
@@ -262,8 +255,7 @@ def test_our_config_json_says_what_theirs_did(case, tmp_path):
     ours.config.hf.update(written)
     hub.save_hf(ours, tmp_path / "ours")
     theirs, again = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
-        for name in ("theirs", "ours")
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("theirs", "ours")
     )
     ids = torch.arange(VOCAB)[None]
     with torch.no_grad():
@@ -306,9 +298,7 @@ def test_transformers_builds_the_same_network_from_our_config(family, tmp_path):
     hub.save_hf(ours, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        theirs, info = AutoModelForCausalLM.from_pretrained(
-            tmp_path, dtype=torch.float32, output_loading_info=True
-        )
+        theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     ids = torch.arange(VOCAB)
     with torch.no_grad():
@@ -349,10 +339,7 @@ def test_loading_is_complete_checked_by_expert(tmp_path):
         ({"num_experts": None}, "no value for num_experts"),
         ({"layer_types": ["sliding_attention"]}, "layer_types sliding_attention"),
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "low_freq_factor = 1 must be less"),
-        (
-            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
-            r"rope_type = 'longrope' .*llama3, yarn",
-        ),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, r"rope_type = 'longrope' .*llama3, yarn"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     ],
 )

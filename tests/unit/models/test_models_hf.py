@@ -14,12 +14,7 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
-from stretto.models.hf import (
-    PACKED_FAMILIES,
-    HFDecoder,
-    build_meta_hf_model,
-    load_hf_model,
-)
+from stretto.models.hf import PACKED_FAMILIES, HFDecoder, build_meta_hf_model, load_hf_model
 from stretto.models.lm_head import head_logits
 from stretto.trainer.learner import load_policy
 
@@ -45,8 +40,7 @@ FAMILIES = {
     "qwen3_moe": MOE | {"num_experts": 4},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
     "laguna": MOE | {"num_experts": 4, "shared_expert_intermediate_size": 16},
-    "glm4_moe": MOE
-    | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1},
+    "glm4_moe": MOE | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1},
     "glm_moe_dsa": MOE
     | {
         "n_routed_experts": 4,
@@ -133,9 +127,7 @@ def test_the_table_says_where_transformers_puts_every_weight(tmp_path, family):
     table = model.tensor_map
     ours = dict(table.export(dict(model.named_parameters())))
     assert model.unsharded_names <= dict(model.named_parameters()).keys()
-    assert theirs.keys() == ours.keys() and table.their_shapes == {
-        n: tuple(t.shape) for n, t in theirs.items()
-    }
+    assert theirs.keys() == ours.keys() and table.their_shapes == {n: tuple(t.shape) for n, t in theirs.items()}
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
 
 
@@ -144,9 +136,7 @@ def test_a_weight_that_is_turned_round_in_a_checkpoint_is_refused(monkeypatch):
         return {name: tensor.T if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}
 
     monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", turned)
-    with pytest.raises(
-        ConfigError, match=r"'model.embed_tokens.weight' .* cannot be spread over ranks; train it on"
-    ):
+    with pytest.raises(ConfigError, match=r"'model.embed_tokens.weight' .* cannot be spread over ranks; train it on"):
         HFDecoder(build_hf("llama")).prepare_for_sharding()
 
 
@@ -203,9 +193,7 @@ def test_soft_caps_of_head_and_attention_are_those_of_transformers(tmp_path):
 def test_quantized_weights_are_not_trained(tmp_path, impl):
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **BASE)).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}})
-    )
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(DataError, match="quantization_config fp8: quantized weights cannot be trained"):
         load_policy(ModelSection(name=str(tmp_path), impl=impl))
 
@@ -213,8 +201,7 @@ def test_quantized_weights_are_not_trained(tmp_path, impl):
 def test_an_unknown_architecture_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
     with pytest.raises(
-        DataError,
-        match=f"{tmp_path}: model_type = .* neither of stretto .* nor of the installed transformers",
+        DataError, match=f"{tmp_path}: model_type = .* neither of stretto .* nor of the installed transformers"
     ):
         load_hf_model(tmp_path, dtype=torch.float32)
 

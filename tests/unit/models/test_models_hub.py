@@ -39,9 +39,7 @@ def saved(tmp_path):
 def test_transformers_loads_what_is_saved(tmp_path, tied):
     policy = build_policy(tie_word_embeddings=tied)
     hub.save_hf(policy, tmp_path)
-    model, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, output_loading_info=True
-    )
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     with torch.no_grad():
         theirs = model(input_ids=IDS[None], use_cache=False).logits[0]
@@ -117,9 +115,7 @@ def test_a_missing_tensor_is_named(saved):
 
 def test_a_wrong_shape_is_named(saved):
     change_tensors(saved, **{"model.norm.weight": torch.ones(3)})
-    with pytest.raises(
-        DataError, match=r"'model.norm.weight' has shape \(3,\), config.json asks for \(64,\)"
-    ):
+    with pytest.raises(DataError, match=r"'model.norm.weight' has shape \(3,\), config.json asks for \(64,\)"):
         hub.load_model(saved, dtype=torch.float32)
 
 
@@ -169,9 +165,7 @@ def test_a_model_that_is_nowhere_is_named(name):
 
 def test_auto_is_the_type_of_the_device():
     assert hub.dtype_of("auto", "cpu") is torch.float32 and hub.dtype_of("auto", "cuda:1") is torch.bfloat16
-    assert (
-        hub.dtype_of("bfloat16", "cpu") is torch.bfloat16 and hub.dtype_of("float32", "cuda") is torch.float32
-    )
+    assert hub.dtype_of("bfloat16", "cpu") is torch.bfloat16 and hub.dtype_of("float32", "cuda") is torch.float32
 
 
 def test_a_console_sees_how_far_loading_is_if_it_takes_long(saved, monkeypatch):

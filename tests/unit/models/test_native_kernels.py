@@ -59,10 +59,7 @@ def expected_attention(shape, *, norm=True) -> Tensor:
     qkv, cos, sin, weight = (x.double() for x in inputs(*shape))
     q, k, v = qkv.view(TOKENS, -1, dim).split([heads, kv_heads, kv_heads], 1)
     if norm:
-        q, k = (
-            w * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-            for x, w in ((q, weight), (k, 2 * weight))
-        )
+        q, k = (w * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) for x, w in ((q, weight), (k, 2 * weight)))
     q, k = (x * cos[:, None] + x.roll(dim // 2, -1) * sin[:, None] for x in (q, k))
     k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) * dim**-0.5
@@ -137,12 +134,8 @@ def test_the_library_is_compiled_once(kernels, empty_cache, monkeypatch):
     assert list(empty_cache.iterdir()) == [made]
 
 
-@pytest.mark.parametrize(
-    ("compiler", "words"), [("no-such-compiler", "no C compiler"), ("false", "cannot compile")]
-)
-def test_without_a_compiler_there_are_no_kernels_and_the_log_says_so(
-    compiler, words, empty_cache, monkeypatch, caplog
-):
+@pytest.mark.parametrize(("compiler", "words"), [("no-such-compiler", "no C compiler"), ("false", "cannot compile")])
+def test_without_a_compiler_there_are_no_kernels_and_the_log_says_so(compiler, words, empty_cache, monkeypatch, caplog):
     monkeypatch.setenv("CC", compiler)
     with caplog.at_level(logging.INFO):
         assert library.find_library.__wrapped__() is None

@@ -81,11 +81,5 @@ def test_what_is_no_number_stays_none(products, dtype):
 
 def test_weights_that_are_not_supported_are_left_to_torch():
     good = torch.zeros(16, 32)
-    for bad in (
-        good.double(),
-        torch.zeros(16, 24),
-        torch.zeros(4, 32),
-        good.T,
-        torch.zeros(8, 32, device="meta"),
-    ):
+    for bad in (good.double(), torch.zeros(16, 24), torch.zeros(4, 32), good.T, torch.zeros(8, 32, device="meta")):
         assert Products.find([good, bad]) is None

@@ -55,10 +55,7 @@ def test_names_and_contents_are_what_the_rules_say():
 
 def test_there_and_back_is_the_same_bits_in_any_order():
     tensors = ours()
-    table, empty = (
-        build_tensor_map(tensors),
-        {name: torch.full_like(t, torch.nan) for name, t in tensors.items()},
-    )
+    table, empty = (build_tensor_map(tensors), {name: torch.full_like(t, torch.nan) for name, t in tensors.items()})
     for name, tensor in reversed(list(table.export(tensors))):
         table.copy_in(name, tuple(tensor.shape), tensor, as_whole_slices(empty.items()))
     assert all(torch.equal(tensors[name], empty[name]) for name in tensors)
@@ -90,9 +87,7 @@ def test_a_rank_gets_its_slice_and_reads_no_more(parts, dim):
             start = [0] * tensor.dim()
             start[dim] = sum(chunk.shape[dim] for chunk in chunks[:rank])
             expected[name] = chunks[rank]
-            targets[name] = TensorSlice(
-                torch.full_like(chunks[rank], torch.nan), tuple(start), tuple(tensor.shape)
-            )
+            targets[name] = TensorSlice(torch.full_like(chunks[rank], torch.nan), tuple(start), tuple(tensor.shape))
         num_read = 0
         for name, tensor in table.export(tensors):
             reader = Reader(tensor)
@@ -111,9 +106,7 @@ def test_a_rank_loads_its_experts_from_files(tmp_path):
     mine = {"model.layers.1.mlp.experts.down_proj": part}
     hub.load_slices(policy.tensor_map, mine, hub.read_tensors(tmp_path), policy.config, "test")
     assert torch.equal(mine["model.layers.1.mlp.experts.down_proj"].tensor, stacked[2:].detach())
-    assert policy.tensor_map.find_needed(mine) == {
-        f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in (2, 3)
-    }
+    assert policy.tensor_map.find_needed(mine) == {f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in (2, 3)}
 
 
 def test_a_slice_that_the_files_lack_is_named_and_others_are_not_missed(tmp_path):

@@ -9,12 +9,7 @@ import torch.nn.functional as F
 
 from stretto.models.attention import packed_attention
 from stretto.models.native import library, training
-from stretto.models.native.training import (
-    NativeAttention,
-    TrainingKernels,
-    find_training_kernels,
-    gate_product,
-)
+from stretto.models.native.training import NativeAttention, TrainingKernels, find_training_kernels, gate_product
 from stretto.models.parts.norm import rms_norm
 from stretto.models.parts.rope import Angles, rotate
 

@@ -19,9 +19,7 @@ def texts(rooms: tuple[str, ...]) -> str:
     """Every string in the code of these rooms or files, a line each; what f-strings fill in is `<>`."""
     found = []
     paths = [ROOT / "src" / "stretto" / room for room in rooms]
-    for file in (
-        file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))
-    ):
+    for file in (file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))):
         for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
@@ -44,12 +42,7 @@ def test_every_name_in_the_table_is_measured_somewhere(name, measured):
     """As a whole, or without what is put before and behind it: eval/<env>/<mode>, rl/ and /mean."""
     wanted = re.sub(r"<[^>]+>", "<>", name)
     wanted = wanted.removeprefix("eval/<>/").removeprefix("trainer/") if wanted.count("<>") > 1 else wanted
-    ways = {
-        wanted,
-        wanted.removesuffix("/mean"),
-        wanted.removeprefix("trainer/"),
-        wanted.removeprefix("eval/"),
-    }
+    ways = {wanted, wanted.removesuffix("/mean"), wanted.removeprefix("trainer/"), wanted.removeprefix("eval/")}
     ways |= {"<>/<>"} if name in ("rollout/<metric>", "eval/<metric>") else set()
     assert any(re.search(rf"(^|/|>){re.escape(way)}$", measured, re.M) for way in ways if way)
 
@@ -70,7 +63,4 @@ def test_the_page_is_that_of_the_table():
 def test_names_without_an_entry_are_found():
     assert unlisted("trainer", ["loss/mean", "step", "entropy/my-env/mean", "lozz/mean"]) == ["lozz/mean"]
     assert unlisted("orchestrator", ["reward/a/b/mean", "eval/a/sampled/pass@4", "trainer/time/step"]) == []
-    assert unlisted("orchestrator", ["eval/a/sampled/meen", "val/loss"]) == [
-        "eval/a/sampled/meen",
-        "val/loss",
-    ]
+    assert unlisted("orchestrator", ["eval/a/sampled/meen", "val/loss"]) == ["eval/a/sampled/meen", "val/loss"]

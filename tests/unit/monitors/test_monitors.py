@@ -299,9 +299,7 @@ def test_wandb_offline_writes_a_run_without_a_network(
 
 @pytest.mark.skipif(is_missing("trackio"), reason="extra `trackio` is not installed")
 @pytest.mark.filterwarnings("default")
-def test_trackio_takes_rows(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trackio_takes_rows(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     write_config(run_dir)
     monkeypatch.setenv("TRACKIO_DIR", str(run_dir.path / "trackio"))
     monitors = build_monitors(MonitorsSection(trackio=TrackioSection(project="t")), run_dir, "trainer", "run")
@@ -317,9 +315,7 @@ def test_trackio_takes_rows(
 
 
 @pytest.mark.parametrize("left", [None, "", "\n"])
-def test_the_run_of_wandb_keeps_its_id_and_gets_one_if_a_power_cut_took_it(
-    tmp_path: Path, left: str | None
-) -> None:
+def test_the_run_of_wandb_keeps_its_id_and_gets_one_if_a_power_cut_took_it(tmp_path: Path, left: str | None) -> None:
     path = tmp_path / "wandb_id"
     if left is not None:
         path.write_text(left)

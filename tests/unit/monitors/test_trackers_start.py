@@ -81,9 +81,7 @@ def test_a_run_obeys_the_mode_of_the_environment(home: Path, monkeypatch, mode: 
 
 
 def test_a_training_run_has_one_name_in_a_tracker_and_evals_beside_it_another(home: Path) -> None:
-    names = {
-        role: Source(RunDir(home), role, "run", None).label("run") for role in ("orchestrator", "trainer")
-    }
+    names = {role: Source(RunDir(home), role, "run", None).label("run") for role in ("orchestrator", "trainer")}
     assert set(names.values()) == {"run"}
     assert Source(RunDir(home), "eval", "run", None).label("run") == "run-eval"
 
@@ -103,9 +101,7 @@ class Refusing(Monitor):
         raise RuntimeError("no space in its database")
 
 
-def test_a_tracker_that_cannot_start_ends_the_start_of_a_new_run_only(
-    home: Path, monkeypatch, caplog
-) -> None:
+def test_a_tracker_that_cannot_start_ends_the_start_of_a_new_run_only(home: Path, monkeypatch, caplog) -> None:
     monkeypatch.setitem(base.TRACKERS, "trackio", Refusing)
     monkeypatch.setattr(base, "find_trackers", lambda section: ["trackio"])
     section = MonitorsSection(trackio=TrackioSection())

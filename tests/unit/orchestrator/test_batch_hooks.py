@@ -295,16 +295,10 @@ def test_own_samples_and_members_with_several_are_trained_each_by_its_own_reward
         ("return []", "returned no group 2 times in a row (max_failed_groups)"),
         ("data_source.get_samples(1); return []", "returned no group 2 times in a row (max_failed_groups)"),
         ("return [[]]", "a group must be a list of samples"),
-        (
-            "a, b = data_source.get_samples(2); return [[a[0], b[0]]]",
-            "has samples of the groups ['0', '1']",
-        ),
+        ("a, b = data_source.get_samples(2); return [[a[0], b[0]]]", "has samples of the groups ['0', '1']"),
         ("groups = data_source.get_samples(1); return groups", "the reward is None, not a finite number"),
         ("data_source.get_samples(1); raise ValueError('x')", ".py:2: ValueError: x"),
-        (
-            "data_source.add_samples(data_source.get_samples(1)[0]); return []",
-            "add_samples takes a list of groups",
-        ),
+        ("data_source.add_samples(data_source.get_samples(1)[0]); return []", "add_samples takes a list of groups"),
         (
             "from stretto.vime import RolloutFnTrainOutput as R; return R(data_source.get_samples(1), {'a': 'b'})",
             "the metric a is 'b', not a finite number",
@@ -363,18 +357,9 @@ def test_a_group_that_is_not_as_it_was_fails_every_group_of_its_call(tmp_path, h
     [
         ("def reward_post_process(args, samples):\n    return 3\n", "return raw rewards and rewards"),
         ("def reward_post_process(args, samples):\n    return [], [1.0]\n", "1 rewards for"),
-        (
-            "def convert_samples_to_train_data(args, samples):\n    return [1]\n",
-            "return a dictionary of lists",
-        ),
-        (
-            "def convert_samples_to_train_data(args, samples):\n    return {'tokns': []}\n",
-            "the dictionary has tokns",
-        ),
-        (
-            "def convert_samples_to_train_data(args, samples):\n    return {'rewards': [1.0]}\n",
-            "rewards has 1 entries",
-        ),
+        ("def convert_samples_to_train_data(args, samples):\n    return [1]\n", "return a dictionary of lists"),
+        ("def convert_samples_to_train_data(args, samples):\n    return {'tokns': []}\n", "the dictionary has tokns"),
+        ("def convert_samples_to_train_data(args, samples):\n    return {'rewards': [1.0]}\n", "rewards has 1 entries"),
         (
             "def convert_samples_to_train_data(args, samples):\n    return {'loss_masks': [[1] for s in samples]}\n",
             "loss_mask has 1 entries for a response of",
@@ -383,14 +368,8 @@ def test_a_group_that_is_not_as_it_was_fails_every_group_of_its_call(tmp_path, h
             "def sample_filter(args, groups):\n    for g in groups:\n        for s in g: s.remove_sample = True\n",
             "removed every sample",
         ),
-        (
-            "def buffer_filter(args, rollout_id, buffer, num_samples):\n    return buffer[:1]\n",
-            "returned 1 groups",
-        ),
-        (
-            "def convert_samples_to_train_data(args, samples):\n    return {'tokens': 5}\n",
-            "tokens is int, not a list",
-        ),
+        ("def buffer_filter(args, rollout_id, buffer, num_samples):\n    return buffer[:1]\n", "returned 1 groups"),
+        ("def convert_samples_to_train_data(args, samples):\n    return {'tokens': 5}\n", "tokens is int, not a list"),
         (
             "def convert_samples_to_train_data(args, samples):\n    return {'tokens': [None for s in samples]}\n",
             ".0/0: its entries: TypeError: ",
@@ -517,9 +496,7 @@ def test_a_rollout_function_makes_the_evals_too_unless_another_does(tmp_path, ho
         cfg, trainer = run(tmp_path / name, named | more, eval=section)
         assert len(trainer.batches) == 3
         rows = read_metrics(cfg.run_dir.metrics("orchestrator"))
-        means[name] = {
-            key for row in rows for key in row if key.startswith("eval/") and key.endswith("/mean")
-        }
+        means[name] = {key for row in rows for key in row if key.startswith("eval/") and key.endswith("/mean")}
     assert means == {
         "both": {"eval/mine/sampled/mean"},
         "environments": {"eval/echo/sampled/mean", "eval/echo/greedy/mean"},
@@ -547,9 +524,7 @@ def test_a_rollout_function_makes_the_evals_too_unless_another_does(tmp_path, ho
 def test_an_eval_function_that_gives_nonsense_costs_the_eval_and_not_the_run(
     tmp_path, hooks, caplog, returned, message
 ):
-    code = (
-        f"async def eval_function(args, rollout_id, data_source, evaluation=False):\n    return {returned}\n"
-    )
+    code = f"async def eval_function(args, rollout_id, data_source, evaluation=False):\n    return {returned}\n"
     _, trainer = run(tmp_path, hooks(code), max_steps=1, eval={"num_examples": 2, "greedy": False})
     assert len(trainer.batches) == 1
     assert "no eval of version 1: orchestrator.hooks.eval_function" in caplog.text and message in caplog.text
@@ -570,22 +545,14 @@ def test_vime_s_names_of_hooks_are_understood():
         }
     )
     named = [section.model_dump()[name] for name in HooksSection.model_fields]
-    assert sorted(each for each in named if isinstance(each, str)) == [
-        f"a:{letter}" for letter in "bcdefghij"
-    ]
+    assert sorted(each for each in named if isinstance(each, str)) == [f"a:{letter}" for letter in "bcdefghij"]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"hooks": {"args": {"a": 1}}},
-            "hooks.args = { a = 1 } does nothing with hooks (no function is named)",
-        ),
-        (
-            {"hooks": {"eval_function": "json:loads"}},
-            "does nothing with eval = None (there are no evals)",
-        ),
+        ({"hooks": {"args": {"a": 1}}}, "hooks.args = { a = 1 } does nothing with hooks (no function is named)"),
+        ({"hooks": {"eval_function": "json:loads"}}, "does nothing with eval = None (there are no evals)"),
         (
             {"hooks": {"eval_function": "environments"}, "eval": {}},
             'hooks.eval_function = "environments" is what happens without hooks.rollout_function',
@@ -608,12 +575,7 @@ def test_vime_s_names_of_hooks_are_understood():
     ],
 )
 def test_hooks_that_would_do_nothing_are_refused(tmp_path, settings, message):
-    settings = {
-        "env": [{"id": "sort-letters"}],
-        "output_dir": tmp_path,
-        "batch_size": 8,
-        "group_size": 4,
-    } | settings
+    settings = {"env": [{"id": "sort-letters"}], "output_dir": tmp_path, "batch_size": 8, "group_size": 4} | settings
     with pytest.raises(ConfigError) as caught:
         build(OrchestratorConfig, settings)
     assert message in str(caught.value)
@@ -651,9 +613,7 @@ def test_a_plain_rollout_function_runs_in_a_thread_and_takes_tasks_from_there(ho
         slots = iter(Slot(n, Task(env="e", task_id=str(n), data={"label": "x"}), version=3) for n in range(5))
         source = DataSource(lambda: next(slots), 2, asyncio.get_running_loop())
         hook = Hook.load(named["rollout_function"], "hooks.rollout_function", 3)
-        function = UserRolloutFunction(
-            hook, Arguments(bonus=2, reward_key="a"), SamplingSection(temperature=0.5), 64
-        )
+        function = UserRolloutFunction(hook, Arguments(bonus=2, reward_key="a"), SamplingSection(temperature=0.5), 64)
         return await function.play(0, source, lambda: 3)
 
     [(slot, group)] = asyncio.run(main())
@@ -665,9 +625,7 @@ def test_a_plain_rollout_function_runs_in_a_thread_and_takes_tasks_from_there(ho
 
 
 def test_a_run_is_stopped_in_the_middle_of_a_rollout_function(tmp_path, hooks):
-    code = ROLLOUT.replace(
-        "        data_source.add", "        await asyncio.sleep(1)\n        data_source.add"
-    )
+    code = ROLLOUT.replace("        data_source.add", "        await asyncio.sleep(1)\n        data_source.add")
     named = {k: v for k, v in hooks("    import asyncio\n" + code).items() if k == "rollout_function"}
     cfg = config(tmp_path, hooks=named, max_steps=None)
 

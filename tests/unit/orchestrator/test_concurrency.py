@@ -57,11 +57,7 @@ def test_a_limit_that_is_not_reached_does_not_grow():
 
 def test_missing_metrics_give_no_load():
     assert EngineLoad.of({}, 1) is None
-    metrics = {
-        "vllm:kv_cache_usage_perc": 1.0,
-        "vllm:num_requests_waiting": 6.0,
-        "vllm:num_preemptions_total": 3.0,
-    }
+    metrics = {"vllm:kv_cache_usage_perc": 1.0, "vllm:num_requests_waiting": 6.0, "vllm:num_preemptions_total": 3.0}
     assert EngineLoad.of(metrics, 2) == EngineLoad(0.5, 3.0, 3.0)
     assert EngineLoad.of(metrics, 0) is None
 

@@ -60,14 +60,7 @@ NAMED = {"mastered": {"threshold": 1.0, "weight": 0.0}, "never": {"threshold": 0
 
 def test_named_pools_are_those_whose_threshold_a_reward_does_not_exceed_and_the_last_has_the_rest():
     mine = pools(pools=NAMED)
-    rewards = {
-        "train-0": -1.0,
-        "train-1": 0.0,
-        "train-2": 0.01,
-        "train-3": 0.9,
-        "train-4": 0.91,
-        "train-5": 7.0,
-    }
+    rewards = {"train-0": -1.0, "train-1": 0.0, "train-2": 0.01, "train-3": 0.9, "train-4": 0.91, "train-5": 7.0}
     mine.observe(rewards.items())
     assert mine.sizes() == {"unseen": 4, "never": 2, "sometimes": 2, "mastered": 2}
     rng, count = np.random.default_rng(0), dict.fromkeys(range(10), 0)
@@ -195,18 +188,13 @@ def test_a_resumed_run_draws_as_one_that_was_never_interrupted(tmp_path):
 
 
 def test_rejected_groups_are_replaced_and_the_ledger_says_by_what(tmp_path):
-    gates = {
-        "hard": {"type": "reward_range"},
-        "easy": {"type": "reward_range", "reject_min": 1.0, "reject_max": 1.0},
-    }
+    gates = {"hard": {"type": "reward_range"}, "easy": {"type": "reward_range", "reject_min": 1.0, "reject_max": 1.0}}
     env = [{"id": ECHO, "name": "echo", "args": {"num_tasks": 13}, "curriculum": {"gates": gates}}]
     cfg = config(tmp_path, env=env, filter_zero_advantages=False)
     trainer = FakeTrainer(max_steps=5)
     train(cfg, FakeEngine(by_number), trainer)
     with LedgerReader(cfg.run_dir) as ledger:
-        rows = ledger.rows(
-            "SELECT group_id, reason FROM draws WHERE state = 'dropped' AND reason LIKE 'gate%'"
-        )
+        rows = ledger.rows("SELECT group_id, reason FROM draws WHERE state = 'dropped' AND reason LIKE 'gate%'")
         assert {row["reason"] for row in rows} == {"gate hard", "gate easy"}
         for step in range(1, 6):
             groups = {}
@@ -261,8 +249,7 @@ def test_batches_hold_the_lengths_that_were_drawn_whoever_finishes_first(tmp_pat
         assert audit(cfg.run_dir) == []
         with LedgerReader(cfg.run_dir) as ledger:
             return [
-                [(r["group_id"], r["num_sampled_tokens"]) for r in ledger.trained_rollouts(s)]
-                for s in range(1, 13)
+                [(r["group_id"], r["num_sampled_tokens"]) for r in ledger.trained_rollouts(s)] for s in range(1, 13)
             ]
 
     by_dispatch, by_finish = run_once("dispatch"), run_once("finished")
@@ -313,30 +300,16 @@ def test_the_settings_in_the_document_are_valid_together(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (
-            {"oversampling_factor": 2.0, "max_async_level": 0},
-            "starts groups early and max_async_level = 0 forbids",
-        ),
+        ({"oversampling_factor": 2.0, "max_async_level": 0}, "starts groups early and max_async_level = 0 forbids"),
         ({"oversampling_factor": 16.0, "max_async_level": 1}, "15 steps early and max_off_policy_steps = 8"),
         ({"filters": [{"type": "gibberish"}] * 2}, '"gibberish" is listed twice'),
         ({"client": {"api": "chat"}}, "gives no tokens to train on"),
         (
-            {
-                "env": [
-                    {"id": ECHO, "curriculum": {"gates": {"a": {"type": "reward_range", "reject_min": 1}}}}
-                ]
-            },
+            {"env": [{"id": ECHO, "curriculum": {"gates": {"a": {"type": "reward_range", "reject_min": 1}}}}]},
             "gates.a.reject_min = 1 is above .* it would reject nothing",
         ),
         (
-            {
-                "env": [
-                    {
-                        "id": ECHO,
-                        "curriculum": {"sampler": {"type": "difficulty_pool", "hard_threshold": 0.9}},
-                    }
-                ]
-            },
+            {"env": [{"id": ECHO, "curriculum": {"sampler": {"type": "difficulty_pool", "hard_threshold": 0.9}}}]},
             "no task would be normal",
         ),
     ],
@@ -349,10 +322,7 @@ def test_settings_that_would_do_nothing_or_harm_are_refused(tmp_path, settings, 
 @pytest.mark.parametrize(
     ("sampler", "words"),
     [
-        (
-            {"pools": {"a": {"threshold": 0.5}, "b": {"threshold": 0.5}}},
-            "a and b have the same threshold, 0.5",
-        ),
+        ({"pools": {"a": {"threshold": 0.5}, "b": {"threshold": 0.5}}}, "a and b have the same threshold, 0.5"),
         ({"pools": {"unseen": {"threshold": 0.5}}}, "not `unseen`"),
         ({"pools": {"a b": {"threshold": 0.5}}}, "for it names a metric"),
         ({"pools": {"a": {"threshold": 0.5, "weight": 0.0}}}, "no pool has a weight above 0"),

@@ -34,8 +34,7 @@ def noisy(mean: float, rng: random.Random) -> dict[str, float]:
 def test_a_run_that_learns_gets_no_warning(seed: int) -> None:
     rng = random.Random(seed)
     rows = [
-        noisy(0.2 + 0.7 * i / 300, rng)
-        | {"entropy/mean": 1.0 / (1 + i / 20), "tokens_per_s": rng.uniform(700, 1300)}
+        noisy(0.2 + 0.7 * i / 300, rng) | {"entropy/mean": 1.0 / (1 + i / 20), "tokens_per_s": rng.uniform(700, 1300)}
         for i in range(300)
     ]
     assert warnings_of(rows) == []
@@ -50,10 +49,7 @@ def test_a_run_that_learns_gets_no_warning(seed: int) -> None:
     [
         ({"groups/zero_signal_share": 1.0}, "100% of the groups have equal rewards"),
         ({"mismatch_kl/mean": 2.0}, "mismatch KL of the first batch is 2 nats per token"),
-        (
-            {"completion/truncated_share": 0.9},
-            "90% of the replies are truncated at max_completion_tokens = 2",
-        ),
+        ({"completion/truncated_share": 0.9}, "90% of the replies are truncated at max_completion_tokens = 2"),
         ({"loss/mean": math.nan}, "loss/mean is nan"),
         ({"reward/mean": math.inf}, "reward/mean is inf"),
         ({"clip/share": math.nan}, "the metric clip/share is nan at step 1"),
@@ -74,9 +70,7 @@ def test_a_reward_that_does_not_change_gives_a_warning_after_a_while() -> None:
 
 def test_a_reward_that_falls_gives_a_warning_and_the_verdict_names_the_likely_reason() -> None:
     rng = random.Random(4)
-    rows = [noisy(0.5, rng) for _ in range(20)] + [
-        noisy(0.05, rng) | {"mismatch_kl/mean": 9.0} for _ in range(40)
-    ]
+    rows = [noisy(0.5, rng) for _ in range(20)] + [noisy(0.05, rng) | {"mismatch_kl/mean": 9.0} for _ in range(40)]
     texts = warnings_of(rows)
     assert any("the reward has fallen from 0.5" in text for text in texts), texts
     diagnosis = Diagnosis()
@@ -113,9 +107,7 @@ def test_the_first_batch_of_a_resumed_run_is_none_before_any_update() -> None:
     assert [late.add(GOOD | {"mismatch_kl/mean": 0.4}) for _ in range(3)] == [[]] * 3
 
 
-@pytest.mark.parametrize(
-    ("samples", "tokens", "is_told"), [(0.2, 0.5, True), (0.2, 0.99, False), (0.5, 0.8, False)]
-)
+@pytest.mark.parametrize(("samples", "tokens", "is_told"), [(0.2, 0.5, True), (0.2, 0.99, False), (0.5, 0.8, False)])
 def test_batches_that_are_worth_few_of_their_samples_are_told(samples, tokens, is_told) -> None:
     rows = [{"ess/sample": samples, "ess/token": tokens}] * 10
     assert any("a batch is worth 20% of its samples" in text for text in warnings_of(rows)) == is_told

@@ -51,11 +51,7 @@ def of(tmp_path: Path, **args) -> RLConfig:
     ("family", "vlm", "words"),
     [
         ("qwen3_vl", None, r"a qwen3_vl has a vision tower; add \[trainer.model.vlm\]"),
-        (
-            "qwen3",
-            VisionSection(),
-            r"\[trainer.model.vlm\] is for models with a vision tower .* this is a qwen3;",
-        ),
+        ("qwen3", VisionSection(), r"\[trainer.model.vlm\] is for models with a vision tower .* this is a qwen3;"),
         ("mistral", VisionSection(), r"this is a model of text; leave it out"),
         ("qwen3_vl", VisionSection(), None),
         ("qwen3", None, None),
@@ -167,9 +163,7 @@ def test_the_first_task_of_an_environment_is_shown_as_the_model_will_see_it(tmp_
         "environment mine: tasks 7 to train on; the first is train-0, 17 tokens:\n"
         "<|im_start|>user\nsay a<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
-    with pytest.raises(
-        EnvError, match=r"environment mine, task train-0, prompt \(.*\[0\].tool_calls must be a list"
-    ):
+    with pytest.raises(EnvError, match=r"environment mine, task train-0, prompt \(.*\[0\].tool_calls must be a list"):
         shown(prompt=[{"role": "assistant", "content": "a", "tool_calls": 5}])
     with pytest.raises(EnvError, match=r"environment mine, task train-0, prompt \(.* is 3; return a text"):
         shown(prompt=3)
@@ -184,9 +178,7 @@ def test_the_first_task_of_an_environment_is_shown_as_the_model_will_see_it(tmp_
     [task], _, _ = preview(of_env("previewed:Own"))
     assert "whose prompt is made while it is played" in task.about
     [task], missing, _ = preview(of_env("sort-letters"))
-    assert (
-        "not rendered" in task.about and task.prompt.startswith("user: ") and "no directory 'Qwen" in missing
-    )
+    assert "not rendered" in task.about and task.prompt.startswith("user: ") and "no directory 'Qwen" in missing
 
 
 def of_env(env_id: str, **more):
@@ -198,11 +190,7 @@ def test_the_command_line_says_so_with_status_2(tmp_path):
     env = json.dumps([{"id": "sort-letters"}])
     words = ("--orchestrator.env", env, "--orchestrator.hooks.sample-filter", "no_such_module:mark")
     code, message = dry_run("rl", tmp_path, *words)
-    assert (
-        code == 2
-        and "orchestrator.hooks.sample_filter" in message
-        and "no module 'no_such_module'" in message
-    )
+    assert code == 2 and "orchestrator.hooks.sample_filter" in message and "no module 'no_such_module'" in message
     code, message = dry_run("sft", tmp_path, "--data.name", "none.jsonl", "--max-steps", "1")
     assert code == 2 and "data.name = 'none.jsonl'" in message
 
@@ -218,16 +206,8 @@ def test_our_own_families_are_known_without_torch():
         (DENSE, {"tp": 8}, "tp = 8 does not divide the 4 key and value heads of this model; valid: 1, 2, 4"),
         (DENSE, {"ep_comm_backend": "deepep"}, "this model has no experts"),
         (MOE, {"ep": 4}, r"ep = 4 must divide both dp_shard x cp = 8 ranks and the 6 experts; valid: 1, 2"),
-        (
-            {"model_type": "mixtral"},
-            {"cp": 2},
-            "cp = 2 cuts the tokens of a row, which only modules of our own",
-        ),
-        (
-            {"model_type": "mixtral"},
-            {"moe_use_grouped_mm": False},
-            "transformers computes this model family",
-        ),
+        ({"model_type": "mixtral"}, {"cp": 2}, "cp = 2 cuts the tokens of a row, which only modules of our own"),
+        ({"model_type": "mixtral"}, {"moe_use_grouped_mm": False}, "transformers computes this model family"),
     ],
 )
 def test_meshes_and_keys_that_a_model_cannot_have(tmp_path, shape, model, message):
@@ -241,9 +221,7 @@ def test_meshes_and_keys_that_a_model_cannot_have(tmp_path, shape, model, messag
 
 def test_a_half_known_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe", "intermediate_size": 8}))
-    with pytest.raises(
-        ConfigError, match=r"config.json: no value for num_attention_heads; a glm4_moe config"
-    ):
+    with pytest.raises(ConfigError, match=r"config.json: no value for num_attention_heads; a glm4_moe config"):
         check_model(ModelSection(name=str(tmp_path)), 8, "trainer.model")
 
 
@@ -252,9 +230,7 @@ def test_only_a_model_with_indexers_trains_them(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MOE | {"model_type": "deepseek_v32"}))
     check_model(section, 8, "trainer.model")
     (tmp_path / "config.json").write_text(json.dumps(MOE))
-    with pytest.raises(
-        ConfigError, match=r"indexer_kl_coeff = 0.5 has no effect: only glm_moe_dsa and deepseek_v32"
-    ):
+    with pytest.raises(ConfigError, match=r"indexer_kl_coeff = 0.5 has no effect: only glm_moe_dsa and deepseek_v32"):
         check_model(section, 8, "trainer.model")
 
 
@@ -277,8 +253,6 @@ def test_an_import_that_hangs_is_named_and_ctrl_c_ends_it(tmp_path):
         rl.send_signal(signal.SIGINT)
         too_late.cancel()
         output, rest = rl.communicate(timeout=60)
-    assert (
-        "orchestrator.hooks.sample_filter = 'hanging_hooks:mark': the import of hanging_hooks: not" in message
-    )
+    assert "orchestrator.hooks.sample_filter = 'hanging_hooks:mark': the import of hanging_hooks: not" in message
     assert f"{tmp_path / 'hanging_hooks.py'}:2" in message
     assert (rl.returncode, output, rest) == (130, "", "interrupted\n")

@@ -113,9 +113,7 @@ def test_environments_of_an_eval_have_their_own_sampling_size_and_interval():
         "interval": 3,
         "num_examples": 2,
     }
-    mine = evaluator(
-        envs, FakeEngine(parrot(0.5), delay=delay), env=[{"id": ECHO, "name": "echo"}, own], interval=2
-    )
+    mine = evaluator(envs, FakeEngine(parrot(0.5), delay=delay), env=[{"id": ECHO, "name": "echo"}, own], interval=2)
     scores = run_virtual(mine.evaluate(6, end=None))
     assert [(s.env, s.k, s.num_tasks) for s in scores] == [("echo", 1, 6), ("other", 2, 2)]
     assert set(requests) == {(1, 1.0), (2, 0.3)}
@@ -194,9 +192,7 @@ def test_an_environment_that_fails_all_of_an_eval_costs_the_eval_and_not_the_run
 
 def test_an_engine_that_fails_all_of_an_eval_ends_the_run(tmp_path):
     cfg = config(tmp_path, eval={"num_examples": 3}, max_steps=2)
-    engine = FakeEngine(
-        parrot(0.5), fail=lambda request: "out of memory" if "eval" in request.request_id else None
-    )
+    engine = FakeEngine(parrot(0.5), fail=lambda request: "out of memory" if "eval" in request.request_id else None)
     with pytest.raises(EngineError, match=r"eval of echo: none of 3 rollouts succeeded.*out of memory"):
         train(cfg, engine, FakeTrainer(max_steps=2))
 
@@ -214,9 +210,7 @@ def test_an_engine_that_fails_all_of_an_eval_ends_the_run(tmp_path):
 )
 def test_the_cause_of_the_last_rollout_says_who_must_act(cause, kind):
     task = Task(env="echo", task_id="t", data={})
-    failed = Rollout(
-        rollout_id="g0.0", group_id=0, member=0, task=task, status=RolloutStatus.FAILED, error=cause
-    )
+    failed = Rollout(rollout_id="g0.0", group_id=0, member=0, task=task, status=RolloutStatus.FAILED, error=cause)
     with pytest.raises(kind, match="eval of echo: none of 1 rollouts succeeded"):
         build_eval_score("echo", "greedy", 1, [Group(group_id=0, task=task, rollouts=(failed,))], 1.0)
 

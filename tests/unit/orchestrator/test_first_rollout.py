@@ -57,9 +57,7 @@ def look(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "scores.py").write_text(ENVS)
     build_letters_tokenizer(tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text(
-        json.dumps({"model_type": "qwen3", "max_position_embeddings": 150})
-    )
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 150}))
 
     def look(*words: str, env: str = "scores:Scored", **args) -> FirstTask:
         section = json.dumps([{"id": env, "name": "mine", "args": args}])
@@ -109,13 +107,9 @@ def test_a_prompt_that_is_drawn_anew_is_said(look):
 
 
 def test_a_prompt_without_room_for_a_reply_names_the_smallest_limit_by_its_key(look):
-    with pytest.raises(
-        ConfigError, match=r"mine: its prompt of \d+ tokens leaves no room .* in seq_len = 30"
-    ):
+    with pytest.raises(ConfigError, match=r"mine: its prompt of \d+ tokens leaves no room .* in seq_len = 30"):
         look("--seq-len", "30", length=40)
-    with pytest.raises(
-        ConfigError, match=r"no room .* in max_position_embeddings of model/config.json = 150"
-    ):
+    with pytest.raises(ConfigError, match=r"no room .* in max_position_embeddings of model/config.json = 150"):
         look(length=200)
 
 
@@ -128,16 +122,7 @@ def test_a_reply_that_will_be_cut_is_said_with_the_limit_that_cuts_it(look):
 
 def sft_screen(env: str, seq_len: int) -> str:
     scratch = ["--model.scratch.max-position-embeddings", "150"]
-    words = [
-        "--data.type",
-        "environment",
-        "--data.id",
-        env,
-        "--model.scratch.family",
-        "qwen3",
-        "--max-steps",
-        "1",
-    ]
+    words = ["--data.type", "environment", "--data.id", env, "--model.scratch.family", "qwen3", "--max-steps", "1"]
     return sft(load(SFTConfig, [*words, *scratch, "--seq-len", str(seq_len)]))
 
 
@@ -148,9 +133,7 @@ def test_the_first_row_of_sft_is_compared_with_every_limit(look):
 
 
 def test_sft_rows_with_another_signature_get_a_sentence(look):
-    with pytest.raises(
-        EnvError, match=r"sft_rows\(1, 0\) returned no row. It is called as sft_rows\(num_rows, seed\)"
-    ):
+    with pytest.raises(EnvError, match=r"sft_rows\(1, 0\) returned no row. It is called as sft_rows\(num_rows, seed\)"):
         sft_screen("scores:Swapped", 100)
 
 

@@ -53,11 +53,7 @@ def test_several_of_the_longest_samples_share_a_row_that_is_longer_than_they_may
     longest = {}
     for row_tokens in (None, 1000):
         trainer = FakeTrainer(max_steps=2)
-        train(
-            config(tmp_path / str(row_tokens), max_steps=2, row_tokens=row_tokens),
-            FakeEngine(parrot(0.5)),
-            trainer,
-        )
+        train(config(tmp_path / str(row_tokens), max_steps=2, row_tokens=row_tokens), FakeEngine(parrot(0.5)), trainer)
         rows = [micro for step in trainer.batches for batch in step for micro in batch.micro_batches]
         assert sum(micro.num_samples for micro in rows) == 16
         longest[row_tokens] = max(len(micro.token_ids) for micro in rows)
@@ -75,9 +71,7 @@ def test_every_rank_gets_its_share(tmp_path):
 
 def token_batches(path, limit, **settings):
     """By step: the tokens of the groups of a batch, in draw order, and the number of all its rows' tokens."""
-    cfg = config(
-        path, token_batch_size=limit, batch_size=32, max_steps=5, filter_zero_advantages=False, **settings
-    )
+    cfg = config(path, token_batch_size=limit, batch_size=32, max_steps=5, filter_zero_advantages=False, **settings)
     trainer, rng = FakeTrainer(max_steps=5), random.Random(3)
     train(cfg, FakeEngine(parrot(0.5), delay=lambda request: rng.random()), trainer)
     found = []
@@ -305,19 +299,9 @@ def test_a_step_whose_end_is_heard_right_after_another_is_no_faster_than_the_tra
 
 def test_the_summary_has_what_the_end_of_a_run_tells(tmp_path):
     cfg = config(tmp_path, eval={"num_examples": 5, "sampling": {}})
-    loop = train(
-        cfg, FakeEngine(lambda p, rng, v: parrot(0.2 + 0.1 * v)(p, rng, v)), FakeTrainer(max_steps=5)
-    )
+    loop = train(cfg, FakeEngine(lambda p, rng, v: parrot(0.2 + 0.1 * v)(p, rng, v)), FakeTrainer(max_steps=5))
     summary = summary_of(loop.progress, max_steps=5)
-    wanted = {
-        "reward_before",
-        "reward_after",
-        "greedy_before",
-        "greedy_after",
-        "steps",
-        "wall_s",
-        "tokens_per_s",
-    }
+    wanted = {"reward_before", "reward_after", "greedy_before", "greedy_after", "steps", "wall_s", "tokens_per_s"}
     assert wanted | {"mismatch_kl_max", "resumed"} <= set(summary)
     assert None not in [summary[name] for name in wanted]
     assert summary["steps"] == 5 and summary["mismatch_kl_max"] == 1e-7 and summary["resumed"] is False
@@ -342,9 +326,7 @@ def test_an_eval_never_takes_another_engine_for_its_own(tmp_path):
 @pytest.mark.heavy
 def test_no_library_that_takes_seconds_is_imported():
     code = "import sys, stretto.orchestrator.main; print({'torch', 'transformers'} & set(sys.modules))"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
-    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
 
 
 class Listed(EchoEnv):
@@ -368,9 +350,7 @@ def test_tasks_that_were_made_under_another_name_are_trained(tmp_path):
 
 def test_a_task_that_cannot_be_made_ends_the_run_with_one_message(tmp_path):
     env = {"id": "test_orchestrator:Listed", "name": "shout", "args": {"missing": 5}}
-    with pytest.raises(
-        EnvError, match=r"'shout', tasks\('train'\), task 5: .*test_orchestrator.py.*KeyError: -1"
-    ):
+    with pytest.raises(EnvError, match=r"'shout', tasks\('train'\), task 5: .*test_orchestrator.py.*KeyError: -1"):
         train(config(tmp_path, env=[env], max_steps=40), FakeEngine(parrot(0.5)), FakeTrainer(max_steps=40))
 
 

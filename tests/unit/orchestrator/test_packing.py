@@ -8,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.base.errors import DataError
-from stretto.orchestrator.batch.packing import (
-    Cost,
-    assign_rows,
-    cost_of_model,
-    pack,
-    split_to_multiple,
-)
+from stretto.orchestrator.batch.packing import Cost, assign_rows, cost_of_model, pack, split_to_multiple
 from stretto.records.images import image_of
 from stretto.records.rows import pack_rows
 from stretto.records.sample import TrainSample
@@ -67,8 +61,7 @@ def test_rows_have_at_most_so_many_patches_and_images_travel_with_their_samples(
     # Image n has 4 (n + 1) patches; one that several samples show counts once in a row.
     pictures = [image_of(np.full((4 * n + 4, 2), n, np.float32), (1, 2, 2 * n + 2)) for n in range(6)]
     samples = [
-        sample(i, length, images=tuple(pictures[n] for n in sorted(shown)))
-        for i, (length, shown) in enumerate(drawn)
+        sample(i, length, images=tuple(pictures[n] for n in sorted(shown))) for i, (length, shown) in enumerate(drawn)
     ]
     batches = pack_now(samples, step=1, seq_len=SEQ_LEN, max_patches=40)
     for name, (micro, _, document) in documents(batches).items():
@@ -87,9 +80,7 @@ def test_no_token_is_lost_no_sample_is_split_and_ranks_are_even(lengths, world_s
     cost = Cost(linear=1.0, quadratic=0.1) if by_flops else None
     batches = pack_now(samples, step=3, seq_len=SEQ_LEN, world_size=world_size, cost=cost)
 
-    assert [(b.step, b.rank, b.world_size) for b in batches] == [
-        (3, r, world_size) for r in range(world_size)
-    ]
+    assert [(b.step, b.rank, b.world_size) for b in batches] == [(3, r, world_size) for r in range(world_size)]
     assert len({len(b.micro_batches) for b in batches}) == 1
     found = documents(batches)
     assert set(found) == {s.sample_id for s in samples}
@@ -193,10 +184,7 @@ def test_ranks_get_nearly_equal_work():
     cost = Cost(linear=1.0, quadratic=1e-3)
     for world_size in (2, 4, 8):
         batches = pack_now(samples, step=1, seq_len=2048, world_size=world_size, cost=cost)
-        work = [
-            sum(cost.of(np.diff(m.cu_seqlens)).sum() for m in b.micro_batches if m.num_samples)
-            for b in batches
-        ]
+        work = [sum(cost.of(np.diff(m.cu_seqlens)).sum() for m in b.micro_batches if m.num_samples) for b in batches]
         assert max(work) / (sum(work) / world_size) < 1.05
 
 

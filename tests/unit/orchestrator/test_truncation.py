@@ -72,12 +72,7 @@ class Turns:
 
 def play(env, engine=None, *, members=1, **settings):
     engine = engine or TellingEngine(parrot(1.0))
-    settings = {
-        "sampling": SamplingSection(),
-        "seq_len": 200,
-        "is_learned": True,
-        "max_retries": 0,
-    } | settings
+    settings = {"sampling": SamplingSection(), "seq_len": 200, "is_learned": True, "max_retries": 0} | settings
     player = Player(engine=engine, renderer=CharRenderer(), **settings)
     draw = Draw(0, env.tasks("train").task(7), members, version=0)
     return run_virtual(player.play(env, draw)).rollouts
@@ -99,13 +94,7 @@ def test_a_turn_that_is_cut_and_trained_fails_with_the_reason(turn, words):
 
 @pytest.mark.parametrize(
     "turn",
-    [
-        {"top_p": 1.0},
-        {"top_k": -1},
-        {"top_k": 0},
-        {"temperature": 0, "top_p": 0.9},
-        {"top_p": 0.9, "other": True},
-    ],
+    [{"top_p": 1.0}, {"top_k": -1}, {"top_k": 0}, {"temperature": 0, "top_p": 0.9}, {"top_p": 0.9, "other": True}],
 )
 def test_a_turn_that_cuts_nothing_or_is_not_trained_may_be_played(turn):
     [rollout] = play(Turns({}, turn))
@@ -218,9 +207,7 @@ def brought(**changes) -> Sample:
 def test_a_sample_says_its_temperature_and_what_it_was_drawn_from():
     assert branch_of(brought(), 0, 0.7).temperature == 0.7
     branch = branch_of(
-        brought(temperature=0.5, rollout_top_p_token_ids=[6, 9, 8], rollout_top_p_token_lengths=[2, 0, 1]),
-        0,
-        0.7,
+        brought(temperature=0.5, rollout_top_p_token_ids=[6, 9, 8], rollout_top_p_token_lengths=[2, 0, 1]), 0, 0.7
     )
     assert branch.temperature == 0.5 and branch.support.lists() == [[], [6, 9], [], [8]]
     with pytest.raises(EnvError, match="temperature is 0: greedy tokens"):
@@ -232,10 +219,7 @@ def test_a_sample_says_its_temperature_and_what_it_was_drawn_from():
             {"rollout_top_p_token_ids": [1], "rollout_top_p_token_lengths": [1, 1, 0]},
             "has 1 entries, and .* add up to 2",
         ),
-        (
-            {"rollout_top_p_token_ids": [1], "rollout_top_p_token_lengths": [1]},
-            "1 entries for a response of 3",
-        ),
+        ({"rollout_top_p_token_ids": [1], "rollout_top_p_token_lengths": [1]}, "1 entries for a response of 3"),
         ({"rollout_top_p_token_ids": [1]}, "has 1 entries, and .* add up to 0"),
     ):
         with pytest.raises(EnvError, match=words):
@@ -286,9 +270,7 @@ ROLLOUTS = """
 
 
 def run_own(path, hook, change, **settings):
-    cfg = config(
-        path, hooks=hook("rollout_function", ROLLOUTS.replace("CHANGE", change)), max_steps=2, **settings
-    )
+    cfg = config(path, hooks=hook("rollout_function", ROLLOUTS.replace("CHANGE", change)), max_steps=2, **settings)
     trainer = FakeTrainer(max_steps=2)
     train(cfg, FakeEngine(parrot(0.5)), trainer)
     assert audit(cfg.run_dir) == []
@@ -324,9 +306,7 @@ def test_a_rollout_function_says_what_it_drew_from_where_the_run_cuts(tmp_path, 
     for mb in rows:
         assert mb.support.sizes[mb.loss_mask].tolist() == [2, 1] * mb.num_samples
     settings["train"]["replay"] = {"max_tokens": 1}
-    with pytest.raises(
-        EnvError, match=r"was drawn from 2, more than orchestrator\.train\.replay\.max_tokens = 1"
-    ):
+    with pytest.raises(EnvError, match=r"was drawn from 2, more than orchestrator\.train\.replay\.max_tokens = 1"):
         run_own(tmp_path / "narrow", hook, telling, **settings)
 
 

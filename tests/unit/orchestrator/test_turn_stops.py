@@ -93,9 +93,7 @@ def test_an_episode_goes_on_after_a_stop_in_one_branch_with_all_of_its_tokens():
     assert second.text == "<s>b</s>"
     [branch] = rollout.branches
     assert "".join(map(chr, branch.token_ids)) == "q:<s>a</s>\n<i>r</i><s>b</s>"
-    trained = "".join(
-        chr(token) for token, is_sampled in zip(branch.token_ids, branch.is_sampled) if is_sampled
-    )
+    trained = "".join(chr(token) for token, is_sampled in zip(branch.token_ids, branch.is_sampled) if is_sampled)
     assert trained == "<s>a</s>\n<s>b</s>"
     [sample] = samples_of(rollout, 1.0)
     assert sample.loss_mask.sum() == len(trained)
@@ -136,9 +134,7 @@ def test_a_token_that_is_a_stop_is_told_and_cuts_no_text():
 def test_a_turns_own_settings_replace_those_of_the_run():
     class Own(Searching):
         async def rollout(self, task, ctx):
-            await ctx.chat(
-                [{"role": "user", "content": "a"}], stop=["x", "y"], stop_token_ids=[5], min_tokens=2
-            )
+            await ctx.chat([{"role": "user", "content": "a"}], stop=["x", "y"], stop_token_ids=[5], min_tokens=2)
             await ctx.agent("b", is_trained=False).chat(
                 [{"role": "user", "content": "a"}], stop="z", logit_bias={"a": 2.0, 98: -1.0}, bad_words="no"
             )
@@ -158,10 +154,7 @@ def test_a_turns_own_settings_replace_those_of_the_run():
     [
         ({"min_tokens": 3}, "min_tokens = 3: the engine's log-probabilities"),
         ({"bad_words": ["no"]}, "bad_words = ['no']: the engine's log-probabilities"),
-        (
-            {"logit_bias": {"97": 1.0}},
-            "logit_bias: the engine's log-probabilities would be of the changed logits",
-        ),
+        ({"logit_bias": {"97": 1.0}}, "logit_bias: the engine's log-probabilities would be of the changed logits"),
     ],
 )
 def test_what_changes_the_distribution_is_replayed_or_refused(sampling, words):
@@ -222,19 +215,14 @@ async def test_a_hooks_request_gets_the_stop_that_ended_its_turn():
     ctx = Ctx()
     settings = {"stop": ["</s>"], "min_tokens": 2, "bad_words": ["x"], "logit_bias": {"3": 1.0}}
     with requests_as_turns(ctx, ["http://127.0.0.1:9/v1"]):
-        answer = await post(
-            "http://127.0.0.1:9/inference/v1/generate", {"token_ids": [1], "sampling_params": settings}
-        )
+        answer = await post("http://127.0.0.1:9/inference/v1/generate", {"token_ids": [1], "sampling_params": settings})
     assert answer["choices"][0]["stop_reason"] == "</s>" and ctx.sampling == settings
 
 
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [
-        (
-            {"stop_token_ids": [3, 10**6]},
-            r"sampling\.stop_token_ids has 1000000, and the model's tokens are 0 to",
-        ),
+        ({"stop_token_ids": [3, 10**6]}, r"sampling\.stop_token_ids has 1000000, and the model's tokens are 0 to"),
         ({"bad_words": [" "]}, r"train\.sampling\.bad_words has ' ', which has no token"),
         ({"logit_bias": {"abc": 1.0}}, r"train\.sampling\.logit_bias: 'abc' is 3 tokens"),
         ({"logit_bias": {"1000000": 1.0}}, r"train\.sampling\.logit_bias has token 1000000"),

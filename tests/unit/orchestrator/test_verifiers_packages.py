@@ -22,9 +22,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def taskset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A taskset in the working directory, which would say so if it were imported."""
-    (tmp_path / "my_tasks.py").write_text(
-        "import verifiers.v1 as vf\nraise SystemExit\nclass A(vf.Taskset): ...\n"
-    )
+    (tmp_path / "my_tasks.py").write_text("import verifiers.v1 as vf\nraise SystemExit\nclass A(vf.Taskset): ...\n")
     monkeypatch.chdir(tmp_path)
     return "my-tasks"
 

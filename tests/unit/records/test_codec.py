@@ -47,11 +47,7 @@ def arrays(draw) -> np.ndarray:
 
 
 JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**63 - 1)
-    | st.floats(allow_nan=False)
-    | st.text(max_size=8),
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
@@ -163,9 +159,7 @@ def test_odd_layouts_arrive_as_plain_arrays() -> None:
 def test_misaligned_frames_give_aligned_arrays() -> None:
     frames = [bytes(frame) for frame in encode(micro_batch())]
     shifted = [memoryview(b"x" + frame)[1:] for frame in frames]
-    assert all(
-        a.flags.aligned for a in (decode(shifted, MicroBatch).logprobs, decode(shifted, MicroBatch).token_ids)
-    )
+    assert all(a.flags.aligned for a in (decode(shifted, MicroBatch).logprobs, decode(shifted, MicroBatch).token_ids))
 
 
 def test_numpy_scalars_travel_as_numbers() -> None:
@@ -178,9 +172,7 @@ def test_what_a_record_cannot_hold_is_refused_by_the_writer(value: object) -> No
         encode({"value": value})
 
 
-@pytest.mark.parametrize(
-    ("found", "older"), [(codec.SCHEMA - 1, "the writer"), (codec.SCHEMA + 1, "this process")]
-)
+@pytest.mark.parametrize(("found", "older"), [(codec.SCHEMA - 1, "the writer"), (codec.SCHEMA + 1, "this process")])
 def test_another_schema_is_refused_with_both_numbers_and_who_is_older(found: int, older: str) -> None:
     frames = [bytes(frame) for frame in encode(batch())]
     frames[0] = frames[0][:4] + struct.pack("<H", found) + frames[0][6:]
@@ -263,9 +255,7 @@ def test_blobs_lie_end_to_end_and_stay_aligned() -> None:
     for got, want in zip(split_blobs(joined), sent, strict=True):
         received = decode_blob(got, MicroBatch)
         assert_same(want, received)
-        assert np.shares_memory(received.cu_seqlens, np.frombuffer(joined, np.uint8)), (
-            "aligned, so not copied"
-        )
+        assert np.shares_memory(received.cu_seqlens, np.frombuffer(joined, np.uint8)), "aligned, so not copied"
     assert not list(split_blobs(b""))
     for cut in (1, 10, len(joined) // 2, len(joined) - 1):
         with pytest.raises((DataError, WireError)):

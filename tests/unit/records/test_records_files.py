@@ -52,10 +52,7 @@ WRONG = {
     ),
     "a comma too many in a list": ('{"a": [1, 2, ]}\n', [":1: not JSON: a comma before ']'"]),
     "a comma inside a text is none": ('{"a": ",}", "b" 1}\n', [":1: not JSON: Expecting ':'"]),
-    "an object over several lines": (
-        '{\n  "a": 1\n}\n',
-        [":1: not JSON: the line ends where the object begins"],
-    ),
+    "an object over several lines": ('{\n  "a": 1\n}\n', [":1: not JSON: the line ends where the object begins"]),
     "no object": ("[1]\n", [":1: a row must be an object, got list"]),
     "cut off": ('{"a": 1}\n\n{"a": \n', [":3: not JSON"]),
     "not text": (b'{"a": "\xff"}\n', [":1: not UTF-8 text"]),

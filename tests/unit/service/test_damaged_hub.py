@@ -47,9 +47,7 @@ async def left_by_a_hub(directory: Path) -> tuple[ServeConfig, Path]:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-async def test_a_hub_recovers_from_a_damaged_file_or_says_which_one_it_is(
-    tmp_path: Path, damage: str
-) -> None:
+async def test_a_hub_recovers_from_a_damaged_file_or_says_which_one_it_is(tmp_path: Path, damage: str) -> None:
     """Weights are never deleted because their record is lost."""
     cfg, copy = await left_by_a_hub(tmp_path)
     names = [path.relative_to(copy) for path in copy.rglob("*") if path.is_file() and path.stat().st_size]

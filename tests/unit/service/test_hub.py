@@ -67,13 +67,9 @@ def token(client: TestClient, user: str) -> str:
     return str(json.loads((hub.cfg.run_dir.path / "tokens.json").read_text())[user])
 
 
-async def post(
-    client: TestClient, path: str, body: object = None, *, user: str = "alice"
-) -> tuple[int, dict]:
+async def post(client: TestClient, path: str, body: object = None, *, user: str = "alice") -> tuple[int, dict]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with client.post(
-        path, data=io.BytesIO(data), headers={"X-API-Key": token(client, user)}
-    ) as response:
+    async with client.post(path, data=io.BytesIO(data), headers={"X-API-Key": token(client, user)}) as response:
         return response.status, await response.json()
 
 
@@ -92,9 +88,7 @@ async def test_a_run_whose_answer_was_lost_is_made_once(client: TestClient) -> N
     assert [run.id for run in hub.store.all(Run)] == ["alice:letters"] == list(hub.training.places.tenants)
 
 
-async def test_the_client_repeats_its_request_with_one_key(
-    client: TestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_client_repeats_its_request_with_one_key(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     remote = ServiceRun(str(client.make_url("")), token(client, "bob"))
     sent: list[bytes] = []
     call = remote._call
@@ -120,10 +114,7 @@ async def test_the_client_repeats_its_request_with_one_key(
 async def test_the_admin_freezes_and_only_the_admin_resumes(client: TestClient) -> None:
     await post(client, "/v1/runs", creation(client))
     path = "/v1/runs/alice:letters"
-    assert await post(client, f"{path}/freeze", user="admin") == (
-        200,
-        {"id": "alice:letters", "state": "frozen"},
-    )
+    assert await post(client, f"{path}/freeze", user="admin") == (200, {"id": "alice:letters", "state": "frozen"})
     status, answer = await post(client, f"{path}/resume")
     assert status == 403 and "admin has frozen it" in answer["detail"]
     assert (await post(client, f"{path}/resume", user="bob"))[0] == 403
@@ -258,9 +249,7 @@ async def test_the_engine_of_a_new_run_has_nothing_of_one_that_had_its_name(clie
         assert await response.json() == {"is_paused": False}
 
 
-async def test_who_asks_late_for_his_run_is_answered(
-    client: TestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_asks_late_for_his_run_is_answered(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto.service.tinker.routes.POLL_S", 0.1)
     hub: Hub = client.hub  # type: ignore[attr-defined]
     _, session = await post(client, "/api/v1/create_session", {})
@@ -295,9 +284,7 @@ async def test_what_asks_all_the_time_is_not_in_the_audit_log(client: TestClient
     assert [(entry["action"], entry["status"]) for entry in hub.audit.read()] == [("GET /v1/status", 401)]
 
 
-async def test_exported_traces_go_with_their_links(
-    client: TestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_exported_traces_go_with_their_links(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto.service.training.checkpoints.MAX_TRACES", 3)
     hub: Hub = client.hub  # type: ignore[attr-defined]
     links = []
@@ -382,11 +369,7 @@ async def test_a_body_that_is_not_of_its_encoding_is_the_senders_error(client, e
 
 
 async def test_a_session_is_small_however_it_is_compressed(client):
-    headers = {
-        "X-API-Key": token(client, "alice"),
-        "Content-Encoding": "gzip",
-        "Content-Type": "application/json",
-    }
+    headers = {"X-API-Key": token(client, "alice"), "Content-Encoding": "gzip", "Content-Type": "application/json"}
     for size in (20_000, 3 << 20):
         body = gzip.compress(json.dumps({"tags": ["x" * size]}).encode())
         assert (await client.post("/api/v1/create_session", data=body, headers=headers)).status == 413
@@ -395,19 +378,11 @@ async def test_a_session_is_small_however_it_is_compressed(client):
 async def test_a_body_larger_than_its_route_takes_is_refused_before_it_is_read(client):
     """Also at routes of runs, and for a request for samples that no sequence of the model needs."""
     await post(client, "/v1/runs", creation(client))
-    for path in (
-        "/v1/runs",
-        "/v1/runs/alice:letters/step?seq=1",
-        "/api/v1/asample",
-        "/runs/letters/engine/abort",
-    ):
+    for path in ("/v1/runs", "/v1/runs/alice:letters/step?seq=1", "/api/v1/asample", "/runs/letters/engine/abort"):
         status, answer = await post(client, path, bytes(1_100_000))
         assert status == 413 and "takes at most" in answer["detail"], (path, answer)
     tokens = {"token_ids": [1] * 200_000}
-    for path in (
-        "/v1/runs/alice:letters/inference/v1/generate",
-        "/runs/letters/engine/inference/v1/generate",
-    ):
+    for path in ("/v1/runs/alice:letters/inference/v1/generate", "/runs/letters/engine/inference/v1/generate"):
         status, answer = await post(client, path, tokens)
         assert status == 413 and "values" in answer["detail"], (path, answer)
 

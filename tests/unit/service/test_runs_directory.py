@@ -251,9 +251,7 @@ async def test_a_directory_that_is_away_ends_nobody(tmp_path: Path, monkeypatch:
         assert run.state == "creating"
 
 
-async def test_a_fault_in_one_place_does_not_end_the_watch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_fault_in_one_place_does_not_end_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Watched(tmp_path)
     place.write("run_a")
     place.write("run_b")

@@ -318,9 +318,7 @@ def whole_slot(folder: Path, *names: str) -> tuple[WeightSlot, WholeEngines]:
     for name in names:
         (folder / name).mkdir()
         (folder / name / "weights").write_text(name)
-        manifest = WeightManifest(
-            version=0, transport="filesystem", location="gone", shards=(), tensors=(), checksum=0
-        )
+        manifest = WeightManifest(version=0, transport="filesystem", location="gone", shards=(), tensors=(), checksum=0)
         (folder / name / MANIFEST).write_bytes(msgspec.json.encode(manifest))
     engines = WholeEngines()
     return WeightSlot(engines, folder / "base", folder / "engine_weights"), engines  # type: ignore[arg-type]

@@ -14,18 +14,7 @@ from stretto.config.service import UserSection
 from stretto.records.tenants import TenantSpec
 from stretto.service.access import Access
 from stretto.service.futures import KEEP_SENT_S, KEEP_UNSENT_S, Futures, Result
-from stretto.service.store import (
-    KEEP_S,
-    KEEP_USAGE_S,
-    Audit,
-    Checkpoint,
-    Record,
-    Run,
-    Sampler,
-    Session,
-    Store,
-    Usage,
-)
+from stretto.service.store import KEEP_S, KEEP_USAGE_S, Audit, Checkpoint, Record, Run, Sampler, Session, Store, Usage
 from stretto.service.training.checkpoints import published_version
 from stretto.service.training.journal import REFUSED, Journal
 from stretto.service.usage import HOUR_S, Meter
@@ -156,9 +145,7 @@ def test_usage_is_counted_by_hour_user_and_session(tmp_path: Path, monkeypatch: 
     again.add("alice", "s", training=1)
     now += HOUR_S
     again.add("alice", "s", training=9)
-    assert [
-        each.counts.get("training") for each in again.between(0, 102 * HOUR_S) if each.owner == "alice"
-    ] == [8, 9]
+    assert [each.counts.get("training") for each in again.between(0, 102 * HOUR_S) if each.owner == "alice"] == [8, 9]
 
 
 async def test_results_that_nobody_fetches_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,9 +161,7 @@ async def test_results_that_nobody_fetches_are_forgotten(monkeypatch: pytest.Mon
         futures.sweep()
         assert sum(futures.find(name) is not None for name in ("sent", "unsent", "waiting")) == left, at
     assert futures.find("waiting") is waiting  # its work is not done
-    with pytest.raises(
-        Refusal, match="its result is gone; results are kept for 3600 s, and for 120 s"
-    ) as gone:
+    with pytest.raises(Refusal, match="its result is gone; results are kept for 3600 s, and for 120 s") as gone:
         futures.of("unsent", "alice")
     assert gone.value.status == 410
 
@@ -198,9 +183,7 @@ async def test_a_user_with_many_results_keeps_the_newest(monkeypatch: pytest.Mon
     assert futures.find("alice/2") is not None
 
 
-def test_records_of_what_is_not_used_any_more_are_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_of_what_is_not_used_any_more_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, now = Store(tmp_path), 2 * KEEP_USAGE_S
     old, new = now - KEEP_S - 1, now - 1
 
@@ -219,16 +202,10 @@ def test_records_of_what_is_not_used_any_more_are_forgotten(
     run("saved", "ended", old)
     run("watched", "ended", old, directory="runs/run_a")
     path = "tinker://saved/weights/a"
-    put(
-        Checkpoint(
-            path=path, run="saved", owner="alice", kind="training", name="a", directory="", created_at=old
-        )
-    )
+    put(Checkpoint(path=path, run="saved", owner="alice", kind="training", name="a", directory="", created_at=old))
     for hour in (0, int(now // HOUR_S)):
         put(Usage(id=str(hour), owner="alice", session=None, hour=hour))
-    assert (
-        store.unneeded(now=now, since=new)[0].id == "ended"
-    )  # of others it is not known when they were used
+    assert store.unneeded(now=now, since=new)[0].id == "ended"  # of others it is not known when they were used
     gone = store.unneeded(now=now, since=0.0)
     store.delete(*gone)
     store.close()

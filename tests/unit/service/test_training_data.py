@@ -38,12 +38,7 @@ def test_rows_are_filled_in_order_and_results_come_back_per_sequence() -> None:
     batch = packed(data)
     assert batch.units == (7, 8, 2)
     scores = [np.arange(units, dtype=np.float32) for units in batch.units]
-    assert [each.tolist() for each in batch.per_sequence(scores)] == [
-        [1, 2, 3],
-        [5, 6],
-        list(range(1, 8)),
-        [1],
-    ]
+    assert [each.tolist() for each in batch.per_sequence(scores)] == [[1, 2, 3], [5, 6], list(range(1, 8)), [1]]
 
 
 def test_policy_losses_have_logprobs_advantages_and_masks() -> None:

@@ -39,12 +39,7 @@ class DeviceTensor(Tensor):
     @staticmethod
     def __new__(cls, host: Tensor) -> DeviceTensor:
         return Tensor._make_wrapper_subclass(
-            cls,
-            host.shape,
-            strides=host.stride(),
-            storage_offset=host.storage_offset(),
-            dtype=host.dtype,
-            device=CPU,
+            cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype, device=CPU
         )
 
     def __init__(self, host: Tensor) -> None:
@@ -226,15 +221,7 @@ def _flash_varlen(
 
 
 def _flash_varlen_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bounds: Tensor,
-    *_: Any,
-    **__: Any,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, ...]:
     grads = [torch.zeros_like(x) for x in (q, k, v)]
     scale = q.shape[-1] ** -0.5
@@ -307,8 +294,6 @@ def pretended() -> Iterator[torch.device]:
         for name, stand_in in stand_ins.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         # As with a real GPU, where a module's parameters cannot stay the objects that they were on the CPU.
-        stack.enter_context(
-            mock.patch.object(torch.__future__, "_overwrite_module_params_on_conversion", True)
-        )
+        stack.enter_context(mock.patch.object(torch.__future__, "_overwrite_module_params_on_conversion", True))
         stack.enter_context(_Device())
         yield DEVICE

@@ -18,9 +18,7 @@ def with_streams(mb, seed=0):
     rng = np.random.default_rng(seed)
     firsts = np.zeros(len(mb.token_ids), dtype=bool)
     firsts[mb.cu_seqlens[:-1]] = True
-    sparse = lambda: np.where(firsts | (rng.random(len(firsts)) < 0.5), 0, rng.random(len(firsts))).astype(
-        np.float32
-    )
+    sparse = lambda: np.where(firsts | (rng.random(len(firsts)) < 0.5), 0, rng.random(len(firsts))).astype(np.float32)
     return replace(
         mb,
         rl_weights=sparse(),

@@ -113,9 +113,7 @@ def train(learner: Learner, batches: list[list[Any]]) -> dict[str, Any]:
     return metrics | weights(learner)
 
 
-BATCHES = [
-    [pack(documents(seed), envs=["a", "b"] * 6), with_streams(pack(documents(seed + 9)))] for seed in range(2)
-]
+BATCHES = [[pack(documents(seed), envs=["a", "b"] * 6), with_streams(pack(documents(seed + 9)))] for seed in range(2)]
 
 # -- the stand-in itself --
 
@@ -262,13 +260,9 @@ def test_optimizer_state_that_waits_in_cpu_memory(optim, monkeypatch):
     with pretended() as device:
         results = []
         for waits in (False, True):
-            learner = build(
-                lambda network: network.to(device), model={"optim_cpu_offload": waits}, optim=optim
-            )
+            learner = build(lambda network: network.to(device), model={"optim_cpu_offload": waits}, optim=optim)
             results.append(train(learner, BATCHES))
-            tensors = [
-                t for kept in learner.network.optimizer.state.values() for t in kept.values() if t.dim()
-            ]
+            tensors = [t for kept in learner.network.optimizer.state.values() for t in kept.values() if t.dim()]
             assert tensors and all(t.is_cuda != waits for t in tensors)
     assert_same(*results, 1e-6)
 
@@ -285,10 +279,7 @@ def test_steps_with_a_critic_and_several_updates(advantages, dtype):
         if section is not None:
             network = with_value_head(place(build_policy(3).to(number_type)))
             critic = Critic(
-                network,
-                section=section,
-                model=ModelSection(dtype=dtype),
-                optim=AdamWOptim(lr=1e-2, eps=1e-2),
+                network, section=section, model=ModelSection(dtype=dtype), optim=AdamWOptim(lr=1e-2, eps=1e-2)
             )
         loss = PpoLoss() if has_critic else PpoLoss(reference_kl=ReferenceKlSection(coef=0.1))
         reference = None if has_critic else place(build_policy(4).to(number_type))
@@ -297,9 +288,7 @@ def test_steps_with_a_critic_and_several_updates(advantages, dtype):
         )  # fmt: skip
         updates = Updates(
             learner,
-            TrainerSection(
-                advantages=advantages, critic=section, loss=loss, updates_per_step=2, epochs_per_step=2
-            ),
+            TrainerSection(advantages=advantages, critic=section, loss=loss, updates_per_step=2, epochs_per_step=2),
         )
         metrics = [updates.train([pack(scored(seed), padding=2)]) for seed in range(3)]
         return metrics[-1] | weights(learner)
@@ -316,11 +305,7 @@ def test_sums_may_be_numbers_beside_tensors_of_a_device():
         sums = StepSums()
         for _ in range(2):
             sums.add({"loss": torch.ones((), device=device), "max/updates": 3.0, "tokens": 2.0})
-        assert sums.pop_sums(Mesh.single_rank(device).reduce) == {
-            "loss": 2.0,
-            "max/updates": 3.0,
-            "tokens": 4.0,
-        }
+        assert sums.pop_sums(Mesh.single_rank(device).reduce) == {"loss": 2.0, "max/updates": 3.0, "tokens": 4.0}
 
 
 def test_a_gradient_that_is_not_finite_ends_the_step():
@@ -453,10 +438,7 @@ def test_the_engine_with_an_adapter():
         train(learner, BATCHES)
         core = build_core(place(build_policy()))
         core.load_adapter("tuned", Adapter.of(learner.policy))
-        asked = [
-            msgspec.structs.replace(ask(f"r{i}", PROMPTS[1]), adapter=a)
-            for i, a in enumerate(("tuned", None))
-        ]
+        asked = [msgspec.structs.replace(ask(f"r{i}", PROMPTS[1]), adapter=a) for i, a in enumerate(("tuned", None))]
         return {str(i): c[0].logprobs for i, c in enumerate(run(core, *asked))}
 
     plain, found = on_both(work)

@@ -23,11 +23,7 @@ def build(shape, *, dtype="float32", policy=None, **model):
     policy = policy or build_policy(**shape).to(hub.DTYPES[dtype])
     section = ModelSection(dtype=dtype, **model)
     return Learner(
-        policy,
-        model=section,
-        optim=AdamWOptim(lr=1e-3),
-        scheduler=ConstantScheduler(warmup_steps=0),
-        max_steps=None,
+        policy, model=section, optim=AdamWOptim(lr=1e-3), scheduler=ConstantScheduler(warmup_steps=0), max_steps=None
     )
 
 
@@ -84,9 +80,7 @@ def test_a_policy_in_8_bits_learns_a_text():
     falls = {}
     for fp8 in ("reference", False):
         learner, mb = build(SHAPE, fp8=fp8), pack(documents())
-        batch = [
-            replace(mb, loss_mask=np.zeros_like(mb.loss_mask), ce_weights=mb.loss_mask.astype(np.float32))
-        ]
+        batch = [replace(mb, loss_mask=np.zeros_like(mb.loss_mask), ce_weights=mb.loss_mask.astype(np.float32))]
         before = learner.evaluate(batch)["nll"]
         for _ in range(8):
             learner.forward_backward(batch)

@@ -327,14 +327,9 @@ def test_masters_coarser_than_the_model_are_refused():
         ),
         (
             SgdOptim(lr=1e-2, weight_decay=0.1),
-            lambda p: torch.optim.SGD(
-                p, lr=1e-2, momentum=0.9, weight_decay=0.1, nesterov=True, foreach=False
-            ),
+            lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.1, nesterov=True, foreach=False),
         ),
-        (
-            SgdOptim(lr=1e-2, momentum=0.0),
-            lambda p: torch.optim.SGD(p, lr=1e-2, foreach=False),
-        ),
+        (SgdOptim(lr=1e-2, momentum=0.0), lambda p: torch.optim.SGD(p, lr=1e-2, foreach=False)),
     ],
 )
 def test_updates_equal_the_plain_optimizer(ours, theirs):
@@ -361,9 +356,7 @@ def test_clipping_bounds_the_norm_and_reports_the_one_before():
         learner.forward_backward([mb])
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients(learner).values()))
         metrics = learner.optim_step()
-        moved = math.sqrt(
-            sum(float((t - before[name]).square().sum()) for name, t in learner.export_tensors())
-        )
+        moved = math.sqrt(sum(float((t - before[name]).square().sum()) for name, t in learner.export_tensors()))
         assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-5)
         assert moved == pytest.approx(expected or norm, rel=1e-3)
 
@@ -380,9 +373,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported():
 
 def test_evaluation_is_the_mean_negative_log_likelihood():
     mb = pack(documents())
-    mb = replace(
-        mb, ce_weights=mb.loss_mask.astype(np.float32), rl_weights=np.zeros(len(mb.token_ids), np.float32)
-    )
+    mb = replace(mb, ce_weights=mb.loss_mask.astype(np.float32), rl_weights=np.zeros(len(mb.token_ids), np.float32))
     learner = build_learner()
     logprobs, _ = learner.logprobs(mb)
     result = learner.evaluate([mb, mb])
@@ -423,10 +414,7 @@ def test_reduce_sees_every_count_once_and_its_answer_divides():
     [
         ({"loss_mask": lambda m: np.ones_like(m)}, "first token of sample g0.0/0 is trained"),
         ({"loss_mask": lambda m: np.zeros_like(m)}, "the batch of step 1 trains no token"),
-        (
-            {"token_ids": lambda t: np.where(np.arange(len(t)) == 3, VOCAB, t)},
-            f"token id {VOCAB} in sample g0",
-        ),
+        ({"token_ids": lambda t: np.where(np.arange(len(t)) == 3, VOCAB, t)}, f"token id {VOCAB} in sample g0"),
         ({"token_ids": lambda t: np.where(np.arange(len(t)) == 3, -1, t)}, "token id -1 in sample g0"),
         ({"cu_seqlens": lambda c: c[:-1]}, "do not divide"),
     ],
@@ -460,9 +448,7 @@ def test_shares_of_a_run_are_steps_that_fit_into_it(max_steps, warmup):
     shares = LinearScheduler(warmup_steps=warmup, decay_steps=1 - warmup)
     steps = [num_steps(share, max_steps) for share in (shares.warmup_steps, shares.decay_steps)]
     assert sum(steps) <= max_steps and abs(steps[0] - warmup * max_steps) <= 0.5
-    assert rates(shares, max_steps) == rates(
-        LinearScheduler(warmup_steps=steps[0], decay_steps=steps[1]), max_steps
-    )
+    assert rates(shares, max_steps) == rates(LinearScheduler(warmup_steps=steps[0], decay_steps=steps[1]), max_steps)
 
 
 def test_cosine_rate_is_half_a_cosine():

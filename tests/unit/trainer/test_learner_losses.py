@@ -60,9 +60,7 @@ def assert_same_step(ours, expected):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(
-    "loss", LOSSES, ids=lambda c: f"{c.type}-{c.reduction}{'-corrected' * bool(c.correction)}"
-)
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda c: f"{c.type}-{c.reduction}{'-corrected' * bool(c.correction)}")
 def test_a_step_does_not_depend_on_how_the_batch_is_cut(loss):
     docs = documents(num_groups=2)
     whole = step([docs], loss=loss)
@@ -132,9 +130,7 @@ def test_configured_reference_is_the_frozen_start_of_training(tmp_path):
     flags = f"--output-dir {tmp_path} --run.name r --model.scratch --seq-len 64"
     flags += " --loss.type reinforce --loss.reference-kl"
     cfg = load(TrainerConfig, flags.split(), verb="trainer")
-    learner = build_configured(
-        cfg, find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir), TrainerHooks(cfg.hooks)
-    )
+    learner = build_configured(cfg, find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir), TrainerHooks(cfg.hooks))
     pairs = list(zip(learner.policy.parameters(), learner._reference.parameters(), strict=True))
     assert all((ours == theirs).all() and not theirs.requires_grad for ours, theirs in pairs)
     for _ in range(2):

@@ -148,9 +148,7 @@ def test_a_mixture_takes_the_same_experts_the_second_time_though_its_router_has_
     assert all(torch.equal(routing.loads[layer], load) for layer, load in loads.items())
 
 
-@pytest.mark.parametrize(
-    "model", [{}, {"ac": {}}, {"ac": {"mode": "selective", "targets": ("attn_proj",)}}], ids=str
-)
+@pytest.mark.parametrize("model", [{}, {"ac": {}}, {"ac": {"mode": "selective", "targets": ("attn_proj",)}}], ids=str)
 @pytest.mark.parametrize("shape", [SHAPE, MOE], ids=["dense", "moe"])
 def test_what_was_offloaded_comes_back(shape, model, monkeypatch):
     """On a CPU the copies are CPU copies; the rest of the code is the same as on a GPU."""
@@ -166,9 +164,7 @@ def test_what_was_offloaded_comes_back(shape, model, monkeypatch):
     for want, got in zip(wants.parameters(), gots.parameters()):
         # Half of a wider tensor comes back as a tensor of its own, for which the CPU's kernels round differently.
         is_exact = shape is SHAPE or model.get("ac") == {}
-        torch.testing.assert_close(
-            got.grad, want.grad, rtol=0 if is_exact else 1e-5, atol=0 if is_exact else 1e-4
-        )
+        torch.testing.assert_close(got.grad, want.grad, rtol=0 if is_exact else 1e-5, atol=0 if is_exact else 1e-4)
     if model.get("ac") == {}:
         assert offload.num_bytes == 2 * 200 * 32 * 4  # the input of each block
     else:
@@ -200,9 +196,7 @@ def test_what_cannot_be_is_refused(monkeypatch, tmp_path):
         return str(error.value)
 
     message = refused(ac={"mode": "selective", "targets": ["routed_experts"]})
-    assert (
-        message == '[model.ac] targets: this model has no "routed_experts"; use some of norm, attn_proj, mlp'
-    )
+    assert message == '[model.ac] targets: this model has no "routed_experts"; use some of norm, attn_proj, mlp'
     assert "mla_up_proj" in refused(ac={"mode": "selective", "targets": ["norm", "mla_up_proj"]})
     assert refused(ac_offloading={}) == "[model.ac_offloading] needs a GPU to offload from; remove it"
     monkeypatch.setenv("CXX", "no-such-compiler")

@@ -58,9 +58,7 @@ def test_a_matrix_moves_as_torchs_muon_moves_it():
     twin = nn.Parameter(dict(policy.named_parameters())[name].detach().clone())
     start = twin.detach().clone()
     moved, _ = step(policy, cfg)
-    reference = torch.optim.Muon(
-        [twin], lr=1e-2, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"
-    )
+    reference = torch.optim.Muon([twin], lr=1e-2, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         for other, parameter in policy.named_parameters():

@@ -68,9 +68,7 @@ def test_exported_model_is_what_transformers_computes(tmp_path):
     latest = cfg.run_dir.latest_weights
     assert latest.resolve() == cfg.run_dir.weights_step(2).resolve()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(latest), AutoTokenizer.from_pretrained(latest)
-    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in np.atleast_1d(
-        model.generation_config.eos_token_id
-    )
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in np.atleast_1d(model.generation_config.eos_token_id)
     session = sft.build_session(config(tmp_path, val=None), (cfg.run_dir, 2))
     example = session.examples[0]
     ids = torch.tensor(example.token_ids[None], dtype=torch.long)
@@ -89,9 +87,7 @@ def test_resumed_run_ends_with_the_same_bits(tmp_path):
         first.run_dir.complete_marker(step).unlink()  # as if it had died while writing step 6
     resumed = config(tmp_path / "parts", max_steps=8, resume={})
     sft.main(resumed)
-    changed = [
-        line for line in resumed.run_dir.log("sft").read_text().splitlines() if "changed since" in line
-    ]
+    changed = [line for line in resumed.run_dir.log("sft").read_text().splitlines() if "changed since" in line]
     assert [line.partition(": ")[2] for line in changed] == ["ckpt.interval: 3 -> None"]
     assert same_weights(weights(whole, 8), weights(resumed, 8))
     straight, parts = (read_metrics(cfg.run_dir.metrics("sft")) for cfg in (whole, resumed))
@@ -205,10 +201,7 @@ def test_what_a_resumed_run_is_to_skip_begins_anew(tmp_path):
     rows = [row for row in read_metrics(cfg.run_dir.metrics("sft")) if "optim/lr" in row]
     rates = [row["optim/lr"] for row in rows]
     assert rates[3:] == pytest.approx(rates[:3]) and rates[0] < rates[2]
-    assert (
-        json.loads((cfg.run_dir.checkpoint(6) / "trainer" / "state.json").read_text())["cursor"]["num_drawn"]
-        == 48
-    )
+    assert json.loads((cfg.run_dir.checkpoint(6) / "trainer" / "state.json").read_text())["cursor"]["num_drawn"] == 48
 
 
 def test_a_run_begins_anew_with_what_another_has_learned(tmp_path):
@@ -242,9 +235,7 @@ def test_checkpoints_are_elsewhere_and_a_run_of_the_same_name_does_not_mix_with_
     with pytest.raises(ConfigError, match="has checkpoints of another run of this name"):
         sft.main(elsewhere("others", max_steps=1))
     with pytest.raises(ConfigError, match=r"are in .*kept/run, not in .*moved/run"):
-        sft.main(
-            config(tmp_path / "runs", ckpt={"output_dir": str(tmp_path / "moved")}, max_steps=4, resume={})
-        )
+        sft.main(config(tmp_path / "runs", ckpt={"output_dir": str(tmp_path / "moved")}, max_steps=4, resume={}))
     sft.main(elsewhere(max_steps=1, clean=True))
     assert elsewhere().run_dir.complete_checkpoints() == [1] and not marker.exists()
 
@@ -265,9 +256,7 @@ def test_several_data_sets_are_mixed_in_the_given_shares(tmp_path):
         cfg = config(tmp_path / name, data=data | more, max_steps=None, max_epochs=1, batch_size=4, val=None)
         sft.main(cfg)
         cursor = json.loads(
-            (
-                cfg.run_dir.checkpoint(cfg.run_dir.latest_complete_checkpoint()) / "trainer" / "state.json"
-            ).read_text()
+            (cfg.run_dir.checkpoint(cfg.run_dir.latest_complete_checkpoint()) / "trainer" / "state.json").read_text()
         )
         drawn[name] = cursor["cursor"]["num_drawn"]
     assert drawn == {"once": 16, "equal": 24, "shares": 8}
@@ -308,24 +297,12 @@ def test_epochs_end_the_run_and_the_last_batch_is_smaller(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "num_rows", "level", "text"),
     [
-        (
-            {"max_steps": 500, "batch_size": 64},
-            10,
-            "WARNING",
-            "10 rows, batches of 64: 500 steps are 3,200 epochs",
-        ),
+        ({"max_steps": 500, "batch_size": 64}, 10, "WARNING", "10 rows, batches of 64: 500 steps are 3,200 epochs"),
         ({"max_steps": 8, "batch_size": 16}, 40, "INFO", "40 rows, batches of 16: 8 steps are 3.2 epochs"),
-        (
-            {"max_steps": None, "max_epochs": 90, "batch_size": 1},
-            1,
-            "INFO",
-            "1 row, batches of 1: 90 steps are 90",
-        ),
+        ({"max_steps": None, "max_epochs": 90, "batch_size": 1}, 1, "INFO", "1 row, batches of 1: 90 steps are 90"),
     ],
 )
-def test_epochs_are_said_at_the_start_and_many_are_a_warning(
-    tmp_path, caplog, settings, num_rows, level, text
-):
+def test_epochs_are_said_at_the_start_and_many_are_a_warning(tmp_path, caplog, settings, num_rows, level, text):
     data = {"type": "environment", "id": "sort-letters", "num_rows": num_rows}
     with caplog.at_level("INFO", logger="stretto.trainer.sft"):
         sft.build_session(config(tmp_path, val=None, data=data, **settings), None)

@@ -18,13 +18,7 @@ from stretto.base import files, status
 from stretto.base.errors import DataError
 from stretto.base.paths import RunDir
 from stretto.base.rundir import prune_checkpoints
-from stretto.config.sections.trainer import (
-    CkptSection,
-    CkptWeightsSection,
-    LinearScheduler,
-    SgdOptim,
-    num_kept,
-)
+from stretto.config.sections.trainer import CkptSection, CkptWeightsSection, LinearScheduler, SgdOptim, num_kept
 from stretto.models.hub import load_model
 from stretto.models.tensor_map import TensorSlice
 from stretto.trainer.publish.export import export_weights, prune_exports
@@ -48,9 +42,7 @@ def weights(learner):
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"optim": SgdOptim()}, {"dtype": "bfloat16"}],
-    ids=["adamw", "sgd", "bfloat16"],
+    "settings", [{}, {"optim": SgdOptim()}, {"dtype": "bfloat16"}], ids=["adamw", "sgd", "bfloat16"]
 )
 def test_resumed_steps_are_the_same_bits(tmp_path, settings):
     def fresh(seed):
@@ -75,9 +67,7 @@ def test_without_optimizer_state_the_next_steps_differ(tmp_path):
     """The control of the test above."""
     learner = train(build_learner(), 3)
     state = learner.state()
-    kept = {
-        n: TensorSlice.whole(p.tensor.clone()) for n, p in state.slices.items() if not n.startswith("optim.")
-    }
+    kept = {n: TensorSlice.whole(p.tensor.clone()) for n, p in state.slices.items() if not n.startswith("optim.")}
     straight = weights(train(learner, 3))
     other = build_learner()
     other.load_state(LearnerState(kept, state.values))
@@ -185,9 +175,7 @@ def test_a_cut_off_file_is_named(saved):
     path = saved.checkpoint(1) / "trainer" / "__0_0.distcp"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(
-        DataError, match=f"__0_0.distcp: has {size - 100} of {size} bytes.*start over with --clean"
-    ):
+    with pytest.raises(DataError, match=f"__0_0.distcp: has {size - 100} of {size} bytes.*start over with --clean"):
         checkpoint.load(saved, build_learner(), 1)
 
 
@@ -239,10 +227,7 @@ def test_an_export_that_does_not_fit_names_its_directory(tmp_path):
 
 
 def test_a_garbled_file_of_the_right_size_is_named(saved):
-    for name, words in (
-        ("__0_0.distcp", "step_1/trainer: its tensors cannot be read"),
-        (INDEX, "cannot be read"),
-    ):
+    for name, words in (("__0_0.distcp", "step_1/trainer: its tensors cannot be read"), (INDEX, "cannot be read")):
         path = saved.checkpoint(1) / "trainer" / name
         before = path.read_bytes()
         path.write_bytes(b"\xff" * len(before))
@@ -383,10 +368,7 @@ def test_without_an_interval_checkpoints_are_due_by_the_clock(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now)
     mesh = Mesh.single_rank(torch.device("cpu"))
-    by_clock, by_steps = (
-        checkpoint.Due(CkptSection(minutes=2), mesh),
-        checkpoint.Due(CkptSection(interval=3), mesh),
-    )
+    by_clock, by_steps = (checkpoint.Due(CkptSection(minutes=2), mesh), checkpoint.Due(CkptSection(interval=3), mesh))
     at_the_end = checkpoint.Due(CkptSection(minutes=None), mesh)
     found = []
     for step in range(1, 10):
@@ -398,10 +380,7 @@ def test_without_an_interval_checkpoints_are_due_by_the_clock(monkeypatch):
 
 
 def test_two_checkpoints_are_kept_where_they_are_made_by_the_clock():
-    kept = [
-        num_kept(CkptSection(**values))
-        for values in ({}, {"interval": 3}, {"keep_last": 5}, {"minutes": None})
-    ]
+    kept = [num_kept(CkptSection(**values)) for values in ({}, {"interval": 3}, {"keep_last": 5}, {"minutes": None})]
     assert kept == [2, None, 5, None]
 
 

@@ -76,9 +76,7 @@ def run_trainer(cfg, interrupt) -> None:
         Trainer(cfg, interrupt, stack).run()
 
 
-async def orchestrate(
-    cfg, *, resume_step=None, batches=batch_of, stop_after=None, interrupt_after=None
-) -> Seen:
+async def orchestrate(cfg, *, resume_step=None, batches=batch_of, stop_after=None, interrupt_after=None) -> Seen:
     """Play the orchestrator until the trainer, in a thread, ends."""
     run, seen, interrupt = cfg.run_dir, Seen(), StopFlag()
     server = ControlServer(cfg.control, "run", load_secret(cfg.run_dir), resume_step=resume_step)
@@ -292,9 +290,7 @@ def test_checkpoints_and_weights_lie_where_they_belong(straight):
     run = straight[0].run_dir
     assert run.complete_checkpoints() == [2, 4]
     assert run.latest_weights.resolve().name == "step_4"
-    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {
-        p.name for p in run.latest_weights.iterdir()
-    }
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {p.name for p in run.latest_weights.iterdir()}
 
 
 async def test_a_resumed_run_publishes_the_same_bits(straight):
@@ -354,9 +350,7 @@ async def test_a_wait_for_a_batch_ends_and_says_for_what(tmp_path):
 
 async def test_trainer_and_orchestrator_must_continue_from_the_same_step(tmp_path):
     cfg = build_config(tmp_path, batch_timeout_s=0.3)
-    with pytest.raises(
-        ConfigError, match="the orchestrator continues after step 7, this trainer after step 0"
-    ):
+    with pytest.raises(ConfigError, match="the orchestrator continues after step 7, this trainer after step 0"):
         await asyncio.wait_for(meet_only(cfg, resume_step=7), TIMEOUT_S)
 
 
@@ -400,15 +394,11 @@ def test_resuming_what_is_not_there_is_refused(tmp_path):
 async def test_every_trained_token_can_be_written_down(tmp_path):
     cfg = build_config(tmp_path, enable_token_export=True, max_steps=1)
     await orchestrate(cfg)
-    lines = [
-        json.loads(line) for line in (cfg.run_dir.trained_tokens / "step_1.jsonl").read_text().splitlines()
-    ]
+    lines = [json.loads(line) for line in (cfg.run_dir.trained_tokens / "step_1.jsonl").read_text().splitlines()]
     mb = batch_of(1).micro_batches[0]
     assert [line["sample_id"] for line in lines] == list(mb.sample_ids)
     assert [i for line in lines for i in line["token_id"]] == mb.token_ids[mb.loss_mask].tolist()
-    assert np.concatenate([line["sampler_logprob"] for line in lines]) == pytest.approx(
-        mb.logprobs[mb.loss_mask]
-    )
+    assert np.concatenate([line["sampler_logprob"] for line in lines]) == pytest.approx(mb.logprobs[mb.loss_mask])
     assert all(len(line["trainer_logprob"]) == len(line["position"]) for line in lines)
 
 
@@ -420,13 +410,7 @@ def test_tokens_of_steps_that_are_undone_are_forgotten(tmp_path):
     (tmp_path / "step_notes.jsonl").touch()
     delete_after(tmp_path, 2)
     left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.jsonl"))
-    assert left == [
-        "rank_1/step_1.jsonl",
-        "rank_1/step_2.jsonl",
-        "step_1.jsonl",
-        "step_2.jsonl",
-        "step_notes.jsonl",
-    ]
+    assert left == ["rank_1/step_1.jsonl", "rank_1/step_2.jsonl", "step_1.jsonl", "step_2.jsonl", "step_notes.jsonl"]
 
 
 async def test_a_step_that_is_trained_again_is_written_down_once(tmp_path):

@@ -60,10 +60,7 @@ def interrupted(doc):
 
 def ppo(learner, **changes):
     section = TrainerSection(
-        advantages=GaeAdvantages(gamma=0.9, lambd=0.8),
-        critic=learner.critic.section,
-        loss=PpoLoss(),
-        **changes,
+        advantages=GaeAdvantages(gamma=0.9, lambd=0.8), critic=learner.critic.section, loss=PpoLoss(), **changes
     )
     return Updates(learner, section)
 
@@ -293,9 +290,7 @@ def test_a_critics_gradient_does_not_depend_on_how_the_batch_is_cut():
         for part in cut:
             mb = pack(part)
             batch.append(
-                msgspec.structs.replace(
-                    mb, values=critic.values([mb])[0] + np.float32(0.3), returns=mb.advantages
-                )
+                msgspec.structs.replace(mb, values=critic.values([mb])[0] + np.float32(0.3), returns=mb.advantages)
             )
         critic.forward_backward(batch)
         return [p.grad.clone() for p in critic.module.parameters()]
@@ -324,9 +319,7 @@ def test_a_batch_that_is_distilled_as_a_whole_leaves_the_critic_alone():
     learner = build_learner(loss=PpoLoss(), critic=build_critic())
     mb = pack(scored())
     mask = mb.loss_mask.astype(np.float32)
-    distilled = msgspec.structs.replace(
-        mb, rl_weights=0 * mask, ref_kl_weights=mask, ref_logprobs=mb.logprobs
-    )
+    distilled = msgspec.structs.replace(mb, rl_weights=0 * mask, ref_kl_weights=mask, ref_logprobs=mb.logprobs)
     updates = ppo(learner)
     updates.train([mb])
     before = [p.detach().clone() for p in learner.critic.module.parameters()]
@@ -368,9 +361,7 @@ def test_an_exported_critic_is_what_transformers_scores_with(tmp_path, tie):
     hidden = critic.module.hidden(ids[0], _layout(11))[-1]
     assert (hidden @ critic.module.lm_head.weight[0]).item() == pytest.approx(score, rel=1e-4)
     again = load_critic(tmp_path / "critic" / "step_1", dtype=torch.float32)
-    for (name, ours), (_, saved) in zip(
-        again.named_parameters(), critic.module.named_parameters(), strict=True
-    ):
+    for (name, ours), (_, saved) in zip(again.named_parameters(), critic.module.named_parameters(), strict=True):
         assert torch.equal(ours, saved), name
 
 
@@ -379,10 +370,7 @@ def test_a_language_model_becomes_a_critic_that_says_zero_and_a_classifier_is_re
     critic = load_critic(tmp_path / "lm", dtype=torch.float32)
     assert not critic.lm_head.weight.any()
     assert torch.equal(critic.model.norm.weight, build_policy(4).model.norm.weight)
-    tensors = [
-        *hub.export_tensors(build_policy(4)),
-        ("score.weight", torch.zeros(3, critic.config.hidden_size)),
-    ]
+    tensors = [*hub.export_tensors(build_policy(4)), ("score.weight", torch.zeros(3, critic.config.hidden_size))]
     hub.save_model_directory(torch.float32, tmp_path / "classifier", None, build_policy(4).config.hf, tensors)
     with pytest.raises(ConfigError, match="has one label"):
         load_critic(tmp_path / "classifier", dtype=torch.float32)
@@ -554,9 +542,7 @@ def test_functions_in_the_trainer_are_called_at_their_points_and_change_the_data
     mask[first] = False
     by_hand = msgspec.structs.replace(mb, loss_mask=mask, advantages=(0.5 * mask).astype(np.float32))
     other = build_learner(policy=build_policy(), loss=PpoLoss(use_rollout_logprobs=False))
-    Updates(other, TrainerSection(loss=PpoLoss(use_rollout_logprobs=False), updates_per_step=2)).train(
-        [by_hand]
-    )
+    Updates(other, TrainerSection(loss=PpoLoss(use_rollout_logprobs=False), updates_per_step=2)).train([by_hand])
     for ours, theirs in zip(learner.policy.parameters(), other.policy.parameters()):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
@@ -579,9 +565,7 @@ def batch_of(seed):
     """A micro batch whose documents are rollouts of their own."""
     mb = pack(documents(seed))
     ends = zip(mb.cu_seqlens, mb.cu_seqlens[1:])
-    return msgspec.structs.replace(
-        mb, rollout_tokens=tuple(int(mb.loss_mask[start:end].sum()) for start, end in ends)
-    )
+    return msgspec.structs.replace(mb, rollout_tokens=tuple(int(mb.loss_mask[start:end].sum()) for start, end in ends))
 
 
 def trained(section, batches):
@@ -621,10 +605,7 @@ def test_a_reducer_of_means_is_the_reduction_by_sample_and_one_of_sums_that_by_t
     [
         ({"loss": "no_sum"}, r"loss = '.*no_sum': shape \(1, \d+, \d+\) is no loss; return one number"),
         ({"loss": "no_metrics"}, r"return the loss and a dictionary of metrics"),
-        (
-            {"loss": "half"},
-            r"sum_of_sample_mean got shape \(3,\), and the responses of the batch have \d+ tokens",
-        ),
+        ({"loss": "half"}, r"sum_of_sample_mean got shape \(3,\), and the responses of the batch have \d+ tokens"),
         ({"loss": "mean_of_samples"}, r"mean_of_samples': cannot unpack .*; return the loss and"),
         ({"pg_loss_reducer": "no_reducer"}, r"no_reducer': .*not callable"),
     ],
@@ -656,7 +637,5 @@ def test_a_function_in_the_trainer_that_fails_is_named(named, path, message):
 
 
 def test_a_coroutine_function_in_the_trainer_is_refused_as_nothing_awaits_it(named):
-    with pytest.raises(
-        ConfigError, match=r"trainer.hooks.before_train_step = .* is `async def`.*write `def`"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer.hooks.before_train_step = .* is `async def`.*write `def`"):
         TrainerHooks(named(before_train_step="awaited"))

@@ -221,23 +221,12 @@ class Server:
 
 
 ANSWER = msgspec.json.encode(
-    {
-        "choices": [
-            {
-                "index": 0,
-                "token_ids": [1],
-                "finish_reason": "stop",
-                "logprobs": {"content": [{"logprob": 0.0}]},
-            }
-        ]
-    }
+    {"choices": [{"index": 0, "token_ids": [1], "finish_reason": "stop", "logprobs": {"content": [{"logprob": 0.0}]}}]}
 )
 
 
 def version(number: int, **settings) -> WeightManifest:
-    return WeightManifest(
-        version=number, transport="shm", location="x", shards=(), tensors=(), checksum=0, **settings
-    )
+    return WeightManifest(version=number, transport="shm", location="x", shards=(), tensors=(), checksum=0, **settings)
 
 
 @contextlib.asynccontextmanager
@@ -283,9 +272,7 @@ async def test_an_engine_that_loads_between_steps_is_asked_one_thing_and_everyth
         assert [server.versions for server in servers] == [[1, 2, 3, 4], [1, 2, 3, 4]]
 
 
-@pytest.mark.parametrize(
-    "answer", [b"", b"ok", b"[]", b'{"message": "started"}', b'{"loads_between_steps": 1}']
-)
+@pytest.mark.parametrize("answer", [b"", b"ok", b"[]", b'{"message": "started"}', b'{"loads_between_steps": 1}'])
 def test_an_engine_that_does_not_say_so_is_asked_everything(answer):
     assert not updates.decode_started(answer)
 

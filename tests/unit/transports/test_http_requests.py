@@ -126,15 +126,7 @@ async def raw(site, head: bytes, body: bytes = b"") -> tuple[int, bytes]:
 
 @pytest.mark.parametrize(
     "authorization",
-    [
-        b"Bearer \xff",
-        b"Bearer \xc3\xa9",
-        b"Bearer",
-        b"",
-        b"Basic c2VjcmV0",
-        b"Bearer secre",
-        b"Bearer secrett",
-    ],
+    [b"Bearer \xff", b"Bearer \xc3\xa9", b"Bearer", b"", b"Basic c2VjcmV0", b"Bearer secre", b"Bearer secrett"],
 )
 async def test_a_wrong_key_is_401_whatever_its_bytes(site, no_traceback, authorization):
     head = b"GET /v1/models HTTP/1.1\r\nAuthorization: " + authorization + b"\r\n"
@@ -157,9 +149,7 @@ async def test_the_key_guards_every_route_but_three(site):
 
 async def test_an_id_that_is_no_text_does_not_reach_an_answer(site):
     site.server.openai = None  # a fault of ours
-    head = (
-        b"POST /inference/v1/generate HTTP/1.1\r\nAuthorization: Bearer secret\r\nX-Request-Id: \xff\xfe\r\n"
-    )
+    head = b"POST /inference/v1/generate HTTP/1.1\r\nAuthorization: Bearer secret\r\nX-Request-Id: \xff\xfe\r\n"
     status, body = await raw(site, head, b'{"token_ids":[20]}')
     assert status == 500 and json.loads(body)["error"]["message"].startswith("internal error in request ")
 
@@ -268,18 +258,12 @@ async def test_an_engine_that_is_full_for_ever_is_given_up():
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     port = runner.addresses[0][1]
     try:
-        async with (
-            EngineClient([f"http://127.0.0.1:{port}"], recovery_timeout_s=0.5) as client,
-            asyncio.timeout(60),
-        ):
-            ended = await asyncio.gather(
-                *(client.generate(small(i)) for i in range(3)), return_exceptions=True
-            )
+        async with EngineClient([f"http://127.0.0.1:{port}"], recovery_timeout_s=0.5) as client, asyncio.timeout(60):
+            ended = await asyncio.gather(*(client.generate(small(i)) for i in range(3)), return_exceptions=True)
     finally:
         await runner.cleanup()
     assert all(
-        isinstance(error, EngineError) and "429: too many; it has none of our" in str(error)
-        for error in ended
+        isinstance(error, EngineError) and "429: too many; it has none of our" in str(error) for error in ended
     ), ended
 
 
@@ -298,9 +282,7 @@ async def test_log_probabilities_that_are_not_finite_are_an_error(site):
         for parameter in site.engine.core.model.parameters():
             parameter.fill_(float("nan"))
     async with EngineClient([site.url], api_key="secret") as client:
-        with pytest.raises(
-            EngineError, match="weights of version 0 give log-probabilities that are not finite"
-        ):
+        with pytest.raises(EngineError, match="weights of version 0 give log-probabilities that are not finite"):
             await client.generate(small(0))
 
 
@@ -355,16 +337,11 @@ async def test_a_request_of_a_rollout_function_carries_the_key_to_the_policy_alo
     with requests_to_engines([site.url + "/v1"], lambda: 3, key="secret"):
         answer = await post(site.url + api.GENERATE, body)
     assert len(answer["choices"][0]["token_ids"]) == 2
-    with (
-        requests_to_engines(["http://127.0.0.1:9"], lambda: 3, key="secret"),
-        pytest.raises(EngineError, match="401"),
-    ):
+    with requests_to_engines(["http://127.0.0.1:9"], lambda: 3, key="secret"), pytest.raises(EngineError, match="401"):
         await post(site.url + api.GENERATE, body)
 
 
-async def test_a_request_to_a_frozen_model_carries_its_key_and_one_to_another_server_does_not(
-    site, monkeypatch
-):
+async def test_a_request_to_a_frozen_model_carries_its_key_and_one_to_another_server_does_not(site, monkeypatch):
     monkeypatch.setattr("stretto.vime.engine._model_keys", {})
     body = {"token_ids": [20], "sampling_params": {"max_tokens": 2, "ignore_eos": True}}
     give_key(["http://127.0.0.1:9/v1"], "secret")

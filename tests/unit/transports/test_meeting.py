@@ -28,16 +28,7 @@ def started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def orchestrator(tmp_path: Path):
     def build(*words: str) -> OrchestratorConfig:
-        given = [
-            "--output-dir",
-            str(tmp_path),
-            "--run.name",
-            "run",
-            "--env.0.id",
-            "sort-letters",
-            "--max-steps",
-            "1",
-        ]
+        given = ["--output-dir", str(tmp_path), "--run.name", "run", "--env.0.id", "sort-letters", "--max-steps", "1"]
         cfg = load(OrchestratorConfig, [*given, *words])
         cfg.run_dir.path.mkdir(exist_ok=True)
         return cfg
@@ -48,9 +39,7 @@ def orchestrator(tmp_path: Path):
 @pytest.fixture
 def trainer(tmp_path: Path):
     def build(*words: str) -> TrainerConfig:
-        return load(
-            TrainerConfig, ["--output-dir", str(tmp_path), "--run.name", "run", "--max-steps", "1", *words]
-        )
+        return load(TrainerConfig, ["--output-dir", str(tmp_path), "--run.name", "run", "--max-steps", "1", *words])
 
     return build
 
@@ -93,9 +82,7 @@ def test_addresses_that_are_typed_are_kept(orchestrator, trainer) -> None:
 
 def test_with_an_engine_on_another_machine_weights_are_files(orchestrator, trainer, listener: int) -> None:
     announce(
-        at_all_addresses(
-            orchestrator("--control.port", str(listener), "--client.base-url", "http://192.0.2.7:8000")
-        )
+        at_all_addresses(orchestrator("--control.port", str(listener), "--client.base-url", "http://192.0.2.7:8000"))
     )
     assert with_orchestrator(trainer(), lambda: False).weight_broadcast.type == "filesystem"
     typed = trainer("--weight-broadcast.type", "collective")
@@ -108,9 +95,7 @@ def test_a_network_that_every_machine_has_is_not_the_orchestrators(
     announce(at_all_addresses(orchestrator("--control.port", str(listener))))
     monkeypatch.setattr(meeting.socket, "gethostname", lambda: "elsewhere")
     tried: list[str] = []
-    monkeypatch.setattr(
-        meeting, "_answers", lambda host, port: tried.append(host) or host not in own_addresses()
-    )
+    monkeypatch.setattr(meeting, "_answers", lambda host, port: tried.append(host) or host not in own_addresses())
     found = with_orchestrator(trainer(), lambda: False)
     assert not set(tried) & {*own_addresses(), "127.0.0.1"}
     assert found.control.host == tried[-1] and found.weight_broadcast.type == "filesystem"

@@ -62,14 +62,10 @@ def test_a_runs_summary_has_its_latest_metrics_evals_and_rollouts(
     assert found["rollouts"]["finished"] >= 40 and found["metrics"]["reward/mean"] == found["reward"]
 
 
-def test_rollouts_as_json_are_the_rows_with_their_tokens(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rollouts_as_json_are_the_rows_with_their_tokens(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rollouts([str(path), "--min-reward", "0.5", "--limit", "4", "--json"]) == 0
     rows = json.loads(printed(capsys))
-    assert len(rows) == 4 and all(
-        row["reward"] >= 0.5 and len(row["token_ids"]) == row["num_tokens"] for row in rows
-    )
+    assert len(rows) == 4 and all(row["reward"] >= 0.5 and len(row["token_ids"]) == row["num_tokens"] for row in rows)
 
 
 @pytest.fixture

@@ -98,14 +98,7 @@ async def test_a_page_of_another_site_is_not_answered(page: TestClient) -> None:
 async def test_with_a_token_only_who_has_it_is_answered(path: Path) -> None:
     server = TestServer(build(Library([path.parent]), token="open sesame"))
     async with server, ClientSession(cookie_jar=CookieJar(unsafe=True)) as session:
-        for address in (
-            "/",
-            "/api/runs",
-            "/static/main.js",
-            "/?token=",
-            "/?token=open",
-            "/?token=open%20sesamé",
-        ):
+        for address in ("/", "/api/runs", "/static/main.js", "/?token=", "/?token=open", "/?token=open%20sesamé"):
             assert (await session.get(server.make_url(address))).status == 401, address
         answer = await session.get(server.make_url("/?token=open%20sesame"))
         assert answer.status == 200 and "token" not in str(answer.url)
@@ -127,9 +120,7 @@ async def test_with_a_token_only_who_has_it_is_answered(path: Path) -> None:
         ("test/evals?version=77", 200, ""),
     ],
 )  # fmt: skip
-async def test_a_wrong_question_gets_one_message(
-    page: TestClient, route: str, status: int, says: str
-) -> None:
+async def test_a_wrong_question_gets_one_message(page: TestClient, route: str, status: int, says: str) -> None:
     answer = await page.get(f"/api/run/{route}")
     assert answer.status == status and says in await answer.text()
 
@@ -170,9 +161,7 @@ def test_pages_of_rollouts_are_all_that_are_wanted_once_each(path: Path) -> None
                 if (before := page["next"]) is None:
                     break
             assert sorted(found) == sorted(name for name, row in every.items() if keep(row)), wanted
-        worst = [
-            row["reward"] for row in rollouts.page(ledger, rollouts.Filters(step=3, sort="worst"))["rows"]
-        ]
+        worst = [row["reward"] for row in rollouts.page(ledger, rollouts.Filters(step=3, sort="worst"))["rows"]]
         assert worst == sorted(worst)
 
 
@@ -184,9 +173,7 @@ def test_a_rare_rollout_far_back_is_found_in_many_short_requests(
     monkeypatch.setattr(rollouts, "_STRETCH", 10)
     monkeypatch.setattr(rollouts, "_BUDGET_S", 0.0)  # a stretch per request would be none at all
     ticks = iter(range(10**6))
-    monkeypatch.setattr(
-        rollouts.time, "monotonic", lambda: next(ticks) * -1.0
-    )  # every request looks at all stretches
+    monkeypatch.setattr(rollouts.time, "monotonic", lambda: next(ticks) * -1.0)  # every request looks at all stretches
     with LedgerReader(run_dir) as ledger:
         page = rollouts.page(ledger, rollouts.Filters(version=0))
     assert {row["first_version"] for row in page["rows"]} == {0} and page["next"] is None
@@ -209,40 +196,20 @@ def test_a_rollout_is_shown_token_by_token_with_its_group(path: Path) -> None:
 
 
 def test_turns_are_those_of_the_chat_and_otherwise_of_who_wrote_them() -> None:
-    texts = [
-        "<|im_start|>",
-        "us",
-        "er\n",
-        "hi",
-        "<|im_end|>",
-        "\n",
-        "<|im_start|>",
-        "assistant\n",
-        "yes",
-        "<|im_end|>",
-    ]
+    texts = ["<|im_start|>", "us", "er\n", "hi", "<|im_end|>", "\n", "<|im_start|>", "assistant\n", "yes", "<|im_end|>"]
     sampled = np.array([0] * 8 + [1] * 2, bool)
     assert [
-        (turn["role"], "".join(texts[turn["body"] : turn["end"]]))
-        for turn in conversation.turns(texts, sampled)
-    ] == [
-        ("user", "hi<|im_end|>\n"),
-        ("assistant", "yes<|im_end|>"),
-    ]
+        (turn["role"], "".join(texts[turn["body"] : turn["end"]])) for turn in conversation.turns(texts, sampled)
+    ] == [("user", "hi<|im_end|>\n"), ("assistant", "yes<|im_end|>")]
     plain = list(conversation.turns(["1+1", "=", "2"], np.array([False, False, True])))
-    assert [(turn["role"], turn["start"], turn["end"]) for turn in plain] == [
-        ("context", 0, 2),
-        ("policy", 2, 3),
-    ]
+    assert [(turn["role"], turn["start"], turn["end"]) for turn in plain] == [("context", 0, 2), ("policy", 2, 3)]
 
 
 def test_a_character_of_several_tokens_is_shown_once(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    byte_level = Tokenizer(
-        models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[])
-    )
+    byte_level = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
     byte_level.pre_tokenizer, byte_level.decoder = (
         pre_tokenizers.ByteLevel(add_prefix_space=False),
         decoders.ByteLevel(),
@@ -302,9 +269,7 @@ def test_json_lines_are_read_as_text_lines_are(tmp_path: Path) -> None:
 def test_warnings_of_one_kind_are_one_with_their_number(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.logs.mkdir()
-    run.log("trainer").write_text(
-        "".join(f"10:00:0{n}.000 WARNING trainer | slow by {n} s\n" for n in range(3))
-    )
+    run.log("trainer").write_text("".join(f"10:00:0{n}.000 WARNING trainer | slow by {n} s\n" for n in range(3)))
     [row] = logs.warnings(run)
     assert row["count"] == 3 and row["text"] == "slow by 2 s"
 
@@ -330,10 +295,7 @@ def test_the_timeline_has_every_rollout_of_its_stretch(path: Path) -> None:
 
 
 def test_waits_are_shares_of_the_time_of_the_steps() -> None:
-    steps = [
-        {"time/step": 2.0, "time/wait_for_rollouts": 1.0},
-        {"time/step": 2.0, "time/wait_for_trainer": 3.0},
-    ]
+    steps = [{"time/step": 2.0, "time/wait_for_rollouts": 1.0}, {"time/step": 2.0, "time/wait_for_trainer": 3.0}]
     found = waits(steps)
     assert (
         found is not None
@@ -355,6 +317,4 @@ def test_runs_are_found_below_a_directory_and_each_has_an_id_of_its_own(path: Pa
     found = library.runs()
     assert sorted(found) == ["c", "test", "test~2", "test~3"]
     rows = {name: state.describe(run.dir) for name, run in found.items()}
-    assert [row["state"] for row in rows.values()].count("damaged") == 1 and rows["c"][
-        "state"
-    ] == "not started"
+    assert [row["state"] for row in rows.values()].count("damaged") == 1 and rows["c"]["state"] == "not started"

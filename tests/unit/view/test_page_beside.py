@@ -58,9 +58,7 @@ def test_there_is_none_where_it_is_not_wanted_or_nobody_could_look(
                 assert address is None
 
 
-async def test_a_page_that_dies_is_the_end_of_nothing_else(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_page_that_dies_is_the_end_of_nothing_else(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
     start = page._start
     monkeypatch.setattr(page, "_start", lambda *given: started.append(start(*given)) or started[0])

@@ -33,9 +33,7 @@ def test_smoothing_is_the_centred_mean_of_what_is_finite() -> None:
 
 def test_a_metric_of_two_files_is_taken_from_the_first_and_tokens_are_an_axis() -> None:
     rows = {
-        "orchestrator": [
-            {"step": n, "time": 0.0, "time/step": 1.0, "progress/tokens": 10.0 * n} for n in range(3)
-        ],
+        "orchestrator": [{"step": n, "time": 0.0, "time/step": 1.0, "progress/tokens": 10.0 * n} for n in range(3)],
         "trainer": [{"step": n, "time": 0.0, "time/step": 2.0, "loss/mean": 0.5} for n in range(4)],
     }
     assert curves.curve(rows, "time/step")["y"] == [1.0] * 3
@@ -52,8 +50,7 @@ def test_a_metric_of_two_files_is_taken_from_the_first_and_tokens_are_an_axis() 
 def test_tokens_are_those_of_the_whole_run_and_not_of_one_process() -> None:
     rows = {
         "orchestrator": [
-            {"step": n, "time": 0.0, "progress/tokens": 10.0 * n, "progress/total_tokens": 90.0 * n}
-            for n in (1, 2)
+            {"step": n, "time": 0.0, "progress/tokens": 10.0 * n, "progress/total_tokens": 90.0 * n} for n in (1, 2)
         ],
         "trainer": [{"step": n, "time": 0.0, "loss/mean": 0.5, "progress/total_tokens": 7.0} for n in (1, 2)],
     }

@@ -47,9 +47,7 @@ async def page(run: RunDir) -> AsyncIterator[TestClient]:
         yield client
 
 
-async def test_a_ledger_of_a_newer_version_is_one_message_where_it_is_needed(
-    page: TestClient, run: RunDir
-) -> None:
+async def test_a_ledger_of_a_newer_version_is_one_message_where_it_is_needed(page: TestClient, run: RunDir) -> None:
     with sqlite3.connect(run.ledger) as ledger:
         ledger.execute("PRAGMA user_version = 99")
     ledger.close()
@@ -132,9 +130,7 @@ async def test_two_pages_of_a_host_do_not_take_each_others_cookie(run: RunDir) -
             assert (await session.get(server.make_url("/api/runs"))).status == 200
 
 
-def test_tokens_of_another_version_leave_the_rest_of_a_rollout(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_of_another_version_leave_the_rest_of_a_rollout(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "SCHEMA", codec.SCHEMA + 1)
     with LedgerReader(run) as ledger:
         row, *_ = rollouts.page(ledger, rollouts.Filters(step=2))["rows"]
@@ -156,9 +152,7 @@ def test_lines_that_only_look_like_a_logs_are_text(tmp_path: Path) -> None:
     file = tmp_path / "trainer.log"
     file.write_text("\n".join(["10:00:00.000 ERROR   trainer | first", *odd]) + "\n")
     entries = logs.read("trainer", file)
-    assert (
-        entries[0].text.startswith("first") and "".join(each.text for each in entries).count("99:99:99") == 1
-    )
+    assert entries[0].text.startswith("first") and "".join(each.text for each in entries).count("99:99:99") == 1
 
 
 def test_pages_of_a_log_lose_no_entry_of_one_time(run: RunDir) -> None:

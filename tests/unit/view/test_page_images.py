@@ -80,6 +80,4 @@ async def test_patches_of_another_model_are_a_message(page: TestClient, run_dir:
     ImageProcessor(patch_size=16).save(run_dir.tokenizer)
     (run,) = await (await page.get("/api/runs")).json()
     answer = await page.get(f"/api/run/{run['id']}/image/{shown().hash}")
-    assert (
-        answer.status == 404 and "does not fit the model's image processor" in (await answer.json())["error"]
-    )
+    assert answer.status == 404 and "does not fit the model's image processor" in (await answer.json())["error"]

@@ -110,10 +110,7 @@ def test_plot_draws_and_says_what_there_is_instead_of_an_unknown_metric(
 def test_a_picture_that_cannot_be_written_and_a_wrong_number_are_refused(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, reason in (
-        ("none/plot.png", "there is no directory"),
-        ("plot.xyz", "is no format of pictures"),
-    ):
+    for name, reason in (("none/plot.png", "there is no directory"), ("plot.xyz", "is no format of pictures")):
         with pytest.raises(ConfigError, match=f"plot: cannot write .*{reason}"):
             plot([str(path), "--out", str(tmp_path / name)])
     for flag in ("--best", "--worst", "--limit"):

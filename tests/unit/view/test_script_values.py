@@ -16,10 +16,7 @@ class Mine:
     ("env", "words"),
     [
         ({"id": Mine}, "orchestrator.env.0.id is .*'envs:Mine'"),
-        (
-            {"id": "dataset", "args": {"reward": len}},
-            "orchestrator.env.0.args.reward is .*put it into a file",
-        ),
+        ({"id": "dataset", "args": {"reward": len}}, "orchestrator.env.0.args.reward is .*put it into a file"),
         ({"id": "dataset", "args": {"path": {1, 2}}}, "orchestrator.env.0.args.path is a set"),
     ],
 )

@@ -64,9 +64,7 @@ WRONG_RUNS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("verb", ["rollouts", "plot"])
 @pytest.mark.parametrize("name", WRONG_RUNS, ids=lambda name: name[:30])
-def test_what_is_no_run_is_named(
-    verb: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_run_is_named(verb: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     WRONG_RUNS[name](tmp_path / name)
     assert name in said([verb, str(tmp_path / name)], capsys)
 
@@ -147,16 +145,10 @@ def test_an_empty_configuration_says_what_is_missing(
     said([verb, "@", str(tmp_path / "empty.toml"), "--output-dir", str(tmp_path / "out")], capsys)
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["a", "b"], ["--nonsense"], [""]], ids=lambda words: " ".join(words) or "none"
-)
+@pytest.mark.parametrize("words", [[], ["a", "b"], ["--nonsense"], [""]], ids=lambda words: " ".join(words) or "none")
 @pytest.mark.parametrize("verb", ["show", "rollouts", "runs", "view", "plot", "init", "rl", "sft", "eval"])
 def test_words_that_no_verb_takes_are_refused(
-    verb: str,
-    words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    verb: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     said([verb, *words], capsys)

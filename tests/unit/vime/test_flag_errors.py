@@ -169,9 +169,7 @@ def test_every_mistake_is_told_at_once(files, capsys):
 
 def test_a_refused_flag_takes_the_value_that_asks_for_nothing(files):
     quiet = [
-        flag
-        for flag in BY_NAME.values()
-        if flag.state == "refused" and flag.kind in ("integer", "number", "text")
+        flag for flag in BY_NAME.values() if flag.state == "refused" and flag.kind in ("integer", "number", "text")
     ]
     words = [word for flag in quiet for value in flag.allowed[:1] for word in (flag.name, str(value))]
     assert len(words) > 10
@@ -203,14 +201,7 @@ def test_a_rule_between_keys_speaks_of_the_flags_that_were_typed(name, files):
 
 def test_a_plan_that_does_not_fit_the_machine_speaks_of_flags(files, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    flags = [
-        "--actor-num-gpus-per-node",
-        "2",
-        "--rollout-num-gpus",
-        "4",
-        "--rollout-num-gpus-per-engine",
-        "4",
-    ]
+    flags = ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "4"]
     assert run_verb("vime", words_of(files, *flags)) != 0
     said = capsys.readouterr().err
     assert "inference takes 4 GPUs" in said and "inference.parallel (--rollout-num-gpus-per-engine 4)" in said
@@ -228,8 +219,7 @@ def test_words_of_a_message_that_are_no_keys_stay(files):
 
 def test_a_problem_between_keys_names_the_flags(files):
     with pytest.raises(
-        ConfigError,
-        match=r"--rollout-top-k 2000 is more than orchestrator.train.replay.max_tokens = 1024; lower it",
+        ConfigError, match=r"--rollout-top-k 2000 is more than orchestrator.train.replay.max_tokens = 1024; lower it"
     ):
         read_command(words_of(files, SPLIT, "--rollout-top-k 2000"))
 
@@ -294,9 +284,7 @@ def test_a_run_that_is_there_is_continued_only_with_load(files):
     marker = RunDir(files / "mine").complete_marker(3)
     marker.parent.mkdir(parents=True)
     marker.touch()
-    with pytest.raises(
-        ConfigError, match=r"mine has a run with a checkpoint of step 3; continue it with --load "
-    ):
+    with pytest.raises(ConfigError, match=r"mine has a run with a checkpoint of step 3; continue it with --load "):
         read_command(words)
     assert read_command([*words, "--load", str(files / "mine")])[0].resume is not None
     assert read_command([*words, "--print-config"])[0].resume is None

@@ -145,15 +145,9 @@ def test_a_flag_that_is_met_in_another_way_is_told_unless_it_asks_for_the_usual(
         ("--vllm-nnodes 2", "--vllm-nnodes 2 is not yours to set: nodes follow"),
         ("--eval-max-context-len 4096", "--eval-max-context-len 4096: evals take as many tokens as training"),
         ("--use-routing-replay", "--use-routing-replay: experts are replayed as the engine chose them"),
-        (
-            "--enable-mtp-training",
-            "--enable-mtp-training: layers that predict several tokens are not trained",
-        ),
+        ("--enable-mtp-training", "--enable-mtp-training: layers that predict several tokens are not trained"),
         ("--lr-warmup-iters 1 --lr-warmup-fraction 0.4", "both say how long the rate rises"),
-        (
-            "--colocate --advantage-estimator ppo --critic-num-nodes 2",
-            "the critic takes its turn with the actor",
-        ),
+        ("--colocate --advantage-estimator ppo --critic-num-nodes 2", "the critic takes its turn with the actor"),
     ],
 )
 def test_a_contradiction_stays_an_error(flags, said, files):
@@ -179,9 +173,7 @@ def test_checkpoints_without_an_optimizer_are_continued_without_one(files):
     (done / "COMPLETE").write_text("")
     places = "--load runs/a --save runs/a"
     assert read(files, places, "--no-save-optim --no-load-optim").config.ckpt.skip_optimizer is True
-    with pytest.raises(
-        ConfigError, match="--no-load-optim: --load runs/a is a run, which is continued exactly"
-    ):
+    with pytest.raises(ConfigError, match="--no-load-optim: --load runs/a is a run, which is continued exactly"):
         read(files, places, "--no-load-optim")
     assert read(files, "--no-load-optim --load Qwen3-4B").config.model.name == "Qwen3-4B"
 

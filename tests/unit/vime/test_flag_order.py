@@ -47,9 +47,7 @@ def test_the_last_of_two_values_holds_and_a_note_says_so(flags, key, value, said
 
 
 def test_a_value_that_is_given_twice_the_same_is_no_note(files):
-    twice = read_command(
-        words_of(files, SPLIT, "--lr 1e-6 --lr 1e-6 --vllm-max-num-seqs 4 --vllm-max-num-seqs 4")
-    )
+    twice = read_command(words_of(files, SPLIT, "--lr 1e-6 --lr 1e-6 --vllm-max-num-seqs 4 --vllm-max-num-seqs 4"))
     assert not any("not used" in note for note in twice.notes)
 
 
@@ -73,14 +71,7 @@ def test_a_file_wins_over_a_flag_that_was_typed(flag, text, is_first, files):
 @pytest.mark.parametrize(
     "word",
     [
-        *(
-            "--mscale",
-            "--v-head-dim",
-            "--spec",
-            "--deterministic-mode",
-            "--moe-layer-freq",
-            "--moe-router-dtype",
-        ),
+        *("--mscale", "--v-head-dim", "--spec", "--deterministic-mode", "--moe-layer-freq", "--moe-router-dtype"),
         *("--moe-router-fusion", "--q-lora-rank", "--rotary-scaling-factor", "--mtp-spec", "--train-iters"),
     ],
 )

@@ -99,12 +99,7 @@ def test_a_command_of_the_guide_is_the_plan_that_is_written_down(name, files):
 def test_defaults_are_those_of_vime(files):
     cfg, notes, *_ = read_command(["train.py", *words_of(files, SPLIT)][1:])
     loss, algo, env = cfg.trainer.loss, cfg.orchestrator.algo, cfg.orchestrator.env[0]
-    assert (loss.type, loss.reduction, loss.use_rollout_logprobs, loss.clip_low) == (
-        "ppo",
-        "rollout",
-        False,
-        0.2,
-    )
+    assert (loss.type, loss.reduction, loss.use_rollout_logprobs, loss.clip_low) == ("ppo", "rollout", False, 0.2)
     assert (algo.type, algo.normalize_std, algo.whiten) == ("grpo", "unbiased", False)
     assert (cfg.orchestrator.max_async_level, cfg.orchestrator.filter_zero_advantages) == (0, False)
     assert (cfg.seed, cfg.trainer.optim.lr, cfg.orchestrator.train.sampling.temperature) == (42, 1e-6, 1.0)

@@ -31,22 +31,13 @@ def with_hooks(**trainer) -> RLConfig:
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
-        (
-            {"before_log_prob": "my_hooks:before"},
-            r"trainer\.hooks\.before_log_prob = 'my_hooks:before': too many",
-        ),
-        (
-            {"init": "my_hooks:initt"},
-            r"trainer\.hooks\.init = .*my_hooks\.py has no 'initt'; did you mean 'init'\?",
-        ),
+        ({"before_log_prob": "my_hooks:before"}, r"trainer\.hooks\.before_log_prob = 'my_hooks:before': too many"),
+        ({"init": "my_hooks:initt"}, r"trainer\.hooks\.init = .*my_hooks\.py has no 'initt'; did you mean 'init'\?"),
         (
             {"model": "my_hooks:megatron"},
             r"trainer\.hooks\.model = 'my_hooks:megatron' builds a module of Megatron-LM's",
         ),
-        (
-            {"model": "my_hooks:init"},
-            r"defined as init\(args\) and called with 2; write `def provider\(args, build\)`",
-        ),
+        ({"model": "my_hooks:init"}, r"defined as init\(args\) and called with 2; write `def provider\(args, build\)`"),
         ({"init": "no_such_module:f"}, r"trainer\.hooks\.init = 'no_such_module:f'"),
         ({"init": "dies:f"}, r"importing dies:f ended its process: .*"),
     ],
@@ -73,12 +64,8 @@ def test_right_functions_are_imported_with_the_trainers_variables(
         _check_trainer_hooks(with_hooks(hooks=hooks))
 
 
-def test_code_that_imports_vime_is_told_where_its_names_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_imports_vime_is_told_where_its_names_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "from_vime.py").write_text("from vime.utils.types import Sample\n\ndef init(args): ...\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"from_vime\.py:1: No module named 'vime'; import its names from stretto"
-    ):
+    with pytest.raises(ConfigError, match=r"from_vime\.py:1: No module named 'vime'; import its names from stretto"):
         _check_trainer_hooks(with_hooks(hooks={"init": "from_vime:init"}))

@@ -93,10 +93,7 @@ async def test_dapo_reads_the_last_answer_line(reply, label, score, pred):
 )  # fmt: skip
 async def test_instructions_are_checked(name, arguments, good, bad):
     assert follows(good, name, arguments) and not follows(bad, name, arguments)
-    metadata = {
-        "instruction_id_list": [name, "punctuation:no_comma"],
-        "kwargs": [arguments, {"keywords": None}],
-    }
+    metadata = {"instruction_id_list": [name, "punctuation:no_comma"], "kwargs": [arguments, {"keywords": None}]}
     args = SimpleNamespace(rm_type="ifbench")
     assert await async_rm(args, Sample(response=bad, metadata=metadata)) == 0.0
     assert await async_rm(args, Sample(response=good, metadata=metadata)) == float("," not in good)

@@ -127,9 +127,7 @@ def test_frozen_models_over_nodes_may_be_larger_than_one_or_leave_gpus_idle(read
     made = plan_nodes(cfg, cfg.run_dir)
     found = {spec.name: spec.node for spec in made.processes if spec.role.startswith("model_")}
     assert cfg.num_nodes == 5 and found == {"model_large_0": 2, "model_large_1": 3, "model_small": 4}
-    large, small = (
-        plan_serving(made.configs()[f"model_{name}"], cfg.run_dir).engines for name in ("large", "small")
-    )
+    large, small = (plan_serving(made.configs()[f"model_{name}"], cfg.run_dir).engines for name in ("large", "small"))
     assert [(e.node, e.section.parallel.tp) for e in large.engines] == [(0, 16), (1, 16)]
     assert [(e.first_gpu, e.num_gpus) for e in small.engines] == [(0, 1), (1, 1), (4, 4)]
 
@@ -170,18 +168,9 @@ def test_data_sets_have_what_differs_for_them(read):
             - {name: b, path: rows.jsonl, max_response_len: 50, input_key: question, stop: null}
     """, "--eval-interval 2")  # fmt: skip
     first, second = cfg.orchestrator.eval.env
-    assert (first.name, first.group_size, first.sampling.temperature, first.args["reward"]) == (
-        "a",
-        2,
-        0.5,
-        "f1",
-    )
+    assert (first.name, first.group_size, first.sampling.temperature, first.args["reward"]) == ("a", 2, 0.5, "f1")
     assert (first.sampling.max_completion_tokens, second.sampling.max_completion_tokens) == (99, 50)
-    assert (
-        second.args["input_key"] == "question"
-        and second.args["reward"] == "math"
-        and second.group_size is None
-    )
+    assert second.args["input_key"] == "question" and second.args["reward"] == "math" and second.group_size is None
 
 
 def test_values_of_a_file_are_flags_or_reach_functions(read):
@@ -262,9 +251,7 @@ def test_engines_that_read_prompts_have_options_of_their_own(read):
               - {worker_type: decode, num_gpus: 2, overrides: {max-num-seqs: 96, gpu_memory_utilization: 0.5}}
     """)  # fmt: skip
     shape = cfg.inference.deployment
-    assert (
-        shape.prefill_vllm_overrides == {"enable_dbo": True} and cfg.inference.gpu_memory_utilization == 0.5
-    )
+    assert shape.prefill_vllm_overrides == {"enable_dbo": True} and cfg.inference.gpu_memory_utilization == 0.5
     assert shape.decode_vllm_overrides == {"max_num_seqs": 96}
     engines = plan_engines(cfg.inference, ["here"]).engines
     found = {spec.role: (spec.section.enable_dbo, spec.section.max_num_seqs) for spec in engines}

@@ -33,9 +33,7 @@ RESERVED = {
 VLLM = Program("vLLM", Path(__file__).with_name("vllm.json"), RESERVED)
 
 
-def split_vllm_flags(
-    words: Sequence[str], is_ours: Callable[[str], bool]
-) -> tuple[list[str], dict[str, Any]]:
+def split_vllm_flags(words: Sequence[str], is_ours: Callable[[str], bool]) -> tuple[list[str], dict[str, Any]]:
     """Split the words after `inference` into those of our keys and entries of `vllm_extra`.
 
     is_ours: whether an option, such as `--data-parallel-size`, is a key of ours, which takes precedence.

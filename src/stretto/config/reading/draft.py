@@ -238,9 +238,7 @@ class Draft:
             return False
         if held_in != file and not (held_in and file and is_other_process):
             return False
-        message = (
-            f"{spelled} = {show(value)} but {given.spelled} = {show(new)}; give it once, as {dotted(path)}"
-        )
+        message = f"{spelled} = {show(value)} but {given.spelled} = {show(new)}; give it once, as {dotted(path)}"
         self.complain(message, path, source=f"{self.sources[path]}, {given.source}")
         return True
 
@@ -335,9 +333,7 @@ class Draft:
             found.setdefault(path, []).append((item, key, cls))
         # Errors in values that nobody wrote result from a wrong value elsewhere, which is reported.
         is_given = lambda path: any(_is_below(held, path) or _is_below(path, held) for held in self.values)
-        own = {
-            path: items for path, items in found.items() if items[0][0]["type"] in MISSING or is_given(path)
-        }
+        own = {path: items for path, items in found.items() if items[0][0]["type"] in MISSING or is_given(path)}
         if self.complaints or own:
             found = own
         messages = {path: [_plain(str(item["msg"])) for item, _, _ in items] for path, items in found.items()}
@@ -361,9 +357,7 @@ class Draft:
                 break
         return path, key, level[0] if len(level) == 1 else cls
 
-    def _report_value(
-        self, path: Path, item: Any, key: Key | None, cls: type[Section], messages: list[str]
-    ) -> Path:
+    def _report_value(self, path: Path, item: Any, key: Key | None, cls: type[Section], messages: list[str]) -> Path:
         """Report what is wrong with one value; returns the path to leave out.
 
         messages: one per type that the value might have had, in words for users.

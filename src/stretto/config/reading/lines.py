@@ -63,9 +63,7 @@ def read_file(name: str) -> tuple[dict[str, Any], dict[Path, int]] | str:
 def _not_a_config(path: FilePath) -> str:
     """What is wrong with a path whose name does not end in .toml or .json."""
     if not path.is_dir():
-        near = next(
-            (each for end in (".toml", ".json") if (each := path.with_name(path.name + end)).is_file()), None
-        )
+        near = next((each for end in (".toml", ".json") if (each := path.with_name(path.name + end)).is_file()), None)
         return "not a .toml or .json file" + (f"; did you mean {near}?" if near else "")
     inside = sorted(each.name for each in path.iterdir() if each.suffix in (".toml", ".json"))
     if (path / "configs" / "run.json").is_file():

@@ -42,12 +42,7 @@ class PlainParser(ArgumentParser):
     """An ArgumentParser whose complaints are ConfigErrors."""
 
     def __init__(
-        self,
-        verb: str,
-        description: str | None = None,
-        *,
-        missing: Callable[[], str] | None = None,
-        **settings: Any,
+        self, verb: str, description: str | None = None, *, missing: Callable[[], str] | None = None, **settings: Any
     ) -> None:
         """missing: a sentence for the message where a word is missing, such as which runs there are."""
         settings.setdefault("prog", f"stretto {verb}")

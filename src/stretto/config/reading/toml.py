@@ -40,9 +40,7 @@ def chosen_at_start(root: Section, at: Path = ()) -> Iterator[Path]:
                 yield from chosen_at_start(section, path)
 
 
-def _table(
-    cls: type[Section], path: Path, data: dict[str, Any], unwritten: Collection[Path]
-) -> Iterator[str]:
+def _table(cls: type[Section], path: Path, data: dict[str, Any], unwritten: Collection[Path]) -> Iterator[str]:
     """Lines of a table: first its values, then its tables."""
     for name, value in data.items():
         if (*path, name) in unwritten:

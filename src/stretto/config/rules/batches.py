@@ -88,10 +88,7 @@ def pool_faults(section: DifficultySampler) -> Iterator[tuple[str, str]]:
                 f"{{0.path}}.{name}: letters, digits and . _ : @ + - only, and not `unseen`, for it names a metric",
             )
         if (other := named.setdefault(pool.threshold, name)) != name:
-            yield (
-                "pools",
-                f"{{0.path}}: {other} and {name} have the same threshold, {pool.threshold:g}; change one",
-            )
+            yield ("pools", f"{{0.path}}: {other} and {name} have the same threshold, {pool.threshold:g}; change one")
     if section.pools and not any(pool.weight for pool in section.pools.values()):
         yield "pools", "{0.path}: no pool has a weight above 0, so no task would be drawn twice; raise one"
 

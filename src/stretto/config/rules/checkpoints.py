@@ -34,9 +34,7 @@ def check_quantize(quantizes: bool | None, engine_model: str | None, *, is_quant
     key = f"weight_broadcast.quantize_in_weight_transfer = {str(quantizes).lower()}"
     if quantizes:
         what = (
-            f"{engine_model!r} has no quantization_config"
-            if engine_model
-            else "engines load the model that is trained"
+            f"{engine_model!r} has no quantization_config" if engine_model else "engines load the model that is trained"
         )
         raise ConfigError(
             f"{key}: {what}, so its engines take weights as they are; give inference.model.name of a checkpoint in 8 "

@@ -67,12 +67,7 @@ Refusal = Callable[[str], str | None]
 
 
 def option_faults(
-    section: InferenceSection,
-    at: At,
-    path: str,
-    options: Mapping[str, Any],
-    keys: Mapping[str, str],
-    refuse: Refusal,
+    section: InferenceSection, at: At, path: str, options: Mapping[str, Any], keys: Mapping[str, str], refuse: Refusal
 ) -> Iterator[Problem]:
     """Options of vLLM that are unknown, reserved, keys of ours, or set by the deployment.
 
@@ -244,9 +239,7 @@ def _engine_faults(section: InferenceSection, shape: MultiNode) -> Iterator[tupl
     if parallel.dp % nodes:
         yield "parallel.dp deployment.num_nodes", "{0} is divided among {1} nodes; give a multiple"
     elif (needed := parallel.num_gpus // nodes) > shape.gpus_per_node:
-        ways = ", or spread one engine over the nodes with {2.path} = true" * (
-            not section.enable_expert_parallel
-        )
+        ways = ", or spread one engine over the nodes with {2.path} = true" * (not section.enable_expert_parallel)
         if parallel.gpus_per_rank > shape.gpus_per_node:
             ways = ", or let nodes share the ranks of an engine with {3.path}"
         what = product(parallel) + (f" over {nodes} nodes" if nodes > 1 else "")

@@ -198,11 +198,7 @@ def node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     if cfg.num_train_ranks % shape.num_train_nodes:
         message = "{0} are divided among {1} nodes; give a multiple"
         yield "orchestrator.num_train_workers deployment.num_train_nodes", message
-    if (
-        section is not None
-        and section.deployment.type in ("single_node", "groups")
-        and section.device != "cpu"
-    ):
+    if section is not None and section.deployment.type in ("single_node", "groups") and section.device != "cpu":
         gpus, own = section.num_gpus, shape.infer_gpus_per_node
         has, key = (shape.gpus_per_node, "gpus_per_node") if own is None else (own, "infer_gpus_per_node")
         if 0 < has < gpus and section.deployment.num_nodes == 1:
@@ -242,10 +238,7 @@ def critic_faults(cfg: RLConfig) -> Iterator[tuple[str, str] | tuple[str, str, A
     for other in ("trainer_gpu_ids", "inference_gpu_ids"):
         if shared := sorted({*(ids or ())} & {*(getattr(cfg, other) or ())}):
             rule = f"share GPU {', '.join(map(str, shared))}, and both compute at once"
-            yield (
-                f"critic_gpu_ids {other}",
-                f"{{0}} and {{1}} {rule}; give the critic others, or leave {place} out",
-            )
+            yield (f"critic_gpu_ids {other}", f"{{0}} and {{1}} {rule}; give the critic others, or leave {place} out")
     if shape.type == "multi_node":
         each, nodes = shape.critic_gpus_per_node, shape.num_critic_nodes or shape.num_train_nodes
         count = shape.gpus_per_node if each is None else each
@@ -267,10 +260,7 @@ def colocate_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
         rule = "engines sleep while the trainer trains; use 0, or leave it out"
         yield "orchestrator.max_async_level colocate", f"{{0}} with [{{1.path}}]: {rule}"
     if not section.offload_train and not section.offload_rollout:
-        yield (
-            "colocate",
-            "[{0.path}]: no process would free memory; make one of its keys true, or leave it out",
-        )
+        yield ("colocate", "[{0.path}]: no process would free memory; make one of its keys true, or leave it out")
     if cfg.deployment.type == "multi_node":
         yield from _colocated_node_faults(cfg)
     if cfg.critic_placement is not None:
@@ -278,10 +268,7 @@ def colocate_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
         yield "trainer.critic.placement colocate", f"[{{0.path}}] with [{{1.path}}]: {rule}"
     if inference is None:
         yield "inference colocate", "{0}: with [{1.path}] the run starts its engines; leave one of them out"
-    elif section.offload_rollout and (inference.device, inference.chosen_engine(has_gpu=False)) == (
-        "cpu",
-        "vllm",
-    ):
+    elif section.offload_rollout and (inference.device, inference.chosen_engine(has_gpu=False)) == ("cpu", "vllm"):
         rule = 'vLLM has no sleep mode on a CPU; use engine = "embedded"'
         yield "inference.device colocate", f"{{0}} with [{{1.path}}]: {rule}"
     for key in ("model.lora", "weight_broadcast.delta"):
@@ -297,9 +284,7 @@ def _colocated_node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
         return
     own, nodes = section.deployment, shape.num_infer_replicas * section.deployment.num_nodes
     if nodes != shape.num_train_nodes:
-        rule = (
-            f"engines take {shape.num_infer_replicas} x {own.num_nodes} = {nodes} nodes, those of the trainer"
-        )
+        rule = f"engines take {shape.num_infer_replicas} x {own.num_nodes} = {nodes} nodes, those of the trainer"
         paths = "deployment.num_train_nodes deployment.num_infer_replicas"
         yield paths, f"{{0}}: {rule}; give {nodes}, or change {{1.path}}"
     if cfg.weight_broadcast.type == "collective" and shape.gpus_per_node:
@@ -312,9 +297,7 @@ def _colocated_node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     elif own.type != "single_node" and own.num_nodes > 1:
         each = own.gpus_per_node
     if shape.gpus_per_node and section.device != "cpu" and each != shape.gpus_per_node:
-        rule = (
-            f"the trainer takes {{0}} GPUs of a node and its engines {each}, and they take turns on the same"
-        )
+        rule = f"the trainer takes {{0}} GPUs of a node and its engines {each}, and they take turns on the same"
         paths = "deployment.gpus_per_node inference.parallel"
         yield paths, f"[colocate]: {rule}; change {{1.path}}, or their number"
 
@@ -330,11 +313,7 @@ def ipc_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     for other, is_broken, why in (
         ("weight_broadcast.delta", cfg.weight_broadcast.delta, "copies go through the memory of the host"),
         ("deployment.type", cfg.deployment.type == "multi_node", "its engines are on other machines"),
-        (
-            "orchestrator.num_train_workers",
-            num_workers > 1,
-            "trainer and engine share one GPU, and there are several",
-        ),
+        ("orchestrator.num_train_workers", num_workers > 1, "trainer and engine share one GPU, and there are several"),
         ("inference", inference is None, "this run starts no engine on its GPU"),
         ("inference.device", is_cpu, "the engine has no GPU"),
         ("inference.deployment", has_several, "one process can map the memory, and there are several"),
@@ -364,9 +343,7 @@ def group_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     for limit, key in _values_per_shape(cfg.inference, "max_num_seqs"):
         for path, size in sizes.items():
             if size > limit:
-                rule = (
-                    "an engine samples a group in one request, and takes {1}; raise that or lower the group"
-                )
+                rule = "an engine samples a group in one request, and takes {1}; raise that or lower the group"
                 yield f"orchestrator.{path} {key}", f"{{0}}: {rule}"
 
 
@@ -385,10 +362,7 @@ def _values_per_shape(section: InferenceSection | None, key: str) -> Iterator[tu
         yield getattr(section, key), f"inference.{key}"
         return
     groups = enumerate(section.deployment.groups)
-    found = {
-        group.path(f"deployment.groups.{i}", key): getattr(section.of_group(group), key)
-        for i, group in groups
-    }
+    found = {group.path(f"deployment.groups.{i}", key): getattr(section.of_group(group), key) for i, group in groups}
     yield from ((value, f"inference.{path}") for path, value in found.items())
 
 

@@ -60,9 +60,7 @@ def read_shape(directory: Path) -> Shape | None:
     if traits_of(family).is_all_sparse:
         found.setdefault("intermediate_size", found.get("moe_intermediate_size"))
     if missing := [key for key in ("num_attention_heads", "intermediate_size") if not found.get(key)]:
-        raise ConfigError(
-            f"{path}: no value for {', '.join(missing)}; a {family} config.json must give every one"
-        )
+        raise ConfigError(f"{path}: no value for {', '.join(missing)}; a {family} config.json must give every one")
     heads = math.gcd(*found.get("num_attention_heads_per_layer") or [found["num_attention_heads"]])
     experts = (found.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
     return Shape(
@@ -166,9 +164,7 @@ def check_vision(section: ModelSection, family: str, *, has_other_tower: bool = 
     Raises: ConfigError if not.
     """
     if section.vlm is None and family in VISION_FAMILIES:
-        raise ConfigError(
-            f"[model]: a {family} has a vision tower; add [model.vlm], which says whether to train it"
-        )
+        raise ConfigError(f"[model]: a {family} has a vision tower; add [model.vlm], which says whether to train it")
     if section.vlm is not None and has_other_tower:
         raise ConfigError(
             f"[model.vlm]: images are computed for the families {', '.join(VISION_FAMILIES)} only, and a {family} has "
@@ -233,9 +229,7 @@ def _expert_degree(ep: int | str, island: int, shape: Any) -> int:
 
 def _divides(key: str, value: int, number: int, what: str) -> None:
     if number % value:
-        raise ConfigError(
-            f"[model] {key} = {value} does not divide {what}; valid: {_listed(_divisors(number))}"
-        )
+        raise ConfigError(f"[model] {key} = {value} does not divide {what}; valid: {_listed(_divisors(number))}")
 
 
 def _divisors(number: int) -> list[int]:

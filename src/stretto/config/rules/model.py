@@ -9,12 +9,7 @@ from stretto.config.root import SFTConfig
 from stretto.config.rules.mesh_degrees import VISION_FAMILIES
 from stretto.config.rules.rule import Each, Idle, Rule, Rules, value_of
 from stretto.config.rules.slurm import ON_ONE_MACHINE
-from stretto.config.sections.model import (
-    ActivationCheckpointSection,
-    ModelSection,
-    ScratchSection,
-    VisionSection,
-)
+from stretto.config.sections.model import ActivationCheckpointSection, ModelSection, ScratchSection, VisionSection
 from stretto.config.sections.run import RunKeys
 from stretto.config.sections.trainer import TrainerSection, num_steps
 from stretto.families.table import traits_of
@@ -23,9 +18,7 @@ from stretto.families.table import traits_of
 def schedule_faults(section: Any) -> Iterator[tuple[str, str]]:
     """A falling schedule needs an end and must fit before it, after steps of the critic alone."""
     scheduler, last = section.scheduler, section.max_steps
-    shares = [
-        key for key in ("warmup_steps", "decay_steps") if isinstance(getattr(scheduler, key, None), float)
-    ]
+    shares = [key for key in ("warmup_steps", "decay_steps") if isinstance(getattr(scheduler, key, None), float)]
     if shares and last is None:
         message = "{0} is a share of max_steps; give {1.path}, or a number of steps"
         yield f"scheduler.{shares[0]} max_steps", message

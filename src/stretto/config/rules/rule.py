@@ -45,9 +45,7 @@ def problem(section: Any, at: At, paths: str, message: str, it: Any = None) -> P
     """A message in which `{0}`, `{1}`, ... are keys; those after a `|` are not to blame."""
     blamed, _, named = paths.partition("|")
     places = [Place(at(path), value_of(section, path)) for path in (blamed + named).split()]
-    return Problem(
-        tuple(place.path for place in places[: len(blamed.split())]), message.format(*places, it=it)
-    )
+    return Problem(tuple(place.path for place in places[: len(blamed.split())]), message.format(*places, it=it))
 
 
 @dataclass(frozen=True)
@@ -96,12 +94,8 @@ class Idle:
         given = [Place(at(path), value) for path, value, default in found if value not in (None, default)]
         if given:
             why = f" ({off})" if isinstance(off, str) else ""
-            what = (
-                f"{' and '.join(map(str, given))} {'do' if given[1:] else 'does'} nothing with {owner}{why}"
-            )
-            yield Problem(
-                (*(place.path for place in given), owner.path), f"{what}; leave out, or {self.remedy}"
-            )
+            what = f"{' and '.join(map(str, given))} {'do' if given[1:] else 'does'} nothing with {owner}{why}"
+            yield Problem((*(place.path for place in given), owner.path), f"{what}; leave out, or {self.remedy}")
 
 
 Check = Callable[[Any, At], Iterator[Problem]]

@@ -127,13 +127,8 @@ def placed_faults(cfg: Any, section: str, way_out: str) -> Faults:
     router = getattr(cfg if not at else getattr(cfg, "inference", None), "router", None)
     if router is not None and router.type == "llm-d" and router.address is not None:
         path = f"{'inference.' if at else ''}router.address"
-        rule = (
-            "llm-d's gateway finds engines by their labels in Kubernetes, and does not see those of this job"
-        )
-        yield (
-            f"{path} {section}",
-            f"{{0}} with [{section}]: {rule}; leave it out: vllm-router is started then",
-        )
+        rule = "llm-d's gateway finds engines by their labels in Kubernetes, and does not see those of this job"
+        yield (f"{path} {section}", f"{{0}} with [{section}]: {rule}; leave it out: vllm-router is started then")
 
 
 def job_faults(cfg: Any) -> Faults:
@@ -163,9 +158,7 @@ ON_ONE_MACHINE = "{0.path} names what is on one machine; with {1} leave it out"
 NODE_RANK = Rule(
     "deployment.node_rank",
     lambda c: (
-        getattr(c.deployment, "node_rank", None) is not None
-        and c.deployment.node_rank >= c.num_nodes
-        and c.num_nodes
+        getattr(c.deployment, "node_rank", None) is not None and c.deployment.node_rank >= c.num_nodes and c.num_nodes
     ),
     "{0}: the {it} nodes are counted from 0",
 )

@@ -73,9 +73,7 @@ class ServedModel:
         """Raises: ConfigError if config.json does not give it."""
         value = self.config.get(key)
         if not isinstance(value, int) or value < 1:
-            raise ConfigError(
-                f"{self.directory / 'config.json'}: {key} = {value!r} must be a number of 1 or more"
-            )
+            raise ConfigError(f"{self.directory / 'config.json'}: {key} = {value!r} must be a number of 1 or more")
         return value
 
     def check(self) -> None:
@@ -102,9 +100,7 @@ class ServedModel:
             )
         has_experts = self.config.get("num_experts") and not self.traits.vllm.always_normalises_gates
         if has_experts and not self.config.get("norm_topk_prob"):
-            raise ConfigError(
-                f"{file}: it has no norm_topk_prob = true, without which vLLM does not start; {way_out}"
-            )
+            raise ConfigError(f"{file}: it has no norm_topk_prob = true, without which vLLM does not start; {way_out}")
 
     def check_on_cpu(self) -> None:
         """Check that vLLM's CPU build can run the model.
@@ -118,10 +114,7 @@ class ServedModel:
                 vllm.is_bfloat16_on_cpu,
                 f"computes the recurrent layers of {family} in bfloat16 only, and heads of some sizes only",
             ),
-            (
-                vllm.cpu_fault and (vllm.cpu_fault_key is None or self.config.get(vllm.cpu_fault_key)),
-                vllm.cpu_fault,
-            ),
+            (vllm.cpu_fault and (vllm.cpu_fault_key is None or self.config.get(vllm.cpu_fault_key)), vllm.cpu_fault),
             (
                 self.is_latent,
                 "computes other log-probabilities than the model, by a tenth of a nat, with latent attention",

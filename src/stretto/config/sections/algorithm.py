@@ -158,8 +158,7 @@ class CustomLoss(LossSection):
 
 
 Loss = Annotated[
-    DefaultLoss | IpoLoss | PpoLoss | ReinforceLoss | GspoLoss | CispoLoss | CustomLoss,
-    Field(discriminator="type"),
+    DefaultLoss | IpoLoss | PpoLoss | ReinforceLoss | GspoLoss | CispoLoss | CustomLoss, Field(discriminator="type")
 ]
 
 

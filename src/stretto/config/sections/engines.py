@@ -188,16 +188,12 @@ class Disaggregated(NodesSection):
         """Nodes of the whole."""
         if self.is_local:
             return 1
-        return sum(
-            math.ceil(side.num_engines / side.per_node) * side.nodes_each for side in self.sides.values()
-        )
+        return sum(math.ceil(side.num_engines / side.per_node) * side.nodes_each for side in self.sides.values())
 
     @property
     def num_processes(self) -> int:
         """Processes of all engines: one per node of each."""
-        return sum(
-            side.num_engines * (1 if self.is_local else side.nodes_each) for side in self.sides.values()
-        )
+        return sum(side.num_engines * (1 if self.is_local else side.nodes_each) for side in self.sides.values())
 
     @property
     def sides(self) -> dict[Literal["prefill", "decode"], Side]:
@@ -206,9 +202,7 @@ class Disaggregated(NodesSection):
             "prefill": Side(
                 self.num_prefill_replicas, self.num_prefill_nodes, self.num_prefill_per_node, self.prefill_tp
             ),
-            "decode": Side(
-                self.num_decode_replicas, self.num_decode_nodes, self.num_decode_per_node, self.decode_tp
-            ),
+            "decode": Side(self.num_decode_replicas, self.num_decode_nodes, self.num_decode_per_node, self.decode_tp),
         }
 
     @property
@@ -257,9 +251,7 @@ class EngineGroups(NodesSection):
         return sum(group.num_engines for group in self.groups)
 
 
-InferenceDeployment = Annotated[
-    SingleNode | MultiNode | Disaggregated | EngineGroups, Field(discriminator="type")
-]
+InferenceDeployment = Annotated[SingleNode | MultiNode | Disaggregated | EngineGroups, Field(discriminator="type")]
 
 
 class CpuTier(Section):

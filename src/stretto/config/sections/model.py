@@ -123,9 +123,7 @@ class ActivationCheckpointSection(Section):
     """`full`: only a block's input is kept; `selective`: only the parts named in `targets` are computed again."""
     freq: int = Field(1, gt=0)
     """Only blocks 0, freq, 2 freq, ... do so; the others keep everything."""
-    targets: tuple[
-        Literal["norm", "attn_proj", "mlp", "routed_experts", "mla_up_proj", "linear_attn"], ...
-    ] = ("norm",)
+    targets: tuple[Literal["norm", "attn_proj", "mlp", "routed_experts", "mla_up_proj", "linear_attn"], ...] = ("norm",)
     """With mode = "selective". `norm`: the norms before attention and MLP; `attn_proj`: from a block's input to its
     queries, keys and values; `mlp`: dense MLPs; `routed_experts`: experts, without the exchange of their tokens."""
 

@@ -10,13 +10,7 @@ from pydantic import BeforeValidator, Field
 from stretto.config.section import Section
 from stretto.config.sections.model import ModelSection, TokenizerSection
 from stretto.config.sections.monitors import LogSection, MonitorsSection
-from stretto.config.sections.transport import (
-    ControlSection,
-    RolloutTransport,
-    ShmWeights,
-    WeightBroadcast,
-    ZmqRollouts,
-)
+from stretto.config.sections.transport import ControlSection, RolloutTransport, ShmWeights, WeightBroadcast, ZmqRollouts
 
 
 class ColocateSection(Section):

@@ -25,11 +25,7 @@ def completion_script(
     text = Path(__file__).with_name(f"completion.{shell}").read_text(encoding="utf-8")
     tables = "\n".join(_table(shell, verb, _flags(cls)) for verb, cls in roots.items())
     tables += "\n" + "\n".join(_table(shell, verb, flags) for verb, flags in plain.items())
-    return (
-        text.replace("@PLAIN@", " ".join(plain))
-        .replace("@TABLES@", tables)
-        .replace("@VERBS@", " ".join(verbs))
-    )
+    return text.replace("@PLAIN@", " ".join(plain)).replace("@TABLES@", tables).replace("@VERBS@", " ".join(verbs))
 
 
 def _table(shell: str, verb: str, flags: Sequence[str]) -> str:

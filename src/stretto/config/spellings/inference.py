@@ -38,9 +38,7 @@ VLLM_KEYS = {
 
 def options(defaults: Mapping[str, Any]) -> tuple[Row, ...]:
     """Options of vLLM by name, with their defaults in prime-rl."""
-    return tuple(
-        moved(name, value, VLLM_KEYS.get(name, f"vllm_extra.{name}")) for name, value in defaults.items()
-    )
+    return tuple(moved(name, value, VLLM_KEYS.get(name, f"vllm_extra.{name}")) for name, value in defaults.items())
 
 
 PARSERS = {"auto": Nothing, "None": Nothing, None: Nothing}
@@ -168,9 +166,7 @@ def nodes_of_one(values: Mapping[Path, Any]) -> dict[Path, int]:
     given = [[values.get((*at, key), 1) for key in side] for side in SIDES]
     if not all(isinstance(each, int) and each > 0 for side in given for each in side):
         return {}
-    is_total = sum(nodes for nodes, _ in given) == total and all(
-        nodes % engines == 0 for nodes, engines in given
-    )
+    is_total = sum(nodes for nodes, _ in given) == total and all(nodes % engines == 0 for nodes, engines in given)
     if not is_total or sum(nodes * engines for nodes, engines in given) == total:
         return {}
     return {(*at, key): nodes // engines for (key, _), (nodes, engines) in zip(SIDES, given) if engines > 1}

@@ -85,9 +85,7 @@ ORCHESTRATOR = Table("orchestrator", "OrchestratorKeys", (
         refused("actor", "policy", 'a teacher plays with algo.type = "sft"'),
     ),
 ))  # fmt: skip
-DATASET_SFT = (
-    "the verb `sft` trains replies of a data set: write data.name = DATASET there, and [eval] for evals"
-)
+DATASET_SFT = "the verb `sft` trains replies of a data set: write data.name = DATASET there, and [eval] for evals"
 ONLY_GIVEN_ROLES = (("algo.tool", None),)
 """A table of roles replaces their default, in which tool messages are learned."""
 ALGO_ROWS = (
@@ -118,9 +116,7 @@ ALGO_ROWS = (
     *old(same("tool", 0.1), same("user", None), same("system", None)),
 )  # fmt: skip
 ALGO = Table("orchestrator.algo", "OrchestratorKeys", ALGO_ROWS, below="algo")
-ENV_ALGO = Table(
-    "orchestrator.train.source.0.algo", "TrainEnvSection", ALGO_ROWS, below="algo", is_listed=False
-)
+ENV_ALGO = Table("orchestrator.train.source.0.algo", "TrainEnvSection", ALGO_ROWS, below="algo", is_listed=False)
 CLIENT = Table("orchestrator.model.client", "ClientSection", (
     *all_same({"base_url": "http://localhost:8000/v1", "admin_base_url": None, "api_key_var": "VLLM_API_KEY"}),
     moved("wait_for_ready_timeout", 1800, "ready_timeout_s"),
@@ -266,9 +262,7 @@ def pools_of_buffer(values: Mapping[Path, Any], spelled: Mapping[Path, str]) -> 
     given = {side: (*at, f"{side}_threshold") for side in ("easy", "hard")}
     if not any(".buffer." in spelled.get(path, "") for path in given.values()):
         return {}
-    found: dict[Path, Any] = {
-        (*at, f"{side}_weight"): float(path not in values) for side, path in given.items()
-    }
+    found: dict[Path, Any] = {(*at, f"{side}_weight"): float(path not in values) for side, path in given.items()}
     easy = values.get(given["easy"])
     return found | ({given["easy"]: easy - _BELOW} if isinstance(easy, int | float) else {})
 

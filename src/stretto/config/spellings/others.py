@@ -28,7 +28,5 @@ TRAINER_HOOKS = Table("trainer.hooks", "TrainerHooksSection", tuple(moved(old, N
     "custom_update_weight_post_write_path": "post_write",
     "rollout_data_postprocess_path": "data_postprocess",
 }.items()), is_listed=False)  # fmt: skip
-MODELS = Table(
-    "", "RLConfig", (moved("models.teacher", NO_DEFAULT, "teacher_inference"),), verb="rl", is_listed=False
-)
+MODELS = Table("", "RLConfig", (moved("models.teacher", NO_DEFAULT, "teacher_inference"),), verb="rl", is_listed=False)
 TABLES = (HOOKS, TRAINER_HOOKS, MODELS)

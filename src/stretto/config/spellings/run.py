@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.config.spellings.row import (
-    NO_DEFAULT,
-    Instead,
-    Nothing,
-    Table,
-    all_same,
-    idle,
-    moved,
-    old,
-    refused,
-    same,
-)
+from stretto.config.spellings.row import NO_DEFAULT, Instead, Nothing, Table, all_same, idle, moved, old, refused, same
 
 RUN_KEYS = (
     "model", "tokenizer", "max_steps", "seq_len", "seed", "rollout_transport", "weight_broadcast", "control",

@@ -80,11 +80,7 @@ def _meaning(row: Row, base: str) -> str:
         return f"refused: {row.instead}"
     if not row.ours:
         return f"decides nothing: {row.note}"
-    ours = (
-        row.ours[1:]
-        if row.ours.startswith("/")
-        else ".".join(filter(None, (base, row.ours.removesuffix(".*"))))
-    )
+    ours = row.ours[1:] if row.ours.startswith("/") else ".".join(filter(None, (base, row.ours.removesuffix(".*"))))
     return f"--{ours.replace('_', '-')}" + (f" ({row.note})" if row.note else "")
 
 

@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.config.spellings.row import (
-    NO_DEFAULT,
-    Instead,
-    Nothing,
-    Table,
-    all_same,
-    idle,
-    moved,
-    old,
-    refused,
-    same,
-)
+from stretto.config.spellings.row import NO_DEFAULT, Instead, Nothing, Table, all_same, idle, moved, old, refused, same
 from stretto.config.spellings.run import BENCH, NO_EXPERIMENTS, RUN_KEYS
 
 PROFILE = "give --profile STEPS on the command line, which writes traces of these steps into RUN/profiles; leave it out"

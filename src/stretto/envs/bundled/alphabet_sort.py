@@ -20,12 +20,7 @@ class AlphabetSort(GeneratedTasks, MultiTurnEnv):
     stream = "alphabet-sort"
 
     def __init__(
-        self,
-        num_turns: int = 2,
-        letters_per_turn: int = 3,
-        num_symbols: int = 16,
-        seed: int = 0,
-        instruction: str = "",
+        self, num_turns: int = 2, letters_per_turn: int = 3, num_symbols: int = 16, seed: int = 0, instruction: str = ""
     ) -> None:
         if not (1 <= num_turns <= 16 and 1 <= letters_per_turn <= 16):
             raise ConfigError(

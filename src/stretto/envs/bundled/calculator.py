@@ -47,9 +47,7 @@ class Calculator(GeneratedTasks, ToolEnv):
 
     stream = "calculator"
 
-    def __init__(
-        self, min_number: int = 10, max_number: int = 99, seed: int = 0, instruction: str = ""
-    ) -> None:
+    def __init__(self, min_number: int = 10, max_number: int = 99, seed: int = 0, instruction: str = "") -> None:
         if not min_number >= 0 or max_number - min_number < 7 or max_number > 10**9:
             raise ConfigError(
                 f"calculator: min_number = {min_number}, max_number = {max_number} must satisfy "
@@ -75,14 +73,10 @@ class Calculator(GeneratedTasks, ToolEnv):
     def score(self, episode: Episode) -> RolloutResult:
         last = episode.messages[-1]
         is_answer = last["role"] == "assistant" and not last.get("tool_calls")
-        is_right = is_answer and (last.get("content") or "").strip() == calculate(
-            episode.task.data["product"]
-        )
+        is_right = is_answer and (last.get("content") or "").strip() == calculate(episode.task.data["product"])
         results = [m["content"] for m in episode.messages if m["role"] == "tool"]
         errors = sum(result.startswith("Error") for result in results)
-        return RolloutResult(
-            reward=float(is_right), metrics={"calls": float(len(results)), "errors": float(errors)}
-        )
+        return RolloutResult(reward=float(is_right), metrics={"calls": float(len(results)), "errors": float(errors)})
 
     def solve(self, task: Task) -> dict[str, Any]:
         """A row for `sft`, solved with one call."""

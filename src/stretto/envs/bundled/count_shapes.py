@@ -26,16 +26,12 @@ class CountShapes(SolvedTasks, SingleTurnEnv):
 
     stream = "count-shapes"
 
-    def __init__(
-        self, max_shapes: int = 4, size: int = 32, question: str = "how many?", seed: int = 0
-    ) -> None:
+    def __init__(self, max_shapes: int = 4, size: int = 32, question: str = "how many?", seed: int = 0) -> None:
         if not 2 <= max_shapes <= 9:
             raise ConfigError(f"count-shapes: max_shapes = {max_shapes} must be 2 to 9.")
         smallest = 12 * math.ceil(math.sqrt(max_shapes))
         if not smallest <= size <= 1024:
-            raise ConfigError(
-                f"count-shapes: size = {size} pixels must be {smallest} to 1024 for {max_shapes} shapes."
-            )
+            raise ConfigError(f"count-shapes: size = {size} pixels must be {smallest} to 1024 for {max_shapes} shapes.")
         self.name = "count-shapes"
         self.max_shapes, self.size, self.question, self.seed = max_shapes, size, question, seed
 

@@ -96,18 +96,10 @@ class PythonCode(SolvedTasks, SingleTurnEnv):
         result = await self._run(text[:MAX_REPLY_CHARS])
         lines = result.stdout.splitlines()
         is_complete = result.is_ok and len(lines) == len(expected)
-        share = (
-            sum(line == str(value) for line, value in zip(lines, expected)) / len(expected)
-            if is_complete
-            else 0.0
-        )
+        share = sum(line == str(value) for line, value in zip(lines, expected)) / len(expected) if is_complete else 0.0
         return RolloutResult(
             reward=share if self.partial else float(share == 1.0),
-            metrics={
-                "tests_passed": share,
-                "ran": float(result.is_ok),
-                "killed": float(result.killed_for is not None),
-            },
+            metrics={"tests_passed": share, "ran": float(result.is_ok), "killed": float(result.killed_for is not None)},
         )
 
     async def _run(self, expression: str) -> SandboxResult:

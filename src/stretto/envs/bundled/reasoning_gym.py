@@ -31,9 +31,7 @@ SIZE = 10_000_000
 _SIZES = {"acre": 1000, "word_ladder": 1000}
 """Sizes of generators that make all of their questions in advance."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_TAGS = (
-    "Think as long as you need to. Give your final answer, and nothing else, between <answer> and </answer>."
-)
+_TAGS = "Think as long as you need to. Give your final answer, and nothing else, between <answer> and </answer>."
 
 
 class ReasoningGym(SingleTurnEnv):
@@ -72,17 +70,13 @@ class ReasoningGym(SingleTurnEnv):
         def make(index: int) -> Task:
             entry = self.entry(split, index)
             data = {"split": split, "index": index, "question": entry["question"], "answer": entry["answer"]}
-            return Task(
-                env=self.name, task_id=f"{split}-{index}", data=json.loads(json.dumps(data, default=str))
-            )
+            return Task(env=self.name, task_id=f"{split}-{index}", data=json.loads(json.dumps(data, default=str)))
 
         return TaskSource(make, self.num_tasks)
 
     def prompt(self, task: Task) -> list[Message]:
         question: list[Message] = [{"role": "user", "content": task.data["question"]}]
-        return (
-            [{"role": "system", "content": self.system_prompt}, *question] if self.system_prompt else question
-        )
+        return [{"role": "system", "content": self.system_prompt}, *question] if self.system_prompt else question
 
     def score(self, task: Task, text: str) -> RolloutResult:
         """The generator's own score, 0 to 1.
@@ -137,8 +131,7 @@ class ReasoningGym(SingleTurnEnv):
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s has too few different questions to hold some out: training and evaluation share them",
-                self.name,
+                "%s has too few different questions to hold some out: training and evaluation share them", self.name
             )
         return entry
 

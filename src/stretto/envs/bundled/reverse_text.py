@@ -14,12 +14,7 @@ class ReverseText(SolvedTasks, SingleTurnEnv):
     stream = "reverse"
 
     def __init__(
-        self,
-        min_length: int = 3,
-        max_length: int = 6,
-        num_symbols: int = 16,
-        seed: int = 0,
-        instruction: str = "",
+        self, min_length: int = 3, max_length: int = 6, num_symbols: int = 16, seed: int = 0, instruction: str = ""
     ) -> None:
         if not 1 <= min_length <= max_length <= 64:
             raise ConfigError(

@@ -20,9 +20,7 @@ class SortLetters(SolvedTasks, SingleTurnEnv):
 
     stream = "sort"
 
-    def __init__(
-        self, num_letters: int = 6, num_symbols: int = 16, seed: int = 0, instruction: str = ""
-    ) -> None:
+    def __init__(self, num_letters: int = 6, num_symbols: int = 16, seed: int = 0, instruction: str = "") -> None:
         if not 1 <= num_letters <= 64:
             raise ConfigError(f"sort-letters: num_letters = {num_letters} must lie in 1..64.")
         self.name = "sort-letters"

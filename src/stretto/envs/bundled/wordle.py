@@ -27,12 +27,7 @@ class Wordle(GeneratedTasks, MultiTurnEnv):
     stream = "wordle"
 
     def __init__(
-        self,
-        word_length: int = 3,
-        num_symbols: int = 5,
-        max_turns: int = 4,
-        seed: int = 0,
-        instruction: str = "guess",
+        self, word_length: int = 3, num_symbols: int = 5, max_turns: int = 4, seed: int = 0, instruction: str = "guess"
     ) -> None:
         if not (2 <= num_symbols <= 26 and word_length >= 1 and 64 <= num_symbols**word_length <= MAX_WORDS):
             raise ConfigError(

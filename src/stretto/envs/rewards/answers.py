@@ -107,9 +107,7 @@ def gpqa(reply: str, label: Any, metadata: Mapping[str, Any]) -> float:
         return float(chosen == right)
     gold = choices.get(right or "", label)
     if gold is None:
-        raise EnvError(
-            "rm_type = 'gpqa': neither metadata.correct_letter nor the label says which choice is right"
-        )
+        raise EnvError("rm_type = 'gpqa': neither metadata.correct_letter nor the label says which choice is right")
     last = boxed(answer) or answer.strip().rpartition("\n")[2]
     return float(bool(_words(str(gold))) and _words(str(gold)) == _words(last))
 
@@ -123,9 +121,7 @@ def chosen_letter(reply: str, letters: Sequence[str]) -> str | None:
             return alone
     for pattern in _LETTER_PATTERNS:
         flags = re.IGNORECASE if "answer" in pattern else 0
-        found = [
-            each.upper() for each in re.findall(pattern, reply.strip(), flags) if each.upper() in letters
-        ]
+        found = [each.upper() for each in re.findall(pattern, reply.strip(), flags) if each.upper() in letters]
         if found:
             return found[-1]
     return None

@@ -34,9 +34,7 @@ READ_BOX = ("math", "deepscaler")
 """Rewards that read the last box of a reply themselves."""
 
 
-async def async_rm(
-    args: Any, sample: Sample, *, verifier: MathVerifier | None = None
-) -> float | dict[str, Any]:
+async def async_rm(args: Any, sample: Sample, *, verifier: MathVerifier | None = None) -> float | dict[str, Any]:
     """The reward of a sample by its own function, its metadata's `rm_type`, or `args.rm_type`.
 
     Raises: EnvError if there is no such type, or it lacks what it compares with.
@@ -59,9 +57,7 @@ async def async_rm(
     if kind == "ifbench":
         return float(follows_all(reply, sample.metadata, prompt=sample.prompt))
     if sample.label is None:
-        raise EnvError(
-            f"rm_type = {name!r} compares replies with a label, and the record has none; set label_key"
-        )
+        raise EnvError(f"rm_type = {name!r} compares replies with a label, and the record has none; set label_key")
     label = str(sample.label)
     if kind == "dapo":
         return dapo(reply, label)
@@ -96,9 +92,7 @@ async def _compare(reply: str, label: str, verifier: MathVerifier) -> float:
 async def _ask_server(args: Any, sample: Sample) -> float | dict[str, Any]:
     url = getattr(args, "rm_url", None)
     if url is None:
-        raise EnvError(
-            "rm_type = 'remote_rm' needs the address of the reward's server: --rm-url, or hook_args.rm_url"
-        )
+        raise EnvError("rm_type = 'remote_rm' needs the address of the reward's server: --rm-url, or hook_args.rm_url")
     return await post(url, {"prompt": sample.prompt, "response": sample.response, "label": sample.label})
 
 

@@ -51,9 +51,7 @@ def follows(reply: str, name: str, arguments: Mapping[str, Any]) -> bool:
     """
     check = CHECKS.get(name)
     if check is None:
-        raise EnvError(
-            f"rm_type = 'ifbench': instruction {name!r} is not known; known are {', '.join(sorted(CHECKS))}"
-        )
+        raise EnvError(f"rm_type = 'ifbench': instruction {name!r} is not known; known are {', '.join(sorted(CHECKS))}")
     given = {key: value for key, value in arguments.items() if value is not None}
     try:
         return check(reply, **{key: given[key] for key in _parameters(check) if key in given})
@@ -71,9 +69,7 @@ def _words(text: str) -> list[str]:
 
 
 def _sentences(text: str) -> list[str]:
-    parts = re.split(
-        r"(?<=[.!?])[\"')\]]*\s+", re.sub(r"\b(?:Mr|Mrs|Ms|Dr|St|etc|e\.g|i\.e)\.", "x", text.strip())
-    )
+    parts = re.split(r"(?<=[.!?])[\"')\]]*\s+", re.sub(r"\b(?:Mr|Mrs|Ms|Dr|St|etc|e\.g|i\.e)\.", "x", text.strip()))
     return [part for part in parts if re.search(r"\w", part)]
 
 
@@ -101,9 +97,7 @@ def _language(reply: str, language: str) -> bool:
     try:
         import langdetect
     except ImportError:
-        raise EnvError(
-            "language:response_language needs the package langdetect; pip install langdetect"
-        ) from None
+        raise EnvError("language:response_language needs the package langdetect; pip install langdetect") from None
     try:
         return langdetect.detect(reply) == language
     except langdetect.LangDetectException:  # no letters in it
@@ -212,9 +206,7 @@ CHECKS: dict[str, Check] = {
     "combination:two_responses": _two_responses,
     "combination:repeat_prompt": _repeats_prompt,
     "startend:end_checker": _ends,
-    "startend:quotation": lambda reply: (
-        len(reply.strip()) > 1 and reply.strip()[0] == reply.strip()[-1] == '"'
-    ),
+    "startend:quotation": lambda reply: len(reply.strip()) > 1 and reply.strip()[0] == reply.strip()[-1] == '"',
     "change_case:capital_word_frequency": _capital_words,
     "change_case:english_capital": lambda reply: reply.isupper(),
     "change_case:english_lowercase": lambda reply: reply.islower(),

@@ -83,9 +83,7 @@ def keep(request: dict) -> dict:
     )
     os.close(report_write)
     try:
-        output, killed_for, peak = _watch(
-            process, json.dumps(request).encode(), limits, started, request["watched"]
-        )
+        output, killed_for, peak = _watch(process, json.dumps(request).encode(), limits, started, request["watched"])
     finally:
         _end_descendants()
         if group is not None:
@@ -94,9 +92,7 @@ def keep(request: dict) -> dict:
     code = process.returncode
     with open(report_read, "rb") as file:
         report = file.read()  # all possible writers are dead
-    trouble = report.removeprefix(ENTERED) or (
-        b"" if report else bytes(output[1][-500:]) or b"no reason given"
-    )
+    trouble = report.removeprefix(ENTERED) or (b"" if report else bytes(output[1][-500:]) or b"no reason given")
     return {
         "exit_code": None if killed_for else code if code >= 0 else 128 - code,
         "killed_for": killed_for,
@@ -487,11 +483,7 @@ def _exit_on_signal(number: int, frame: object) -> NoReturn:
 def main() -> None:
     mode = sys.argv[1]
     if mode == "probe":
-        print(
-            json.dumps(
-                {"landlock_abi": landlock_abi(), "has_namespaces": unshare(), "has_filter": refuse_calls()}
-            )
-        )
+        print(json.dumps({"landlock_abi": landlock_abi(), "has_namespaces": unshare(), "has_filter": refuse_calls()}))
         return
     if mode == "keep":
         # If the caller cancels the run by SIGTERM, or is killed itself, the program is killed too.

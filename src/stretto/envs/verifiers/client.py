@@ -102,16 +102,13 @@ class EpisodeSessions:
         for trace in episode.traces:
             if not trace.ok:
                 raise EnvError(
-                    _describe_error(trace.last_error)
-                    or f"{trace.agent.name}: stopped by {trace.stop_condition}"
+                    _describe_error(trace.last_error) or f"{trace.agent.name}: stopped by {trace.stop_condition}"
                 )
             if trace.stop_condition in _NO_REWARD:
                 raise EnvError(f"{trace.agent.name}: {trace.stop_condition}: there is no reward")
         if not episode.ok:
             raise EnvError(_describe_error(episode.last_error) or "the episode failed")
-        trained = [
-            session for session in self._sessions if session.trace.agent.trainable and session.num_turns
-        ]
+        trained = [session for session in self._sessions if session.trace.agent.trainable and session.num_turns]
         if not trained:
             stops = ", ".join(str(trace.stop_condition) for trace in episode.traces)
             raise EnvError(f"the episode ended before any reply ({stops})")
@@ -210,6 +207,5 @@ def _text(arguments: Any) -> str:
 def _key(message: Message) -> str:
     """Identifies an assistant message by the fields that a harness sends back."""
     return json.dumps(
-        [message.get("content") or "", message.get("reasoning_content"), message.get("tool_calls")],
-        sort_keys=True,
+        [message.get("content") or "", message.get("reasoning_content"), message.get("tool_calls")], sort_keys=True
     )

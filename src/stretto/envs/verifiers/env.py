@@ -134,9 +134,7 @@ class VerifiersEnv:
 
         def make(index: int) -> Task:
             data = self._tasks[chosen[index]].data
-            return Task(
-                env=self.name, task_id=str(data.id or data.name or data.idx), data={"number": chosen[index]}
-            )
+            return Task(env=self.name, task_id=str(data.id or data.name or data.idx), data={"number": chosen[index]})
 
         return TaskSource(make, len(chosen))
 
@@ -167,9 +165,7 @@ class VerifiersEnv:
         finally:
             up.cancel()
         if self._serving.done() and not self._serving.cancelled() and (error := self._serving.exception()):
-            raise EnvError(
-                f"{self._what}: its servers do not start: {type(error).__name__}: {error}"
-            ) from error
+            raise EnvError(f"{self._what}: its servers do not start: {type(error).__name__}: {error}") from error
 
     async def _keep_serving(self) -> None:
         async with self._env.serving():
@@ -183,9 +179,7 @@ def _problems(error: ValidationError) -> str:
     for each in error.errors():
         where = ".".join(map(str, each["loc"]))
         is_unknown = each["type"] == "extra_forbidden"
-        texts.append(
-            f"there is no setting {where!r}" if is_unknown else f"{where} = {each['input']!r}: {each['msg']}"
-        )
+        texts.append(f"there is no setting {where!r}" if is_unknown else f"{where} = {each['input']!r}: {each['msg']}")
     return "; ".join(texts)
 
 

@@ -133,9 +133,7 @@ def build(opening: Open) -> tuple[Environment, dict[str, TaskSource], Ready]:
 class Worker:
     """Runs the calls of this process side by side on one event loop."""
 
-    def __init__(
-        self, env: Environment, sources: dict[str, TaskSource], alarm: int, hang_timeout_s: float
-    ) -> None:
+    def __init__(self, env: Environment, sources: dict[str, TaskSource], alarm: int, hang_timeout_s: float) -> None:
         self._env, self._sources = env, sources
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._turns: dict[int, asyncio.Future[Reply]] = {}
@@ -275,18 +273,14 @@ class RemoteContext(RolloutContext):
     async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
         return await self._turn(messages=list(messages), prompt_ids=None, tools=tools, sampling=sampling)
 
-    def keep(
-        self, sequences: Sequence[tuple[Int[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]]
-    ) -> None:
+    def keep(self, sequences: Sequence[tuple[Int[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]]) -> None:
         raise ConfigError("ctx.keep works in the orchestrator's process only; remove num_workers")
 
     def agent(self, name: str, *, is_trained: bool = True) -> RemoteContext:
         return RemoteContext(self._worker, self._call, name, is_trained)
 
     async def _turn(self, **request: Any) -> Reply:
-        return await self._worker.request_turn(
-            self._call, agent=self._name, is_trained=self._is_trained, **request
-        )
+        return await self._worker.request_turn(self._call, agent=self._name, is_trained=self._is_trained, **request)
 
 
 class Watchdog:

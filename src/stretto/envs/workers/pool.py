@@ -141,11 +141,7 @@ class Pool:
     """The workers of one environment."""
 
     def __init__(
-        self,
-        opening: Open,
-        num_workers: int,
-        log_dir: Path | None,
-        worker_limits: WorkerLimits = NO_WORKER_LIMITS,
+        self, opening: Open, num_workers: int, log_dir: Path | None, worker_limits: WorkerLimits = NO_WORKER_LIMITS
     ) -> None:
         self._opening, self._worker_limits = opening, worker_limits
         self._log_dir = log_dir or Path(tempfile.mkdtemp(prefix="stretto-env-", dir=keeper.start().directory))
@@ -268,9 +264,7 @@ class Pool:
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
-            self._place_tasks = [
-                loop.create_task(self._run_place(place)) for place in range(len(self._places))
-            ]
+            self._place_tasks = [loop.create_task(self._run_place(place)) for place in range(len(self._places))]
         assert self._loop is loop, f"environment {self._opening.name} is used in two event loops"
 
     async def _run_place(self, place: int) -> None:
@@ -298,9 +292,7 @@ class Pool:
             if num_bad_starts >= MAX_BAD_STARTS:
                 self._give_up(place, f"{reason} ({num_bad_starts} times in a row before it was ready)")
                 return
-            logger.log(
-                logging.INFO if is_drained else logging.WARNING, "%s; a new process takes its place", reason
-            )
+            logger.log(logging.INFO if is_drained else logging.WARNING, "%s; a new process takes its place", reason)
             await asyncio.sleep(min(0.25 * (2**num_idle_workers - 1), _LONGEST_BACKOFF_S))
             try:
                 self._places[place] = self._start(place)
@@ -391,9 +383,7 @@ class Pool:
             if worker.state is not WorkerState.ENDED:
                 worker.close()
             self._fail_calls(worker, None, "the environment is closed")
-        if endings := [
-            asyncio.create_task(worker.child.wait()) for worker in workers if worker.child.pidfd >= 0
-        ]:
+        if endings := [asyncio.create_task(worker.child.wait()) for worker in workers if worker.child.pidfd >= 0]:
             await asyncio.wait(endings, timeout=_STOP_GRACE_S)
             for ending in endings:
                 ending.cancel()

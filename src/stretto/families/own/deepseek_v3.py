@@ -33,12 +33,7 @@ _LATENT_KEYS = Keys(
 """Fields of LatentShape and their keys in config.json."""
 UNCUT = {"tp": "its latent attention"}
 REQUIRED = _LATENT_KEYS.required + GROUPED_MOE_KEYS.required
-FIXED_VALUES = {
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "moe_layer_freq": 1,
-    "rope_interleave": True,
-}
+FIXED_VALUES = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True}
 
 
 def normalise(hf: dict[str, Any]) -> dict[str, Any]:

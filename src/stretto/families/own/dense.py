@@ -52,9 +52,7 @@ GLM4 = Family(
     keys=Keys(qkv_bias=("attention_bias", True)),
     to_hf=lambda cfg: {"pad_token_id": None},
     defaults={"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
-    weights=(
-        WeightRule((f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight"), (f"{_MLP}.gate_up_proj.weight",)),
-    ),
+    weights=(WeightRule((f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight"), (f"{_MLP}.gate_up_proj.weight",)),),
     rotary_fraction=0.5,
     is_rotary_interleaved=True,
 )

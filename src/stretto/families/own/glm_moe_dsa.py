@@ -28,9 +28,7 @@ def _indexer_types(hf: dict[str, Any]) -> list[str]:
     if (pattern := hf.get("index_topk_pattern")) is not None:
         return [_LETTERS.get(name, name) for name in pattern]
     freq, offset = max(hf.get("index_topk_freq", 1), 1), hf.get("index_skip_topk_offset", 2)
-    return [
-        "shared" if max(layer - offset + 1, 0) % freq else "full" for layer in range(hf["num_hidden_layers"])
-    ]
+    return ["shared" if max(layer - offset + 1, 0) % freq else "full" for layer in range(hf["num_hidden_layers"])]
 
 
 def _sources(types: list[str], num_layers: int, family: str) -> tuple[int, ...]:
@@ -43,9 +41,7 @@ def _sources(types: list[str], num_layers: int, family: str) -> tuple[int, ...]:
             f'{family}: indexer_types must be "full" or "shared" for each of the {num_layers} layers, not {types}'
         )
     if types[0] == "shared":
-        raise DataError(
-            f"{family}: indexer_types of layer 0 is shared, but no layer before it has a choice to share"
-        )
+        raise DataError(f"{family}: indexer_types of layer 0 is shared, but no layer before it has a choice to share")
     sources: list[int] = []
     for layer, kind in enumerate(types):
         sources.append(layer if kind == "full" else sources[-1])

@@ -23,12 +23,7 @@ from stretto.families.rope_keys import parse_rope
 from stretto.families.shape import ClampedGate, LayerAttention, ModelConfig, MoEShape
 from stretto.families.traits import Implied, Traits, VllmTraits
 
-_EXPERTS = {
-    "has_router_bias": True,
-    "has_product_biases": True,
-    "is_transposed": True,
-    "is_interleaved": True,
-}
+_EXPERTS = {"has_router_bias": True, "has_product_biases": True, "is_transposed": True, "is_interleaved": True}
 _CLAMPS = Keys(alpha=("swiglu_alpha", 1.702), limit=("swiglu_limit", 7.0))
 """Fields of ClampedGate and their keys in config.json."""
 _YARN = {
@@ -49,9 +44,7 @@ def _fields(hf: dict[str, Any]) -> dict[str, Any]:
     clamped = ClampedGate(**_CLAMPS.read(hf))
     return {
         "layers": tuple(LayerAttention(heads, rope, window) for window in windows),
-        "moe": MoEShape(
-            **LOCAL_MOE_KEYS.read(hf), **_EXPERTS, sparse_layers=tuple(range(count)), clamped=clamped
-        ),
+        "moe": MoEShape(**LOCAL_MOE_KEYS.read(hf), **_EXPERTS, sparse_layers=tuple(range(count)), clamped=clamped),
     }
 
 
@@ -93,8 +86,6 @@ GPT_OSS = Family(
         # vLLM expects YaRN of this family; without a factor it changes nothing.
         "rope": replace(scratch_rope(), kind="yarn", original_max_positions=scratch.max_position_embeddings),
         "layers": scratch_layers(scratch, lambda layer: layer % 2 == 0),
-        "moe": scratch_moe(
-            scratch, clamped=ClampedGate(**_CLAMPS.read({})), has_expert_bias=False, **_EXPERTS
-        ),
+        "moe": scratch_moe(scratch, clamped=ClampedGate(**_CLAMPS.read({})), has_expert_bias=False, **_EXPERTS),
     },
 )

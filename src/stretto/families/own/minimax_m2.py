@@ -65,8 +65,7 @@ MINIMAX_M2 = Family(
             }
         ),
         WeightRule(
-            ("model.layers.{layer}.mlp.experts.gate_up_proj",),
-            (f"{_EXPERT}.w1.weight", f"{_EXPERT}.w3.weight"),
+            ("model.layers.{layer}.mlp.experts.gate_up_proj",), (f"{_EXPERT}.w1.weight", f"{_EXPERT}.w3.weight")
         ),
     ),
     rotary_fraction=1.0,

@@ -77,8 +77,7 @@ def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
     kind_of = {mixer: kind for kind, mixer in _MIXERS.items()}
     keys = _MAMBA_KEYS.write(cfg.mamba) | {
         "layers_block_type": [
-            kind_of.get(mixer, "moe" if cfg.is_sparse(layer) else "mlp")
-            for layer, mixer in enumerate(cfg.mixers)
+            kind_of.get(mixer, "moe" if cfg.is_sparse(layer) else "mlp") for layer, mixer in enumerate(cfg.mixers)
         ],
         "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope.theta},
         "layer_norm_epsilon": cfg.rms_norm_eps,
@@ -107,9 +106,7 @@ def _rules() -> tuple[WeightRule, ...]:
             "fc2_latent_proj",
         ),
     }  # fmt: skip
-    parameters = [
-        (part, f"{name}.{kind}") for part in linears for name in linears[part] for kind in ("weight", "bias")
-    ]
+    parameters = [(part, f"{name}.{kind}") for part in linears for name in linears[part] for kind in ("weight", "bias")]
     parameters += [("linear_attn", name) for name in ("A_log", "D", "dt_bias", "norm.weight")]
     names |= {f"{ours}.{part}.{name}": f"{theirs}.mixer.{name}" for part, name in parameters}
     return tuple(WeightRule((our_name,), (their_name,)) for our_name, their_name in names.items())
@@ -130,9 +127,7 @@ def _scratch(scratch: Scratch) -> dict[str, Any]:
             conv_width=4,
             min_step=0.001,
         ),
-        "moe": replace(scratch_shared_moe(scratch, is_plain=True), sparse_layers=experts)
-        if experts
-        else None,
+        "moe": replace(scratch_shared_moe(scratch, is_plain=True), sparse_layers=experts) if experts else None,
     }
 
 

@@ -37,9 +37,7 @@ _MOE_KEYS = MOE_KEYS | {"shared_size": "shared_expert_intermediate_size"}
 def _fields(hf: dict[str, Any]) -> dict[str, Any]:
     layers = range(hf["num_hidden_layers"])
     every = hf.get("full_attention_interval", 4)
-    kinds = hf.get("layer_types") or [
-        "full_attention" if (i + 1) % every == 0 else "linear_attention" for i in layers
-    ]
+    kinds = hf.get("layer_types") or ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in layers]
     return {
         "gated_delta": GatedDeltaShape(**_DELTA_KEYS.read(hf)),
         "mixers": tuple("gated_delta" if kind == "linear_attention" else "paired" for kind in kinds),
@@ -76,9 +74,7 @@ def _scratch(scratch: Scratch) -> dict[str, Any]:
 
 
 def _scratch_moe(scratch: Scratch) -> dict[str, Any]:
-    moe = scratch_moe(
-        scratch, shared_size=scratch.moe_intermediate_size, has_shared_gate=True, has_expert_bias=False
-    )
+    moe = scratch_moe(scratch, shared_size=scratch.moe_intermediate_size, has_shared_gate=True, has_expert_bias=False)
     return _scratch(scratch) | {"moe": moe}
 
 

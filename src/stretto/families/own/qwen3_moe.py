@@ -5,12 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from stretto.families.family import (
-    EXPERT_BIAS,
-    MOE_KEYS,
-    STACKED_EXPERTS,
-    scratch_moe,
-)
+from stretto.families.family import EXPERT_BIAS, MOE_KEYS, STACKED_EXPERTS, scratch_moe
 from stretto.families.own.dense import QWEN3
 from stretto.families.shape import ModelConfig, MoEShape
 

@@ -170,9 +170,7 @@ QWEN3_VL_MOE = _with_vision(
     "qwen3_vl_moe",
     "Qwen3VLMoeForConditionalGeneration",
     has_deepstack=True,
-    traits=Traits(
-        renderer="qwen3-vl", has_vision=True, may_be_transposed=True, implied=Implied(has_qk_norm=True)
-    ),
+    traits=Traits(renderer="qwen3-vl", has_vision=True, may_be_transposed=True, implied=Implied(has_qk_norm=True)),
     **_QWEN3,
 )
 

@@ -65,13 +65,7 @@ class SimulatedEngine:
     generation = 0
 
     def __init__(
-        self,
-        costs: Costs,
-        workload: Workload,
-        cores: Cores,
-        orchestrator: OrchestratorThread,
-        scale: float,
-        seed: int,
+        self, costs: Costs, workload: Workload, cores: Cores, orchestrator: OrchestratorThread, scale: float, seed: int
     ) -> None:
         self.costs, self.workload, self.cores, self.scale = costs, workload, cores, scale
         self.orchestrator = orchestrator
@@ -102,19 +96,14 @@ class SimulatedEngine:
         await self.orchestrator.work(self.costs.turn_s if is_turn else self.costs.rollout_s * request.n)
         limit = request.sampling.max_tokens or 1 << 30
         rng = random.Random(f"{request.sampling.seed}/{request.request_id}")
-        units = [
-            max(1, min(limit, round(self.workload.reply_tokens.draw(rng) / self.scale)))
-            for _ in range(request.n)
-        ]
+        units = [max(1, min(limit, round(self.workload.reply_tokens.draw(rng) / self.scale))) for _ in range(request.n)]
         prompt = len(request.prompt_ids) * self.scale
         cached = min(self._cached.get(request.session_id or "", 0.0), prompt)
         if self.reader is not None:
             await self._read_elsewhere(self.reader, prompt, cached)
         loop = asyncio.get_running_loop()
         replies = [unit * self.scale for unit in units]
-        waiting = Reading(
-            prompt, prompt if self.reader is not None else cached, replies, loop.create_future()
-        )
+        waiting = Reading(prompt, prompt if self.reader is not None else cached, replies, loop.create_future())
         self._waiting.append(waiting)
         self._interrupt()
         sequences: list[Reply] = []
@@ -259,8 +248,7 @@ class SimulatedEngine:
                 continue
             offset = reading.prompt - self._written
             replies = [
-                Reply(self._written + length, offset, loop.create_future(), self.version)
-                for length in reading.replies
+                Reply(self._written + length, offset, loop.create_future(), self.version) for length in reading.replies
             ]
             for reply in replies:
                 heapq.heappush(self._running, reply)
@@ -333,14 +321,7 @@ class SimulatedTrainer:
     """All ranks, the control wire and the wire of batches."""
 
     def __init__(
-        self,
-        costs: Costs,
-        cores: Cores,
-        orchestrator: OrchestratorThread,
-        *,
-        max_steps: int,
-        ranks: int,
-        scale: float,
+        self, costs: Costs, cores: Cores, orchestrator: OrchestratorThread, *, max_steps: int, ranks: int, scale: float
     ) -> None:
         self.costs, self.cores, self.orchestrator = costs, cores, orchestrator
         self.max_steps, self.ranks, self.scale = max_steps, ranks, scale
@@ -352,10 +333,7 @@ class SimulatedTrainer:
 
     async def wait_registered(self, timeout_s: float | None = None) -> list[Register]:
         self._task = asyncio.create_task(self._train(), name="simulated trainer")
-        return [
-            Register(rank=rank, world_size=self.ranks, resumed_step=None, version=0)
-            for rank in range(self.ranks)
-        ]
+        return [Register(rank=rank, world_size=self.ranks, resumed_step=None, version=0) for rank in range(self.ranks)]
 
     async def next_event(self) -> Event:
         return await self._events.get()
@@ -429,12 +407,7 @@ class UnitRenderer:
         return np.zeros(max(1, sum(int(message["content"]) for message in messages)), np.int32)
 
     def extend(
-        self,
-        prompt: np.ndarray,
-        completion: np.ndarray,
-        history: Any,
-        new: Sequence[Message],
-        tools: Any = None,
+        self, prompt: np.ndarray, completion: np.ndarray, history: Any, new: Sequence[Message], tools: Any = None
     ) -> np.ndarray:
         return np.zeros(len(prompt) + len(completion) + sum(int(m["content"]) for m in new), np.int32)
 

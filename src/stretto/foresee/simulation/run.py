@@ -138,16 +138,12 @@ def _simulated_config(costs: Costs, directory: Path, max_steps: int, scale: floa
     )  # fmt: skip
 
 
-async def _run(
-    cfg: OrchestratorConfig, costs: Costs, workload: Workload, scale: float, first: int, seed: int
-) -> Times:
+async def _run(cfg: OrchestratorConfig, costs: Costs, workload: Workload, scale: float, first: int, seed: int) -> Times:
     cores = Cores(costs.cores if costs.setup.is_cpu else 1 if costs.setup.is_colocated else math.inf)
     thread = OrchestratorThread(cores if costs.setup.is_cpu else Cores(1))
     engine = SimulatedEngine(costs, workload, cores, thread, scale, seed)
     assert cfg.max_steps is not None
-    trainer = SimulatedTrainer(
-        costs, cores, thread, max_steps=cfg.max_steps, ranks=cfg.num_train_workers, scale=scale
-    )
+    trainer = SimulatedTrainer(costs, cores, thread, max_steps=cfg.max_steps, ranks=cfg.num_train_workers, scale=scale)
     marks: list[tuple[float, float, float, float]] = []
     async with AsyncExitStack() as stack:
         stack.callback(engine.close)

@@ -72,9 +72,7 @@ class Selection:
     multiple: int = _ROW_MULTIPLE
     tile: int | None = None
 
-    def product(
-        self, x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"]
-    ) -> Float[Tensor, "rows out"]:
+    def product(self, x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "rows out"]:
         """x @ weight.T; the bits of a row do not depend on the number of rows."""
         if self.tile is None:
             return F.linear(x, weight)
@@ -112,12 +110,7 @@ class AdaptedExperts(Experts):
         return torch.cat(out)
 
     def _product(
-        self,
-        expert: int,
-        which: str,
-        x: Tensor,
-        rows_of: list[tuple[LoadedAdapter, Tensor]],
-        routing: Routing,
+        self, expert: int, which: str, x: Tensor, rows_of: list[tuple[LoadedAdapter, Tensor]], routing: Routing
     ) -> Tensor:
         multiple = routing.row_multiple or 1
         padded = F.pad(x, (0, 0, 0, -len(x) % multiple))
@@ -140,9 +133,7 @@ class AdaptedExperts(Experts):
 class Adapters:
     """The adapters of one engine; they cost nothing until the first one is loaded."""
 
-    def __init__(
-        self, model: Decoder, *, find_tile: Callable[[set[tuple[int, int]]], int | None] | None
-    ) -> None:
+    def __init__(self, model: Decoder, *, find_tile: Callable[[set[tuple[int, int]]], int | None] | None) -> None:
         """find_tile: runner.find_tile; None if equal bits are not required."""
         self._model, self._find_tile = model, find_tile
         self._shapes = _adaptable(model)
@@ -177,10 +168,7 @@ class Adapters:
         self.check(adapter)
         weight = self._model.output_weight
         pairs = {
-            key: (
-                a.to(weight.device, weight.dtype),
-                (adapter.scaling * b.float()).to(weight.device, weight.dtype),
-            )
+            key: (a.to(weight.device, weight.dtype), (adapter.scaling * b.float()).to(weight.device, weight.dtype))
             for key, (a, b) in adapter.pairs.items()
         }
         self._adapt_experts()

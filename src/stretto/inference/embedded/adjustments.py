@@ -25,9 +25,7 @@ Encode = Callable[[str], Sequence[int]]
 class Adjustments:
     """The changes of one request's logits; all its samples share them."""
 
-    def __init__(
-        self, params: SamplingParams, stop_ids: Sequence[int], bad_words: Sequence[list[int]]
-    ) -> None:
+    def __init__(self, params: SamplingParams, stop_ids: Sequence[int], bad_words: Sequence[list[int]]) -> None:
         """stop_ids: all tokens that end a reply. bad_words: the tokens of each spelling of a word."""
         self._min_tokens = params.min_tokens
         self._stop_ids = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64)

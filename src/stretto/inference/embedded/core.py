@@ -146,22 +146,16 @@ class EngineCore:
         self.requests: dict[str, EngineRequest] = {}
         self._latest_batch: _SamplingBatch | None = None  # from the step before
 
-    def _build_cache(
-        self, num_blocks: int, weight: Tensor, kernels: Kernels | None, *, is_exact: bool
-    ) -> KVCache:
+    def _build_cache(self, num_blocks: int, weight: Tensor, kernels: Kernels | None, *, is_exact: bool) -> KVCache:
         block_size = self.settings.block_size
         if kernels is not None:
-            return NativeCache(
-                self.config, num_blocks + 1, block_size, self.max_model_len, kernels, weight.dtype
-            )
+            return NativeCache(self.config, num_blocks + 1, block_size, self.max_model_len, kernels, weight.dtype)
         if self.config.chooses_keys:
             return ChosenKeyCache(
                 self.config, num_blocks + 1, block_size, self.max_model_len, dtype=weight.dtype,
                 device=weight.device, is_exact=is_exact,
             )  # fmt: skip
-        slab_tokens = (
-            num_blocks * block_size // _BLOCK_KEYS_PER_SLAB_KEY if weight.device.type == "cpu" else 0
-        )
+        slab_tokens = num_blocks * block_size // _BLOCK_KEYS_PER_SLAB_KEY if weight.device.type == "cpu" else 0
         return KVCache(
             self.config, num_blocks + 1, block_size, self.max_model_len, dtype=weight.dtype,
             device=weight.device, is_exact=is_exact, slab_tokens=slab_tokens,
@@ -200,19 +194,14 @@ class EngineCore:
         images = None if vision is None else ImagePrompt.of(spec, vision)
         end = min(end, self.max_model_len)
         adjustments = Adjustments.of(params, stop_ids, encode)
-        return EngineRequest(
-            spec, stop_ids, seed, end, adapter=adapter, images=images, adjustments=adjustments
-        )
+        return EngineRequest(spec, stop_ids, seed, end, adapter=adapter, images=images, adjustments=adjustments)
 
     def refusal_reason(self, spec: GenerateRequest) -> str | None:
         """Why this request cannot be served, as a message for its sender; None if it can."""
         if spec.adapter is not None and self.adapters.get(spec.adapter) is None:
             return f"model: no adapter is called {spec.adapter!r}"
         return refusal_reason(
-            spec,
-            vocab_size=self.config.vocab_size,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
+            spec, vocab_size=self.config.vocab_size, max_model_len=self.max_model_len, max_num_seqs=self.max_num_seqs
         ) or image_prompts.refusal_reason(spec, self.config.vision)
 
     def submit(self, request: EngineRequest) -> None:
@@ -389,9 +378,7 @@ class EngineCore:
         slots.tokens[chosen, at] = tokens
         slots.logprobs[chosen, at] = logprobs
         adapters, version = batch.adapters, self.version
-        slots.versions[chosen, at] = (
-            version if adapters is None else self.adapters.versions(adapters, version)
-        )
+        slots.versions[chosen, at] = version if adapters is None else self.adapters.versions(adapters, version)
         at += 1
         slots.num_tokens[chosen] = at
         self.scheduler.counters.generation_tokens += len(chosen)

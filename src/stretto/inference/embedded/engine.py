@@ -363,9 +363,7 @@ class Engine:
         while True:
             self._tracer.before_pass(self.core.version)
             finished = self.core.step()
-            must_return = (
-                self._inbox or self._commands or self._cancelled or self._streams or self._is_closing
-            )
+            must_return = self._inbox or self._commands or self._cancelled or self._streams or self._is_closing
             if finished or must_return or not self.core.has_work:
                 return finished
 

@@ -82,7 +82,6 @@ def refusal_reason(spec: GenerateRequest, shape: VisionShape | None) -> str | No
         )
     if spec.image_token_id != shape.image_token_id:
         return (
-            f"features: the placeholders are token {spec.image_token_id}; this model's are token "
-            f"{shape.image_token_id}"
+            f"features: the placeholders are token {spec.image_token_id}; this model's are token {shape.image_token_id}"
         )
     return None

@@ -87,8 +87,5 @@ class Metrics:
         lines += self.request_latency.lines("vllm:e2e_request_latency_seconds", self.labels)
         lines += self.queue_time.lines("vllm:request_queue_time_seconds", self.labels)
         config = f'block_size="{core.settings.block_size}",num_gpu_blocks="{pool.num_usable}"'
-        lines += [
-            "# TYPE vllm:cache_config_info gauge",
-            f"vllm:cache_config_info{{{self.labels},{config}}} 1",
-        ]
+        lines += ["# TYPE vllm:cache_config_info gauge", f"vllm:cache_config_info{{{self.labels},{config}}} 1"]
         return "\n".join(lines) + "\n"

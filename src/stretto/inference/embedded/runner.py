@@ -68,9 +68,7 @@ def find_tile(shapes: set[tuple[int, int]]) -> int | None:
             last_rows, last_added = rows[-count:].clone(), added[-count:].clone()
             is_same = torch.equal(F.linear(last_rows, weight), whole[-count:])
             if not (is_same and torch.equal(torch.addmm(last_added, last_rows, weight.T), summed[-count:])):
-                logger.warning(
-                    "matrix products depend on the row count here; every product gets %d rows", _TILE_ROWS
-                )
+                logger.warning("matrix products depend on the row count here; every product gets %d rows", _TILE_ROWS)
                 return _TILE_ROWS
     return None
 
@@ -170,11 +168,7 @@ class Runner:
             is_decoded = np.repeat(is_decoded, plan.count)
         width_index, multiple = self.cache.width_index(positions), self.row_multiple
         places, fills = self.cache.running.place(
-            slots.allocation_id[owners],
-            positions,
-            width_index,
-            is_decoded,
-            padding=multiple,
+            slots.allocation_id[owners], positions, width_index, is_decoded, padding=multiple
         )
         for fill in fills:
             self.cache.fill(fill, slots.blocks[owners[fill.sources]])

@@ -48,9 +48,7 @@ def stream_key(seed: int, member: int) -> int:
     return _mix_int(_mix_int(member_seed(seed, member) & _MASK) + _GOLDEN)
 
 
-def uniforms(
-    keys: UInt64[np.ndarray, " rows"], positions: Int[np.ndarray, " rows"]
-) -> Float[np.ndarray, " rows"]:
+def uniforms(keys: UInt64[np.ndarray, " rows"], positions: Int[np.ndarray, " rows"]) -> Float[np.ndarray, " rows"]:
     """One uniform float64 in [0, 1) per (key, position), from a counter-based generator.
 
     Source: splitmix64 finaliser, Steele, Lea, Flood 2014 ("Fast splittable pseudorandom number generators").
@@ -91,9 +89,7 @@ def sample(
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)
     # The target is strictly below the total, so the first entry above it has a positive probability.
     total = cdf[:, -1]
-    target = torch.minimum(
-        torch.from_numpy(u).to(device) * total, torch.nextafter(total, torch.zeros_like(total))
-    )
+    target = torch.minimum(torch.from_numpy(u).to(device) * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cdf, target.unsqueeze(1), right=True)
     if not rows.is_plain and rows.is_greedy.any():
         best = logits.argmax(dim=-1, keepdim=True)
@@ -112,9 +108,7 @@ class PromptScores:
         self.top_ids = np.zeros((size, top), np.int32) if top else None
         self.top_logprobs = np.zeros((size, top), np.float32) if top else None
         self._targets = None if spec.prompt_targets is None else spec.prompt_targets.astype(np.int64)
-        self.target_logprobs = (
-            None if self._targets is None else np.full(self._targets.shape, np.nan, np.float32)
-        )
+        self.target_logprobs = None if self._targets is None else np.full(self._targets.shape, np.nan, np.float32)
 
     def fill(self, first: int, logits: Float[Tensor, "rows vocab"], tokens: Int[np.ndarray, " rows"]) -> None:
         """Score the prompt's tokens from position `first` on under the unprocessed distribution."""
@@ -130,16 +124,12 @@ class PromptScores:
             self.target_logprobs[first - 1 : stop - 1] = np.where(targets < 0, np.nan, logprobs)
 
 
-def _scores_of(
-    scores: Float[Tensor, "rows vocab"], ids: Int[np.ndarray, "rows n"]
-) -> Float[np.ndarray, "rows n"]:
+def _scores_of(scores: Float[Tensor, "rows vocab"], ids: Int[np.ndarray, "rows n"]) -> Float[np.ndarray, "rows n"]:
     index = torch.from_numpy(ids.astype(np.int64)).to(scores.device)
     return scores.gather(1, index).cpu().numpy()
 
 
-def _filter(
-    logits: Float[Tensor, "rows vocab"], rows: SamplingRows, index: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _filter(logits: Float[Tensor, "rows vocab"], rows: SamplingRows, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Set tokens removed by min-p, then top-k, then top-p to -inf; the likeliest token is always kept.
 
     Also returns the tokens of each row, likeliest first, and how many of them are kept.
@@ -161,9 +151,7 @@ def _filter(
     return filtered, order, (~is_cut).sum(dim=-1)
 
 
-def _support_ids(
-    order: Int[Tensor, "rows vocab"], sizes: Int[Tensor, " rows"]
-) -> list[Int[np.ndarray, " kept"]]:
+def _support_ids(order: Int[Tensor, "rows vocab"], sizes: Int[Tensor, " rows"]) -> list[Int[np.ndarray, " kept"]]:
     """The first sizes[i] tokens of each row i; an empty array for a row that keeps all tokens."""
     sizes = torch.where(sizes < order.shape[1], sizes, 0)
     kept = order[:, : int(sizes.max())].to("cpu", torch.int32).numpy()

@@ -291,9 +291,7 @@ class Scheduler:
 
     def _abort_waiting(self, request: EngineRequest) -> None:
         del self.waiting[request]
-        empty = Completion(
-            token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), finish_reason="abort"
-        )
+        empty = Completion(token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), finish_reason="abort")
         request.completions = [empty] * request.spec.n
         request.stop_reasons = [None] * request.spec.n
         request.state = RequestState.FINISHED
@@ -403,9 +401,7 @@ class Scheduler:
         if self.pool.is_caching:
             if request.images is not None:
                 request.image_marks = request.images.marks(self.block_size)
-            request.prompt_hashes = chain_hashes(
-                request.hash_seed, prompt, self.block_size, request.image_marks
-            )
+            request.prompt_hashes = chain_hashes(request.hash_seed, prompt, self.block_size, request.image_marks)
 
     def _admit(self, slot: int, budget: int, num_admitted: int) -> int:
         """Assign a slot the blocks of its first chunk, cached blocks first.
@@ -495,9 +491,7 @@ class Scheduler:
         order = self.slots.order[run]
         self.running = run if (np.diff(order) > 0).all() else run[np.argsort(order)]
 
-    def _completion(
-        self, slot: int, request: EngineRequest, reason: str, stop_reason: int | str | None
-    ) -> Completion:
+    def _completion(self, slot: int, request: EngineRequest, reason: str, stop_reason: int | str | None) -> Completion:
         slots, scores = self.slots, request.prompt_scores
         start, stop = int(slots.num_prompt[slot]), int(slots.num_tokens[slot])
         return Completion(

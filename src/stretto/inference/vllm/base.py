@@ -45,9 +45,7 @@ def adaptable_weights(directory: Path) -> TensorMap:
     Raises: DataError for a model that neither implements.
     """
     return (
-        build_tensor_map(load_config(directory))
-        if has_custom_module(directory)
-        else find_adaptable_layers(directory)
+        build_tensor_map(load_config(directory)) if has_custom_module(directory) else find_adaptable_layers(directory)
     )
 
 

@@ -156,9 +156,7 @@ def _check_text(path: str, body: dict[str, Any], sizes: EngineSizes) -> None:
         if isinstance(prompt, str):
             if sizes.token_bytes > 1:
                 num_bytes, token_bytes = len(prompt.encode()), sizes.token_bytes
-                check_text_size(
-                    "prompt", num_bytes, max_model_len=sizes.max_model_len, token_bytes=token_bytes
-                )
+                check_text_size("prompt", num_bytes, max_model_len=sizes.max_model_len, token_bytes=token_bytes)
         elif isinstance(prompt, list):
             _check_ids(prompt, "prompt", sizes)
             if not prompt:
@@ -207,9 +205,7 @@ def _check_stops(params: dict[str, Any], sizes: EngineSizes) -> None:
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise Refusal(f"{name}: expected a text or a list of texts")
         if len(texts) > most or not all(1 <= len(text) <= MAX_STOP_CHARACTERS for text in texts):
-            raise Refusal(
-                f"{name}: at most {most} texts of 1 to {MAX_STOP_CHARACTERS} characters are allowed"
-            )
+            raise Refusal(f"{name}: at most {most} texts of 1 to {MAX_STOP_CHARACTERS} characters are allowed")
     bias = params.get("logit_bias")
     if bias is None:
         return

@@ -71,9 +71,7 @@ class Guard:
                 if body is not None:
                     receive = _replay(body.data, receive)
                 open_request.enter_context(suppress(_CallFailed))
-                open_request.enter_context(
-                    self._order.call(scope["path"] if scope["method"] == "POST" else "")
-                )
+                open_request.enter_context(self._order.call(scope["path"] if scope["method"] == "POST" else ""))
                 await self._forward(scope, receive, _Answer(scope, body, send))
         except Refusal as refusal:
             await _send_refusal(send, refusal)
@@ -94,9 +92,7 @@ class Guard:
         if answer.status != 200:
             raise _CallFailed
 
-    async def _check_request(
-        self, scope: Message, receive: Receive, open_request: ExitStack
-    ) -> CheckedBody | None:
+    async def _check_request(self, scope: Message, receive: Receive, open_request: ExitStack) -> CheckedBody | None:
         """Check a request and return its body, None if it has none. Raises: Refusal."""
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         headers: Mapping[bytes, bytes] = dict(scope["headers"])

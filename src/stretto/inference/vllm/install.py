@@ -80,16 +80,11 @@ def main() -> int:
         constraints = Path(directory) / "constraints.txt"
         constraints.write_text(f"torch=={torch}\n")
         pip("-c", str(constraints), *rest)
-    pip(
-        "-q", "-y", *sorted(NOT_ON_A_CPU - {"torch"}), command="uninstall"
-    )  # skips packages that are not installed
+    pip("-q", "-y", *sorted(NOT_ON_A_CPU - {"torch"}), command="uninstall")  # skips packages that are not installed
     install_torchvision()
     packages = Path(str(importlib.metadata.distribution("nixl-cu12").locate_file("")))
     if not _is_loadable(RDMA_LIBRARY) and not link_rdma_library(packages):
-        print(
-            f"note: Mooncake needs {RDMA_LIBRARY}; on Debian and Ubuntu: apt install libibverbs1",
-            file=sys.stderr,
-        )
+        print(f"note: Mooncake needs {RDMA_LIBRARY}; on Debian and Ubuntu: apt install libibverbs1", file=sys.stderr)
     print(f"vLLM {VERSION} for CPUs is installed next to torch {torch}")
     return 0
 

@@ -103,9 +103,7 @@ def main(cfg: InferenceConfig, directory: Path) -> int:
         _add_torchvision()
     if "stretto" not in (plugins := os.environ["VLLM_PLUGINS"]).split(","):
         os.environ["VLLM_PLUGINS"] = f"{plugins},stretto"
-    logger.info(
-        "vLLM %s on %s: vllm serve %s", version, "the CPU" if is_cpu else "GPUs", " ".join(command.words)
-    )
+    logger.info("vLLM %s on %s: vllm serve %s", version, "the CPU" if is_cpu else "GPUs", " ".join(command.words))
     return _serve(command.words, descendants, cfg)
 
 
@@ -213,9 +211,7 @@ def _find_lost_before_shutdown(peers: Peers) -> None:
     def find_lost_and_shutdown(self: MultiprocExecutor) -> None:
         if self.is_failed and peers.failure is None:
             peers.find_lost()
-            peers.failure = (
-                peers.failure or "a worker of this node has died; the log lines above have the reason"
-            )
+            peers.failure = peers.failure or "a worker of this node has died; the log lines above have the reason"
         shutdown(self)
 
     MultiprocExecutor.shutdown = find_lost_and_shutdown

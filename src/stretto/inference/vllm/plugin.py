@@ -15,9 +15,7 @@ def register() -> None:
     """Called by vLLM in each of its processes, even if stretto did not start them."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    WeightTransferEngineFactory.register_engine(
-        WEIGHTS_BACKEND, "stretto.inference.vllm.weights", "StrettoWeights"
-    )
+    WeightTransferEngineFactory.register_engine(WEIGHTS_BACKEND, "stretto.inference.vllm.weights", "StrettoWeights")
     name_loaders()
     for patch in os.environ.get(PATCHES_VAR, "").split():
         module, _, function = patch.partition(".")

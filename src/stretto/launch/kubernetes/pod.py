@@ -104,9 +104,7 @@ def find_ordinal(pod_name: str) -> int:
     Raises: ConfigError for another name.
     """
     if (match := re.search(r"-(\d+)$", pod_name)) is None:
-        raise ConfigError(
-            f"POD_NAME = {pod_name!r} does not end in an ordinal, as the pods of a StatefulSet do"
-        )
+        raise ConfigError(f"POD_NAME = {pod_name!r} does not end in an ordinal, as the pods of a StatefulSet do")
     return int(match[1])
 
 

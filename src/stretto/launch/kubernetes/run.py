@@ -42,14 +42,7 @@ from stretto.base.secret import load_secret
 from stretto.config.load import write_json
 from stretto.config.root import RLConfig
 from stretto.config.sections.inference import KEY_VAR
-from stretto.launch.kubernetes.pod import (
-    Pod,
-    find_pod,
-    load_config,
-    own_processes,
-    plan_pods,
-    with_newest_checkpoint,
-)
+from stretto.launch.kubernetes.pod import Pod, find_pod, load_config, own_processes, plan_pods, with_newest_checkpoint
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.nodes import with_config_dir
 from stretto.launch.plan.processes import ProcessSpec
@@ -184,9 +177,7 @@ def _prepare(cfg: RLConfig, pod: Pod, pod_dir: RunDir) -> list[ProcessSpec]:
     cfg = with_newest_checkpoint(cfg, run)
     has_none = pod.role == "orchestrator" and run.latest_complete_checkpoint() is None
     if has_none and (aside := set_aside(run)) is not None:
-        logger.warning(
-            "the run has no checkpoint yet: what it had was moved to %s, and it begins anew", aside
-        )
+        logger.warning("the run has no checkpoint yet: what it had was moved to %s, and it begins anew", aside)
     step = None if cfg.resume is None else cfg.resume.step
     plan = plan_pods(cfg, pod, run, step, load_secret(run))
     if pod.role == "orchestrator":
@@ -247,9 +238,7 @@ class PodProcesses:
         self._pipes.append(pipe)
         pipe.open()
         env, log_file = spec.env | pipe.env(), self._run_dir.log(spec.name)
-        child = process.start(
-            spec.name, spec.argv, env=env, log=log_file, pass_fds=(pipe.writer,), is_shown=is_shown
-        )
+        child = process.start(spec.name, spec.argv, env=env, log=log_file, pass_fds=(pipe.writer,), is_shown=is_shown)
         pipe.close_writer()
         return child
 
@@ -319,10 +308,7 @@ async def _health_fault(spec: ProcessSpec, route: str) -> str | None:
         timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
         key = spec.env.get(KEY_VAR) or os.environ.get(KEY_VAR)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.get(url, headers=headers) as answer,
-        ):
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url, headers=headers) as answer:
             return None if answer.status == 200 else f"{spec.name} answers {answer.status} to {route}"
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         return f"{spec.name} does not answer {route}: {type(error).__name__}"

@@ -19,9 +19,7 @@ from stretto.launch.plan.processes import ProcessSpec
 
 Fault = tuple[str, str]
 """A key with its value, below its section, and why a CPU does not do it, with what to do."""
-OFFLOADS = (
-    "moves tensors from a GPU's memory into the machine's, and here they are there already; leave it out"
-)
+OFFLOADS = "moves tensors from a GPU's memory into the machine's, and here they are there already; leave it out"
 
 
 def check_devices(cfg: RLConfig, processes: Sequence[ProcessSpec]) -> None:
@@ -38,10 +36,7 @@ def check_devices(cfg: RLConfig, processes: Sequence[ProcessSpec]) -> None:
     for role in ("trainer", "critic"):
         if role in on_cpu:
             check_trained_on_cpu(cfg.model, "trainer.model", more)
-    engines = {
-        "inference": ("inference", cfg.inference),
-        "teacher": ("teacher_inference", cfg.teacher_inference),
-    }
+    engines = {"inference": ("inference", cfg.inference), "teacher": ("teacher_inference", cfg.teacher_inference)}
     engines |= {role_of(name): (f"models.{name}", section) for name, section in started_models(cfg)}
     for role, (path, section) in engines.items():
         if role in on_cpu and section is not None:

@@ -72,9 +72,7 @@ def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: boo
             engines = _disaggregated(section, shape, hosts, is_cpu=is_cpu)
         case _:
             engines = _replicas(section, is_routed=is_routed)
-    engines, stores = _with_offload(
-        [_with_listen_address(engine, hosts) for engine in engines], section, hosts
-    )
+    engines, stores = _with_offload([_with_listen_address(engine, hosts) for engine in engines], section, hosts)
     served = [engine for engine in engines if engine.is_served]
     admin = tuple(engine.url(hosts) for engine in served)
     router = section.router
@@ -160,9 +158,7 @@ def _backend_port(section: InferenceSection, *, is_routed: bool = True) -> int:
     return section.server.port + BACKEND_OFFSET if is_routed else section.server.port
 
 
-def _process_section(
-    section: InferenceSection, port: int, *, dp: int | None = None, **vllm: Any
-) -> InferenceSection:
+def _process_section(section: InferenceSection, port: int, *, dp: int | None = None, **vllm: Any) -> InferenceSection:
     """The section of one engine process."""
     extra = {**vllm, **section.vllm_extra}
     parallel = section.parallel if dp is None else section.parallel.model_copy(update={"dp": dp})
@@ -363,18 +359,9 @@ def _with_offload(
         connector = offload_connector(section)
         if (other := engine.section.vllm_extra.get("kv_transfer_config")) is not None:
             both = {"connectors": [other, connector]}
-            connector = {
-                "kv_connector": "MultiConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": both,
-            }
+            connector = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": both}
         extra = engine.section.vllm_extra | {"kv_transfer_config": connector}
-        update = {
-            "vllm_extra": extra,
-            "enable_prefix_caching": True,
-            "kv_cache_offload": None,
-            "engine": "vllm",
-        }
+        update = {"vllm_extra": extra, "enable_prefix_caching": True, "kv_cache_offload": None, "engine": "vllm"}
         env = engine.env
         if isinstance(offload, MooncakeOffload):
             env = env | _store_env(offload, hosts) | {STORE_ADDRESS_VAR: hosts[engine.node]}

@@ -157,9 +157,7 @@ def check_trainable(directory: Path, impl: str, where: str) -> None:
 
 def quantized_refusal(where: str, found: str, method: str = "") -> str:
     """The message about a quantized model that is to be trained."""
-    too = (
-        ", and this one as inference.model.name if engines are to compute with it" if method == "fp8" else ""
-    )
+    too = ", and this one as inference.model.name if engines are to compute with it" if method == "fp8" else ""
     return f"{where}: {found}, and quantized weights cannot be trained; give the same model in bfloat16 here{too}"
 
 
@@ -210,9 +208,7 @@ def _check_tokens(there: Path, here: Path, names: tuple[str, str]) -> None:
         return
 
 
-INSTALL_VLLM = (
-    "install vLLM: `pip install 'stretto[vllm]'` on a machine with GPUs, `make vllm` on one without"
-)
+INSTALL_VLLM = "install vLLM: `pip install 'stretto[vllm]'` on a machine with GPUs, `make vllm` on one without"
 
 
 def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:
@@ -285,9 +281,7 @@ def foreign_engines(cfg: RLConfig) -> list[str]:
     directory = find_config(name)
     assert directory is not None, "needs_vllm has read its config.json"
     family = family_of(read_model_file(directory))
-    text = (
-        f"vLLM, as the embedded engine has no {family}; transformers computes it in the trainer (impl = hf)"
-    )
+    text = f"vLLM, as the embedded engine has no {family}; transformers computes it in the trainer (impl = hf)"
     is_here = cfg.slurm is None and cfg.ray is None and cfg.deployment.type == "single_node"
     return [text] if find_spec("vllm") is not None or not is_here else [f"NOT READY: {text}; {INSTALL_VLLM}"]
 

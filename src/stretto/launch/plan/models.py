@@ -60,9 +60,7 @@ def with_model_hosts(cfg: RLConfig, hosts: Sequence[str]) -> RLConfig:
     return _with_servers(cfg, listen, {"api_key_var": cfg.orchestrator.client.api_key_var})
 
 
-def _with_servers(
-    cfg: RLConfig, listen: Callable[[str], tuple[str, int]], options: dict[str, Any]
-) -> RLConfig:
+def _with_servers(cfg: RLConfig, listen: Callable[[str], tuple[str, int]], options: dict[str, Any]) -> RLConfig:
     """The root in which the orchestrator has the address of every model.
 
     listen: host and port of a model that the run starts. options: keys of such a model in the orchestrator's config.

@@ -102,8 +102,7 @@ def plan_nodes(
         )
         is_first = has_unguarded_router(cfg.inference)
         processes += [
-            dataclasses.replace(spec, node=0) if spec.role == "router" and is_first else spec
-            for spec in started
+            dataclasses.replace(spec, node=0) if spec.role == "router" and is_first else spec for spec in started
         ]
     processes += _models(cfg, run, first_model, keyed)
     # Groups of engines name the GPUs that they leave (`idle_gpus`), or are refused.
@@ -134,16 +133,11 @@ def idle_gpus(processes: Sequence[ProcessSpec], counts: Sequence[int], prefix: s
 
     counts: GPUs of each node. prefix: of the engines' keys.
     """
-    used = [
-        {gpu for spec in processes if spec.node == node for gpu in spec.devices}
-        for node in range(len(counts))
-    ]
+    used = [{gpu for spec in processes if spec.node == node for gpu in spec.devices} for node in range(len(counts))]
     left = {node: count - len(own) for node, (count, own) in enumerate(zip(counts, used)) if count > len(own)}
     if not left:
         return []
-    where = ", ".join(
-        f"{num} of {counts[node]} on node {node}" for node, num in [*left.items()][:MAX_IDLE_NODES]
-    )
+    where = ", ".join(f"{num} of {counts[node]} on node {node}" for node, num in [*left.items()][:MAX_IDLE_NODES])
     more = f" and {len(left) - MAX_IDLE_NODES} more nodes" if len(left) > MAX_IDLE_NODES else ""
     return [
         f"{sum(left.values())} of {sum(counts)} {IDLE} ({where}{more}): raise {prefix}parallel.dp or tp, or "

@@ -234,9 +234,7 @@ def assign_gpus(
     inference_ids: list[int] = []
     if cfg.inference is not None and cfg.inference.device != "cpu":
         if cfg.inference.device == "cuda" and not gpus:
-            raise ConfigError(
-                'inference.device = "cuda", but this machine shows no GPU; use "auto" or "cpu".'
-            )
+            raise ConfigError('inference.device = "cuda", but this machine shows no GPU; use "auto" or "cpu".')
         needed = _engine_gpus(cfg, engines) if gpus else 0
         if cfg.deployment.num_infer_gpus is not None:
             needed = cfg.deployment.num_infer_gpus
@@ -327,9 +325,7 @@ def assign_teacher_gpus(cfg: RLConfig, taken: set[str], gpus: Sequence[str], not
     return gpu_names(ids, gpus)
 
 
-def _check_gpus_exist(
-    keys: str, ids: Iterable[int], gpus: Sequence[str], cfg: RLConfig, notes: list[str]
-) -> None:
+def _check_gpus_exist(keys: str, ids: Iterable[int], gpus: Sequence[str], cfg: RLConfig, notes: list[str]) -> None:
     """Check that this machine has the GPUs that these keys name; a dry run only notes missing ones.
 
     Raises: ConfigError if GPUs are missing and this is not a dry run.

@@ -345,12 +345,7 @@ def write(plan: LaunchPlan, directory: Path) -> None:
 def as_json(plan: LaunchPlan) -> dict[str, Any]:
     """The plan as plan.json holds it, without secrets."""
     section = plan.config.orchestrator
-    secrets = {
-        KEY_VAR,
-        MODEL_KEY_VAR,
-        section.client.api_key_var,
-        section.teacher and section.teacher.api_key_var,
-    }
+    secrets = {KEY_VAR, MODEL_KEY_VAR, section.client.api_key_var, section.teacher and section.teacher.api_key_var}
     processes = [dataclasses.asdict(spec) | {"name": spec.name} for spec in plan.processes]
     for spec in processes:
         spec["env"] = {key: "***" if key in secrets else value for key, value in spec["env"].items()}

@@ -216,9 +216,7 @@ def helper_processes(
 
 def section_of(cfg: InferenceConfig, engine: EngineSpec) -> InferenceConfig:
     """The config of one engine's process."""
-    return cfg.model_copy(
-        update={key: getattr(engine.section, key) for key in type(engine.section).model_fields}
-    )
+    return cfg.model_copy(update={key: getattr(engine.section, key) for key in type(engine.section).model_fields})
 
 
 # -- engines that never get new weights --
@@ -234,24 +232,14 @@ def teacher_process(
 
 
 def model_process(
-    run: RunDir,
-    name: str,
-    section: FrozenModelSection,
-    threads: int,
-    gpus: Sequence[str],
-    key_env: Mapping[str, str],
+    run: RunDir, name: str, section: FrozenModelSection, threads: int, gpus: Sequence[str], key_env: Mapping[str, str]
 ) -> ProcessSpec:
     """The engines of a frozen model."""
     return _fixed_engines(role_of(name), run, section, threads, gpus, key_env)
 
 
 def _fixed_engines(
-    role: str,
-    run: RunDir,
-    section: InferenceSection,
-    threads: int,
-    gpus: Sequence[str],
-    env: Mapping[str, str],
+    role: str, run: RunDir, section: InferenceSection, threads: int, gpus: Sequence[str], env: Mapping[str, str]
 ) -> ProcessSpec:
     ports = {"http": section.server.port}
     return stretto_process(
@@ -280,9 +268,7 @@ def engine_key_env(section: InferenceSection, client_var: str | None) -> dict[st
     return others | ({} if client_var is None else client_key_env(section, client_var, KEY_VAR))
 
 
-def with_teacher_key(
-    cfg: RLConfig, keyed: InferenceSection | None, secret: Secret | None
-) -> InferenceSection | None:
+def with_teacher_key(cfg: RLConfig, keyed: InferenceSection | None, secret: Secret | None) -> InferenceSection | None:
     """[teacher_inference] with its engine's API key: that of the config or environment, else made from the secret.
 
     keyed: [inference] with its key, which the teacher has too if clients find both in one variable.

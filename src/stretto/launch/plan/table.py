@@ -88,10 +88,7 @@ def _ports(specs: Sequence[ProcessSpec]) -> str:
     for spec in specs:
         for name, port in spec.ports.items():
             by_name.setdefault(name, set()).add(port)
-    shown = [
-        f"{name}:{min(ports)}" + (f"-{max(ports)}" if len(ports) > 1 else "")
-        for name, ports in by_name.items()
-    ]
+    shown = [f"{name}:{min(ports)}" + (f"-{max(ports)}" if len(ports) > 1 else "") for name, ports in by_name.items()]
     return " ".join(shown) or "-"
 
 
@@ -155,6 +152,4 @@ def table(plan: LaunchPlan) -> str:
     if cfg.inference is None:
         urls = cfg.orchestrator.client.base_url
         head.append(f"engines  already running at {urls if isinstance(urls, str) else ', '.join(urls)}")
-    return "\n".join(
-        [*head, "", process_table(plan.processes, plan.hosts), *(f"note: {note}" for note in plan.notes)]
-    )
+    return "\n".join([*head, "", process_table(plan.processes, plan.hosts), *(f"note: {note}" for note in plan.notes)])

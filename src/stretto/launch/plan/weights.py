@@ -29,11 +29,7 @@ from stretto.families.table import family_of
 from stretto.launch.plan.model_check import check_trainable, models_of, quantized_refusal
 
 FIT_TIMEOUT_S = 600.0
-_WRAPPERS = {
-    "_orig_mod.": "torch.compile",
-    "module.": "DistributedDataParallel",
-    "_fsdp_wrapped_module.": "FSDP",
-}
+_WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "DistributedDataParallel", "_fsdp_wrapped_module.": "FSDP"}
 """What wraps a model in a way that changes the names of its weights."""
 _PACKED = (".qweight", ".qzeros", ".absmax", ".quant_map", ".weight_packed")
 """How names of tensors of quantized weights end."""
@@ -66,9 +62,7 @@ def check_weights_of(
     return notes
 
 
-def check_weights(
-    name: str, key: str, trained: ModelSection | None, *, is_dry_run: bool = False
-) -> list[str]:
+def check_weights(name: str, key: str, trained: ModelSection | None, *, is_dry_run: bool = False) -> list[str]:
     """Check the files of one model; returns warnings.
 
     key: the key that names it. trained: [model] if it is trained; None if it is served as it is.

@@ -57,9 +57,7 @@ class Console:
             self._footer.add_alert(f"{role}: {text}")
             self.line(f"warning ({role}): {text}")
         elif kind == "progress":
-            self._show_progress(
-                str(status.get("text", "")), int(status.get("done", 0)), int(status.get("total", 1))
-            )
+            self._show_progress(str(status.get("text", "")), int(status.get("done", 0)), int(status.get("total", 1)))
         elif kind == "phase":
             text = str(status.get("text", ""))
             self._footer.set_phase(text)

@@ -153,9 +153,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, high = min(means), max(means)
     if high <= low:
         return LEVELS[0] * width
-    return "".join(
-        LEVELS[min(int((mean - low) / (high - low) * len(LEVELS)), len(LEVELS) - 1)] for mean in means
-    )
+    return "".join(LEVELS[min(int((mean - low) / (high - low) * len(LEVELS)), len(LEVELS) - 1)] for mean in means)
 
 
 def time_left(arrivals: list[tuple[int, float]], max_steps: int) -> float | None:

@@ -118,9 +118,7 @@ def announce(run: RunDir, hosts: Sequence[str]) -> None:
     write_json(run.nodes, {"hosts": [*hosts]})
 
 
-def check_shared(
-    run: RunDir, hosts: Sequence[str], node: int, what: str, timeout_s: float = SHARED_TIMEOUT_S
-) -> None:
+def check_shared(run: RunDir, hosts: Sequence[str], node: int, what: str, timeout_s: float = SHARED_TIMEOUT_S) -> None:
     """On another node: wait until the first node's run directory is visible here; what: why it is needed.
 
     Raises: ConfigError that names the node if it is not visible within timeout_s.

@@ -66,9 +66,7 @@ class Registrar:
                 logger.info("%s was %s the list of %s", engine, action, self.router)
         except (OSError, ValueError, KeyError) as error:
             if self._is_reachable:
-                logger.warning(
-                    "the router's list of engines cannot be corrected; trying again: %s", _text(error)
-                )
+                logger.warning("the router's list of engines cannot be corrected; trying again: %s", _text(error))
             self._is_reachable = False
             return
         if not self._is_reachable:

@@ -87,9 +87,7 @@ def _locations(plan: LaunchPlan, stopped_early: bool) -> str:
         lines.append(f"curve          {plan.run.curve}")
     if stopped_early:
         step = plan.run.latest_complete_checkpoint()
-        lines.append(
-            f"stopped early  {f'saved as checkpoint {step}' if step else 'no checkpoint was asked for'}"
-        )
+        lines.append(f"stopped early  {f'saved as checkpoint {step}' if step else 'no checkpoint was asked for'}")
     return "\n".join(lines)
 
 
@@ -300,9 +298,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _draw_points(
-    axes: Any, points: list[tuple[int, float]], color: str, marker: str, name: str, *, label_above: bool
-):
+def _draw_points(axes: Any, points: list[tuple[int, float]], color: str, marker: str, name: str, *, label_above: bool):
     """Draw evals as joined markers; the first and the last show their values, which readers compare."""
     if not points:
         return

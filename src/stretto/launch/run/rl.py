@@ -92,11 +92,7 @@ def main(cfg: RLConfig) -> int:
 
 
 def _plan(
-    cfg: RLConfig,
-    run: RunDir,
-    resume_step: int | None,
-    ports: PortClaims | None = None,
-    secret: Secret | None = None,
+    cfg: RLConfig, run: RunDir, resume_step: int | None, ports: PortClaims | None = None, secret: Secret | None = None
 ) -> LaunchPlan:
     if resume_step is not None and cfg.resume is not None and not cfg.resume.skip_progress:
         rundir.check_max_steps(cfg.max_steps, resume_step)

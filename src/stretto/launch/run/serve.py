@@ -12,12 +12,7 @@ from stretto.base import log
 from stretto.base.paths import RunDir
 from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig
-from stretto.launch.plan.nodes import (
-    check_ports,
-    find_node_rank,
-    on_visible_gpus,
-    with_config_dir,
-)
+from stretto.launch.plan.nodes import check_ports, find_node_rank, on_visible_gpus, with_config_dir
 from stretto.launch.plan.processes import section_of
 from stretto.launch.plan.routers import check_router
 from stretto.launch.plan.serving import ServingPlan, plan_serving
@@ -55,9 +50,7 @@ def main(cfg: InferenceConfig, *, dry_run: bool) -> int | InferenceConfig:
         specs = on_visible_gpus(specs)
     write(plan, cfg, node_dir)
     log.setup("launcher", node_dir, cfg.log.level, cfg.log.json_logging, is_quiet=True)
-    title = "\n".join(
-        [*(f"note: {note}" for note in plan.notes), f"inference at {', '.join(plan.engines.base_urls)}"]
-    )
+    title = "\n".join([*(f"note: {note}" for note in plan.notes), f"inference at {', '.join(plan.engines.base_urls)}"])
     return supervisor.serve(specs, node_dir, title, STALL_S)
 
 

@@ -74,9 +74,7 @@ def plan(cfg: ServeConfig, ports: PortClaims, secret: Secret | None = None) -> S
     if not cfg.service.engine_urls:
         inference = with_engines(cfg, ports)
         engines = plan_engines(inference, [client_host(inference.server.host)], is_cpu=not gpus)
-        engine_gpus = _gpus(
-            gpus, cfg.inference_gpu_ids, sum(engine.num_gpus for engine in engines.engines), 0
-        )
+        engine_gpus = _gpus(gpus, cfg.inference_gpu_ids, sum(engine.num_gpus for engine in engines.engines), 0)
         urls = [url.removesuffix("/v1") for url in engines.admin_urls]
         cfg = replaced(cfg, "service.engine_urls", urls)
         if engines.base_urls != engines.admin_urls:
@@ -96,9 +94,7 @@ def plan(cfg: ServeConfig, ports: PortClaims, secret: Secret | None = None) -> S
         made = None if secret is None else secret.text_key("inference.api_key")
         key_env = {} if (text := inference.key or made) is None else {KEY_VAR: text}
         specs = engine_processes(inference, engines, run, is_held=False, gpus=engine_gpus, key_env=key_env)
-        processes += [
-            dataclasses.replace(spec, max_restarts=max(spec.max_restarts, RESTARTS)) for spec in specs
-        ]
+        processes += [dataclasses.replace(spec, max_restarts=max(spec.max_restarts, RESTARTS)) for spec in specs]
     processes += _ranks(cfg, run, trainer_gpus, ports)
     hub_ports = {"http": cfg.service.port, "control": cfg.control.port}
     processes.append(stretto_process("hub", run, CONFIG, (), 1, key_env, hub_ports, max_restarts=RESTARTS))
@@ -167,9 +163,7 @@ def _check(cfg: ServeConfig) -> None:
     if cfg.model.scratch is not None:
         raise ConfigError("[model.scratch]: a service needs a model that exists; make one with `sft`")
     if cfg.model.lora is not None:
-        raise ConfigError(
-            "[model.lora]: each run brings its own adapter; service.max_lora_rank bounds its rank"
-        )
+        raise ConfigError("[model.lora]: each run brings its own adapter; service.max_lora_rank bounds its rank")
     if find_config(cfg.model.name) is None:
         raise ConfigError(
             f"[model] name = {cfg.model.name!r}: there is no such model; give a directory with config, safetensors and "

@@ -41,9 +41,7 @@ logger = logging.getLogger(__name__)
 
 STALL_SLACK_S = 60.0  # the processes' own watchdogs fire first and say more
 RESTART_GRACE_S = 2.0
-LAUNCHERS_TURN_S = (
-    1.0  # for a signal to all processes of a job to reach this one, after one that it has ended
-)
+LAUNCHERS_TURN_S = 1.0  # for a signal to all processes of a job to reach this one, after one that it has ended
 LAST_MESSAGES_S = 3.0  # for other processes to log why they end when one has failed
 WEDGED_AFTER_S = 60.0  # after its start; before that, an engine may be loading its model
 SERVERS = ("inference", "teacher", "router", "registrar", "kv_store", "tenants", "hub")
@@ -75,12 +73,7 @@ class Timeouts:
 
 
 def serve(
-    specs: Sequence[ProcessSpec],
-    run: RunDir,
-    title: str,
-    stall_s: float,
-    *,
-    grace_s: float = Timeouts.grace_s,
+    specs: Sequence[ProcessSpec], run: RunDir, title: str, stall_s: float, *, grace_s: float = Timeouts.grace_s
 ) -> int:
     """Run processes without an orchestrator; if all are servers, until a signal comes. grace_s: see Timeouts."""
     console = Console(sys.stdout, max_steps=None)
@@ -238,9 +231,7 @@ class Supervisor:
         if returncode > 0 and (reason := last_error(child)):
             how += f": {reason[0].removeprefix('error: ')}"
         restarted = self._start(self._specs[child.name])
-        logger.warning(
-            "%s (pid %d) ended: %s; started anew, pid=%d", child.name, child.pid, how, restarted.pid
-        )
+        logger.warning("%s (pid %d) ended: %s; started anew, pid=%d", child.name, child.pid, how, restarted.pid)
         self._show(
             f"{child.name} ended ({how}) and was started anew; {left} more time{'s' * (left != 1)} allowed"
             + " (inference.max_restarts)" * (self._specs[child.name].role == "inference")

@@ -116,9 +116,7 @@ def submit_text(script: str) -> str:
 
     Raises: EngineError if Slurm refuses it.
     """
-    env = {
-        key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith("SLURM")
-    }
+    env = {key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith("SLURM")}
     result = _run("sbatch", "--parsable", text=script, env=env)
     if result.returncode:
         raise EngineError(f"sbatch refuses a job: {_message(result)}")

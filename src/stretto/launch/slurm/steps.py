@@ -44,16 +44,7 @@ END_S = 60.0  # for the engines to end after the trainer
 CHECK_S = 60.0  # for a node of the trainer to answer after a failure
 SUBMIT_PAUSE_S = 30.0  # between two jobs for the same lost node
 NUM_WATCHERS = 2
-NOT_COPIED = (
-    "--nodes",
-    "--nodelist",
-    "--exclude",
-    "--signal",
-    "--requeue",
-    "--no-requeue",
-    "--no-kill",
-    "--job-name",
-)
+NOT_COPIED = ("--nodes", "--nodelist", "--exclude", "--signal", "--requeue", "--no-requeue", "--no-kill", "--job-name")
 """Options of the job that a stand-in does not have, or has with other values."""
 SRUN = ("srun", "--cpu-bind=none", "--kill-on-bad-exit=1")
 WATCH = ("bash", "-c", 'trap "" USR2; exec "$@"', "watch", sys.executable, "-m")
@@ -288,8 +279,7 @@ def run_steps(job: Job) -> int:
     signal.signal(signal.SIGTERM, end)
     watcher = [*WATCH, __spec__.name, "--watch", job.hosts[0]]
     watchers = [
-        job.step([host], watcher, "--overlap")
-        for host in job.hosts[job.num_lead : job.num_lead + NUM_WATCHERS]
+        job.step([host], watcher, "--overlap") for host in job.hosts[job.num_lead : job.num_lead + NUM_WATCHERS]
     ]
     status, polled_at = None, time.monotonic()
     for host in job.hosts[job.num_lead :]:

@@ -77,9 +77,7 @@ def screen(cfg: JobConfig) -> str:
     job = plan_job(cfg)
     write(job, cfg, RunDir(job.run.path / "dry_run"))
     options = [line.split()[1:] for line in job.script.splitlines() if line.startswith("#SBATCH ")]
-    lines = textwrap.wrap(
-        " ".join(itertools.chain(*options)), WIDTH, break_long_words=False, break_on_hyphens=False
-    )
+    lines = textwrap.wrap(" ".join(itertools.chain(*options)), WIDTH, break_long_words=False, break_on_hyphens=False)
     note = ""
     if not job.num_gpus and job.num_nodes == 1 and (cfg.slurm is None or cfg.slurm.gres is None):
         note = "\nnote: no GPUs are named or counted, so the job asks for none; give slurm.gres or a count"

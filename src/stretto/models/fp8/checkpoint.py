@@ -59,18 +59,14 @@ def parse_layout(quantization: Mapping[str, Any], names: Iterable[str], where: s
     if settings.get("weight_block_size") != [BLOCK, BLOCK] or any(
         settings.get(key, value) != value for key, value in _FIXED.items()
     ):
-        shown = ", ".join(
-            f"{key} = {quantization.get(key)!r}" for key in ("quant_method", "fmt", "weight_block_size")
-        )
+        shown = ", ".join(f"{key} = {quantization.get(key)!r}" for key in ("quant_method", "fmt", "weight_block_size"))
         raise DataError(
             f"{where}: quantization_config {shown} is not supported; weights in 8 bits are fp8 e4m3 in blocks of "
             f"{BLOCK} x {BLOCK} with activation_scheme dynamic"
         )
     weights = frozenset(name.removesuffix(SCALE) for name in names if name.endswith(SCALE))
     if not weights:
-        raise DataError(
-            f"{where}: quantization_config is fp8, and no tensor has scales (*{SCALE}) in its files"
-        )
+        raise DataError(f"{where}: quantization_config is fp8, and no tensor has scales (*{SCALE}) in its files")
     return BlockLayout(weights, has_round_scales)
 
 

@@ -42,9 +42,7 @@ def _quantize_rows_kernel(
     places = rows.to(tl.int64)[:, None] * dim + columns[None, :]
     numbers = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(numbers), axis=1) / LARGEST, SMALLEST)
-    tl.store(
-        values + places, _scaled(numbers, scale[:, None], LARGEST).to(values.dtype.element_ty), mask=mask
-    )
+    tl.store(values + places, _scaled(numbers, scale[:, None], LARGEST).to(values.dtype.element_ty), mask=mask)
     tl.store(scales + rows.to(tl.int64) * tl.cdiv(dim, BLOCK) + block, scale, mask=rows < num_rows)
 
 
@@ -78,14 +76,10 @@ def _quantize_columns_kernel(
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.load(start_of + tile) + tl.arange(0, BLOCK)
     mask = (rows < tl.load(end_of + tile))[:, None] & (columns < dim)[None, :]
-    numbers = tl.load(x + rows.to(tl.int64)[:, None] * dim + columns[None, :], mask=mask, other=0.0).to(
-        tl.float32
-    )
+    numbers = tl.load(x + rows.to(tl.int64)[:, None] * dim + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(numbers), axis=0) / LARGEST, SMALLEST)
     places = columns.to(tl.int64)[None, :] * num_rows + rows[:, None]
-    tl.store(
-        values + places, _scaled(numbers, scale[None, :], LARGEST).to(values.dtype.element_ty), mask=mask
-    )
+    tl.store(values + places, _scaled(numbers, scale[None, :], LARGEST).to(values.dtype.element_ty), mask=mask)
     tl.store(scales + tile.to(tl.int64) * dim + columns, scale, mask=columns < dim)
 
 
@@ -252,9 +246,7 @@ class DeepGemm(Triton):
         group, start, end = groups.tiles
         indices = torch.where(start < end, group, -1).repeat_interleave(BLOCK)
         out = x.values.new_empty(padded_rows, num_out, dtype=dtype)
-        self._library.m_grouped_fp8_gemm_nt_contiguous(
-            (values.view(FP8), scales), tuple(weight), out, indices
-        )
+        self._library.m_grouped_fp8_gemm_nt_contiguous((values.view(FP8), scales), tuple(weight), out, indices)
         return out.index_select(0, groups.places)
 
 

@@ -180,8 +180,7 @@ class Kernels:
         """
         sizes = groups.bounds.diff().tolist()
         pairs = zip(
-            dequantize_columns(grads, groups).split(sizes, dim=1),
-            dequantize_columns(x, groups).split(sizes, dim=1),
+            dequantize_columns(grads, groups).split(sizes, dim=1), dequantize_columns(x, groups).split(sizes, dim=1)
         )
         return torch.stack([a @ b.T for a, b in pairs])
 

@@ -86,9 +86,7 @@ class Kernels:
         rows, dims = gate_up.shape
         out = gate_up.new_empty(rows, dims // 2)
         is_half = gate_up.dtype is torch.bfloat16
-        self._silu_product(
-            gate_up.data_ptr(), out.data_ptr(), rows, dims // 2, is_half, torch.get_num_threads()
-        )
+        self._silu_product(gate_up.data_ptr(), out.data_ptr(), rows, dims // 2, is_half, torch.get_num_threads())
         return out
 
     def attend(

@@ -33,9 +33,7 @@ def find_library() -> ctypes.CDLL | None:
     """The compiled kernels; None, with one line in the log, if this machine cannot compile them."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if not compiler or shutil.which(compiler[0]) is None:
-        logger.info(
-            "no C compiler (cc, or $CC): torch's operations are used, which are slower for small models"
-        )
+        logger.info("no C compiler (cc, or $CC): torch's operations are used, which are slower for small models")
         return None
     try:
         path = cache_dir() / f"kernels-{_fingerprint(compiler)}.so"

@@ -51,9 +51,7 @@ class MemoryOffload:
     def offload(self, tensors: Iterable[Shaped[Tensor, " *_"]], *, keeps: bool) -> int:
         """Free the memory of these tensors, with contents saved if `keeps`; returns the bytes."""
         assert not self.is_offloaded, "the memory is offloaded already"
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.device.type != "meta"
-        }
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.device.type != "meta"}
         self._parts = [_Part(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
         on_host = [part for part in self._parts if part.storage.device.type == "cpu"]
         if keeps and on_host:

@@ -66,9 +66,7 @@ class Products:
         out = hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
         return self._run(hidden, weight, None, None, out)
 
-    def _run(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor
-    ) -> Tensor:
+    def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Tensor:
         x = x.contiguous()
         residual = None if residual is None else residual.contiguous()
         address = lambda tensor: None if tensor is None else tensor.data_ptr()
@@ -82,6 +80,4 @@ class Products:
 
 def _is_supported(weight: Tensor) -> bool:
     is_plain = weight.device.type == "cpu" and weight.dtype in DTYPES and type(weight.data) is Tensor
-    return (
-        is_plain and weight.is_contiguous() and weight.shape[1] % LANES == 0 and len(weight) >= _MIN_OUTPUTS
-    )
+    return is_plain and weight.is_contiguous() and weight.shape[1] % LANES == 0 and len(weight) >= _MIN_OUTPUTS

@@ -27,10 +27,7 @@ class Segments(Structure):
     """`Segments` in training.c: segment i is rows starts[i]:ends[i] and continues its prefix."""
 
     _fields_ = (
-        *(
-            (name, c_int64)
-            for name in ("rows", "heads", "kv_heads", "head_dim", "segments", "longest", "threads")
-        ),
+        *((name, c_int64) for name in ("rows", "heads", "kv_heads", "head_dim", "segments", "longest", "threads")),
         *((name, c_void_p) for name in ("starts", "ends", "prefix_starts", "prefix_ends")),
         ("scale", c_float),
     )
@@ -81,9 +78,7 @@ class TrainingKernels:
         )  # fmt: skip
         return grad_x, None if grad_weight is None else grad_weight.sum(0)
 
-    def gate_product(
-        self, gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]
-    ) -> Float[Tensor, "rows dim"]:
+    def gate_product(self, gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
         """silu(gate) * up."""
         gate, up = gate.contiguous(), up.contiguous()
         out = torch.empty_like(gate)
@@ -202,9 +197,7 @@ class _GateProduct(torch.autograd.Function):
         return *ctx.kernels.gate_product_backward(*ctx.saved_tensors, grad), None
 
 
-def find_training_kernels(
-    x: Shaped[Tensor, "*_"], *others: Shaped[Tensor, "*_"] | None
-) -> TrainingKernels | None:
+def find_training_kernels(x: Shaped[Tensor, "*_"], *others: Shaped[Tensor, "*_"] | None) -> TrainingKernels | None:
     """The kernels, if they support these tensors and this machine can compile them; else None.
 
     The caller checks that the shapes fit together.

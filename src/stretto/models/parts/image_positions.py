@@ -73,7 +73,5 @@ def find_images(
     firsts = np.cumsum(sizes) - sizes
     starts = tokens[firsts] if len(sizes) else np.zeros(0, np.int64)
     if np.any(tokens[firsts + sizes - 1] - starts != sizes - 1):
-        raise DataError(
-            "the placeholders of an image must follow each other without other tokens between them"
-        )
+        raise DataError("the placeholders of an image must follow each other without other tokens between them")
     return starts

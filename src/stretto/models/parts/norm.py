@@ -28,9 +28,7 @@ def rms_norm(
 
     Source: RMSNorm, arXiv:1910.07467. Differs: eps, as in Hugging Face models.
     """
-    has_gradients = torch.is_grad_enabled() and (
-        x.requires_grad or (weight is not None and weight.requires_grad)
-    )
+    has_gradients = torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
     fits = weight is None or weight.shape == x.shape[-1:]
     kernels = find_training_kernels(x, weight) if fits else None
     if kernels is not None and not has_gradients:
@@ -42,9 +40,7 @@ def rms_norm(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, kernels: TrainingKernels | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, kernels: TrainingKernels | None) -> Tensor:
         ctx.kernels = kernels
         if kernels is not None:
             out, inverse = kernels.rms_norm(x, weight, eps)

@@ -86,9 +86,7 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, value=sign)
 
 
-def angle_table(
-    rope: Rope, head_dim: int, max_positions: int, device: torch.device, dtype: torch.dtype
-) -> Angles:
+def angle_table(rope: Rope, head_dim: int, max_positions: int, device: torch.device, dtype: torch.dtype) -> Angles:
     """cos and sin by position, [positions, 1, rotated dims]."""
     freqs, scale = inverse_frequencies(rope, head_dim, max_positions)
     positions = torch.arange(max_positions, dtype=torch.float32)

@@ -77,9 +77,7 @@ class Routing:
             return replayed, missing
         return replayed.index_select(0, rows), None if missing is None else missing.index_select(0, rows)
 
-    def record(
-        self, layer: int, scores: Float[Tensor, "tokens experts"], chosen: Int[Tensor, "tokens top_k"]
-    ) -> None:
+    def record(self, layer: int, scores: Float[Tensor, "tokens experts"], chosen: Int[Tensor, "tokens top_k"]) -> None:
         """Store the results of a layer's router."""
         if self.is_recording:
             self.choices[layer] = chosen
@@ -101,16 +99,10 @@ class Router(nn.Module):
         if shape.has_router_bias:
             self.bias = nn.Parameter(torch.empty(shape.num_experts))
         if shape.has_expert_bias:
-            self.expert_bias = nn.Parameter(
-                torch.zeros(shape.num_experts, dtype=torch.float32), requires_grad=False
-            )
+            self.expert_bias = nn.Parameter(torch.zeros(shape.num_experts, dtype=torch.float32), requires_grad=False)
 
     def forward(
-        self,
-        x: Float[Tensor, "tokens dim"],
-        layer: int,
-        routing: Routing,
-        rows: Int[Tensor, " tokens"] | None,
+        self, x: Float[Tensor, "tokens dim"], layer: int, routing: Routing, rows: Int[Tensor, " tokens"] | None
     ) -> tuple[Int[Tensor, "tokens top_k"], Float[Tensor, "tokens top_k"]]:
         """Chosen experts and their gates (in the dtype of x)."""
         scores = self.score(x)

@@ -93,11 +93,7 @@ def _split_by_head(
             is_padding = call.is_padding[:, None].expand(segments, heads, num_queries).flatten()
             padding = is_padding.nonzero().squeeze(1)
             place[queries[~is_padding]] = numbers[~is_padding]
-        bias = (
-            causal_bias(num_queries, num_keys).repeat(per_kv, 1)
-            if call.bias is None
-            else call.bias.unsqueeze(1)
-        )
+        bias = causal_bias(num_queries, num_keys).repeat(per_kv, 1) if call.bias is None else call.bias.unsqueeze(1)
         shape = (segments, kv_heads, per_kv * num_queries, num_keys)
         keys = _by_head(call.keys, kv_heads, 1)
         calls_by_head.append(_CallByHead(shape, queries, keys, padding, bias, results))

@@ -90,9 +90,7 @@ class VisionAttention(nn.Module):
         self.qkv = nn.Linear(shape.hidden_size, 3 * shape.hidden_size)
         self.proj = nn.Linear(shape.hidden_size, shape.hidden_size)
 
-    def forward(
-        self, x: Float[Tensor, "patches dim"], angles: Angles, frames: Frames
-    ) -> Float[Tensor, "patches dim"]:
+    def forward(self, x: Float[Tensor, "patches dim"], angles: Angles, frames: Frames) -> Float[Tensor, "patches dim"]:
         q, k, v = self.qkv(x).unflatten(1, (3, self.num_heads, -1)).unbind(1)
         # Positions are exact in float32 only; queries and keys go back to the dtype of the pass.
         q, k = (rotate(part.float(), angles).to(v.dtype) for part in (q, k))
@@ -121,9 +119,7 @@ class VisionBlock(nn.Module):
         self.attn = VisionAttention(shape)
         self.mlp = VisionMLP(shape)
 
-    def forward(
-        self, x: Float[Tensor, "patches dim"], angles: Angles, frames: Frames
-    ) -> Float[Tensor, "patches dim"]:
+    def forward(self, x: Float[Tensor, "patches dim"], angles: Angles, frames: Frames) -> Float[Tensor, "patches dim"]:
         x = x + self.attn(self.norm1(x), angles, frames)
         return x + self.mlp(self.norm2(x))
 
@@ -155,9 +151,7 @@ class VisionTower(nn.Module):
         self.blocks = nn.ModuleList(VisionBlock(shape) for _ in range(shape.depth))
         self.merger = Merger(shape, norms_merged=False)
         if shape.deepstack_blocks:
-            self.deepstack_merger_list = nn.ModuleList(
-                Merger(shape, norms_merged=True) for _ in shape.deepstack_blocks
-            )
+            self.deepstack_merger_list = nn.ModuleList(Merger(shape, norms_merged=True) for _ in shape.deepstack_blocks)
 
     def forward(self, images: ImageBatch) -> ImageVectors:
         """The vectors of the images' tokens."""
@@ -183,9 +177,7 @@ class Frames:
     """The frame and place of each patch; a frame is an image or a time step of a film."""
 
     def __init__(self, grids: Int[np.ndarray, "images 3"], merge_size: int) -> None:
-        self.sides = [
-            (lines, columns) for num, lines, columns in np.asarray(grids).tolist() for _ in range(num)
-        ]
+        self.sides = [(lines, columns) for num, lines, columns in np.asarray(grids).tolist() for _ in range(num)]
         places = {sides: _merge_order(*sides, merge_size) for sides in set(self.sides)}
         self.places = np.concatenate([places[sides] for sides in self.sides], axis=1)
         """Line and column of every patch, [2, patches]."""
@@ -194,9 +186,7 @@ class Frames:
         """The learned positions, interpolated from a square table stretched over the frame."""
         lengths = [lines * columns for lines, columns in self.sides]
         ends = np.repeat(np.array(self.sides).T - 1, lengths, axis=1)
-        source = (
-            self.places.astype(np.float32) * np.float32(side - 1) / np.maximum(ends, 1).astype(np.float32)
-        )
+        source = self.places.astype(np.float32) * np.float32(side - 1) / np.maximum(ends, 1).astype(np.float32)
         low = np.floor(source)
         above = source - low
         low = low.astype(np.int64)

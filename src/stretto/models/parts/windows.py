@@ -48,9 +48,7 @@ def cut_segments(
 
 
 def _build_call(
-    shape: tuple[int, int],
-    pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
-    device: torch.device | None,
+    shape: tuple[int, int], pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray]], device: torch.device | None
 ) -> AttentionCall:
     """One call for pieces (rows of queries, rows of keys, mask) of about the same shape.
 

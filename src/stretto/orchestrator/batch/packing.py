@@ -102,9 +102,7 @@ def pack(
             "raise seq_len or shorten the replies."
         )
     images = [{image.hash: image.num_patches for image in sample.images} for sample in samples]
-    rows = yield from first_fit_decreasing(
-        lengths, row_tokens or seq_len, images if any(images) else (), max_patches
-    )
+    rows = yield from first_fit_decreasing(lengths, row_tokens or seq_len, images if any(images) else (), max_patches)
     costs = cost.of(lengths)
     if any(images):
         costs += [cost.patches * sum(patches.values()) for patches in images]

@@ -98,9 +98,7 @@ def trained_tokens(branch: Branch) -> Bool[np.ndarray, " tokens"]:
     return is_trained
 
 
-def distillation_streams(
-    branch: Branch, loss_mask: Bool[np.ndarray, " tokens"], advantage: float
-) -> dict[str, Any]:
+def distillation_streams(branch: Branch, loss_mask: Bool[np.ndarray, " tokens"], advantage: float) -> dict[str, Any]:
     """Streams of a branch for the ce and ref_kl components, if it has any.
 
     Tokens that a teacher played are no samples of the policy: they are in ce at temperature 1, not in loss_mask or

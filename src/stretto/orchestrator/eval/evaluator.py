@@ -160,17 +160,13 @@ class Evaluator:
         if self._run_dir is not None and self.section.save_samples:
             path = self._samples_path(version, env.name, mode)
             await write_samples(path, sample_lines(groups, self._player.renderer, mode, version))
-        rows = example_rows(
-            groups, self._player.renderer, mode, version=version, count=self.section.log_samples
-        )
+        rows = example_rows(groups, self._player.renderer, mode, version=version, count=self.section.log_samples)
         log_rows(rows)
         self.examples += rows
         score = dataclasses.replace(build_eval_score(env.name, mode, k, groups, time_s), version=version)
         if score.versions not in (None, (version, version)):
             low, high = score.versions
-            logger.warning(
-                "eval of %s: version %d, but tokens came from %d to %d", env.name, version, low, high
-            )
+            logger.warning("eval of %s: version %d, but tokens came from %d to %d", env.name, version, low, high)
         return score
 
 
@@ -188,9 +184,7 @@ def standalone_evaluator(
         timeout_s=cfg.rollout_timeout_s,
         system_prompts=system_prompts(*cfg.eval.env),
     )
-    return Evaluator(
-        envs, cfg.eval, player, max_inflight_rollouts=cfg.max_inflight_rollouts, run_dir=cfg.run_dir
-    )
+    return Evaluator(envs, cfg.eval, player, max_inflight_rollouts=cfg.max_inflight_rollouts, run_dir=cfg.run_dir)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,8 +233,6 @@ def eval_envs(
 def _held_out_tasks(env: Environment, num_examples: int | None) -> list[Task]:
     source = tasks_of(env, "eval")
     if num_examples is None and source.num_tasks is None:
-        raise ConfigError(
-            f"eval.num_examples: environment {env.name!r} has infinitely many tasks; give a number."
-        )
+        raise ConfigError(f"eval.num_examples: environment {env.name!r} has infinitely many tasks; give a number.")
     count = min(n for n in (num_examples, source.num_tasks) if n is not None)
     return [source.task(index) for index in range(count)]

@@ -32,9 +32,7 @@ def choose(groups: Sequence[Group], count: int, seed: int) -> list[Rollout]:
     return [*extremes, *random.Random(seed).sample(others, num_others)][:count]
 
 
-def example_rows(
-    groups: Sequence[Group], renderer: Renderer, mode: str, *, version: int, count: int
-) -> list[Row]:
+def example_rows(groups: Sequence[Group], renderer: Renderer, mode: str, *, version: int, count: int) -> list[Row]:
     """Chosen conversations as rows of shortened text; of several branches the first is shown."""
     rows: list[Row] = []
     chosen = choose(groups, count, seed=version)

@@ -46,9 +46,7 @@ def pass_all_k(num_samples: int, num_solved: int, k: int) -> float:
     return comb(num_solved, k) / comb(num_samples, k)
 
 
-def _mean_at_k(
-    groups: Sequence[Group], k: int, estimate: Callable[[int, int, int], float]
-) -> dict[int, float]:
+def _mean_at_k(groups: Sequence[Group], k: int, estimate: Callable[[int, int, int], float]) -> dict[int, float]:
     """Mean estimate over tasks for each power of two up to k.
 
     A task with fewer counted rollouts is not in that mean.
@@ -70,9 +68,7 @@ async def write_samples(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
             await asyncio.sleep(0)
 
 
-def sample_lines(
-    groups: Sequence[Group], renderer: Renderer, mode: str, version: int
-) -> Iterator[dict[str, Any]]:
+def sample_lines(groups: Sequence[Group], renderer: Renderer, mode: str, version: int) -> Iterator[dict[str, Any]]:
     """Prompt, reply, reward and more of each rollout."""
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         yield {
@@ -92,11 +88,7 @@ def sample_lines(
 
 
 def user_sample_lines(
-    name: str,
-    entry: Mapping[str, Any],
-    renderer: Renderer,
-    version: int,
-    task_ids: Mapping[int | None, str],
+    name: str, entry: Mapping[str, Any], renderer: Renderer, version: int, task_ids: Mapping[int | None, str]
 ) -> Iterator[dict[str, Any]]:
     """The same of the samples of a user's eval function for one data set.
 
@@ -167,9 +159,7 @@ def build_eval_score(env: str, mode: str, k: int, groups: Sequence[Group], time_
     counted = [rollout for rollout in rollouts if rollout.is_counted]
     if rollouts and not counted:
         cause = rollouts[-1].error or "unknown"
-        raise error_type_of(cause)(
-            f"eval of {env}: none of {len(rollouts)} rollouts succeeded; the last: {cause}"
-        )
+        raise error_type_of(cause)(f"eval of {env}: none of {len(rollouts)} rollouts succeeded; the last: {cause}")
     if num_failed := len(rollouts) - len(counted):
         cause = next(rollout.error for rollout in rollouts if rollout.error)
         logger.warning(
@@ -206,10 +196,6 @@ def format_table(scores: Sequence[EvalScore]) -> str:
         passed = [f"{score.pass_at_k[k]:.3f}" if k in score.pass_at_k else "" for k in sizes]
         counts = (str(score.num_tasks), str(score.num_failed), str(score.num_truncated))
         length, time_s = f"{score.completion_tokens:.1f}", f"{score.time_s:.1f}s"
-        rows.append(
-            (score.env, score.mode, str(score.k), f"{score.mean:.3f}", *passed, *counts, length, time_s)
-        )
+        rows.append((score.env, score.mode, str(score.k), f"{score.mean:.3f}", *passed, *counts, length, time_s))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
-    )
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)

@@ -88,9 +88,7 @@ async def evaluate_engine(cfg: EvalConfig) -> list[EvalScore]:
 async def version_of(engines: EngineClient, renderer: Renderer, run_id: str) -> int:
     """The version that the engines have loaded, read from one sampled token."""
     prompt = renderer.render_prompt([{"role": "user", "content": "?"}], None)
-    request = GenerateRequest(
-        request_id=f"{run_id}-version", prompt_ids=prompt, sampling=SamplingParams(max_tokens=1)
-    )
+    request = GenerateRequest(request_id=f"{run_id}-version", prompt_ids=prompt, sampling=SamplingParams(max_tokens=1))
     (completion,) = await engines.generate(request)
     return completion.versions[0].version if completion.versions else 0
 
@@ -138,10 +136,7 @@ async def serve_model(cfg: EvalConfig) -> AsyncIterator[str | None]:
     threads = inference.num_threads or process.num_cores()
     argv = (sys.executable, "-m", "stretto", "inference", "@", str(path))
     engine = process.start(
-        "inference",
-        argv,
-        env=process.thread_env(threads) | {KEY_VAR: key or ""},
-        log=cfg.run_dir.log("inference"),
+        "inference", argv, env=process.thread_env(threads) | {KEY_VAR: key or ""}, log=cfg.run_dir.log("inference")
     )
     ending = asyncio.create_task(engine.wait())
     working = asyncio.current_task()

@@ -38,9 +38,7 @@ class Baselines:
         The baselines change only with `commit`, because the batch may still be lost.
         """
         self._updated = {env: dict(values) for env, values in self._values.items()}
-        return [
-            self._subtract_from_group(group) for group in sorted(groups, key=lambda group: group.group_id)
-        ]
+        return [self._subtract_from_group(group) for group in sorted(groups, key=lambda group: group.group_id)]
 
     def commit(self, step: int) -> None:
         """Update the baselines by the batch of the latest `subtract`, which is shipped for `step`."""
@@ -60,9 +58,7 @@ class Baselines:
     def gauges(self) -> dict[str, float]:
         """Baselines as metrics."""
         return {
-            f"baseline/{env}/{agent}": value
-            for env, values in self._values.items()
-            for agent, value in values.items()
+            f"baseline/{env}/{agent}": value for env, values in self._values.items() for agent, value in values.items()
         }
 
     def _subtract_from_group(self, group: Group) -> Group:
@@ -76,9 +72,6 @@ class Baselines:
             rewards = np.array([rollout.reward for rollout in view.rollouts], dtype=np.float64)
             counted = np.array([rollout.is_counted for rollout in view.rollouts], dtype=bool)
             table[agent], values[agent] = role_conditioned(
-                shape_rewards(rewards, counted, view, algo),
-                counted,
-                baseline=values.get(agent, 0.0),
-                decay=algo.decay,
+                shape_rewards(rewards, counted, view, algo), counted, baseline=values.get(agent, 0.0), decay=algo.decay
             )
         return msgspec.structs.replace(group, **advantage_fields(table)) if table else group

@@ -367,12 +367,7 @@ class Buffer:
     def gauges(self) -> dict[str, int]:
         """Number of groups per state, the next step and the loaded version."""
         depths = {str(state): num for state, num in self._num_by_state.items() if num}
-        return {
-            "next_step": self.next_step,
-            "version": self.version,
-            "slots": self.bounds.num_slots,
-            **depths,
-        }
+        return {"next_step": self.next_step, "version": self.version, "slots": self.bounds.num_slots, **depths}
 
     def staleness(self, slot: Slot) -> int:
         """Versions between a group's first token and the version that its step starts from."""

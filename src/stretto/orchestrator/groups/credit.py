@@ -72,9 +72,7 @@ def assign_advantages(group: Group, algo: Algo, place: str = "orchestrator.algo"
         advantages, has_signal = advantages_of(group, algo, place)
         group = msgspec.structs.replace(group, advantages=tuple(advantages.tolist()))
         return group, has_signal or is_distilled
-    by_agent = {
-        agent: advantages_of(agent_view(group, agent), algo, place) for agent in trained_agents(group)
-    }
+    by_agent = {agent: advantages_of(agent_view(group, agent), algo, place) for agent in trained_agents(group)}
     table = {agent: advantages for agent, (advantages, _) in by_agent.items()}
     has_signal = is_distilled or any(has_signal for _, has_signal in by_agent.values())
     return msgspec.structs.replace(group, **advantage_fields(table)), has_signal
@@ -160,9 +158,7 @@ def hierarchical_advantages(
         views = [agent_view(group, agent) for agent in agents]
         counted = np.array([[r.is_counted for r in view.rollouts] for view in views], dtype=bool).T
         env_rewards = [np.array([r.reward for r in view.rollouts], dtype=np.float64) for view in views]
-        rewards = np.stack(
-            [shape_rewards(*each, algo) for each in zip(env_rewards, counted.T, views)], axis=1
-        )
+        rewards = np.stack([shape_rewards(*each, algo) for each in zip(env_rewards, counted.T, views)], axis=1)
         advantages = hierarchical_grpo(rewards, counted, is_within_episode=role in algo.episode_agents)
         table |= dict(zip(agents, advantages.T))
     return table
@@ -199,10 +195,7 @@ def _agent_part(rollout: Rollout, agent: str) -> Rollout:
 
 
 def shape_rewards(
-    rewards: Float[np.ndarray, " members"],
-    counted: Bool[np.ndarray, " members"],
-    group: Group,
-    algo: CreditSection,
+    rewards: Float[np.ndarray, " members"], counted: Bool[np.ndarray, " members"], group: Group, algo: CreditSection
 ) -> Float[np.ndarray, " members"]:
     """Rewards minus length penalties; the recorded and reported reward stays the environment's."""
     if algo.overlong is not None:

@@ -17,13 +17,7 @@ import msgspec
 import numpy as np
 
 from stretto.base.errors import StrettoError
-from stretto.config.sections.curriculum import (
-    Filter,
-    Gate,
-    GibberishFilter,
-    RepetitionFilter,
-    TruncatedFilter,
-)
+from stretto.config.sections.curriculum import Filter, Gate, GibberishFilter, RepetitionFilter, TruncatedFilter
 from stretto.config.sections.distill import SftAlgo
 from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.orchestrator.groups.credit import assign_advantages
@@ -94,9 +88,7 @@ def assess_group(
             verdict = replace(verdict, rejected=verdict.rejected or "min_reward")
         if verdict.group is not group:
             members = zip(verdict.group.rollouts, verdict.group.advantages, strict=True)
-            has_remaining_signal = any(
-                a or rollout.is_distilled for rollout, a in members if rollout.is_counted
-            )
+            has_remaining_signal = any(a or rollout.is_distilled for rollout, a in members if rollout.is_counted)
             verdict = replace(verdict, has_signal=has_signal and has_remaining_signal)
         if hooks is None or verdict.rejected is not None:
             return verdict

@@ -107,10 +107,7 @@ class DataSource:
         data = slot.task.data
         prompt, metadata = prompt_of(data, self._render)
         first = Sample(
-            group_index=slot.group_id,
-            prompt=prompt,
-            label=data.get("label"),
-            metadata=metadata | {"task": data},
+            group_index=slot.group_id, prompt=prompt, label=data.get("label"), metadata=metadata | {"task": data}
         )
         members = [copy.deepcopy(first) for _ in range(self._group_size)]
         for index, sample in enumerate(members):
@@ -134,19 +131,13 @@ class UserRolloutFunction:
     max_support: int | None = None  # most tokens in a support, if top_p, top_k and min_p are replayed
     metrics: dict[str, float] = field(default_factory=dict)
 
-    async def play(
-        self, call_index: int, source: DataSource, version: Callable[[], int]
-    ) -> list[tuple[Slot, Group]]:
+    async def play(self, call_index: int, source: DataSource, version: Callable[[], int]) -> list[tuple[Slot, Group]]:
         """Call the function and return its groups with their slots; `version` returns the loaded version.
 
         Raises: EnvError if it raises, or returns anything but groups of the data source.
         """
         with requests_to_engines(
-            self.urls,
-            version,
-            key=self.key,
-            is_truncated_sampling_refused=self.max_support is None,
-            is_trained=True,
+            self.urls, version, key=self.key, is_truncated_sampling_refused=self.max_support is None, is_trained=True
         ) as requested:
             output = await self._call(call_index, source, evaluation=False)
         with boundary(EnvError, self.hook.place):
@@ -213,9 +204,7 @@ class UserRolloutFunction:
     def failed_group(self, slot: Slot, error: StrettoError, group_size: int) -> Group:
         """The failed group of a slot, for which the function raised."""
         draw = Draw(slot.group_id, slot.task, group_size, slot.version)
-        rollouts = tuple(
-            failed_rollout(draw, member, describe(error), time.time()) for member in range(group_size)
-        )
+        rollouts = tuple(failed_rollout(draw, member, describe(error), time.time()) for member in range(group_size))
         return Group(group_id=slot.group_id, task=slot.task, rollouts=rollouts)
 
     async def _call(self, call_index: int, source: DataSource, *, evaluation: bool) -> Any:
@@ -259,9 +248,7 @@ class UserRolloutFunction:
             slots.append(source.slots[known.pop()])
         return slots
 
-    def _build_group(
-        self, slot: Slot, members: Members, errors: list[str], *, requested: EngineRequests
-    ) -> Group:
+    def _build_group(self, slot: Slot, members: Members, errors: list[str], *, requested: EngineRequests) -> Group:
         """Build the group of returned samples; `errors` collects why some cannot be trained.
 
         requested: the sampling that the function requested from the policy's engines.
@@ -326,16 +313,12 @@ class UserRolloutFunction:
         widest = max(sample.rollout_top_p_token_lengths or [0])
         if widest > self.max_support:
             limit = f"orchestrator.train.replay.max_tokens = {self.max_support}"
-            raise EnvError(
-                f"one of its tokens was drawn from {widest}, more than {limit}; give requests a top_k"
-            )
+            raise EnvError(f"one of its tokens was drawn from {widest}, more than {limit}; give requests a top_k")
         cuts = self.sampling.cuts()
         if sample.rollout_top_p_token_lengths is not None or not (cuts or requested.has_truncated_sampling):
             return
         settings = ", ".join(f"{key} = {value}" for key, value in cuts.items())
-        requested_cuts = (
-            "its function requested top_p, top_k, min_p, min_tokens, bad_words or allowed_token_ids"
-        )
+        requested_cuts = "its function requested top_p, top_k, min_p, min_tokens, bad_words or allowed_token_ids"
         what = f"the run samples with {settings}" if cuts else requested_cuts
         raise EnvError(
             f"{what}, and it does not say what its tokens were drawn from; give requests a top_k, and set "

@@ -63,9 +63,7 @@ class OpenBranch:
         start, known = len(prompt_ids), max(len(self.token_ids), 1)  # the first token is never predicted
         if ce_weights is not None and ce_weights[known:].any():
             self._ce.append((known, ce_weights[known:]))
-        self._routes = merge_expert_choices(
-            self._routes, completion.routed_experts, start + len(completion.token_ids)
-        )
+        self._routes = merge_expert_choices(self._routes, completion.routed_experts, start + len(completion.token_ids))
         self.images = images
         self._logprobs.append(np.zeros(start - len(self.token_ids), dtype=np.float32))
         self._logprobs.append(completion.logprobs)

@@ -27,14 +27,7 @@ from stretto.orchestrator.rollout.continuation import (
     merge_completions,
 )
 from stretto.orchestrator.rollout.echo import Echo
-from stretto.orchestrator.rollout.play import (
-    POLICY,
-    Draw,
-    PlaySettings,
-    load_images,
-    text_to_stop,
-    with_system_prompt,
-)
+from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images, text_to_stop, with_system_prompt
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.images import Image
@@ -141,9 +134,7 @@ class Recorder(RolloutContext):
         """The idle lane whose tokens a prompt extends, else the first idle one, else a new one."""
         idle = [lane for lane in self._lanes if not lane._is_busy]
         for lane in idle:
-            if lane._branches and lane._branches[-1].is_extended_by(
-                prompt_ids, lane._branches[-1].temperature
-            ):
+            if lane._branches and lane._branches[-1].is_extended_by(prompt_ids, lane._branches[-1].temperature):
                 return lane
         if idle:
             return idle[0]
@@ -214,9 +205,7 @@ class Recorder(RolloutContext):
 
     async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
         task = self._draw.task
-        messages = checked_messages(
-            messages, f"environment {task.env}, task {task.task_id}: messages of ctx.chat"
-        )
+        messages = checked_messages(messages, f"environment {task.env}, task {task.task_id}: messages of ctx.chat")
         messages = with_system_prompt(messages, self._play.system_prompts.get(task.env))
         renderer, first_new, images = self._play.renderer, len(self._history), self._images
         await load_images(renderer, messages[first_new:])
@@ -234,9 +223,7 @@ class Recorder(RolloutContext):
         self._turn, self._tools, self._images = (prompt_ids, reply.token_ids), tools_now, images
         return reply
 
-    def keep(
-        self, sequences: Sequence[tuple[Int[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]]
-    ) -> None:
+    def keep(self, sequences: Sequence[tuple[Int[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]]) -> None:
         self._chosen = [self._locate(tokens, is_trained) for tokens, is_trained in sequences]
 
     def _locate(
@@ -335,9 +322,7 @@ class Recorder(RolloutContext):
         play.check_reply(completion)
         return completion
 
-    def _extend(
-        self, messages: list[Message], tools: list[dict] | None
-    ) -> Int32[np.ndarray, " prompt"] | None:
+    def _extend(self, messages: list[Message], tools: list[dict] | None) -> Int32[np.ndarray, " prompt"] | None:
         """The prompt as an extension of the tokens so far.
 
         None if history or tools changed, or if the renderer cannot extend the history.

@@ -158,9 +158,7 @@ def match_saved_turn(
         rollout_id,
         turn.index,
         turn.agent,
-        "its stop texts or bad words need a whole reply"
-        if is_same
-        else "the environment sends another prompt now",
+        "its stop texts or bad words need a whole reply" if is_same else "the environment sends another prompt now",
         num_lost,
     )
     return None

@@ -51,9 +51,7 @@ class Echo:
         is_due = self._num_messages.total() == WARN_AFTER_MESSAGES
         if is_due and not self._num_messages.keys() & self.weights.keys():
             roles, weighted = " and ".join(sorted(self._num_messages)), " and ".join(self.weights)
-            text = (
-                "%s: %s has answered %d times, always as %s, and only %s has a weight: no answer is learned"
-            )
+            text = "%s: %s has answered %d times, always as %s, and only %s has a weight: no answer is learned"
             logger.warning(text, self.place, self.env, WARN_AFTER_MESSAGES, roles, weighted)
 
 

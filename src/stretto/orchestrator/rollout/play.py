@@ -266,9 +266,7 @@ def check_completions(completions: Sequence[Completion], num_requested: int) -> 
     Raises: EngineError, DataError if one is wrong.
     """
     if len(completions) != num_requested:
-        raise EngineError(
-            f"the engine returned {len(completions)} completions, {num_requested} were requested"
-        )
+        raise EngineError(f"the engine returned {len(completions)} completions, {num_requested} were requested")
     for completion in completions:
         if len(completion.logprobs) != len(completion.token_ids):
             raise DataError(

@@ -39,14 +39,7 @@ from stretto.orchestrator.rollout.branch import OpenBranch, sampled_tokens
 from stretto.orchestrator.rollout.budget import Budget
 from stretto.orchestrator.rollout.context import Recorder
 from stretto.orchestrator.rollout.continuation import build_turn
-from stretto.orchestrator.rollout.play import (
-    POLICY,
-    Draw,
-    PlaySettings,
-    load_images,
-    text_to_stop,
-    with_system_prompt,
-)
+from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images, text_to_stop, with_system_prompt
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest, member_seed
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
@@ -156,9 +149,7 @@ class Player(PlaySettings):
             rewards = await call_async(lambda: score(scored_group, notes), where)
             if rewards is None:
                 return group
-            for member, (reward, by_branch) in zip(
-                members, checked_group_rewards(rewards, len(members), where)
-            ):
+            for member, (reward, by_branch) in zip(members, checked_group_rewards(rewards, len(members), where)):
                 branches = with_rewards(rollouts[member].branches, by_branch, where)
                 rollouts[member] = msgspec.structs.replace(rollouts[member], reward=reward, branches=branches)
         except StrettoError as error:
@@ -196,9 +187,7 @@ class Player(PlaySettings):
                     is_learned=self.is_learned,
                     num_completions=len(missing),
                 )
-                completions = await self.request_completions(
-                    request, draw.version, is_learned=self.is_learned
-                )
+                completions = await self.request_completions(request, draw.version, is_learned=self.is_learned)
                 await self._save_replies(env, draw, attempt, request, dict(zip(missing, completions)))
             except StrettoError as error:
                 members.add_failure(missing, error)
@@ -216,41 +205,23 @@ class Player(PlaySettings):
                 return
 
     async def _save_replies(
-        self,
-        env: SingleTurnEnv,
-        draw: Draw,
-        attempt: int,
-        request: GenerateRequest,
-        replies: dict[int, Completion],
+        self, env: SingleTurnEnv, draw: Draw, attempt: int, request: GenerateRequest, replies: dict[int, Completion]
     ) -> None:
         """Save replies that may be lost before they are scored."""
-        is_slow = (
-            self.saves_single_turns or inspect.iscoroutinefunction(env.score) or hasattr(env, "score_group")
-        )
+        is_slow = self.saves_single_turns or inspect.iscoroutinefunction(env.score) or hasattr(env, "score_group")
         if self.interruption is None or not (self.interruption.has_begun or is_slow):
             return
         temperature = self.behavior_temperature()
         turns = {
             member: build_turn(
-                request,
-                completion,
-                agent=POLICY,
-                index=0,
-                attempt=attempt,
-                temperature=temperature,
-                number=number,
+                request, completion, agent=POLICY, index=0, attempt=attempt, temperature=temperature, number=number
             )
             for number, (member, completion) in enumerate(replies.items())
         }
         await self.interruption.save_turns(draw.group_id, turns)
 
     async def _score_member(
-        self,
-        env: SingleTurnEnv,
-        members: MemberResults,
-        member: int,
-        request: GenerateRequest,
-        completion: Completion,
+        self, env: SingleTurnEnv, members: MemberResults, member: int, request: GenerateRequest, completion: Completion
     ) -> None:
         draw = members.draw
         now = asyncio.get_running_loop().time
@@ -306,9 +277,7 @@ class Player(PlaySettings):
             except StrettoError as error:
                 members.add_failure([member], error)
 
-    async def _play_episode(
-        self, env: Environment, task: Task, recorder: Recorder, where: str
-    ) -> RolloutResult:
+    async def _play_episode(self, env: Environment, task: Task, recorder: Recorder, where: str) -> RolloutResult:
         try:
             return await play_episode(env, task, recorder, where)
         except LimitReached:
@@ -349,8 +318,7 @@ def check_learnable(branches: Sequence[Branch]) -> None:
 def failed_group(group: Group, cause: str) -> Group:
     """The group with all members failed for one cause; their tokens stay in the ledger."""
     rollouts = tuple(
-        msgspec.structs.replace(r, status=RolloutStatus.FAILED, error=r.error or cause)
-        for r in group.rollouts
+        msgspec.structs.replace(r, status=RolloutStatus.FAILED, error=r.error or cause) for r in group.rollouts
     )
     return msgspec.structs.replace(group, rollouts=rollouts, advantages=(0.0,) * len(rollouts))
 

@@ -103,17 +103,13 @@ class ScoringTeacher:
         """
         try:
             context = (
-                np.empty(0, np.int32)
-                if self._privileged_context is None
-                else self._privileged_context(group.task)
+                np.empty(0, np.int32) if self._privileged_context is None else self._privileged_context(group.task)
             )
             rollouts = await asyncio.gather(*(self._score_rollout(r, context) for r in group.rollouts))
         except StrettoError as error:
             self._failed_in_a_row += 1
             if self._failed_in_a_row >= self._max_failures:
-                raise type(error)(
-                    f"{self._failed_in_a_row} groups in a row failed; teacher: {error}"
-                ) from error
+                raise type(error)(f"{self._failed_in_a_row} groups in a row failed; teacher: {error}") from error
             return failed_group(group, f"{type(error).__name__}: teacher: {error}")
         self._failed_in_a_row = 0
         return msgspec.structs.replace(group, rollouts=tuple(rollouts))
@@ -165,9 +161,7 @@ class PlayingTeacher:
     def _mark_rollout(self, rollout: Rollout) -> Rollout:
         is_good = self._min_reward is None or rollout.reward >= self._min_reward
         branches = (
-            msgspec.structs.replace(
-                branch, is_frozen=True, versions=(), is_trained=branch.is_trained and is_good
-            )
+            msgspec.structs.replace(branch, is_frozen=True, versions=(), is_trained=branch.is_trained and is_good)
             for branch in rollout.branches
         )
         return msgspec.structs.replace(rollout, branches=tuple(branches))

@@ -65,11 +65,7 @@ class AdaptiveLimit:
         if is_preempted or load.cache_usage > cfg.cache_high or load.num_waiting > cfg.waiting_high:
             self.limit = max(int(self.limit * cfg.decrease), min(cfg.min_rollouts, self.upper_bound))
             self._quiet_until = now + cfg.cooldown_s
-        elif (
-            load.cache_usage < cfg.cache_low
-            and not load.num_waiting
-            and num_running >= self.limit - cfg.increase
-        ):
+        elif load.cache_usage < cfg.cache_low and not load.num_waiting and num_running >= self.limit - cfg.increase:
             self.limit = min(self.limit + cfg.increase, self.upper_bound)
         return self.limit
 

@@ -86,9 +86,7 @@ class Diagnosis:
             "entropy": "the policy gives nearly the same reply every time",
         }
         likely = list(dict.fromkeys(text for kind, text in reasons.items() if kind in self.warned))
-        usual = (
-            "too few steps, a learning rate that is too low or too high, tasks that are too hard or too easy"
-        )
+        usual = "too few steps, a learning rate that is too low or too high, tasks that are too hard or too easy"
         word = "fell" if first - last > 2 * noise else "did not improve beyond its noise"
         return f"{change}: {word}; likely: {'; '.join(likely) or usual}"
 
@@ -155,9 +153,7 @@ class Diagnosis:
                 f"mismatch KL is {mismatch:.2g} nats per token (mean of {WINDOW} steps): the trained policy is far "
                 "from the one that sampled the tokens. Lower trainer.optim.lr, or max_async_level.",
             )
-        samples, tokens = (
-            fmean(row.get(f"ess/{name}", 1.0) for row in self.last) for name in ("sample", "token")
-        )
+        samples, tokens = (fmean(row.get(f"ess/{name}", 1.0) for row in self.last) for name in ("sample", "token"))
         if samples < LEAST_ESS and tokens < LEAST_TOKEN_ESS:
             yield (
                 "ess",

@@ -279,9 +279,7 @@ class Loop:
             self._is_trainer_gone = True
             self._trainer_changed.notify_all()
         if not self._is_complete():
-            raise EngineError(
-                f"the trainer ended after step {self.progress.step}, before the run did; see its log"
-            )
+            raise EngineError(f"the trainer ended after step {self.progress.step}, before the run did; see its log")
 
     async def _on_step_done(self, done: StepDone) -> None:
         if done.step != self.progress.step + 1 or done.step not in self._shipper.rows:
@@ -303,18 +301,14 @@ class Loop:
         """
         turns, shipped = self.parts.versions.turns, self.buffer.next_step - 1
         async with self._trainer_changed:
-            await self._trainer_changed.wait_for(
-                lambda: self.progress.step >= shipped or self._is_trainer_gone
-            )
+            await self._trainer_changed.wait_for(lambda: self.progress.step >= shipped or self._is_trainer_gone)
         if not self.was_stopped:
             await asyncio.wait([loading])
         elif self.progress.step != self.cfg.max_steps:
             report("phase", text=f"stopping after step {self.progress.step}")
             if turns.are_taken and not self._is_trainer_gone:
                 async with self._trainer_changed:
-                    await self._trainer_changed.wait_for(
-                        lambda: self._announced_version == self.progress.step
-                    )
+                    await self._trainer_changed.wait_for(lambda: self._announced_version == self.progress.step)
                 loading.cancel()  # no eval may send requests to engines that sleep
                 await turns.end_rollouts()  # the trainer takes the engines' memory to save
             await self.parts.control.send(Stop(reason="interrupted", save=self.progress.step > self.start))

@@ -112,8 +112,7 @@ class GroupPipeline:
             except StrettoError as error:
                 source.put_back.clear()
                 played = [
-                    (slot, function.failed_group(slot, error, self.cfg.group_size))
-                    for slot in source.slots.values()
+                    (slot, function.failed_group(slot, error, self.cfg.group_size)) for slot in source.slots.values()
                 ]
                 source.slots.clear()
                 if not played:

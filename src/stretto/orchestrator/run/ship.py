@@ -111,9 +111,7 @@ class BatchShipper:
         for slot in slots:
             self.buffer.drop(slot, "a hook failed")
 
-    async def ship(
-        self, slots: list[Slot], samples: list[TrainSample], logged: tuple[dict[str, float], bool]
-    ) -> None:
+    async def ship(self, slots: list[Slot], samples: list[TrainSample], logged: tuple[dict[str, float], bool]) -> None:
         """Pack the samples, write the ledger and send the batch; logged: of `_user_metrics`."""
         run, step, started = self.parts, self.buffer.next_step, time.perf_counter()
         if self._whitened:
@@ -162,9 +160,7 @@ class BatchShipper:
     def _build_row(self, slots: Sequence[Slot], discarded: Sequence[Slot]) -> telemetry.StepRow:
         counts, self.buffer.counts = self.buffer.counts, Counts()
         row = telemetry.batch_row(slots, discarded, self.buffer, counts)
-        row.metrics |= telemetry.filter_row(
-            self.cfg.all_filters, self._pop_filter_flags(), [*slots, *discarded]
-        )
+        row.metrics |= telemetry.filter_row(self.cfg.all_filters, self._pop_filter_flags(), [*slots, *discarded])
         if self.parts.rollout_function is not None:
             row.metrics |= self.parts.rollout_function.metrics
         interval = self.cfg.monitors.samples_interval

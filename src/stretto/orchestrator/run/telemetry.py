@@ -119,9 +119,7 @@ def distributions_of(slots: Sequence[Slot]) -> dict[str, Values]:
     }
 
 
-def filter_row(
-    filters: Sequence[Filter], flags: Mapping[str, int], slots: Sequence[Slot]
-) -> dict[str, float]:
+def filter_row(filters: Sequence[Filter], flags: Mapping[str, int], slots: Sequence[Slot]) -> dict[str, float]:
     """Flags of each filter since the last batch, per rollout of these groups."""
     total = max(sum(len(slot.played.rollouts) for slot in slots), 1)
     return {f"filter/{each.type}": flags.get(each.type, 0) / total for each in filters}
@@ -238,8 +236,5 @@ class StepReports:
             "progress/rollouts": float(run.progress.num_rollouts),
             "progress/tokens": float(run.progress.num_tokens),
         }
-        waits = {
-            "engine": min(row.idle_s / step_s, 1.0),
-            "trainer": min(done.wait_s / max(done.time_s, 1e-9), 1.0),
-        }
+        waits = {"engine": min(row.idle_s / step_s, 1.0), "trainer": min(done.wait_s / max(done.time_s, 1e-9), 1.0)}
         return merge_metrics(metrics, done.metrics), waits

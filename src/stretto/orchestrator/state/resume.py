@@ -140,12 +140,7 @@ def _is_new_run(cfg: OrchestratorConfig) -> bool:
 
 
 def _begin_ledger(
-    ledger: Ledger,
-    buffer: Buffer,
-    mix: TaskMix,
-    progress: Progress,
-    info: Mapping[str, Any],
-    run_dir: RunDir,
+    ledger: Ledger, buffer: Buffer, mix: TaskMix, progress: Progress, info: Mapping[str, Any], run_dir: RunDir
 ) -> Cursor:
     """Start with a new ledger.
 

@@ -52,9 +52,7 @@ def describe_suspects(manifest: WeightManifest) -> str:
     names = [entry.name for entry in manifest.tensors]
     suspects = []
     if "lm_head.weight" not in names and (tied := [n for n in names if n.endswith("embed_tokens.weight")]):
-        suspects.append(
-            f"the output matrix ({tied[0]} here), of which the engine may have a separate packed copy"
-        )
+        suspects.append(f"the output matrix ({tied[0]} here), of which the engine may have a separate packed copy")
     if experts := [name for name in names if ".experts." in name]:
         suspects.append(f"the {len(experts)} tensors of experts ({experts[0]} ...), which engines pack")
     if not suspects:
@@ -86,9 +84,7 @@ class CanaryCheck:
         self._first: dict[str, _Checked] = {}
         self._latest: dict[str, _Checked] = {}
 
-    def __call__(
-        self, manifest: WeightManifest, canary: Canary, answers: Mapping[str, CanaryScores]
-    ) -> float:
+    def __call__(self, manifest: WeightManifest, canary: Canary, answers: Mapping[str, CanaryScores]) -> float:
         """Check what the engines compute with a version; returns the largest mean difference to the trainer, nats.
 
         Raises: EngineError if one does not compute with it.

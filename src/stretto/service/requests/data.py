@@ -79,8 +79,7 @@ def pack(
     if not data:
         raise DataError("data: there is no sequence")
     documents = [
-        _document(datum, loss_fn, f"data[{i}]", seq_len=seq_len, vocab_size=vocab_size)
-        for i, datum in enumerate(data)
+        _document(datum, loss_fn, f"data[{i}]", seq_len=seq_len, vocab_size=vocab_size) for i, datum in enumerate(data)
     ]
     loss = _loss(loss_fn, config, data)
     rows: list[list[dict[str, np.ndarray]]] = []
@@ -96,9 +95,7 @@ def pack(
     return Batch(micro_batches, targets, loss)
 
 
-def _document(
-    datum: Datum, loss_fn: str, where: str, *, seq_len: int, vocab_size: int
-) -> dict[str, np.ndarray]:
+def _document(datum: Datum, loss_fn: str, where: str, *, seq_len: int, vocab_size: int) -> dict[str, np.ndarray]:
     if datum.refused:
         raise DataError(f"{where}.model_input: {datum.refused}")
     required, optional = LOSSES[loss_fn]
@@ -147,13 +144,9 @@ def _flat(array: np.ndarray, name: str, size: int, where: str) -> np.ndarray:
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim == 2:
-        raise DataError(
-            f"{where}.loss_fn_inputs.{name} has {array.shape[1]} values per token; this service takes one"
-        )
+        raise DataError(f"{where}.loss_fn_inputs.{name} has {array.shape[1]} values per token; this service takes one")
     if array.shape != (size,):
-        raise DataError(
-            f"{where}.loss_fn_inputs.{name} has {array.size} values for {size} tokens of model_input"
-        )
+        raise DataError(f"{where}.loss_fn_inputs.{name} has {array.size} values for {size} tokens of model_input")
     return array
 
 
@@ -162,9 +155,7 @@ def _loss(loss_fn: str, config: Mapping[str, float | str], data: Sequence[Datum]
     for name in THRESHOLDS:  # clients may send one value per token, but the trainer has one for all
         values = {float(x) for datum in data if name in datum.inputs for x in np.unique(datum.inputs[name])}
         if len(values) > 1:
-            raise DataError(
-                f"loss_fn_inputs.{name}: this service takes one value for all tokens of a request"
-            )
+            raise DataError(f"loss_fn_inputs.{name}: this service takes one value for all tokens of a request")
         if values:
             settings[name] = values.pop()
     known = {*THRESHOLDS, "beta"}

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float32, Int32
 
 _FLOAT32, _INT64, _INT32, _BFLOAT16 = 1, 2, 3, 4
-_DTYPES: dict[int, np.dtype[Any]] = {
-    _FLOAT32: np.dtype("<f4"),
-    _INT64: np.dtype("<i8"),
-    _INT32: np.dtype("<i4"),
-}
+_DTYPES: dict[int, np.dtype[Any]] = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8"), _INT32: np.dtype("<i4")}
 _MAX_HEAD = 64
 """Largest number of fields before and between a request's model_id and seq_id."""
 _MAX_CELLS = 1 << 26
@@ -149,10 +145,7 @@ def _tensor(data: memoryview) -> np.ndarray:
                 dtype = _int(value)
             case 4:
                 shape += [_int(value)] if isinstance(value, int) else _varints(value)
-    if (
-        any(size < 0 or size > _MAX_CELLS for size in shape)
-        or np.prod(shape or [1], dtype=float) > _MAX_CELLS
-    ):
+    if any(size < 0 or size > _MAX_CELLS for size in shape) or np.prod(shape or [1], dtype=float) > _MAX_CELLS:
         raise DataError(f"a tensor of shape {shape} is larger than this service accepts")
     if sparse is not None:
         return _dense(sparse, dtype, shape)
@@ -170,9 +163,7 @@ def _dense(data: memoryview, dtype: int, shape: list[int]) -> np.ndarray:
     values = _array(parts.get(1, memoryview(b"")), dtype)
     rows, columns = (_array(parts.get(number, memoryview(b"")), _INT64) for number in (2, 3))
     if len(shape) != 2 or len(rows) != shape[0] + 1 or len(values) != len(columns):
-        raise DataError(
-            f"a sparse tensor of shape {shape} has {len(rows)} row and {len(columns)} column indices"
-        )
+        raise DataError(f"a sparse tensor of shape {shape} has {len(rows)} row and {len(columns)} column indices")
     counts = np.diff(rows)
     if (counts < 0).any() or rows[0] != 0 or rows[-1] != len(values):
         raise DataError("a sparse tensor has row indices that do not grow from 0 to its number of entries")
@@ -280,9 +271,7 @@ def _double(value: memoryview | int) -> float:
 # -- writing --
 
 
-def write_forward_backward(
-    outputs: Sequence[Mapping[str, np.ndarray]], metrics: Mapping[str, float]
-) -> bytes:
+def write_forward_backward(outputs: Sequence[Mapping[str, np.ndarray]], metrics: Mapping[str, float]) -> bytes:
     """The result of forward_backward: arrays of each datum, float32 or int64; metrics are called `name:reduction`."""
     fields = b""
     for name in outputs[0] if outputs else {}:
@@ -302,9 +291,7 @@ def write_sampled(sampled: Sampled) -> bytes:
     """The result of sample."""
     body = b""
     for sequence in sampled.sequences:
-        one = _number(1, int(sequence.stop_reason == "length")) + _field(
-            2, sequence.tokens.astype("<i4").tobytes()
-        )
+        one = _number(1, int(sequence.stop_reason == "length")) + _field(2, sequence.tokens.astype("<i4").tobytes())
         one += _field(3, sequence.logprobs.astype("<f4").tobytes())
         if sequence.topk is not None:
             one += _field(4, _topk(*sequence.topk))

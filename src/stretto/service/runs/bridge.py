@@ -29,13 +29,7 @@ from stretto.config.sections.trainer import is_checkpoint_due, num_kept
 from stretto.monitors import build_monitors
 from stretto.monitors.steps import StepClock
 from stretto.records.codec import encode
-from stretto.records.control import (
-    Bye,
-    CheckpointBegun,
-    CheckpointSaved,
-    Register,
-    VersionReady,
-)
+from stretto.records.control import Bye, CheckpointBegun, CheckpointSaved, Register, VersionReady
 from stretto.records.sample import MicroBatch, TrainBatch
 from stretto.records.tenants import TenantWork
 from stretto.records.token_counts import counts_of_step
@@ -86,9 +80,7 @@ class Bridge:
         self.orchestrator = Orchestrator(
             self.cfg, self.stack, self.step, on_loaded=lambda _: None, on_complete=self.prune
         )
-        self.orchestrator.register(
-            Register(rank=0, world_size=1, resumed_step=self.resumed_step, version=self.step)
-        )
+        self.orchestrator.register(Register(rank=0, world_size=1, resumed_step=self.resumed_step, version=self.step))
         try:
             monitors = build_monitors(
                 self.cfg.monitors,

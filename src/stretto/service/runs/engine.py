@@ -124,9 +124,7 @@ class EngineRoutes(Routes):
         directory = self.hub.checkpoints.find(state.path, run.owner).directory
         return Sampler(id=run.id, owner=run.owner, base_model=run.base_model, run=run.id, directory=directory)
 
-    async def _sample(
-        self, user: User, sampler: Sampler, request: GenerateRequest, state: _State
-    ) -> list[Completion]:
+    async def _sample(self, user: User, sampler: Sampler, request: GenerateRequest, state: _State) -> list[Completion]:
         """The samples; for an aborted request what an engine has of them, empty ones if none has begun."""
         name = request.request_id
         sampling = self.hub.engines.generate(user, sampler, request, on_start=lambda: state.running.add(name))
@@ -136,9 +134,7 @@ class EngineRoutes(Routes):
             await asyncio.wait({task, aborted}, return_when=asyncio.FIRST_COMPLETED)
             if task.done() or name in state.running:
                 return list(await task)
-            empty = Completion(
-                token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), finish_reason="abort"
-            )
+            empty = Completion(token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), finish_reason="abort")
             return [empty] * request.n
         finally:
             aborted.cancel()
@@ -163,9 +159,7 @@ class EngineRoutes(Routes):
 
     async def start_update(self, http: web.Request) -> web.Response:
         self._find(http)
-        return web.Response(
-            body=updates.encode_started(loads_between_steps=True), content_type="application/json"
-        )
+        return web.Response(body=updates.encode_started(loads_between_steps=True), content_type="application/json")
 
     async def update(self, http: web.Request) -> web.Response:
         """Load a version for new requests. Raises: Refusal 400 if the run has not published it."""

@@ -24,11 +24,7 @@ class RunRoutes(Routes):
     """The routes under `/runs` that are not of engines."""
 
     def routes(self) -> list[web.RouteDef]:
-        return [
-            web.post(CHECK, self.check),
-            web.get("/runs/{run}", self.run),
-            web.post(END_NAMED, self.end),
-        ]
+        return [web.post(CHECK, self.check), web.get("/runs/{run}", self.run), web.post(END_NAMED, self.end)]
 
     async def check(self, http: web.Request) -> web.Response:
         """Check whether this run could begin now. Raises: Refusal with the first reason against it."""

@@ -30,9 +30,7 @@ class AccountRoutes(Routes):
         start, stop = (_seconds(http, name) for name in ("starting_on", "ending_before"))
         if not start < stop <= start + 14 * 86400:
             raise Refusal("ending_before must be after starting_on, by at most 14 days")
-        usages = [
-            each for each in self.hub.training.meter.between(start, stop) if http[USER].may_access(each.owner)
-        ]
+        usages = [each for each in self.hub.training.meter.between(start, stop) if http[USER].may_access(each.owner)]
         projects = {session.id: session.project for session in self.hub.store.all(Session)}
         events = [
             {
@@ -80,9 +78,7 @@ class AccountRoutes(Routes):
             {
                 "timestamp": when(entry["time"]),
                 "event": entry["action"],
-                "event_details": {
-                    key: value for key, value in entry.items() if key not in ("time", "action")
-                },
+                "event_details": {key: value for key, value in entry.items() if key not in ("time", "action")},
             }
             for entry in self.hub.audit.read(None if user.is_admin else user.name)
         ]

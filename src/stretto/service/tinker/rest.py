@@ -183,13 +183,9 @@ class RestRoutes(Routes):
             is_complete = False
         if not is_complete:
             await asyncio.to_thread(shutil.rmtree, directory.parent.parent, ignore_errors=True)
-            raise Refusal(
-                f"{found.path}: these weights were deleted, or saved over, before they were copied", 404
-            )
+            raise Refusal(f"{found.path}: these weights were deleted, or saved over, before they were copied", 404)
         now = time.time()
-        run = Run(
-            id=name, owner=user.name, spec=spec, base_model=origin.base_model, created_at=now, state="ended"
-        )
+        run = Run(id=name, owner=user.name, spec=spec, base_model=origin.base_model, created_at=now, state="ended")
         self.hub.store.put(run)
         path = self.hub.checkpoints.path_of(run, found.kind, found.name)
         expires = None if body.ttl_seconds is None else now + body.ttl_seconds
@@ -257,9 +253,7 @@ class RestRoutes(Routes):
             "session": session,
             "training_runs": runs,
             "checkpoints": [each for each in hub.store.all(Checkpoint) if each.run in names],
-            "audit": [
-                entry for entry in hub.audit.read(session.owner) if entry["time"] >= session.created_at
-            ],
+            "audit": [entry for entry in hub.audit.read(session.owner) if entry["time"] >= session.created_at],
         }
         name, expires = f"{TRACES}/{session.owner}/{session.id}.json", int(time.time() + LINK_S)
         path = hub.checkpoints.directory / name
@@ -321,9 +315,7 @@ class RestRoutes(Routes):
 
     async def sampler(self, http: web.Request) -> web.Response:
         found = self.hub.sampler(http[USER], http.match_info["sampler"])
-        return answer(
-            {"sampler_id": found.id, "base_model": found.base_model, "model_path": found.model_path}
-        )
+        return answer({"sampler_id": found.id, "base_model": found.base_model, "model_path": found.model_path})
 
 
 class ProjectBody(bodies.Body, frozen=True):

@@ -30,8 +30,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "experts", "fc1_latent_proj", "fc2_latent_proj")
 PROTOBUF = "application/x-protobuf"
 NOTICE = (
-    "adapters of this service stand beside attention and MLP layers; train_unembed has no effect "
-    "(weights info says so)"
+    "adapters of this service stand beside attention and MLP layers; train_unembed has no effect (weights info says so)"
 )
 NOTICE_FULL = "this service trains all weights of one run at a time; rank, seed and train_* have no effect"
 
@@ -128,9 +127,7 @@ class TinkerRoutes(Routes):
                 "fine-tuning needs a service with service.full_finetuning"
             )
         check_optimizer(body.optimizer_config)
-        return self._create(
-            http[USER], body.session_id, body.model_seq_id, self._spec(body), body.user_metadata
-        )
+        return self._create(http[USER], body.session_id, body.model_seq_id, self._spec(body), body.user_metadata)
 
     def _spec(self, body: bodies.CreateModelBody) -> TenantSpec:
         lora = body.lora_config
@@ -141,9 +138,7 @@ class TinkerRoutes(Routes):
         if not 0 < lora.rank <= largest:
             raise Refusal(f"lora_config.rank = {lora.rank} must be 1 to {largest} (service.max_lora_rank)")
         if not (lora.train_attn or lora.train_mlp):
-            raise Refusal(
-                "lora_config: train_attn or train_mlp must be true; there are no adapters of embeddings"
-            )
+            raise Refusal("lora_config: train_attn or train_mlp must be true; there are no adapters of embeddings")
         seed = uuid4().int % (1 << 31) if lora.seed is None else lora.seed % (1 << 63)
         targets = (*(ATTENTION if lora.train_attn else ()), *(MLP if lora.train_mlp else ()))
         return TenantSpec(name="", rank=lora.rank, alpha=ALPHA, target_modules=targets, seed=seed)

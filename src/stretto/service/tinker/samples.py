@@ -192,12 +192,7 @@ class SampleRoutes(Routes):
             future.set(Result.failed(f"{type(error).__name__}: {error}", "server"))
 
     async def _top_of_samples(
-        self,
-        user: User,
-        sampler: Sampler,
-        request: GenerateRequest,
-        completions: Sequence[Completion],
-        top: int,
+        self, user: User, sampler: Sampler, request: GenerateRequest, completions: Sequence[Completion], top: int
     ) -> list[Top | None]:
         """The likeliest tokens at each sampled token: an engine scores each sequence once more, as a prompt."""
         if not top:
@@ -251,9 +246,7 @@ def read_targets(
     if tensor is None:
         return None
     if tensor.sparse_crow_indices is not None or tensor.sparse_col_indices is not None:
-        raise Refusal(
-            "target_prompt_logprobs: this service takes dense tensors; put -1 where there is no target"
-        )
+        raise Refusal("target_prompt_logprobs: this service takes dense tensors; put -1 where there is no target")
     shape = tensor.shape or []
     is_fit = len(shape) == 2 and shape[0] == num_tokens - 1 and 0 < shape[1] <= MAX_TARGETS
     if not is_fit or len(tensor.data) != shape[0] * shape[1]:
@@ -278,11 +271,7 @@ def _completion(future: Future) -> dict[str, Any]:
     assert result is not None, "it is done"
     if result.error is not None:
         return {"state": "failed", "request_id": future.id}
-    return {
-        "state": "finished",
-        "request_id": future.id,
-        "response_payload_uncompressed_size": len(result.body),
-    }
+    return {"state": "finished", "request_id": future.id, "response_payload_uncompressed_size": len(result.body)}
 
 
 def _sampled(

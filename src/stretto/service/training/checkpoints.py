@@ -16,16 +16,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.service.store import (
-    MAX_RECORD_BYTES,
-    MAX_USER_BYTES,
-    SEGMENTS,
-    Audit,
-    Checkpoint,
-    Run,
-    Sampler,
-    Store,
-)
+from stretto.service.store import MAX_RECORD_BYTES, MAX_USER_BYTES, SEGMENTS, Audit, Checkpoint, Run, Sampler, Store
 from stretto.service.training.jobs import WRITES, Job
 from stretto.transports.engine.api import Refusal
 
@@ -42,9 +33,7 @@ UNNAMED = "@"
 class Checkpoints:
     """What runs have saved. directory: of all runs; kept_versions: how many published versions of a run are kept."""
 
-    def __init__(
-        self, store: Store, audit: Audit, directory: Path, *, kept_versions: int, max_user_bytes: int
-    ) -> None:
+    def __init__(self, store: Store, audit: Audit, directory: Path, *, kept_versions: int, max_user_bytes: int) -> None:
         self.directory, self._max_user_bytes = directory, max_user_bytes
         self._store, self._audit, self._kept_versions = store, audit, kept_versions
         self._replaced = self._leftovers()
@@ -90,9 +79,7 @@ class Checkpoints:
             if self._store.get(Checkpoint, path) is not None and not may_replace:
                 raise Refusal(f"path: there is {path} already; choose another name, or overwrite = true", 400)
             if getattr(job.body, "kind", "snapshot") != "snapshot":
-                raise Refusal(
-                    f"kind = {job.body.kind!r}: samplers of this service keep their weights; use snapshot"
-                )
+                raise Refusal(f"kind = {job.body.kind!r}: samplers of this service keep their weights; use snapshot")
         elif job.kind in ("load_weights", "load"):
             self.find(self._loaded_path(job), job.run.owner, "training")
 
@@ -107,8 +94,7 @@ class Checkpoints:
             )
         if (kept := self._store.user_bytes(owner)) > MAX_USER_BYTES:
             raise Refusal(
-                f"your records have {kept} bytes, and at most {MAX_USER_BYTES} are kept; delete checkpoints",
-                413,
+                f"your records have {kept} bytes, and at most {MAX_USER_BYTES} are kept; delete checkpoints", 413
             )
 
     def _loaded_path(self, job: Job) -> str:
@@ -201,9 +187,7 @@ class Checkpoints:
             return  # another sampler has it too
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
-    async def sweep(
-        self, is_used: Callable[[str], bool], *, since: float, sampler_timeout_s: float | None
-    ) -> int:
+    async def sweep(self, is_used: Callable[[str], bool], *, since: float, sampler_timeout_s: float | None) -> int:
         """Delete what has expired, samplers with files of their own that were unused for long, and replaced files.
 
         Returns the number of deleted checkpoints and samplers.

@@ -142,11 +142,7 @@ def read_job(run: Run, kind: str, body: bytes, limits: Limits, *, seq: int | Non
     if kind == "pass":
         request = protobuf.read_forward_backward(body)
         batch = data.pack(
-            request.data,
-            request.loss_fn,
-            request.config,
-            seq_len=limits.seq_len,
-            vocab_size=limits.vocab_size,
+            request.data, request.loss_fn, request.config, seq_len=limits.seq_len, vocab_size=limits.vocab_size
         )
         return Job(run, kind, request, seq, batch=batch)
     if kind == "batch":
@@ -194,9 +190,7 @@ def check_work(work: TenantWork, limits: Limits) -> None:
             raise DataError(f"micro_batches[{i}].token_ids has {each.token_ids.ndim} dims, not 1")
         ids, size = each.token_ids, len(each.token_ids)
         if size > limits.seq_len:
-            raise DataError(
-                f"micro_batches[{i}] has {size} tokens; this service takes {limits.seq_len} (seq_len)"
-            )
+            raise DataError(f"micro_batches[{i}] has {size} tokens; this service takes {limits.seq_len} (seq_len)")
         if not size or ids.min() < 0 or ids.max() >= limits.vocab_size:
             raise DataError(
                 f"micro_batches[{i}]: token ids must be below {limits.vocab_size}, the size of this model's "
@@ -246,9 +240,7 @@ def operation(job: Job, directory: str | None) -> Any:
         case "save_weights_for_sampler" | "save_weights_external" | "publish":
             return ExportAdapter(number=0, tenant=tenant, directory=directory or "")
         case "load_weights" | "load":
-            return LoadTenant(
-                number=0, tenant=tenant, path=directory or "", with_optimizer=job.body.optimizer
-            )
+            return LoadTenant(number=0, tenant=tenant, path=directory or "", with_optimizer=job.body.optimizer)
     raise AssertionError(f"a job of kind {job.kind}")
 
 
@@ -270,6 +262,5 @@ def passes_of(shares: Sequence[Share], units: Sequence[dict[str, list[int]]], ma
     """The pass of each rank over its micro batches of these shares."""
     jobs: list[Job] = [share.request.payload for share in shares]
     return [
-        Pass(number=0, works=tuple(job.work(own[job.run.id]) for job in jobs), max_tokens=max_tokens)
-        for own in units
+        Pass(number=0, works=tuple(job.work(own[job.run.id]) for job in jobs), max_tokens=max_tokens) for own in units
     ]

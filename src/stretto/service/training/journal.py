@@ -93,9 +93,7 @@ class Journal:
                 try:
                     found[seq] = msgspec.msgpack.decode(path.read_bytes(), type=Result)
                 except msgspec.DecodeError as error:
-                    logger.warning(
-                        "%s is damaged (%s); its request is computed again if it is kept", path, error
-                    )
+                    logger.warning("%s is damaged (%s); its request is computed again if it is kept", path, error)
         return found
 
     def forget(self, up_to: int, *, unsent: set[int]) -> None:

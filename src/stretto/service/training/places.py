@@ -28,9 +28,7 @@ logger = logging.getLogger(__name__)
 class Places:
     """All runs that have a place. directory: of the files of all runs."""
 
-    def __init__(
-        self, directory: Path, queue: TrainQueue, store: Store, futures: Futures, limits: Limits
-    ) -> None:
+    def __init__(self, directory: Path, queue: TrainQueue, store: Store, futures: Futures, limits: Limits) -> None:
         self.directory, self.queue = directory, queue
         self._store, self._futures, self._limits = store, futures, limits
         self.tenants: dict[str, Tenant] = {}

@@ -264,8 +264,7 @@ class SlotQueue:
         ready = [
             (state.running / state.weight if state.weight else math.inf, name)
             for name, state in self._tenants.items()
-            if state.waiting
-            and (state.max_running is None or state.running + state.waiting[0][1] <= state.max_running)
+            if state.waiting and (state.max_running is None or state.running + state.waiting[0][1] <= state.max_running)
         ]
         if not ready:
             return None

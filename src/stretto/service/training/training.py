@@ -175,8 +175,7 @@ class Training:
         waiting = self.queue.waiting(run.id)
         if waiting + seq - tenant.next_seq >= self._cfg.service.max_waiting_requests:
             raise Refusal(
-                f"{run.id} has {waiting} requests waiting, and the next is {tenant.next_seq}; send this later",
-                429,
+                f"{run.id} has {waiting} requests waiting, and the next is {tenant.next_seq}; send this later", 429
             )
         if waiting or seq > tenant.next_seq:  # there is always room for the next
             waiting_bytes = self.places.waiting_bytes(run.owner, with_early=True)
@@ -213,13 +212,7 @@ class Training:
         return future
 
     def freeze(
-        self,
-        run: Run,
-        reason: str,
-        *,
-        by_admin: bool = False,
-        by_file: bool = False,
-        since: int | None = None,
+        self, run: Run, reason: str, *, by_admin: bool = False, by_file: bool = False, since: int | None = None
     ) -> None:
         """Accept no more requests of this run; those without a result, from number `since` on, fail.
 
@@ -521,9 +514,7 @@ class Training:
     def _evicted(self, run: Run, reason: str, result: TenantResult) -> None:
         if result.error is not None:
             logger.warning(
-                "%s was not saved; its earlier state and the requests since are kept: %s",
-                run.id,
-                result.error,
+                "%s was not saved; its earlier state and the requests since are kept: %s", run.id, result.error
             )
 
         def drop() -> None:

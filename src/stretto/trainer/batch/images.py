@@ -36,9 +36,7 @@ class RowImages:
         self.identity = np.full(len(mb.token_ids), -1)
         """Number of the image that a token shows, -1 for text."""
         self._offset = np.zeros(len(mb.token_ids), np.int64)  # index of the merged patch that a token shows
-        for image, start in zip(
-            mb.images, find_images(self.is_image, grids, shape.merge_size).tolist(), strict=True
-        ):
+        for image, start in zip(mb.images, find_images(self.is_image, grids, shape.merge_size).tolist(), strict=True):
             size = image.num_tokens(shape.merge_size)
             self.identity[start : start + size] = index[image.hash]
             self._offset[start : start + size] = np.arange(size)

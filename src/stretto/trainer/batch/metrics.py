@@ -80,10 +80,7 @@ def ratio_sums(inputs: PassInputs, logprobs: Float[Tensor, " trained"]) -> dict[
 
 @torch.no_grad()
 def sums_by_env(
-    mb: MicroBatch,
-    inputs: PassInputs,
-    logprobs: Float[Tensor, " trained"],
-    entropy: Float[Tensor, " trained"],
+    mb: MicroBatch, inputs: PassInputs, logprobs: Float[Tensor, " trained"], entropy: Float[Tensor, " trained"]
 ) -> dict[str, Shaped[Tensor, ""]]:
     """Sampled tokens, and sums of their mismatch KL and entropy, per environment."""
     names = sorted(set(mb.envs))

@@ -193,12 +193,7 @@ class _SegmentLayout:
 
 
 def _lay_out_segments(
-    equal: Sequence[np.ndarray],
-    starts: np.ndarray,
-    tokens: np.ndarray,
-    documents: np.ndarray,
-    *,
-    share_prefixes: bool,
+    equal: Sequence[np.ndarray], starts: np.ndarray, tokens: np.ndarray, documents: np.ndarray, *, share_prefixes: bool
 ) -> _SegmentLayout:
     """Lay out the inputs for `tokens`: all tokens of a document before the last of them.
 
@@ -240,11 +235,7 @@ def _lay_out_segments(
 
 
 def _share_prompts(
-    equal: Sequence[np.ndarray],
-    starts: np.ndarray,
-    first_wanted: np.ndarray,
-    roots: np.ndarray,
-    cuts: np.ndarray,
+    equal: Sequence[np.ndarray], starts: np.ndarray, first_wanted: np.ndarray, roots: np.ndarray, cuts: np.ndarray
 ) -> None:
     """Make documents with equal tokens before their first wanted one share a root.
 
@@ -282,9 +273,7 @@ def _find_images(mb: MicroBatch, is_target: np.ndarray, vision: VisionShape | No
 
 def _check_micro_batch(mb: MicroBatch, bounds: np.ndarray, is_target: np.ndarray, vocab_size: int) -> None:
     if bounds[0] != 0 or bounds[-1] != len(mb.token_ids) or np.any(np.diff(bounds) < 0):
-        raise DataError(
-            f"micro batch: cu_seqlens {bounds.tolist()} do not divide its {len(mb.token_ids)} tokens"
-        )
+        raise DataError(f"micro batch: cu_seqlens {bounds.tolist()} do not divide its {len(mb.token_ids)} tokens")
     first_tokens = bounds[:-1][np.diff(bounds) > 0]
     if is_target[first_tokens].any():
         document = int(np.searchsorted(bounds, first_tokens[is_target[first_tokens]][0], side="right") - 1)

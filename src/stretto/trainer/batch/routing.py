@@ -31,11 +31,7 @@ class Routers:
         self._policy, self._rate = policy, rate
         self._names, self._mixtures = list(mixtures(policy)), list(mixtures(policy).values())
         shape = policy.config.moe
-        self.num_experts, self.top_k, self.num_layers = (
-            shape.num_experts,
-            shape.top_k,
-            policy.config.num_layers,
-        )
+        self.num_experts, self.top_k, self.num_layers = (shape.num_experts, shape.top_k, policy.config.num_layers)
         self._loads: Tensor | None = None
         self._confidence: Tensor | None = None
         self._index_sums = [0.0, 0.0]  # the sum of losses, and the number of pairs of token and layer in it
@@ -127,8 +123,7 @@ def build_routers(policy: nn.Module, model: ModelSection, *, is_replaying: bool)
     settings = {
         "[trainer] enable_router_replay = true": is_replaying,
         "[model] freeze_moe_router = true": model.freeze_moe_router,
-        f"[model] moe_bias_update_rate = {model.moe_bias_update_rate}": model.moe_bias_update_rate
-        is not None,
+        f"[model] moe_bias_update_rate = {model.moe_bias_update_rate}": model.moe_bias_update_rate is not None,
     }
     if moe is None:
         for setting, is_on in settings.items():

@@ -81,13 +81,7 @@ class Examples:
 
 
 def load_examples(
-    data: Data,
-    renderer: Renderer,
-    loss_mask: LossMaskSection,
-    max_tokens: int,
-    seed: int,
-    *,
-    limit: str = "seq_len",
+    data: Data, renderer: Renderer, loss_mask: LossMaskSection, max_tokens: int, seed: int, *, limit: str = "seq_len"
 ) -> Examples:
     """Read, check and render all rows; examples are truncated to max_tokens, which the key `limit` says.
 
@@ -196,9 +190,7 @@ def read_sources(data: Data, seed: int) -> list[Iterator[Row]]:
 
 
 def _rows_of(data: FileData, source: str) -> Iterator[Row]:
-    for where, record in read_records(
-        source, "[data] name", is_streamed=data.streaming, convert=data.convert
-    ):
+    for where, record in read_records(source, "[data] name", is_streamed=data.streaming, convert=data.convert):
         yield parse_row(_renamed(record, data, where), where)
 
 

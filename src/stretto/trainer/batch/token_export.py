@@ -43,9 +43,7 @@ def export_tokens(
             file.write(json.dumps(_line(mb, inputs, int(document), *trained)) + "\n")
 
 
-def _line(
-    mb: MicroBatch, inputs: PassInputs, document: int, logprobs: np.ndarray, entropy: np.ndarray
-) -> dict:
+def _line(mb: MicroBatch, inputs: PassInputs, document: int, logprobs: np.ndarray, entropy: np.ndarray) -> dict:
     is_here = inputs.documents == document
     tokens = inputs.sources[is_here]
     return {

@@ -48,15 +48,11 @@ def build_optimizer(
     return StreamedOptimizer(named, make)
 
 
-def _build_optimizer(
-    named: dict[str, nn.Parameter], cfg: Optim, weights: TrainedWeights
-) -> torch.optim.Optimizer:
+def _build_optimizer(named: dict[str, nn.Parameter], cfg: Optim, weights: TrainedWeights) -> torch.optim.Optimizer:
     parameters = list(named.values())
     match cfg:
         case MuonOptim():
-            return Muon(
-                named, cfg, matrices=find_matrices(weights.policy), apply_to_whole=weights.apply_to_whole
-            )
+            return Muon(named, cfg, matrices=find_matrices(weights.policy), apply_to_whole=weights.apply_to_whole)
         case AdamWOptim():
             return torch.optim.AdamW(
                 parameters,
@@ -201,9 +197,7 @@ def optimizer_slices(
 
 
 def allocate_optimizer_slices(
-    optimizer: torch.optim.Optimizer | StreamedOptimizer,
-    weights: TrainedWeights,
-    saved: Mapping[str, TensorInfo],
+    optimizer: torch.optim.Optimizer | StreamedOptimizer, weights: TrainedWeights, saved: Mapping[str, TensorInfo]
 ) -> dict[str, TensorSlice]:
     """Allocate tensors for saved state in the optimizer, as slices for the caller to fill.
 
@@ -224,9 +218,7 @@ def allocate_optimizer_slices(
         optimizer.state[parameter][key] = value
         parts[full_name] = weights.slice_of(name, value)
         if parts[full_name].shape != info.shape:
-            raise DataError(
-                f"optimizer state of {name!r} has shape {info.shape}, not {parts[full_name].shape}"
-            )
+            raise DataError(f"optimizer state of {name!r} has shape {info.shape}, not {parts[full_name].shape}")
     return parts
 
 

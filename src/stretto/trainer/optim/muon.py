@@ -41,14 +41,10 @@ def find_matrices(policy: nn.Module) -> dict[str, int]:
             continue
         for name, parameter in module.named_parameters(prefix=path, recurse=False):
             is_stack = parameter.dim() == 3 and path.endswith("experts")
-            is_matrix = parameter.dim() == 2 and not name.endswith(
-                "bias"
-            )  # experts' biases are [experts, out]
+            is_matrix = parameter.dim() == 2 and not name.endswith("bias")  # experts' biases are [experts, out]
             if (is_matrix or is_stack) and parameter is not policy.output_weight:
                 is_pair = (
-                    isinstance(module, Experts)
-                    and name.endswith("gate_up_proj")
-                    and not module.shape.is_transposed
+                    isinstance(module, Experts) and name.endswith("gate_up_proj") and not module.shape.is_transposed
                 )
                 num_matrices[name] = 2 if is_pair else 1
     return num_matrices
@@ -88,12 +84,7 @@ class Muon(torch.optim.Optimizer):
     """One parameter group of all trained weights; Muon updates those in `matrices`."""
 
     def __init__(
-        self,
-        named: dict[str, nn.Parameter],
-        cfg: MuonOptim,
-        *,
-        matrices: dict[str, int],
-        apply_to_whole: ApplyToWhole,
+        self, named: dict[str, nn.Parameter], cfg: MuonOptim, *, matrices: dict[str, int], apply_to_whole: ApplyToWhole
     ) -> None:
         super().__init__(list(named.values()), {"lr": cfg.lr})
         self._named, self._cfg, self._matrices, self._apply_to_whole = named, cfg, matrices, apply_to_whole

@@ -26,9 +26,7 @@ BUCKET_BYTES = 1 << 28
 class StreamedOptimizer:
     """The interface of an optimizer: `param_groups`, `state` (on the CPU) and `step`."""
 
-    def __init__(
-        self, named: dict[str, nn.Parameter], make: Make, *, bucket_bytes: int | None = None
-    ) -> None:
+    def __init__(self, named: dict[str, nn.Parameter], make: Make, *, bucket_bytes: int | None = None) -> None:
         """make: builds the optimizer of a bucket of weights. bucket_bytes: None means BUCKET_BYTES."""
         self._inner = [make(bucket) for bucket in _buckets(named, bucket_bytes or BUCKET_BYTES)]
         self.param_groups: list[dict[str, Any]] = [
@@ -37,9 +35,7 @@ class StreamedOptimizer:
         self._state: dict[nn.Parameter, dict[str, Tensor]] = {p: {} for p in named.values()}
         device = next(iter(named.values())).device
         self._device, is_gpu = device, device.type == "cuda"
-        self._fetch_stream, self._evict_stream = (
-            (torch.cuda.Stream(device) if is_gpu else None) for _ in range(2)
-        )
+        self._fetch_stream, self._evict_stream = ((torch.cuda.Stream(device) if is_gpu else None) for _ in range(2))
         self._update_stream: Any = None
         self._fetched_events: list[Any] = [None] * len(self._inner)
         self._evicted_events: list[Any] = [None] * len(self._inner)

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stretto.config.sections.trainer import (
-    ConstantScheduler,
-    CosineScheduler,
-    LinearScheduler,
-    Scheduler,
-    num_steps,
-)
+from stretto.config.sections.trainer import ConstantScheduler, CosineScheduler, LinearScheduler, Scheduler, num_steps
 
 
 def learning_rate(step: int, peak: float, cfg: Scheduler, max_steps: int | None) -> float:

@@ -144,9 +144,7 @@ def all_gather(part: Shaped[Tensor, "*part"], dim: int, group: Any) -> Shaped[Te
     return torch.cat(parts, dim=dim)
 
 
-def group_by_size(
-    items: Iterable[T], size_of: Callable[[T], int], limit: int, multiple: int = 1
-) -> Iterator[list[T]]:
+def group_by_size(items: Iterable[T], size_of: Callable[[T], int], limit: int, multiple: int = 1) -> Iterator[list[T]]:
     """Split items, in their order, into lists of a total size of at most `limit`.
 
     A single item may be larger than the limit. The number of items in every list but the last is a multiple of

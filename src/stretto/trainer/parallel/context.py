@@ -88,21 +88,13 @@ def hidden_states(
     if (images := inputs.images) is not None:
         # Every rank encodes all images of the row; the gradients are those of its own tokens, and add up.
         is_here = shards.owner[images.rows] == mesh.cp_rank
-        features = (
-            torch.arange(len(images.rows), device=mine.device) if images.features is None else images.features
-        )
-        options["images"] = replace(
-            images, rows=shards.place[images.rows][is_here], features=features[is_here]
-        )
+        features = torch.arange(len(images.rows), device=mine.device) if images.features is None else images.features
+        options["images"] = replace(images, rows=shards.place[images.rows][is_here], features=features[is_here])
     if policy.config.has_recurrence:
         row = inputs.layout.documents
         options["documents"] = SharedDocuments(row.bounds, row.device, shards=shards, mesh=mesh)
     hidden = policy(
-        inputs.token_ids[mine],
-        inputs.layout.rotations[..., mine],
-        attend,
-        shards.place[inputs.rows][is_own],
-        **options,
+        inputs.token_ids[mine], inputs.layout.rotations[..., mine], attend, shards.place[inputs.rows][is_own], **options
     )
     return hidden.index_select(0, index_of_row[inputs.predictors[places[mesh.cp_rank]]]), places
 

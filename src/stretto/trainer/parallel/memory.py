@@ -72,9 +72,7 @@ def prepare_blocks(policy: nn.Module, section: ModelSection) -> None:
             _wrap_method(method, lambda inner: _with_recompute(inner, preserves_rng))
     if section.ac_offloading is not None:
         settings = section.ac_offloading
-        offload = ActivationOffload(
-            settings.max_inflight_activations, pin_memory=settings.pin_memory, device=device
-        )
+        offload = ActivationOffload(settings.max_inflight_activations, pin_memory=settings.pin_memory, device=device)
         for block in blocks:
             _wrap_method((block, "forward"), lambda inner: _with_offload(inner, offload))
 
@@ -152,9 +150,7 @@ def _with_recompute(inner: Callable[..., Any], preserves_rng: bool) -> Callable[
         if not torch.is_grad_enabled():
             return inner(x, *rest, **named)
         # All blocks share the other arguments (angles, layouts): saving them here would offload them once per block.
-        return checkpoint(
-            lambda x: inner(x, *rest, **named), x, use_reentrant=False, preserve_rng_state=preserves_rng
-        )
+        return checkpoint(lambda x: inner(x, *rest, **named), x, use_reentrant=False, preserve_rng_state=preserves_rng)
 
     return forward
 
@@ -265,9 +261,7 @@ def _require_compiler(device: torch.device) -> None:
         try:
             import triton  # noqa: F401 (what torch.compile writes GPU kernels in)
         except ImportError as cause:
-            raise ConfigError(
-                "[model.compile] needs triton on a GPU; pip install triton, or remove it"
-            ) from cause
+            raise ConfigError("[model.compile] needs triton on a GPU; pip install triton, or remove it") from cause
         return
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:

@@ -56,9 +56,7 @@ def compute_logprobs(
     return _gather(logprobs, places, mesh), _gather(entropy, places, mesh)
 
 
-def compute_values(
-    critic: nn.Module, inputs: PassInputs, mesh: Mesh, model: ModelSection
-) -> Float[Tensor, " trained"]:
+def compute_values(critic: nn.Module, inputs: PassInputs, mesh: Mesh, model: ModelSection) -> Float[Tensor, " trained"]:
     """The critic's value before every trained token."""
     hidden, places = _hidden_states(critic, inputs, mesh, model, None)
     return _gather(head_logits(hidden, critic.output_weight).squeeze(1), places, mesh)

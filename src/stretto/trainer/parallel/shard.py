@@ -73,9 +73,7 @@ def parallelise(policy: Policy, mesh: Mesh, section: ModelSection) -> ShardedWei
         policy.to_empty(device="cpu" if section.fsdp_cpu_offload else mesh.device)
         for name, buffer in policy.named_buffers():
             buffer.copy_(buffers[name])
-    shards = ShardedWeights(
-        policy, mesh, features, experts, partial, hub.dtype_of(section.dtype, mesh.device)
-    )
+    shards = ShardedWeights(policy, mesh, features, experts, partial, hub.dtype_of(section.dtype, mesh.device))
     if is_on_meta:
         shards.load(policy.checkpoint_reader)
     if is_on_meta and not is_custom:
@@ -186,9 +184,7 @@ class ShardedWeights(TrainedWeights):
     ) -> dict[str, Tensor]:
         """Apply `compute` to whole matrices, each on one rank; this rank's parts of the results."""
         named = {name: self._trained[name] for name in parts}
-        cuts = {
-            name: find_sharding(p, self._features.get(name), self.mesh.tp_group) for name, p in named.items()
-        }
+        cuts = {name: find_sharding(p, self._features.get(name), self.mesh.tp_group) for name, p in named.items()}
         shapes = {name: p.shape for name, p in named.items()}
         dtype = torch.bfloat16 if self.mesh.device.type == "cuda" else torch.float32
         return apply_to_whole(parts, shapes, cuts, compute, dtype)
@@ -221,10 +217,7 @@ class ShardedWeights(TrainedWeights):
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
             start = list(start)
-        cuts = (
-            (self._features, mesh.tp_rank, mesh.degrees.tp),
-            (self._experts, mesh.ep_rank, mesh.degrees.ep),
-        )
+        cuts = ((self._features, mesh.tp_rank, mesh.degrees.tp), (self._experts, mesh.ep_rank, mesh.degrees.ep))
         for dims, rank, degree in cuts:
             if name in dims:
                 dim = dims[name]
@@ -242,9 +235,7 @@ class ShardedWeights(TrainedWeights):
         """Read this rank's slice of every weight; adapters get the initial values that they have on one rank."""
         targets = self.all_slices()
         base = {name: part for name, part in targets.items() if not is_adapter_parameter(name)}
-        hub.load_slices(
-            self.policy.tensor_map, base, reader.read(), self.policy.config, str(reader.directory)
-        )
+        hub.load_slices(self.policy.tensor_map, base, reader.read(), self.policy.config, str(reader.directory))
         for name, values in initial_values(self.policy, torch.initial_seed() % 2**63):
             part = targets[name]
             part.tensor.copy_(values(part.shape)[part.region])

@@ -108,10 +108,7 @@ class DeepEPDispatcher:
         if self._buffer is None:
             buffer_type = self._deep_ep.Buffer
             row_bytes, nvl, rdma = rows.shape[1] * max(rows.element_size(), 2), 0, 0
-            for config in (
-                buffer_type.get_dispatch_config(self._degree),
-                buffer_type.get_combine_config(self._degree),
-            ):
+            for config in (buffer_type.get_dispatch_config(self._degree), buffer_type.get_combine_config(self._degree)):
                 nvl = max(config.get_nvl_buffer_size_hint(row_bytes, self._degree), nvl)
                 rdma = max(config.get_rdma_buffer_size_hint(row_bytes, self._degree), rdma)
             self._buffer = buffer_type(self._group, nvl, rdma)

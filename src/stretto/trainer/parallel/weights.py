@@ -57,9 +57,7 @@ def _gather_parameter(name: str, weights: ShardedWeights) -> Tensor:
 
 def export_dtype(name: str, weights: ShardedWeights) -> torch.dtype:
     """The dtype in which a parameter is saved and published."""
-    return (
-        weights.all_parameters[name].dtype if name in weights.policy.unsharded_names else weights.export_dtype
-    )
+    return weights.all_parameters[name].dtype if name in weights.policy.unsharded_names else weights.export_dtype
 
 
 # -- files --
@@ -226,8 +224,7 @@ class ShardIndex:
     def __init__(self, weights: ShardedWeights) -> None:
         self.weights = weights
         places = {
-            name: (part.start, tuple(part.tensor.shape), part.shape)
-            for name, part in weights.all_slices().items()
+            name: (part.start, tuple(part.tensor.shape), part.shape) for name, part in weights.all_slices().items()
         }
         self._mine = {name: _without_data(*place) for name, place in places.items()}
         self._all: dict[str, dict[tuple[int, ...], tuple[TensorSlice, list[int]]]] = {}
@@ -283,10 +280,7 @@ class TensorExchange:
         self._rounds: list[_ExchangeRound] = []
         for number in range(max(map(len, lists))):
             by_owner = [each[number] if number < len(each) else [] for each in lists]
-            sent = [
-                [p for e in each for p in index.slices_to_send(e, owner)]
-                for owner, each in enumerate(by_owner)
-            ]
+            sent = [[p for e in each for p in index.slices_to_send(e, owner)] for owner, each in enumerate(by_owner)]
             received: list[list[_HeldSlice]] = [[] for _ in by_owner]
             for entry in by_owner[mesh.rank]:
                 for sender, held in index.slices_to_receive(entry, mesh.rank):
@@ -317,14 +311,11 @@ class TensorExchange:
                 name = next(iter(tensors))
                 yield name, tensors.pop(name)
 
-    def _exchange(
-        self, round_: _ExchangeRound, parts: Mapping[str, Tensor], adapter: Adapter | None
-    ) -> Tensor:
+    def _exchange(self, round_: _ExchangeRound, parts: Mapping[str, Tensor], adapter: Adapter | None) -> Tensor:
         """Exchange the slices of a round; the bytes of all that this rank receives, in order."""
         device = self._weights.mesh.device
         sizes = [
-            [sum(held.num_bytes for held in of_rank) for of_rank in each]
-            for each in (round_.received, round_.sent)
+            [sum(held.num_bytes for held in of_rank) for of_rank in each] for each in (round_.received, round_.sent)
         ]
         out, sent = (torch.empty(sum(each), dtype=torch.uint8, device=device) for each in sizes)
         offset = 0

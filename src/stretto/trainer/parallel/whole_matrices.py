@@ -120,13 +120,9 @@ def _run_round(matrices: list[_Matrix], shardings: Mapping[str, MatrixSharding],
     pieces = list(buffer.split(sizes))
     wholes = []
     for i, matrix in enumerate(mine):
-        rows_of_matrix = [
-            pieces[rank * len(mine) + i].view(-1, matrix.rows.shape[1]) for rank in range(degree)
-        ]
+        rows_of_matrix = [pieces[rank * len(mine) + i].view(-1, matrix.rows.shape[1]) for rank in range(degree)]
         wholes.append(_gather_features(torch.cat(rows_of_matrix), shardings[matrix.name]))
-    computed = [
-        _cut_features(x, shardings[m.name]) for m, x in zip(mine, _compute_stacks(mine, wholes, compute))
-    ]
+    computed = [_cut_features(x, shardings[m.name]) for m, x in zip(mine, _compute_stacks(mine, wholes, compute))]
     back = [x.split([of_rank[i] for of_rank in rows]) for i, x in enumerate(computed)]
     flat = torch.cat([x[rank].flatten() for rank in range(degree) for x in back] or [buffer])
     flat = flat if degree == 1 else all_to_all(flat, sent, received, sharding.group)
@@ -162,7 +158,5 @@ def _gather_features(part: Tensor, sharding: MatrixSharding) -> Tensor:
 
 def _cut_features(whole: Tensor, sharding: MatrixSharding) -> Tensor:
     return (
-        whole
-        if sharding.features is None
-        else whole.chunk(sharding.tp_degree, dim=sharding.features)[sharding.tp_rank]
+        whole if sharding.features is None else whole.chunk(sharding.tp_degree, dim=sharding.features)[sharding.tp_rank]
     )

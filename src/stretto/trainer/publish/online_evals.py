@@ -87,9 +87,7 @@ class OnlineEvals:
         If the eval process has ended, training continues; `wait_for_results` raises its error.
         """
         step = self._learner.step
-        if step == self._published or not self._section.is_due(
-            step, end=step if is_last else self._max_steps
-        ):
+        if step == self._published or not self._section.is_due(step, end=step if is_last else self._max_steps):
             return
         self._published = step
         has_ended = is_lead_process() and self._child.returncode is not None
@@ -144,9 +142,7 @@ class OnlineEvals:
     def _release(self) -> None:
         """Release all versions before the oldest one that is not evaluated yet."""
         waiting = self._published
-        for path in sorted(
-            self._run.broadcasts.glob("version_*"), key=lambda p: int(p.name.partition("_")[2])
-        ):
+        for path in sorted(self._run.broadcasts.glob("version_*"), key=lambda p: int(p.name.partition("_")[2])):
             version = int(path.name.partition("_")[2])
             if read_rows(self._run.eval_results(version)) is None:
                 waiting = version

@@ -42,9 +42,7 @@ def gather(value: T, kind: Any, group: Any = None, device: torch.device = CPU) -
     padded[: len(message)] = message
     buffers = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(buffers, padded, group=group)
-    return [
-        _value(buffer[:length], kind, rank) for rank, (buffer, length) in enumerate(zip(buffers, lengths))
-    ]
+    return [_value(buffer[:length], kind, rank) for rank, (buffer, length) in enumerate(zip(buffers, lengths))]
 
 
 def broadcast(value: T, kind: Any, source: int = 0, group: Any = None, device: torch.device = CPU) -> T:

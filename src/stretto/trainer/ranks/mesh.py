@@ -69,13 +69,9 @@ class Mesh:
         assert degrees.world_size == self.world_size, (degrees, self.world_size)
         d, kind = degrees, device.type
         island = d.dp_shard * d.cp
-        dense = init_device_mesh(
-            kind, (d.dp_replicate, island, d.tp), mesh_dim_names=("replica", "shard", "tp")
-        )
+        dense = init_device_mesh(kind, (d.dp_replicate, island, d.tp), mesh_dim_names=("replica", "shard", "tp"))
         sparse = init_device_mesh(
-            kind,
-            (d.dp_replicate, island // d.ep, d.ep, d.tp),
-            mesh_dim_names=("replica", "efsdp", "ep", "tp"),
+            kind, (d.dp_replicate, island // d.ep, d.ep, d.tp), mesh_dim_names=("replica", "efsdp", "ep", "tp")
         )
         self.dense = _sharding(dense, "shard", d.dp_replicate)
         self.experts = _sharding(sparse, "efsdp", d.dp_replicate)
@@ -199,9 +195,7 @@ def build_mesh(section: ModelSection, shape: ModelConfig | Any) -> Mesh:
         degrees = find_plain_degrees(section, num_ranks())
     if num_ranks() == 1:
         if section.fsdp_cpu_offload:
-            rule = (
-                "needs several trainer ranks, each with a GPU; on one use optim_cpu_offload and ac_offloading"
-            )
+            rule = "needs several trainer ranks, each with a GPU; on one use optim_cpu_offload and ac_offloading"
             raise ConfigError(f"[model] fsdp_cpu_offload = true {rule}")
     else:
         logger.info("%d ranks: %s", num_ranks(), degrees)
@@ -217,11 +211,7 @@ def training_device() -> torch.device:
 
 @contextmanager
 def process_group(
-    timeout_s: float,
-    join_timeout_s: float = 600.0,
-    *,
-    reaches: str | None = None,
-    title: str = "the trainer's ranks",
+    timeout_s: float, join_timeout_s: float = 600.0, *, reaches: str | None = None, title: str = "the trainer's ranks"
 ) -> Iterator[None]:
     """Open the process group of all trainer ranks, and watch their nodes; does nothing for a single rank.
 
@@ -244,11 +234,7 @@ def process_group(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    host, port, timeout = (
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        timedelta(seconds=timeout_s),
-    )
+    host, port, timeout = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_s))
     use_interface_to(reaches or host)
     meeting: dict[str, Any] = {}  # with torchrun, torch finds the store by itself
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -130,10 +130,7 @@ class Saver:
             torch.cuda.current_stream().synchronize()
         self.copy_s = time.perf_counter() - start
         self._thread = threading.Thread(
-            target=self._write_in_thread,
-            args=(step, slices, values, start),
-            name=f"checkpoint-{step}",
-            daemon=True,
+            target=self._write_in_thread, args=(step, slices, values, start), name=f"checkpoint-{step}", daemon=True
         )
         self._thread.start()
 
@@ -185,9 +182,7 @@ class Saver:
         self._on_written(step)
 
 
-def build_saver(
-    cfg: TrainerConfig | SFTConfig, on_written: OnWritten, *, part: Part = "trainer"
-) -> Saver | None:
+def build_saver(cfg: TrainerConfig | SFTConfig, on_written: OnWritten, *, part: Part = "trainer") -> Saver | None:
     """The saver that [ckpt] asks for; None without it."""
     if (ckpt := cfg.ckpt) is None:
         return None
@@ -241,9 +236,7 @@ class SavedState:
     def tensors(self) -> dict[str, TensorInfo]:
         tensors = {name: info for files in self._files for name, info in files.tensors.items()}
         return {
-            name: info
-            for name, info in tensors.items()
-            if self._has_optimizer or not _OPTIMIZER_PREFIX.match(name)
+            name: info for name, info in tensors.items() if self._has_optimizer or not _OPTIMIZER_PREFIX.match(name)
         }
 
     def read(self, targets: Mapping[str, TensorSlice]) -> None:

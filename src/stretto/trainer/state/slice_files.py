@@ -75,9 +75,7 @@ def _write_item(name: str, start: Shape, size: Shape, shape: Shape, dtype: str) 
 class _LoadPlanner(LoadPlanner):
     """Plans to read, from every saved slice, what overlaps with a slice of this rank."""
 
-    def set_up_planner(
-        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self.slices: dict[str, TensorSlice] = state_dict
         self.metadata = metadata
 
@@ -86,9 +84,7 @@ class _LoadPlanner(LoadPlanner):
         for name, part in self.slices.items():
             if part.tensor.numel():
                 chunk = ChunkStorageMetadata(torch.Size(part.start), part.tensor.shape)
-                items += create_read_items_for_chunk_list(
-                    name, self.metadata.state_dict_metadata[name], [chunk]
-                )
+                items += create_read_items_for_chunk_list(name, self.metadata.state_dict_metadata[name], [chunk])
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -125,9 +121,7 @@ def write_slices(parts: dict[str, TensorSlice], directory: Path, group: Any = ex
     writer.set_up_storage_writer(is_coordinator=rank == 0)
     items = [_item_of(name, part) for name, part in parts.items() if part.tensor.numel()]
     plans = exchange.gather(items, list[_Item], group)
-    plans, metadata = planner.create_global_plan(
-        [SavePlan([_write_item(*i) for i in items]) for items in plans]
-    )
+    plans, metadata = planner.create_global_plan([SavePlan([_write_item(*i) for i in items]) for items in plans])
     plan = writer.prepare_global_plan([writer.prepare_local_plan(each) for each in plans])[rank]
 
     def write() -> list[_Written]:
@@ -165,13 +159,7 @@ def _call_on_all(function: Callable[[], T], kind: Any, group: Any) -> list[T]:
 
 
 def _item_of(name: str, part: TensorSlice) -> _Item:
-    return (
-        name,
-        part.start,
-        tuple(part.tensor.shape),
-        part.shape,
-        str(part.tensor.dtype).removeprefix("torch."),
-    )
+    return (name, part.start, tuple(part.tensor.shape), part.shape, str(part.tensor.dtype).removeprefix("torch."))
 
 
 def _written_of(result: WriteResult) -> _Written:
@@ -230,9 +218,7 @@ def _check_covered(targets: Mapping[str, TensorSlice], plan: LoadPlan, where: Pa
         num_planned[item.dest_index.fqn] += torch.Size(item.lengths).numel()
     for name, part in targets.items():
         if num_planned[name] != part.tensor.numel():
-            raise DataError(
-                f"{where}: holds {num_planned[name]} of {part.tensor.numel()} elements of {name!r}"
-            )
+            raise DataError(f"{where}: holds {num_planned[name]} of {part.tensor.numel()} elements of {name!r}")
 
 
 def _reason(error: Exception) -> str:

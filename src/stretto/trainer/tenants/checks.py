@@ -52,9 +52,7 @@ def read_spec(spec: TenantSpec, max_rank: int | None) -> tuple[LoRASection, Opti
         if isinstance(getattr(sections.scheduler, key, 0), float) and spec.max_steps is None
     ]
     if shares:
-        raise ConfigError(
-            f"scheduler.{shares[0]} is a share of max_steps; give max_steps or a number of steps"
-        )
+        raise ConfigError(f"scheduler.{shares[0]} is a share of max_steps; give max_steps or a number of steps")
     return sections.lora, sections.optim, sections.scheduler
 
 
@@ -67,9 +65,7 @@ def read_loss(work: TenantWork) -> LossSection:
     if isinstance(loss, CustomLoss):
         raise ConfigError('loss.type = "custom": a shared trainer runs no code of its users')
     if loss.reference_kl is not None and loss.reference_kl.model is not None:
-        raise ConfigError(
-            "loss.reference_kl.model: the reference of an adapter is the model without it; remove it"
-        )
+        raise ConfigError("loss.reference_kl.model: the reference of an adapter is the model without it; remove it")
     return loss
 
 

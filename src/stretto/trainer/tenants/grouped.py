@@ -75,10 +75,7 @@ class Blocks:
 
 @lru_cache(maxsize=32)
 def cut_blocks(
-    counts: tuple[int, ...],
-    scalings: tuple[float | None, ...],
-    dtype: torch.dtype,
-    device: torch.device,
+    counts: tuple[int, ...], scalings: tuple[float | None, ...], dtype: torch.dtype, device: torch.device
 ) -> Blocks:
     """Blocks of rows that are sorted by expert, then by tenant, counts[expert * tenants + tenant] of each.
 

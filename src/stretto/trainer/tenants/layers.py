@@ -50,9 +50,7 @@ class Turn:
     rows: tuple[int, ...] = ()
     last_rows: tuple[int, ...] = ()
 
-    def set(
-        self, tenants: Sequence[str] = (), rows: Sequence[int] = (), last_rows: Sequence[int] = ()
-    ) -> None:
+    def set(self, tenants: Sequence[str] = (), rows: Sequence[int] = (), last_rows: Sequence[int] = ()) -> None:
         """Set the tenants of the next pass."""
         self.tenants, self.rows, self.last_rows = tuple(tenants), tuple(rows), tuple(last_rows)
 
@@ -159,10 +157,7 @@ class TenantExperts(LoRAExperts):
 
 
 def add_rows(
-    out: Float[Tensor, "rows out"],
-    x: Float[Tensor, "rows in"],
-    pairs: Sequence[Pair | None],
-    counts: Sequence[int],
+    out: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], pairs: Sequence[Pair | None], counts: Sequence[int]
 ) -> Float[Tensor, "rows out"]:
     """`out`, which may change, plus the adapters' products with rows that are sorted by tenant; None: no adapter."""
     scalings = [pair.scaling if pair else 0.0 for pair in pairs]

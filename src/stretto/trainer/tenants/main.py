@@ -44,9 +44,7 @@ GROUP_TIMEOUT_S = 1800.0
 def main(cfg: ServeConfig) -> int:
     """Execute operations until Shutdown, the hub's end, or the first Ctrl-C; the exit status."""
     with (
-        prepared_rank(
-            cfg, ROLE, cfg.trainer, group_timeout_s=GROUP_TIMEOUT_S, reaches=cfg.control.host
-        ) as interrupt,
+        prepared_rank(cfg, ROLE, cfg.trainer, group_timeout_s=GROUP_TIMEOUT_S, reaches=cfg.control.host) as interrupt,
         ExitStack() as stack,
     ):
         tenants = build_tenants(cfg)

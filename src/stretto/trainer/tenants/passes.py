@@ -105,9 +105,7 @@ class Passes:
 
     # -- before the passes --
 
-    def _prepare(
-        self, operation: Pass, tenants: dict[str, Tenant]
-    ) -> tuple[list[_Work], dict[str, TenantResult]]:
+    def _prepare(self, operation: Pass, tenants: dict[str, Tenant]) -> tuple[list[_Work], dict[str, TenantResult]]:
         """The works that all ranks can compute, and results with an error for the others."""
         outcomes: list[tuple[str, _Work | str]] = []
         for number, work in enumerate(operation.works):
@@ -134,9 +132,7 @@ class Passes:
         tenant = tenants[work.tenant]
         loss = None if work.sum_loss is not None else read_loss(work)
         if loss is not None and loss.reference_kl is not None and tenant.scaling is None:
-            raise DataError(
-                "loss.reference_kl: the model that it compares with is what is trained here; remove it"
-            )
+            raise DataError("loss.reference_kl: the model that it compares with is what is trained here; remove it")
         checked = _Work(work, tenant, loss, micro_batches=work.micro_batches)
         vocab_size = self.policy.config.vocab_size
         targets = work.targets or [None] * len(work.micro_batches)
@@ -168,11 +164,7 @@ class Passes:
         local_counts: list[dict[str, float]] = []
         for work in works:
             has_counts = work.loss is None or work.request.counts is not None
-            counts = (
-                {}
-                if has_counts
-                else counts_of_step(work.request.micro_batches, work.loss.reduction)._asdict()
-            )
+            counts = {} if has_counts else counts_of_step(work.request.micro_batches, work.loss.reduction)._asdict()
             local_counts.append(counts)
         most = {f"max/{kind}": float(num) for kind, num in num_passes.items()}
         *sums, most = self.mesh.reduce_each([*local_counts, most])
@@ -193,9 +185,7 @@ class Passes:
                     continue
                 for piece in work.pieces:
                     num = len(piece.inputs.token_ids)
-                    is_alone = (
-                        not self._can_mix or piece.inputs.images is not None or work.tenant.lora.dropout
-                    )
+                    is_alone = not self._can_mix or piece.inputs.images is not None or work.tenant.lora.dropout
                     if max_tokens is None or is_alone:
                         yield [piece]
                         continue
@@ -296,8 +286,7 @@ class Passes:
             if work.request.wants_logprobs:
                 by_index = {piece.index: piece.logprobs for piece in work.pieces}
                 logprobs = tuple(
-                    by_index.get(i, np.zeros(len(mb.token_ids), np.float32))
-                    for i, mb in enumerate(work.micro_batches)
+                    by_index.get(i, np.zeros(len(mb.token_ids), np.float32)) for i, mb in enumerate(work.micro_batches)
                 )
             before = results.get(work.request.tenant)
             if before is not None:  # several works of one tenant

@@ -26,21 +26,10 @@ from stretto.models.lora import EXPERT_PARAMETERS, Adapter, fill_uniform, peft_n
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.tenants import AdamSettings, TenantMemory, TenantSpec
 from stretto.trainer.batch.metrics import StepSums
-from stretto.trainer.optim.build import (
-    MasterWeights,
-    allocate_optimizer_slices,
-    build_optimizer,
-    optimizer_slices,
-)
+from stretto.trainer.optim.build import MasterWeights, allocate_optimizer_slices, build_optimizer, optimizer_slices
 from stretto.trainer.optim.schedule import learning_rate
 from stretto.trainer.ranks.mesh import Mesh
-from stretto.trainer.state.learner_state import (
-    LearnerState,
-    StateSource,
-    add_prefix,
-    check_same_model,
-    select_prefix,
-)
+from stretto.trainer.state.learner_state import LearnerState, StateSource, add_prefix, check_same_model, select_prefix
 from stretto.trainer.tenants.layers import AdaptableLayers, Pair, TenantLinear
 
 Place = Literal["device", "host", "disk"]
@@ -175,11 +164,7 @@ class Tenant:
                 raise DataError(
                     f"settings of AdamW for a step of {self._optim.type!r}, which the tenant was created with"
                 )
-            settings |= {
-                "betas": (adam.beta1, adam.beta2),
-                "eps": adam.eps,
-                "weight_decay": adam.weight_decay,
-            }
+            settings |= {"betas": (adam.beta1, adam.beta2), "eps": adam.eps, "weight_decay": adam.weight_decay}
         for group in self.optimizer.param_groups:
             group.update(settings)
         return lr
@@ -260,9 +245,7 @@ class Tenant:
         if with_optimizer and values["optim"] is None:
             raise DataError("it was saved without optimizer state; load it without optimizer state, too")
         if with_optimizer and values["optim"] != self._optim.type:
-            raise DataError(
-                f"state of optimizer {values['optim']!r}, but this tenant has {self._optim.type!r}"
-            )
+            raise DataError(f"state of optimizer {values['optim']!r}, but this tenant has {self._optim.type!r}")
         check_same_model(self.weights.shapes(), select_prefix("model", saved))
         weights = add_prefix("model", self.weights.slices())
         buffers = {name: TensorSlice.whole(torch.empty_like(part.tensor)) for name, part in weights.items()}

@@ -127,9 +127,7 @@ class Tenants:
                 results = {operation.tenant: self._remove(operation.tenant)}
             case _:
                 results = {operation.tenant: self._guarded(lambda: self._for_tenant(operation))}
-        return Done(
-            number=operation.number, results=results, status=status, time_s=time.perf_counter() - start
-        )
+        return Done(number=operation.number, results=results, status=status, time_s=time.perf_counter() - start)
 
     def __getitem__(self, name: str) -> Tenant:
         """Raises: DataError for a name that no tenant has."""
@@ -204,9 +202,7 @@ class Tenants:
         rest = (self._layers, self.model, self.mesh)
         if self._base is None:
             if spec.rank == 0:
-                raise ConfigError(
-                    "rank = 0: this service trains adapters; service.full_finetuning trains all"
-                )
+                raise ConfigError("rank = 0: this service trains adapters; service.full_finetuning trains all")
             return Tenant(spec, read_spec(spec, self._max_rank), *rest)
         if spec.rank != 0:
             raise ConfigError(f"rank = {spec.rank}: this service trains all weights, and has no adapters")

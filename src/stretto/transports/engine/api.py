@@ -183,9 +183,7 @@ def require_neutral(body: msgspec.Struct) -> None:
     for name in body.__struct_fields__:
         allowed = NEUTRAL.get(name)
         if allowed is not None and getattr(body, name) not in allowed:
-            raise Refusal(
-                f"{name}: {getattr(body, name)!r} is not supported by the embedded engine; leave it out"
-            )
+            raise Refusal(f"{name}: {getattr(body, name)!r} is not supported by the embedded engine; leave it out")
 
 
 def decode_json(data: bytes, kind: type[Any]) -> Any:

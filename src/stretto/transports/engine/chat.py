@@ -47,9 +47,7 @@ class ChatClient:
 
     # -- methods of a renderer --
 
-    def render_prompt(
-        self, messages: Sequence[dict], tools: list[dict] | None = None
-    ) -> Int32[np.ndarray, " 1"]:
+    def render_prompt(self, messages: Sequence[dict], tools: list[dict] | None = None) -> Int32[np.ndarray, " 1"]:
         """A handle for the conversation, int32 [1]."""
         return self._handle({"messages": self._prepare(messages), "tools": tools}, 1)
 
@@ -198,9 +196,7 @@ class ChatClient:
                 continue
             except http.Transient as error:
                 if attempt >= self.max_retries:
-                    raise EngineError(
-                        f"generate {request_id}: {error} (after {attempt + 1} attempts)"
-                    ) from error
+                    raise EngineError(f"generate {request_id}: {error} (after {attempt + 1} attempts)") from error
             await asyncio.sleep(min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S))
             attempt += 1
 

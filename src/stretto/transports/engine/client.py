@@ -101,9 +101,7 @@ class EngineClient:
         """
         if self._splits_samples and request.n > 1:
             async with task_group() as group:
-                tasks = [
-                    group.create_task(self._generate_samples(request.sample(i))) for i in range(request.n)
-                ]
+                tasks = [group.create_task(self._generate_samples(request.sample(i))) for i in range(request.n)]
             return [task.result()[0] for task in tasks]
         return await self._generate_samples(request)
 
@@ -348,9 +346,7 @@ class EngineClient:
                     break
             scores = completion.prompt_logprobs
             if not is_decoding and (scores is None or len(scores) != len(prompt_ids)):
-                raise EngineError(
-                    f"{url} returned no log-probabilities for the prompt's {len(prompt_ids)} tokens"
-                )
+                raise EngineError(f"{url} returned no log-probabilities for the prompt's {len(prompt_ids)} tokens")
             return completion
 
         async def score(url: str) -> CanaryScores:
@@ -384,9 +380,7 @@ class EngineClient:
 
         Raises: EngineError if one cannot load it.
         """
-        body = msgspec.json.encode(
-            api.LoadAdapterBody(lora_name=name, lora_path=directory, load_inplace=True)
-        )
+        body = msgspec.json.encode(api.LoadAdapterBody(lora_name=name, lora_path=directory, load_inplace=True))
         await self._all("POST", api.LOAD_ADAPTER, body)
 
     async def adapters(self) -> set[str]:

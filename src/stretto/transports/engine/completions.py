@@ -44,9 +44,7 @@ def encode_completions(
                     {"version": str(s.version), "start": s.start, "end": s.end} for s in completion.versions
                 ],
                 "logprobs": {
-                    "content": [
-                        {"token_id": i, "logprob": x} for i, x in zip(ids, completion.logprobs.tolist())
-                    ]
+                    "content": [{"token_id": i, "logprob": x} for i, x in zip(ids, completion.logprobs.tolist())]
                 },
             }
         )
@@ -73,9 +71,7 @@ def encode_array(array: UInt[np.ndarray, "tokens layers top_k"] | None) -> str |
     return b64encode(file.getbuffer()).decode()
 
 
-def decode_routed_experts(
-    text: str | None, num_tokens: int
-) -> UInt[np.ndarray, "tokens layers top_k"] | None:
+def decode_routed_experts(text: str | None, num_tokens: int) -> UInt[np.ndarray, "tokens layers top_k"] | None:
     """The expert choices for the last `num_tokens` tokens of prompt and completion.
 
     vLLM omits the last token, from which nothing was predicted; it is then marked as unknown.
@@ -99,9 +95,7 @@ def decode_routed_experts(
     return np.concatenate((array, unknown))
 
 
-def decode_sampling_mask(
-    request: GenerateRequest, mask: list[list[int]] | None, num_tokens: int
-) -> Support | None:
+def decode_sampling_mask(request: GenerateRequest, mask: list[list[int]] | None, num_tokens: int) -> Support | None:
     """The tokens from which each completion token was drawn; None if the request does not truncate sampling.
 
     Raises: WireError if the mask has another number of tokens.
@@ -231,8 +225,7 @@ def decode_completions(request: GenerateRequest, data: bytes) -> list[Completion
             top_prompt_logprobs=top_logprobs,
             target_prompt_logprobs=targets,
             routed_experts=decode_routed_experts(
-                choice.routed_experts,
-                len(request.prompt_ids) - request.routed_experts_start + len(choice.token_ids),
+                choice.routed_experts, len(request.prompt_ids) - request.routed_experts_start + len(choice.token_ids)
             ),
             support=decode_sampling_mask(request, choice.sampling_mask, len(choice.token_ids)),
         )

@@ -58,17 +58,10 @@ class Dispatch:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 return await self._until_answered(what, body, headers, session_id, deadline)
         except TimeoutError:
-            raise EngineError(
-                f"{what}: no answer from {', '.join(self._urls)} in {self._timeout_s:g} s"
-            ) from None
+            raise EngineError(f"{what}: no answer from {', '.join(self._urls)} in {self._timeout_s:g} s") from None
 
     async def _until_answered(
-        self,
-        what: str,
-        body: bytes,
-        headers: dict[str, str],
-        session_id: str | None,
-        deadline: asyncio.Timeout,
+        self, what: str, body: bytes, headers: dict[str, str], session_id: str | None, deadline: asyncio.Timeout
     ) -> bytes:
         attempt = 0
         while True:
@@ -105,9 +98,7 @@ class Dispatch:
             async with _paused(deadline):
                 await gate.enter()
             try:
-                data = await self._fleet.while_up(
-                    url, self._http.request("POST", url + api.GENERATE, body, headers)
-                )
+                data = await self._fleet.while_up(url, self._http.request("POST", url + api.GENERATE, body, headers))
                 was_served = True
                 return data
             except http.Full:

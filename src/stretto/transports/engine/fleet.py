@@ -97,9 +97,7 @@ class Fleet:
         node = self.nodes[url]
         node.state, node.reason, node.since = EngineState.DOWN, reason, time.monotonic()
         self.generation += 1
-        logger.warning(
-            "engine %s is down: %s; %d of %d are up", url, reason, len(self.ready()), len(self.nodes)
-        )
+        logger.warning("engine %s is down: %s; %d of %d are up", url, reason, len(self.ready()), len(self.nodes))
         for task in tuple(node.requests):
             task.cancel()
         self._on_down(url, reason)

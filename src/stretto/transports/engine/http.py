@@ -60,9 +60,7 @@ class Connections:
             return data
         message = f"{url}: HTTP {response.status}: {api.error_message(data)}"
         # Dynamo's frontend does not know the model while it has no engine, and lists it before it can serve it.
-        has_no_engine = (
-            self._has_router and response.status == 404 and any(text in data for text in _NO_ENGINE)
-        )
+        has_no_engine = self._has_router and response.status == 404 and any(text in data for text in _NO_ENGINE)
         if response.status == 503 or has_no_engine:
             raise Unavailable(message)
         if response.status == 429:

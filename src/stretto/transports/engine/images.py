@@ -99,9 +99,7 @@ def encode_features(request: GenerateRequest) -> FeaturesBody | None:
     )
 
 
-def decode_features(
-    features: FeaturesBody | None, token_ids: Sequence[int]
-) -> tuple[tuple[Image, ...], int | None]:
+def decode_features(features: FeaturesBody | None, token_ids: Sequence[int]) -> tuple[tuple[Image, ...], int | None]:
     """The images of a request and their placeholder; () and None if it has none.
 
     Their hashes are computed from the pixels, not taken from the sender, because engines cache results by hash.
@@ -165,10 +163,7 @@ def _encode_item(image: Image) -> str:
             "data": _array(np.ascontiguousarray(patches, "<f4"), "float32"),
             "field": fields["pixel_values"],
         },
-        "image_grid_thw": {
-            "data": _array(np.array(image.grid, "<i8"), "int64"),
-            "field": fields["image_grid_thw"],
-        },
+        "image_grid_thw": {"data": _array(np.array(image.grid, "<i8"), "int64"), "field": fields["image_grid_thw"]},
     }
     return b64encode(msgspec.msgpack.encode(item)).decode()
 

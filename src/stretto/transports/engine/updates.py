@@ -59,9 +59,7 @@ def encode_started(*, loads_between_steps: bool) -> bytes:
 
     loads_between_steps: the engine needs UPDATE_WEIGHTS only, without the other calls of an update.
     """
-    return msgspec.json.encode(
-        {"message": "Weight update started", "loads_between_steps": loads_between_steps}
-    )
+    return msgspec.json.encode({"message": "Weight update started", "loads_between_steps": loads_between_steps})
 
 
 def decode_started(data: bytes) -> bool:

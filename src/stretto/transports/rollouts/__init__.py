@@ -14,9 +14,7 @@ from stretto.transports.rollouts.zmq import ZmqReceiver, ZmqSender
 __all__ = ["Receiver", "Sender", "build_receiver", "build_sender"]
 
 
-def build_sender(
-    cfg: RolloutTransport, run_dir: RunDir, world_size: int, sessions: Mapping[int, str]
-) -> Sender:
+def build_sender(cfg: RolloutTransport, run_dir: RunDir, world_size: int, sessions: Mapping[int, str]) -> Sender:
     """The orchestrator's end; open it before use.
 
     sessions: by rank, the session of the process that the control wire has registered; read again at every use.

@@ -72,9 +72,7 @@ class FilesystemSender:
         waits = (self._offer(rank, step, deadline) for rank in range(self._world_size))
         late = ", ".join(who for who in await asyncio.gather(*waits) if who)
         if late:
-            raise EngineError(
-                f"the batch of step {step} was not received in {self._cfg.timeout_s:g} s by {late}."
-            )
+            raise EngineError(f"the batch of step {step} was not received in {self._cfg.timeout_s:g} s by {late}.")
         while len(self._steps) > self._cfg.keep_steps:
             shutil.rmtree(self._run_dir.rollout(self._steps.pop(0), 0).parent, ignore_errors=True)
 

@@ -116,7 +116,5 @@ def _decode_batch(frames: Sequence[BytesLike]) -> TrainBatch:
     """
     head = decode(frames[:1], TrainBatch)
     where = f"micro batch of step {head.step}"
-    micro_batches = [
-        decode_blob(b, MicroBatch, where=where) for frame in frames[1:] for b in split_blobs(frame)
-    ]
+    micro_batches = [decode_blob(b, MicroBatch, where=where) for frame in frames[1:] for b in split_blobs(frame)]
     return msgspec.structs.replace(head, micro_batches=tuple(micro_batches))

@@ -65,10 +65,7 @@ def _build_full_publisher(cfg: WeightBroadcast, run_dir: RunDir, run_id: str, ra
 
 
 def receive(
-    manifest: WeightManifest,
-    group: WeightGroup | None = None,
-    worker: int = 0,
-    device: torch.device | None = None,
+    manifest: WeightManifest, group: WeightGroup | None = None, worker: int = 0, device: torch.device | None = None
 ) -> Receiver:
     """Receive a version: `with receive(manifest) as tensors: load_tensors(model, tensors)`.
 
@@ -81,17 +78,11 @@ def receive(
     return ProbeReceiver(receiver) if manifest.is_probe else receiver
 
 
-def _receive(
-    manifest: WeightManifest, group: WeightGroup | None, worker: int, device: torch.device | None
-) -> Receiver:
+def _receive(manifest: WeightManifest, group: WeightGroup | None, worker: int, device: torch.device | None) -> Receiver:
     if manifest.needs_group and group is None:
-        raise WireError(
-            f"weights of version {manifest.version} come by broadcast, but the update names no group."
-        )
+        raise WireError(f"weights of version {manifest.version} come by broadcast, but the update names no group.")
     if manifest.transport == "delta":
-        return DeltaReceiver(
-            manifest, group, worker, lambda link, group: receive(link, group, worker, device)
-        )
+        return DeltaReceiver(manifest, group, worker, lambda link, group: receive(link, group, worker, device))
     if manifest.transport == "collective":
         assert group is not None
         return CollectiveReceiver(manifest, group, worker, device)

@@ -69,17 +69,14 @@ class Board:
         count = self.store.add(f"count/{sender}", 1) - 1
         self.set(f"request/{sender}/{count}", message)
 
-    def exchange(
-        self, name: str, rank: int, world_size: int, message: str, what: str, timeout_s: float
-    ) -> list[str]:
+    def exchange(self, name: str, rank: int, world_size: int, message: str, what: str, timeout_s: float) -> list[str]:
         """All-gather: the messages of all ranks of a group.
 
         Raises: WireError, `what` and the rank, if a rank sends none in time.
         """
         self.set(f"{name}/{rank}", message)
         messages = [
-            self.wait(f"{name}/{other}", timeout_s, f"{what} {other} of {world_size}")
-            for other in range(world_size)
+            self.wait(f"{name}/{other}", timeout_s, f"{what} {other} of {world_size}") for other in range(world_size)
         ]
         self.mark_read(name, world_size, [f"{name}/{other}" for other in range(world_size)])
         return messages

@@ -60,12 +60,7 @@ from stretto.transports.weights.layout import (
     padded,
     tensors_of,
 )
-from stretto.transports.weights.store import (
-    connect_store,
-    create_store,
-    new_gloo_group,
-    use_interface_to,
-)
+from stretto.transports.weights.store import connect_store, create_store, new_gloo_group, use_interface_to
 
 logger = logging.getLogger(__name__)
 
@@ -110,15 +105,7 @@ class Location(msgspec.Struct, frozen=True):
 class CollectivePublisher:
     """Sender of one trainer rank; the first rank's also runs the store, until it is closed."""
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        bucket_bytes: int,
-        timeout_s: float,
-        ranks: Ranks = ONE_RANK,
-    ) -> None:
+    def __init__(self, host: str, port: int, *, bucket_bytes: int, timeout_s: float, ranks: Ranks = ONE_RANK) -> None:
         self._ranks, self._rank = ranks, ranks.rank
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         key = ranks.gather(secrets.token_hex(32), str)[0]
@@ -280,11 +267,7 @@ class CollectiveReceiver(Receiver):
     """
 
     def __init__(
-        self,
-        manifest: WeightManifest,
-        group: WeightGroup,
-        worker: int = 0,
-        device: torch.device | None = None,
+        self, manifest: WeightManifest, group: WeightGroup, worker: int = 0, device: torch.device | None = None
     ) -> None:
         check_kind(manifest)
         self.manifest = manifest
@@ -401,9 +384,7 @@ def _round_robin(streams: Mapping[int, _Stream]) -> Iterator[tuple[_Stream, Buck
         yield from (pair for pair in zip(streams.values(), row) if pair[1] is not None)
 
 
-def min_over_receivers(
-    manifest: WeightManifest, group: WeightGroup, worker: int, topic: str, value: int
-) -> int:
+def min_over_receivers(manifest: WeightManifest, group: WeightGroup, worker: int, topic: str, value: int) -> int:
     """All-reduce: the smallest `value` of all receivers of a group, which all must call this.
 
     topic: distinguishes the calls of one update.
@@ -444,14 +425,10 @@ def _enter_group(
     """The held process group if it has this name, else a new one."""
     if held is not None and held.name == name:
         return held
-    return HeldGroup(
-        name, rank, size, _new_group(store, f"group/{sender}/{name}", rank, size, device, timeout_s)
-    )
+    return HeldGroup(name, rank, size, _new_group(store, f"group/{sender}/{name}", rank, size, device, timeout_s))
 
 
-def _new_group(
-    store: TCPStore, prefix: str, rank: int, size: int, device: torch.device, timeout_s: float
-) -> object:
+def _new_group(store: TCPStore, prefix: str, rank: int, size: int, device: torch.device, timeout_s: float) -> object:
     """A process group that torch does not register, so that an engine's own is not affected."""
     if device.type != "cuda":
         return new_gloo_group(store, prefix, rank, size, timeout_s)
@@ -507,9 +484,7 @@ def _connected(location: Location) -> Iterator[Connection]:
             if _connections.get(address) is connection:
                 del _connections[address]
         if isinstance(error, DistNetworkError):
-            raise WireError(
-                f"{TITLE}: the trainer's store at {location.host}:{location.port} is gone."
-            ) from error
+            raise WireError(f"{TITLE}: the trainer's store at {location.host}:{location.port} is gone.") from error
         raise
 
 

@@ -259,9 +259,7 @@ class DeltaReceiver(Receiver):
     Raises: WireError if a link cannot be received, or the copy is wrong even after it was written from the snapshot.
     """
 
-    def __init__(
-        self, manifest: WeightManifest, group: WeightGroup | None, worker: int, receive: Receive
-    ) -> None:
+    def __init__(self, manifest: WeightManifest, group: WeightGroup | None, worker: int, receive: Receive) -> None:
         check_kind(manifest)
         self.manifest = manifest
         chain = msgspec.json.decode(manifest.location, type=Chain)
@@ -370,9 +368,7 @@ class DeltaReceiver(Receiver):
     ) -> None:
         """Apply one trainer rank's changes to the copy, which held version `base` before the link."""
         if base != table.base:
-            raise Mismatch(
-                f"version {link.version} changes version {table.base}, but this host holds {base}."
-            )
+            raise Mismatch(f"version {link.version} changes version {table.base}, but this host holds {base}.")
         gap_start = value_start = 0
         for change in table.changes:
             words = self._words(writer, change.index)

@@ -53,12 +53,7 @@ class FilesystemPublisher:
     """Keeps the newest `keep_versions` versions and all that are not released."""
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        keep_versions: int,
-        shard_bytes: int = SHARD_BYTES,
-        ranks: Ranks = ONE_RANK,
+        self, directory: Path, *, keep_versions: int, shard_bytes: int = SHARD_BYTES, ranks: Ranks = ONE_RANK
     ) -> None:
         self._directory = directory
         self._keep_versions = keep_versions
@@ -126,9 +121,7 @@ class FilesystemPublisher:
 
     def _prune(self, newest: int) -> None:
         """Remove old versions, and those beyond `newest`, which are left from undone steps."""
-        found = {
-            int(match[1]): path for path in self._directory.iterdir() if (match := _VERSION.match(path.name))
-        }
+        found = {int(match[1]): path for path in self._directory.iterdir() if (match := _VERSION.match(path.name))}
         kept = set(sorted(v for v in found if v <= newest)[-self._keep_versions :]) | self._in_use
         for version, path in found.items():
             if version not in kept:

@@ -16,14 +16,7 @@ import torch
 
 from stretto.base.errors import EngineError, WireError
 from stretto.records.weights import TensorEntry, WeightManifest
-from stretto.transports.weights.layout import (
-    NamedTensor,
-    Receiver,
-    buckets_of,
-    dtype_name,
-    padded,
-    tensors_of,
-)
+from stretto.transports.weights.layout import NamedTensor, Receiver, buckets_of, dtype_name, padded, tensors_of
 
 
 class Handle(msgspec.Struct, frozen=True):
@@ -131,9 +124,7 @@ def _open(handle: Handle, device: torch.device) -> torch.Tensor:
             handle.needs_sync,
         )
     except RuntimeError as cause:
-        raise WireError(
-            f"cannot map the trainer's memory on {device}: {str(cause).splitlines()[0]}"
-        ) from cause
+        raise WireError(f"cannot map the trainer's memory on {device}: {str(cause).splitlines()[0]}") from cause
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 

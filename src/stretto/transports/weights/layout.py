@@ -244,9 +244,7 @@ class Bucket:
     num_bytes: int
 
 
-def group_into_buckets(
-    items: Iterable[T], bucket_bytes: int, num_bytes: Callable[[T], int]
-) -> Iterator[list[T]]:
+def group_into_buckets(items: Iterable[T], bucket_bytes: int, num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
     """Group consecutive items into buckets of at most bucket_bytes, or one item.
 
     Both ends of a wire use this, so that they form the same buckets.

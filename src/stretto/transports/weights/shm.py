@@ -60,14 +60,7 @@ class ShmFile:
 class ShmPublisher:
     """Publishes into files `stretto-weights-<run>-<random>-<n>`."""
 
-    def __init__(
-        self,
-        run_id: str,
-        directory: Path = SHM_DIR,
-        *,
-        num_files: int = 2,
-        ranks: Ranks = ONE_RANK,
-    ) -> None:
+    def __init__(self, run_id: str, directory: Path = SHM_DIR, *, num_files: int = 2, ranks: Ranks = ONE_RANK) -> None:
         """num_files: number of versions that are expected to be held at once."""
         if not directory.is_dir():
             raise EngineError(f'{directory} does not exist here; use weight_broadcast.type = "filesystem".')
@@ -133,9 +126,7 @@ class ShmPublisher:
                 return file
         if len(self._files) >= self._num_files:
             versions = [file.version for file in self._files]
-            logger.debug(
-                "the engines have not released versions %s; using one more file in shared memory", versions
-            )
+            logger.debug("the engines have not released versions %s; using one more file in shared memory", versions)
         path = self._directory / f"{self._name}-{len(self._files)}"
         file = ShmFile(path, open_locked(path, is_new=True))
         self._files.append(file)

@@ -44,13 +44,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-_TYPES = {
-    "html": "text/html",
-    "js": "text/javascript",
-    "css": "text/css",
-    "svg": "image/svg+xml",
-    "txt": "text/plain",
-}
+_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml", "txt": "text/plain"}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -98,9 +92,7 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             found.set_cookie(cookie(token), token, httponly=True, samesite="Strict")
             raise found
         if not hmac.compare_digest(request.cookies.get(cookie(token), "").encode(), token.encode()):
-            raise web.HTTPUnauthorized(
-                text="open the address that `stretto view` printed: it ends with ?token=...\n"
-            )
+            raise web.HTTPUnauthorized(text="open the address that `stretto view` printed: it ends with ?token=...\n")
     if refused := refusal_of(request.method, request.headers, has_key=bool(token)):
         return web.Response(status=refused[0], text=refused[1] + "\n")
     answer: web.StreamResponse
@@ -152,9 +144,7 @@ def _file(name: str) -> web.Response:
 
 async def _runs(request: web.Request) -> web.Response:
     found = await asyncio.to_thread(request.app[LIBRARY].runs)
-    rows = await asyncio.to_thread(
-        lambda: [{"id": name, **state.describe(run.dir)} for name, run in found.items()]
-    )
+    rows = await asyncio.to_thread(lambda: [{"id": name, **state.describe(run.dir)} for name, run in found.items()])
     return _json(rows)
 
 
@@ -172,8 +162,7 @@ def _answering(answer: Callable[[OpenRun, Any], Any]) -> Handler:
         run = await asyncio.to_thread(request.app[LIBRARY].get, request.match_info["run"])
         if run is None:
             return _json(
-                {"error": f"there is no run {request.match_info['run']!r}; it may have been deleted."},
-                status=404,
+                {"error": f"there is no run {request.match_info['run']!r}; it may have been deleted."}, status=404
             )
         return await asyncio.to_thread(lambda: _json(answer(run, request.query)))
 
@@ -187,10 +176,7 @@ def _metrics(run: OpenRun, query: Any) -> Any:
 def _curve(run: OpenRun, query: Any) -> Any:
     if (axis := query.get("axis", "step")) not in curves.AXES:
         raise ConfigError(f"axis {axis!r}: the axes are {', '.join(curves.AXES)}.")
-    smooth, points = (
-        _number(query, "smooth", float) or 0.0,
-        _number(query, "points", int) or curves.MOST_POINTS,
-    )
+    smooth, points = (_number(query, "smooth", float) or 0.0, _number(query, "points", int) or curves.MOST_POINTS)
     rows = run.rows()
     keys = query.getall("key", [])
     return {key: curves.curve(rows, key, axis=axis, smooth=smooth, points=max(10, points)) for key in keys}
@@ -309,9 +295,7 @@ async def _send_changes(answer: web.StreamResponse, cached_stamps: _Cached) -> N
         stamps = await cached_stamps.get()
         for name in stamps.keys() | known.keys():
             old, new = known.get(name, {}), stamps.get(name, {})
-            if subjects := [
-                subject for subject in new.keys() | old.keys() if old.get(subject) != new.get(subject)
-            ]:
+            if subjects := [subject for subject in new.keys() | old.keys() if old.get(subject) != new.get(subject)]:
                 data = msgspec.json.encode({"run": name, "subjects": subjects}).decode()
                 await answer.write(f"data: {data}\n\n".encode())
                 silent_s = 0.0

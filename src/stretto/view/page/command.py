@@ -33,16 +33,12 @@ _SHUTDOWN_S = 0.5
 
 def view(words: Sequence[str]) -> int:
     """Serve the page of some runs."""
-    parser = PlainParser(
-        "view", "Show runs in a browser: live or finished ones, read from their directories."
-    )
+    parser = PlainParser("view", "Show runs in a browser: live or finished ones, read from their directories.")
     parser.add_argument(
         "run", nargs="*", type=Path, help="run directories, or directories that hold runs (default: outputs)"
     )
     parser.add_argument(
-        "--host",
-        default=HOST,
-        help=f"address to listen at ({HOST}); any other needs the token that is printed",
+        "--host", default=HOST, help=f"address to listen at ({HOST}); any other needs the token that is printed"
     )
     parser.add_argument("--port", type=int, help=f"port ({PORT}, or the next that is free; 0: any)")
     parser.add_argument(
@@ -90,13 +86,9 @@ def listen(host: str, port: int | None) -> socket.socket:
     try:
         if port is not None and not 0 <= port <= _LAST_PORT:
             raise OverflowError(port)
-        return socket.create_server(
-            (host, port or 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
+        return socket.create_server((host, port or 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"cannot listen at --host {host}, --port {port or 'any'}: {_why(error)}."
-        ) from error
+        raise ConfigError(f"cannot listen at --host {host}, --port {port or 'any'}: {_why(error)}.") from error
 
 
 def _why(error: OSError | OverflowError) -> str:
@@ -104,9 +96,7 @@ def _why(error: OSError | OverflowError) -> str:
     if isinstance(error, OverflowError):
         return "a port is a number from 0 to 65535; give one, or leave --port out"
     if isinstance(error, socket.gaierror) or error.errno in _NOT_OURS:
-        return (
-            "that is no address of this machine; give 127.0.0.1, 0.0.0.0 for all, or one that `ip addr` shows"
-        )
+        return "that is no address of this machine; give 127.0.0.1, 0.0.0.0 for all, or one that `ip addr` shows"
     if error.errno == errno.EADDRINUSE:
         return "another program listens there; give another port, 0 for any, or leave --port out"
     if error.errno == errno.EACCES:

@@ -51,9 +51,7 @@ def conversation(run: OpenRun, group_id: int, member: int) -> dict[str, Any]:
     trained = _trained(run.dir, row)
     return {
         **{key: value for key, value in row.items() if key not in ("segment", "offset", "length", "crc")},
-        "branches": [
-            _branch(run.tokenizer, branch, trained.get(number)) for number, branch in enumerate(branches)
-        ],
+        "branches": [_branch(run.tokenizer, branch, trained.get(number)) for number, branch in enumerate(branches)],
         "no_tokens": lost,
         "group": [
             {key: each[key] for key in ("member", "status", "reward", "advantage", "num_sampled_tokens")}
@@ -74,14 +72,10 @@ def picture(run: OpenRun, name: str) -> bytes:
     try:
         return run.image_processor.png(image)
     except ValueError as cause:
-        raise DataError(
-            f"{run.dir}: image {name} does not fit the model's image processor: {cause}"
-        ) from cause
+        raise DataError(f"{run.dir}: image {name} does not fit the model's image processor: {cause}") from cause
 
 
-def _branch(
-    tokenizer: Tokenizer | None, branch: Branch, trained: dict[int, dict[str, float]] | None
-) -> dict[str, Any]:
+def _branch(tokenizer: Tokenizer | None, branch: Branch, trained: dict[int, dict[str, float]] | None) -> dict[str, Any]:
     """Tokens as columns, and turns as stretches of them.
 
     `ratio` is the trainer's probability over the engine's, where the trainer wrote it down.
@@ -118,12 +112,7 @@ def token_texts(tokenizer: Tokenizer | None, token_ids: np.ndarray) -> list[str]
     while len(texts) < len(ids):
         at = len(texts)
         whole = next(
-            (
-                n
-                for n in range(1, _LONGEST_CHARACTER + 1)
-                if _BROKEN not in tokenizer.decode(ids[at : at + n])
-            ),
-            1,
+            (n for n in range(1, _LONGEST_CHARACTER + 1) if _BROKEN not in tokenizer.decode(ids[at : at + n])), 1
         )
         texts += [tokenizer.decode(ids[at : at + whole]), *[""] * (whole - 1)]
     return texts[: len(ids)]
@@ -172,16 +161,10 @@ def _trained(run: RunDir, row: dict[str, Any]) -> dict[int, dict[int, dict[str, 
     found: dict[int, dict[int, dict[str, float]]] = {}
     for file in sorted(run.trained_tokens.glob(f"**/step_{row['step']}.jsonl")):
         for line in file.open():
-            if (
-                f'"{name}' in line[:200]
-                and (sample := json.loads(line))["sample_id"].partition("/")[0] == name
-            ):
+            if f'"{name}' in line[:200] and (sample := json.loads(line))["sample_id"].partition("/")[0] == name:
                 branch = int(sample["sample_id"].partition("/")[2] or 0)
                 pairs = zip(
-                    sample["position"],
-                    sample["trainer_logprob"],
-                    sample["sampler_logprob"],
-                    sample["advantage"],
+                    sample["position"], sample["trainer_logprob"], sample["sampler_logprob"], sample["advantage"]
                 )
                 found[branch] = {
                     at: {"ratio": float(np.exp(trainer - sampler)), "advantage": advantage}

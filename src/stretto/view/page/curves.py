@@ -17,15 +17,7 @@ Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 MOST_POINTS = 1000
 """Points per curve, at most, unless a request has another number."""
 AXES = ("step", "time", "tokens")
-FIRST = (
-    "reward/mean",
-    "nll/mean",
-    "entropy/mean",
-    "completion/mean",
-    "mismatch_kl/mean",
-    "tokens_per_s",
-    "loss/mean",
-)
+FIRST = ("reward/mean", "nll/mean", "entropy/mean", "completion/mean", "mismatch_kl/mean", "tokens_per_s", "loss/mean")
 """Shown first, where a run has them."""
 _FRAME = frozenset({"step", "time", "incarnation", "resumed_step", MERGED_TOKENS})
 

@@ -76,8 +76,7 @@ class Library:
 
     def _scan(self) -> None:
         found = {
-            run.path.resolve(): run
-            for run in state.find([place for place in self._places if os.path.isdir(place)])
+            run.path.resolve(): run for run in state.find([place for place in self._places if os.path.isdir(place)])
         }
         self._runs = {name: run for name, run in self._runs.items() if run.path.resolve() in found}
         for path, run in found.items():
@@ -91,9 +90,7 @@ class Library:
         name = run.path.resolve().name
         taken = set(self._ids.values())
         return next(
-            each
-            for number in range(1, 10**6)
-            if (each := f"{name}~{number}" if number > 1 else name) not in taken
+            each for number in range(1, 10**6) if (each := f"{name}~{number}" if number > 1 else name) not in taken
         )
 
 

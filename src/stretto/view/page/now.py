@@ -69,9 +69,7 @@ def _metrics(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             metric = find_metric(name)
             unit = metric.unit if metric else ""
             reading = metric.reading if metric else ""
-            found.append(
-                {"name": name, "unit": unit, "reading": reading, "value": values[-1], "recent": values}
-            )
+            found.append({"name": name, "unit": unit, "reading": reading, "value": values[-1], "recent": values})
     return found
 
 
@@ -108,9 +106,7 @@ def queues(run: OpenRun) -> dict[str, Any]:
     with LedgerReader(run.dir) as ledger:
         draws = {row["state"]: row["n"] for row in ledger.rows(_OPEN_DRAWS)}
         [running] = ledger.rows("SELECT count(*) AS n FROM rollouts WHERE status = 'running'")
-        loaded = ledger.rows(
-            "SELECT version, state FROM versions WHERE state != 'undone' ORDER BY id DESC LIMIT 20"
-        )
+        loaded = ledger.rows("SELECT version, state FROM versions WHERE state != 'undone' ORDER BY id DESC LIMIT 20")
         [newest] = ledger.rows("SELECT max(row) AS row FROM rollouts")
         recent = ledger.rows(
             "SELECT num_sampled_tokens AS tokens, finished_at FROM rollouts WHERE row > ? AND finished_at > ?",
@@ -161,12 +157,8 @@ def _query_gpus() -> list[dict[str, Any]]:
     if shutil.which(command[0]) is None:
         return []
     try:
-        listing = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
-        ).stdout
+        listing = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
-    return [
-        dict(zip(("index", "name", "use_percent", "memory_mib", "memory_total_mib"), row)) for row in rows
-    ]
+    return [dict(zip(("index", "name", "use_percent", "memory_mib", "memory_total_mib"), row)) for row in rows]

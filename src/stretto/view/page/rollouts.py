@@ -67,9 +67,7 @@ class Filters:
         return [clause for clause, _ in given], [value for _, value in given]
 
 
-def page(
-    ledger: LedgerReader, filters: Filters, *, before: int | None = None, limit: int = PAGE
-) -> dict[str, Any]:
+def page(ledger: LedgerReader, filters: Filters, *, before: int | None = None, limit: int = PAGE) -> dict[str, Any]:
     """The rows that meet the conditions, and `next`: where the next page begins, None after the last one.
 
     before: `next` of the previous page. `searched` is how many rows were searched for this page.

@@ -62,9 +62,7 @@ def timeline(run: OpenRun, *, start: float | None = None, end: float | None = No
 _NEWEST = "SELECT max(finished_at) AS at FROM (SELECT finished_at FROM rollouts ORDER BY row DESC LIMIT 2000)"
 
 
-def _answer(
-    first: float, last: float, start: float, end: float, lanes: list[Lane], one_of: int
-) -> dict[str, Any]:
+def _answer(first: float, last: float, start: float, end: float, lanes: list[Lane], one_of: int) -> dict[str, Any]:
     shown = [lane for lane in lanes if lane["spans"]]
     return {"first": first, "last": last, "start": start, "end": end, "lanes": shown, "one_of": one_of}
 
@@ -82,9 +80,7 @@ def trainer_spans(row: Mapping[str, Any]) -> list[Span]:
     spans, at = [], row["time"]
     for kind, seconds in reversed(known):
         if seconds > 0:
-            spans.append(
-                {"start": at - seconds, "end": at, "kind": kind, "text": f"step {row['step']}: {kind}"}
-            )
+            spans.append({"start": at - seconds, "end": at, "kind": kind, "text": f"step {row['step']}: {kind}"})
             at -= seconds
     return spans[::-1]
 
@@ -109,8 +105,7 @@ def _rollout_lanes(ledger: LedgerReader, start: float, end: float) -> tuple[list
             "end": row["finished_at"] or end,
             "kind": row["status"],
             "text": f"g{row['group_id']}.{row['member']}: {row['status']}, {row['num_sampled_tokens'] or 0} tokens, "
-            f"version {row['first_version']}"
-            + ("" if row["reward"] is None else f", reward {row['reward']:.3g}"),
+            f"version {row['first_version']}" + ("" if row["reward"] is None else f", reward {row['reward']:.3g}"),
             "rollout": f"{row['group_id']}.{row['member']}",
         }
         for row in rows
@@ -140,9 +135,7 @@ def _row_at(ledger: LedgerReader, start: float) -> int:
     low, high = ends["low"] or 0, ends["high"] or 0
     while low < high:
         middle = (low + high) // 2
-        [row] = ledger.rows(
-            "SELECT started_at AS at FROM rollouts WHERE row >= ? ORDER BY row LIMIT 1", middle
-        )
+        [row] = ledger.rows("SELECT started_at AS at FROM rollouts WHERE row >= ? ORDER BY row LIMIT 1", middle)
         low, high = (middle + 1, high) if (row["at"] or 0.0) < start else (low, middle)
     return low
 
@@ -159,17 +152,10 @@ def _versions(ledger: LedgerReader, start: float, end: float) -> list[Span]:
     return _open_spans(ledger, query, start, end, "weights", "version {} on its way")
 
 
-def _open_spans(
-    ledger: LedgerReader, query: str, start: float, end: float, kind: str, text: str
-) -> list[Span]:
+def _open_spans(ledger: LedgerReader, query: str, start: float, end: float, kind: str, text: str) -> list[Span]:
     """Spans of the rows of a query, newest first in it; a row that has not ended lasts until `end`."""
     return [
-        {
-            "start": row["began"],
-            "end": row["ended"] or end,
-            "kind": kind,
-            "text": text.format(row["number"]),
-        }
+        {"start": row["began"], "end": row["ended"] or end, "kind": kind, "text": text.format(row["number"])}
         for row in reversed(ledger.rows(query, end, MOST_SPANS))
         if (row["ended"] or end) >= start
     ]
@@ -177,16 +163,9 @@ def _open_spans(
 
 def _checkpoints(ledger: LedgerReader, start: float, end: float) -> list[Span]:
     rows = ledger.rows(
-        "SELECT step, saved_at FROM checkpoints WHERE state != 'undone' AND saved_at BETWEEN ? AND ?",
-        start,
-        end,
+        "SELECT step, saved_at FROM checkpoints WHERE state != 'undone' AND saved_at BETWEEN ? AND ?", start, end
     )
     return [
-        {
-            "start": row["saved_at"],
-            "end": row["saved_at"],
-            "kind": "save",
-            "text": f"checkpoint {row['step']}",
-        }
+        {"start": row["saved_at"], "end": row["saved_at"], "kind": "save", "text": f"checkpoint {row['step']}"}
         for row in rows
     ]

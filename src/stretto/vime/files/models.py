@@ -167,21 +167,15 @@ def _check_updated(models: Sequence[ServedModel], where: str) -> None:
         )
     for model in models:
         if not model.engines:
-            raise ConfigError(
-                f"{where}: model {model.name} has placeholders only; give it a group of engines"
-            )
+            raise ConfigError(f"{where}: model {model.name} has placeholders only; give it a group of engines")
 
 
-def _groups(
-    entry: dict[str, Any], at: str, per_engine: int, first_gpu: int
-) -> tuple[tuple[ServerGroup, ...], int]:
+def _groups(entry: dict[str, Any], at: str, per_engine: int, first_gpu: int) -> tuple[tuple[ServerGroup, ...], int]:
     """The groups of a model, and the first GPU after them."""
     key = "engine_groups" if "engine_groups" in entry else "server_groups"
     given = typed(entry, key, list, at)
     if not given or not all(isinstance(each, dict) for each in given):
-        raise ConfigError(
-            f"{at}: {key} must be a list of groups, such as {{worker_type: regular, num_gpus: 8}}"
-        )
+        raise ConfigError(f"{at}: {key} must be a list of groups, such as {{worker_type: regular, num_gpus: 8}}")
     each_engine = typed(entry, "num_gpus_per_engine", int, at, per_engine)
     groups = []
     for number, raw in enumerate(given):
@@ -197,17 +191,13 @@ def _group(table: dict[str, Any], at: str, per_engine: int, first_gpu: int) -> S
     check_keys(table, GROUP_KEYS, at)
     kind = typed(table, "worker_type", str, at, "regular")
     if kind == "encoder":
-        raise ConfigError(
-            f"{at}: worker_type encoder: pictures are read by the engines themselves; leave it out"
-        )
+        raise ConfigError(f"{at}: worker_type encoder: pictures are read by the engines themselves; leave it out")
     if kind not in WORKERS:
         raise ConfigError(f"{at}: worker_type {kind}: must be {' or '.join(WORKERS)}")
     num_gpus = typed(table, "num_gpus", int, at)
     size = typed(table, "num_gpus_per_engine", int, at, per_engine)
     if num_gpus is None or num_gpus < 0 or size < 1:
-        raise ConfigError(
-            f"{at}: num_gpus must be given, 0 (the CPU) or more, and num_gpus_per_engine 1 or more"
-        )
+        raise ConfigError(f"{at}: num_gpus must be given, 0 (the CPU) or more, and num_gpus_per_engine 1 or more")
     if kind != "placeholder" and num_gpus % size:
         rule = f"{num_gpus} GPUs are no whole number of engines of {size}"
         raise ConfigError(f"{at}: {rule}; change num_gpus or num_gpus_per_engine")

@@ -54,9 +54,7 @@ def read_roles(path: str, where: str) -> dict[str, Any]:
 
 def _flag(key: str, role: str, at: str) -> str:
     if key in PLACED:
-        raise ConfigError(
-            f"{at}: {key} is a flag: --{role}-{key.replace('_', '-')}; move it to the command line"
-        )
+        raise ConfigError(f"{at}: {key} is a flag: --{role}-{key.replace('_', '-')}; move it to the command line")
     if role == "actor":
         return key
     return CRITIC.get(key, OF_CRITIC + key)

@@ -48,9 +48,7 @@ def _needs(name: str, other: str, rest: str = "", text: str = "{0} needs {1}") -
 def _idle(name: str, other: str, rest: str = "") -> Clash:
     """The first flag is given and does nothing without the other, which is not on."""
     is_on = lambda v: v.has(other) and v.value(other) not in (None, 0)
-    return Clash(
-        f"{name} {other}", lambda v: v.has(name) and not is_on(v), "{0} does nothing without {1}" + rest
-    )
+    return Clash(f"{name} {other}", lambda v: v.has(name) and not is_on(v), "{0} does nothing without {1}" + rest)
 
 
 def _given(name: str, other: str, when: Callable[[Values], object], text: str) -> Clash:
@@ -299,9 +297,7 @@ def notes(flags: Values) -> Iterator[str]:
 def _moved_placeholders(flags: Values) -> Iterator[str]:
     """A message for each model whose idle GPUs are not where its file has them."""
     for model in flags.models:
-        is_last = [group.worker_type for group in model.groups][: len(model.engines)].count(
-            "placeholder"
-        ) == 0
+        is_last = [group.worker_type for group in model.groups][: len(model.engines)].count("placeholder") == 0
         if len(model.engines) < len(model.groups) and not leaves_idle(flags, model) and not is_last:
             yield (
                 f"{flags.given['--vllm-config']}: model {model.name}: its engines have the first GPUs of their node, "

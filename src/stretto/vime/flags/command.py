@@ -68,10 +68,7 @@ def read_command(words: Sequence[str]) -> Command:
         further = flags.extra | unseen
         kept = [each for each in settings if each.path not in places]
         known = {each.path: each.value for each in settings if each.path in places}
-        settings = [
-            *kept,
-            *(Setting(path, further | known.get(path, {}), tuple(flags.given)) for path in places),
-        ]
+        settings = [*kept, *(Setting(path, further | known.get(path, {}), tuple(flags.given)) for path in places)]
         cfg = _build(flags, settings)
     _check_new(flags, cfg)
     said = [*flags.overridden, *_starts(flags), *notes(flags)]
@@ -129,15 +126,11 @@ def _resolve_models(flags: Values) -> None:
         return
     where = flags.given["--vllm-config"]
     per_engine = flags.rollout_num_gpus_per_engine
-    flags.models = read_models(
-        flags.vllm_config, where, checkpoint=flags.hf_checkpoint, per_engine=per_engine
-    )
+    flags.models = read_models(flags.vllm_config, where, checkpoint=flags.hf_checkpoint, per_engine=per_engine)
     total = sum(group.num_gpus for model in flags.models for group in model.groups)
     if total != flags.rollout_num_gpus:
         given = flags.given["--rollout-num-gpus"]
-        raise ConfigError(
-            f"{where}: its groups take {total} GPUs, and {given} gives another number; make them equal"
-        )
+        raise ConfigError(f"{where}: its groups take {total} GPUs, and {given} gives another number; make them equal")
     updated = next(model for model in flags.models if model.is_updated)
     flags.rollout_num_gpus = updated.num_gpus
     flags.rollout_num_gpus_per_engine = updated.engines[0].num_gpus_per_engine
@@ -151,9 +144,7 @@ def _count_rollouts(flags: Values) -> int:
         raise ConfigError(f"{flags.given['--num-epoch']}: {error}") from None
     if prompts < flags.rollout_batch_size:
         data = flags.given["--prompt-data"]
-        raise ConfigError(
-            f"{flags.given['--rollout-batch-size']}: {data} has {prompts} prompts only; lower it"
-        )
+        raise ConfigError(f"{flags.given['--rollout-batch-size']}: {data} has {prompts} prompts only; lower it")
     return prompts // flags.rollout_batch_size * flags.num_epoch
 
 
@@ -178,9 +169,7 @@ def _build(flags: Values, settings: Sequence[Setting]) -> RLConfig:
         if getattr(flags, name):
             values[(name,)] = True
     names = FlagNames(flags, settings)
-    return build(
-        RLConfig, nest(_without_empty_tables(values)), sources=sources, verb="vime", reword=names.reword
-    )
+    return build(RLConfig, nest(_without_empty_tables(values)), sources=sources, verb="vime", reword=names.reword)
 
 
 def _without_empty_tables(values: dict[KeyPath, Any]) -> dict[KeyPath, Any]:

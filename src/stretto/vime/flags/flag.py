@@ -85,9 +85,7 @@ copies = partial(sets, is_copied=True)
 """A flag whose value always goes to its keys as it is."""
 
 
-def equal(
-    name: str, kind: Kind, default: Any, note: str, help: str, *, choices: tuple[Any, ...] = ()
-) -> Flag:
+def equal(name: str, kind: Kind, default: Any, note: str, help: str, *, choices: tuple[Any, ...] = ()) -> Flag:
     """A flag that is accepted and sets nothing, because what it requests happens anyway."""
     return Flag(name, kind, default, help, "equal", note=note, choices=choices)
 
@@ -108,9 +106,7 @@ def noted(
     return Flag(name, kind, default, help, "equal", note=note, choices=choices, allowed=values, is_told=True)
 
 
-def refused(
-    name: str, kind: Kind, default: Any, note: str, help: str, *, allowed: tuple[Any, ...] = ()
-) -> Flag:
+def refused(name: str, kind: Kind, default: Any, note: str, help: str, *, allowed: tuple[Any, ...] = ()) -> Flag:
     """A flag that cannot be honoured; its default requests nothing, so it is accepted."""
     neutral = () if default is None or kind == "switch" else (default,)
     return Flag(name, kind, default, help, "refused", note=note, allowed=(*neutral, *allowed))
@@ -129,9 +125,7 @@ class Setting:
 class Values(SimpleNamespace):
     """The value of every flag, given or vime's default, as attributes."""
 
-    def __init__(
-        self, values: Mapping[str, Any], given: Mapping[str, str], flags: Mapping[str, Flag]
-    ) -> None:
+    def __init__(self, values: Mapping[str, Any], given: Mapping[str, str], flags: Mapping[str, Flag]) -> None:
         super().__init__(**values)
         self.given = given
         """By name of a given flag: the flag as it was typed, with its value."""

@@ -16,9 +16,7 @@ from stretto.vime.flags.groups import BY_NAME
 
 _ROOTS = "|".join(sorted(RLConfig.model_fields, key=len, reverse=True))
 _VALUE = r' = (?:"[^"]*"|\[[^\]]*\]|(?:[^\s,;:()\]]|:(?=\S))+)'
-_KEY = re.compile(
-    rf"(?<![\w./{{-])(?P<mark>--|\[)?(?P<key>(?:{_ROOTS})(?:[.][\w-]+)*)\]?(?P<value>{_VALUE})?"
-)
+_KEY = re.compile(rf"(?<![\w./{{-])(?P<mark>--|\[)?(?P<key>(?:{_ROOTS})(?:[.][\w-]+)*)\]?(?P<value>{_VALUE})?")
 MAX_FLAGS_PER_KEY = 3
 """If more flags have a part in a key, a message names none of them."""
 

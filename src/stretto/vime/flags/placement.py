@@ -151,9 +151,7 @@ def over_nodes(flags: Values, found: list[Engines]) -> Iterator[Setting]:
         yield from _sides_over_nodes(flags, found, node)
         return
     [engines] = found
-    yield Setting(
-        "deployment.num_infer_replicas", engines.number * engines.gpus // max(node, engines.gpus), ENGINES
-    )
+    yield Setting("deployment.num_infer_replicas", engines.number * engines.gpus // max(node, engines.gpus), ENGINES)
     if engines.gpus > node:
         yield from _engine_over_nodes(flags, engines, node)
         return
@@ -193,9 +191,7 @@ def leaves_idle(flags: Values, model: ServedModel) -> bool:
     return len(model.engines) < len(model.groups) and not is_local
 
 
-def nodes_of_groups(
-    flags: Values, model: ServedModel, at: str, node: int, shards: int = 1
-) -> Iterator[Setting]:
+def nodes_of_groups(flags: Values, model: ServedModel, at: str, node: int, shards: int = 1) -> Iterator[Setting]:
     """The groups of a model, in the order of the file, on nodes of so many GPUs.
 
     Raises: ConfigError for engines of two kinds, and for GPUs that are left over.
@@ -252,15 +248,11 @@ def _sides_over_nodes(flags: Values, found: list[Engines], node: int) -> Iterato
                 "of them"
             )
         is_wide = gpus > node
-        key, value = (
-            (f"{kind}_nodes", engines.num_nodes) if is_wide else (f"{kind}_per_node", engines.per_node)
-        )
+        key, value = (f"{kind}_nodes", engines.num_nodes) if is_wide else (f"{kind}_per_node", engines.per_node)
         yield Setting(f"inference.deployment.num_{key}", value(node), (PREFILL, *ENGINES))
 
 
 def _numbers(found: list[Engines]) -> Iterator[Setting]:
     yield Setting("inference.deployment.type", "disaggregated", (PREFILL,))
     for engines in found:
-        yield Setting(
-            f"inference.deployment.num_{engines.kind}_replicas", engines.number, (PREFILL, *ENGINES)
-        )
+        yield Setting(f"inference.deployment.num_{engines.kind}_replicas", engines.number, (PREFILL, *ENGINES))

@@ -88,9 +88,7 @@ class Shape:
     def flag(self, name: str) -> Flag:
         """The flag as a row of the table."""
         default = False if self.kind == "switch" else None
-        return Flag(
-            name, self.kind, default, self.help, "acts", note=f"Compared with config.json: `{self.field}`."
-        )
+        return Flag(name, self.kind, default, self.help, "acts", note=f"Compared with config.json: `{self.field}`.")
 
 
 # fmt: off

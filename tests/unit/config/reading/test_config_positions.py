@@ -69,8 +69,7 @@ def test_every_key_of_a_tricky_document_is_found_on_its_line() -> None:
 
 SCALARS = st.one_of(st.integers(), st.booleans(), st.text(st.characters(codec="utf-8"), max_size=8))
 VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
 )
 
 

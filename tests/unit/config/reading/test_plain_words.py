@@ -11,20 +11,7 @@ import pytest
 from stretto.cli import main
 
 OF_RUNS = ("show", "rollouts", "plot", "push", "status", "logs", "stop", "stacks")
-VERBS = (
-    "runs",
-    "show",
-    "rollouts",
-    "plot",
-    "view",
-    "push",
-    "init",
-    "plan",
-    "doctor",
-    "status",
-    "logs",
-    "stop",
-)
+VERBS = ("runs", "show", "rollouts", "plot", "view", "push", "init", "plan", "doctor", "status", "logs", "stop")
 
 
 def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:

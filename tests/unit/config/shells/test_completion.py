@@ -106,9 +106,7 @@ def test_fish_completes_the_same(workplace, capsys):
     (workplace / "script").write_text(script("fish", capsys))
     for typed, expected in CASES:
         words = ["fish", "--no-config", "-c", "source script; complete -C $argv[1]", typed]
-        done = subprocess.run(
-            words, capture_output=True, text=True, timeout=DEADLINE_S, env=os.environ | {"HOME": "."}
-        )
+        done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S, env=os.environ | {"HOME": "."})
         assert not done.stderr and done.stdout.split() == [expected.split()[-1]], (typed, done)
 
 

@@ -138,9 +138,7 @@ def test_a_piece_of_a_file_is_a_plan(name: str, here: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("name", INFERENCE)
-def test_a_piece_about_nodes_is_a_plan_of_inference(
-    name: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_piece_about_nodes_is_a_plan_of_inference(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(here, "inference", INFERENCE[name]) == 0, capsys.readouterr().err
     assert "inference_1  1: node-1" in capsys.readouterr().out
 
@@ -169,7 +167,6 @@ def test_weights_for_engines_of_another_machine_are_files_unless_a_transport_is_
     assert main([*AWAY.split(), "--print-config"]) == 0
     assert 'type = "filesystem"' in capsys.readouterr().out.partition("[weight_broadcast]")[2]
     assert main([*AWAY.split(), "--weight-broadcast.type", "shm", "--dry-run"]) == 2
-    assert (
-        'shared memory ends at this host and http://10.0.0.2:8000/v1 is another; use type = "filesystem"'
-        in (capsys.readouterr().err)
+    assert 'shared memory ends at this host and http://10.0.0.2:8000/v1 is another; use type = "filesystem"' in (
+        capsys.readouterr().err
     )

@@ -42,23 +42,15 @@ def test_the_policy_as_source_is_what_there_is_without_one(tmp_path: Path) -> No
 
 
 def test_echo_is_given_the_function_that_chooses_messages(tmp_path: Path) -> None:
-    algo = read(
-        tmp_path, '[orchestrator.algo]\ntype = "echo"\nfilter.import_path = "mine:chosen"\n'
-    ).orchestrator.algo
+    algo = read(tmp_path, '[orchestrator.algo]\ntype = "echo"\nfilter.import_path = "mine:chosen"\n').orchestrator.algo
     assert isinstance(algo, EchoAlgo) and algo.filter == "mine:chosen"
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (
-            'orchestrator.algo = { type = "grpo", sampling = { source = { name = "T" } } }',
-            "it belongs to type",
-        ),
-        (
-            'orchestrator.algo = { type = "echo", filter = { kwargs = { a = 1 } } }',
-            "bind others in your module",
-        ),
+        ('orchestrator.algo = { type = "grpo", sampling = { source = { name = "T" } } }', "it belongs to type"),
+        ('orchestrator.algo = { type = "echo", filter = { kwargs = { a = 1 } } }', "bind others in your module"),
         ("inference.use_pd_kv_transfer = true", 'deployment.type = "disaggregated"'),
         ("data.fake.batch_size = 2", "--bench"),
     ],

@@ -11,17 +11,7 @@ from stretto.envs.rewards.sandbox import Sandbox, SandboxLimits, bubblewrap_trou
 
 pytestmark = pytest.mark.heavy
 
-FAMILIES = [
-    "AF_UNIX",
-    "AF_INET",
-    "AF_INET6",
-    "AF_NETLINK",
-    "AF_PACKET",
-    "AF_VSOCK",
-    "AF_ALG",
-    "AF_BLUETOOTH",
-    "AF_CAN",
-]
+FAMILIES = ["AF_UNIX", "AF_INET", "AF_INET6", "AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG", "AF_BLUETOOTH", "AF_CAN"]
 WAYS = {
     "stream": "import socket\ns = socket.socket(socket.AF_UNIX)\ns.connect(PATH)\nprint('in')",
     "datagram": "import socket\n"

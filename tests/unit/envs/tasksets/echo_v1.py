@@ -30,8 +30,7 @@ class EchoTaskset(vf.Taskset[EchoTask, EchoConfig]):
         for i in range(self.config.num_tasks):
             word = f"{self.config.prefix}{i}"
             yield EchoTask(
-                EchoData(id=f"echo-{i}", prompt=word, word=word, system_prompt=self.config.system),
-                self.config.task,
+                EchoData(id=f"echo-{i}", prompt=word, word=word, system_prompt=self.config.system), self.config.task
             )
 
 

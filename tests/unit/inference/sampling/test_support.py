@@ -14,13 +14,7 @@ from tiny import VOCAB, build_learner, build_policy, documents, gradients, pack
 from stretto.algorithms.losses import TokenCounts, TokenStreams, total_loss
 from stretto.algorithms.sample_index import SampleIndex
 from stretto.base.errors import DataError, WireError
-from stretto.config.sections.algorithm import (
-    CorrectionSection,
-    DefaultLoss,
-    GspoLoss,
-    ReinforceLoss,
-    RejectSection,
-)
+from stretto.config.sections.algorithm import CorrectionSection, DefaultLoss, GspoLoss, ReinforceLoss, RejectSection
 from stretto.inference.embedded.sampler import sample, stream_key, uniforms
 from stretto.models import lm_head
 from stretto.models.lm_head import token_logprobs
@@ -88,9 +82,7 @@ def test_a_support_travels_with_its_completion_and_is_cut_and_continued_with_it(
 
 
 def answer(mask, **sampling):
-    spec = GenerateRequest(
-        request_id="a", prompt_ids=PROMPT, sampling=SamplingParams(max_tokens=2, **sampling)
-    )
+    spec = GenerateRequest(request_id="a", prompt_ids=PROMPT, sampling=SamplingParams(max_tokens=2, **sampling))
     choice = {"index": 0, "token_ids": [4, 5], "finish_reason": "length", "sampling_mask": mask}
     choice["logprobs"] = {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}
     return decode_completions(spec, msgspec.json.encode({"choices": [choice]}))[0].support
@@ -154,9 +146,7 @@ def ratios(mb: MicroBatch) -> np.ndarray:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(
-    "engine", [{}, {"kv_cache_tokens": 96, "max_model_len": 48}], ids=["roomy", "preempting"]
-)
+@pytest.mark.parametrize("engine", [{}, {"kv_cache_tokens": 96, "max_model_len": 48}], ids=["roomy", "preempting"])
 @pytest.mark.parametrize("cut", CUTS)
 def test_ratio_of_trainer_to_engine_is_one(cut, engine):
     mb = drawn(engine=engine, **CUTS[cut])

@@ -59,9 +59,7 @@ def request_of(directory):
 async def test_the_client_gets_what_the_engine_makes_of_an_image(site, request_of):
     async with EngineClient([site.url], api_key="secret", model="tiny") as client:
         got = await client.generate(request_of)
-    made = await site.engine.generate(
-        msgspec.structs.replace(request_of, request_id="direct", cache_salt="1")
-    )
+    made = await site.engine.generate(msgspec.structs.replace(request_of, request_id="direct", cache_salt="1"))
     for one, other in zip(got, made.completions, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         np.testing.assert_array_equal(one.prompt_logprobs, other.prompt_logprobs)
@@ -74,8 +72,7 @@ async def test_requests_that_show_the_same_image_keep_its_pixels_once(site, requ
     monkeypatch.setattr(site.engine, "generate", lambda request: seen.append(request) or generate(request))
     for name in "ab":
         status, answer = await site.post(
-            api.GENERATE,
-            api.encode_generate(msgspec.structs.replace(request_of, request_id=name), "tiny"),
+            api.GENERATE, api.encode_generate(msgspec.structs.replace(request_of, request_id=name), "tiny")
         )
         assert status == 200, answer
     assert len(seen) == 2 and seen[0].images[0] is seen[1].images[0]
@@ -135,13 +132,7 @@ async def test_an_image_that_is_alone_is_served_however_large_it_is(directory, r
 
 
 async def test_a_conversation_with_a_picture_is_answered_as_its_tokens_are(site, request_of):
-    body = {
-        "messages": show(),
-        "max_tokens": 5,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
+    body = {"messages": show(), "max_tokens": 5, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     status, answer = await site.post(api.CHAT_COMPLETIONS, body)
     assert status == 200, answer
     assert answer["prompt_token_ids"] == request_of.prompt_ids.tolist()
@@ -156,28 +147,13 @@ def features_without_placeholders(request: GenerateRequest) -> dict:
 
 
 FAULTS = {
-    "an image that cannot be read": (
-        {"messages": show("data:image/png;base64,AAAA")},
-        "the image cannot be read",
-    ),
-    "a data URL that is none": (
-        {"messages": show("data:image/png,AAAA")},
-        "must be `data:image/...;base64,...`",
-    ),
+    "an image that cannot be read": ({"messages": show("data:image/png;base64,AAAA")}, "the image cannot be read"),
+    "a data URL that is none": ({"messages": show("data:image/png,AAAA")}, "must be `data:image/...;base64,...`"),
     "a file of this host": ({"messages": show("/etc/hostname")}, "an image must be a data URL here"),
     "an address": ({"messages": show("http://localhost/a.png")}, "an image must be a data URL here"),
-    "a placeholder as text": (
-        {"messages": [{"role": "user", "content": PLACEHOLDER}]},
-        "0 images, and 1 placeholders",
-    ),
-    "an image and a placeholder as text": (
-        {"messages": show(text=PLACEHOLDER)},
-        "1 images, and 2 placeholders",
-    ),
-    "an image of the system": (
-        {"messages": [{**show()[0], "role": "system"}]},
-        "a message of the role 'system'",
-    ),
+    "a placeholder as text": ({"messages": [{"role": "user", "content": PLACEHOLDER}]}, "0 images, and 1 placeholders"),
+    "an image and a placeholder as text": ({"messages": show(text=PLACEHOLDER)}, "1 images, and 2 placeholders"),
+    "an image of the system": ({"messages": [{**show()[0], "role": "system"}]}, "a message of the role 'system'"),
 }
 
 

@@ -105,16 +105,8 @@ def test_workers_are_counted_behind_their_own_server(has_server_per_node, counts
 
 
 def test_requests_that_may_wait_are_counted_beside_those_that_run(model):
-    settings = {
-        "model": str(model),
-        "parallel": {"dp": 2},
-        "max_num_seqs": 10,
-        "server": {"max_waiting_requests": 5},
-    }
-    assert (
-        words_of(InferenceSection.model_validate(settings), model, is_cpu=False)["--max-num-queued-reqs"]
-        == "25"
-    )
+    settings = {"model": str(model), "parallel": {"dp": 2}, "max_num_seqs": 10, "server": {"max_waiting_requests": 5}}
+    assert words_of(InferenceSection.model_validate(settings), model, is_cpu=False)["--max-num-queued-reqs"] == "25"
 
 
 @pytest.mark.parametrize(("has_experts", "setting", "is_spread"), [
@@ -243,9 +235,7 @@ def test_the_deployment_pages_commands_load(tmp_path):
     assert cfg.vllm_extra["data_parallel_start_rank"] == 2 and cfg.vllm_extra["headless"] is True
 
 
-@pytest.mark.parametrize(
-    "words", [["--headless=1"], ["--all2all-backend"], ["--all2all-backend", "--headless"]]
-)
+@pytest.mark.parametrize("words", [["--headless=1"], ["--all2all-backend"], ["--all2all-backend", "--headless"]])
 def test_a_flag_without_its_value_or_with_one_too_many_is_refused(words):
     with pytest.raises(ConfigError, match=r"takes a value|takes no value"):
         taken(*words)

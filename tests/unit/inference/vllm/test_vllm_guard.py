@@ -46,9 +46,7 @@ async def ask(
 ) -> int:
     """The status that the guard answers with."""
     guard = Guard(app, key=KEY, **settings)
-    guard._sizes = EngineSizes(
-        vocab_size=100, max_model_len=64, max_num_seqs=4, token_bytes=8, can_sleep=can_sleep
-    )
+    guard._sizes = EngineSizes(vocab_size=100, max_model_len=64, max_num_seqs=4, token_bytes=8, can_sleep=can_sleep)
     headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
     scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": app}
     data = body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
@@ -188,12 +186,6 @@ async def test_more_requests_than_may_wait_are_429():
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": api.GENERATE,
-        "headers": [(b"host", b"127.0.0.1")],
-        "app": app,
-    }
+    scope = {"type": "http", "method": "POST", "path": api.GENERATE, "headers": [(b"host", b"127.0.0.1")], "app": app}
     await guard_full(scope, receive, send)
     assert sent[0]["status"] == 429 and app.bodies == []

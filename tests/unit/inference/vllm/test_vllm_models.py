@@ -79,9 +79,7 @@ def test_patches_are_normalised_once_and_positions_of_images_are_the_models(tmp_
         assert "--no-mm-device-do-normalize" in words_of(InferenceSection(), tmp_path, is_cpu=is_cpu)
     with pytest.raises(ConfigError, match="mm_device_do_normalize is not yours to set"):
         words_of(InferenceSection(vllm_extra={"mm_device_do_normalize": True}), tmp_path, is_cpu=True)
-    name = save(
-        tmp_path, model_type="qwen3_vl", vision_config={}, text_config=text | {"rope_parameters": rope}
-    )
+    name = save(tmp_path, model_type="qwen3_vl", vision_config={}, text_config=text | {"rope_parameters": rope})
     with pytest.raises(ConfigError, match=r"no mrope_interleaved = true.*embedded"):
         check_served(InferenceSection(engine="vllm"), name, is_cpu=False)
 

@@ -106,9 +106,7 @@ async def test_a_node_that_does_not_serve_yet_is_waited_for(ended: asyncio.Event
 def start_headless(port: int, *others: str) -> subprocess.Popen[bytes]:
     """A node whose ranks belong to the server of another one, without its ranks."""
     node = f"HeadlessNode('127.0.0.1', {port}, Peers({others!r})).start()"
-    code = (
-        f"import time; from stretto.inference.vllm.peers import HeadlessNode, Peers; {node}; time.sleep(600)"
-    )
+    code = f"import time; from stretto.inference.vllm.peers import HeadlessNode, Peers; {node}; time.sleep(600)"
     return forked.Popen([sys.executable, "-c", code])
 
 

@@ -77,9 +77,7 @@ class Screen:
             self.rows.append("")
 
 
-def at_terminal(
-    tmp_path: Path, *, width: int, env: dict[str, str], words: tuple[str, ...] = (), during=None
-) -> str:
+def at_terminal(tmp_path: Path, *, width: int, env: dict[str, str], words: tuple[str, ...] = (), during=None) -> str:
     """What the program writes at a terminal; during: called when it is half-way, with process and terminal."""
     leader, follower = pty.openpty()
     set_width(leader, width)
@@ -203,9 +201,7 @@ def test_a_phase_that_lasts_says_for_how_long() -> None:
 def test_sparklines_show_low_and_high() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([1, 1, 1], 8) == "▁▁▁"
-    assert (
-        len(sparkline(list(range(1000)), 10)) == 10 and sparkline([float(i) for i in range(1000)], 2) == "▁█"
-    )
+    assert len(sparkline(list(range(1000)), 10)) == 10 and sparkline([float(i) for i in range(1000)], 2) == "▁█"
     footer = Footer(5, Clock())
     for step, reward in enumerate((0.0, float("nan"), 1.0)):
         footer.add_step({"step": step, "reward": reward})

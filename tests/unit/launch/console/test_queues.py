@@ -68,8 +68,7 @@ def test_requests_are_counted_by_engine_and_role(run: RunDir, capsys: pytest.Cap
     assert main(["status", str(run)]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("queues"))
     assert line.removeprefix("queues ") == (
-        "prefill: 5 running, 42 waiting (replica_0_prefill_0 4 + 40, replica_0_prefill_1 1 + 2); "
-        "decode: no answer"
+        "prefill: 5 running, 42 waiting (replica_0_prefill_0 4 + 40, replica_0_prefill_1 1 + 2); decode: no answer"
     )
 
 

@@ -21,16 +21,7 @@ from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.ray import cluster
 from stretto.launch.ray.cluster import probe as probe_cluster
 from stretto.launch.ray.node import Node
-from stretto.launch.ray.placing import (
-    Bundle,
-    Machine,
-    Place,
-    addresses,
-    in_order,
-    missing,
-    plan_bundles,
-    screen,
-)
+from stretto.launch.ray.placing import Bundle, Machine, Place, addresses, in_order, missing, plan_bundles, screen
 from stretto.launch.ray.run import main as run_on_ray
 from stretto.launch.ray.run import passed_env
 
@@ -74,32 +65,19 @@ def test_each_node_claims_what_its_processes_take(tmp_path: Path) -> None:
         {"CPU": 4, "GPU": 4, "h200": 1},
         {"CPU": 4, "GPU": 4, "h200": 1},
     ]
-    assert [bundle.processes for bundle in bundles][:3] == [
-        "orchestrator, trainer x 8",
-        "trainer x 8",
-        "inference",
-    ]
+    assert [bundle.processes for bundle in bundles][:3] == ["orchestrator, trainer x 8", "trainer x 8", "inference"]
 
 
 def test_trainer_and_rollout_gpus_add_up(tmp_path: Path) -> None:
     """Trainer 2 x 4, rollouts 8 in engines of 2: 16 GPUs, as vime counts them."""
-    words = [
-        "--deployment.gpus-per-node",
-        "4",
-        "--inference.parallel.tp",
-        "2",
-        "--deployment.num-infer-replicas",
-        "1",
-    ]
+    words = ["--deployment.gpus-per-node", "4", "--inference.parallel.tp", "2", "--deployment.num-infer-replicas", "1"]
     words += ["--inference.deployment.type", "multi_node", "--inference.deployment.num-nodes", "4"]
     bundles = plan_bundles(rl(tmp_path, "", *words))
     assert [bundle.claims.get("GPU") for bundle in bundles] == [4, 4, 2, 2, 2, 2]
     assert "CPU 17, GPU 16" in screen(rl(tmp_path, "", *words))
     one = tmp_path / "one.toml"
     one.write_text(
-        RL.replace(
-            'type = "multi_node"\nnum_train_nodes = 2\nnum_infer_replicas = 2\n', "num_train_gpus = 4\n"
-        )
+        RL.replace('type = "multi_node"\nnum_train_nodes = 2\nnum_infer_replicas = 2\n', "num_train_gpus = 4\n")
     )
     words = ["@", str(one), "--deployment.num-infer-gpus", "8", "--inference.parallel.tp", "8"]
     assert [bundle.claims for bundle in plan_bundles(load(RLConfig, words))] == [{"CPU": 12, "GPU": 12}]
@@ -121,14 +99,7 @@ def test_sft_and_inference_are_placed_too(tmp_path: Path) -> None:
     (tmp_path / "sft.toml").write_text(SFT + "cpus_per_node = 3\n")
     cfg = load(SFTConfig, ["@", str(tmp_path / "sft.toml"), "--trainer-gpu-ids", "0,1"])
     assert [bundle.claims for bundle in plan_bundles(cfg)] == [{"CPU": 3, "GPU": 2}]
-    words = [
-        "@",
-        str(tmp_path / "sft.toml"),
-        "--deployment.type",
-        "multi_node",
-        "--deployment.num-train-nodes",
-        "2",
-    ]
+    words = ["@", str(tmp_path / "sft.toml"), "--deployment.type", "multi_node", "--deployment.num-train-nodes", "2"]
     bundles = plan_bundles(load(SFTConfig, [*words, "--deployment.gpus-per-node", "4"]))
     assert [bundle.claims for bundle in bundles] == [{"CPU": 3, "GPU": 4}] * 2
     words = ["--model", "m", "--ray.wait-s", "9", "--parallel.tp", "8", "--deployment.type", "multi_node"]
@@ -215,17 +186,7 @@ def test_nodes_load_the_config_without_the_section(tmp_path: Path) -> None:
     cfg = rl(tmp_path, "env = { MODE = 'x' }")
     run = RunDir(cfg.run_path.absolute())
     write_config(cfg, run, run.ray / "rl.json")
-    words = [
-        "@",
-        str(run.ray / "rl.json"),
-        "--deployment.hosts",
-        "a",
-        "b",
-        "c",
-        "d",
-        "--deployment.node-rank",
-        "2",
-    ]
+    words = ["@", str(run.ray / "rl.json"), "--deployment.hosts", "a", "b", "c", "d", "--deployment.node-rank", "2"]
     found = load(RLConfig, words)
     assert found.ray is None and found.run_path == tmp_path / "out" / "r" and found.deployment.node_rank == 2
 
@@ -297,9 +258,7 @@ def test_ports_that_are_taken_here_are_not_told_of_a_run_on_other_machines(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        words = (
-            f"--run.name p --output-dir {tmp_path} --control.port {taken.getsockname()[1]} {job} --dry-run"
-        )
+        words = f"--run.name p --output-dir {tmp_path} --control.port {taken.getsockname()[1]} {job} --dry-run"
         assert main(["rl", *words.split(), "--orchestrator.env.0.id", "sort-letters"]) == 0
     assert "is taken" not in "".join(capsys.readouterr())
 
@@ -315,8 +274,7 @@ def test_a_run_whose_command_is_gone_has_ended(tmp_path: Path, capsys: pytest.Ca
     (run.ray / "lock").write_text("7\n")
     assert main(["status", str(run)]) == 0
     assert (
-        "ended: job raysubmit_x on head, which waited for it, is gone; it was running on Ray"
-        in capsys.readouterr().out
+        "ended: job raysubmit_x on head, which waited for it, is gone; it was running on Ray" in capsys.readouterr().out
     )
     assert main(["stop", str(run)]) == 0
     assert "is not running" in capsys.readouterr().out and not (run.ray / "stop").exists()

@@ -37,16 +37,12 @@ hangs_and_holds_the_interpreter()
 
 
 @pytest.fixture(params=["stretto", "sft"])  # names by which our own processes are known
-def hanging(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[tuple[RunDir, subprocess.Popen[str], int]]:
+def hanging(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[RunDir, subprocess.Popen[str], int]]:
     """A run, its launcher, which hangs in native code, and a child of it that would end at SIGUSR1."""
     script = tmp_path / request.param
     script.write_text(LAUNCHER)
     run = RunDir(tmp_path / "outputs" / "run")
-    with subprocess.Popen(
-        [sys.executable, str(script), str(run)], stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen([sys.executable, str(script), str(run)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         deaf = int(process.stdout.readline())
         time.sleep(0.3)

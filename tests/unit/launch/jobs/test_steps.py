@@ -70,9 +70,7 @@ def test_a_node_that_is_lost_again_gets_another_job(
     assert look(of("PENDING")) == "8" and look(of("PENDING")) == "8", "it waits"
     assert look(of("RUNNING")) == "8" and job.stand_ins["b"].is_running
     assert look(of("NODE_FAIL")) is None and not job.stand_ins["b"].is_running
-    assert (
-        "b is lost again: job 8 is NODE_FAIL" in caplog.text and "b stays away: sbatch refuses" in caplog.text
-    )
+    assert "b is lost again: job 8 is NODE_FAIL" in caplog.text and "b stays away: sbatch refuses" in caplog.text
     assert look("") == "10", "the second was refused"
     assert look("echo slurm_load_jobs error: Invalid job id >&2; exit 1") == "11"
     assert look("echo no answer >&2; exit 1") == "11", "Slurm does not answer"
@@ -175,9 +173,7 @@ def test_the_job_knows_what_was_typed_and_its_script_does_not(say: Say, tmp_path
     assert called(tmp_path) == ["sbatch --parsable job.sh"]
 
 
-def test_a_run_that_is_cancelled_or_fails_by_itself_is_not_queued_again(
-    job: Job, say: Say, tmp_path: Path
-) -> None:
+def test_a_run_that_is_cancelled_or_fails_by_itself_is_not_queued_again(job: Job, say: Say, tmp_path: Path) -> None:
     say("srun", "exit 3")
     for state in ("CANCELLED", "COMPLETING"):
         say("squeue", f'echo "{state}|None|a,b,c,d,e|1:00|2:00"')

@@ -10,13 +10,7 @@ import pytest
 from stretto import cli
 from stretto.base.errors import near_path, reason_of
 
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "head_dim": 16,
-}
+CONFIG = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "head_dim": 16}
 OK = "rl @ ok.toml --dry-run"
 DATASET = "--orchestrator.env.0.id dataset --orchestrator.env.0.args.path"
 # name: (command, what is said, the way out)
@@ -36,37 +30,17 @@ MISTAKES = {
         "there is no such model",
         "did you mean outputs/warm/weights/latest?",
     ),
-    "a template of Slurm": (
-        f"{OK} --slurm.template-path job.s",
-        "there is no such file",
-        "did you mean job.sh?",
-    ),
-    "a plan from a run": (
-        "plan ok.toml --from outputs/warn",
-        "there is no directory outputs/warn",
-        "outputs/warm?",
-    ),
+    "a template of Slurm": (f"{OK} --slurm.template-path job.s", "there is no such file", "did you mean job.sh?"),
+    "a plan from a run": ("plan ok.toml --from outputs/warn", "there is no directory outputs/warn", "outputs/warm?"),
     "a measured file": ("plan ok.toml --measured o.tom", "there is no such file", "did you mean ok.toml?"),
-    "a directory as a configuration": (
-        "rl @ outputs --dry-run",
-        "outputs: this is a directory",
-        "in it are none",
-    ),
+    "a directory as a configuration": ("rl @ outputs --dry-run", "outputs: this is a directory", "in it are none"),
     "a run as a configuration": (
         "rl @ outputs/warm --dry-run",
         "this is a run's directory",
         "outputs/warm/configs/run.json",
     ),
-    "a configuration without its ending": (
-        "rl @ ok --dry-run",
-        "not a .toml or .json file",
-        "did you mean ok.toml?",
-    ),
-    "a file as output_dir": (
-        f"{OK} --output-dir ok.toml",
-        "ok.toml is a file, not a directory",
-        "another output_dir",
-    ),
+    "a configuration without its ending": ("rl @ ok --dry-run", "not a .toml or .json file", "did you mean ok.toml?"),
+    "a file as output_dir": (f"{OK} --output-dir ok.toml", "ok.toml is a file, not a directory", "another output_dir"),
     "a file of rows of sft": (
         "sft --data.path rows.jsonl --max-steps 1",
         "--data.path rows.jsonl: unknown flag",
@@ -95,21 +69,13 @@ MISTAKES = {
         "model 'ok.toml': this is a file",
         "config.json and safetensors",
     ),
-    "a pattern": (
-        f"{OK} {DATASET} rows*.jsonl",
-        "'rows*.jsonl': patterns are not read",
-        "give the directory, '.'",
-    ),
+    "a pattern": (f"{OK} {DATASET} rows*.jsonl", "'rows*.jsonl': patterns are not read", "give the directory, '.'"),
     "an address": (
         f"{OK} {DATASET} s3://a/rows.jsonl",
         "'s3://a/rows.jsonl': addresses are not read",
         "copy the file here",
     ),
-    "an ending in large letters": (
-        f"{OK} {DATASET} ROWS.JSONL",
-        "must be in small letters",
-        "rename it to ROWS.jsonl",
-    ),
+    "an ending in large letters": (f"{OK} {DATASET} ROWS.JSONL", "must be in small letters", "rename it to ROWS.jsonl"),
     "prompts of vime": (
         "vime --hf-checkpoint tiny --prompt-data row.jsonl",
         "--prompt-data row.jsonl: no such file; did you mean rows.jsonl?",

@@ -22,9 +22,7 @@ def config(tmp_path, monkeypatch):
 
 
 def test_both_have_the_same_gpus_in_synchronous_steps_and_engines_can_sleep(config):
-    cfg = config(
-        "--deployment.num-train-gpus 4 --inference.parallel.tp 2 --inference.deployment.num-replicas 2"
-    )
+    cfg = config("--deployment.num-train-gpus 4 --inference.parallel.tp 2 --inference.deployment.num-replicas 2")
     assert cfg.orchestrator.max_async_level == 0 and cfg.inference.enable_sleep_mode
     plan = planning.plan(cfg, cfg.run_dir)
     devices = {spec.name: spec.devices for spec in plan.processes if spec.devices}
@@ -69,15 +67,9 @@ def test_who_keeps_its_memory_leaves_the_engine_half_of_it(config):
         ("--orchestrator.oversampling-factor 2", "orchestrator.max_async_level = 0 forbids it"),
         ("--colocate.offload-train false --colocate.offload-rollout false", "no process would free memory"),
         ("--no-inference", "with [colocate] the run starts its engines"),
-        (
-            "--inference.device cpu --inference.engine vllm",
-            'vLLM has no sleep mode on a CPU; use engine = "embedded"',
-        ),
+        ("--inference.device cpu --inference.engine vllm", 'vLLM has no sleep mode on a CPU; use engine = "embedded"'),
         ("--model.lora.rank 4", "which level 2 drops; use 1"),
-        (
-            NODES + "--deployment.num-infer-replicas 1",
-            "engines take 1 x 1 = 1 nodes, those of the trainer; give 1",
-        ),
+        (NODES + "--deployment.num-infer-replicas 1", "engines take 1 x 1 = 1 nodes, those of the trainer; give 1"),
         (
             NODES + "--inference.parallel.tp 2 --inference.parallel.dp 1",
             "the trainer takes deployment.gpus_per_node = 4 GPUs of a node and",

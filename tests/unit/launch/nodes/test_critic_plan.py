@@ -28,9 +28,7 @@ def config(tmp_path, monkeypatch):
 
 
 def places(plan):
-    return {
-        spec.name: (spec.node, spec.devices) for spec in plan.processes if spec.role in ("trainer", "critic")
-    }
+    return {spec.name: (spec.node, spec.devices) for spec in plan.processes if spec.role in ("trainer", "critic")}
 
 
 def test_actor_critic_and_rollout_add_up(config):
@@ -40,9 +38,7 @@ def test_actor_critic_and_rollout_add_up(config):
     assert gpu_sum(plan) == "4 trainer + 4 critic + 8 inference = 16"
     assert "gpus     4 trainer + 4 critic + 8 inference = 16" in table(plan)
     assert places(plan)["critic_0"] == (0, ("12",)) and places(plan)["trainer_3"] == (0, ("11",))
-    first, lead = (
-        next(spec for spec in plan.processes if spec.name == name) for name in ("critic_0", "trainer_0")
-    )
+    first, lead = (next(spec for spec in plan.processes if spec.name == name) for name in ("critic_0", "trainer_0"))
     assert first.env["WORLD_SIZE"] == "4" and first.env["MASTER_PORT"] != lead.env["MASTER_PORT"]
     assert first.argv[3] == "critic" and lead.ports["critic"] == plan.config.critic_placement.port
     assert first.threads == lead.threads
@@ -93,7 +89,5 @@ def test_what_cannot_be_is_refused_with_what_can(words, said, config):
 def test_too_few_gpus_name_the_way_back_to_shared_ranks(config, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     cfg = config("--trainer.critic.placement.num-workers 1").model_copy(update={"dry_run": False})
-    with pytest.raises(
-        ConfigError, match=r"the critic takes 1 GPUs of its own.*leave trainer\.critic\.placement out"
-    ):
+    with pytest.raises(ConfigError, match=r"the critic takes 1 GPUs of its own.*leave trainer\.critic\.placement out"):
         planning.plan(cfg, cfg.run_dir)

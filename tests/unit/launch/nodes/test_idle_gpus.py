@@ -77,16 +77,7 @@ def test_nodes_of_a_smaller_kind_are_full_but_not_as_nodes_of_a_job(planned) -> 
 
 
 def test_inference_alone_says_which_gpus_are_idle(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "inference",
-        "--model",
-        "m",
-        "--deployment.type",
-        "multi_node",
-        "--parallel.tp",
-        "4",
-        "--dry-run",
-    ]
+    words = ["inference", "--model", "m", "--deployment.type", "multi_node", "--parallel.tp", "4", "--dry-run"]
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "note: 8 of 16 GPUs of the nodes are given to nobody (4 of 8 on node 0, 4 of 8 on node 1)" in shown

@@ -63,27 +63,15 @@ def test_too_few_gpus_are_said_by_the_node_that_has_them(tmp_path, monkeypatch):
     node_checks.check_num_gpus(2, 0, "a", "deployment.gpus_per_node")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     node_checks.check_num_gpus(0, 0, "a", "deployment.gpus_per_node")
-    with pytest.raises(
-        ConfigError, match="node 1, b: its processes take 1 GPU, and this machine shows no GPU; lower"
-    ):
+    with pytest.raises(ConfigError, match="node 1, b: its processes take 1 GPU, and this machine shows no GPU; lower"):
         node_checks.check_num_gpus(1, 1, "b", "deployment.gpus_per_node")
 
 
 def test_gpus_that_are_not_used_are_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert node_checks.unused_gpus(4) is None and node_checks.unused_gpus(0) is None
-    note = (
-        "note: this machine shows 4 GPUs, and 2 of them are used; to use more, raise a degree of parallel or"
-    )
-    words = [
-        "--model",
-        "org/Model",
-        "--deployment.num-replicas",
-        "2",
-        "--output-dir",
-        str(tmp_path),
-        "--dry-run",
-    ]
+    note = "note: this machine shows 4 GPUs, and 2 of them are used; to use more, raise a degree of parallel or"
+    words = ["--model", "org/Model", "--deployment.num-replicas", "2", "--output-dir", str(tmp_path), "--dry-run"]
     for more, is_said in (([], True), (["--parallel.tp", "2"], False), (["--device", "cpu"], False)):
         assert cli.main(["inference", *words, *more]) == 0
         assert (note in capsys.readouterr().err) == is_said, more
@@ -134,9 +122,7 @@ def test_a_node_needs_the_shared_directory_for_what_it_does_there(tmp_path, word
 
 
 def test_ranks_of_sft_meet_at_the_first_node(tmp_path):
-    hosts, specs = sft_ranks.plan_ranks(
-        sft(tmp_path, "--deployment.gpus-per-node", "4", "--dry-run"), ["@", "f"]
-    )
+    hosts, specs = sft_ranks.plan_ranks(sft(tmp_path, "--deployment.gpus-per-node", "4", "--dry-run"), ["@", "f"])
     assert hosts == ["node-0", "node-1"] and [spec.node for spec in specs] == [0] * 4 + [1] * 4
     wanted = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
     wanted |= {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "CUDA_VISIBLE_DEVICES": "1"}

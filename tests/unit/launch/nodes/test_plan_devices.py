@@ -28,14 +28,7 @@ NEED_A_GPU = [
     (["--inference.engine", "vllm", "--inference.use-deep-gemm"], "use_deep_gemm = true"),
     (["--inference.engine", "vllm", "--inference.block-size", "48"], "multiples of 32"),
 ]
-NODES = [
-    "--deployment.type",
-    "multi_node",
-    "--deployment.num-train-nodes",
-    "1",
-    "--deployment.num-infer-nodes",
-    "1",
-]
+NODES = ["--deployment.type", "multi_node", "--deployment.num-train-nodes", "1", "--deployment.num-infer-nodes", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -56,23 +49,17 @@ def test_a_plan_on_the_cpu_refuses_what_needs_a_gpu(config, words: Sequence[str]
 
 
 @pytest.mark.parametrize(("words", "rule"), NEED_A_GPU)
-def test_a_plan_with_gpus_accepts_it_though_this_machine_has_none(
-    config, words: Sequence[str], rule: str
-) -> None:
+def test_a_plan_with_gpus_accepts_it_though_this_machine_has_none(config, words: Sequence[str], rule: str) -> None:
     counted = ["--deployment.num-train-gpus", "1", "--deployment.num-infer-gpus", "1", "--dry-run"]
     cfg = config(*words, *counted)
     assert all(spec.devices for spec in planning.plan(cfg, cfg.run_dir).processes if spec.role == "trainer")
 
 
 @pytest.mark.parametrize(("words", "rule"), NEED_A_GPU)
-def test_nodes_are_judged_by_the_gpus_that_the_deployment_counts(
-    config, words: Sequence[str], rule: str
-) -> None:
+def test_nodes_are_judged_by_the_gpus_that_the_deployment_counts(config, words: Sequence[str], rule: str) -> None:
     with_gpus = config(*words, *NODES, "--deployment.gpus-per-node", "1", "--dry-run")
     plan_nodes(with_gpus, with_gpus.run_dir)
-    without = config(
-        *words, *NODES, "--deployment.gpus-per-node", "0", "--inference.device", "cpu", "--dry-run"
-    )
+    without = config(*words, *NODES, "--deployment.gpus-per-node", "0", "--inference.device", "cpu", "--dry-run")
     with pytest.raises(ConfigError, match=rule):
         plan_nodes(without, without.run_dir)
 
@@ -89,9 +76,7 @@ def test_a_store_that_needs_no_gpu_is_accepted_on_the_cpu(config) -> None:
     planning.plan(cfg, cfg.run_dir)
 
 
-@pytest.mark.parametrize(
-    ("words", "rule"), [each for each in NEED_A_GPU if each[0][0].startswith("--model")][:4]
-)
+@pytest.mark.parametrize(("words", "rule"), [each for each in NEED_A_GPU if each[0][0].startswith("--model")][:4])
 def test_sft_refuses_it_on_a_machine_without_gpus_and_plans_it_for_counted_ones(
     tmp_path: Path, words: Sequence[str], rule: str
 ) -> None:
@@ -106,14 +91,7 @@ def test_sft_refuses_it_on_a_machine_without_gpus_and_plans_it_for_counted_ones(
 def test_inference_alone_refuses_it_too(tmp_path: Path) -> None:
     cfg = load(
         InferenceConfig,
-        [
-            OFFLOAD[0].replace("inference.", ""),
-            "1",
-            "--kv-cache-offload.type",
-            "native",
-            "--output-dir",
-            str(tmp_path),
-        ],
+        [OFFLOAD[0].replace("inference.", ""), "1", "--kv-cache-offload.type", "native", "--output-dir", str(tmp_path)],
     )
     with pytest.raises(ConfigError, match="kv_cache_offload"):
         plan_serving(cfg, cfg.run_dir)
@@ -122,6 +100,4 @@ def test_inference_alone_refuses_it_too(tmp_path: Path) -> None:
 def test_a_gpu_that_trainer_and_engine_share_is_named_once(config) -> None:
     cfg = config("--trainer-gpu-ids", "0", "--inference-gpu-ids", "0", "--inference.gpu-memory-utilization", "0.4",
                  "--dry-run")  # fmt: skip
-    assert any(
-        note.startswith("this run asks for GPU 0, and") for note in planning.plan(cfg, cfg.run_dir).notes
-    )
+    assert any(note.startswith("this run asks for GPU 0, and") for note in planning.plan(cfg, cfg.run_dir).notes)

@@ -109,9 +109,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("base, toml, flags, message", CONFIGS.values(), ids=CONFIGS)
-def test_a_wrong_config_is_one_message(
-    tmp_path: Path, base: str, toml: str, flags: str, message: str
-) -> None:
+def test_a_wrong_config_is_one_message(tmp_path: Path, base: str, toml: str, flags: str, message: str) -> None:
     text = TOML[base].replace("{model}", "org/Model") + toml
     [line] = complaints(tmp_path, text, flags, verb="sft" if base.startswith("sft") else "rl")
     assert message in line
@@ -201,10 +199,7 @@ STARTS = {
     ),
     "a variable that is not set": ("rl @ ray.toml --ray.pass-env NOT_SET", "ray.pass_env: NOT_SET is not set here"),
 }  # fmt: skip
-ENV = {
-    "no secret": {secret.SECRET_VAR: ""},
-    "RAY_ADDRESS of a dashboard": {"RAY_ADDRESS": "http://127.0.0.1:8265"},
-}
+ENV = {"no secret": {secret.SECRET_VAR: ""}, "RAY_ADDRESS of a dashboard": {"RAY_ADDRESS": "http://127.0.0.1:8265"}}
 TEMPLATES = {
     "idle": TEMPLATE.replace("{{ command }}", "srun true"),
     "bare": TEMPLATE.replace("{{ options }}", ""),

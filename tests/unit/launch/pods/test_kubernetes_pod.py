@@ -12,14 +12,7 @@ from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.secret import Secret
 from stretto.config.root import RLConfig
-from stretto.launch.kubernetes.pod import (
-    Pod,
-    find_pod,
-    load_config,
-    own_processes,
-    plan_pods,
-    with_newest_checkpoint,
-)
+from stretto.launch.kubernetes.pod import Pod, find_pod, load_config, own_processes, plan_pods, with_newest_checkpoint
 from stretto.launch.kubernetes.run import set_aside
 from stretto.launch.plan.plan import LaunchPlan
 
@@ -36,9 +29,7 @@ id = "reverse-text"
 """
 
 
-def pod_env(
-    role: str, ordinal: int = 0, *, gpus: int = 0, is_routed: bool = True, **replicas: int
-) -> dict[str, str]:
+def pod_env(role: str, ordinal: int = 0, *, gpus: int = 0, is_routed: bool = True, **replicas: int) -> dict[str, str]:
     """The environment that the chart gives a pod of the release `exp`."""
     counts = {"orchestrator": 1, "trainer": 2, "inference": 3, "router": 1} | replicas
     pods: dict[str, Any] = {
@@ -67,9 +58,7 @@ def toml(tmp_path: Path) -> Path:
     return path
 
 
-def planned(
-    toml: Path, role: str, ordinal: int = 0, *flags: str, **cluster: Any
-) -> tuple[Pod, RLConfig, LaunchPlan]:
+def planned(toml: Path, role: str, ordinal: int = 0, *flags: str, **cluster: Any) -> tuple[Pod, RLConfig, LaunchPlan]:
     pod = find_pod(role, pod_env(role, ordinal, **cluster))
     cfg = load_config(pod, ["@", str(toml), "--output-dir", str(toml.parent), *flags])
     return pod, cfg, plan_pods(cfg, pod, RunDir(toml.parent / "run"), None, Secret("s" * 32))
@@ -83,15 +72,7 @@ def test_gpus_of_inference_pods_are_compared_with_what_engines_take(toml: Path) 
     for words in ((), ("--inference.parallel.tp", "8"), ("--inference.parallel.tp", "2")):
         _, _, plan = planned(toml, "inference", 0, *words, gpus=8)
         assert (
-            len(
-                {
-                    (spec.node, gpu)
-                    for spec in plan.processes
-                    if spec.role == "inference"
-                    for gpu in spec.devices
-                }
-            )
-            % 8
+            len({(spec.node, gpu) for spec in plan.processes if spec.role == "inference" for gpu in spec.devices}) % 8
             == 0
         )
     assert not any("inference.gpu.count" in note for note in plan.notes)

@@ -42,22 +42,14 @@ def test_engines_may_have_the_same_network_in_8_bits(tmp_path):
         (HF | {"hidden_size": 128}, (), "is not the network that is trained.*hidden_size = 128.* 64"),
         (HF | {"model_type": "qwen2"}, (), "is not the network that is trained.*model_type = 'qwen2'"),
         (HF | {"rms_norm_eps": 1e-5}, (), "config.json has rms_norm_eps = 1e-05, that of the latter 1e-06"),
-        (
-            HF | {"text_config": {"hidden_size": 8}},
-            (),
-            "has text_config.hidden_size = 8, that of the latter None",
-        ),
+        (HF | {"text_config": {"hidden_size": 8}}, (), "has text_config.hidden_size = 8, that of the latter None"),
         (HF | {"quantization_config": {"quant_method": "gptq"}}, (), "is gptq, and weights can be sent"),
         (
             HF | {"quantization_config": QUANTIZATION | {"weight_block_size": [64, 64]}},
             (),
             "fp8 of 128 x 128 blocks only",
         ),
-        (
-            HF | {"quantization_config": QUANTIZATION},
-            ("--model.lora", "{}"),
-            "has weights in 8 bits, and .model.lora",
-        ),
+        (HF | {"quantization_config": QUANTIZATION}, ("--model.lora", "{}"), "has weights in 8 bits, and .model.lora"),
         (HF, ("--weight-broadcast.quantize-in-weight-transfer", "true"), "has no quantization_config"),
         (
             HF | {"quantization_config": QUANTIZATION},
@@ -81,17 +73,13 @@ def test_engines_with_another_tokenizer_are_refused(tmp_path):
         (tmp_path / name / "tokenizer.json").write_text(text)
     dry_run(tmp_path, HF)  # other bytes, the same tokens
     (tmp_path / "served" / "tokenizer.json").write_text(tokenizer(eos=3))
-    with pytest.raises(
-        ConfigError, match=r"has another tokenizer than .*: the id of 'eos' is 3 there and 2 here"
-    ):
+    with pytest.raises(ConfigError, match=r"has another tokenizer than .*: the id of 'eos' is 3 there and 2 here"):
         dry_run(tmp_path, HF)
 
 
 def test_a_quantised_checkpoint_is_not_trained(tmp_path):
     whole = HF | {"quantization_config": QUANTIZATION}
-    with pytest.raises(
-        ConfigError, match=r"\[model\] name = .*quantized weights cannot be trained; give the same"
-    ):
+    with pytest.raises(ConfigError, match=r"\[model\] name = .*quantized weights cannot be trained; give the same"):
         dry_run(tmp_path, whole, trained=whole)
     expanded = HF | {"quantization_config": {"quant_method": "mxfp4"}}  # transformers expands it
     with pytest.raises(ConfigError, match="quantization_config mxfp4"):

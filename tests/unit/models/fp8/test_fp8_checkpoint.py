@@ -45,9 +45,7 @@ def pair(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("has_round_scales", [False, True])
-def test_published_weights_are_those_of_a_checkpoint_quantised_offline_to_the_byte(
-    pair, tmp_path, has_round_scales
-):
+def test_published_weights_are_those_of_a_checkpoint_quantised_offline_to_the_byte(pair, tmp_path, has_round_scales):
     policy, whole, _ = pair
     offline = quantise_offline(whole, tmp_path / "offline", has_round_scales=has_round_scales)
     layout = hub.load_layout(offline)

@@ -81,9 +81,7 @@ def test_gradients_of_a_row_far_from_zero_are_as_exact_as_torchs():
 def test_a_gradient_that_is_no_plain_block_of_memory_is_understood():
     x, weight, probe = tensors((6, 8))
     for grad in (probe.t().contiguous().t(), probe[:1].expand(6, 8)):
-        ours, theirs = (
-            torch.autograd.grad(f(x, weight, EPS), [x, weight], grad) for f in (rms_norm, torchs_norm)
-        )
+        ours, theirs = (torch.autograd.grad(f(x, weight, EPS), [x, weight], grad) for f in (rms_norm, torchs_norm))
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=2e-6)
 
@@ -116,7 +114,5 @@ def test_bfloat16_is_computed_in_float32():
     out = module(x)
     expected = module.weight * torchs_norm(x.float(), None, EPS).bfloat16()
     assert out.dtype is torch.bfloat16 and torch.equal(out, expected)
-    for a, b in zip(
-        *(torch.autograd.grad(y, [x, module.weight], probe) for y in (out, expected)), strict=True
-    ):
+    for a, b in zip(*(torch.autograd.grad(y, [x, module.weight], probe) for y in (out, expected)), strict=True):
         torch.testing.assert_close(a, b)

@@ -12,13 +12,7 @@ from stretto.models.parts.mixers.documents import Documents
 from stretto.models.parts.mixers.gated_delta import gated_delta_rule
 from stretto.models.parts.mixers.mamba2 import mamba2_scan
 
-BOUNDS = [
-    (0, 1),
-    (0, 16),
-    (0, 64, 128),
-    (0, 3, 3, 70, 71, 135, 200, 350),
-    (0, 300, 310, 500),
-]
+BOUNDS = [(0, 1), (0, 16), (0, 64, 128), (0, 3, 3, 70, 71, 135, 200, 350), (0, 300, 310, 500)]
 
 
 def step_by_step(q, k, v, log_decay, beta, bounds):
@@ -86,11 +80,7 @@ def test_a_convolution_sees_its_document_only(bounds):
     x, weight, bias = torch.randn(bounds[-1], 6), torch.randn(6, 1, 4), torch.randn(6)
     got = Documents(bounds, x.device).convolve(x, weight, bias)
     expected = torch.cat(
-        [
-            F.conv1d(F.pad(x[a:b].T, (3, 0))[None], weight, bias, groups=6)[0].T
-            for a, b in pairwise(bounds)
-            if b > a
-        ]
+        [F.conv1d(F.pad(x[a:b].T, (3, 0))[None], weight, bias, groups=6)[0].T for a, b in pairwise(bounds) if b > a]
     )
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 

@@ -106,6 +106,4 @@ def test_tokens_of_images_follow_all_others(tmp_path):
     assert seeing.token_id("how many?") == plain.token_id("how many?")
     assert plain.token_id(PLACEHOLDER) is None and load_image_processor(tmp_path / "text") is None
     text = f"a{PLACEHOLDER}b"
-    assert (
-        seeing.encode(text)[1] == seeing.token_id(PLACEHOLDER) and seeing.decode(seeing.encode(text)) == text
-    )
+    assert seeing.encode(text)[1] == seeing.token_id(PLACEHOLDER) and seeing.decode(seeing.encode(text)) == text

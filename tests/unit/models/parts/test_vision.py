@@ -27,9 +27,7 @@ GRIDS = [(1, 4, 6), (1, 2, 2), (2, 6, 4)]
 def build_theirs(case: str):
     family, keys = config_keys(case)
     torch.manual_seed(0)
-    theirs = AutoModelForImageTextToText.from_config(
-        AutoConfig.for_model(family, **keys), dtype=torch.float32
-    )
+    theirs = AutoModelForImageTextToText.from_config(AutoConfig.for_model(family, **keys), dtype=torch.float32)
     with torch.no_grad():  # so that distributions are not flat and errors show; biases are not 0
         for parameter in theirs.parameters():
             if parameter.dim() >= 2:
@@ -77,9 +75,7 @@ def test_positions_are_those_of_transformers_in_every_document():
     found = positions_of(np.concatenate(documents), bounds, list(chain.from_iterable(by_document)))
     for (a, b), ids, grids in zip(pairwise(bounds), documents, by_document, strict=True):
         tokens = torch.from_numpy(ids).long()[None]
-        expected, _ = theirs.get_rope_index(
-            tokens, (tokens == IMAGE).int(), torch.tensor(grids) if grids else None
-        )
+        expected, _ = theirs.get_rope_index(tokens, (tokens == IMAGE).int(), torch.tensor(grids) if grids else None)
         np.testing.assert_array_equal(found[:, a:b], expected[:, 0].numpy())
 
 
@@ -116,9 +112,7 @@ def test_logits_and_every_gradient_equal_transformers(case, tmp_path):
     ids, patches = image_document(GRIDS, 1), patches_of(GRIDS, 2)
     networks = lambda: (build_theirs(case), hub.load_model(tmp_path / "theirs", dtype=torch.float32))
     ours, theirs = {}, {}
-    *pair, (expected, logits, their_loss, loss) = gradients_of_both(
-        *networks(), ids, patches, tmp_path / "32"
-    )
+    *pair, (expected, logits, their_loss, loss) = gradients_of_both(*networks(), ids, patches, tmp_path / "32")
     ours[torch.float32], theirs[torch.float32] = pair
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
     blind = our_logits(networks()[1], ids, (0, len(ids)), GRIDS, torch.zeros_like(patches))
@@ -143,9 +137,7 @@ def test_packed_documents_equal_each_alone_with_images_or_without(pair):
         ours, np.concatenate(documents), bounds, list(chain.from_iterable(by_document)), torch.cat(images)
     )
     for (a, b), ids, grids, patches in zip(pairwise(bounds), documents, by_document, images, strict=True):
-        torch.testing.assert_close(
-            packed[a:b], our_logits(ours, ids, (0, b - a), grids, patches), atol=1e-5, rtol=0
-        )
+        torch.testing.assert_close(packed[a:b], our_logits(ours, ids, (0, b - a), grids, patches), atol=1e-5, rtol=0)
         torch.testing.assert_close(packed[a:b], their_logits(theirs, ids, grids, patches), atol=1e-5, rtol=0)
 
 
@@ -177,9 +169,7 @@ def test_hidden_states_of_chosen_rows_are_those_of_all_rows(pair):
     images = ImageBatch(patches, np.array(GRIDS), (tokens == IMAGE).nonzero().squeeze(1))
     some = torch.tensor([3, 9, len(ids) - 1])
     whole = ours.hidden(tokens, layout, images=images)
-    torch.testing.assert_close(
-        ours.hidden(tokens, layout, some, images=images), whole[some], atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(ours.hidden(tokens, layout, some, images=images), whole[some], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -194,9 +184,7 @@ def test_weights_and_config_survive_the_way_there_and_back(case, dtype, tmp_path
     for name, tensor in files[0].items():
         is_swapped = case == "qwen3_vl_moe" and ".experts." in name
         assert torch.equal(files[1][name].mT if is_swapped else files[1][name], tensor), name
-    again, info = AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "ours", dtype=dtype, output_loading_info=True
-    )
+    again, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "ours", dtype=dtype, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     for (name, a), b in zip(theirs.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
@@ -229,15 +217,9 @@ def test_our_config_json_says_what_theirs_did(case, tmp_path):
         ({"text_config": "qwen3"}, "text_config = 'qwen3' must be a table of keys"),
         ({"vision_config": [1]}, "vision_config = .1. must be a table of keys"),
         ({"text_config": None}, "no value for vocab_size, hidden_size"),
-        (
-            {"vision_config": {"hidden_act": "silu"}},
-            "hidden_act = 'silu' is not supported .only 'gelu_pytorch_tanh'",
-        ),
+        ({"vision_config": {"hidden_act": "silu"}}, "hidden_act = 'silu' is not supported .only 'gelu_pytorch_tanh'"),
         ({"vision_config": {"out_hidden_size": 8}}, "out_hidden_size = 8 must be .* hidden_size = 32"),
-        (
-            {"vision_config": {"num_position_embeddings": 15}},
-            "num_position_embeddings = 15 must be the square",
-        ),
+        ({"vision_config": {"num_position_embeddings": 15}}, "num_position_embeddings = 15 must be the square"),
         ({"vision_config": {"num_heads": 5}}, "num_heads = 5: hidden_size = 1152"),
         ({"vision_config": {"deepstack_visual_indexes": [27]}}, "deepstack_visual_indexes"),
         ({"image_token_id": VOCAB}, f"image_token_id = {VOCAB} must be less than vocab_size"),
@@ -247,10 +229,7 @@ def test_a_half_known_config_is_refused_by_name(change, words, tmp_path):
     family, keys = config_keys("qwen3_vl")
     config = json.loads(AutoConfig.for_model(family, **keys).to_json_string())
     if isinstance(change.get("vision_config"), dict):
-        change = {
-            "vision_config": {"out_hidden_size": 32, "num_position_embeddings": 2304}
-            | change["vision_config"]
-        }
+        change = {"vision_config": {"out_hidden_size": 32, "num_position_embeddings": 2304} | change["vision_config"]}
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(DataError, match=words):
         hub.load_config(tmp_path)

@@ -108,9 +108,7 @@ class Duel:
         return TaskSource(lambda index: Task(env=self.name, task_id=f"{split}-{index}", data={}))
 
     async def rollout(self, task, ctx):
-        digits = [
-            (await ctx.agent(name).chat([{"role": "user", "content": "go"}])).text for name in ("a", "b")
-        ]
+        digits = [(await ctx.agent(name).chat([{"role": "user", "content": "go"}])).text for name in ("a", "b")]
         rewards = {"a": float(digits[0] > digits[1]), "b": float(digits[1] > digits[0])}
         return RolloutResult(reward=rewards["a"], agent_rewards=rewards)
 

@@ -174,9 +174,7 @@ def test_running_groups_can_have_a_lower_limit():
 
 def test_groups_that_become_too_old_are_dropped_whole_and_their_jobs_cancelled():
     async def scenario():
-        buffer = build(
-            groups_per_batch=1, max_async_level=1, max_off_policy_steps=1, is_in_dispatch_order=False
-        )
+        buffer = build(groups_per_batch=1, max_async_level=1, max_off_policy_steps=1, is_in_dispatch_order=False)
         buffer.on_loaded(0)
         straggler = buffer.start(0, TASK)
         straggler.job = asyncio.create_task(asyncio.sleep(3600))
@@ -306,9 +304,7 @@ bounds = st.fixed_dictionaries(
         "min_groups": st.integers(1, 2),
     }
 )
-fates = st.lists(
-    st.sampled_from(["signal"] * 5 + ["none", "none", "fail", "load"]), min_size=60, max_size=200
-)
+fates = st.lists(st.sampled_from(["signal"] * 5 + ["none", "none", "fail", "load"]), min_size=60, max_size=200)
 
 
 def test_a_group_that_a_user_draws_before_the_next_version_is_loaded_is_dropped_and_the_run_goes_on():
@@ -354,9 +350,7 @@ def test_whatever_happens_no_slot_leaks_and_no_batch_is_too_old(bounds, fates, r
             step, chosen = buffer.next_step, buffer._choose()
             assert chosen == slow_choice(buffer)
             assert buffer._last_of_batch(len(chosen)) == chosen[-1].group_id
-            assert (
-                len(chosen) == buffer.bounds.groups_per_batch or 2 * len(chosen) >= bounds["tokens_per_batch"]
-            )
+            assert len(chosen) == buffer.bounds.groups_per_batch or 2 * len(chosen) >= bounds["tokens_per_batch"]
             ids = [slot.group_id for slot in chosen]
             assert ids == sorted(ids) and not set(ids) & shipped_ids
             shipped_ids |= set(ids)

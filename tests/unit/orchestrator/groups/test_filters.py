@@ -48,9 +48,7 @@ def rollout(member, reward=0.0, *, ids=(7, 8), logprobs=(-1.0, -1.0), sampled=No
 
 def group(*rewards, advantages=None, **each):
     rollouts = tuple(rollout(member, reward, **each) for member, reward in enumerate(rewards))
-    return Group(
-        group_id=0, task=TASK, rollouts=rollouts, advantages=tuple(advantages or [0.0] * len(rewards))
-    )
+    return Group(group_id=0, task=TASK, rollouts=rollouts, advantages=tuple(advantages or [0.0] * len(rewards)))
 
 
 def test_rollouts_that_were_cut_are_not_trained_and_their_rewards_stay_in_the_mean(tmp_path):
@@ -93,8 +91,7 @@ def slow_repetition(rollout, section):
 
 
 tokens = st.lists(
-    st.tuples(st.integers(0, 20), st.sampled_from([0.0, -0.001, -0.5, -4.0, -6.0, -9.0]), st.booleans()),
-    max_size=30,
+    st.tuples(st.integers(0, 20), st.sampled_from([0.0, -0.001, -0.5, -4.0, -6.0, -9.0]), st.booleans()), max_size=30
 )
 
 
@@ -163,10 +160,7 @@ def test_gates_reject_by_their_range_and_check_counted_members_only():
     assert apply_filters(group(0.0, 0.0), easy, []).rejected == "gate hard"
     assert apply_filters(group(0.0, 1.0), easy, []).rejected is None
     failed = Group(
-        group_id=0,
-        task=TASK,
-        rollouts=(rollout(0, 1.0), rollout(1, 0.0, status="failed")),
-        advantages=(0.0, 9.0),
+        group_id=0, task=TASK, rollouts=(rollout(0, 1.0), rollout(1, 0.0, status="failed")), advantages=(0.0, 9.0)
     )
     assert apply_filters(failed, dynamic, []).rejected == "gate dynamic"
     assert apply_filters(failed, easy, []).rejected == "gate easy"
@@ -199,10 +193,7 @@ OTHERWISE = {
 @pytest.mark.parametrize("kind", [tag_of(section) for section in get_args(get_args(Algo)[0])])
 def test_a_group_that_failed_as_a_whole_has_no_signal_whatever_its_credit(kind):
     cfg = config(algo={"type": kind} | OTHERWISE.get(kind, {}))
-    lost = [
-        msgspec.structs.replace(r, branches=(), error="lost")
-        for r in group(0.0, 1.0, status="failed").rollouts
-    ]
+    lost = [msgspec.structs.replace(r, branches=(), error="lost") for r in group(0.0, 1.0, status="failed").rollouts]
     verdict = assess_group(msgspec.structs.replace(group(0.0, 1.0), rollouts=tuple(lost)), cfg)
     assert verdict.has_failed and not verdict.has_signal and verdict.rejected is None
     assert verdict.group.advantages == (0.0, 0.0) and verdict.group.rollouts[0].error == "lost"
@@ -210,9 +201,7 @@ def test_a_group_that_failed_as_a_whole_has_no_signal_whatever_its_credit(kind):
 
 def test_a_group_of_untrained_agents_has_no_signal_by_role():
     mute = [
-        msgspec.structs.replace(
-            r, branches=tuple(msgspec.structs.replace(b, is_trained=False) for b in r.branches)
-        )
+        msgspec.structs.replace(r, branches=tuple(msgspec.structs.replace(b, is_trained=False) for b in r.branches))
         for r in group(0.0, 1.0).rollouts
     ]
     cfg = config(algo={"type": "hierarchical_grpo", "episode_agents": ["solver"]})
@@ -223,9 +212,7 @@ def test_a_group_of_untrained_agents_has_no_signal_by_role():
 def test_assessing_again_gives_the_same():
     cfg = config(filters=[{"type": "repetition", "window": 2, "enforce": True}])
     mixed = group(0.0, 1.0, 1.0)
-    mixed = msgspec.structs.replace(
-        mixed, rollouts=(*mixed.rollouts[:2], rollout(2, 1.0, logprobs=(0.0, 0.0)))
-    )
+    mixed = msgspec.structs.replace(mixed, rollouts=(*mixed.rollouts[:2], rollout(2, 1.0, logprobs=(0.0, 0.0))))
     once = assess_group(mixed, cfg)
     assert once.group.rollouts[2].dropped_by == "repetition" and once.has_signal
     assert assess_group(once.group, cfg) == once

@@ -68,10 +68,7 @@ class SeeingEngine(FakeEngine):
         self.requests.append(sent)
         seen = [float(image.patches.sum()) for image in sent.images]
         rng = random.Random(f"{member_seed(sent.sampling.seed, index)}/{first_version}/{seen}")
-        reply = [
-            *self.renderer.encode("".join(rng.choice("1234") for _ in range(6))),
-            self.renderer.stop_ids[0],
-        ]
+        reply = [*self.renderer.encode("".join(rng.choice("1234") for _ in range(6))), self.renderer.stop_ids[0]]
         if rng.random() < self.placeholder_rate:
             reply[1] = self.renderer.image_token_id
         logprobs = [-rng.random() for _ in reply]

@@ -114,11 +114,7 @@ def test_four_ways_of_learning_share_a_batch_and_no_token(tmp_path):
     envs = [
         ECHO_ENV | {"name": "rewarded"},
         ECHO_ENV | {"name": "copied", "algo": {"type": "sft"}},
-        {
-            "id": "distill_envs:Shown",
-            "name": "shown",
-            "algo": {"type": "opsd", "template": "{demonstration}"},
-        },
+        {"id": "distill_envs:Shown", "name": "shown", "algo": {"type": "opsd", "template": "{demonstration}"}},
         {"id": "fakes:GuessEnv", "name": "echoed", "algo": {"type": "echo", "user": 0.5}},
     ]
     cfg = config(tmp_path, envs, teacher=TEACHER, batch_size=16)
@@ -186,10 +182,7 @@ def test_a_teacher_that_is_never_good_enough_ends_the_run_by_name(tmp_path):
 
 
 def test_an_enforced_zero_advantage_filter_keeps_distilled_rollouts(tmp_path):
-    envs = [
-        ECHO_ENV | {"name": "rewarded"},
-        ECHO_ENV | {"name": "copied", "algo": {"type": "sft"}},
-    ]
+    envs = [ECHO_ENV | {"name": "rewarded"}, ECHO_ENV | {"name": "copied", "algo": {"type": "sft"}}]
     cfg = config(tmp_path, envs, teacher=TEACHER, filters=[{"type": "zero_advantage"}])
     found = documents(train(cfg, FakeEngine(parrot(0.5)), {"copied": Frozen()}))
     assert {env for env, *_ in found} == {"rewarded", "copied"}
@@ -218,11 +211,7 @@ def test_an_environment_without_demonstrations_is_refused(tmp_path):
 
 
 def test_a_demonstration_that_fails_later_fails_its_group(tmp_path):
-    env = {
-        "id": "distill_envs:Forgetful",
-        "name": "shown",
-        "algo": {"type": "opsd", "template": "{demonstration}"},
-    }
+    env = {"id": "distill_envs:Forgetful", "name": "shown", "algo": {"type": "opsd", "template": "{demonstration}"}}
     cfg = config(tmp_path, [env], max_failed_groups=1)
     with pytest.raises(StrettoError, match="KeyError"):
         train(cfg, Scoring(parrot(0.5)))
@@ -254,9 +243,7 @@ def test_what_was_asked_first_and_what_was_replied_are_not_echoed():
 def test_where_history_is_rewritten_every_message_is_echoed_once():
     branches = played(GuessEnv(num_turns=4, rewrite_history=True), EchoAlgo(user=1.0))
     assert len(branches) == 4
-    echoed = [
-        where(text(b), np.zeros(len(b.token_ids)) if b.ce_weights is None else b.ce_weights) for b in branches
-    ]
+    echoed = [where(text(b), np.zeros(len(b.token_ids)) if b.ce_weights is None else b.ce_weights) for b in branches]
     assert echoed == ["", "w01", "w02", "w03"]
 
 
@@ -285,9 +272,7 @@ def test_an_environment_that_answers_in_no_weighted_role_is_reported_once(caplog
 
 def test_an_environment_of_one_turn_has_nothing_to_echo(tmp_path):
     cfg = config(tmp_path, [ECHO_ENV | {"name": "echo", "algo": {"type": "echo"}}])
-    with pytest.raises(
-        ConfigError, match=r"^orchestrator\.env\.0\.algo\.type.*echo has one turn and never answers"
-    ):
+    with pytest.raises(ConfigError, match=r"^orchestrator\.env\.0\.algo\.type.*echo has one turn and never answers"):
         train(cfg, FakeEngine(parrot(0.5)))
 
 
@@ -300,9 +285,7 @@ def test_a_real_renderer_knows_the_text_of_messages(tmp_path):
     first = [{"role": "user", "content": "abc"}]
     prompt = renderer.render_prompt(first)
     owners = renderer.text_owners(first)
-    assert (
-        renderer.decode(prompt[owners == 0]) == "abc" and (owners >= -1).all() and len(owners) == len(prompt)
-    )
+    assert renderer.decode(prompt[owners == 0]) == "abc" and (owners >= -1).all() and len(owners) == len(prompt)
     reply = np.array([*tokenizer.encode("cba"), renderer.stop_ids[0]], np.int32)
     more = [{"role": "user", "content": "def"}, {"role": "user", "content": "gh"}]
     history = [*first, renderer.parse(reply, prompt)]
@@ -312,9 +295,7 @@ def test_a_real_renderer_knows_the_text_of_messages(tmp_path):
     assert [renderer.decode(extended[owners == i]) for i in (0, 1)] == ["def", "gh"]
     assert (owners[: len(prompt) + len(reply)] == -1).all()
     leading = renderer.render_leading([{"role": "system", "content": "hi"}])
-    assert renderer.decode(leading).startswith("<|im_start|>system") and "assistant" not in renderer.decode(
-        leading
-    )
+    assert renderer.decode(leading).startswith("<|im_start|>system") and "assistant" not in renderer.decode(leading)
 
 
 # -- configs --
@@ -405,9 +386,7 @@ def test_one_mistake_is_one_message(mistake: str, tmp_path: Path) -> None:
         assert part in line, line
 
 
-@pytest.mark.parametrize(
-    "toml", ['[orchestrator.teacher]\nmodel = "t"\n', '[teacher_inference]\nmodel = "t"\n']
-)
+@pytest.mark.parametrize("toml", ['[orchestrator.teacher]\nmodel = "t"\n', '[teacher_inference]\nmodel = "t"\n'])
 def test_a_teacher_that_is_named_is_served_by_the_run(toml: str, tmp_path: Path) -> None:
     file = tmp_path / "rl.toml"
     file.write_text(toml + TAUGHT)

@@ -145,9 +145,7 @@ def test_pixels_are_in_the_ledger_once_and_come_back_with_the_group(tmp_path, re
     with sqlite3.connect(cfg.run_dir.ledger) as db:
         stored = dict(db.execute("SELECT hash, length FROM images"))
         num_rollouts = db.execute("SELECT count(*) FROM rollouts WHERE status = 'finished'").fetchone()[0]
-        groups = [
-            g for (g,) in db.execute("SELECT DISTINCT group_id FROM rollouts WHERE status = 'finished'")
-        ]
+        groups = [g for (g,) in db.execute("SELECT DISTINCT group_id FROM rollouts WHERE status = 'finished'")]
     assert len(stored) == 2 * len(groups) and num_rollouts == 4 * len(groups)
     with LedgerReader(cfg.run_dir) as reader:
         group = reader.group(groups[0])
@@ -227,9 +225,7 @@ class Noting(ImageProcessor):
 
 @pytest.mark.parametrize("env", [CountShapes(), Looks()], ids=["one turn", "two turns"])
 def test_pictures_are_read_in_another_thread_and_once(renderer, env):
-    noting = Noting(
-        patch_size=PROCESSOR.patch_size, min_pixels=PROCESSOR.min_pixels, max_pixels=PROCESSOR.max_pixels
-    )
+    noting = Noting(patch_size=PROCESSOR.patch_size, min_pixels=PROCESSOR.min_pixels, max_pixels=PROCESSOR.max_pixels)
     Noting.threads.clear()
     seeing = copy.copy(renderer)
     seeing.images = noting

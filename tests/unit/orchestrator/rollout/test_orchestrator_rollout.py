@@ -76,9 +76,7 @@ def test_a_conversation_that_has_a_system_message_keeps_it():
         def prompt(self, task):
             return [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]
 
-    group = play(
-        Spoken(), FakeEngine(parrot(1.0)), members=1, system_prompts={"echo": "no", EchoEnv().name: "no"}
-    )
+    group = play(Spoken(), FakeEngine(parrot(1.0)), members=1, system_prompts={"echo": "no", EchoEnv().name: "no"})
     assert text_of(group.rollouts[0].branches[0], False) == "Sown.Uhi.A"
 
 
@@ -174,9 +172,7 @@ def test_new_weights_in_flight_are_written_down_token_by_token():
 
     async def scenario():
         env = EchoEnv()
-        playing = asyncio.ensure_future(
-            player(engine).play(env, Draw(0, env.tasks("train").task(0), 1, version=0))
-        )
+        playing = asyncio.ensure_future(player(engine).play(env, Draw(0, env.tasks("train").task(0), 1, version=0)))
         await asyncio.sleep(1.0)
         await engine.update_weights(manifest(1))
         return await playing
@@ -246,9 +242,7 @@ def test_lengths_shape_what_is_compared_but_not_what_is_reported():
     shorter = msgspec.structs.replace(
         branch, **{n: getattr(branch, n)[kept] for n in ("token_ids", "is_sampled", "logprobs")}
     )
-    ragged = msgspec.structs.replace(
-        played, rollouts=(msgspec.structs.replace(first, branches=(shorter,)), *others)
-    )
+    ragged = msgspec.structs.replace(played, rollouts=(msgspec.structs.replace(first, branches=(shorter,)), *others))
     for algo in (
         GrpoAlgo(length_penalty=LengthPenaltySection()),
         GrpoAlgo(overlong=OverlongSection(max_tokens=longest, buffer_tokens=2)),
@@ -259,10 +253,7 @@ def test_lengths_shape_what_is_compared_but_not_what_is_reported():
 
 
 def test_whitening_is_over_all_trained_tokens_of_the_environments_that_ask_for_it():
-    groups = [
-        assign_advantages(play(EchoEnv(), FakeEngine(parrot(p))), ReinforcePlusPlusAlgo())[0]
-        for p in (0.3, 0.8)
-    ]
+    groups = [assign_advantages(play(EchoEnv(), FakeEngine(parrot(p))), ReinforcePlusPlusAlgo())[0] for p in (0.3, 0.8)]
     plain, whitened = to_samples(groups), whiten_samples(to_samples(groups), ["echo"])
     values = np.concatenate([s.advantages[s.loss_mask] for s in plain]).astype(np.float64)
     for before, after in zip(plain, whitened, strict=True):
@@ -408,9 +399,7 @@ def test_an_eval_plays_held_out_tasks_sampled_and_greedy():
     assert (greedy.mode, greedy.k, greedy.pass_at_k) == ("greedy", 1, {})
     assert 0.3 < sampled.mean < 0.7 and sampled.pass_at_k[4] > sampled.mean
     assert mean_over_envs([sampled, greedy], "sampled") == sampled.mean
-    assert (
-        "echo" in format_table([sampled, greedy]) and len(format_table([sampled, greedy]).splitlines()) == 3
-    )
+    assert "echo" in format_table([sampled, greedy]) and len(format_table([sampled, greedy]).splitlines()) == 3
     assert run_virtual(evaluator(engine, group_size=4).evaluate(0))[0].mean == sampled.mean
 
 

@@ -23,13 +23,7 @@ from stretto.ledger.reader import LedgerReader
 from stretto.ledger.token_file import Place, load_turns
 from stretto.orchestrator.batch.samples import trained_tokens
 from stretto.records.generate import Completion, VersionSpan
-from stretto.records.partial import (
-    PartialRollout,
-    concat_completions,
-    cut_completion,
-    latest_turns,
-    turns_up_to,
-)
+from stretto.records.partial import PartialRollout, concat_completions, cut_completion, latest_turns, turns_up_to
 from stretto.records.rollout import Branch
 
 STEPS = 4
@@ -89,9 +83,7 @@ def test_a_resumed_run_trains_what_an_uninterrupted_one_does(tmp_path, unbroken,
     assert trained(first) + trained(second) == unbroken
     assert audit(cfg.run_dir) == []
     with sqlite3.connect(cfg.run_dir.ledger) as db:
-        (kept,) = db.execute(
-            "SELECT count(*) FROM rollouts WHERE segment IS NOT NULL AND status = 'lost'"
-        ).fetchone()
+        (kept,) = db.execute("SELECT count(*) FROM rollouts WHERE segment IS NOT NULL AND status = 'lost'").fetchone()
     assert kept == (0 if end == "kill_at" and moment < 4 else 8)
     turns_left = 3 * 8 * (STEPS - first.step)
     turns_done = {3.5: 0, 4.5: 8, 5.25: 16, 8.75: 16}[moment]
@@ -126,9 +118,7 @@ def kept_turns(cfg):
     """Turns of rollouts that are not done, by group and member."""
     with LedgerReader(cfg.run_dir) as ledger:
         rows = ledger.rows("SELECT * FROM rollouts WHERE status = 'running' AND segment IS NOT NULL")
-    places = {
-        (r["group_id"], r["member"]): Place(r["segment"], r["offset"], r["length"], r["crc"]) for r in rows
-    }
+    places = {(r["group_id"], r["member"]): Place(r["segment"], r["offset"], r["length"], r["crc"]) for r in rows}
     return {key: load_turns(cfg.run_dir, place, "test") for key, place in places.items()}
 
 
@@ -204,9 +194,7 @@ def test_tokens_of_versions_that_are_undone_are_not_kept(tmp_path):
     second, _ = run_once(cfg, resume=1)
     with LedgerReader(cfg.run_dir) as ledger:
         incarnations = ledger.incarnations()
-        rows = ledger.rows(
-            "SELECT * FROM live_rollouts WHERE shipped_in = ?", incarnations[-1]["incarnation"]
-        )
+        rows = ledger.rows("SELECT * FROM live_rollouts WHERE shipped_in = ?", incarnations[-1]["incarnation"])
         assert {row["step"] for row in rows} == {2, 3, 4}
         assert all(row["first_version"] <= row["step"] - 1 for row in rows)
     assert second.step == STEPS and audit(cfg.run_dir) == []
@@ -217,10 +205,7 @@ def test_what_is_undone_is_forgotten_for_good(tmp_path):
     cfg = config(tmp_path, max_async_level=1)
     run_once(cfg, stop_at=4.5, step_s=0.6)
     assert {
-        span.version
-        for turns in kept_turns(cfg).values()
-        for turn in turns
-        for span in turn.completion.versions
+        span.version for turns in kept_turns(cfg).values() for turn in turns for span in turn.completion.versions
     } == {1, 2}
     run_once(cfg, resume=1, kill_at=0.01)
     with LedgerReader(cfg.run_dir) as ledger:
@@ -228,9 +213,7 @@ def test_what_is_undone_is_forgotten_for_good(tmp_path):
             "SELECT *, max(row) FROM rollouts JOIN draws USING (group_id) WHERE state = 'drawn' "
             "GROUP BY group_id, member"
         )
-    places = [
-        Place(r["segment"], r["offset"], r["length"], r["crc"]) for r in rows if r["segment"] is not None
-    ]
+    places = [Place(r["segment"], r["offset"], r["length"], r["crc"]) for r in rows if r["segment"] is not None]
     turns = [turn for place in places for turn in load_turns(cfg.run_dir, place, "test")]
     assert turns and {span.version for turn in turns for span in turn.completion.versions} == {1}
     second, _ = run_once(cfg, resume=1)

@@ -16,9 +16,7 @@ def served(queue: TrainQueue, turns: int, *, now: float = 0.0) -> Counter[str]:
     tokens: Counter[str] = Counter()
     for _ in range(turns):
         for share in queue.next(now):
-            tokens[share.request.tenant] += sum(
-                share.request.cost(unit) for unit in range(share.start, share.stop)
-            )
+            tokens[share.request.tenant] += sum(share.request.cost(unit) for unit in range(share.start, share.stop))
             queue.finish(share)
     return tokens
 
@@ -147,9 +145,7 @@ def test_what_comes_first_waits_for_what_has_begun() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(1, 500), max_size=6)), min_size=1, max_size=40)
-)
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(1, 500), max_size=6)), min_size=1, max_size=40))
 def test_everything_pushed_is_given_out_once(pushed: list[tuple[int, list[int]]]) -> None:
     queue = TrainQueue(quantum=100, max_tokens=400)
     for name in range(4):

@@ -87,12 +87,7 @@ Open = Callable[..., tuple[Training, Ranks]]
 def open_training(tmp_path: Path) -> Iterator[Open]:
     """Opens a service's hub, as often as a test starts it anew, without processes."""
     base = ServeConfig.model_validate(
-        {
-            "output_dir": str(tmp_path),
-            "seq_len": 64,
-            "model": {"name": "m"},
-            "service": {"max_waiting_requests": 8},
-        }
+        {"output_dir": str(tmp_path), "seq_len": 64, "model": {"name": "m"}, "service": {"max_waiting_requests": 8}}
     )
     service = base.run_dir.path / "service"
     with ExitStack() as stack:
@@ -275,11 +270,7 @@ async def test_a_run_whose_weights_cannot_be_saved_still_gives_its_place_back(op
     ranks.operations, ranks.errors = [], {}
     training.submit(run, "step", 2, STEP)
     await serve(training)
-    assert [name for name in ranks.names if name != "RemoveTenant"] == [
-        "CreateTenant",
-        "OptimStep",
-        "OptimStep",
-    ]
+    assert [name for name in ranks.names if name != "RemoveTenant"] == ["CreateTenant", "OptimStep", "OptimStep"]
 
 
 def test_a_refused_number_has_one_request(tmp_path: Path) -> None:
@@ -392,9 +383,7 @@ def test_largest_values_of_several_turns_are_not_summed() -> None:
     assert job.sums == {"loss": 6.0, "max/mismatch_kl": -3.0}
 
 
-async def test_saving_over_a_checkpoint_keeps_the_old_one_until_the_new_one_is_there(
-    open_training: Open,
-) -> None:
+async def test_saving_over_a_checkpoint_keeps_the_old_one_until_the_new_one_is_there(open_training: Open) -> None:
     training, ranks = open_training()
     run = make_run(training)
     await serve(training)

@@ -5,15 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases.vision import (
-    IMAGE,
-    build_vision_policy,
-    image,
-    image_batches,
-    image_group,
-    logprobs_alone,
-    pack_images,
-)
+from cases.vision import IMAGE, build_vision_policy, image, image_batches, image_group, logprobs_alone, pack_images
 from msgspec.structs import replace
 
 from stretto.base.errors import ConfigError, DataError
@@ -40,12 +32,7 @@ def test_samples_in_a_row_have_the_logprobs_of_each_alone(case):
     learner = learner_of(case)
     small, large, other = image((1, 2, 4), 0), image((2, 4, 4), 1), image((1, 2, 4), 2)
     # The texts of the first two groups are equal and their images are not.
-    samples = (
-        image_group(0, [small])
-        + image_group(0, [other])
-        + image_group(1, [])
-        + image_group(2, [large, small])
-    )
+    samples = image_group(0, [small]) + image_group(0, [other]) + image_group(1, []) + image_group(2, [large, small])
     mb = pack_images(samples)
     scored, every = learner.trained_logprobs([mb])[0], learner.logprobs(mb)[0]
     for start, (sample, images) in zip(mb.cu_seqlens.tolist(), samples):
@@ -101,18 +88,9 @@ def test_a_batch_that_does_not_fit_the_model_is_refused():
     mb = image_batches(1)[0][1]
     name = mb.sample_ids[0]
     cases = [
-        (
-            replace(mb, images=(), num_images=()),
-            f"sample {name} has 2 image tokens .id 50., and its 0 images take 0",
-        ),
-        (
-            replace(mb, images=tuple(i.without_patches() for i in mb.images)),
-            f"sample {name}: image .* has no patches",
-        ),
-        (
-            replace(mb, loss_mask=mb.loss_mask | (mb.token_ids == IMAGE)),
-            f"an image in sample {name} is trained",
-        ),
+        (replace(mb, images=(), num_images=()), f"sample {name} has 2 image tokens .id 50., and its 0 images take 0"),
+        (replace(mb, images=tuple(i.without_patches() for i in mb.images)), f"sample {name}: image .* has no patches"),
+        (replace(mb, loss_mask=mb.loss_mask | (mb.token_ids == IMAGE)), f"an image in sample {name} is trained"),
     ]
     for wrong, words in cases:
         with pytest.raises(DataError, match=words):
@@ -131,7 +109,5 @@ def test_a_model_with_a_tower_needs_its_section_and_one_without_refuses_it(tmp_p
     from tiny import build_policy
 
     hub.save_hf(build_policy(), tmp_path / "text")
-    with pytest.raises(
-        ConfigError, match=r"\[model.vlm\] is for models with a vision tower .* this is a qwen3;"
-    ):
+    with pytest.raises(ConfigError, match=r"\[model.vlm\] is for models with a vision tower .* this is a qwen3;"):
         load_policy(ModelSection(name=str(tmp_path / "text"), vlm=VisionSection()))

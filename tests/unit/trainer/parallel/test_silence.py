@@ -73,9 +73,7 @@ def test_strangers_are_not_taken_for_nodes(ranks: Callable[[dist.Store], list[Ra
     first = Rank(store, Node(0, 2, 6), pool)
     address, port, word = json.loads(store.get(KEY))
     strangers = [socket.create_connection((address, port)) for _ in range(50)]
-    for stranger, text in zip(
-        strangers, [b"x" * 36, b"\x80\x04.", word.encode() + b"\x07\0\0\0", word.encode()]
-    ):
+    for stranger, text in zip(strangers, [b"x" * 36, b"\x80\x04.", word.encode() + b"\x07\0\0\0", word.encode()]):
         stranger.sendall(text)
     others = [Rank(store, Node(rank, 2, 6), ThreadPoolExecutor(1)) for rank in (2, 4)]
     until_watching([first, *others])
@@ -115,9 +113,7 @@ def test_nodes_are_counted_from_what_the_launcher_says(monkeypatch: pytest.Monke
 
     found = place(RANK=8, WORLD_SIZE=16, LOCAL_WORLD_SIZE=8)
     assert (found.number, found.count, found.is_watched) == (1, 2, True)
-    assert not place(RANK=9, WORLD_SIZE=16, LOCAL_WORLD_SIZE=8).is_watched, (
-        "the first of its node stands for it"
-    )
+    assert not place(RANK=9, WORLD_SIZE=16, LOCAL_WORLD_SIZE=8).is_watched, "the first of its node stands for it"
     assert not place(RANK=0, WORLD_SIZE=8, LOCAL_WORLD_SIZE=8).is_watched, "one node"
     assert not place(RANK=0, WORLD_SIZE=5, LOCAL_WORLD_SIZE=3).is_watched, "nodes of different sizes"
     assert not place(RANK=0, WORLD_SIZE=4).is_watched and not place().is_watched

@@ -20,9 +20,7 @@ from stretto.trainer.ranks import mesh
         (None, {"OMP_NUM_THREADS": ""}, 600_000_000, 16),
     ],
 )
-def test_what_is_said_counts_and_a_small_model_takes_few(
-    configured, environment, num_parameters, threads, monkeypatch
-):
+def test_what_is_said_counts_and_a_small_model_takes_few(configured, environment, num_parameters, threads, monkeypatch):
     monkeypatch.setattr(mesh, "num_cores", lambda: 16)
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

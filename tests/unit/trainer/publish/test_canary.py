@@ -18,14 +18,7 @@ from stretto.models.attention import PackedLayout
 from stretto.models.hub import export_tensors, random_model
 from stretto.orchestrator.versions.canary import CanaryCheck, describe_suspects, tolerance_of
 from stretto.orchestrator.versions.loader import VersionLoader
-from stretto.records.weights import (
-    BFLOAT16_TOLERANCE,
-    Canary,
-    CanaryImage,
-    TensorEntry,
-    WeightManifest,
-    probe_scale,
-)
+from stretto.records.weights import BFLOAT16_TOLERANCE, Canary, CanaryImage, TensorEntry, WeightManifest, probe_scale
 from stretto.trainer.learner import Learner
 from stretto.trainer.publish.canary import fixed_tokens, is_canary_due, scaled, score_canary
 from stretto.transports.engine.client import CanaryScores
@@ -96,9 +89,7 @@ def test_engines_that_agree_are_let_pass_and_the_error_is_known():
 
 
 def test_one_engine_that_does_not_agree_stops_the_run_and_names_the_tensors():
-    with pytest.raises(
-        EngineError, match=r"engine-1 does not compute with version 0.*0\.28 on average"
-    ) as caught:
+    with pytest.raises(EngineError, match=r"engine-1 does not compute with version 0.*0\.28 on average") as caught:
         load(Engines(CANARY, 0.0, 0.28), TIED)
     assert "the output matrix (model.embed_tokens.weight here)" in str(caught.value)
 
@@ -118,20 +109,14 @@ def test_the_tolerance_is_that_of_the_numbers_or_the_users():
 
 def test_experts_are_suspected_where_there_are_some_and_all_where_nothing_stands_out():
     experts = manifest("lm_head.weight", "model.layers.0.mlp.experts.0.up_proj.weight")
-    assert "1 tensors of experts" in describe_suspects(experts) and "output matrix" not in describe_suspects(
-        experts
-    )
+    assert "1 tensors of experts" in describe_suspects(experts) and "output matrix" not in describe_suspects(experts)
     assert "all 2 tensors" in describe_suspects(manifest("lm_head.weight", "model.norm.weight"))
 
 
 def test_the_trainers_half_is_a_plain_forward_pass_over_tokens_that_never_change():
     model = random_model(ScratchSection(seed=4), 112, eos_token_id=2)
     learner = Learner(
-        model,
-        model=ModelSection(),
-        optim=AdamWOptim(),
-        scheduler=ConstantScheduler(warmup_steps=0),
-        max_steps=None,
+        model, model=ModelSection(), optim=AdamWOptim(), scheduler=ConstantScheduler(warmup_steps=0), max_steps=None
     )
     canary = score_canary(learner, 40)
     ids = torch.tensor(canary.token_ids)
@@ -141,19 +126,13 @@ def test_the_trainers_half_is_a_plain_forward_pass_over_tokens_that_never_change
     expected = torch.log_softmax(logits, -1)[:-1].gather(1, ids[1:, None]).squeeze(1)
     np.testing.assert_allclose(canary.logprobs[1:], expected, atol=1e-5)
     assert canary.logprobs[0] == 0.0
-    assert (
-        fixed_tokens(112, 40).tolist() == list(canary.token_ids) == list(score_canary(learner, 40).token_ids)
-    )
+    assert fixed_tokens(112, 40).tolist() == list(canary.token_ids) == list(score_canary(learner, 40).token_ids)
     assert msgspec.convert(msgspec.to_builtins(canary), Canary) == canary
 
 
-@pytest.mark.parametrize(
-    ("interval", "expected"), [(10, [*range(1, 11), 20]), (1, [*range(1, 26)]), (None, [])]
-)
+@pytest.mark.parametrize(("interval", "expected"), [(10, [*range(1, 11), 20]), (1, [*range(1, 26)]), (None, [])])
 def test_versions_are_checked_densely_at_first_and_then_now_and_then(interval, expected):
-    due = [
-        version for version in range(1, 26) if is_canary_due(version, version - 1, interval, is_wanted=False)
-    ]
+    due = [version for version in range(1, 26) if is_canary_due(version, version - 1, interval, is_wanted=False)]
     assert due == expected
 
 
@@ -209,11 +188,7 @@ def checks(*versions: tuple[np.ndarray, np.ndarray], told: WeightManifest = BFLO
     check = CanaryCheck()
     for version, (trainer, engine) in enumerate(versions):
         canary = Canary(tuple(range(len(trainer))), tuple(trainer.tolist()))
-        check(
-            msgspec.structs.replace(told, version=version, canary=canary),
-            canary,
-            {"http://e": scored(engine)},
-        )
+        check(msgspec.structs.replace(told, version=version, canary=canary), canary, {"http://e": scored(engine)})
 
 
 def noise(seed: int, scale: float) -> np.ndarray:

@@ -140,9 +140,7 @@ def test_targets_are_scored_instead_of_the_next_tokens():
     np.testing.assert_array_equal(same, plain)
     (other,) = run(tenants, mb, sum_loss=spec, targets=((own + 1) % 40,), is_forward_only=True).logprobs
     is_scored = plain != 0
-    assert is_scored.sum() == len(own) - len(mb.cu_seqlens) + 1 and not np.allclose(
-        other[is_scored], plain[is_scored]
-    )
+    assert is_scored.sum() == len(own) - len(mb.cu_seqlens) + 1 and not np.allclose(other[is_scored], plain[is_scored])
 
 
 def test_all_log_probabilities_are_those_of_a_learner():

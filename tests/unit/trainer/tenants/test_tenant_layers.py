@@ -12,13 +12,7 @@ from stretto.models.lora import adapted_rows
 from stretto.models.moe import Experts
 from stretto.models.parts.router import Routing
 from stretto.trainer.tenants import layers
-from stretto.trainer.tenants.layers import (
-    Pair,
-    TenantExperts,
-    TenantLinear,
-    Turn,
-    prepare_layers,
-)
+from stretto.trainer.tenants.layers import Pair, TenantExperts, TenantLinear, Turn, prepare_layers
 
 COUNTS = (5, 0, 11, 3)
 
@@ -35,10 +29,7 @@ def gradients(pairs) -> list[torch.Tensor]:
     found = []
     for pair in pairs:
         if pair is not None:
-            found += [
-                torch.zeros_like(half) if half.grad is None else half.grad.clone()
-                for half in (pair.a, pair.b)
-            ]
+            found += [torch.zeros_like(half) if half.grad is None else half.grad.clone() for half in (pair.a, pair.b)]
             pair.a.grad = pair.b.grad = None
     return found
 

@@ -126,16 +126,13 @@ def test_a_tenant_that_diverges_harms_none(kind, max_tokens):
         for parameter in tenants["run-3"].weights.parameters:
             parameter.fill_(torch.nan)
     works = [
-        TenantWork(tenant=case.spec.name, micro_batches=tuple(batch_of(case, 0)[0]), loss=case.loss)
-        for case in some
+        TenantWork(tenant=case.spec.name, micro_batches=tuple(batch_of(case, 0)[0]), loss=case.loss) for case in some
     ]
     tenants.execute(Pass(number=1, works=tuple(works), max_tokens=max_tokens))
     bad = tenants.execute(OptimStep(number=2, tenant="run-3")).results["run-3"]
     assert "nan" in bad.error and "step is dropped" in bad.error
     for case in some[:3]:
-        assert (
-            tenants.execute(OptimStep(number=3, tenant=case.spec.name)).results[case.spec.name].error is None
-        )
+        assert tenants.execute(OptimStep(number=3, tenant=case.spec.name)).results[case.spec.name].error is None
     train(tenants, some[:3], range(1, 3), max_tokens=max_tokens)
     train(without, some[:3], max_tokens=max_tokens)
     for case in some[:3]:
@@ -244,9 +241,7 @@ def test_weights_alone_can_be_loaded_and_states_of_others_are_refused(tmp_path):
     path = str(tmp_path / "weights")
     tenants.execute(SaveTenant(number=1, tenant="run-0", path=path, with_optimizer=False))
     trained = weights_of(tenants, "run-0")
-    load = lambda name, **how: tenants.execute(LoadTenant(number=1, tenant=name, path=path, **how)).results[
-        name
-    ]
+    load = lambda name, **how: tenants.execute(LoadTenant(number=1, tenant=name, path=path, **how)).results[name]
     assert "without optimizer state" in load("run-0").error
     train(tenants, [first], range(1, 2))
     assert load("run-0", with_optimizer=False).error is None

@@ -60,9 +60,7 @@ class ChosenKeyCache(KVCache):
         self.small = zeros(config.num_layers, num_tokens, latent.rank + latent.rotated_dim)
         self.index = zeros(len(self._sources), num_tokens, latent.indexer.head_dim)
         # No memory for slabs: sequences that are being decoded are read from their blocks too.
-        self.running = RunningKV(
-            config, self.widths, max_tokens=0, dtype=dtype, device=device, is_exact=is_exact
-        )
+        self.running = RunningKV(config, self.widths, max_tokens=0, dtype=dtype, device=device, is_exact=is_exact)
 
     @staticmethod
     def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -85,9 +83,7 @@ class ChosenKeyCache(KVCache):
             layout.parts += self._cut_width(rows, start, stop, width)
         return layout
 
-    def _chunks(
-        self, rows: PassRows, start: int, stop: int, width: int, *, is_shared: bool
-    ) -> Iterator[_Part]:
+    def _chunks(self, rows: PassRows, start: int, stop: int, width: int, *, is_shared: bool) -> Iterator[_Part]:
         vector = max(self.small.shape[-1], self.index.shape[-1], self._num_index_heads)
         step = max(_MAX_ELEMENTS // (width * vector), 1)
         numbers, size = np.arange(width), self.block_size

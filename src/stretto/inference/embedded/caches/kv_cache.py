@@ -202,9 +202,7 @@ class KVCache:
                     pending = high
         yield from self._chunks(rows, pending, stop, width, is_shared=False)
 
-    def _chunks(
-        self, rows: PassRows, start: int, stop: int, width: int, *, is_shared: bool
-    ) -> Iterator[_BlockPart]:
+    def _chunks(self, rows: PassRows, start: int, stop: int, width: int, *, is_shared: bool) -> Iterator[_BlockPart]:
         per_row = width * (self.group * self.num_kv_heads if is_shared else self.num_kv_heads * self.head_dim)
         step = max(_MAX_ELEMENTS // per_row, 16)
         for low in range(start, stop, step):
@@ -285,9 +283,7 @@ class KVCache:
             sinks = sinks.view(kv_heads, 1, group, 1).expand(-1, rows, -1, -1)
         if not part.is_shared:
             by_row = None if sinks is None else sinks.flatten(0, 1)
-            return self._softmax(q.reshape(-1, group, dim), k, v, bias, by_row).view(
-                kv_heads, rows, group, dim
-            )
+            return self._softmax(q.reshape(-1, group, dim), k, v, bias, by_row).view(kv_heads, rows, group, dim)
         # Every row multiplies the same keys; `expand` does not copy them.
         spread = lambda x: x.expand(rows, -1, -1)
         return torch.stack(
@@ -315,9 +311,7 @@ class KVCache:
         weights = torch.softmax(torch.cat((sinks, scores), dim=-1), dim=-1)
         return torch.bmm(weights[..., 1:].contiguous(), v)
 
-    def _read_fused(
-        self, q: Tensor, gathered: Tensor, part: _BlockPart, bias: Tensor, sinks: Tensor | None
-    ) -> Tensor:
+    def _read_fused(self, q: Tensor, gathered: Tensor, part: _BlockPart, bias: Tensor, sinks: Tensor | None) -> Tensor:
         """PyTorch's fused attention, as in the trainer: scores are float32 for every dtype."""
         kv_heads, rows, group, dim = q.shape
         k, v = gathered.view(2, kv_heads, -1, part.width, dim).transpose(1, 2)

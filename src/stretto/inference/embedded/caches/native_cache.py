@@ -67,9 +67,7 @@ class NativeCache(KVCache):
         )  # fmt: skip
         how.memory = (turns, tables)  # keeps alive what the pointers refer to
 
-        def attend(
-            layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
-        ) -> Float[Tensor, "rows dim"]:
+        def attend(layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Float[Tensor, "rows dim"]:
             return self.kernels.attend(how, qkv, q_norm, k_norm, self._layers[layer])
 
         return attend

@@ -104,9 +104,7 @@ class SlabPart:
             bias[self._rows, leaving.clamp(min=0)] = torch.where((leaving >= 0)[:, None], hidden, first)
         self._upcoming += 1
 
-    def write(
-        self, layer: int, k: Float[Tensor, "rows kv_heads dim"], v: Float[Tensor, "rows kv_heads dim"]
-    ) -> None:
+    def write(self, layer: int, k: Float[Tensor, "rows kv_heads dim"], v: Float[Tensor, "rows kv_heads dim"]) -> None:
         self._key_rows[layer][self._rows, self._positions] = k
         self._value_rows[layer][self._rows, self._positions] = v
 
@@ -218,9 +216,7 @@ def _assign(
     if len(slab.allocation_ids):
         by_id = np.argsort(slab.allocation_ids)
         at = by_id[np.minimum(np.searchsorted(slab.allocation_ids[by_id], allocation_ids), len(by_id) - 1)]
-        is_filled = (
-            (slab.allocation_ids[at] == allocation_ids) & (slab.upcoming[at] == positions) & (at < count)
-        )
+        is_filled = (slab.allocation_ids[at] == allocation_ids) & (slab.upcoming[at] == positions) & (at < count)
         places[is_filled] = at[is_filled]
     is_filled = places >= 0
     is_free = np.ones(count, np.bool_)

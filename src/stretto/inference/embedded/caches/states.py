@@ -53,9 +53,7 @@ class StateCache:
         return sum(tensor.nbytes for layer in self._layers.values() for tensor in layer.tensors)
 
     @torch.inference_mode()
-    def documents(
-        self, owners: Int[np.ndarray, " rows"], positions: Int[np.ndarray, " rows"]
-    ) -> CarriedDocuments:
+    def documents(self, owners: Int[np.ndarray, " rows"], positions: Int[np.ndarray, " rows"]) -> CarriedDocuments:
         """The rows of a pass with the states of their slots; row i is token positions[i] of slot owners[i].
 
         The states of sequences that start in this pass are set to 0.

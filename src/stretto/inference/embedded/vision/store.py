@@ -67,9 +67,7 @@ class ImageStore:
         if not rows:
             return None
         embeddings, *deepstack = (torch.cat(part) for part in zip(*parts))
-        return ImageVectors(
-            torch.from_numpy(np.concatenate(rows)).to(self.device), embeddings, tuple(deepstack)
-        )
+        return ImageVectors(torch.from_numpy(np.concatenate(rows)).to(self.device), embeddings, tuple(deepstack))
 
     @torch.inference_mode()
     def encode(self, image: Image) -> ImageVectors:

@@ -116,6 +116,4 @@ def enforce_limits(limits: AdapterLimits) -> None:
 def _bad_request(message: str) -> Any:
     from vllm.entrypoints.serve import create_error_response
 
-    return create_error_response(
-        message=message, err_type="BadRequestError", status_code=HTTPStatus.BAD_REQUEST
-    )
+    return create_error_response(message=message, err_type="BadRequestError", status_code=HTTPStatus.BAD_REQUEST)

@@ -26,11 +26,7 @@ def return_choices_on_cpus() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    run_after(
-        Scheduler,
-        "__init__",
-        lambda scheduler: setattr(scheduler, "aux_output_connector", ChoicesConnector()),
-    )
+    run_after(Scheduler, "__init__", lambda scheduler: setattr(scheduler, "aux_output_connector", ChoicesConnector()))
     run_after(CPUModelRunner, "load_model", ChoicesCapture)
 
 
@@ -127,10 +123,7 @@ class ChoicesCapture:
         rows_of = {name: batch.req_id_to_index[name] for name in batch.req_ids}
         first = {name: int(batch.num_computed_tokens_cpu[row]) for name, row in rows_of.items()}
         slots = np.concatenate(
-            [
-                self._slots(table, row, first[name], first[name] + scheduled[name])
-                for name, row in rows_of.items()
-            ]
+            [self._slots(table, row, first[name], first[name] + scheduled[name]) for name, row in rows_of.items()]
         )
         self._grow(int(slots.max()) + 1, (self.num_layers, chosen.shape[2]))
         assert self.table is not None

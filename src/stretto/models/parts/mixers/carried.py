@@ -15,14 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stretto.models.parts.mixers.documents import (
-    AllHeads,
-    CarriedState,
-    Chunks,
-    ChunkTable,
-    Documents,
-    chunk_size,
-)
+from stretto.models.parts.mixers.documents import AllHeads, CarriedState, Chunks, ChunkTable, Documents, chunk_size
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -61,9 +54,7 @@ class CausalConvolution(nn.Module):
         weight = self.weight if parts is None else documents.own(self.weight, parts)
         return documents.convolve(x, weight, self.bias)
 
-    def new_states(
-        self, places: int, state: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> LayerStates:
+    def new_states(self, places: int, state: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> LayerStates:
         """Empty states for `places` sequences: latest inputs, and a state of this shape."""
         channels, _, width = self.weight.shape
         recent = torch.zeros(places, width - 1, channels, dtype=dtype, device=device)
@@ -96,9 +87,7 @@ class CarriedRows:
         rows = np.append(self.order, self.num_rows)[table.rows]
         places = np.empty_like(table.places)
         places[self.order] = table.places
-        return Chunks(self._to(rows), self._to(places), table.num_documents), self._to(
-            self.places[table.order]
-        )
+        return Chunks(self._to(rows), self._to(places), table.num_documents), self._to(self.places[table.order])
 
     def taps(self, width: int) -> tuple[Int[Tensor, "width rows"], Int[Tensor, "documents recent"]]:
         """Indices into the latest inputs of all documents followed by all rows.

@@ -112,10 +112,7 @@ class GatedDelta(nn.Module):
         return self.conv1d.new_states(places, state, dtype, device)
 
     def forward(
-        self,
-        x: Float[Tensor, "tokens dim"],
-        documents: Documents | CarriedDocuments,
-        rows: Int[Tensor, " rows"] | None,
+        self, x: Float[Tensor, "tokens dim"], documents: Documents | CarriedDocuments, rows: Int[Tensor, " rows"] | None
     ) -> Float[Tensor, "rows dim"]:
         """The mixer's output for all tokens or `rows`; no token sees another document."""
         q, k, v, log_decay, beta = self.project(x, documents)

@@ -159,9 +159,7 @@ class VisibleKeys:
 
 
 def index_scores(
-    queries: Float[Tensor, "rows heads dim"],
-    weights: Float[Tensor, "rows heads"],
-    keys: Float[Tensor, "keys dim"],
+    queries: Float[Tensor, "rows heads dim"], weights: Float[Tensor, "rows heads"], keys: Float[Tensor, "keys dim"]
 ) -> Float[Tensor, "rows keys"]:
     """sum over heads of weights * relu(queries @ keys), equation 1 of the paper."""
     by_head = (queries.flatten(0, 1) @ keys.T).relu_().unflatten(0, queries.shape[:2])
@@ -195,9 +193,7 @@ def choose_keys(vectors: IndexVectors, visible: VisibleKeys, top_k: int) -> Int3
     return chosen
 
 
-def rank_codes(
-    scores: Float[Tensor, "rows keys"], numbers: Int64[Tensor, " keys"]
-) -> Int64[Tensor, "rows keys"]:
+def rank_codes(scores: Float[Tensor, "rows keys"], numbers: Int64[Tensor, " keys"]) -> Int64[Tensor, "rows keys"]:
     """Distinct integers in the order of scores; among equal ones the earlier key is higher."""
     bits = (scores + 0.0).view(torch.int32)  # without -0.0
     order = torch.where(bits < 0, bits ^ _LAST, bits)
@@ -339,13 +335,8 @@ def _gathered_rows(counts: np.ndarray, k: Tensor) -> Iterator[tuple[slice, int]]
 
 
 def attend_rows(
-    q: Float[Tensor, "rows heads dim"],
-    k: Float[Tensor, "keys dim"],
-    chosen: Int32[Tensor, "rows chosen"],
-    scale: float,
-) -> tuple[
-    Float[Tensor, "rows chosen dim"], Float[Tensor, "rows heads chosen"], Int64[Tensor, "rows chosen"]
-]:
+    q: Float[Tensor, "rows heads dim"], k: Float[Tensor, "keys dim"], chosen: Int32[Tensor, "rows chosen"], scale: float
+) -> tuple[Float[Tensor, "rows chosen dim"], Float[Tensor, "rows heads chosen"], Int64[Tensor, "rows chosen"]]:
     """Gathered keys, attention weights in their dtype, and the keys' places."""
     places = chosen.clamp_min(0).long()
     keys = k.index_select(0, places.flatten()).unflatten(0, places.shape)

@@ -63,9 +63,7 @@ class GroupedGatedNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
         self.groups, self.eps = groups, eps
 
-    def forward(
-        self, x: Float[Tensor, "tokens dim"], gate: Float[Tensor, "tokens dim"]
-    ) -> Float[Tensor, "tokens dim"]:
+    def forward(self, x: Float[Tensor, "tokens dim"], gate: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
         """In the dtype of the gate; computed in float32."""
         gated = (x.float() * F.silu(gate.float())).unflatten(-1, (self.groups, -1))
         return self.weight * rms_norm(gated, None, self.eps).flatten(-2).to(gate.dtype)
@@ -98,10 +96,7 @@ class Mamba2(nn.Module):
         return self.conv1d.new_states(places, state, dtype, device)
 
     def forward(
-        self,
-        x: Float[Tensor, "tokens dim"],
-        documents: Documents | CarriedDocuments,
-        rows: Int[Tensor, " rows"] | None,
+        self, x: Float[Tensor, "tokens dim"], documents: Documents | CarriedDocuments, rows: Int[Tensor, " rows"] | None
     ) -> Float[Tensor, "rows dim"]:
         """The mixer's output for all tokens or `rows`; no token sees another document."""
         gate, values, b, c, dt = self.project(x, documents)

@@ -13,9 +13,7 @@ GROUP_NORMALISED = ("grpo", "gspo", "cispo")
 PLUS_PLUS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 ESTIMATORS = ("grpo", "gspo", "cispo", *PLUS_PLUS, "ppo")
 KL_TYPES = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "low_var"}
-NO_TEACHER = (
-    'write [orchestrator.teacher] and algo type = "opd" in the TOML of --print-config (docs/algorithms.md)'
-)
+NO_TEACHER = 'write [orchestrator.teacher] and algo type = "opd" in the TOML of --print-config (docs/algorithms.md)'
 OF_OPD = "It is of --use-opd."
 NO_OPSM = "use trainer.loss.correction.reject, or a custom loss (docs/algorithms.md)"
 NOT_CENTRED = "write a custom loss (docs/algorithms.md)"

@@ -238,9 +238,7 @@ def _longest(flags: Values) -> tuple[int, tuple[str, ...]]:
     found = read_shape(flags.hf_checkpoint).get("max_position_embeddings")
     if isinstance(found, int):
         return found, ("--hf-checkpoint",)
-    raise ConfigError(
-        "--rollout-max-context-len is missing: how many tokens prompt and reply may have together"
-    )
+    raise ConfigError("--rollout-max-context-len is missing: how many tokens prompt and reply may have together")
 
 
 def _longest_reply(flags: Values) -> int:
@@ -366,9 +364,7 @@ def _names_rewards(path: str) -> bool:
 def _hooks(flags: Values) -> Iterator[Setting]:
     path = flags.rollout_function_path
     if path == SFT_ROLLOUT:
-        raise ConfigError(
-            f"{flags.given['--rollout-function-path']}: fine-tuning on conversations is `sft @ sft.toml`"
-        )
+        raise ConfigError(f"{flags.given['--rollout-function-path']}: fine-tuning on conversations is `sft @ sft.toml`")
     if path not in (DEFAULT_ROLLOUT, ASYNC_ROLLOUT):
         yield Setting(f"{HOOKS}.rollout_function", path, ("--rollout-function-path",))
     if flags.eval_function_path is not None:

@@ -157,9 +157,7 @@ def settings(flags: Values) -> Iterator[Setting]:
 def _models(flags: Values) -> Iterator[Setting]:
     """What --vllm-config says beyond the numbers of engines."""
     source = ("--vllm-config",)
-    has_placeholders = any(
-        group.worker_type == "placeholder" for model in flags.models for group in model.groups
-    )
+    has_placeholders = any(group.worker_type == "placeholder" for model in flags.models for group in model.groups)
     total = sum(group.num_gpus for model in flags.models for group in model.groups)
     if has_placeholders and flags.colocate:
         raise ConfigError(

@@ -196,9 +196,7 @@ def _start(flags: Values) -> Iterator[Setting]:
         start, source = _weights(flags, "--ref-load"), "--ref-load"
     load = None if flags.load is None else Path(flags.load)
     if load is not None and load.is_file():
-        raise ConfigError(
-            f"{flags.given['--load']} is a file; name a run's directory, or Hugging Face weights"
-        )
+        raise ConfigError(f"{flags.given['--load']} is a file; name a run's directory, or Hugging Face weights")
     if load is not None and _is_run(load):
         yield from _continued(flags, load)
     elif load is not None and load.is_dir() and any(load.iterdir()) and load != _save_dir(flags):

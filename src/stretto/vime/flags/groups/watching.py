@@ -96,9 +96,7 @@ def settings(flags: Values) -> Iterator[Setting]:
     if flags.use_tensorboard:
         yield Setting("monitors.tensorboard", {}, ("--use-tensorboard",))
     if flags.record_memory_history:
-        yield Setting(
-            SNAPSHOTS, flags.memory_snapshot_dir, ("--record-memory-history", "--memory-snapshot-dir")
-        )
+        yield Setting(SNAPSHOTS, flags.memory_snapshot_dir, ("--record-memory-history", "--memory-snapshot-dir"))
     if flags.save_debug_train_data is not None or flags.dump_details is not None:
         yield Setting("trainer.enable_token_export", True, ("--save-debug-train-data", "--dump-details"))
 
@@ -121,6 +119,4 @@ def _alone(flags: Values) -> Iterator[Setting]:
 
 def environment(flags: Values) -> dict[str, str]:
     """Variables for the run's processes."""
-    return {
-        variable: flags.value(name) for name, variable in OF_WANDB.items() if flags.value(name) is not None
-    }
+    return {variable: flags.value(name) for name, variable in OF_WANDB.items() if flags.value(name) is not None}
