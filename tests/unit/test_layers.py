@@ -24,6 +24,7 @@ BELOW = {
     "models": {"base", "families", "records", "config"},
     "transports": {"base", "records", "config"},
     "data": {"base"},
+    "check": {"base", "families", "config"},
     "vime": {"base", "families", "records", "config", "data"},
     "envs": {"base", "records", "config", "data", "vime"},
     "orchestrator": {
@@ -41,6 +42,7 @@ BELOW = {
     },
     "trainer": {
         "base",
+        "check",
         "families",
         "records",
         "config",
@@ -53,12 +55,13 @@ BELOW = {
         "envs",
         "vime",
     },
-    "inference": {"base", "families", "records", "config", "monitors", "chat", "data", "models", "transports"},
+    "inference": {"base", "check", "families", "records", "config", "monitors", "chat", "data", "models", "transports"},
     "service": {"base", "records", "config", "monitors", "transports", "data"},
-    "launch": {"base", "families", "records", "config", "ledger", "monitors", "data", "view"},
+    "launch": {"base", "check", "families", "records", "config", "ledger", "monitors", "data", "view"},
     "view": {"base", "records", "config", "ledger", "monitors", "chat"},
     "foresee": {
         "base",
+        "check",
         "families",
         "records",
         "config",

@@ -23,7 +23,7 @@ from stretto.config.sections.engines import (
     RouterSection,
     cache_aware_options,
 )
-from stretto.config.sections.inference import GROUP_KEYS, InferenceSection, ParallelSection, misfit
+from stretto.config.sections.inference import GROUP_KEYS, InferenceSection, misfit
 from stretto.config.spellings.inference import VLLM_KEYS
 
 PLANNED = (
@@ -32,27 +32,6 @@ PLANNED = (
     "data_parallel_multi_port_external_lb", "headless", "nnodes", "node_rank", "master_addr", "master_port",
 )  # fmt: skip
 """Options of vLLM that say which part of an engine a process is; the plan sets them for several engines."""
-
-
-def product(parallel: ParallelSection) -> str:
-    """`tp 2 x dp 4`: the degrees that are not 1."""
-    degrees = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "dp")}
-    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "tp 1"
-
-
-def shape_of(section: InferenceSection) -> str:
-    """`tp 2 x 4 engines`: the engines and their degrees."""
-    engines = section.deployment.num_engines
-    if section.deployment.type == "groups":
-        shapes = ((g.num_engines, section.of_group(g).parallel) for g in section.deployment.groups)
-        return " + ".join(f"{number} engines of {product(parallel)}" for number, parallel in shapes if number)
-    sides = section.deployment.sides if section.deployment.type == "disaggregated" else {}
-    if len({side.tp for side in sides.values()}) > 1:
-        rest = product(section.parallel.model_copy(update={"tp": 1})).removeprefix("tp 1")
-        tp = section.parallel.tp
-        counts = (f"{side.num_engines} {kind} x tp {side.tp or tp}" for kind, side in sides.items())
-        return f"({' + '.join(counts)})" + (f" x {rest}" if rest else "")
-    return product(section.parallel) + (f" x {engines} engines" if engines > 1 else "")
 
 
 def vllm_only_faults(section: InferenceSection) -> Iterator[tuple[str, str, str]]:
@@ -242,7 +221,7 @@ def _engine_faults(section: InferenceSection, shape: MultiNode) -> Iterator[tupl
         ways = ", or spread one engine over the nodes with {2.path} = true" * (not section.enable_expert_parallel)
         if parallel.gpus_per_rank > shape.gpus_per_node:
             ways = ", or let nodes share the ranks of an engine with {3.path}"
-        what = product(parallel) + (f" over {nodes} nodes" if nodes > 1 else "")
+        what = parallel.in_words + (f" over {nodes} nodes" if nodes > 1 else "")
         rule = f"{what} need {needed} GPUs and a node has {{1}}; lower one of the degrees{ways}"
         others = "enable_expert_parallel deployment.nodes_per_engine"
         yield f"parallel deployment.gpus_per_node | {others}", f"{{0.path}}: {rule}"
@@ -259,10 +238,10 @@ def _shared_rank_faults(section: InferenceSection, shape: MultiNode) -> Iterator
         way = "leave one of them out, or let nodes divide the data-parallel ranks: {2.path} = true without {1.path}"
         yield "parallel.dp deployment.nodes_per_engine | enable_expert_parallel", f"{rule}; {way}"
     elif parallel.gpus_per_rank % nodes:
-        rule = f"{product(parallel)} = {parallel.gpus_per_rank} GPUs are not divided among {{1}} nodes"
+        rule = f"{parallel.in_words} = {parallel.gpus_per_rank} GPUs are not divided among {{1}} nodes"
         yield "parallel deployment.nodes_per_engine", f"{{0.path}}: {rule}; give a multiple"
     elif (needed := parallel.gpus_per_rank // nodes) > shape.gpus_per_node:
-        rule = f"{product(parallel)} over {nodes} nodes need {needed} GPUs and a node has {{1}}"
+        rule = f"{parallel.in_words} over {nodes} nodes need {needed} GPUs and a node has {{1}}"
         way = "lower one of the degrees, or raise {2.path}"
         yield "parallel deployment.gpus_per_node deployment.nodes_per_engine", f"{{0.path}}: {rule}; {way}"
 

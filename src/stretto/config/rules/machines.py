@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 from stretto.config.derived import LOCAL_HOSTS
 from stretto.config.root import RLConfig
 from stretto.config.rules.batches import is_address, urls
-from stretto.config.rules.engine import shape_of
 from stretto.config.rules.rule import Each, Idle, Rule, Rules, value_of
 from stretto.config.rules.slurm import ON_ONE_MACHINE, is_loopback
 from stretto.config.sections.inference import InferenceSection
@@ -159,7 +158,7 @@ def engine_gpu_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
                 ways.append(f"or set {name}.parallel.dp = {section.parallel.dp * more}")
             way_out = ", ".join(ways)
         if given != needed:
-            message = f"{{0.path}} gives {given} GPUs and {name} takes {shape_of(section)} = {needed}"
+            message = f"{{0.path}} gives {given} GPUs and {name} takes {section.shape_in_words} = {needed}"
             key = ids_key if ids is not None else f"deployment.{count_key}"
             yield f"{key} {name}.parallel", f"{message}, so {abs(given - needed)} {verb}; {way_out}"
 
@@ -202,7 +201,7 @@ def node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
         gpus, own = section.num_gpus, shape.infer_gpus_per_node
         has, key = (shape.gpus_per_node, "gpus_per_node") if own is None else (own, "infer_gpus_per_node")
         if 0 < has < gpus and section.deployment.num_nodes == 1:
-            rule = f"{shape_of(section)} = {gpus} GPUs, and a node has {{1}}; lower one of the degrees"
+            rule = f"{section.shape_in_words} = {gpus} GPUs, and a node has {{1}}; lower one of the degrees"
             ways = " or raise deployment.infer_gpus_per_node" * (own is None)
             yield f"inference.parallel deployment.{key}", f"{{0.path}}: {rule}{ways}"
 

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from stretto.config.root import SFTConfig
-from stretto.config.rules.mesh_degrees import VISION_FAMILIES
 from stretto.config.rules.rule import Each, Idle, Rule, Rules, value_of
 from stretto.config.rules.slurm import ON_ONE_MACHINE
 from stretto.config.sections.model import ActivationCheckpointSection, ModelSection, ScratchSection, VisionSection
 from stretto.config.sections.run import RunKeys
 from stretto.config.sections.trainer import TrainerSection, num_steps
-from stretto.families.table import traits_of
+from stretto.families.table import VISION_FAMILIES, traits_of
 
 
 def schedule_faults(section: Any) -> Iterator[tuple[str, str]]:

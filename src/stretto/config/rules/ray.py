@@ -9,12 +9,10 @@ from typing import Any
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.rule import Each, Rules
 from stretto.config.rules.slurm import placed_faults
-from stretto.config.sections.deployment import RaySection
+from stretto.config.sections.deployment import RAY_HEAD, RaySection
 
 Faults = Iterator[tuple[str, str] | tuple[str, str, Any]]
 NAME = re.compile(r"[A-Za-z_]\w*")
-HEAD = re.compile(r"[^\s/]+:\d+")
-"""An address of a cluster's head; not a URL, which leads to the dashboard or to a server for Ray clients."""
 SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|(API_?|ACCESS_?)?KEY)(_|$)")
 """Variables whose values must not be in files."""
 OURS = re.compile(r"STRETTO_|CUDA_VISIBLE_DEVICES$|(RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$")
@@ -29,7 +27,7 @@ def value_faults(section: RaySection) -> Faults:
         rule = "{0} is a server for Ray clients, which do not see the run directory; give HOST:PORT of the head on a "
         rule += "machine of the cluster, or submit the command: ray job submit --address http://HEAD:8265 -- rl @ ..."
         yield "address", rule
-    elif address is not None and address != "auto" and not HEAD.fullmatch(address):
+    elif address is not None and address != "auto" and not RAY_HEAD.fullmatch(address):
         yield "address", "{0} is no address of a cluster's head; write it as HOST:PORT, such as 10.0.0.1:6379"
     for name, amount in section.resources.items():
         if name in CLAIMED:

@@ -12,7 +12,7 @@ from typing import Any
 
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.rule import Each, Rule, Rules
-from stretto.config.sections.deployment import SlurmSection
+from stretto.config.sections.deployment import SlurmSection, node_names
 
 Faults = Iterator[tuple[str, str] | tuple[str, str, Any]]
 TIME = re.compile(r"(\d+-\d+(:\d+(:\d+)?)?|\d+(:\d+(:\d+)?)?|UNLIMITED|INFINITE)")
@@ -24,29 +24,6 @@ WRITTEN = frozenset(
 """Options of sbatch that the script sets, or with which it does not work."""
 HOST = re.compile(r"[\w.-]+|(?=.*:.*:)[\da-fA-F:.]+(%[\w.-]+)?")
 """A name or an address of a machine, those of IPv6 without brackets."""
-NODES = re.compile(r"([^\[\],]+)(?:\[([\d,-]+)\])?(?:,|$)")
-
-
-def node_names(nodelist: str) -> list[str]:
-    """The nodes of a list in Slurm's notation: `a[0-1,07],b` is a0, a1, a07, b.
-
-    Raises: ValueError if it cannot be read.
-    """
-    names: list[str] = []
-    end = 0
-    while end < len(nodelist):
-        if (match := NODES.match(nodelist, end)) is None:
-            raise ValueError(nodelist)
-        stem, numbers = match[1], match[2]
-        names += [stem] if numbers is None else [f"{stem}{number}" for number in _numbers(numbers)]
-        end = match.end()
-    return names
-
-
-def _numbers(text: str) -> Iterator[str]:
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        yield from (str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1))
 
 
 def seconds(time: str) -> float:
