@@ -21,7 +21,7 @@ _BUDGET_S = 0.1
 _COLUMNS = f"""
     r.row, r.group_id, r.member, {SHOWN_STATUS} AS status, r.dropped_by, r.reward, r.advantage, r.first_version,
     r.last_version, r.num_turns, r.num_tokens, r.num_sampled_tokens, r.started_at, r.finished_at, r.error, d.env,
-    d.task_id, d.state AS group_state, d.reason AS group_reason
+    d.task_id, d.state AS group_state, d.reason AS group_reason, r.segment, r.offset, r.length, r.crc
 """
 _STEP = """
     (SELECT b.step FROM batch_rollouts x JOIN batches b USING (batch)
@@ -48,12 +48,14 @@ class Filters:
     min_tokens: int | None = None
     max_tokens: int | None = None
     version: int | None = None
+    task: str | None = None
     sort: str = "newest"
 
     def clauses(self) -> tuple[list[str], list[Any]]:
         """Conditions over `rollouts r` and `draws d`, and their values."""
         found = [
             ("d.env = ?", self.env),
+            ("d.task_id = ?", self.task),
             (f"{SHOWN_STATUS} = ?", self.status),
             ("r.reward >= ?", self.min_reward),
             ("r.reward <= ?", self.max_reward),
@@ -113,4 +115,4 @@ def choices(ledger: LedgerReader) -> dict[str, Any]:
     """The values to filter by: environments, statuses, the first and the last step."""
     envs = [row["env"] for row in ledger.rows("SELECT env FROM draws GROUP BY env ORDER BY env LIMIT 200")]
     [steps] = ledger.rows("SELECT min(step) AS first, max(step) AS last FROM batches WHERE state != 'undone'")
-    return {"envs": envs, "statuses": ["finished", "truncated", "failed", "dropped"], **steps}
+    return {"envs": envs, "statuses": ["finished", "truncated", "failed", "dropped", "running"], **steps}
