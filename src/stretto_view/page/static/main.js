@@ -48,7 +48,7 @@ async function show() {
     current.handle?.close?.();
   }
   document.getElementById("fault").hidden = true;
-  const root = h("div"); // one per view: a view that is left while it loads then draws into a detached element
+  const root = h("div", { "aria-busy": "true" }); // one per view: a view that is left while it loads then draws into a detached element
   fill(document.getElementById("view"), root);
   const controller = new AbortController();
   const mine = { view, runs, query, controller, handle: null, updatedAt: performance.now(), isDue: false, timer: null };
@@ -78,9 +78,11 @@ async function show() {
   };
   try {
     mine.handle = await VIEWS[view].render(root, context);
+    root.removeAttribute("aria-busy");
     if (mine !== current) mine.handle?.close?.();
   } catch (error) {
     if (error.name === "AbortError") return;
+    root.removeAttribute("aria-busy");
     fill(root, message(error.message, "error"));
     mine.handle = { update: show }; // try again when something has changed
   }
