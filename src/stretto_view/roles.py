@@ -25,9 +25,11 @@ _ROLES = {
     "[/INST]": "assistant", "[TOOL_RESULTS]": "tool",
 }  # fmt: skip
 _TOOLS_ANSWER = re.compile(r"\s*<tool_response>")
-_END = re.compile(
-    r"(?:<\|(?:im_end|eot_id|eom_id|endoftext|end_of_text|end|return|call)\|>|<end_of_turn>|<｜end▁of▁sentence｜>|</s>)\s*$"
+_END_MARK = (
+    r"(?:<\|(?:im_end|eot_id|eom_id|endoftext|end_of_text|end|return|call)\|>|<end_of_turn>|<｜end▁of▁sentence｜>|</s>)"
 )
+_END = re.compile(_END_MARK + r"\s*$")
+_ANY_END = re.compile(_END_MARK)
 
 
 class Stretch(NamedTuple):
@@ -46,8 +48,7 @@ def stretches(text: str) -> Iterator[Stretch]:
         yield Stretch("text", 0, 0, found[0].start())
     ends = [match.start() for match in found[1:]] + [len(text)]
     for match, end in zip(found, ends):
-        name = next(group for group in match.groups() if group)
-        role = _ROLES.get(name, name)
+        role = _role(match)
         if role == "user" and _TOOLS_ANSWER.match(text, match.end(), end):
             role = "tool"
         yield Stretch(role, match.start(), match.end(), end)
@@ -62,3 +63,14 @@ def mark_of(text: str, stretch: Stretch) -> str:
 def without_end(text: str) -> str:
     """A turn's text without the blanks around it and the mark that ends it."""
     return _END.sub("", text).strip()
+
+
+def readable(text: str) -> str:
+    """A piece of a rendered conversation with names of roles in place of marks."""
+    named = _HEADER.sub(lambda match: _role(match) + ": ", text)
+    return _ANY_END.sub(" ", named)
+
+
+def _role(match: re.Match[str]) -> str:
+    name = next(group for group in match.groups() if group)
+    return _ROLES.get(name, name)

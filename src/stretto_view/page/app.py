@@ -1,8 +1,8 @@
 """The HTTP routes of the page: files of the page itself, JSON about runs, and a stream of what has changed.
 
-Requests only read. Answers are computed in threads, so that a slow one does not delay the others. Text of rollouts is
-untrusted: it is sent as JSON and inserted into the page as text, never as markup, and the content security policy
-allows only the page's own files to run.
+Requests only read, but for those of a chat, which only a page with a token has. Answers are computed in threads, so that
+a slow one does not delay the others. Text of rollouts is untrusted: it is sent as JSON and inserted into the page as
+text, never as markup, and the content security policy allows only the page's own files to run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from importlib import resources
 from typing import Any
@@ -22,9 +22,9 @@ import numpy as np
 from aiohttp import web
 
 from stretto.api import state
-from stretto.base.errors import ConfigError, DataError, StrettoError, reason_of
+from stretto.base.errors import ConfigError, DataError, EngineError, StrettoError, reason_of
 from stretto.base.ports import refusal_of
-from stretto_view.page import conversation, export, routes
+from stretto_view.page import chat, conversation, export, routes
 from stretto_view.page.library import Library, OpenRun
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 LIBRARY = web.AppKey("library", Library)
 TOKEN = web.AppKey("token", str)
 """The token that a request must have; "": none is needed, and only this machine is served."""
+CHAT = web.AppKey("chat", chat.Chat)
 COOKIE = "stretto-view"
 POLL_S = 1.0
 _PING_S = 15.0
@@ -66,8 +67,9 @@ class _Cached:
 STAMPS = web.AppKey("stamps", _Cached)
 
 
-def build(library: Library, token: str = "") -> web.Application:
-    """The application; with a token, requests without it are refused."""
+def build(library: Library, token: str = "", *, has_chat: bool = False) -> web.Application:
+    """The application; with a token, requests without it are refused. has_chat: needs a token."""
+    assert token or not has_chat, "a chat without a token would give a run's engines to every user of the machine"
     app = web.Application(middlewares=[_guard])
     app[LIBRARY], app[TOKEN] = library, token
     app[STAMPS] = _Cached(lambda: {name: run.stamp() for name, run in library.runs().items()})
@@ -77,6 +79,12 @@ def build(library: Library, token: str = "") -> web.Application:
     app.router.add_get("/api/changes", _changes)
     app.router.add_get("/api/run/{run}/image/{hash:[0-9a-f]{32}}", _image)
     app.router.add_get("/api/view", _view)
+    if has_chat:
+        app[CHAT] = chat.Chat()
+        app.cleanup_ctx.append(_chatting)
+    app.router.add_get("/api/run/{run}/chat", _chat_places)
+    app.router.add_post("/api/run/{run}/chat/start", _chat_start)
+    app.router.add_post("/api/run/{run}/chat", _chat_reply)
     for name, route in routes.PER_RUN.items():
         app.router.add_get(f"/api/run/{{run}}/{name}", _answering(route.answer))
     for name, file in export.FILES.items():
@@ -198,6 +206,64 @@ def _json(value: Any, status: int = 200) -> web.Response:
 def _plain(value: Any) -> Any:
     """Numbers and arrays of numpy as Python's, anything else as text."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+
+
+# -- a chat --
+
+
+async def _chatting(app: web.Application) -> AsyncIterator[None]:
+    """Ends the chat's engine when it is idle, and with the page."""
+    waiting = asyncio.create_task(app[CHAT].close_idle())
+    yield
+    waiting.cancel()
+    await app[CHAT].close()
+
+
+async def _chat_of(request: web.Request) -> tuple[chat.Chat, OpenRun, list[str]]:
+    """The chat, the run, and the runs that go on. Raises: ConfigError if this page has no chat."""
+    run = await _run_of(request)
+    if CHAT not in request.app:
+        raise ConfigError(chat.OFF.format(run=run.dir))
+    runs = await asyncio.to_thread(request.app[LIBRARY].runs)
+    return request.app[CHAT], run, await asyncio.to_thread(chat.running, runs)
+
+
+async def _chat_places(request: web.Request) -> web.Response:
+    if CHAT not in request.app:
+        run = await _run_of(request)
+        return _json({"is_on": False, "why": chat.OFF.format(run=run.dir)})
+    talking, run, others = await _chat_of(request)
+    return _json(await talking.places(run, others))
+
+
+async def _chat_start(request: web.Request) -> web.Response:
+    talking, run, others = await _chat_of(request)
+    return _json(await talking.start(run, await _words_of(request), others))
+
+
+async def _chat_reply(request: web.Request) -> web.StreamResponse:
+    talking, run, others = await _chat_of(request)
+    pieces = talking.reply(run, await _words_of(request), others)
+    first = await anext(pieces, b"")  # an engine that refuses says so before the answer begins
+    answer = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
+    await answer.prepare(request)
+    await answer.write(first)
+    try:
+        async for piece in pieces:
+            await answer.write(piece)
+    except EngineError as error:
+        await answer.write(b"data: " + msgspec.json.encode({"error": str(error)}) + b"\n\n")
+    return answer
+
+
+async def _words_of(request: web.Request) -> dict[str, Any]:
+    try:
+        words = await request.json()
+    except ValueError as error:
+        raise ConfigError(f"the body is not JSON: {error}") from error
+    if not isinstance(words, dict):
+        raise ConfigError("the body must be a JSON object.")
+    return words
 
 
 # -- what has changed --

@@ -21,6 +21,7 @@ from stretto_view.page.library import OpenRun
 from stretto_view.page.query import FILTERS, ROLLOUT, filters_of, rollout_of
 
 _MOST_PAGES = 20
+_LOADING_S = 60.0  # a file waits for the tokenizer
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would compute a text that begins so
 _COLUMNS = (
     "rollout", "step", "env", "task_id", "status", "reward", "advantage", "num_sampled_tokens", "num_turns",
@@ -58,9 +59,10 @@ def _rollouts(run: OpenRun, query: Any) -> str:
     rows: list[dict[str, Any]] = []
     before, filters = None, filters_of(query)
     text, place = query.get("text") or "", query.get("place") or "anywhere"
+    run.tokenizer_within(_LOADING_S)
     with LedgerReader(run.dir) as ledger:
         for _ in range(_MOST_PAGES):
-            found = texts.page(ledger, run.tokenizer, filters, text=text, place=place, before=before)
+            found = texts.page(ledger, run, filters, text=text, place=place, before=before)
             rows += [{"rollout": f"g{row['group_id']}.{row['member']}", **row} for row in found["rows"]]
             if (before := found["next"]) is None:
                 break

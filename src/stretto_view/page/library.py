@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from stretto.api import state
 from stretto.api.run import Run
 from stretto.base.files import holder
 from stretto.base.paths import RunDir
+from stretto.chat.tokenizer import Tokenizer
 from stretto.monitors.file import MetricsTail
 from stretto_view.page import logs
 
@@ -31,7 +32,19 @@ class OpenRun(Run):
         super().__init__(path)
         self.made_of = made_of(self.dir)
         self.lock = threading.Lock()  # requests are answered by several threads
+        self._loading = _Loading(lambda: self.tokenizer)
         self.tails = {role: MetricsTail(self.dir.metrics(role), max_rows=MOST_ROWS) for role in ROLES}
+
+    def tokenizer_within(self, seconds: float) -> Tokenizer | None:
+        """The tokenizer, if it is loaded by then: a large one takes longer than a list may (`is_loading`)."""
+        self._loading.start_once()
+        self._loading.done.wait(seconds)
+        return self.tokenizer if self._loading.done.is_set() else None
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the tokenizer is not loaded yet."""
+        return not self._loading.done.is_set()
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """The rows of each metrics file, by role; a role without rows is left out."""
@@ -51,6 +64,26 @@ class OpenRun(Run):
             "evals": _sizes([self.dir.evals, *sorted(self.dir.evals.glob("version_*"))]),
             "state": f"{_sizes([self.dir.summary])} {holder(self.dir.lock)}",  # a killed run changes no file
         }
+
+
+class _Loading:
+    """A load in a thread of its own, begun at most once."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load, self._lock, self._has_begun = load, threading.Lock(), False
+        self.done = threading.Event()
+
+    def start_once(self) -> None:
+        with self._lock:
+            if not self._has_begun:
+                self._has_begun = True
+                threading.Thread(target=self._run, name="load", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._load()
+        finally:
+            self.done.set()
 
 
 class Library:

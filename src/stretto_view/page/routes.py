@@ -55,7 +55,7 @@ def _rollouts(run: OpenRun, query: Any) -> Any:
     place, text = query.get("place") or "anywhere", query.get("text") or ""
     with LedgerReader(run.dir) as ledger:
         before = number(query, "before", int)
-        found = texts.page(ledger, run.tokenizer, filters, text=text, place=place, before=before)
+        found = texts.page(ledger, run, filters, text=text, place=place, before=before)
         return {**found, **({} if "before" in query else {"choices": rollouts.choices(ledger)})}
 
 

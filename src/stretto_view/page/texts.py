@@ -22,12 +22,13 @@ from stretto.records.partial import Turn
 from stretto.records.rollout import Branch
 from stretto_view.page import rollouts
 from stretto_view.page.library import OpenRun
-from stretto_view.roles import stretches, without_end
+from stretto_view.roles import readable, stretches, without_end
 
 PLACES = ("anywhere", "prompt", "reply")
 _BUDGET_S = 0.4
 _EVALS_BUDGET_S = 2.0
 _MOST_PER_VERSION = 8
+_LOADING_S = 0.3  # a list waits for the tokenizer so long
 _STRETCH = 100  # rollouts between two looks at the clock
 _LENGTH = 160  # characters of a beginning, and of what is around a match
 _MOST_PROMPT, _MOST_REPLY = 2000, 200  # tokens that are decoded for a beginning
@@ -38,7 +39,7 @@ Row = dict[str, Any]
 
 def page(
     ledger: LedgerReader,
-    tokenizer: Tokenizer | None,
+    run: OpenRun,
     filters: rollouts.Filters,
     *,
     text: str = "",
@@ -47,6 +48,7 @@ def page(
 ) -> dict[str, Any]:
     """As `rollouts.page`, each row with the beginnings of its prompt and reply; only rows that have `text`.
 
+    is_loading: whether the beginnings are not there yet, because the tokenizer is still being loaded.
     place: where the text must be. A row that has it also says what is around the match (`match`). unread: how many
     rollouts of the searched stretch have no tokens any more. The case of letters does not matter.
 
@@ -55,9 +57,13 @@ def page(
     if place not in PLACES:
         raise ConfigError(f"place {place!r}: the places are {', '.join(PLACES)}.")
     if not text:
-        found = rollouts.page(ledger, filters, before=before)
-        return {**found, "rows": [_with_beginnings(ledger, tokenizer, row) for row in found["rows"]]}
-    if tokenizer is None:
+        found, tokenizer = rollouts.page(ledger, filters, before=before), run.tokenizer_within(_LOADING_S)
+        return {
+            **found,
+            "is_loading": run.is_loading,
+            "rows": [_with_beginnings(ledger, tokenizer, row) for row in found["rows"]],
+        }
+    if (tokenizer := run.tokenizer) is None:
         raise ConfigError("text: this run's tokenizer is not found from here, so its rollouts have no text to search.")
     return _search(ledger, tokenizer, filters, text.lower(), place, before)
 
@@ -167,7 +173,7 @@ def _match(tokenizer: Tokenizer, branches: Sequence[Branch], text: str, place: s
         whole = tokenizer.decode(parts[place])
         if (at := whole.lower().find(text)) >= 0:
             low = max(0, at - (_LENGTH - len(text)) // 3)
-            around = " ".join(whole[low : low + _LENGTH].split())
+            around = " ".join(readable(whole[low : low + _LENGTH]).split())
             return ("…" if low else "") + around + ("…" if low + _LENGTH < len(whole) else "")
     return ""
 

@@ -7,10 +7,11 @@ import * as timeline from "./timeline.js";
 import * as evals from "./evals.js";
 import * as config from "./config.js";
 import * as logs from "./logs.js";
+import * as chat from "./chat.js";
 
-const VIEWS = { now, curves, rollouts, timeline, evals, config, logs };
+const VIEWS = { now, curves, rollouts, timeline, evals, config, logs, chat };
 const KEYS = [
-  ["1 … 7", "the views, in their order"],
+  ["1 … 8", "the views, in their order"],
   ["r", "choose runs"],
   ["/", "the first field of the view"],
   ["j, k", "next and previous rollout"],

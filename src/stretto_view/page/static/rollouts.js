@@ -14,7 +14,7 @@ export async function render(root, context) {
   const panel = h("section", { class: "detail", "aria-label": "rollout" });
   const saves = h("span", { class: "saves" });
   let rows = [], next = null, isBusy = false, asked = 0, alone = 0, searched = 0, unread = 0;
-  let opened = context.query.get("rollout") || "", isOpen = false;
+  let opened = context.query.get("rollout") || "", isOpen = false, isLoading = false;
 
   const first = await ofRun(run, "rollouts", filters, context.signal);
   if (!first.choices) {
@@ -49,6 +49,7 @@ export async function render(root, context) {
   }
 
   function take(page, isNew) {
+    isLoading = page.is_loading;
     if (isNew) {
       rows = [];
       alone = searched = unread = 0;
@@ -61,6 +62,7 @@ export async function render(root, context) {
     unread += page.unread || 0;
     next = page.next;
     fill(end, told());
+    if (page.is_loading) setTimeout(() => context.signal.aborted || rows.length > 100 || load(true, true), 1000);
   }
 
   function told() {
@@ -83,6 +85,7 @@ export async function render(root, context) {
 
   function beginning(row) {
     if (row.match) return h("div", {}, marked(row.match, filters.text));
+    if (row.prompt === null && isLoading) return h("small", {}, "the tokenizer is being loaded …");
     if (row.prompt === null) return h("small", {}, row.status === "running" ? "its first turn is under way" : row.error || "its tokens are no longer kept");
     return [h("div", {}, row.prompt), h("div", {}, h("mark", {}, row.reply))];
   }
