@@ -1,8 +1,8 @@
 """The HTTP routes of the page: files of the page itself, JSON about runs, and a stream of what has changed.
 
-Requests only read, but for those of a chat, which only a page with a token has. Answers are computed in threads, so that
-a slow one does not delay the others. Text of rollouts is untrusted: it is sent as JSON and inserted into the page as
-text, never as markup, and the content security policy allows only the page's own files to run.
+Requests only read, but for those of a chat, which only a page with a token has. Answers are computed in threads, so
+that a slow one does not delay the others. Text of rollouts is untrusted: it is sent as JSON and inserted into the page
+as text, never as markup, and the content security policy allows only the page's own files to run.
 """
 
 from __future__ import annotations

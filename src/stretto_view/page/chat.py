@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import shutil
 import sys
@@ -26,7 +25,6 @@ from stretto.api import state
 from stretto.base import process
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.ports import open_near
-from stretto.base.secret import load_secret
 from stretto_view.page.library import OpenRun
 
 IDLE_S = 600.0
@@ -44,7 +42,8 @@ Words = Mapping[str, Any]
 class _Engine:
     """An engine that was started here."""
 
-    path: Path
+    run: Path
+    step: int
     address: str
     key: str
     child: process.Child
@@ -68,8 +67,8 @@ class Chat:
         """
         engine = self._engine
         own = None
-        if engine is not None and engine.path.is_relative_to(run.path.resolve()):
-            own = {"step": _step_of(engine.path), **await self._state(engine)}
+        if engine is not None and engine.run == run.path:
+            own = {"step": engine.step, **await self._state(engine)}
         weights = await asyncio.to_thread(_weights, run)
         return {"is_on": True, "live": run.name in others, "weights": list(weights), "engine": own, "goes_on": others}
 
@@ -104,7 +103,9 @@ class Chat:
             }
         async with self._lock:
             await self.close()
-            self._engine = _start(path, without_gpus=bool(others))  # in the main thread, as process.start needs it
+            self._engine = _start(
+                run.path, path, without_gpus=bool(others)
+            )  # in the main thread, as process.start needs it
         return {"ask": None}
 
     async def reply(self, run: OpenRun, words: Words, others: list[str]) -> AsyncIterator[bytes]:
@@ -135,8 +136,13 @@ class Chat:
         if words.get("place") == "live":
             if run.name not in others:
                 raise ConfigError(f"{run.dir}: the run does not go on, so it has no engines; start one on its weights.")
-            return _live(run)
-        if self._engine is None or not self._engine.path.is_relative_to(run.path.resolve()):
+            addresses, key = run.engines()
+            if not addresses:
+                raise ConfigError(
+                    f"{run.dir.config('run')}: orchestrator.client.base_url is missing; it has no engines."
+                )
+            return addresses[0].rstrip("/"), key
+        if self._engine is None or not self._engine.run == run.path:
             raise ConfigError("no engine is started on weights of this run.")
         return self._engine.address, self._engine.key
 
@@ -174,21 +180,6 @@ def _body(words: Words) -> dict[str, Any]:
     return {"messages": messages, "temperature": temperature, "max_tokens": tokens}
 
 
-def _live(run: OpenRun) -> tuple[str, str | None]:
-    """Address and key of the engines of a run: the key of its config, of the environment, or of its secret."""
-    settings = json.loads(run.dir.config("run").read_text())
-    client = (settings.get("orchestrator") or {}).get("client") or {}
-    address = client.get("base_url")
-    if isinstance(address, list):
-        address = address[0] if address else None
-    if not address:
-        raise ConfigError(f"{run.dir.config('run')}: orchestrator.client.base_url is missing; this run has no engines.")
-    key = (settings.get("inference") or {}).get("api_key") or os.environ.get(client.get("api_key_var") or KEY_VAR)
-    if not key and run.dir.secret.exists():
-        key = load_secret(run.dir).text_key("inference.api_key")
-    return address.rstrip("/"), key
-
-
 def _weights(run: OpenRun) -> dict[int, Path]:
     """Directories of weights that an engine can load, by step, newest first."""
     found = {
@@ -209,7 +200,7 @@ def _memory(path: Path) -> tuple[float, float]:
     return need, int(lines["MemAvailable"].split()[0]) * 1024.0
 
 
-def _start(path: Path, *, without_gpus: bool) -> _Engine:
+def _start(run: Path, step: int, path: Path, *, without_gpus: bool) -> _Engine:
     listener = open_near("127.0.0.1", 8770)
     if listener is None:
         raise EngineError("no port near 8770 is free at 127.0.0.1; end something that listens there.")
@@ -224,7 +215,7 @@ def _start(path: Path, *, without_gpus: bool) -> _Engine:
     if without_gpus:
         env["CUDA_VISIBLE_DEVICES"] = ""
     child = process.start("inference", argv, env=env, log=folder / "engine.log")
-    return _Engine(path, f"http://127.0.0.1:{port}/v1", key, child, folder)
+    return _Engine(run, step, f"http://127.0.0.1:{port}/v1", key, child, folder)
 
 
 async def _answers(engine: _Engine) -> bool:

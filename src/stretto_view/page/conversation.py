@@ -23,6 +23,7 @@ from stretto_view.roles import mark_of, stretches
 
 MOST_TOKENS = 20_000
 """Most tokens of a branch that are shown; the page says how many more there are."""
+_LOADING_S = 120.0
 _BROKEN = "\ufffd"  # a token ends inside a character
 _LONGEST_CHARACTER = 4  # bytes, so tokens that one character may need
 _MEMBER = f"""
@@ -51,11 +52,11 @@ def conversation(run: OpenRun, group_id: int, member: int) -> dict[str, Any]:
         except StrettoError as error:  # the tokens were deleted, or have the format of another version
             branches, lost = (), str(error)
     trained = _trained(run.dir, row)
+    tokenizer = run.tokenizer_within(_LOADING_S)
     return {
         **{key: value for key, value in row.items() if key not in ("segment", "offset", "length", "crc")},
         "branches": [
-            _branch(run.tokenizer, branch, trained.get(number), row["advantage"])
-            for number, branch in enumerate(branches)
+            _branch(tokenizer, branch, trained.get(number), row["advantage"]) for number, branch in enumerate(branches)
         ],
         "no_tokens": lost,
         "not_kept": _not_kept(row, is_exported=bool(trained)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -13,10 +14,12 @@ from stretto.api import state
 from stretto.api.run import Run
 from stretto.base.files import holder
 from stretto.base.paths import RunDir
+from stretto.base.secret import load_secret
 from stretto.chat.tokenizer import Tokenizer
 from stretto.monitors.file import MetricsTail
 from stretto_view.page import logs
 
+_KEY_VAR = "VLLM_API_KEY"
 _RESCAN_S = 5.0
 ROLES = ("orchestrator", "trainer", "sft", "evals", "eval")
 """The metrics files of a run; if two have the same metric, the first of them in this list is used."""
@@ -32,6 +35,8 @@ class OpenRun(Run):
         super().__init__(path)
         self.made_of = made_of(self.dir)
         self.lock = threading.Lock()  # requests are answered by several threads
+        self.sampled: dict[str, tuple[float, float]] = {}
+        """By engine: tokens sampled so far, and when that was asked."""
         self._loading = _Loading(lambda: self.tokenizer)
         self.tails = {role: MetricsTail(self.dir.metrics(role), max_rows=MOST_ROWS) for role in ROLES}
 
@@ -45,6 +50,20 @@ class OpenRun(Run):
     def is_loading(self) -> bool:
         """Whether the tokenizer is not loaded yet."""
         return not self._loading.done.is_set()
+
+    def engines(self) -> tuple[list[str], str | None]:
+        """Addresses of the engines that the run's config names, and their key: its own, the environment's, or derived.
+
+        The first address answers chats; with a router the others are the engines behind it.
+        """
+        settings = json.loads(self.dir.config("run").read_text())  # `config` masks keys
+        client = (settings.get("orchestrator") or {}).get("client") or {}
+        named = client.get("base_url") or []
+        key = (settings.get("inference") or {}).get("api_key") or os.environ.get(client.get("api_key_var") or _KEY_VAR)
+        if not key and self.dir.secret.exists():
+            key = load_secret(self.dir).text_key("inference.api_key")
+        own = [named] if isinstance(named, str) else list(named)
+        return [*own, *(client.get("admin_base_url") or [])], key
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """The rows of each metrics file, by role; a role without rows is left out."""

@@ -28,7 +28,7 @@ PLACES = ("anywhere", "prompt", "reply")
 _BUDGET_S = 0.4
 _EVALS_BUDGET_S = 2.0
 _MOST_PER_VERSION = 8
-_LOADING_S = 0.3  # a list waits for the tokenizer so long
+_LOADING_S, _SEARCH_LOADING_S = 0.3, 120.0  # a list waits for the tokenizer so long, and a search
 _STRETCH = 100  # rollouts between two looks at the clock
 _LENGTH = 160  # characters of a beginning, and of what is around a match
 _MOST_PROMPT, _MOST_REPLY = 2000, 200  # tokens that are decoded for a beginning
@@ -63,7 +63,7 @@ def page(
             "is_loading": run.is_loading,
             "rows": [_with_beginnings(ledger, tokenizer, row) for row in found["rows"]],
         }
-    if (tokenizer := run.tokenizer) is None:
+    if (tokenizer := run.tokenizer_within(_SEARCH_LOADING_S)) is None:
         raise ConfigError("text: this run's tokenizer is not found from here, so its rollouts have no text to search.")
     return _search(ledger, tokenizer, filters, text.lower(), place, before)
 

@@ -14,6 +14,7 @@ const KEYS = {
   trained: [["in the loss", "var(--sampled)"]],
   mask: [["sampled by the policy", "var(--sampled)"]],
 };
+const LONG_SYSTEM = 150; // tokens
 const MOST_LINES = 400; // spans of tokens that are drawn at first; a button draws the rest
 
 export function conversation(found, open, run, context, followTask) {
@@ -82,8 +83,13 @@ function branch(found, run, coloring, title) {
   const images = found.images.map((hash, number) =>
     h("img", { src: `/api/run/${encodeURIComponent(run)}/image/${hash}`, alt: `image ${number + 1}`, title: `image ${number + 1}`, loading: "lazy" }));
   const body = [images.length ? h("p", { class: "images" }, images) : null,
-    turns.map((turn) => h("article", { class: `turn ${turn.role}` }, h("h4", {}, turn.role), text(tokens, turn, coloring))), rest];
+    turns.map((turn) => h("article", { class: `turn ${turn.role}` }, folded(tokens, turn) ? h("details", {}, h("summary", {}, `${turn.role}, ${turn.end - turn.body} tokens`), text(tokens, turn, coloring)) : [h("h4", {}, turn.role), text(tokens, turn, coloring)])), rest];
   return title ? h("details", { class: "branch", open: true }, h("summary", {}, title), body) : body;
+}
+
+// A long message of the system is the same in every rollout, and hides what follows it.
+function folded(tokens, turn) {
+  return turn.role === "system" && turn.end - turn.body > LONG_SYSTEM && !tokens.sampled.slice(turn.body, turn.end).includes(1);
 }
 
 function text(tokens, turn, coloring) {

@@ -94,6 +94,7 @@ function drawHeader() {
   fill(document.getElementById("views"), Object.keys(VIEWS).map((name, at) =>
     h("a", { href: `#/${name}?${new URLSearchParams(runs.map((id) => ["run", id]))}`, "aria-current": name === view ? "page" : null, title: `key ${at + 1}` }, name)));
   fill(document.querySelector("#runs > summary"), runs.length ? runs.join(", ") : "runs");
+  if (source?.readyState === EventSource.OPEN) fill(document.getElementById("live"), follows());
   drawRuns();
 }
 
@@ -149,7 +150,7 @@ function listen() {
   source = null;
   if (document.hidden) return;
   source = new EventSource("/api/changes");
-  source.onopen = () => fill(live, "live");
+  source.onopen = () => fill(live, follows());
   source.onerror = () => fill(live, "not connected");
   source.onmessage = async (event) => {
     const { run, subjects } = JSON.parse(event.data);
@@ -158,6 +159,11 @@ function listen() {
     if (isNew && (!current || !current.runs.length)) return show();
     if (current?.runs.includes(run)) update(current, subjects);
   };
+}
+
+function follows() {
+  const goesOn = known.some((row) => row.state === "running" && current?.runs.includes(row.id));
+  return goesOn || !current?.runs.length ? "live" : "ended";
 }
 
 // At most one update per MIN_UPDATE_MS, one at a time, and none while text is selected: it would undo the selection.
@@ -174,7 +180,7 @@ async function renew(mine) {
   else if (mine === current && !document.hidden) {
     mine.isDue = false;
     const fault = document.getElementById("fault");
-    if (source?.readyState === EventSource.OPEN) fill(live, "live");
+    if (source?.readyState === EventSource.OPEN) fill(live, follows());
     try {
       const next = await mine.handle.update();
       if (next?.update && mine === current) mine.handle = next; // the view could be drawn only now

@@ -87,7 +87,7 @@ export async function render(root, context) {
     if (row.match) return h("div", {}, marked(row.match, filters.text));
     if (row.prompt === null && isLoading) return h("small", {}, "the tokenizer is being loaded …");
     if (row.prompt === null) return h("small", {}, row.status === "running" ? "its first turn is under way" : row.error || "its tokens are no longer kept");
-    return [h("div", {}, row.prompt), h("div", {}, h("mark", {}, row.reply))];
+    return [h("div", {}, row.prompt), h("div", {}, row.reply ? h("mark", {}, row.reply) : h("small", {}, "(empty)"))];
   }
 
   async function open(at) {
@@ -147,7 +147,10 @@ export async function render(root, context) {
   scroller.addEventListener("scroll", () => { if (next !== null && isEndSeen()) load(false); }, { passive: true });
   take(first, true);
   goOn(asked);
-  if (opened) await openNamed(opened);
+  if (opened) {
+    await openNamed(opened);
+    if (isNarrow()) panel.scrollIntoView();
+  }
 
   return {
     // New rows are inserted at the top only while the list is scrolled to the top, and never into a search.
