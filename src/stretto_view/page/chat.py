@@ -103,9 +103,7 @@ class Chat:
             }
         async with self._lock:
             await self.close()
-            self._engine = _start(
-                run.path, path, without_gpus=bool(others)
-            )  # in the main thread, as process.start needs it
+            self._engine = _start(run.path, words["step"], path, without_gpus=bool(others))
         return {"ask": None}
 
     async def reply(self, run: OpenRun, words: Words, others: list[str]) -> AsyncIterator[bytes]:
@@ -201,6 +199,7 @@ def _memory(path: Path) -> tuple[float, float]:
 
 
 def _start(run: Path, step: int, path: Path, *, without_gpus: bool) -> _Engine:
+    """Call it in the main thread, whose end ends the engine."""
     listener = open_near("127.0.0.1", 8770)
     if listener is None:
         raise EngineError("no port near 8770 is free at 127.0.0.1; end something that listens there.")

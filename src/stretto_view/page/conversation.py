@@ -71,7 +71,9 @@ def _not_kept(row: dict[str, Any], *, is_exported: bool) -> dict[str, str]:
     """What tokens cannot be coloured by, and why; by the name of the column."""
     if is_exported:
         return {}
-    if row["step"] is None:
+    if row["finished_at"] is None:
+        why = "the rollout has not ended, and the engines do not report it"
+    elif row["step"] is None:
         why = "no step trained on this rollout, and the engines do not report it"
     else:
         why = "the trainer wrote no tokens of this step down: trainer.enable_token_export = true lets it"

@@ -61,7 +61,7 @@ def _rollouts(run: OpenRun, query: Any) -> Any:
 
 def _evals(run: OpenRun, query: Any) -> Any:
     if (version := number(query, "version", int)) is not None:
-        return run.eval_samples(version)[: rollouts.PAGE * 10]
+        return [texts.with_turns(row) for row in run.eval_samples(version)[: rollouts.PAGE * 10]]
     return run.evals()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from stretto.records.partial import Turn
 from stretto.records.rollout import Branch
 from stretto_view.page import rollouts
 from stretto_view.page.library import OpenRun
-from stretto_view.roles import readable, stretches, without_end
+from stretto_view.roles import Stretch, readable, stretches, without_end
 
 PLACES = ("anywhere", "prompt", "reply")
 _BUDGET_S = 0.4
@@ -200,6 +200,25 @@ def over_versions(run: OpenRun, task: str, env: str | None) -> dict[str, Any]:
                     if len(own) < _MOST_PER_VERSION and (needle in line or json.dumps(task) in line):
                         row = json.loads(line)
                         if row.get("task_id") == task and env in (None, row.get("env")):
-                            own.append({"version": version, **row})
+                            own.append(with_turns({"version": version, **row}))
         rows += own
     return {"rows": rows, "is_cut": is_cut}
+
+
+def with_turns(row: Row) -> Row:
+    """A reply of an eval whose branches also have their text as `turns`: role, text, and whether it is of the reply.
+
+    The turn in which the reply begins is cut there.
+    """
+    branches = [
+        {**branch, "turns": list(_turns(branch["prompt"], branch["reply"]))} for branch in row.get("branches", ())
+    ]
+    return {**row, "branches": branches}
+
+
+def _turns(prompt: str, reply: str) -> Iterator[dict[str, Any]]:
+    whole, cut = prompt + reply, len(prompt)
+    for turn in list(stretches(whole)) or [Stretch("text", 0, 0, len(whole))]:
+        for start, end in ((turn.body, min(turn.end, cut)), (max(turn.body, cut), turn.end)):
+            if start < end and (text := without_end(whole[start:end])):
+                yield {"role": turn.role, "text": text, "is_reply": start >= cut}

@@ -3,6 +3,7 @@ import { copyLink, fill, h, message, ofRun, ofRuns, saving, short } from "./dom.
 
 export const SUBJECTS = ["evals"];
 const FRAME = new Set(["version", "env", "mode", "versions"]);
+const LONG_SYSTEM = 600; // characters
 const FIRST = ["mean", "pass_at_k", "pass_all_k"];
 
 export async function render(root, context) {
@@ -46,12 +47,12 @@ export async function render(root, context) {
     context.remember({ task, env, of: run });
     try {
       const found = await ofRun(run, "eval_task", { task, env }, signal);
-      const prompt = found.rows[0]?.branches?.[0]?.prompt;
+      const asked = (found.rows[0]?.branches?.[0]?.turns || []).filter((turn) => !turn.is_reply);
       fill(samples, h("h2", {}, `${run}: task ${task} of ${env} over the versions`),
-        prompt ? h("details", { open: true }, h("summary", {}, "prompt"), h("div", { class: "text" }, prompt)) : null,
+        spoken(asked),
         found.rows.length ? null : message("no evaluation has this task"),
-        found.rows.map((row) => h("article", { class: "turn assistant" }, h("h4", {}, `version ${row.version}, ${row.mode}, reward ${short(row.reward)}`),
-          (row.branches || []).map((branch) => h("div", { class: "text" }, h("mark", {}, branch.reply))))),
+        found.rows.map((row) => h("section", { class: "reply" }, h("h3", {}, `version ${row.version}, ${row.mode}, reward ${short(row.reward)}`),
+          (row.branches || []).map((branch) => spoken(branch.turns.filter((turn) => turn.is_reply))))),
         found.is_cut ? message("older versions were not read: that takes too long") : null);
       samples.scrollIntoView({ behavior: "smooth" });
     } catch (error) {
@@ -135,9 +136,16 @@ function cell(value) {
   return Object.entries(value).map(([key, each]) => `${key}: ${typeof each === "number" ? short(Number(each.toFixed(3))) : each}`).join(", ") || "–";
 }
 
+// The turns of a text; a long message of the system is folded.
+function spoken(turns) {
+  return turns.map((turn) => h("article", { class: `turn ${turn.role}` }, turn.role === "system" && turn.text.length > LONG_SYSTEM
+    ? h("details", {}, h("summary", {}, "system"), h("div", { class: "text" }, turn.text))
+    : [h("h4", {}, turn.role), h("div", { class: "text" }, turn.is_reply && turn.role !== "tool" ? h("mark", {}, turn.text) : turn.text)]));
+}
+
 function reply(row, follow) {
   const { reward, branches, ...others } = row;
-  return h("article", { class: "turn" }, h("h4", {}, `reward ${short(reward)} `, h("button", { type: "button", onclick: follow }, "this task over the versions")),
-    (branches || []).map((branch) => h("div", { class: "text" }, branch.prompt, h("mark", {}, branch.reply))),
+  return h("section", { class: "reply" }, h("h3", {}, `task ${row.task_id}, ${row.mode || ""}, reward ${short(reward)} `, h("button", { type: "button", onclick: follow }, "this task over the versions")),
+    (branches || []).map((branch) => spoken(branch.turns)),
     h("details", {}, h("summary", {}, "all"), h("pre", {}, JSON.stringify(others, null, 1))));
 }
