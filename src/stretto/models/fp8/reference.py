@@ -162,8 +162,10 @@ class Kernels:
 
     name = "the slow reference"
     quantize_rows = staticmethod(quantize_rows)
-    quantize_blocks = staticmethod(quantize_blocks)
     quantize_columns = staticmethod(quantize_columns)
+
+    def quantize_blocks(self, weight: Float[Tensor, "groups out dim"]) -> Quantized:
+        return quantize_blocks(weight)
 
     def product(
         self, x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype

@@ -27,7 +27,7 @@ from stretto.models.decoder import Decoder
 from stretto.models.hf import HFDecoder, check_output_head
 from stretto.models.lora import initial_values, is_adapter_parameter
 from stretto.models.moe import mixtures
-from stretto.models.tensor_map import TensorSlice
+from stretto.models.tensor_map import CheckpointReader, TensorSlice
 from stretto.trainer.optim.build import TrainedWeights
 from stretto.trainer.parallel.collectives import all_gather
 from stretto.trainer.parallel.expert import cut_experts
@@ -231,7 +231,7 @@ class ShardedWeights(TrainedWeights):
         return {name: self.slice_of(name, local_tensor(parameter.detach())) for name, parameter in named}
 
     @torch.no_grad()
-    def load(self, reader: hub.CheckpointReader) -> None:
+    def load(self, reader: CheckpointReader) -> None:
         """Read this rank's slice of every weight; adapters get the initial values that they have on one rank."""
         targets = self.all_slices()
         base = {name: part for name, part in targets.items() if not is_adapter_parameter(name)}
