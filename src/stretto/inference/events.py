@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,11 +51,11 @@ class PieceDecoder:
         return piece
 
 
-async def merge_pieces(sources: list[AsyncIterator[StreamPiece]]) -> AsyncIterator[StreamPiece]:
+async def merge_pieces(sources: list[AsyncGenerator[StreamPiece, None]]) -> AsyncGenerator[StreamPiece, None]:
     """Yield the items of all sources as they arrive; if one source fails, all end."""
     queue: asyncio.Queue[StreamPiece | None] = asyncio.Queue()
 
-    async def drain(source: AsyncIterator[StreamPiece]) -> None:
+    async def drain(source: AsyncGenerator[StreamPiece, None]) -> None:
         try:
             async with aclosing(source) as items:
                 async for item in items:

@@ -27,6 +27,7 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.families.table import TRAITS
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
+from stretto.models.decoder import Decoder
 from stretto.models.lm_head import head_logits
 from stretto.models.lora import MergedWeights, is_adapter_parameter
 from stretto.models.tensor_map import CheckpointReader, LazyTensor, SharedSlice, TensorMap
@@ -129,6 +130,10 @@ class HFDecoder(nn.Module):
         out = self.model.base_model(input_ids=token_ids, use_cache=False, **layout)
         hidden = out.last_hidden_state
         return hidden if self.logit_factor == 1.0 else hidden * self.logit_factor
+
+
+Policy = Decoder | HFDecoder
+"""What a trainer trains: our decoder, or a model of transformers."""
 
 
 def _logit_factor(config: Any) -> float:

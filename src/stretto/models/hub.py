@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.base.errors import DataError
 from stretto.base.status import report
@@ -185,9 +185,21 @@ def random_model(scratch: ScratchSection, vocab_size: int, **token_ids: int | li
     return model
 
 
+class OtherConfig(Protocol):
+    """What is needed of the config of a model that is not ours."""
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def hf(self) -> dict[str, Any]: ...
+
+
 class SelfExporting(Protocol):
     """A model that knows itself how its weights are saved (hf.py)."""
 
+    @property
+    def config(self) -> OtherConfig: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
     def export_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
@@ -212,7 +224,7 @@ def load_slices(
     table: TensorMap,
     targets: Mapping[str, TensorSlice],
     sources: Iterable[tuple[str, tuple[int, ...], LazyTensor]],
-    cfg: ModelConfig,
+    cfg: ModelConfig | OtherConfig,
     where: str,
 ) -> None:
     """Copy checkpoint tensors (name, shape, lazy tensor) into slices of parameters.
@@ -225,7 +237,7 @@ def load_slices(
     missing = set(needed)
     for name, shape, source in sources:
         if name not in table.their_shapes:
-            if is_redundant(name, cfg):
+            if isinstance(cfg, ModelConfig) and is_redundant(name, cfg):
                 continue
             raise DataError(f"{where}: tensor {name!r} is not part of a {cfg.family} of this config.json")
         if name not in needed:
@@ -265,7 +277,7 @@ def map_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.mapped()
 
 
-def save_hf(model: Decoder, directory: str | Path, tokenizer_dir: str | Path | None = None) -> None:
+def save_hf(model: Decoder | SelfExporting, directory: str | Path, tokenizer_dir: str | Path | None = None) -> None:
     """Write a model directory for transformers and vLLM; tokenizer_dir: its files are copied."""
     dtype = next(model.parameters()).dtype
     save_model_directory(dtype, directory, tokenizer_dir, model.config.hf, export_tensors(model))

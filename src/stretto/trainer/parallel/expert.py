@@ -25,7 +25,8 @@ def cut_experts(policy: nn.Module, mesh: Mesh, dispatcher: TokenDispatcher) -> d
             part = parameter.detach().chunk(mesh.degrees.ep)[mesh.ep_rank].clone()
             setattr(experts, key, nn.Parameter(part, requires_grad=parameter.requires_grad))
             cuts[f"{name}.experts.{key}"] = 0
-        experts.forward = _forward(experts, mesh.degrees.ep, dispatcher)
+        forward = _forward(experts, mesh.degrees.ep, dispatcher)
+        experts.forward = forward  # type: ignore[method-assign]  # of these experts alone
     return cuts
 
 
