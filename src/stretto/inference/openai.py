@@ -179,6 +179,7 @@ class OpenAIRoutes:
         if body.prompt is not None:
             [ids] = await self._encode([body.prompt], body.add_special_tokens)
         else:
+            assert body.messages is not None, "there is one of both"
             renderer = await self._renderer(body.chat_template_kwargs)
             ids = (await self._render(renderer, body.messages, body.tools))[0].tolist()
         return json_response({"count": len(ids), "max_model_len": self._engine().core.max_model_len, "tokens": ids})

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stretto.families.shape import RECURRENT_MIXERS, AttentionGate, ModelConfig, Rope
 from stretto.families.table import FAMILIES
 from stretto.models.attention import PackedLayout
-from stretto.models.moe import MoE, Routing
+from stretto.models.moe import MoE
 from stretto.models.parts.initial import build_embedding
 from stretto.models.parts.mixers.attend import Attend, Limits
 from stretto.models.parts.mixers.carried import CarriedDocuments
@@ -29,6 +29,7 @@ from stretto.models.parts.mixers.sparse_mla import SparseLatentAttention
 from stretto.models.parts.mlp import MLP, PlainMLP
 from stretto.models.parts.norm import CentredRMSNorm, RMSNorm
 from stretto.models.parts.rope import Angles, angle_table, rotate
+from stretto.models.parts.router import Routing
 from stretto.models.parts.vision import ImageBatch, ImageVectors, VisionTower
 from stretto.models.tensor_map import CheckpointReader, TensorMap
 

@@ -19,15 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.models.decoder import Attention, Block, Decoder, RMSNorm
-from stretto.models.moe import MoE, Routing
+from stretto.models.decoder import Attention, Block, Decoder
+from stretto.models.moe import MoE
 from stretto.models.native.kernels import Kernels
 from stretto.models.native.products import Products
 from stretto.models.parts.mixers.attend import Attend
 from stretto.models.parts.mixers.carried import CarriedDocuments
 from stretto.models.parts.mixers.sparse_mla import RowMatrices, SparseLatentAttention
 from stretto.models.parts.mlp import MLP
+from stretto.models.parts.norm import RMSNorm
 from stretto.models.parts.rope import Angles, rotate
+from stretto.models.parts.router import Routing
 from stretto.models.parts.vision import ImageVectors
 
 if TYPE_CHECKING:

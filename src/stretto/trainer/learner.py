@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stretto.algorithms.custom import load_loss
-from stretto.algorithms.losses import TokenCounts, UserFunctions, needs_samples, total_loss
+from stretto.algorithms.losses import UserFunctions, needs_samples, total_loss
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.chat.placeholders import PLACEHOLDER
@@ -36,7 +36,7 @@ from stretto.models import hub
 from stretto.models.hf import Policy, build_meta_hf_model, load_hf_model
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
-from stretto.records.token_counts import counts_of_step, has_signal, weigh_by_rollout
+from stretto.records.token_counts import TokenCounts, counts_of_step, has_signal, weigh_by_rollout
 from stretto.records.weights import AdapterInfo
 from stretto.trainer.batch.metrics import StepSums, ratio_sums, sums_by_env
 from stretto.trainer.batch.pass_inputs import PassInputs

@@ -100,7 +100,7 @@ def sampling_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str]]:
     """Groups of one or of equal rollouts, and sampling from a distribution that is not trained."""
     found: dict[str, str] = {}  # the message by the place of the value
     replay = section.train.replay
-    for index, env in enumerate(section.env or [None]):  # type: ignore[list-item]
+    for index, env in enumerate(section.env or [None]):
         algo = (env and env.algo) or section.algo
         own_size, own = (None, None) if env is None else (env.group_size, env.sampling)
         sampling = section.train.sampling if own is None else own.over(section.train.sampling)

@@ -42,7 +42,8 @@ from stretto.foresee.simulation.ends import (
 )
 from stretto.foresee.workload import Numbers, Workload
 from stretto.ledger.reader import LedgerReader
-from stretto.orchestrator.main import UserCode, Wires, build_loop, starting_point
+from stretto.orchestrator.main import UserCode, Wires, build_loop
+from stretto.orchestrator.state.resume import starting_point
 from stretto.records.rows import pack_rows
 
 STEPS, UNITS = 40, 512

@@ -30,8 +30,9 @@ from stretto.inference.embedded.vision.store import ImageStore
 from stretto.models.decoder import Decoder
 from stretto.models.fused import FusedDecoder, ModuleDecoder, build_pass
 from stretto.models.lm_head import head_logits
-from stretto.models.moe import EXPERT_PARAMETERS, Routing, mixtures
+from stretto.models.moe import EXPERT_PARAMETERS, mixtures
 from stretto.models.parts.mixers.carried import CarriedDocuments
+from stretto.models.parts.router import Routing
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.models.moe import Experts, Routing
+from stretto.models.moe import Experts
+from stretto.models.parts.router import Routing
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32, Int, Int32

@@ -18,8 +18,9 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import ModelSection
 from stretto.models.decoder import Decoder
 from stretto.models.hf import Policy
-from stretto.models.moe import Routing, mixtures, update_expert_bias
+from stretto.models.moe import mixtures, update_expert_bias
 from stretto.models.parts.mixers.sparse_mla import Indexer
+from stretto.models.parts.router import Routing
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.pass_inputs import PassInputs

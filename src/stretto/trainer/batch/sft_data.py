@@ -18,7 +18,8 @@ import numpy as np
 
 from stretto.base.errors import ConfigError, DataError, EnvError, StrettoError
 from stretto.base.foreign import guarded
-from stretto.chat.render import Message, Renderer, SftRendering
+from stretto.chat.backend import Message
+from stretto.chat.render import Renderer, SftRendering
 from stretto.config.sections.sft import Data, EnvData, FileData, LossMaskSection
 from stretto.data.image_columns import column_of, with_images
 from stretto.data.messages import parse_messages, parse_tools

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from stretto.models.attention import PackedLayout
 from stretto.models.decoder import Decoder
-from stretto.models.moe import Routing
 from stretto.models.parts.mixers.attend import NO_LIMITS, Attend, Limits
 from stretto.models.parts.mixers.documents import Documents
 from stretto.models.parts.mixers.key_choice import VisibleKeys, attend_chosen
+from stretto.models.parts.router import Routing
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.parallel.collectives import all_to_all, gather_rows
 from stretto.trainer.ranks.mesh import Mesh

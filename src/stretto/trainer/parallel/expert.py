@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.models.moe import Experts, Routing, mixtures
+from stretto.models.moe import Experts, mixtures
+from stretto.models.parts.router import Routing
 from stretto.trainer.parallel.token_dispatcher import TokenDispatcher
 from stretto.trainer.ranks.mesh import Mesh
 

@@ -16,7 +16,7 @@ from stretto.config.sections.model import ModelSection
 from stretto.models.decoder import Decoder
 from stretto.models.hf import Policy
 from stretto.models.lm_head import head_logits, token_logprobs
-from stretto.models.moe import Routing
+from stretto.models.parts.router import Routing
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.parallel import context
 from stretto.trainer.parallel.collectives import all_gather_at

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stretto.algorithms.losses import TokenCounts, needs_samples, total_loss
+from stretto.algorithms.losses import needs_samples, total_loss
 from stretto.base.errors import DataError, StrettoError, boundary
 from stretto.config.sections.algorithm import LossSection
 from stretto.config.sections.model import ModelSection
@@ -29,7 +29,7 @@ from stretto.models.hf import Policy
 from stretto.records.sample import MicroBatch
 from stretto.records.support import concat_supports
 from stretto.records.tenants import Pass, TenantResult, TenantWork
-from stretto.records.token_counts import counts_of_step, weigh_by_rollout
+from stretto.records.token_counts import TokenCounts, counts_of_step, weigh_by_rollout
 from stretto.trainer.batch.metrics import StepSums
 from stretto.trainer.batch.pass_inputs import IDLE_MICRO_BATCH, PassInputs, build_pass_inputs
 from stretto.trainer.parallel.scores import compute_logprobs

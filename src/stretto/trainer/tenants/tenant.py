@@ -22,7 +22,8 @@ from stretto.base.errors import ConfigError, DataError, EngineError
 from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.config.sections.trainer import AdamWOptim, Optim, Scheduler
 from stretto.models import hub
-from stretto.models.lora import EXPERT_PARAMETERS, Adapter, fill_uniform, peft_name
+from stretto.models.lora import Adapter, fill_uniform, peft_name
+from stretto.models.moe import EXPERT_PARAMETERS
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.tenants import AdamSettings, TenantMemory, TenantSpec
 from stretto.trainer.batch.metrics import StepSums
