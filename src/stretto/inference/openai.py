@@ -377,8 +377,8 @@ class OpenAIRoutes:
         """Yield one request as pieces of text; text that may be the start of a stop string is held back."""
         engine, spec = self._engine(), ticket.request.spec
         decode = lambda ids: self._text(body, list(ids))
-        num_held = max(map(len, spec.sampling.stop), default=1) - 1
-        decoders = [PieceDecoder(decode, num_held) for _ in range(spec.n)]
+        longest_stop = max(map(len, spec.sampling.stop), default=0)
+        decoders = [PieceDecoder(decode, longest_stop) for _ in range(spec.n)]
         async with aclosing(engine.stream(ticket)) as lists:
             async for events in lists:
                 pieces: dict[int, StreamPiece] = {}
@@ -392,7 +392,8 @@ class OpenAIRoutes:
                     yield piece
         request = await ticket.future
         for member, (completion, reason) in enumerate(zip(request.results, request.stop_reasons)):
-            text = cut_at_stop(decode(completion.token_ids.tolist()), reason)
+            text = decode(completion.token_ids.tolist())
+            text = cut_at_stop(text, reason, min_tokens=spec.sampling.min_tokens)
             rest = text[len(decoders[member].returned) :]
             yield StreamPiece(first_index + member, rest, finish_reason=completion.finish_reason, stop_reason=reason)
         done.append(request)
