@@ -371,7 +371,7 @@ def _fuse_linears(parent: nn.Module, path: str, *names: str) -> FusedLinear:
     return FusedLinear(weight, pack_parameters(biases) if biases else None, tuple(columns))
 
 
-def pack_parameters(parts: Sequence[Tensor]) -> Float[Tensor, "rows ..."]:
+def pack_parameters(parts: Sequence[Float[Tensor, "_ ..."]]) -> Float[Tensor, "rows ..."]:
     """Stack parameters in one tensor, of which they become views.
 
     Their memory is copied only if they are not stacked already: two engines may share a model.
