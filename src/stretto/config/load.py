@@ -47,8 +47,10 @@ def load(cls: type[Root], arguments: list[str], *, verb: str = "stretto") -> Roo
     if cls in PARTS and names_whole_run(arguments):
         process = RUN_TABLES[list(PARTS).index(cls)]
         draft = Draft(RLConfig, is_resolved=is_supervised(), process=process)
-        return PARTS[cls](_load(draft, arguments, verb))
-    return _load(Draft(cls), arguments, verb)
+        part: Root = PARTS[cls](_load(draft, arguments, verb))
+        return part
+    root: Root = _load(Draft(cls), arguments, verb)
+    return root
 
 
 def _load(draft: Draft, arguments: list[str], verb: str) -> Any:
