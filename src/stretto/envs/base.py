@@ -30,7 +30,7 @@ from stretto.data.messages import checked_messages, short_repr
 from stretto.data.values import checked_json, describe_value, with_whole_text
 from stretto.envs import find
 from stretto.envs.arguments import check_argument_types, check_methods, signature_of
-from stretto.envs.result import RolloutResult, checked_result, checked_reward
+from stretto.envs.result import MAX_REWARD, RolloutResult, checked_result, checked_reward
 from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Task
 from stretto.records.support import Support
@@ -278,6 +278,26 @@ async def checked_score(score: float | RolloutResult | Awaitable[float | Rollout
     if isinstance(score, RolloutResult):
         return checked_result(score, where)
     return RolloutResult(reward=checked_reward(score, where, "its reward"))
+
+
+async def prompt_of(env: Environment, task: Task, where: str) -> list[Message]:
+    """What the `prompt` of an environment returns for a task, as messages; `where` is for errors.
+
+    Raises: EnvError for whatever the environment raises, or a prompt that is not valid.
+    """
+    place = place_of(env, "prompt", where)
+    return checked_prompt(await call_async(lambda: env.prompt(task), where), place)  # type: ignore[attr-defined]
+
+
+async def score_of(env: SingleTurnEnv, task: Task, text: str, where: str) -> RolloutResult:
+    """The environment's score of a reply, checked as by `checked_score`; `where` is for errors.
+
+    Raises: EnvError for whatever the environment raises, or a score that is not valid.
+    """
+    score = await call_async(lambda: env.score(task, text), where)
+    if isinstance(score, float | int) and -MAX_REWARD <= score <= MAX_REWARD:
+        return RolloutResult(reward=float(score))  # nothing is wrong, so no message is made
+    return await checked_score(score, place_of(env, "score", where))
 
 
 async def play_episode(env: Environment, task: Task, ctx: RolloutContext, where: str) -> RolloutResult:

@@ -162,6 +162,15 @@ class PlaySettings:
                 "the reply cannot be trained and is sampled again"
             )
 
+    def read_reply(self, request: GenerateRequest, completion: Completion) -> str:
+        """The text of a reply of one turn, up to and including the stop text that ended it.
+
+        Raises: EngineError as `check_reply`.
+        """
+        self.check_reply(completion)
+        text = self.renderer.parse(completion.token_ids, request.prompt_ids).get("content") or ""
+        return text_to_stop(text, completion, request.sampling.min_tokens)
+
     def is_unlearnable(self, temperature: float | None) -> bool:
         """Is a reply at this temperature greedy, so that it cannot be trained?"""
         return self.is_learned and temperature == 0 and self.sampling.temperature > 0

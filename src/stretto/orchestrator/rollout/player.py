@@ -29,17 +29,16 @@ from stretto.envs.base import (
     OutOfContext,
     RolloutResult,
     SingleTurnEnv,
-    checked_prompt,
-    checked_score,
-    place_of,
     play_episode,
+    prompt_of,
+    score_of,
 )
 from stretto.envs.result import checked_group_rewards
 from stretto.orchestrator.rollout.branch import OpenBranch, sampled_tokens
 from stretto.orchestrator.rollout.budget import Budget
 from stretto.orchestrator.rollout.context import Recorder
 from stretto.orchestrator.rollout.continuation import build_turn
-from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images, text_to_stop, with_system_prompt
+from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images, with_system_prompt
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest, member_seed
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
@@ -53,8 +52,16 @@ class MemberResults:
     failures: list[Exception] | None = None
     """Gets the errors of failed attempts, if it is there."""
     started_at: float = field(default_factory=time.time)
+    ids: list[str] = field(init=False)  # rollout ids, by member
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     causes: dict[int, str] = field(default_factory=dict)  # of the latest failed attempt, by member
+
+    def __post_init__(self) -> None:
+        self.ids = [self.draw.rollout_id(member) for member in range(self.draw.num_members)]
+
+    def where(self, env: Environment, member: int) -> str:
+        """For messages: the environment, and the rollout that it scores."""
+        return f"environment {env.name}, rollout {self.ids[member]}, score"
 
     @property
     def missing(self) -> list[int]:
@@ -73,7 +80,7 @@ class MemberResults:
     ) -> None:
         """Store the rollout of a member; its result has been checked."""
         self.rollouts[member] = Rollout(
-            rollout_id=self.draw.rollout_id(member),
+            rollout_id=self.ids[member],
             group_id=self.draw.group_id,
             member=member,
             task=self.draw.task,
@@ -88,8 +95,10 @@ class MemberResults:
             env_s=round(max(env_s, 0.0), 3),  # agents may wait for replies side by side
         )
 
-    def add_failure(self, members: Iterable[int], error: StrettoError) -> None:
-        """Store why an attempt of these members failed."""
+    def add_failure(self, members: Iterable[int], error: Exception, where: str = "") -> None:
+        """Store why an attempt of these members failed; `where` explains an error that is not a StrettoError."""
+        if not isinstance(error, StrettoError):
+            error = EnvError(f"{where}: {type(error).__name__}: {error}")
         self.causes.update(dict.fromkeys(members, describe(error)))
         if self.failures is not None:
             self.failures.append(error)
@@ -169,15 +178,13 @@ class Player(PlaySettings):
             missing = members.missing
             try:
                 where = f"environment {env.name}, task {draw.task.task_id}, prompt"
-                given = await call_async(lambda: env.prompt(draw.task), where)
-                messages = checked_prompt(given, place_of(env, "prompt", where))
-                messages = with_system_prompt(messages, self.system_prompts.get(env.name))
-                with boundary(EnvError, where):
-                    await load_images(self.renderer, messages)
-                    prompt_ids = self.renderer.render_prompt(messages)
-                    images = self.renderer.images_of(messages)
                 # Another seed per attempt: a retry must not sample the same replies again.
                 seed = seed_of(self.seed, draw.name, draw.group_id, attempt)
+                messages = await prompt_of(env, draw.task, where)
+                with boundary(EnvError, where):
+                    messages = with_system_prompt(messages, self.system_prompts.get(env.name))
+                    await load_images(self.renderer, messages)
+                    prompt_ids, images = self.renderer.render_prompt(messages), self.renderer.images_of(messages)
                 request = self.build_request(
                     f"{self.run_id}-{draw.name}{draw.group_id}-{attempt}",
                     prompt_ids,
@@ -188,19 +195,12 @@ class Player(PlaySettings):
                     num_completions=len(missing),
                 )
                 completions = await self.request_completions(request, draw.version, is_learned=self.is_learned)
-                await self._save_replies(env, draw, attempt, request, dict(zip(missing, completions)))
+                replies = dict(zip(missing, completions))
+                await self._save_replies(env, draw, attempt, request, replies)
             except StrettoError as error:
                 members.add_failure(missing, error)
                 continue
-            scores = [
-                self._score_member(env, members, member, request, completion)
-                for member, completion in zip(missing, completions)
-            ]
-            if inspect.iscoroutinefunction(env.score):
-                await asyncio.gather(*scores)  # all members are scored concurrently
-            else:
-                for scoring in scores:
-                    await scoring
+            await self._score_replies(env, members, request, replies)
             if len(members.rollouts) == draw.num_members:
                 return
 
@@ -220,26 +220,40 @@ class Player(PlaySettings):
         }
         await self.interruption.save_turns(draw.group_id, turns)
 
-    async def _score_member(
-        self, env: SingleTurnEnv, members: MemberResults, member: int, request: GenerateRequest, completion: Completion
+    async def _score_replies(
+        self, env: SingleTurnEnv, members: MemberResults, request: GenerateRequest, replies: dict[int, Completion]
     ) -> None:
-        draw = members.draw
+        """Make rollouts of the replies: read all, make their branches, then have the environment score each."""
+        texts: dict[int, str] = {}
+        for member, completion in replies.items():
+            try:
+                texts[member] = self.read_reply(request, completion)
+            except Exception as error:  # the boundary of a rollout: it fails alone
+                members.add_failure([member], error, members.where(env, member))
+        temperature, branches = self.behavior_temperature(), {}
+        for member in texts:
+            branch = OpenBranch(temperature)
+            branch.add_turn(request.prompt_ids, replies[member], members.draw.version, images=request.images)
+            branches[member] = branch.close()
+        scores = [
+            self._score_member(env, members, member, text, branches[member], replies[member].finish_reason == "length")
+            for member, text in texts.items()
+        ]
+        if inspect.iscoroutinefunction(env.score):
+            await asyncio.gather(*scores)  # all members are scored concurrently
+        else:
+            for scoring in scores:
+                await scoring
+
+    async def _score_member(
+        self, env: SingleTurnEnv, members: MemberResults, member: int, text: str, branch: Branch, is_cut_off: bool
+    ) -> None:
         now = asyncio.get_running_loop().time
         began = now()
         try:
-            self.check_reply(completion)
-            where = f"environment {env.name}, rollout {draw.rollout_id(member)}, score"
-            with boundary(EnvError, where):
-                content = self.renderer.parse(completion.token_ids, request.prompt_ids).get("content") or ""
-                text = text_to_stop(content, completion, request.sampling.min_tokens)
-            score = await call_async(lambda: env.score(draw.task, text), where)
-            result = await checked_score(score, place_of(env, "score", where))
-            branch = OpenBranch(self.behavior_temperature())
-            branch.add_turn(request.prompt_ids, completion, draw.version, images=request.images)
-            is_truncated = completion.finish_reason == "length" or result.is_truncated
-            members.add_rollout(
-                member, (branch.close(),), result, is_truncated=is_truncated, num_turns=1, env_s=now() - began
-            )
+            result = await score_of(env, members.draw.task, text, members.where(env, member))
+            is_truncated = is_cut_off or result.is_truncated
+            members.add_rollout(member, (branch,), result, is_truncated=is_truncated, num_turns=1, env_s=now() - began)
         except StrettoError as error:
             members.add_failure([member], error)
 
