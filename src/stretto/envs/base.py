@@ -12,6 +12,7 @@ module that holds one environment. find.py says what ids mean.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import inspect
 import numbers
@@ -19,12 +20,13 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 
-from stretto.base.errors import ConfigError, EnvError
+from stretto.base.errors import ConfigError, EnvError, StrettoError
 from stretto.base.foreign import call_async, definition_of, guarded, load_module
 from stretto.data.messages import checked_messages, short_repr
 from stretto.data.values import checked_json, describe_value, with_whole_text
@@ -289,15 +291,32 @@ async def prompt_of(env: Environment, task: Task, where: str) -> list[Message]:
     return checked_prompt(await call_async(lambda: env.prompt(task), where), place)  # type: ignore[attr-defined]
 
 
-async def score_of(env: SingleTurnEnv, task: Task, text: str, where: str) -> RolloutResult:
-    """The environment's score of a reply, checked as by `checked_score`; `where` is for errors.
+@dataclass(frozen=True)
+class Score:
+    """What an environment says of a reply, or why it says nothing, and the time that it took."""
 
-    Raises: EnvError for whatever the environment raises, or a score that is not valid.
+    result: RolloutResult | StrettoError
+    time_s: float
+
+
+async def score_replies(env: SingleTurnEnv, task: Task, texts: Mapping[str, str], scores: dict[str, Score]) -> None:
+    """Score replies to a task, one after the other, by the rollout that each belongs to.
+
+    scores: gets each score as soon as it is known; it has those so far if this is cancelled.
     """
-    score = await call_async(lambda: env.score(task, text), where)
-    if isinstance(score, float | int) and -MAX_REWARD <= score <= MAX_REWARD:
-        return RolloutResult(reward=float(score))  # nothing is wrong, so no message is made
-    return await checked_score(score, place_of(env, "score", where))
+    now = asyncio.get_running_loop().time
+    result: RolloutResult | StrettoError
+    for rollout_id, text in texts.items():
+        where, began = f"environment {env.name}, rollout {rollout_id}, score", now()
+        try:
+            score = await call_async(partial(env.score, task, text), where)
+            if isinstance(score, float | int) and -MAX_REWARD <= score <= MAX_REWARD:
+                result = RolloutResult(reward=float(score))  # nothing is wrong, so no message is made
+            else:
+                result = await checked_score(score, place_of(env, "score", where))
+        except StrettoError as error:
+            result = error
+        scores[rollout_id] = Score(result, now() - began)
 
 
 async def play_episode(env: Environment, task: Task, ctx: RolloutContext, where: str) -> RolloutResult:

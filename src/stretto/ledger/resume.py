@@ -34,6 +34,11 @@ NEWEST_ROWS = """
     AND (status != 'dropped' OR finished_at IS NOT NULL)
     GROUP BY member ORDER BY member
 """
+# Marks the groups of a trained batch, by its step.
+MARK_TRAINED = """
+    UPDATE draws SET state = 'trained' WHERE group_id IN
+    (SELECT group_id FROM live_rollouts WHERE step = ? AND batch_state = 'trained')
+"""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ def rewind(db: sqlite3.Connection, step: int) -> Rewound:
     undone = column(db, "SELECT batch FROM batches WHERE step > ? AND state != 'undone'", step)
     for trained in column(db, "SELECT step FROM batches WHERE step <= ? AND state = 'shipped'", step):
         db.execute("UPDATE batches SET state = 'trained' WHERE step = ? AND state = 'shipped'", (trained,))
-        mark_trained(db, trained)
+        db.execute(MARK_TRAINED, (trained,))
     freed = 0
     for batch in undone:
         freed += scalar(db, "SELECT count(*) FROM batch_rollouts WHERE batch = ?", batch)
@@ -225,15 +230,6 @@ def load_group(db: sqlite3.Connection, run_dir: RunDir, group_id: int) -> Group:
     known: dict[str, Image] = {}
     rollouts = tuple(_rollout(db, run_dir, task, row, known) for row in rows)
     return Group(group_id=group_id, task=task, rollouts=rollouts, advantages=tuple(r["advantage"] or 0.0 for r in rows))
-
-
-def mark_trained(db: sqlite3.Connection, step: int) -> None:
-    """Mark the groups of a trained batch as trained."""
-    db.execute(
-        "UPDATE draws SET state = 'trained' WHERE group_id IN "
-        "(SELECT group_id FROM live_rollouts WHERE step = ? AND batch_state = 'trained')",
-        (step,),
-    )
 
 
 def is_needed(db: sqlite3.Connection, segment: int, horizon: int) -> bool:

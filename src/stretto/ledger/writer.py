@@ -177,11 +177,13 @@ class Ledger:
 
         Advantages must be assigned. A group must not be recorded twice.
         """
-        new_images = self._append_images(group)
+        has_images = any(branch.images for rollout in group.rollouts for branch in rollout.branches)
+        new_images = self._append_images(group) if has_images else []
         places = self._segments.append(group.rollouts)
         advantages = group.advantages or (0.0,) * len(group.rollouts)
-        rows = [self._row(*each) for each in zip(group.rollouts, advantages, places)]
+        sizes = [(r.first_version, r.num_tokens, r.num_sampled_tokens) for r in group.rollouts]
         state = "finished" if any(rollout.is_counted for rollout in group.rollouts) else "failed"
+        rows = [self._row(*each) for each in zip(group.rollouts, sizes, advantages, places)]
         with self.transaction():
             self._db.executemany(_FINISH, rows)
             self._db.executemany(images.INSERT, new_images)
@@ -230,7 +232,7 @@ class Ledger:
                 "WHERE step = ? AND state = 'shipped' AND state != 'undone'",
                 (time.time(), _json(metrics), step),
             )
-            resume.mark_trained(self._db, step)
+            self._db.execute(resume.MARK_TRAINED, (step,))
 
     def version_published(self, version: int) -> None:
         """Record that the weights of `version` exist."""
@@ -380,13 +382,17 @@ class Ledger:
         self._next_row += 1
         return _Start(self._next_row - 1, None, None)
 
-    def _row(self, rollout: Rollout, advantage: float, place: Place) -> tuple[Any, ...]:
+    def _row(
+        self, rollout: Rollout, sizes: tuple[int | None, int, int], advantage: float, place: Place
+    ) -> tuple[Any, ...]:
+        """The row of a rollout; sizes: its first version, and its numbers of tokens and of sampled ones."""
+        first_version, num_tokens, num_sampled_tokens = sizes
         row, version, started = self._pop_start(rollout.group_id, rollout.member)
         versions = [span.version for branch in rollout.branches for span in branch.versions]
         return (
             row, rollout.group_id, rollout.member, self._incarnation, str(rollout.status), version,
-            rollout.first_version, max(versions, default=None), float(rollout.reward), float(advantage),
-            rollout.num_turns, rollout.num_tokens, rollout.num_sampled_tokens,
+            first_version, max(versions, default=None), float(rollout.reward), float(advantage),
+            rollout.num_turns, num_tokens, num_sampled_tokens,
             rollout.started_at or started, rollout.finished_at, rollout.error, _json(_with_env_s(rollout)), *place,
             rollout.dropped_by,
         )  # fmt: skip

@@ -69,7 +69,7 @@ from stretto.orchestrator.state.resume import prepare_cursor, starting_point, wi
 from stretto.orchestrator.tasks.curriculum import Curriculum, DifficultyPools
 from stretto.orchestrator.tasks.order import TaskMix
 from stretto.orchestrator.versions.loader import VersionLoader
-from stretto.orchestrator.versions.turns import Turns
+from stretto.orchestrator.versions.shared_devices import SharedDevices
 from stretto.transports.control import ControlServer
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.meeting import announce, at_all_addresses
@@ -298,7 +298,7 @@ def build_versions(cfg: OrchestratorSection, engines: EngineClient, ledger: Ledg
         timeout_s=cfg.weight_broadcast.timeout_s,
         tolerance=cfg.weight_broadcast.canary_tolerance,
         generation=lambda: engines.generation,
-        turns=Turns(engines, cfg.colocate if cfg.debug is None else None),  # debug runs have one side only
+        devices=SharedDevices(engines, cfg.colocate) if cfg.colocate is not None and cfg.debug is None else None,
     )
 
 

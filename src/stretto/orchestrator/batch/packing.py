@@ -22,13 +22,14 @@ import numpy as np
 
 from stretto.base.errors import DataError
 from stretto.records.rows import first_fit_decreasing
-from stretto.records.sample import MicroBatch, TrainBatch, TrainSample, images_by_document
+from stretto.records.sample import ImageFields, MicroBatch, TrainBatch, TrainSample, images_by_document
 from stretto.records.support import Support, concat_supports
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32, Float64, Int, UInt
 
 STREAM_DEFAULTS = {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0, "ref_logprobs": 0.0}
+NO_IMAGES: ImageFields = {"images": (), "num_images": ()}
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def to_micro_batch(
         rollout_tokens=tuple(totals[_rollout_of(s)] for s in samples),
         routed_experts=_merge_expert_choices(samples),
         support=_merge_supports(samples, lengths),
-        **images_by_document([s.images for s in samples]),
+        **(images_by_document([s.images for s in samples]) if any(s.images for s in samples) else NO_IMAGES),
     )
     return msgspec.structs.replace(row, **columns)
 
@@ -259,7 +260,9 @@ def _merge_expert_choices(samples: Sequence[TrainSample]) -> UInt[np.ndarray, "t
 
 
 def _merge_supports(samples: Sequence[TrainSample], lengths: Sequence[int]) -> Support | None:
-    """The support of the trained tokens; that of other tokens is not needed."""
+    """The support of the trained tokens; that of other tokens is not needed. None: all are unrestricted."""
+    if all(sample.support is None for sample in samples):
+        return None
     parts = [None if s.support is None else s.support.where(s.loss_mask) for s in samples]
     return concat_supports(parts, lengths)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 
 from stretto.algorithms.credit import whiten
-from stretto.orchestrator.rollout.branch import sampled_tokens
 from stretto.records.rollout import Branch, Group, Rollout
 from stretto.records.sample import TrainSample
 
@@ -18,20 +17,27 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 
+def build_samples(groups: Iterable[Group]) -> Generator[None, None, list[TrainSample]]:
+    """Samples of all counted rollouts, in group and member order; yields after each group, so that other tasks run."""
+    samples: list[TrainSample] = []
+    for group in groups:
+        samples += to_samples([group])
+        yield
+    return samples
+
+
 def to_samples(groups: Iterable[Group]) -> list[TrainSample]:
-    """Samples of all counted rollouts, in group and member order."""
-    return [
-        sample
-        for group in groups
-        for member, (rollout, advantage) in enumerate(zip(group.rollouts, group.advantages, strict=True))
-        if rollout.is_counted
-        for sample in samples_of(
-            rollout,
-            advantage,
-            group.advantages_of(member),
-            group.branch_advantages[member] if group.branch_advantages else (),
+    """Samples of all counted rollouts, in group and member order, at once."""
+    samples: list[TrainSample] = []
+    for group in groups:
+        counted = [member for member, rollout in enumerate(group.rollouts) if rollout.is_counted]
+        by_agent = (
+            [group.advantages_of(member) for member in counted] if group.agent_advantages else [{}] * len(counted)
         )
-    ]
+        for member, agents in zip(counted, by_agent):
+            branches = group.branch_advantages[member] if group.branch_advantages else ()
+            samples += samples_of(group.rollouts[member], group.advantages[member], agents, branches)
+    return samples
 
 
 def whiten_samples(samples: list[TrainSample], envs: Collection[str]) -> list[TrainSample]:
@@ -82,14 +88,18 @@ def samples_of(
             support=branch.support,
             images=branch.images,
         )
-        distilled = distillation_streams(branch, loss_mask, branch_advantage)
-        samples.append(msgspec.structs.replace(sample, **distilled))
+        if branch.is_frozen or branch.ref_logprobs is not None or branch.ce_weights is not None:
+            distilled = distillation_streams(branch, loss_mask, branch_advantage)
+            sample = msgspec.structs.replace(sample, **distilled)
+        samples.append(sample)
     return samples
 
 
 def trained_tokens(branch: Branch) -> Bool[np.ndarray, " tokens"]:
-    """Sampled tokens that are trained: not the first, none before trained_from; bool [tokens]."""
-    is_trained = sampled_tokens(branch)
+    """Sampled tokens that are trained: not the first, none before trained_from, no greedy ones; bool [tokens]."""
+    is_trained = branch.is_sampled.copy()
+    if branch.is_greedy is not None and not branch.is_frozen:
+        is_trained &= ~branch.is_greedy
     is_trained[:1] = False
     if branch.trained_from is not None:
         for span in branch.versions:
@@ -99,14 +109,12 @@ def trained_tokens(branch: Branch) -> Bool[np.ndarray, " tokens"]:
 
 
 def distillation_streams(branch: Branch, loss_mask: Bool[np.ndarray, " tokens"], advantage: float) -> dict[str, Any]:
-    """Streams of a branch for the ce and ref_kl components, if it has any.
+    """Streams of a branch for the ce and ref_kl components.
 
     Tokens that a teacher played are no samples of the policy: they are in ce at temperature 1, not in loss_mask or
     rl. Tokens that a teacher scored are in ref_kl, not in rl. Echoed prompt tokens are in ce; without an advantage,
     only they are trained.
     """
-    if not branch.is_frozen and branch.ref_logprobs is None and branch.ce_weights is None:
-        return {}
     zeros = np.zeros(len(loss_mask), np.float32)
     if branch.is_frozen:
         return {

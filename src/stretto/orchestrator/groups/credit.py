@@ -57,9 +57,8 @@ def assign_advantages(group: Group, algo: Algo, place: str = "orchestrator.algo"
     `place` is the config path of the algo, for messages. If several agents are trained, each member has one
     advantage per agent; gates, filters and the ledger see the one of largest magnitude.
     """
-    is_distilled = any(rollout.is_counted and rollout.is_distilled for rollout in group.rollouts)
     if algo.type in WITHOUT_REWARD:
-        return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), is_distilled
+        return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), is_distilled(group)
     if has_branch_rewards(group):
         return compare_branches(group, algo, place)
     if isinstance(algo, HierarchicalGrpoAlgo):
@@ -71,21 +70,24 @@ def assign_advantages(group: Group, algo: Algo, place: str = "orchestrator.algo"
     if has_single_agent(group):
         advantages, has_signal = advantages_of(group, algo, place)
         group = msgspec.structs.replace(group, advantages=tuple(advantages.tolist()))
-        return group, has_signal or is_distilled
+        return group, has_signal or is_distilled(group)
     by_agent = {agent: advantages_of(agent_view(group, agent), algo, place) for agent in trained_agents(group)}
     table = {agent: advantages for agent, (advantages, _) in by_agent.items()}
-    has_signal = is_distilled or any(has_signal for _, has_signal in by_agent.values())
+    has_signal = any(has_signal for _, has_signal in by_agent.values()) or is_distilled(group)
     return msgspec.structs.replace(group, **advantage_fields(table)), has_signal
+
+
+def is_distilled(group: Group) -> bool:
+    """Is a counted member trained even if its advantage is 0?"""
+    return any(rollout.is_counted and rollout.is_distilled for rollout in group.rollouts)
 
 
 def has_branch_rewards(group: Group) -> bool:
     """Has a trained branch of a counted member a reward of its own?"""
     return any(
-        branch.reward is not None
+        branch.reward is not None and branch.is_trained and rollout.is_counted
         for rollout in group.rollouts
-        if rollout.is_counted
         for branch in rollout.branches
-        if branch.is_trained
     )
 
 
@@ -126,7 +128,7 @@ def advantages_of(group: Group, algo: Algo, place: str) -> tuple[Float[np.ndarra
     """Advantages of the members of a group that one agent played, and whether it has a signal."""
     rewards = np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
     counted = np.array([rollout.is_counted for rollout in group.rollouts], dtype=bool)
-    if isinstance(algo, CreditSection):
+    if isinstance(algo, CreditSection) and (algo.overlong or algo.length_penalty):
         rewards = shape_rewards(rewards, counted, group, algo)
     if isinstance(algo, CustomAlgo):
         advantages = custom_credit(algo, CreditInputs(rewards, counted, group), place)

@@ -126,10 +126,3 @@ def merge_expert_choices(
         return new if start == 0 else None
     num_final = len(known) - 1
     return np.concatenate((known[:-1], new[num_final - start :])) if start <= num_final else None
-
-
-def sampled_tokens(branch: Branch) -> Bool[np.ndarray, " tokens"]:
-    """Tokens that were sampled from the policy's distribution, without greedy replies; bool [tokens]."""
-    if branch.is_greedy is None or branch.is_frozen:
-        return branch.is_sampled.copy()
-    return branch.is_sampled & ~branch.is_greedy

@@ -90,7 +90,7 @@ class PlaySettings:
             else:
                 completions = await self.interruption.generate(self.engine.generate, request)
         check_completions(completions, request.n)
-        if is_learned and request.sampling.is_truncated:
+        if is_learned and request.sampling.top_k is not None:  # `limit_support` sets it if anything cuts the support
             check_supports(completions)
         return [_with_version(completion, version) for completion in completions]
 
@@ -195,7 +195,7 @@ async def load_images(renderer: Renderer, messages: Sequence[Message]) -> None:
 
     Raises: DataError, ConfigError as `Renderer.images_of`.
     """
-    if any(map(has_image, messages)):
+    if any(has_image(message) for message in messages if not isinstance(message.get("content"), str)):
         await asyncio.to_thread(renderer.images_of, messages)
 
 
@@ -209,10 +209,10 @@ def limit_support(params: SamplingParams, max_support: int | None) -> SamplingPa
             f"a reply that is trained is sampled with {BIASED}; remove it, ban words with bad_words, or let an agent "
             "with is_trained = false reply"
         )
-    if not params.is_truncated:
+    given = {name: getattr(params, name) for name in UNRESTRICTED}
+    if given == UNRESTRICTED or params.temperature == 0:
         return params
     if max_support is None:
-        given = {name: getattr(params, name) for name in UNRESTRICTED}
         settings = ", ".join(
             f"{name} = {list(value) if isinstance(value, tuple) else value}"
             for name, value in given.items()

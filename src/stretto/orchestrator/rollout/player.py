@@ -28,13 +28,14 @@ from stretto.envs.base import (
     LimitReached,
     OutOfContext,
     RolloutResult,
+    Score,
     SingleTurnEnv,
     play_episode,
     prompt_of,
-    score_of,
+    score_replies,
 )
 from stretto.envs.result import checked_group_rewards
-from stretto.orchestrator.rollout.branch import OpenBranch, sampled_tokens
+from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.orchestrator.rollout.budget import Budget
 from stretto.orchestrator.rollout.context import Recorder
 from stretto.orchestrator.rollout.continuation import build_turn
@@ -52,16 +53,8 @@ class MemberResults:
     failures: list[Exception] | None = None
     """Gets the errors of failed attempts, if it is there."""
     started_at: float = field(default_factory=time.time)
-    ids: list[str] = field(init=False)  # rollout ids, by member
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     causes: dict[int, str] = field(default_factory=dict)  # of the latest failed attempt, by member
-
-    def __post_init__(self) -> None:
-        self.ids = [self.draw.rollout_id(member) for member in range(self.draw.num_members)]
-
-    def where(self, env: Environment, member: int) -> str:
-        """For messages: the environment, and the rollout that it scores."""
-        return f"environment {env.name}, rollout {self.ids[member]}, score"
 
     @property
     def missing(self) -> list[int]:
@@ -74,13 +67,14 @@ class MemberResults:
         branches: tuple[Branch, ...],
         result: RolloutResult,
         *,
+        rollout_id: str,
         is_truncated: bool,
         num_turns: int,
         env_s: float,
     ) -> None:
         """Store the rollout of a member; its result has been checked."""
         self.rollouts[member] = Rollout(
-            rollout_id=self.ids[member],
+            rollout_id=rollout_id,
             group_id=self.draw.group_id,
             member=member,
             task=self.draw.task,
@@ -111,6 +105,17 @@ class MemberResults:
             for member in range(self.draw.num_members)
         )
         return Group(group_id=self.draw.group_id, task=self.draw.task, rollouts=rollouts)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A reply of a group of one turn: what the environment scores, and what is trained."""
+
+    member: int
+    rollout_id: str
+    text: str
+    branch: Branch
+    is_cut_off: bool
 
 
 @dataclass(frozen=True)
@@ -223,39 +228,44 @@ class Player(PlaySettings):
     async def _score_replies(
         self, env: SingleTurnEnv, members: MemberResults, request: GenerateRequest, replies: dict[int, Completion]
     ) -> None:
-        """Make rollouts of the replies: read all, make their branches, then have the environment score each."""
-        texts: dict[int, str] = {}
+        """Make rollouts of the replies: read all, make their branches, then have the environment score them."""
+        draw, texts = members.draw, {}
+        ids = {member: draw.rollout_id(member) for member in replies}
         for member, completion in replies.items():
             try:
                 texts[member] = self.read_reply(request, completion)
             except Exception as error:  # the boundary of a rollout: it fails alone
-                members.add_failure([member], error, members.where(env, member))
-        temperature, branches = self.behavior_temperature(), {}
-        for member in texts:
+                members.add_failure([member], error, f"environment {env.name}, rollout {ids[member]}, score")
+        temperature, answers = self.behavior_temperature(), []
+        for member, text in texts.items():
             branch = OpenBranch(temperature)
-            branch.add_turn(request.prompt_ids, replies[member], members.draw.version, images=request.images)
-            branches[member] = branch.close()
-        scores = [
-            self._score_member(env, members, member, text, branches[member], replies[member].finish_reason == "length")
-            for member, text in texts.items()
-        ]
+            branch.add_turn(request.prompt_ids, replies[member], draw.version, images=request.images)
+            is_cut_off = replies[member].finish_reason == "length"
+            answers.append(Answer(member, ids[member], text, branch.close(), is_cut_off))
         if inspect.iscoroutinefunction(env.score):
-            await asyncio.gather(*scores)  # all members are scored concurrently
+            await asyncio.gather(*(self._score(env, members, [answer]) for answer in answers))  # all concurrently
         else:
-            for scoring in scores:
-                await scoring
+            await self._score(env, members, answers)
 
-    async def _score_member(
-        self, env: SingleTurnEnv, members: MemberResults, member: int, text: str, branch: Branch, is_cut_off: bool
-    ) -> None:
-        now = asyncio.get_running_loop().time
-        began = now()
+    async def _score(self, env: SingleTurnEnv, members: MemberResults, answers: Sequence[Answer]) -> None:
+        """Have the environment score answers, one after the other; if time runs out, those so far count."""
+        scores: dict[str, Score] = {}
         try:
-            result = await score_of(env, members.draw.task, text, members.where(env, member))
-            is_truncated = is_cut_off or result.is_truncated
-            members.add_rollout(member, (branch,), result, is_truncated=is_truncated, num_turns=1, env_s=now() - began)
-        except StrettoError as error:
-            members.add_failure([member], error)
+            await score_replies(env, members.draw.task, {each.rollout_id: each.text for each in answers}, scores)
+        finally:
+            for answer, score in zip(answers, scores.values()):
+                if isinstance(score.result, StrettoError):
+                    members.add_failure([answer.member], score.result)
+                    continue
+                members.add_rollout(
+                    answer.member,
+                    (answer.branch,),
+                    score.result,
+                    rollout_id=answer.rollout_id,
+                    is_truncated=answer.is_cut_off or score.result.is_truncated,
+                    num_turns=1,
+                    env_s=score.time_s,
+                )
 
     # -- any number of turns: each member is played by itself --
 
@@ -283,6 +293,7 @@ class Player(PlaySettings):
                     member,
                     branches,
                     result,
+                    rollout_id=draw.rollout_id(member),
                     is_truncated=recorder.is_truncated or result.is_truncated,
                     num_turns=recorder.num_turns,
                     env_s=budget.age_s - budget.engine_s,
@@ -321,8 +332,8 @@ def check_learnable(branches: Sequence[Branch]) -> None:
     Raises: EnvError if all of them are greedy.
     """
     trained = [branch for branch in branches if branch.is_trained]
-    is_greedy = any(branch.is_greedy is not None for branch in trained)
-    if is_greedy and not any(sampled_tokens(branch).any() for branch in trained):
+    masks = [b.is_sampled if b.is_greedy is None else b.is_sampled & ~b.is_greedy for b in trained]
+    if any(branch.is_greedy is not None for branch in trained) and not any(mask.any() for mask in masks):
         raise EnvError(
             "all its replies are greedy (temperature = 0): they are no samples of the policy, so nothing can be "
             "trained; sample some of them, or let an agent with is_trained = false reply"
