@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.config.section import Key, KeyPath, Section, all_paths, dotted, find, members, suggest
-from stretto.config.spellings.synonyms import keys_meant
+from stretto.config.synonyms import keys_meant
 
 
 @dataclass(frozen=True)
