@@ -39,19 +39,19 @@ from stretto.monitors import build_monitors
 from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch.packing import cost_of_model
 from stretto.orchestrator.build import (
+    build_engines,
     build_policy_renderer,
+    build_teacher_client,
     open_env,
     run_info,
     system_prompts,
     untrained_tokens,
     urls_of,
 )
-from stretto.orchestrator.clients import build_engines, build_teacher_client
 from stretto.orchestrator.dry_run import check_first_tasks, check_sampling
 from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
-from stretto.orchestrator.groups.baselines import Baselines
 from stretto.orchestrator.groups.buffer import Bounds, Buffer
-from stretto.orchestrator.groups.credit import check_overlong
+from stretto.orchestrator.groups.credit import Baselines, check_overlong
 from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
 from stretto.orchestrator.hooks import BatchHooks, arguments_of
 from stretto.orchestrator.rollout.player import Player

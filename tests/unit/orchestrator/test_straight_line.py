@@ -2,8 +2,7 @@
 
 Counted is one step of one group of four rollouts, from the moment at which the pipeline starts until the run has ended:
 every time that the interpreter enters a named function of src/stretto (a call, or a coroutine or generator that goes
-on after it waited) whose file is not that of the function entered before. Lambdas, comprehensions and the clock of the
-tests do not count.
+on after it waited) whose file is not that of the function entered before. Lambdas and comprehensions do not count.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from orchestrator_runs import config, train
 import stretto
 
 SOURCE = Path(stretto.__file__).parent
-CLOCK = "simulation/clock.py"
 MAX_CHANGES = 120
 
 
@@ -45,7 +43,7 @@ def entered_functions(path: Path) -> list[tuple[str, str]]:
         train(settings, FakeEngine(parrot(0.5)), FakeTrainer(max_steps=1), meanwhile=watch)
     finally:
         sys.setprofile(None)
-    return [(file, name) for file, name in entered if not file.endswith(CLOCK)]
+    return entered
 
 
 def changes_of(entered: list[tuple[str, str]]) -> Counter[str]:

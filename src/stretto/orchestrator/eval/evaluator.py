@@ -29,9 +29,11 @@ from stretto.config.root import EvalConfig
 from stretto.config.sections.orchestrator import EvalSection, SamplingSection, is_at_interval
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.orchestrator.build import eval_run_info, open_env, system_prompts
-from stretto.orchestrator.eval.examples import Row, example_rows, log_rows
 from stretto.orchestrator.eval.results import (
+    Row,
     build_eval_score,
+    example_rows,
+    log_rows,
     sample_lines,
     user_sample_lines,
     write_results,

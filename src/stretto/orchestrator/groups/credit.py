@@ -2,10 +2,13 @@
 
 The environment's rewards are shaped by length if [algo] says so; then the advantage estimator compares the members.
 If several agents play, it compares them agent by agent; branches with rewards of their own are compared like members.
+`Baselines` are the state of the one estimator that has any, `rae`, which compares a member with earlier groups.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,10 +20,11 @@ from stretto.algorithms.credit import (
     hierarchical_grpo,
     length_penalty,
     overlong,
+    role_conditioned,
 )
 from stretto.algorithms.custom import CreditInputs, custom_credit
 from stretto.base.errors import ConfigError
-from stretto.config.sections.algorithm import Algo, CreditSection, CustomAlgo, HierarchicalGrpoAlgo
+from stretto.config.sections.algorithm import Algo, CreditSection, CustomAlgo, HierarchicalGrpoAlgo, RaeAlgo
 from stretto.config.sections.distill import WITHOUT_REWARD
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import Environment, SingleTurnEnv
@@ -216,3 +220,67 @@ def shape_rewards(
 def output_tokens(group: Group) -> Int[np.ndarray, " members"]:
     """Number of sampled tokens of each member, over all its branches."""
     return np.array([rollout.num_sampled_tokens for rollout in group.rollouts])
+
+
+AgentBaselines = dict[str, dict[str, float]]
+"""Baseline by environment and agent."""
+
+
+@dataclass(eq=False)
+class Baselines:
+    """The baselines of the environments whose advantage estimator is `rae`: running mean rewards of each agent.
+
+    The groups of a batch are compared in draw order, beginning with the baselines after the batch before, and the
+    baselines are updated when the batch is shipped. So they do not depend on which group finishes first. They are saved
+    with the checkpoint of their step, and a resumed run continues like one that was never interrupted.
+    """
+
+    algos: Mapping[str, RaeAlgo] = field(default_factory=dict)
+    """By environment; groups of other environments are not changed."""
+    _values: AgentBaselines = field(default_factory=dict)
+    _updated: AgentBaselines = field(default_factory=dict)  # by the latest `subtract`
+    _at_step: dict[int, AgentBaselines] = field(default_factory=dict)
+
+    def subtract(self, groups: Iterable[Group]) -> list[Group]:
+        """The groups of a batch, in draw order, with reward minus baseline as advantage.
+
+        The baselines change only with `commit`, because the batch may still be lost.
+        """
+        self._updated = {env: dict(values) for env, values in self._values.items()}
+        return [self._subtract_from_group(group) for group in sorted(groups, key=lambda group: group.group_id)]
+
+    def commit(self, step: int) -> None:
+        """Update the baselines by the batch of the latest `subtract`, which is shipped for `step`."""
+        self._values = self._updated
+        if self.algos:
+            self._at_step[step] = self._values
+
+    def state_at(self, step: int) -> AgentBaselines:
+        """The baselines that the checkpoint of `step` saves; earlier steps are forgotten."""
+        self._at_step = {each: state for each, state in self._at_step.items() if each >= step}
+        return self._at_step.get(step, {})
+
+    def restore(self, state: AgentBaselines) -> None:
+        """Load a checkpoint's state, before any batch is made."""
+        self._values = {env: dict(values) for env, values in state.items() if env in self.algos}
+
+    def gauges(self) -> dict[str, float]:
+        """Baselines as metrics."""
+        return {
+            f"baseline/{env}/{agent}": value for env, values in self._values.items() for agent, value in values.items()
+        }
+
+    def _subtract_from_group(self, group: Group) -> Group:
+        algo = self.algos.get(group.task.env)
+        if algo is None:
+            return group
+        values = self._updated.setdefault(group.task.env, {})
+        table: dict[str, np.ndarray] = {}
+        for agent in trained_agents(group):
+            view = agent_view(group, agent)
+            rewards = np.array([rollout.reward for rollout in view.rollouts], dtype=np.float64)
+            counted = np.array([rollout.is_counted for rollout in view.rollouts], dtype=bool)
+            table[agent], values[agent] = role_conditioned(
+                shape_rewards(rewards, counted, view, algo), counted, baseline=values.get(agent, 0.0), decay=algo.decay
+            )
+        return msgspec.structs.replace(group, **advantage_fields(table)) if table else group

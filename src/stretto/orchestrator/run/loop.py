@@ -22,16 +22,17 @@ from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, W
 from stretto.base.status import DEVICES_FREE, is_supervised, report
 from stretto.orchestrator.eval.results import format_table
 from stretto.orchestrator.run import telemetry
-from stretto.orchestrator.run.checkpoints import CheckpointWriter
 from stretto.orchestrator.run.concurrency import EngineLoad, build_limit
 from stretto.orchestrator.run.parts import RunParts
 from stretto.orchestrator.run.pipeline import GroupPipeline
 from stretto.orchestrator.run.ship import BatchShipper, engine_metrics
 from stretto.orchestrator.scores import eval_row, mean_over_envs
+from stretto.orchestrator.state import checkpoint
 from stretto.orchestrator.state.checkpoint import Progress
 from stretto.records.control import (
     Bye,
     CheckpointBegun,
+    CheckpointComplete,
     CheckpointSaved,
     Failed,
     StepDone,
@@ -42,6 +43,36 @@ from stretto.records.control import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+class CheckpointWriter:
+    """The checkpoints that the trainer has begun and not yet saved."""
+
+    def __init__(self, run: RunParts) -> None:
+        self._parts = run
+        self._begun: dict[int, Progress] = {}  # by step
+
+    def begin(self, step: int) -> None:
+        """Remember the state at `step`; it is written once the trainer has saved its half."""
+        run, progress = self._parts, self._parts.progress
+        if step != progress.step:
+            raise WireError(f"the trainer began a checkpoint of step {step} after step {progress.step}")
+        progress.curriculum = run.curriculum.state_at(step)
+        progress.baselines = run.baselines.state_at(step)
+        progress.next_draw, progress.open_draws = run.ledger.next_draw(), run.ledger.open_draws()
+        self._begun[step] = checkpoint.snapshot(progress)
+
+    async def complete(self, step: int) -> None:
+        """Write our half and the marker: the trainer's half is on disk."""
+        if step not in self._begun:
+            raise WireError(f"the trainer saved a checkpoint of step {step} that it had not begun")
+        run = self._parts
+        await run.ledger.flush()  # a checkpoint needs the rows of all that was trained up to it
+        # The ledger deletes payloads that no checkpoint needs, so it records a checkpoint only once complete.
+        await asyncio.to_thread(checkpoint.save, run.run_dir, self._begun.pop(step))
+        run.ledger.checkpoint_saved(step)
+        await run.control.send(CheckpointComplete(step=step))
+        logger.info("checkpoint step=%d complete", step)
 
 
 class Loop:

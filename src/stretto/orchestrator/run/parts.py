@@ -11,8 +11,8 @@ from stretto.ledger.writer import Ledger
 from stretto.monitors import Monitors
 from stretto.orchestrator.batch.packing import Cost
 from stretto.orchestrator.eval.evaluator import Evaluator
-from stretto.orchestrator.groups.baselines import Baselines
 from stretto.orchestrator.groups.buffer import Buffer
+from stretto.orchestrator.groups.credit import Baselines
 from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
 from stretto.orchestrator.hooks import BatchHooks
 from stretto.orchestrator.rollout.player import Player

@@ -21,8 +21,7 @@ from stretto.orchestrator.groups.buffer import Slot, SlotState
 from stretto.orchestrator.groups.filters import assess_group
 from stretto.orchestrator.groups.user_rollouts import DataSource, UserRolloutFunction
 from stretto.orchestrator.rollout.continuation import Interruption
-from stretto.orchestrator.rollout.echo import build_echo
-from stretto.orchestrator.rollout.play import Draw
+from stretto.orchestrator.rollout.play import Draw, build_echo
 from stretto.orchestrator.rollout.player import Player, error_type_of
 from stretto.orchestrator.run.parts import RunParts
 from stretto.records.partial import PartialRollout

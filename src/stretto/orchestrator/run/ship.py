@@ -15,7 +15,7 @@ from stretto.base.errors import EngineError, EnvError, StrettoError
 from stretto.monitors.monitor import Values
 from stretto.orchestrator.batch.packing import pack
 from stretto.orchestrator.batch.samples import build_samples, whiten_samples
-from stretto.orchestrator.eval.examples import example_rows
+from stretto.orchestrator.eval.results import example_rows
 from stretto.orchestrator.groups.buffer import Counts, Slot
 from stretto.orchestrator.groups.filters import mean_reward
 from stretto.orchestrator.hooks import BatchHooks

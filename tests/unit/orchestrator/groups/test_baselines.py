@@ -15,8 +15,7 @@ from stretto.config.root import OrchestratorConfig
 from stretto.config.sections.algorithm import LengthPenaltySection, OverlongSection, RaeAlgo
 from stretto.envs.base import RolloutResult, TaskSource
 from stretto.orchestrator.batch.samples import to_samples
-from stretto.orchestrator.groups.baselines import Baselines
-from stretto.orchestrator.groups.credit import assign_advantages
+from stretto.orchestrator.groups.credit import Baselines, assign_advantages
 from stretto.orchestrator.state import checkpoint
 from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
 

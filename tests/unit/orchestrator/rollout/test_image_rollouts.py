@@ -239,7 +239,7 @@ def test_pictures_are_read_in_another_thread_and_once(renderer, env):
 def test_images_of_examples_are_logged(tmp_path, renderer):
     from stretto.monitors.base import Monitors
     from stretto.monitors.file import MetricsFile
-    from stretto.orchestrator.eval.examples import example_rows
+    from stretto.orchestrator.eval.results import example_rows
 
     group = play(Looks(), SeeingEngine(renderer), renderer, members=2)
     rows = example_rows([group], renderer, "sampled", version=3, count=2)
