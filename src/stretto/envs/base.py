@@ -243,16 +243,16 @@ class SingleTurnEnv(ABC):
         messages = self.prompt(task)
         if inspect.isawaitable(messages):
             messages = await messages
-        messages = checked_prompt(messages, place_of(self, "prompt"))
+        messages = checked_prompt(messages, where_of(self, "prompt"))
         reply = await ctx.chat(messages)
-        return await checked_score(self.score(task, reply.text), place_of(self, "score"))
+        return await checked_score(self.score(task, reply.text), where_of(self, "score"))
 
 
-def place_of(env: Environment, method: str, where: str | None = None) -> str:
+def where_of(env: Environment, method: str, where: str | None = None) -> str:
     """For messages: the environment and its method (or `where`), and file and line of the method."""
     function = getattr(env, method)
-    place = where or f"environment {env.name}: {method}"
-    return f"{place} ({definition_of(getattr(function, '__func__', function))})"
+    where = where or f"environment {env.name}: {method}"
+    return f"{where} ({definition_of(getattr(function, '__func__', function))})"
 
 
 def checked_prompt(prompt: Prompt, where: str) -> list[Message]:
@@ -287,8 +287,8 @@ async def prompt_of(env: Environment, task: Task, where: str) -> list[Message]:
 
     Raises: EnvError for whatever the environment raises, or a prompt that is not valid.
     """
-    place = place_of(env, "prompt", where)
-    return checked_prompt(await call_async(lambda: env.prompt(task), where), place)  # type: ignore[attr-defined]
+    named = where_of(env, "prompt", where)
+    return checked_prompt(await call_async(lambda: env.prompt(task), where), named)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ async def score_replies(env: SingleTurnEnv, task: Task, texts: Mapping[str, str]
             if isinstance(score, float | int) and -MAX_REWARD <= score <= MAX_REWARD:
                 result = RolloutResult(reward=float(score))  # nothing is wrong, so no message is made
             else:
-                result = await checked_score(score, place_of(env, "score", where))
+                result = await checked_score(score, where_of(env, "score", where))
         except StrettoError as error:
             result = error
         scores[rollout_id] = Score(result, now() - began)

@@ -226,7 +226,7 @@ class Records:
         return self._rows_of(setting, records, split)
 
     def _samples(self, path: str, args: Arguments) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Records made from the first sample of each group of a user's data source, each with its place."""
+        """Records made from the first sample of each group of a user's data source, each with its number."""
         source = Hook.load(path, "dataset: data_source", 1)
         data = source.call_sync(args)
         if missing := [name for name in ("get_samples", "__len__") if not hasattr(data, name)]:
@@ -258,7 +258,7 @@ class Records:
         found, num_long, limit = [], 0, self.settings.max_prompt_tokens
         for where, record in records:
             row = self._row(record, where)
-            encoded = _as_json(row, where)  # first: a tokenizer refuses some texts without their place
+            encoded = _as_json(row, where)  # first: a tokenizer refuses some texts without saying where
             if self._is_too_long(row):
                 num_long += 1
                 continue

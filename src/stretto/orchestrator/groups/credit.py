@@ -39,7 +39,7 @@ NO_ESTIMATOR_OPTIONS = {
 """Keys of an algo section that are not options of its advantage estimator."""
 
 
-def check_overlong(env: Environment, algo: Algo, sampling: SamplingSection, place: str) -> None:
+def check_overlong(env: Environment, algo: Algo, sampling: SamplingSection, path: str) -> None:
     """Check that single-turn replies can be long enough for the overlong penalty.
 
     Raises: ConfigError if they cannot.
@@ -50,32 +50,32 @@ def check_overlong(env: Environment, algo: Algo, sampling: SamplingSection, plac
     start = section.max_tokens - section.buffer_tokens
     if longest <= start:
         raise ConfigError(
-            f"{place}.overlong.max_tokens = {section.max_tokens}: the penalty would begin after {start} tokens, and "
+            f"{path}.overlong.max_tokens = {section.max_tokens}: the penalty would begin after {start} tokens, and "
             f"{env.name} has one reply, of at most max_completion_tokens = {longest}; lower max_tokens."
         )
 
 
-def assign_advantages(group: Group, algo: Algo, place: str = "orchestrator.algo") -> tuple[Group, bool]:
+def assign_advantages(group: Group, algo: Algo, path: str = "orchestrator.algo") -> tuple[Group, bool]:
     """The group with its advantages (0 for failed members), and whether it has a signal.
 
-    `place` is the config path of the algo, for messages. If several agents are trained, each member has one
+    `path` is the config path of the algo, for messages. If several agents are trained, each member has one
     advantage per agent; gates, filters and the ledger see the one of largest magnitude.
     """
     if algo.type in WITHOUT_REWARD:
         return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), is_distilled(group)
     if has_branch_rewards(group):
-        return compare_branches(group, algo, place)
+        return compare_branches(group, algo, path)
     if isinstance(algo, HierarchicalGrpoAlgo):
-        table = hierarchical_advantages(group, algo, place)
+        table = hierarchical_advantages(group, algo, path)
         if not table:  # all members failed, or no trained agent replied
             return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), False
         has_signal = any(advantages.any() for advantages in table.values())
         return msgspec.structs.replace(group, **advantage_fields(table)), has_signal
     if has_single_agent(group):
-        advantages, has_signal = advantages_of(group, algo, place)
+        advantages, has_signal = advantages_of(group, algo, path)
         group = msgspec.structs.replace(group, advantages=tuple(advantages.tolist()))
         return group, has_signal or is_distilled(group)
-    by_agent = {agent: advantages_of(agent_view(group, agent), algo, place) for agent in trained_agents(group)}
+    by_agent = {agent: advantages_of(agent_view(group, agent), algo, path) for agent in trained_agents(group)}
     table = {agent: advantages for agent, (advantages, _) in by_agent.items()}
     has_signal = any(has_signal for _, has_signal in by_agent.values()) or is_distilled(group)
     return msgspec.structs.replace(group, **advantage_fields(table)), has_signal
@@ -95,7 +95,7 @@ def has_branch_rewards(group: Group) -> bool:
     )
 
 
-def compare_branches(group: Group, algo: Algo, place: str) -> tuple[Group, bool]:
+def compare_branches(group: Group, algo: Algo, path: str) -> tuple[Group, bool]:
     """The group with an advantage per branch, and whether it has a signal.
 
     All branches of all members are compared with each other, as if each were a member.
@@ -107,7 +107,7 @@ def compare_branches(group: Group, algo: Algo, place: str) -> tuple[Group, bool]
     ]
     failed = [rollout for rollout in group.rollouts if not rollout.branches]
     view = msgspec.structs.replace(group, rollouts=(*(part for _, part in parts), *failed))
-    values, has_signal = advantages_of(view, algo, place)
+    values, has_signal = advantages_of(view, algo, path)
     by_branch = tuple(
         tuple(float(value) for (owner, _), value in zip(parts, values) if owner == member)
         for member in range(len(group.rollouts))
@@ -128,14 +128,14 @@ def advantage_fields(table: dict[str, Float[np.ndarray, " members"]]) -> dict[st
     return {"advantages": tuple(largest.tolist()), "agent_advantages": by_agent}
 
 
-def advantages_of(group: Group, algo: Algo, place: str) -> tuple[Float[np.ndarray, " members"], bool]:
+def advantages_of(group: Group, algo: Algo, path: str) -> tuple[Float[np.ndarray, " members"], bool]:
     """Advantages of the members of a group that one agent played, and whether it has a signal."""
     rewards = np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
     counted = np.array([rollout.is_counted for rollout in group.rollouts], dtype=bool)
     if isinstance(algo, CreditSection) and (algo.overlong or algo.length_penalty):
         rewards = shape_rewards(rewards, counted, group, algo)
     if isinstance(algo, CustomAlgo):
-        advantages = custom_credit(algo, CreditInputs(rewards, counted, group), place)
+        advantages = custom_credit(algo, CreditInputs(rewards, counted, group), path)
     else:
         options = algo.model_dump(exclude=NO_ESTIMATOR_OPTIONS)
         advantages = ADVANTAGE_ESTIMATORS[algo.type](rewards, counted, **options)
@@ -143,7 +143,7 @@ def advantages_of(group: Group, algo: Algo, place: str) -> tuple[Float[np.ndarra
 
 
 def hierarchical_advantages(
-    group: Group, algo: HierarchicalGrpoAlgo, place: str
+    group: Group, algo: HierarchicalGrpoAlgo, path: str
 ) -> dict[str, Float[np.ndarray, " members"]]:
     """Advantages of the members by agent; agents of one role are compared with each other.
 
@@ -156,7 +156,7 @@ def hierarchical_advantages(
         agents_by_role.setdefault(agent.partition("/")[0], []).append(agent)
     if agents_by_role and not set(agents_by_role) & set(algo.episode_agents):
         raise ConfigError(
-            f"{place}.episode_agents = {list(algo.episode_agents)}: the agents of "
+            f"{path}.episode_agents = {list(algo.episode_agents)}: the agents of "
             f"{group.task.env!r} are {sorted(agents_by_role)}; name those that play several times in an episode"
         )
     table: dict[str, np.ndarray] = {}

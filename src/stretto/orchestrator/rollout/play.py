@@ -58,7 +58,7 @@ class Echo:
     is_learned: Callable[[Message], bool] | None = None
     """The user's filter."""
     env: str = ""
-    place: str = "orchestrator.algo"
+    path: str = "orchestrator.algo"
     """Config path of the section, for messages."""
     _num_messages: Counter[str] = field(default_factory=Counter, compare=False)
     """Messages of the environment so far, by role."""
@@ -69,7 +69,7 @@ class Echo:
         Raises: ConfigError with file and line if the user's filter raises.
         """
         self._count(message["role"])
-        weight, where = self.weights.get(message["role"], 0.0), f"{self.place}.filter"
+        weight, where = self.weights.get(message["role"], 0.0), f"{self.path}.filter"
         if weight and self.is_learned is not None and not call(self.is_learned, message, {}, where):
             return 0.0
         return weight
@@ -80,23 +80,23 @@ class Echo:
         if is_due and not self._num_messages.keys() & self.weights.keys():
             roles, weighted = " and ".join(sorted(self._num_messages)), " and ".join(self.weights)
             text = "%s: %s has answered %d times, always as %s, and only %s has a weight: no answer is learned"
-            logger.warning(text, self.place, self.env, WARN_AFTER_MESSAGES, roles, weighted)
+            logger.warning(text, self.path, self.env, WARN_AFTER_MESSAGES, roles, weighted)
 
 
-def build_echo(algo: EchoAlgo, env: Environment, place: str = "orchestrator.algo") -> Echo:
-    """Build the weights of an environment's messages; `place` is the config path of the section.
+def build_echo(algo: EchoAlgo, env: Environment, path: str = "orchestrator.algo") -> Echo:
+    """Build the weights of an environment's messages; `path` is the config path of the section.
 
     Raises: ConfigError for a filter that does not exist, and for a single-turn environment.
     """
     if isinstance(env, SingleTurnEnv):
         raise ConfigError(
-            f'{place}.type = "echo": {env.name} has one turn and never answers, so that there would be '
+            f'{path}.type = "echo": {env.name} has one turn and never answers, so that there would be '
             'nothing to learn; use "grpo", or an environment of several turns.'
         )
     by_role = {"tool": algo.tool, "user": algo.user, "system": algo.system}
-    is_learned = None if algo.filter is None else load_function(algo.filter, {}, f"{place}.filter")
+    is_learned = None if algo.filter is None else load_function(algo.filter, {}, f"{path}.filter")
     weights = {role: weight for role, weight in by_role.items() if weight is not None}
-    return Echo(weights, is_learned, env.name, place)
+    return Echo(weights, is_learned, env.name, path)
 
 
 class GenerationClient(Protocol):
