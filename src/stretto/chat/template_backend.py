@@ -21,10 +21,10 @@ from stretto.chat.backend import Message, Parsed, Rendered, Reply
 from stretto.chat.conversations import CALL, TOOL
 from stretto.chat.family_backend import from_library
 from stretto.chat.marks import owners_of, unmarked, with_marks
+from stretto.chat.template_traits import Thinking, as_parts, find_traits, shows_at, with_arguments
 from stretto.chat.templates import ChatTemplate
 from stretto.chat.tokenizer import Tokenizer
 from stretto.chat.tool_calls import ALIASES, FORMAT_MARKS, FORMATS, LIBRARY_FORMATS, TEXT_FORMATS, UNMARKED
-from stretto.chat.traits import Thinking, as_parts, find_traits, shows_at, with_arguments
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """What an environment is, and how one is loaded.
 
 An environment owns its tasks and its rewards and nothing else. The context that it is given records tokens, logprobs
-and policy versions (`orchestrator/rollout/context.py`), so no environment can get them wrong. There are two kinds:
+and policy versions (`orchestrator/rollout/recorder.py`), so no environment can get them wrong. There are two kinds:
 
 * `SingleTurnEnv`: one prompt, one reply, one score. All samples of a group are one request to the engine.
 * any class with `tasks` and `async rollout(task, ctx)`, which may take as many turns as it likes.
@@ -31,7 +31,7 @@ from stretto.base.foreign import call_async, definition_of, guarded, load_module
 from stretto.data.messages import checked_messages, short_repr
 from stretto.data.values import checked_json, describe_value, with_whole_text
 from stretto.envs import find
-from stretto.envs.arguments import check_argument_types, check_methods, signature_of
+from stretto.envs.parameters import check_argument_types, check_methods, signature_of
 from stretto.envs.result import MAX_REWARD, RolloutResult, checked_result, checked_reward
 from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Task

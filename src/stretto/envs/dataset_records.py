@@ -21,7 +21,7 @@ from stretto.data.messages import parse_messages, parse_tools, short_repr
 from stretto.data.records import read_records
 from stretto.data.values import refuse_surrogates
 from stretto.envs.base import Message, RunInfo, Split
-from stretto.envs.pictures import Pictures
+from stretto.envs.picture_store import Pictures
 from stretto.vime.arguments import Arguments
 from stretto.vime.calls import Hook
 from stretto.vime.reward_types import BOXED, LABELLED, RM_TYPES, WITH_ENTRIES, is_rm_type
@@ -82,7 +82,7 @@ class DatasetSettings:
     """True: a new order in every epoch. False: the order of the files."""
     reward: str = "exact"
     """`exact` (the reply equals the label), `math` (the content of its last box equals the label as mathematics, see
-    docs/data.md), another of rewards/hub.py (`dapo`, `deepscaler`, `f1`, `gpqa`, `ifbench`, `remote_rm`, `random`;
+    docs/data.md), another of rewards/builtin.py (`dapo`, `deepscaler`, `f1`, `gpqa`, `ifbench`, `remote_rm`, `random`;
     `boxed_` before it: the last box is the reply), `by_record` (the one that `metadata.rm_type` names), `given`
     (`generate`, or a rollout function, sets sample.reward), or `module:function`: `rm(args, sample)`."""
     group_reward: bool = False

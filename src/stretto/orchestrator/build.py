@@ -16,7 +16,7 @@ from typing import Any
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.runtime import machine_bytes
 from stretto.base.status import report
-from stretto.chat.images import load_image_processor
+from stretto.chat.patches import load_image_processor
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.scratch import build_scratch_files
 from stretto.chat.tokenizer import find_directory, load_tokenizer

@@ -38,6 +38,7 @@ from stretto.ledger import Ledger, Limits
 from stretto.monitors import build_monitors
 from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch.packing import cost_of_model
+from stretto.orchestrator.batch_hooks import BatchHooks, arguments_of
 from stretto.orchestrator.build import (
     build_engines,
     build_policy_renderer,
@@ -50,10 +51,9 @@ from stretto.orchestrator.build import (
 )
 from stretto.orchestrator.dry_run import check_first_tasks, check_sampling
 from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
+from stretto.orchestrator.groups.advantages import Baselines, check_overlong
 from stretto.orchestrator.groups.buffer import Bounds, Buffer
-from stretto.orchestrator.groups.credit import Baselines, check_overlong
 from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
-from stretto.orchestrator.hooks import BatchHooks, arguments_of
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.rollout.teacher import (
     PlayingTeacher,
@@ -64,9 +64,9 @@ from stretto.orchestrator.rollout.teacher import (
 )
 from stretto.orchestrator.run.loop import Loop
 from stretto.orchestrator.run.parts import RunParts
-from stretto.orchestrator.state.checkpoint import Progress, summary_of
 from stretto.orchestrator.state.resume import prepare_cursor, starting_point, with_fingerprints
-from stretto.orchestrator.tasks.curriculum import Curriculum, DifficultyPools
+from stretto.orchestrator.state.run_checkpoint import Progress, summary_of
+from stretto.orchestrator.tasks.difficulty import Curriculum, DifficultyPools
 from stretto.orchestrator.tasks.order import TaskMix
 from stretto.orchestrator.versions.loader import VersionLoader
 from stretto.orchestrator.versions.shared_devices import SharedDevices

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from stretto.base.errors import DataError
-from stretto.records.rows import first_fit_decreasing
+from stretto.records.row_packing import first_fit_decreasing
 from stretto.records.sample import ImageFields, MicroBatch, TrainBatch, TrainSample, images_by_document
 from stretto.records.support import Support, concat_supports
 

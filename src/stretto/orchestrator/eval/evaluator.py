@@ -39,11 +39,11 @@ from stretto.orchestrator.eval.results import (
     write_results,
     write_samples,
 )
+from stretto.orchestrator.eval_scores import EvalScore
 from stretto.orchestrator.groups.buffer import Slot
 from stretto.orchestrator.groups.user_rollouts import DataSource, UserRolloutFunction
 from stretto.orchestrator.rollout.play import Draw, GenerationClient
 from stretto.orchestrator.rollout.player import Player
-from stretto.orchestrator.scores import EvalScore
 from stretto.records.rollout import Group, Task
 
 logger = logging.getLogger(__name__)

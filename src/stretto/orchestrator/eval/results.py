@@ -19,8 +19,8 @@ import numpy as np
 from stretto.base.files import atomic_path, read_rows
 from stretto.base.paths import RunDir
 from stretto.chat.render import Renderer
+from stretto.orchestrator.eval_scores import EvalScore
 from stretto.orchestrator.rollout.player import error_type_of
-from stretto.orchestrator.scores import EvalScore
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus
 from stretto.vime.sample import Status
 

@@ -25,7 +25,7 @@ from stretto.monitors import build_monitors
 from stretto.orchestrator.build import build_chat, build_engines, build_eval_renderer, open_env, run_info
 from stretto.orchestrator.eval.evaluator import standalone_evaluator
 from stretto.orchestrator.eval.results import format_table, write_results
-from stretto.orchestrator.scores import EvalScore, eval_row
+from stretto.orchestrator.eval_scores import EvalScore, eval_row
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
 

@@ -1,6 +1,6 @@
 """The draw that is played, and the settings, requests and checks of its turns.
 
-Both a turn of one member (context.py) and the one request of a single-turn group (player.py) go this way. `Echo` has
+Both a turn of one member (recorder.py) and the one request of a single-turn group (player.py) go this way. `Echo` has
 the weights of the environment's messages, if these are learned too.
 """
 

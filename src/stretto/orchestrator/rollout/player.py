@@ -36,9 +36,9 @@ from stretto.envs.base import (
 )
 from stretto.envs.result import checked_group_rewards
 from stretto.orchestrator.rollout.branch import OpenBranch
-from stretto.orchestrator.rollout.context import Budget, Recorder
 from stretto.orchestrator.rollout.continuation import build_turn
 from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images, with_system_prompt
+from stretto.orchestrator.rollout.recorder import Budget, Recorder
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest, member_seed
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task

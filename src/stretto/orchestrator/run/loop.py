@@ -21,14 +21,14 @@ from stretto.base.aio import task_group
 from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, WireError
 from stretto.base.status import DEVICES_FREE, is_supervised, report
 from stretto.orchestrator.eval.results import format_table
+from stretto.orchestrator.eval_scores import eval_row, mean_over_envs
 from stretto.orchestrator.run import telemetry
 from stretto.orchestrator.run.concurrency import EngineLoad, build_limit
 from stretto.orchestrator.run.parts import RunParts
 from stretto.orchestrator.run.pipeline import GroupPipeline
 from stretto.orchestrator.run.ship import BatchShipper, engine_metrics
-from stretto.orchestrator.scores import eval_row, mean_over_envs
-from stretto.orchestrator.state import checkpoint
-from stretto.orchestrator.state.checkpoint import Progress
+from stretto.orchestrator.state import run_checkpoint
+from stretto.orchestrator.state.run_checkpoint import Progress
 from stretto.records.control import (
     Bye,
     CheckpointBegun,
@@ -60,7 +60,7 @@ class CheckpointWriter:
         progress.curriculum = run.curriculum.state_at(step)
         progress.baselines = run.baselines.state_at(step)
         progress.next_draw, progress.open_draws = run.ledger.next_draw(), run.ledger.open_draws()
-        self._begun[step] = checkpoint.snapshot(progress)
+        self._begun[step] = run_checkpoint.snapshot(progress)
 
     async def complete(self, step: int) -> None:
         """Write our half and the marker: the trainer's half is on disk."""
@@ -69,7 +69,7 @@ class CheckpointWriter:
         run = self._parts
         await run.ledger.flush()  # a checkpoint needs the rows of all that was trained up to it
         # The ledger deletes payloads that no checkpoint needs, so it records a checkpoint only once complete.
-        await asyncio.to_thread(checkpoint.save, run.run_dir, self._begun.pop(step))
+        await asyncio.to_thread(run_checkpoint.save, run.run_dir, self._begun.pop(step))
         run.ledger.checkpoint_saved(step)
         await run.control.send(CheckpointComplete(step=step))
         logger.info("checkpoint step=%d complete", step)

@@ -15,10 +15,10 @@ from stretto.base.errors import EngineError, EnvError, StrettoError
 from stretto.monitors.monitor import Values
 from stretto.orchestrator.batch.packing import pack
 from stretto.orchestrator.batch.samples import build_samples, whiten_samples
+from stretto.orchestrator.batch_hooks import BatchHooks
 from stretto.orchestrator.eval.results import example_rows
 from stretto.orchestrator.groups.buffer import Counts, Slot
 from stretto.orchestrator.groups.filters import mean_reward
-from stretto.orchestrator.hooks import BatchHooks
 from stretto.orchestrator.run.parts import RunParts
 from stretto.orchestrator.run.telemetry import StepRow
 from stretto.records.rollout import Group, RolloutStatus

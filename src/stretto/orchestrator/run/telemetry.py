@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from stretto.base.status import report
 from stretto.monitors.monitor import TableRow, Values
+from stretto.orchestrator.eval_scores import EvalScore, mean_over_envs
 from stretto.orchestrator.run.concurrency import AdaptiveLimit
 from stretto.orchestrator.run.diagnosis import Diagnosis
 from stretto.orchestrator.run.parts import RunParts
-from stretto.orchestrator.scores import EvalScore, mean_over_envs
 from stretto.records.control import StepDone
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 Environments alternate in a fixed cycle of up to 1000 draws, which keeps their ratios exactly and mixes them evenly.
 Tasks of one environment come in index order if there are infinitely many or if it says that they are ordered;
 otherwise in a new shuffle per epoch. A shuffle is computed element by element: it needs no memory, and its cost does
-not depend on the number of tasks. An environment with difficulty pools (curriculum.py) draws from its pools: then a
+not depend on the number of tasks. An environment with difficulty pools (difficulty.py) draws from its pools: then a
 draw depends on its number and on the pools.
 """
 
@@ -22,7 +22,7 @@ from stretto.base.errors import ConfigError
 from stretto.envs.base import Environment, TaskSource, tasks_of
 from stretto.envs.workers.pool import WorkerEnv
 from stretto.envs.workers.wire import split_and_index
-from stretto.orchestrator.tasks.curriculum import DifficultyPools
+from stretto.orchestrator.tasks.difficulty import DifficultyPools
 from stretto.records.partial import PartialRollout
 from stretto.records.rollout import Task
 

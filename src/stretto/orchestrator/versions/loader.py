@@ -18,9 +18,9 @@ import numpy as np
 from stretto.base.aio import wait_for
 from stretto.base.errors import WireError
 from stretto.ledger.writer import Ledger
-from stretto.orchestrator.versions.canary import CanaryCheck
+from stretto.orchestrator.versions.canary_check import CanaryCheck
 from stretto.orchestrator.versions.shared_devices import SharedDevices
-from stretto.records.weights import Canary, WeightManifest
+from stretto.records.weight_manifest import Canary, WeightManifest
 from stretto.transports.engine.client import EngineClient
 
 logger = logging.getLogger(__name__)

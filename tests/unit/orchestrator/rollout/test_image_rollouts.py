@@ -16,7 +16,7 @@ from fakes import FakeTrainer, run_virtual
 from image_envs import PROCESSOR, Looks, SeeingEngine, build
 from PIL.Image import Image as Picture
 
-from stretto.chat.images import ImageProcessor
+from stretto.chat.patches import ImageProcessor
 from stretto.config.root import OrchestratorConfig
 from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.orchestrator import SamplingSection

@@ -18,8 +18,8 @@ import msgspec
 
 from stretto.base.errors import DataError, WireError
 from stretto.base.paths import RunDir
-from stretto.ledger.images import with_patches
 from stretto.ledger.schema import ENV_S, column, scalar
+from stretto.ledger.stored_images import with_patches
 from stretto.ledger.token_file import Payload, Place, load_payload, load_turns
 from stretto.records.images import Image
 from stretto.records.partial import PartialRollout, latest_turns, turns_up_to
