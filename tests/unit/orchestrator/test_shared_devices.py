@@ -46,5 +46,5 @@ async def test_engines_that_keep_their_memory_are_told_nothing():
 @pytest.mark.asyncio
 async def test_a_use_out_of_order_is_a_fault():
     devices = SharedDevices(Engines(), ColocateSection())
-    with pytest.raises(AssertionError, match="devices cannot go from starting to rollouts"):
+    with pytest.raises(AssertionError, match="cannot go from starting to rollouts"):
         await devices.begin_rollouts()
