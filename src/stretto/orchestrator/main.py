@@ -37,7 +37,7 @@ from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.ledger import Ledger, Limits
 from stretto.monitors import build_monitors
 from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
-from stretto.orchestrator.batch.packing import cost_of_model
+from stretto.orchestrator.batch import cost_of_model
 from stretto.orchestrator.batch_hooks import BatchHooks, arguments_of
 from stretto.orchestrator.build import (
     build_engines,

@@ -26,7 +26,7 @@ from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import SingleTurnEnv, load_environment
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
-from stretto.orchestrator.batch.samples import to_samples
+from stretto.orchestrator.batch import to_samples
 from stretto.orchestrator.build import build_env, run_info
 from stretto.orchestrator.eval.evaluator import eval_envs
 from stretto.orchestrator.eval.verb import with_server_address

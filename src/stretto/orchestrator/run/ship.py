@@ -13,8 +13,7 @@ import numpy as np
 from stretto.base.aio import run_in_slices
 from stretto.base.errors import EngineError, EnvError, StrettoError
 from stretto.monitors.monitor import Values
-from stretto.orchestrator.batch.packing import pack
-from stretto.orchestrator.batch.samples import build_samples, whiten_samples
+from stretto.orchestrator.batch import build_samples, pack, whiten_samples
 from stretto.orchestrator.batch_hooks import BatchHooks
 from stretto.orchestrator.eval.results import example_rows
 from stretto.orchestrator.groups.buffer import Counts, Slot

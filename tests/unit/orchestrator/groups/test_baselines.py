@@ -14,7 +14,7 @@ from stretto.base.errors import EngineError
 from stretto.config.root import OrchestratorConfig
 from stretto.config.sections.algorithm import LengthPenaltySection, OverlongSection, RaeAlgo
 from stretto.envs.base import RolloutResult, TaskSource
-from stretto.orchestrator.batch.samples import to_samples
+from stretto.orchestrator.batch import to_samples
 from stretto.orchestrator.groups.advantages import Baselines, assign_advantages
 from stretto.orchestrator.state import run_checkpoint
 from stretto.records.rollout import Group, Rollout, RolloutStatus, Task

@@ -23,8 +23,7 @@ from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.bundled.count_shapes import CountShapes
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
-from stretto.orchestrator.batch.packing import to_micro_batch
-from stretto.orchestrator.batch.samples import samples_of
+from stretto.orchestrator.batch import samples_of, to_micro_batch
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.images import Image, image_hash, placeholder_spans

@@ -18,7 +18,7 @@ from stretto.config.sections.algorithm import (
 )
 from stretto.config.sections.orchestrator import EvalSection, SamplingSection
 from stretto.envs.base import RolloutResult
-from stretto.orchestrator.batch.samples import to_samples, whiten_samples
+from stretto.orchestrator.batch import to_samples, whiten_samples
 from stretto.orchestrator.eval.evaluator import Evaluator
 from stretto.orchestrator.eval.results import format_table
 from stretto.orchestrator.eval_scores import mean_over_envs
