@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any, TypeVar
 
 from stretto.base.errors import ConfigError
@@ -23,7 +23,7 @@ from stretto.config.reading.toml import chosen_at_start, is_secret, toml_text
 from stretto.config.reading.words import ArgumentProblem, FileArgument, parse_arguments
 from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig, RunRoot, TrainerConfig
 from stretto.config.rules import all as rules
-from stretto.config.section import Path, Section, dotted, leaves
+from stretto.config.section import KeyPath, Section, dotted, leaves
 from stretto.config.sections.deployment import ResumeSection
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def build(
     cls: type[Root],
     data: dict[str, Any],
     *,
-    sources: Mapping[Path, str] | None = None,
+    sources: Mapping[KeyPath, str] | None = None,
     verb: str | None = None,
     reword: Callable[[str], str] = str,
 ) -> Root:
@@ -128,7 +128,7 @@ def dump(root: Section) -> dict[str, Any]:
     return root.model_dump(mode="json", exclude={"dry_run", "print_config", "clean"})
 
 
-def write_json(path: FilePath, data: dict[str, Any]) -> None:
+def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write data to a file atomically and durably; with a secret in it, only its owner can read it."""
     mode = 0o644 if masked(data) == data else 0o600
     write_atomic(path, (json.dumps(data, indent=2) + "\n").encode(), mode=mode, is_durable=True)
