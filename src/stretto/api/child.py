@@ -7,10 +7,9 @@ pipe ends, and the verb stops as after one Ctrl-C: it finishes its step and save
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import threading
-
-from stretto.cli import main
 
 
 def _stop_with_parent(pipe: int) -> None:
@@ -21,4 +20,4 @@ def _stop_with_parent(pipe: int) -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_stop_with_parent, args=(os.dup(0),), daemon=True).start()
-    main()
+    runpy.run_module("stretto", run_name="__main__", alter_sys=True)

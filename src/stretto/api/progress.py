@@ -93,7 +93,9 @@ class Progress:
             parts.append(f"{_KEYS[self.role][1]} {values[0]:.3f} -> {values[-1]:.3f}")
         for mode in ("sampled", "greedy"):
             if points := self.held_out(mode):
-                parts.append(f"held out, {mode} " + " -> ".join(f"{points[i][1]:.3f}" for i in sorted({0, len(points) - 1})))
+                parts.append(
+                    f"held out, {mode} " + " -> ".join(f"{points[i][1]:.3f}" for i in sorted({0, len(points) - 1}))
+                )
         if self.started_at is not None and self.state == "running" and (left := self.left_s()) is not None:
             parts.append(f"{duration(left)} left")
         return " · ".join(part for part in parts if part)
@@ -110,7 +112,8 @@ class Progress:
         )
         lines = "\n".join(self.lines[-_NUM_LINES:]) if self.state in ("running", "failed") else ""
         log = f'<pre style="font-size:11px;opacity:.75;margin:2px 0">{html.escape(lines)}</pre>' if lines else ""
-        return f'<div style="font-family:sans-serif;font-size:13px">{html.escape(self.title())}{bar}{self.svg()}{log}</div>'
+        inside = f"{html.escape(self.title())}{bar}{self.svg()}{log}"
+        return f'<div style="font-family:sans-serif;font-size:13px">{inside}</div>'
 
     def svg(self) -> str:
         """The curve; "" before there are two points."""
@@ -138,7 +141,9 @@ class Progress:
         text = f'font-size="10" fill="{_INK}"'
         parts += [f'<text x="{left - 6}" y="{top + 8}" text-anchor="end" {text}>{high:.2f}</text>']
         parts += [f'<text x="{left - 6}" y="{height - bottom}" text-anchor="end" {text}>{low:.2f}</text>']
-        legend = f"{_KEYS[self.role][1]}" + (", held out: sampled (red), greedy (green)" if any(points.values()) else "")
+        legend = f"{_KEYS[self.role][1]}" + (
+            ", held out: sampled (red), greedy (green)" if any(points.values()) else ""
+        )
         parts += [f'<text x="{left}" y="{height - 6}" {text}>step {first} to {last}: {legend}</text>']
         return f'<svg width="{width}" height="{height}" xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
 

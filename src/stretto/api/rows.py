@@ -1,4 +1,4 @@
-"""Rows that become tables: lists of dicts with `to_pandas`, `to_polars` and `to_dataset`, each library only if asked."""
+"""Rows that become tables: dicts with `to_pandas`, `to_polars`, `to_dataset`; a library is imported if asked for."""
 
 from __future__ import annotations
 

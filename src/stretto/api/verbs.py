@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.api.given import Given, placed
+from stretto.api.given.files import Given, placed
+from stretto.api.given.settings import Call, call_of
 from stretto.api.live import Live
 from stretto.api.rows import Rows
 from stretto.api.run import Run, read_rows
-from stretto.api.settings import Call, call_of
 from stretto.api.started import Started
 from stretto.base import rundir
 from stretto.base.errors import ConfigError
@@ -26,6 +26,8 @@ from stretto.config.load import read
 from stretto.config.root import EvalConfig, RLConfig, RunRoot, SFTConfig
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     import datasets
     import pandas
     import polars
@@ -34,12 +36,13 @@ if TYPE_CHECKING:
     from stretto.config.section import Section
     from stretto.envs.base import Environment
 
-    Config = Mapping[str, Any] | Section | Path | str
-    Model = str | Path | Run | PreTrainedModel | Mapping[str, Any]
-    Tokenizer = str | Path | PreTrainedTokenizerBase
-    Env = str | type | Callable[..., Environment] | Environment | Mapping[str, Any]
-    Records = str | Path | Sequence[Mapping[str, Any]] | datasets.Dataset | pandas.DataFrame | polars.DataFrame
-    Reward = str | Callable[..., Any]
+    Config: TypeAlias = Mapping[str, Any] | Section | Path | str
+    Model: TypeAlias = str | Path | Run | PreTrainedModel | Mapping[str, Any]
+    Tokenizer: TypeAlias = str | Path | PreTrainedTokenizerBase
+    Env: TypeAlias = str | type | Callable[..., Environment] | Environment | Mapping[str, Any]
+    Rowed: TypeAlias = Sequence[Mapping[str, Any]] | datasets.Dataset | pandas.DataFrame | polars.DataFrame
+    Records: TypeAlias = str | Path | Rowed
+    Reward: TypeAlias = str | Callable[..., Any]
 
 ROOTS: dict[str, type[RunRoot]] = {"rl": RLConfig, "sft": SFTConfig, "evaluate": EvalConfig}
 
@@ -75,8 +78,8 @@ def rl(
     ({"id": MyEnv, "args": {...}}), or a list of these.
     dataset, eval_dataset: records, with the prompt in the column `prompt` (or `question`), the answer in `label`,
     `answer` or `solution`; the held-out ones are evaluated.
-    reward: "exact", "math", or a function `(completion, answer)` of one reply, or `(prompts, completions, **columns)` of
-    all replies to a prompt; of several, the sum with reward_weights.
+    reward: "exact", "math", or a function: `(completion, answer)` of one reply, `(prompts, completions, **columns)` of
+    all replies to a prompt. Several are summed with reward_weights.
     model: a name, directory, earlier run or object, or the section {"name": ..., "lora": {...}}.
     steps, lr, batch_size, group_size, max_completion_tokens, eval_steps, name: max_steps, trainer.optim.lr,
     orchestrator.batch_size, orchestrator.group_size, orchestrator.train.sampling.max_completion_tokens,

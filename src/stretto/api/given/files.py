@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stretto.api import pickled
-from stretto.api.models import Saved
-from stretto.api.records import Records, is_records
-from stretto.api.source import NoText, Text, importable
+from stretto.api.given import pickled
+from stretto.api.given.models import Saved
+from stretto.api.given.records import Records, is_records
+from stretto.api.given.source import NoText, Text, importable
 from stretto.base.errors import ConfigError
 from stretto.base.files import write_atomic
 from stretto.config.section import Section
@@ -140,7 +140,7 @@ class Given:
         return _CODE + name
 
     def _opened(self, value: Any, key: str, name: str) -> str:
-        self.code.imports["from stretto.api.pickled import opened"] = None
+        self.code.imports["from stretto.api.given.pickled import opened"] = None
         self._pickles.append((name, pickled.pickled(value, key)))
         return f"{HERE}{name}"  # replaced by `write`, which knows the file
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.api import models, rewards
-from stretto.api.given import Given, as_list
-from stretto.api.records import LABELS, PROMPTS, columns_of, first_of
+from stretto.api.given import models, rewards
+from stretto.api.given.files import Given, as_list
+from stretto.api.given.records import LABELS, PROMPTS, columns_of, first_of
 from stretto.base.errors import ConfigError
 from stretto.config.section import Section
 
@@ -235,8 +235,8 @@ def _environments(verb: str, own: Tree, given: Given) -> Tree:
     entries = [dict(each) if isinstance(each, Mapping) else {"id": each} for each in as_list(env)]
     if any("id" not in entry for entry in entries):
         raise ConfigError(
-            f"stretto.{verb}: env= has a dict without `id`; an entry is {{'id': MyEnv, 'args': {{...}}}}, and records go "
-            "to dataset="
+            f"stretto.{verb}: env= has a dict without `id`; an entry is {{'id': MyEnv, 'args': {{...}}}}, and records "
+            "go to dataset="
         )
     if verb == "evaluate":
         return {"eval": {"env": entries}}
@@ -251,8 +251,8 @@ def dataset_entry(verb: str, dataset: Any, held_out: Any, reward: Any, weights: 
     prompt = first_of(PROMPTS, columns)
     if prompt is None:
         raise ConfigError(
-            f"dataset has the columns {', '.join(columns)}; the prompt is looked for in {' and '.join(PROMPTS)}. Rename "
-            'yours: dataset.rename_column("...", "prompt")'
+            f"dataset has the columns {', '.join(columns)}; the prompt is looked for in {' and '.join(PROMPTS)}. "
+            'Rename yours: dataset.rename_column("...", "prompt")'
         )
     args: Tree = {"input_key": prompt, "label_key": first_of(LABELS, columns) or LABELS[0]}
     args |= {} if dataset is None else {"path": dataset}
@@ -284,9 +284,11 @@ def _reward_args(reward: Any, weights: Any, columns: list[str], prompt: str, giv
 
 def _sum_of(functions: list[Any], weights: list[float], columns: list[str], prompt: str, given: Given) -> str:
     if any(map(rewards.is_hook, functions)):
-        raise ConfigError("reward: functions (args, sample) cannot be summed; give one, or write the others as " + rewards.WRITE)
+        raise ConfigError(
+            "reward: functions (args, sample) cannot be summed; give one, or write the others as " + rewards.WRITE
+        )
     names = [given.define(each, "reward", _label(each)) for each in functions]
-    given.code.imports["from stretto.api.rewards import rewards_of"] = None
+    given.code.imports["from stretto.api.given.rewards import rewards_of"] = None
     text = f"rewards_of([{', '.join(names)}], {weights}, {columns}, {prompt!r})"
     return given.last("reward_of_records", text, functions)
 

@@ -6,7 +6,6 @@ text raises `NoText`, and is pickled instead (pickled.py).
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -107,7 +106,9 @@ class Text:
         """The file, ending with `more`."""
         future = "from __future__ import annotations\n\n" if self.needs_future else ""
         imports = "".join(f"{line}\n" for line in sorted(self.imports))
-        return future + imports + "".join(f"\n\n{text.strip()}\n" for text in (*self.definitions.values(), more) if text)
+        return (
+            future + imports + "".join(f"\n\n{text.strip()}\n" for text in (*self.definitions.values(), more) if text)
+        )
 
 
 def importable(value: Any) -> tuple[str, str] | None:
