@@ -12,8 +12,8 @@ from typing import Literal
 
 from stretto.base import process
 from stretto.bench.hardware import Hardware, find_hardware
+from stretto.check.degrees import Degrees, Shape, find_degrees
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.config.rules.mesh_degrees import Degrees, Shape, find_degrees
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import ModelSection, dtype_on
 from stretto.config.sections.trainer import Optim

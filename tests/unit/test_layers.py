@@ -27,6 +27,7 @@ BELOW = {
     "models": {"base", "families", "records", "config"},
     "transports": {"base", "records", "config"},
     "data": {"base"},
+    "check": {"base", "families", "config"},
     "vime": {"addons", "base", "records", "data"},
     "envs": {"base", "records", "config", "data", "vime"},
     "orchestrator": {
@@ -44,6 +45,7 @@ BELOW = {
     },
     "trainer": {
         "base",
+        "check",
         "families",
         "records",
         "config",
@@ -56,9 +58,9 @@ BELOW = {
         "envs",
         "vime",
     },
-    "inference": {"base", "families", "records", "config", "monitors", "chat", "data", "models", "transports"},
+    "inference": {"base", "check", "families", "records", "config", "monitors", "chat", "data", "models", "transports"},
     "api": {"base", "records", "config", "ledger", "monitors", "chat"},
-    "launch": {"addons", "base", "families", "records", "config", "ledger", "monitors", "data", "api"},
+    "launch": {"addons", "base", "check", "families", "records", "config", "ledger", "monitors", "data", "api"},
     "stretto_clusters": {"base", "records", "config", "monitors", "launch"},
     "stretto_vime": {"base", "families", "config", "data", "vime", "cli", "verbs"},
     "stretto_prime": {"config"},
@@ -68,6 +70,7 @@ BELOW = {
     "stretto_plan": {
         "base",
         "bench",
+        "check",
         "families",
         "records",
         "config",
