@@ -5,15 +5,15 @@
 
 A group is a place where the core asks, a name what it asks for, and the value is the object `module:name`, or a module.
 Nothing is imported before it is asked for. In a source tree the entry points are those of its pyproject.toml; what pip
-wrote at the installation may be older.
+wrote at the installation may be older. A distribution with add-ons has a name that begins with `stretto`.
 
     stretto.verbs         verb -> function of its words
     stretto.config_verbs  verb with a configuration -> a `ConfigVerb`
     stretto.completions   verb whose words no PlainParser reads -> function that returns the lines of its completion
-    stretto.launchers     section of a config -> a `launch.launcher.Launcher`
+    stretto.launchers     section of a config -> a `launch.launchers.Launcher`
     stretto.services      client, trainer -> a module: what asks a training service, and what stands for its trainer
-    stretto.spellings     -> a module with the names that another framework has for keys (config/spelling.py)
-    stretto.arguments     -> function of a resolved config: further attributes of `args` of user functions
+    stretto.spellings     framework -> a `config.spelling.Spelling`: its names of keys
+    stretto.arguments     command line -> function of a resolved config: more attributes of `args` of hooks
 
 The package of a verb has SUMMARIES, and may have MEANT, other programs' words for its verbs.
 """
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,23 +34,20 @@ if TYPE_CHECKING:
     from typing import Any
 
 PREFIX = "stretto."
+_KINDS = (".dist-info", ".egg-info")
 Groups = dict[str, dict[str, str]]
 
 
-@dataclass(frozen=True)
 class ConfigVerb:
     """A verb with a configuration. `run` and `screen` are `module:name`, and are imported when the verb is used."""
 
-    root: str
-    """The class of its config in config/root.py."""
-    run: str
-    """Function of the config; the exit status."""
-    screen: str
-    """Function of the config; the text of `--dry-run`."""
-    is_process: bool = True
-    """Whether it runs in this process alone, which then ends at signals as Python does by itself."""
-    computes: bool = False
-    """Whether it uses torch in this process."""
+    def __init__(self, root: str, run: str, screen: str, *, is_process: bool = True, computes: bool = False) -> None:
+        """root: the class of its config in config/root.py; run: function of the config, which returns the exit status;
+        screen: function of the config, which returns the text of `--dry-run`; is_process: it runs in this process
+        alone, which then ends at signals as Python does by itself; computes: it uses torch in this process.
+        """
+        self.root, self.run, self.screen = root, run, screen
+        self.is_process, self.computes = is_process, computes
 
 
 def registered(group: str) -> Mapping[str, str]:
@@ -69,9 +65,15 @@ def load(group: str, name: str, needed_by: str) -> Any:
 
     needed_by: what needs it, for the message. Raises: ConfigError if no add-on that is installed offers it.
     """
+    check(group, name, needed_by)
+    return object_at(registered(group)[name])
+
+
+def check(group: str, name: str, needed_by: str) -> None:
+    """Raises: ConfigError if no add-on that is installed offers this; nothing is imported."""
     value = registered(group).get(name)
     if value is not None and find_spec(package_of(value)) is not None:
-        return object_at(value)
+        return
     missing = f"the add-on {package_of(value)}" if value else f"an add-on that offers `{name}` ({group})"
     raise ConfigError(
         f"{needed_by} needs {missing}, which is not installed; install stretto with its add-ons, "
@@ -118,15 +120,15 @@ def _of_source_tree() -> str:
 
 
 def _of_installed(folders: Iterable[str]) -> list[str]:
-    """The files with the entry points of every distribution, which importlib.metadata finds too, ten times slower."""
+    """The files with the entry points of distributions whose names begin with stretto; to read all takes too long."""
     found = []
     for folder in dict.fromkeys(folders):
         try:
             names = os.listdir(folder or ".")
         except OSError:
             continue
-        kinds = (".dist-info", ".egg-info")
-        found += [os.path.join(folder, name, "entry_points.txt") for name in sorted(names) if name.endswith(kinds)]
+        ours = sorted(name for name in names if name.startswith("stretto") and name.endswith(_KINDS))
+        found += [os.path.join(folder, name, "entry_points.txt") for name in ours]
     return found
 
 

@@ -283,6 +283,7 @@ def run_config_verb(verb: str, words: list[str], command: str) -> int:
     os.environ.update(cfg.env_vars)  # before torch is imported
     if cfg.print_config:
         return print_config(cfg)
+    _check_add_ons(cfg)
     if cfg.dry_run and verb != "inference":  # its dry run may be a plan of several processes
         return show_dry_run(verb, cfg)
     if bench is not None and not cfg.dry_run:
@@ -291,6 +292,15 @@ def run_config_verb(verb: str, words: list[str], command: str) -> int:
         unwind_at_signals()
         return run(cfg, bench)
     return _run(verb, cfg, words)
+
+
+def _check_add_ons(cfg: RunRoot) -> None:
+    """Raises: ConfigError if a section needs an add-on that is not installed."""
+    for section in ("slurm", "ray"):
+        if getattr(cfg, section, None) is not None:
+            addons.check("stretto.launchers", section, f"[{section}]")
+    if type(cfg).__name__ in ("RLConfig", "TrainerConfig") and getattr(cfg, "service", None) is not None:
+        addons.check("stretto.services", "client", "[service]")
 
 
 def _own_flags(verb: str, words: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-""""""
+"""A training service: one trainer for many runs, behind an HTTP API; `stretto serve`."""
 
 SUMMARIES = {
     "serve": "a training service: one trainer for many runs, behind an HTTP API",

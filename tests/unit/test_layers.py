@@ -202,9 +202,11 @@ def place_of(file: Path) -> str:
 
 def test_every_room_that_is_spoken_of_here_exists() -> None:
     rooms = {room for _, room in files()}
-    assert set(BELOW) == rooms and set().union(*BELOW.values()) <= rooms
+    missing = {room for room in BELOW if room.startswith("stretto_")} - rooms  # add-ons may be taken away
+    assert set(BELOW) == rooms | missing and set().union(*BELOW.values()) <= rooms | missing
     places = {place for homes in (*HOMES.values(), *EXCEPT.values()) for place in homes}
     found = {place_of(file) for file, _ in files()}
+    places = {place for place in places if place.partition("/")[0] not in missing}
     assert not [place for place in sorted(places) if not any(f"{file}/".startswith(f"{place}/") for file in found)]
 
 
@@ -357,6 +359,8 @@ def test_the_floors_that_the_documents_tell_are_those_of_the_imports() -> None:
     for room, floors in told_rooms.items():
         height = {name.removesuffix("/"): number for number, floor in enumerate(floors) for name in floor}
         where = SOURCE.parent / room if room.startswith("stretto_") else SOURCE / room
+        if not where.exists() and room.startswith("stretto_"):
+            continue  # an add-on that was taken away
         there = {path.stem + "/" * path.is_dir() for path in where.iterdir()}
         told = {name for floor in floors for name in floor}
         wrong += [f"{room}: there is no {name}" for name in sorted(told - there)]
