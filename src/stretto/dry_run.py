@@ -13,6 +13,9 @@ from typing import Any
 
 from stretto.base import process, rundir
 from stretto.base.errors import ConfigError, DataError
+from stretto.check.devices import check_sft_devices, check_trained_on_cpu
+from stretto.check.models import check_model, check_served, check_trainable, foreign_engines, models_of
+from stretto.check.weights import check_weights, check_weights_of
 from stretto.config.root import (
     EvalConfig,
     InferenceConfig,
@@ -26,10 +29,7 @@ from stretto.config.root import (
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.monitors import MonitorsSection
 from stretto.data.hub_model import find_config, find_local, look_up, size
-from stretto.launch.plan.device_check import check_sft_devices, check_trained_on_cpu
-from stretto.launch.plan.model_check import check_model, check_served, check_trainable, foreign_engines, models_of
 from stretto.launch.plan.models import with_model_names
-from stretto.launch.plan.weights import check_weights, check_weights_of
 from stretto.orchestrator.dry_run import (
     Checked,
     FirstTask,
@@ -49,7 +49,7 @@ Rows = list[tuple[str, str]]
 
 def rl(cfg: RLConfig) -> str:
     """The screen of `rl`."""
-    from stretto.launch.plan.routers import check_router
+    from stretto.check.routers import check_router
     from stretto.launch.plan.table import table
     from stretto.launch.run.rl import plan_only
 

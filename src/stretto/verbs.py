@@ -153,7 +153,7 @@ def _check_weights(cfg: SFTConfig | InferenceConfig) -> None:
 
     Raises: ConfigError for files with which the run would fail.
     """
-    from stretto.launch.plan.weights import check_weights_of
+    from stretto.check.weights import check_weights_of
 
     for text in check_weights_of(cfg):
         sys.stderr.write(f"warning: {text}\n")

@@ -12,17 +12,17 @@ from urllib.parse import urlsplit
 
 from stretto.base import rundir
 from stretto.base.errors import ConfigError, StrettoError
+from stretto.check import nodes as node_checks
+from stretto.check.models import check_model, check_served, check_trainable, models_of
+from stretto.check.weights import check_weights_of
 from stretto.config.load import load, names_whole_run
 from stretto.config.model_file import read_model_file
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig, SFTConfig
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import CkptSection, num_kept
 from stretto.data.hub_model import find_local, look_up, size
-from stretto.launch.plan.model_check import check_model, check_served, check_trainable, models_of
 from stretto.launch.plan.serving import plan_serving
 from stretto.launch.plan.sft_ranks import find_gpus, plan_ranks
-from stretto.launch.plan.weights import check_weights_of
-from stretto.launch.run import node_checks
 from stretto.launch.run.rl import check_here
 from stretto.monitors.base import find_trackers
 from stretto.orchestrator.dry_run import check_sft_records, check_user_code, preview

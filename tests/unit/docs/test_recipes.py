@@ -11,12 +11,12 @@ import torch
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.check.degrees import find_degrees, read_shape
+from stretto.check.models import check_model
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.envs.base import load_environment
 from stretto.envs.multi_turn import Episode
 from stretto.inference.vllm.command import build_command
-from stretto.launch.plan.model_check import check_model
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.plan import plan
 from stretto.launch.run.rl import plan_only

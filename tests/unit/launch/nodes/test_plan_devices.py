@@ -9,10 +9,10 @@ import pytest
 from cases.plans import config_builder, isolate
 
 from stretto.base.errors import ConfigError
+from stretto.check.devices import check_sft_devices
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.launch.plan import plan as planning
-from stretto.launch.plan.device_check import check_sft_devices
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.run.serve import plan_serving
 

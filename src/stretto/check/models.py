@@ -26,7 +26,6 @@ from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import LORA_TARGETS, Family, ModelSection
 from stretto.data.hub_model import find_config
 from stretto.families.table import SPARSE_FAMILIES, family_of
-from stretto.launch.plan.placement import replaced
 
 
 def check_model(model: ModelSection, num_ranks: int, path: str, *, has_replay: bool = False) -> None:
@@ -242,19 +241,6 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
     model.check()
     if is_cpu or section.device == "cpu":
         model.check_on_cpu()
-
-
-def with_chosen_engines(cfg: RLConfig) -> RLConfig:
-    """The root in which engines for families that the embedded engine lacks are vLLM's, where `auto` may choose."""
-    for key in ("inference", "teacher_inference"):
-        section = getattr(cfg, key)
-        if section is not None and needs_vllm(section, section.model or cfg.model.name):
-            cfg = replaced(cfg, f"{key}.engine", "vllm")
-    for name, section in cfg.models.items():
-        if section.base_url is None and section.model and needs_vllm(section, section.model):
-            models = dict(cfg.models) | {name: section.model_copy(update={"engine": "vllm"})}
-            cfg = replaced(cfg, "models", models)
-    return cfg
 
 
 def needs_vllm(section: InferenceSection, name: str) -> bool:

@@ -19,13 +19,13 @@ from typing import Any
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.files import cache_dir, read_json
 from stretto.check.checkpoints import tokens_of
+from stretto.check.models import check_trainable, models_of, quantized_refusal
 from stretto.config.model_file import read_model_file
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig, SFTConfig
 from stretto.config.sections.model import ModelSection
 from stretto.data.hub_model import find_local
 from stretto.data.weight_files import HeaderTensor, find_embedding, find_weight_files, read_weight_files
 from stretto.families.table import FAMILIES, family_of
-from stretto.launch.plan.model_check import check_trainable, models_of, quantized_refusal
 
 FIT_TIMEOUT_S = 600.0
 _WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "DistributedDataParallel", "_fsdp_wrapped_module.": "FSDP"}
@@ -280,5 +280,5 @@ def _fit(directory: Path, impl: str, tensors: Mapping[str, HeaderTensor]) -> dic
 
 def _newest_module() -> list[float | str]:
     """When a module of models was changed last, and the version of transformers."""
-    modules = (Path(__file__).parents[2] / "models").rglob("*.py")
+    modules = (Path(__file__).parents[1] / "models").rglob("*.py")
     return [max(module.stat().st_mtime for module in modules), version("transformers")]
