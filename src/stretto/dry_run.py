@@ -13,6 +13,7 @@ from typing import Any
 
 from stretto.base import process, rundir
 from stretto.base.errors import ConfigError, DataError
+from stretto.check.code import Checked, check_sft_records, check_trainer_hooks, check_user_code
 from stretto.check.devices import check_sft_devices, check_trained_on_cpu
 from stretto.check.models import check_model, check_served, check_trainable, foreign_engines, models_of
 from stretto.check.weights import check_weights, check_weights_of
@@ -30,14 +31,7 @@ from stretto.config.sections.model import ModelSection
 from stretto.config.sections.monitors import MonitorsSection
 from stretto.data.hub_model import find_config, find_local, look_up, size
 from stretto.launch.plan.models import with_model_names
-from stretto.orchestrator.dry_run import (
-    Checked,
-    FirstTask,
-    check_sft_records,
-    check_trainer_hooks,
-    check_user_code,
-    preview,
-)
+from stretto.orchestrator.dry_run import FirstTask, preview
 from stretto.orchestrator.lengths import Limit, limits_of, smallest
 
 WIDTH = 118

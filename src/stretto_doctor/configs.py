@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from stretto.base import rundir
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.check import nodes as node_checks
+from stretto.check.code import check_sft_records, check_user_code
 from stretto.check.models import check_model, check_served, check_trainable, models_of
 from stretto.check.weights import check_weights_of
 from stretto.config.load import load, names_whole_run
@@ -25,7 +26,7 @@ from stretto.launch.plan.serving import plan_serving
 from stretto.launch.plan.sft_ranks import find_gpus, plan_ranks
 from stretto.launch.run.rl import check_here
 from stretto.monitors.base import find_trackers
-from stretto.orchestrator.dry_run import check_sft_records, check_user_code, preview
+from stretto.orchestrator.dry_run import preview
 from stretto_doctor.finding import Finding, State, bad, good, guarded, note, warn
 from stretto_doctor.machine import gib
 from stretto_doctor.model_files import check_files, num_parameters

@@ -26,7 +26,7 @@ BELOW = {
     "models": {"base", "families", "records", "config"},
     "transports": {"base", "records", "config"},
     "data": {"base"},
-    "check": {"base", "families", "config", "data", "monitors"},
+    "check": {"base", "families", "config", "data", "monitors", "envs", "vime"},
     "vime": {"base", "records", "data"},
     "envs": {"base", "records", "config", "data", "vime"},
     "orchestrator": {

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from stretto.base import process
 from stretto.base.errors import ConfigError, meant_path
+from stretto.check.code import check_code
 from stretto.check.models import check_engine_model, check_model, check_served, foreign_engines
 from stretto.check.nodes import (
     Process,
@@ -37,10 +38,11 @@ NOT_READY = "NOT READY: "
 
 
 def check_run(cfg: RLConfig) -> None:
-    """Check the model's shape against what trains and serves it, that there is a model, and the trackers.
+    """Check the user's code, the model's shape against what trains and serves it, and the trackers.
 
     Raises: ConfigError with the first reason why the run could not start.
     """
+    check_code(cfg)
     check_shape(cfg)
     _check_name(cfg)
     check_trackers(cfg)
