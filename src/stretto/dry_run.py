@@ -15,7 +15,7 @@ from stretto.base import process, rundir
 from stretto.base.errors import ConfigError, DataError
 from stretto.check.code import Checked, check_sft_records, check_trainer_hooks, check_user_code
 from stretto.check.devices import check_sft_devices, check_trained_on_cpu
-from stretto.check.models import check_model, check_served, check_trainable, foreign_engines, models_of
+from stretto.check.models import check_model, check_served, check_trainable, find_model, foreign_engines, models_of
 from stretto.check.weights import check_weights, check_weights_of
 from stretto.config.root import (
     EvalConfig,
@@ -29,7 +29,7 @@ from stretto.config.root import (
 )
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.monitors import MonitorsSection
-from stretto.data.hub_model import find_config, find_local, look_up, size
+from stretto.data.hub_model import find_local, look_up, size
 from stretto.launch.plan.models import with_model_names
 from stretto.orchestrator.dry_run import FirstTask, preview
 from stretto.orchestrator.lengths import Limit, limits_of, smallest
@@ -101,8 +101,8 @@ def orchestrator(cfg: OrchestratorConfig) -> str:
 
 def trainer(cfg: TrainerConfig) -> str:
     """The screen of `trainer` alone."""
-    if cfg.model.scratch is None and (directory := find_config(cfg.model.name)) is not None:
-        check_trainable(directory, cfg.model.impl, f"[model] name = {cfg.model.name!r}")
+    if cfg.model.scratch is None and (here := find_model(cfg.model.name)) is not None:
+        check_trainable(here, cfg.model.impl, f"[model] name = {cfg.model.name!r}")
     weights = []
     if cfg.model.scratch is None:
         weights = check_weights(cfg.model.name, "[model] name", cfg.model, is_dry_run=True)

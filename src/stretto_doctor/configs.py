@@ -17,7 +17,7 @@ from stretto.check.code import check_sft_records, check_user_code
 from stretto.check.models import check_model, check_served, check_trainable, models_of
 from stretto.check.weights import check_weights_of
 from stretto.config.load import load, names_whole_run
-from stretto.config.model_file import read_model_file
+from stretto.config.model_file import ModelFile, read_model_file
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig, SFTConfig
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import CkptSection, num_kept
@@ -148,7 +148,7 @@ def _check_weights(cfg: Config) -> Iterator[Finding]:
     model = cfg.model
     if isinstance(model, ModelSection) and (directory := find_local(model.name)) is not None:
         try:
-            check_trainable(directory, model.impl, "")
+            check_trainable(ModelFile.read(directory), model.impl, "")
         except ConfigError:
             return  # `check_fit` says it
     if not any(has_weights and find_local(name) for name, has_weights in _models(cfg)):

@@ -9,12 +9,10 @@ check_files       weights, tokenizers and packages for the engines, once models 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from stretto.base import process
-from stretto.base.errors import ConfigError, meant_path
+from stretto.base.errors import ConfigError
 from stretto.check.code import check_code
-from stretto.check.models import check_engine_model, check_model, check_served, foreign_engines
+from stretto.check.models import check_exists, check_shape, foreign_engines
 from stretto.check.nodes import (
     Process,
     check_num_gpus,
@@ -26,7 +24,6 @@ from stretto.check.nodes import (
 )
 from stretto.check.weights import check_weights_of
 from stretto.config.root import RLConfig
-from stretto.data.hub_model import find_config, is_hub_name
 from stretto.monitors.base import find_trackers
 
 PORT_KEYS = (
@@ -44,37 +41,8 @@ def check_run(cfg: RLConfig) -> None:
     """
     check_code(cfg)
     check_shape(cfg)
-    _check_name(cfg)
+    check_exists(cfg.model)
     check_trackers(cfg)
-
-
-def check_shape(cfg: RLConfig) -> None:
-    """Check the model's shape against what trains and serves it."""
-    check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=cfg.trainer.enable_router_replay)
-    if cfg.num_critic_ranks:
-        check_model(cfg.model, cfg.num_critic_ranks, "model, of the ranks in trainer.critic.placement")
-    check_engine_model(cfg)
-    if cfg.inference is not None:
-        is_here = cfg.deployment.type == "single_node" and cfg.slurm is None and cfg.ray is None
-        is_cpu = is_here and not process.visible_gpus() and not cfg.asks_for_gpus
-        check_served(cfg.inference, cfg.inference.model or cfg.model.name, is_cpu=is_cpu)
-
-
-def _check_name(cfg: RLConfig) -> None:
-    """Raises: ConfigError if there is no such model; called before --clean deletes anything."""
-    name = cfg.model.name
-    if cfg.model.scratch is not None or find_config(name) is not None:
-        return
-    if Path(name).expanduser().is_dir():
-        raise ConfigError(
-            f"[model] name = {name!r}: there is no config.json in that directory, so it holds no model; give a "
-            "directory with config, safetensors and tokenizer."
-        )
-    if not is_hub_name(name):
-        raise ConfigError(
-            f"[model] name = {name!r}: there is no such directory{meant_path(Path(name), '.')} If a warm-up makes "
-            f"the model, run that first (`sft @ ...`); else give a directory with config, safetensors and tokenizer."
-        )
 
 
 def check_trackers(cfg: RLConfig) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from stretto.base.errors import ConfigError
-from stretto.config.root import RLConfig
 from stretto.check.code import check_code
+from stretto.config.root import RLConfig
 
 HOOKS = """
 import os
