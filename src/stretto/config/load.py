@@ -127,9 +127,9 @@ def dump(root: Section) -> dict[str, Any]:
 
 
 def write_json(path: FilePath, data: dict[str, Any]) -> None:
-    """Write data to a file atomically; with a secret in it, only its owner can read it."""
+    """Write data to a file atomically and durably; with a secret in it, only its owner can read it."""
     mode = 0o644 if masked(data) == data else 0o600
-    write_atomic(path, (json.dumps(data, indent=2) + "\n").encode(), mode=mode)
+    write_atomic(path, (json.dumps(data, indent=2) + "\n").encode(), mode=mode, is_durable=True)
 
 
 def shown_text(root: Section) -> str:
