@@ -1,7 +1,7 @@
 """What `--dry-run` shows, on one screen per verb: what was checked, the first task, the processes, where files go.
 
-It starts nothing. orchestrator/dry_run.py checks the user's code and files, launch/plan plans the processes, and this
-file puts their texts together. The resolved config is shown by `--print-config`.
+It starts nothing. check/ looks at models, code and data, orchestrator/dry_run.py makes the first tasks, launch/plan
+plans the processes, and this file puts their texts together. The resolved config is shown by `--print-config`.
 """
 
 from __future__ import annotations

@@ -430,6 +430,14 @@ def test_the_command_line_imports_a_verb_only_in_its_branch() -> None:
         assert modules == {"stretto.base.errors", "stretto.signals"}
 
 
+def test_rules_are_asked_only_by_the_loader_and_by_checks() -> None:
+    wrong = []
+    for file, package in files():
+        if package not in ("config", "check"):
+            wrong += [f"{file}:{line}" for module, line in imports(file) if module.startswith("stretto.config.rules")]
+    assert not wrong, f"what others need of config/rules belongs to a section, or to check/: {', '.join(wrong)}"
+
+
 def test_there_is_no_utils() -> None:
     banned = {"utils", "util", "misc", "common", "helpers"}
     assert not [str(file) for file, _ in files() if banned & {part.removesuffix(".py") for part in file.parts}]
