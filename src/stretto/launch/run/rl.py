@@ -24,6 +24,7 @@ from stretto.check.start import check_files, check_node, check_processes, check_
 from stretto.config.changes import changes
 from stretto.config.root import RLConfig
 from stretto.data.hub_model import fetch
+from stretto.launch.launchers import all_launchers, launcher_of
 from stretto.launch.plan import nodes
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.models import with_chosen_engines
@@ -31,9 +32,6 @@ from stretto.launch.plan.plan import LaunchPlan
 from stretto.launch.run import page
 from stretto.launch.run.console import Console
 from stretto.launch.run.supervisor import STALL_SLACK_S, Supervisor, Timeouts, serve
-from stretto_clusters.ray import run as on_ray
-from stretto_clusters.slurm import commands as slurm
-from stretto_clusters.slurm import submit
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +42,8 @@ def main(cfg: RLConfig) -> int:
     """Run the processes of `rl` to the end; the exit status of the command."""
     run = cfg.run_dir
     check_run(cfg)
-    if cfg.slurm is not None:
-        return submit.main(cfg, check=lambda: _check_files(cfg))
-    if cfg.ray is not None:
-        return on_ray.main(cfg, check=lambda: _check_files(cfg))
+    if (launcher := launcher_of(cfg)) is not None:
+        return launcher.main(cfg, check=lambda: _check_files(cfg))
     if cfg.deployment.type == "multi_node":
         hosts = nodes.node_hosts(cfg)
         node = check_node(cfg.deployment.node_rank, hosts, probes=True)
@@ -179,9 +175,11 @@ def _run(plan: LaunchPlan, claim: rundir.Claim, changed: list[str]) -> int:
         finally:
             console.close()
             if plan.hosts:
-                slurm.end_other_nodes()
+                for launcher in all_launchers():
+                    launcher.end_other_nodes()
     if code == EXIT_LOST:
-        slurm.requeue_this()
+        for launcher in all_launchers():
+            launcher.requeue()
     if supervisor.was_stopped_before_begin:
         if claim.is_new:
             rundir.discard(plan.run)

@@ -1,4 +1,4 @@
-"""launch/plan/device_check.py: what needs a GPU is refused where the plan has none, before a process starts."""
+"""check/devices.py: what needs a GPU is refused where the plan has none, before a process starts."""
 
 from __future__ import annotations
 
