@@ -45,9 +45,8 @@ def copy_without(names: Sequence[str], into: Path, parts: Sequence[str] = (".",)
     """Copy what git knows of these parts of the tree, or would add, less these add-ons; the copy's src/."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", "--", *parts]
     out = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    gone = [*OF_ALL] + [
-        part for name in names for part in (f"src/stretto_{name}", f"tests/addons/{name}", *TESTS.get(name, ()))
-    ]
+    of = lambda name: (f"src/stretto_{name}", f"tests/addons/{name}", *TESTS.get(name, ()))
+    gone = [*OF_ALL, *(part for name in names for part in of(name))]
     for file in filter(None, out.split("\0")):
         if any(file == part or file.startswith(f"{part}/") for part in gone) or not os.path.lexists(ROOT / file):
             continue
