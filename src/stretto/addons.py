@@ -55,7 +55,7 @@ def registered(group: str) -> Mapping[str, str]:
     return _found().get(group, {})
 
 
-def offers(group: str) -> Mapping[str, str]:
+def offers(group: str) -> dict[str, str]:
     """What add-ons offer in a group, by name; that of packages which are not there is left out."""
     return {name: value for name, value in registered(group).items() if find_spec(package_of(value)) is not None}
 

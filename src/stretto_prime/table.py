@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stretto.config.spelling import Correction, Path, Row, Spelling, Table
+from stretto.config.spelling import Correction, KeyPath, Row, Spelling, Table
 from stretto_prime import inference, orchestrator, run, sft, trainer
 from stretto_prime.inference import nodes_of_one
 from stretto_prime.orchestrator import merge_filters, pools_of_buffer
@@ -43,7 +43,7 @@ def _meaning(row: Row, base: str) -> str:
     return f"--{ours.replace('_', '-')}" + (f" ({row.note})" if row.note else "")
 
 
-def corrections(root: str, values: Mapping[Path, Any], spelled: Mapping[Path, str]) -> list[Correction]:
+def corrections(root: str, values: Mapping[KeyPath, Any], spelled: Mapping[KeyPath, str]) -> list[Correction]:
     """What files of 0.6 mean: nodes of all engines of a side, and the thresholds of a buffer."""
     nodes = nodes_of_one(values) if root == "RLConfig" else {}
     why = "counts the nodes of all engines, as deployment.num_infer_nodes shows; here it is those of one engine: "

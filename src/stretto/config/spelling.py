@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 
 class GivenName:
@@ -115,11 +115,11 @@ def no_names(verb: str, word: str) -> list[str]:
     return []
 
 
-def as_given(paths: Sequence[Path]) -> list[Path]:
+def as_given(paths: Sequence[KeyPath]) -> list[KeyPath]:
     return list(paths)
 
 
-def nothing_else(root: str, values: Mapping[Path, Any], spelled: Mapping[Path, str]) -> list[Correction]:
+def nothing_else(root: str, values: Mapping[KeyPath, Any], spelled: Mapping[KeyPath, str]) -> list[Correction]:
     return []
 
 
@@ -127,7 +127,7 @@ def nothing_else(root: str, values: Mapping[Path, Any], spelled: Mapping[Path, s
 class Correction:
     """A value that follows from several others in a file of another framework."""
 
-    path: Path
+    path: KeyPath
     value: Any
     why: str = ""
     """What a note says of the value as it was written; "" if nothing."""
@@ -140,7 +140,7 @@ class Spelling:
     tables: tuple[Table, ...]
     names: Callable[[str, str], list[str]] = no_names
     """Its keys that contain a word, and what each is here, in the files of a verb: (verb, word)."""
-    merged: Callable[[Sequence[Path]], list[Path]] = as_given
+    merged: Callable[[Sequence[KeyPath]], list[KeyPath]] = as_given
     """The paths of a file, where two of its lists are one list here."""
-    corrections: Callable[[str, Mapping[Path, Any], Mapping[Path, str]], list[Correction]] = nothing_else
+    corrections: Callable[[str, Mapping[KeyPath, Any], Mapping[KeyPath, str]], list[Correction]] = nothing_else
     """What else its values mean together: (class of the root, values in our spelling, how each was written)."""
