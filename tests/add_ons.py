@@ -1,0 +1,18 @@
+"""Tests of the core that also use an add-on: without it they are skipped."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+
+def is_here(name: str) -> bool:
+    """Whether an add-on, such as `view`, is installed."""
+    return find_spec(f"stretto_{name}") is not None
+
+
+def needs(*names: str) -> pytest.MarkDecorator:
+    """A mark for tests that use these add-ons."""
+    missing = [f"stretto_{name}" for name in names if not is_here(name)]
+    return pytest.mark.skipif(bool(missing), reason=f"without {', '.join(missing)}")
