@@ -6,6 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from stretto import addons
+
 
 def is_here(name: str) -> bool:
     """Whether an add-on, such as `view`, is installed."""
@@ -16,3 +18,10 @@ def needs(*names: str) -> pytest.MarkDecorator:
     """A mark for tests that use these add-ons."""
     missing = [f"stretto_{name}" for name in names if not is_here(name)]
     return pytest.mark.skipif(bool(missing), reason=f"without {', '.join(missing)}")
+
+
+def skip_without_verb(verb: str) -> None:
+    """Skip a test of a verb whose add-on is not installed."""
+    for group in ("stretto.verbs", "stretto.config_verbs"):
+        if verb in addons.registered(group) and verb not in addons.offers(group):
+            pytest.skip(f"without {addons.package_of(addons.registered(group)[verb])}")

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from add_ons import is_here, needs
+from add_ons import is_here, needs, skip_without_verb
 
 from stretto import addons, cli, verbs
 from stretto.base import keeper
@@ -142,6 +142,10 @@ LOCAL_EXAMPLES = [path for path in sorted(ROOT.glob("examples/*/*.toml")) if "op
 """Those whose data need not be fetched; the commands of the others' pages are tried with a cache in test_docs.py."""
 
 
+USED = {"prime": ("rollouts_per_example", "[trainer.model"), "clusters": ("[slurm", "[ray")}
+"""By add-on: what stands in examples that use it."""
+
+
 @pytest.mark.parametrize("path", LOCAL_EXAMPLES, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_an_example_is_printed_as_a_config_that_loads_and_looked_at_on_one_screen(
     path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -149,6 +153,10 @@ def test_an_example_is_printed_as_a_config_that_loads_and_looked_at_on_one_scree
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # some name files of theirs
     verb = path.stem if path.stem in ("sft", "serve") else "rl"
+    skip_without_verb(verb)
+    for name, keys in USED.items():
+        if not is_here(name) and any(key in path.read_text() for key in keys):
+            pytest.skip(f"without stretto_{name}")
     whole = path.with_name("rl.toml") if path.parent.name == "smollm2" else ROOT / "examples/sort_letters/rl.toml"
     base = [] if path in (whole, path.with_name(f"{verb}.toml")) else ["@", str(whole)]
     if path.stem == "qwen3_4b":  # what it asks for needs a GPU, and its own base, which names one, needs data
