@@ -1,7 +1,7 @@
-"""Help texts and docs/config.md, both generated from the config classes.
+"""Help texts and the page of all settings (config.md), both generated from the config classes.
 
-`python -m stretto.config.describe > docs/config.md` writes the page, with page.md as its frame; `help_text` is what
-`<verb> --help` prints. Both list every key with its type, range, default and meaning.
+`python -m stretto.config.describe` prints the page, which `make docs` puts on the site, with page.md as its frame;
+`help_text` is what `<verb> --help` prints. Both list every key with its type, range, default and meaning.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _wrapped(text: str, indent: int, width: int) -> list[str]:
 
 
 def markdown() -> str:
-    """The whole of docs/config.md."""
+    """The page of all settings."""
     places: dict[type[Section], list[str]] = {}
     notes: dict[type[Section], str] = {}
     verbs = ("rl", "sft", "eval", "serve")

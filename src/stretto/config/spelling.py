@@ -50,7 +50,7 @@ class Row:
     sets: tuple[tuple[str, Any], ...] = ()
     """Further keys that it sets, unless they are given too."""
     note: str = ""
-    """What else a user should know; for docs/from-prime-rl.md."""
+    """What else a user should know; for the page from-prime-rl.md."""
     beware: str = ""
     """If not empty, the value counts something else there; logged as a note at the start."""
     is_old: bool = False
@@ -75,7 +75,7 @@ class Table:
     below: str = ""
     """Path of the table below that section."""
     is_listed: bool = True
-    """Whether docs/from-prime-rl.md lists it."""
+    """Whether the page from-prime-rl.md lists it."""
 
 
 def same(theirs: str, default: Any = NO_DEFAULT, note: str = "", **more: Any) -> Row:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from stretto.base.errors import EngineError
-from stretto.config.rules.mesh_degrees import cp_style
+from stretto.check.degrees import cp_style
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import Optim
 from stretto.models import hub

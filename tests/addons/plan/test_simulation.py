@@ -140,7 +140,7 @@ def test_a_directory_that_is_no_run_cannot_be_compared_with(tmp_path) -> None:
         compare(None, tmp_path)
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "run.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"orchestrator\.jsonl is missing: this is no run of `rl`"):
+    with pytest.raises(ConfigError, match=r"orchestrator\.jsonl is missing"):
         compare(None, tmp_path)
 
 

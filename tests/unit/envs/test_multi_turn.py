@@ -405,7 +405,7 @@ async def test_calls_that_hang_do_not_block_others(gate):
         for each in hung:
             each.cancel()
         await asyncio.wait(hung)
-    with pytest.raises(EnvError, match=rf"tool add: {MAX_STUCK} calls have not ended after .* \(hang\)"):
+    with pytest.raises(EnvError, match=rf"tool add: {MAX_STUCK} calls .*\(hang\)"):
         await tools.call(called("add", {"a": 1}))
     gate.set()
     while True:

@@ -93,9 +93,13 @@ def test_help_of_a_word_shows_only_its_keys(capsys: pytest.CaptureFixture[str]) 
     assert "no key of `stretto rl` contains `nonsense`" in capsys.readouterr().out
 
 
-def test_the_config_page_is_up_to_date() -> None:
-    written = (ROOT / "docs" / "config.md").read_text()
-    assert written == markdown(), "run: python -m stretto.config.describe > docs/config.md"
+@pytest.mark.parametrize("verb", ("rl", "sft", "eval", "serve"))
+def test_the_page_says_of_every_key_what_help_says(verb: str) -> None:
+    plain = lambda text: " ".join(text.replace("`", "").split())
+    page = plain(markdown())
+    for path, section, key in all_paths(ROOTS[verb]):
+        if key.name != "type":
+            assert f"- **{key.name}** (" in page and plain(key.doc) in page, f"{section.__name__}: {path}"
 
 
 @pytest.mark.heavy

@@ -159,7 +159,7 @@ def test_a_started_run_resumes_its_own_checkpoints(tmp_path):
     assert audit(fork.run_dir) == [] and loop.progress.num_resumes == 1
     assert loop.progress.origin == str(cfg.run_dir.checkpoint(4))
 
-    with pytest.raises(ConfigError, match="has begun before; continue it with --resume alone"):
+    with pytest.raises(ConfigError, match=r"begun before.*--resume"):
         train(fork, FakeEngine(parrot(0.3)), FakeTrainer(max_steps=6, start=4))
 
 
@@ -196,7 +196,7 @@ def test_other_environments_are_drawn_from_their_start():
 def test_a_step_after_the_end_is_reported(tmp_path):
     cfg = config(tmp_path / "first", max_steps=2)
     train(cfg, FakeEngine(parrot(0.3)), FakeTrainer(max_steps=2, checkpoint_every=2))
-    with pytest.raises(ConfigError, match="max_steps = 1, but the run continues after step 2"):
+    with pytest.raises(ConfigError, match=r"max_steps = 1, .*step 2"):
         starting_point(started_from(cfg, tmp_path / "fork", cfg.run_dir, 2, max_steps=1))
 
 

@@ -171,7 +171,7 @@ def test_asynchronous_runs_overlap_generation_with_training(tmp_path):
 
 def test_an_environment_that_always_fails_stops_the_run_with_its_cause(tmp_path):
     cfg = config(tmp_path, env=[{"id": ECHO, "args": {"broken": True}}], max_failed_groups=5)
-    with pytest.raises(EnvError, match=r"5 groups in a row failed.*the scorer is on strike"):
+    with pytest.raises(EnvError, match=r"5 groups .*failed.*scorer is on strike"):
         train(cfg, FakeEngine(parrot(0.5)), FakeTrainer(max_steps=5))
     with LedgerReader(cfg.run_dir) as ledger:
         assert ledger.rollouts_by_status()["failed"] >= 20

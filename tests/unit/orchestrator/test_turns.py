@@ -47,5 +47,5 @@ async def test_engines_that_keep_their_memory_are_told_nothing(section):
 @pytest.mark.asyncio
 async def test_a_turn_out_of_order_is_a_fault():
     turns = Turns(Engines(), ColocateSection())
-    with pytest.raises(AssertionError, match="the turn cannot go from starting to rollouts"):
+    with pytest.raises(AssertionError, match="cannot go from starting to rollouts"):
         await turns.begin_rollouts()

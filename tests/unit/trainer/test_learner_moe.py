@@ -266,7 +266,7 @@ def test_samples_without_choices_are_marked_so_and_mixed_models_refused():
     mb = to_micro_batch([sample("a", routes), sample("b", None)])
     assert (mb.routed_experts[:4] == 0).all() and (mb.routed_experts[4:] == 255).all()
     assert to_micro_batch([sample("b", None)]).routed_experts is None
-    with pytest.raises(DataError, match="samples a and c were routed by different models"):
+    with pytest.raises(DataError, match="a and c were routed by different models"):
         to_micro_batch([sample("a", routes), sample("c", np.zeros((4, 2, 3), np.uint8))])
 
 

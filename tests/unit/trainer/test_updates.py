@@ -637,5 +637,5 @@ def test_a_function_in_the_trainer_that_fails_is_named(named, path, message):
 
 
 def test_a_coroutine_function_in_the_trainer_is_refused_as_nothing_awaits_it(named):
-    with pytest.raises(ConfigError, match=r"trainer.hooks.before_train_step = .* is `async def`.*write `def`"):
+    with pytest.raises(ConfigError, match=r"trainer.hooks.before_train_step = .*`async def`"):
         TrainerHooks(named(before_train_step="awaited"))

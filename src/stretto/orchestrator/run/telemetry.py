@@ -2,7 +2,7 @@
 
 A row is built when the batch is shipped (rewards, staleness, counts). It is logged when the step is trained,
 together with the trainer's metrics, so that metrics/orchestrator.jsonl alone has every curve.
-Names follow prime-rl's. What they mean is in monitors/catalog.py, from which docs/metrics.md is written.
+Names follow prime-rl's. What they mean is in monitors/catalog.py, from which the page metrics.md is written.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ tests/cluster/test_by_hand.py; a rank that never comes in tests/dist/test_exchan
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -36,69 +37,69 @@ TOML = {
 
 CONFIGS = {
     # -- by hand --
-    "too few hosts": ("nodes", "", "--deployment.hosts a b", "2 are given; it takes 4, 2 of the trainer and 2 of inf"),
-    "a node beyond the last": ("nodes", "", "--deployment.node-rank 4", "deployment.node_rank = 4: the 4 nodes are"),
-    "a URL as a host": ("nodes", "", "--deployment.hosts a b c http://d", '"http://d" is no name or address of a mach'),
+    "too few hosts": ("nodes", "", "--deployment.hosts a b", "2 are given ... takes 4"),
+    "a node beyond the last": ("nodes", "", "--deployment.node-rank 4", "deployment.node_rank = 4: ... 4 nodes"),
+    "a URL as a host": ("nodes", "", "--deployment.hosts a b c http://d", '"http://d" is no name or address'),
     "a port with a host": ("nodes", "", "--deployment.hosts a b c d:29500", '"d:29500" is no name or address'),
     "brackets around a host": ("nodes", "", "--deployment.hosts a b c [fd00::1]", '"[fd00::1]" is no name or address'),
-    "hosts in one word": ("nodes", "", "--deployment.hosts a b c d,e", '"d,e" is no name or address of a machine'),
+    "hosts in one word": ("nodes", "", "--deployment.hosts a b c d,e", '"d,e" is no name or address'),
     "loopback among hosts": (
-        "nodes", "", "--deployment.hosts 10.0.0.1 10.0.0.2 127.0.0.1 10.0.0.4", "node 2, 127.0.0.1, is reached by its",
+        "nodes", "", "--deployment.hosts 10.0.0.1 10.0.0.2 127.0.0.1 10.0.0.4", "node 2, 127.0.0.1",
     ),
-    "localhost first": ("sft", "", "--deployment.hosts localhost b", "deployment.hosts: node 0, localhost, is reached"),
-    "a wire at loopback": ("nodes", "", "--control.host localhost", 'control.host = "localhost" with deployment.type'),
+    "localhost first": ("sft", "", "--deployment.hosts localhost b", "deployment.hosts: node 0, localhost"),
+    "a wire at loopback": ("nodes", "", "--control.host localhost", 'control.host = "localhost" ... deployment.type'),
     "weights at loopback": (
         "nodes", '[weight_broadcast]\ntype = "collective"\nhost = "::1"\n', "", 'weight_broadcast.host = "::1" with',
     ),
-    "shared memory over nodes": ("nodes", "", "--weight-broadcast.type shm", "shared memory ends at one machine"),
+    "shared memory over nodes": ("nodes", "", "--weight-broadcast.type shm", "shared memory ... one machine"),
     "ranks that do not divide": (
         "nodes", "", "--orchestrator.num-train-workers 5 --orchestrator.batch-size 40",
-        "num_train_workers = 5 are divided among deployment.num_train_nodes = 2",
+        "num_train_workers = 5 ... deployment.num_train_nodes = 2",
     ),
-    "GPUs of one machine": ("nodes", "", "--trainer-gpu-ids 0,1", "names what is on one machine"),
+    "GPUs of one machine": ("nodes", "", "--trainer-gpu-ids 0,1", "one machine"),
     "nodes of inference that do not agree": (
         "nodes", "", "--deployment.num-infer-nodes 5 --inference.deployment.type single_node",
-        "num_infer_nodes = 5 but inference.deployment takes 1 node",
+        "num_infer_nodes = 5 ... inference.deployment takes 1",
     ),
     "more GPUs than a node has": (
-        "nodes", "", "--inference.parallel.tp 16", "tp 16 = 16 GPUs, and a node has deployment.gpus_per_node = 8",
+        "nodes", "", "--inference.parallel.tp 16", "tp 16 = 16 GPUs ... deployment.gpus_per_node = 8",
     ),
     "a node is lost at once": ("nodes", "", "--deployment.lost-after-s 1", "deployment.lost_after_s = 1"),
     # -- Slurm --
     "hosts for Slurm": (
-        "slurm", "", "--deployment.hosts a b c d", "deployment.hosts: with [slurm] the job's nodes are not known",
+        "slurm", "", "--deployment.hosts a b c d", "deployment.hosts: with [slurm]",
     ),
     "a node's number for Slurm": ("slurm", "", "--deployment.node-rank 1", "deployment.node_rank: with [slurm]"),
-    "more nodes than the plan": ("slurm", 'nodelist = "n[1-5]"', "", "names 5 nodes, and the plan has 4; leave 1 out"),
-    "a node twice": ("slurm", 'nodelist = "n1,n[0-2]"', "", 'slurm.nodelist = "n1,n[0-2]" has n1 twice'),
+    "more nodes than the plan": ("slurm", 'nodelist = "n[1-5]"', "", "names 5 nodes ... plan has 4"),
+    "a node twice": ("slurm", 'nodelist = "n1,n[0-2]"', "", 'slurm.nodelist = "n1,n[0-2]" ... n1 twice'),
     "a node in both lists": ("slurm", 'nodelist = "n1"\nexclude = "n[1-2]"', "", "both name n1"),
-    "a list that is none": ("slurm", 'exclude = "n[1-2"', "", "cannot be read; write it as Slurm does"),
+    "a list that is none": ("slurm", 'exclude = "n[1-2"', "", "cannot be read ... Slurm"),
     "a time in words": ("slurm", 'time = "one day"', "", "slurm.time"),
-    "a time that is none": ("slurm", 'time = "1d"', "", 'slurm.time = "1d" is no time of Slurm'),
-    "a time that is all for the end": ("slurm", 'time = "10:00"', "", "is 600 s, all of which is for the end"),
-    "a name of two words": ("slurm", 'job_name = "my job"', "", 'slurm.job_name = "my job": one word is needed'),
-    "an option of ours": ("slurm", "extra = { nodes = 3 }", "", "slurm.extra: --nodes is written by stretto"),
-    "an option that has a key": ("slurm", 'extra = { partition = "p" }', "", "partition is a key of [slurm]"),
+    "a time that is none": ("slurm", 'time = "1d"', "", 'slurm.time = "1d"'),
+    "a time that is all for the end": ("slurm", 'time = "10:00"', "", "600 s ... for the end"),
+    "a name of two words": ("slurm", 'job_name = "my job"', "", 'slurm.job_name = "my job": one word'),
+    "an option of ours": ("slurm", "extra = { nodes = 3 }", "", "slurm.extra: --nodes"),
+    "an option that has a key": ("slurm", 'extra = { partition = "p" }', "", "partition ... key of [slurm]"),
     "an option with dashes": ("slurm", "extra = { --contiguous = true }", "", '"--contiguous" is no long option'),
-    "an option of two lines": ("slurm", 'extra = { comment = "a\\nb" }', "", "the value of comment has several lines"),
-    "a job without checkpoints": ("slurm", "", "--ckpt None", "requeue = true without checkpoints would begin anew"),
+    "an option of two lines": ("slurm", 'extra = { comment = "a\\nb" }', "", "comment ... several lines"),
+    "a job without checkpoints": ("slurm", "", "--ckpt None", "requeue = true without checkpoints"),
     "no time to finish": ("slurm", "finish_within_s = 5", "", "slurm.finish_within_s"),
     # -- Ray --
-    "hosts for Ray": ("ray", "", "--deployment.hosts a b c d", "with [ray] the job's nodes are not known"),
+    "hosts for Ray": ("ray", "", "--deployment.hosts a b c d", "with [ray] ... nodes"),
     "a node's number for Ray": ("ray", "", "--deployment.node-rank 1", "deployment.node_rank: with [ray]"),
-    "Slurm and Ray": ("ray", "", "--slurm.partition p", "a command is started by ray or by slurm"),
-    "a server for clients": ('ray', 'address = "ray://h:10001"', "", "is a server for Ray clients"),
-    "no port of a head": ("ray", 'address = "head"', "", 'ray.address = "head" is no address of a cluster\'s head'),
-    "the dashboard": ("ray", 'address = "http://h:8265"', "", '"http://h:8265" is no address of a cluster\'s head'),
-    "CPUs as a resource": ("ray", "resources = { CPU = 2 }", "", "ray.resources: CPU is claimed by cpus_per_node"),
-    "GPUs as a resource": ("ray", "resources = { GPU = 2 }", "", "GPU is claimed by [deployment] and [inference]"),
+    "Slurm and Ray": ("ray", "", "--slurm.partition p", "by ray or by slurm"),
+    "a server for clients": ('ray', 'address = "ray://h:10001"', "", "Ray clients"),
+    "no port of a head": ("ray", 'address = "head"', "", 'ray.address = "head" ... head'),
+    "the dashboard": ("ray", 'address = "http://h:8265"', "", '"http://h:8265" ... head'),
+    "CPUs as a resource": ("ray", "resources = { CPU = 2 }", "", "ray.resources: CPU ... cpus_per_node"),
+    "GPUs as a resource": ("ray", "resources = { GPU = 2 }", "", "GPU ... [deployment] and [inference]"),
     "nothing of a resource": ("ray", "resources = { h200 = 0 }", "", "h200 = 0 claims nothing"),
-    "a token in the file": ("ray", 'env = { HF_TOKEN = "x" }', "", "HF_TOKEN would be written into the run's files"),
-    "a variable of ours": ("ray", 'env = { CUDA_VISIBLE_DEVICES = "0" }', "", "CUDA_VISIBLE_DEVICES is set by the lau"),
-    "the secret": ("ray", 'pass_env = ["STRETTO_RUN_SECRET"]', "", "STRETTO_RUN_SECRET is set by the launcher"),
+    "a token in the file": ("ray", 'env = { HF_TOKEN = "x" }', "", "HF_TOKEN ... written"),
+    "a variable of ours": ("ray", 'env = { CUDA_VISIBLE_DEVICES = "0" }', "", "CUDA_VISIBLE_DEVICES ... launcher"),
+    "the secret": ("ray", 'pass_env = ["STRETTO_RUN_SECRET"]', "", "STRETTO_RUN_SECRET ... launcher"),
     "a variable twice": ("ray", 'env = { A = "1" }\npass_env = ["A"]', "", "ray.env and ray.pass_env both have A"),
-    "no name of a variable": ("ray", 'pass_env = ["A-B"]', "", '"A-B" is no name of an environment variable'),
-    "restarts without checkpoints": ("ray", "", "--ckpt None", "ray.max_restarts = 10 without checkpoints would begin"),
+    "no name of a variable": ("ray", 'pass_env = ["A-B"]', "", '"A-B" ... environment variable'),
+    "restarts without checkpoints": ("ray", "", "--ckpt None", "ray.max_restarts = 10 without checkpoints"),
     "no strategy": ("ray", 'strategy = "RANDOM"', "", "ray.strategy"),
     "no deadline": ("ray", "wait_s = 0", "", "ray.wait_s"),
     "too much on one machine": (
@@ -108,11 +109,16 @@ CONFIGS = {
 }  # fmt: skip
 
 
+def assert_has(text: str, parts: str) -> None:
+    """The text has the parts, which " ... " separates, in this order."""
+    assert re.search(".*".join(re.escape(part) for part in parts.split(" ... ")), text, re.S), text
+
+
 @pytest.mark.parametrize("base, toml, flags, message", CONFIGS.values(), ids=CONFIGS)
 def test_a_wrong_config_is_one_message(tmp_path: Path, base: str, toml: str, flags: str, message: str) -> None:
     text = TOML[base].replace("{model}", "org/Model") + toml
     [line] = complaints(tmp_path, text, flags, verb="sft" if base.startswith("sft") else "rl")
-    assert message in line
+    assert_has(line, message)
 
 
 HOSTS = "--deployment.hosts 127.0.0.1 127.0.0.2 127.0.0.3 127.0.0.4 --deployment.node-rank"
@@ -122,39 +128,39 @@ CPU = f"{GPUS} 0 --inference.device cpu"
 SERVE = "inference --model org/Model --device cpu --deployment.type multi_node --deployment.num-nodes 2"
 STARTS = {
     # -- hosts --
-    "no hosts": ("rl @ nodes.toml", 'deployment.type = "multi_node" needs deployment.hosts: the addresses of the nod'),
-    "no hosts for sft": ("sft @ sft.toml", "needs deployment.hosts: the addresses of the nodes, in the same order"),
-    "no hosts for engines": (SERVE, "needs 2 nodes: give their addresses with --hosts"),
+    "no hosts": ("rl @ nodes.toml", 'deployment.type = "multi_node" needs deployment.hosts'),
+    "no hosts for sft": ("sft @ sft.toml", "needs deployment.hosts"),
+    "no hosts for engines": (SERVE, "needs 2 nodes ... --hosts"),
     "a host twice": (
-        "rl @ nodes.toml --deployment.hosts a b c b", "deployment.hosts: nodes 1 and 3 are both b; give each machine",
+        "rl @ nodes.toml --deployment.hosts a b c b", "deployment.hosts: nodes 1 and 3 ... b",
     ),
-    "a host twice for sft": ("sft @ sft.toml --deployment.hosts a a", "nodes 0 and 1 are both a; give each machine"),
-    "a host twice for engines": (f"{SERVE} --hosts a a", "hosts: nodes 0 and 1 are both a; give each machine once"),
+    "a host twice for sft": ("sft @ sft.toml --deployment.hosts a a", "nodes 0 and 1 are both a"),
+    "a host twice for engines": (f"{SERVE} --hosts a a", "hosts: nodes 0 and 1 are both a"),
     "no host is this machine": (
         "sft @ sft.toml --deployment.hosts 198.51.100.1 198.51.100.2",
-        "deployment.node_rank: none of the addresses is this machine's (198.51.100.1, 198.51.100.2)",
+        "deployment.node_rank: none ... (198.51.100.1, 198.51.100.2)",
     ),
     "every host is this machine": (
         "sft @ sft.toml --deployment.hosts 127.0.0.1 127.0.0.2",
-        "deployment.node_rank: several of the addresses are this machine's",
+        "deployment.node_rank: several",
     ),
     "an unknown host": (
         "sft @ sft.toml --deployment.hosts 10.255.255.1 gpu-17.invalid --deployment.node-rank 0",
-        "node 0, 10.255.255.1, cannot reach node 1, gpu-17.invalid (its name is not known here",
+        "node 0, 10.255.255.1, cannot reach node 1, gpu-17.invalid ... name is not known",
     ),
     "an unknown first host": (
         f"{SERVE} --hosts gpu-17.invalid 10.255.255.1 --node-rank 1",
-        "hosts: node 1, 10.255.255.1, cannot reach node 0, gpu-17.invalid (its name is not known here",
+        "hosts: node 1, 10.255.255.1, cannot reach node 0, gpu-17.invalid ... name is not known",
     ),
     "a rendezvous elsewhere": (
         "sft @ sft.toml --deployment.hosts 198.51.100.1 198.51.100.2 --deployment.node-rank 0",
-        "node 0, 198.51.100.1: that is no address of this machine, where the trainer's ranks would meet",
+        "node 0, 198.51.100.1: ... no address of this machine",
     ),
     # -- what a node has --
-    "too few GPUs": (f"rl @ nodes.toml {HOSTS} 1 {GPUS} 4", "node 1, 127.0.0.2: its processes take 4 GPUs, and this"),
+    "too few GPUs": (f"rl @ nodes.toml {HOSTS} 1 {GPUS} 4", "node 1, 127.0.0.2: ... take 4 GPUs"),
     "too few GPUs for sft": (
         f"sft @ sft.toml --deployment.hosts a b --deployment.node-rank 1 {GPUS} 2",
-        "node 1, b: its processes take 2 GPUs, and this machine shows no GPU; lower deployment.gpus_per_node",
+        "node 1, b: ... take 2 GPUs ... deployment.gpus_per_node",
     ),
     "a port that is taken": (
         f"sft @ sft.toml {PAIR} 0 --deployment.rendezvous-port PORT",
@@ -162,42 +168,42 @@ STARTS = {
     ),
     "a port that is taken on node 3": (
         f"rl @ nodes.toml {HOSTS} 3 {CPU} --inference.server.port PORT",
-        "node 3, 127.0.0.4: port PORT (http of inference_1) is taken; end what has it, or give another on all nodes",
+        "node 3, 127.0.0.4: port PORT (http of inference_1) is taken",
     ),
-    "no secret": (f"rl @ nodes.toml {HOSTS} 2 {CPU}", "node 2, 127.0.0.3, does not have the run's secret: there is no"),
+    "no secret": (f"rl @ nodes.toml {HOSTS} 2 {CPU}", "node 2, 127.0.0.3, ... secret"),
     "no shared directory": (
-        f"rl @ nodes.toml {HOSTS} 1 {CPU}", "node 1, 127.0.0.2: RUN is not the run directory of the first node, 127"
+        f"rl @ nodes.toml {HOSTS} 1 {CPU}", "node 1, 127.0.0.2: RUN ... first node, 127.0.0.1"
     ),
     "no shared directory for sft": (
         f"sft @ sft.toml {PAIR} 1",
-        "node 1, 127.0.0.2: RUN is not the run directory of the first node, 127.0.0.1",
+        "node 1, 127.0.0.2: RUN ... first node, 127.0.0.1",
     ),
     "no shared directory for weights": (
         f"rl @ nodes.toml {HOSTS} 2 {CPU} --weight-broadcast.type filesystem",
-        'node 2, 127.0.0.3: RUN is not the run directory of the first node, 127.0.0.1, after 0 s: weights are files',
+        'node 2, 127.0.0.3: RUN ... after 0 s: weights are files',
     ),
     # -- Slurm --
-    "no sbatch": ("sft @ sft_on_slurm.toml", "there is no `sbatch` on this machine; run the command where Slurm is"),
+    "no sbatch": ("sft @ sft_on_slurm.toml", "no `sbatch` on this machine"),
     "fewer GPUs than the plan": (
-        "rl @ slurm.toml --slurm.gres gpu:h200:4", "gres = gpu:h200:4 gives a node 4 GPUs, and its processes take 8"
+        "rl @ slurm.toml --slurm.gres gpu:h200:4", "gres = gpu:h200:4 ... take 8"
     ),
-    "no template": ("rl @ slurm.toml --slurm.template-path gone", 'template_path = "gone" cannot be read: '),
+    "no template": ("rl @ slurm.toml --slurm.template-path gone", 'template_path = "gone" cannot be read'),
     "a template without a command": (
-        "rl @ slurm.toml --slurm.template-path idle", "has no {{ command }}, without which the job"
+        "rl @ slurm.toml --slurm.template-path idle", "no {{ command }}"
     ),
     "a template without options": ("rl @ slurm.toml --slurm.template-path bare", "has no {{ options }}"),
     "a template with a typo": (
-        "rl @ slurm.toml --slurm.template-path typo", "there is no {{ comand }}; a template may have {{ options }}, "
+        "rl @ slurm.toml --slurm.template-path typo", "no {{ comand }}"
     ),
     "an end for servers": (
-        "inference --model m --slurm.finish-within-s 300", "slurm.finish_within_s = 300: servers have no step to finish"
+        "inference --model m --slurm.finish-within-s 300", "slurm.finish_within_s = 300: servers"
     ),
     # -- Ray --
-    "no Ray": ("rl @ ray.toml", '[ray] needs the package ray on all machines'),
+    "no Ray": ("rl @ ray.toml", '[ray] needs the package ray'),
     "RAY_ADDRESS of a dashboard": (
-        "sft @ sft_on_ray.toml", "RAY_ADDRESS = http://127.0.0.1:8265 is no address of a cluster's head"
+        "sft @ sft_on_ray.toml", "RAY_ADDRESS = http://127.0.0.1:8265 ... head"
     ),
-    "a variable that is not set": ("rl @ ray.toml --ray.pass-env NOT_SET", "ray.pass_env: NOT_SET is not set here"),
+    "a variable that is not set": ("rl @ ray.toml --ray.pass-env NOT_SET", "ray.pass_env: NOT_SET"),
 }  # fmt: skip
 ENV = {"no secret": {secret.SECRET_VAR: ""}, "RAY_ADDRESS of a dashboard": {"RAY_ADDRESS": "http://127.0.0.1:8265"}}
 TEMPLATES = {
@@ -243,6 +249,7 @@ def test_a_wrong_start_is_one_message(
         monkeypatch.setenv(variable, value)
     assert cli.main(words.split()) == 2
     said = capsys.readouterr().err
-    assert said.count("error: ") == 1 and message.replace("RUN", str(tmp_path / "out" / "r")) in said, said
+    assert said.count("error: ") == 1, said
+    assert_has(said, message.replace("RUN", str(tmp_path / "out" / "r")))
     left = [str(path) for path in tmp_path.rglob("*.lock")] + [str(path) for path in tmp_path.rglob("logs/*")]
     assert not left, "nothing was claimed or started"

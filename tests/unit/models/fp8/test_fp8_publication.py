@@ -101,7 +101,7 @@ def test_the_trainer_reads_the_layout_of_the_engines_checkpoint(quantised, tmp_p
     layout = find_engine_layout(config(engine_model=str(quantised), quantize_in_weight_transfer=True))
     assert layout is not None and "model.layers.0.self_attn.q_proj.weight" in layout.names
     assert find_engine_layout(config()) is None
-    with pytest.raises(ConfigError, match=r"quantize_in_weight_transfer = false: the engines' .* takes no others"):
+    with pytest.raises(ConfigError, match=r"quantize_in_weight_transfer = false"):
         find_engine_layout(config(engine_model=str(quantised), quantize_in_weight_transfer=False))
     with pytest.raises(ConfigError, match="engines load the model that is trained"):
         find_engine_layout(config(quantize_in_weight_transfer=True))

@@ -374,7 +374,7 @@ def test_a_version_counts_only_when_every_engine_has_loaded_it():
 def test_an_engine_that_does_not_load_in_time_is_named():
     policy = VersionLoader(FakeEngine(parrot(1.0), load_delay=99.0), Versions(), start=0, timeout_s=5.0)
     policy.on_published(manifest(0))
-    with pytest.raises(EngineError, match="waited 5s for all engines to load version 0"):
+    with pytest.raises(EngineError, match=r"waited 5s .*load version 0"):
         run_virtual(policy.load_next())
 
 
