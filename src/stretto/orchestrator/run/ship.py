@@ -20,7 +20,7 @@ from stretto.orchestrator.groups.buffer import Counts, Slot
 from stretto.orchestrator.groups.filters import mean_reward
 from stretto.orchestrator.run.parts import RunParts
 from stretto.orchestrator.run.telemetry import StepRow
-from stretto.records.rollout import Group, RolloutStatus
+from stretto.records.rollout import Group, Rollout, RolloutStatus
 from stretto.records.sample import TrainSample
 from stretto.transports.engine.client import EngineClient
 
