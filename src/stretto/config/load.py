@@ -53,7 +53,16 @@ def load(cls: type[Root], arguments: list[str], *, verb: str = "stretto") -> Roo
     return root
 
 
-def _load(draft: Draft, arguments: list[str], verb: str) -> Any:
+def read(cls: type[Root], arguments: list[str], values: Mapping[str, Any], *, verb: str) -> Root:
+    """The root that words and the values of a call from Python describe: values over files, flags over both.
+
+    Logs nothing: the process that is started with the same says it. Raises: ConfigError as `load`.
+    """
+    root: Root = _load(Draft(cls), arguments, verb, values)
+    return root
+
+
+def _load(draft: Draft, arguments: list[str], verb: str, values: Mapping[str, Any] | None = None) -> Any:
     cls = draft.cls
     flags = []
     for argument in parse_arguments(cls, arguments):
@@ -63,6 +72,7 @@ def _load(draft: Draft, arguments: list[str], verb: str) -> Any:
             draft.add_file(argument)
         else:
             flags.append(argument)
+    draft.put([Given(path, value, dotted(path), "") for path, value in leaves(values or {})])
     for flag in sorted(flags, key=lambda flag: flag.path[-1:] != ("type",)):
         draft.assign(flag)
     root = draft.build_root()
@@ -70,6 +80,8 @@ def _load(draft: Draft, arguments: list[str], verb: str) -> Any:
         raise ConfigError(draft.report(verb))
     if not any("resume" in str(part) for flag in flags for part in flag.path):
         root = _resumed_if_begun(root, draft)
+    if values is not None:
+        return root
     for note in draft.notes.values():
         logger.warning("note: %s", note)
     for doubt in () if draft.is_resolved else rules.doubts(root):
