@@ -50,11 +50,11 @@ test test-all: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-en
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	$(BY_FILE) $(MARKED) tests/e2e tests/dist tests/gpu tests/contract tests/wires tests/cluster tests/unit
+	$(BY_FILE) $(MARKED) tests/e2e tests/dist tests/gpu tests/contract tests/wires tests/cluster tests/addons tests/unit
 endif
 
 test-fast: $(VENV)/installed-dev
-	$(BY_FILE) -m "not slow and not heavy" tests/unit
+	$(BY_FILE) -m "not slow and not heavy" tests/unit tests/addons
 
 test-all: MARKED := -m "not cluster"
 test-all: $(VENV)/tried-dynamo $(VENV)/tried-browser
@@ -84,7 +84,7 @@ test-launchers: $(VENV)/installed-dev
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --follow-imports=silent --exclude 'src/stretto/(inference|models|trainer)/' src/stretto
+	$(BIN)/mypy --follow-imports=silent --exclude 'src/(stretto/(inference|models|trainer)|stretto_service/tenants)/' src
 
 docs: $(VENV)/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

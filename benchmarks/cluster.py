@@ -43,9 +43,9 @@ from stretto.base.paths import RunDir
 from stretto.config.load import load
 from stretto.config.root import RLConfig
 from stretto.launch.plan.nodes import plan_nodes
-from stretto.launch.ray.placing import plan_bundles
-from stretto.launch.slurm.script import plan_job
 from stretto.monitors.file import read_metrics
+from stretto_clusters.ray.placing import plan_bundles
+from stretto_clusters.slurm.script import plan_job
 
 LIMIT_S = 300.0
 NODES = ["--deployment.num-train-nodes", "200", "--deployment.num-infer-replicas", "800"]

@@ -28,9 +28,9 @@ from aiohttp import web
 from stretto.config.root import ServeConfig
 from stretto.records.sample import MicroBatch
 from stretto.records.tenants import TenantWork
-from stretto.service.main import SWITCH_S, build
-from stretto.service.requests import protobuf
 from stretto.transports import service
+from stretto_service.main import SWITCH_S, build
+from stretto_service.requests import protobuf
 
 TOKENS = {"alice": "tml-" + "a" * 20, "bob": "tml-" + "b" * 20}
 

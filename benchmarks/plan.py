@@ -194,8 +194,8 @@ def predicted(config: Path, measured: Path, steps: int, *flags: str) -> dict[str
 def compared(name: str, run: Path, measured: Path, *flags: str) -> dict[str, Any]:
     """One run: step time and staleness, predicted and measured."""
     from stretto.base.paths import RunDir
-    from stretto.foresee.compare import measured_rows
-    from stretto.foresee.simulation.run import read_ledger
+    from stretto_plan.compare import measured_rows
+    from stretto_plan.simulation.run import read_ledger
 
     rows = measured_rows(run)[loop.WARMUP :]
     real = read_ledger(RunDir(run), int(rows[0]["step"]), int(rows[-1]["step"]))
@@ -278,10 +278,10 @@ def _one_setting(name: str, settings: dict[str, Any], tokens: int = 2048) -> dic
     from stretto.config.root import RLConfig
     from stretto.config.sections.model import ModelSection
     from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
-    from stretto.foresee.memory import trainer_memory
-    from stretto.foresee.setup import build_setup
     from stretto.models import hub
     from stretto.trainer.learner import Learner
+    from stretto_plan.memory import trainer_memory
+    from stretto_plan.setup import build_setup
 
     scratch, vocab = shape_of("dense")
     policy = hub.random_model(scratch, vocab)

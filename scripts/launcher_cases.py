@@ -38,18 +38,18 @@ CASES = (
     Case(
         "Slurm",
         "tests/cluster/on_slurm/test_slurm.py::test_a_submitted_run_trains_on_all_nodes_and_ends_on_all",
-        ("src/stretto/launch/slurm/", "src/stretto/config/rules/slurm.py", "tests/cluster/on_slurm/"),
+        ("src/stretto_clusters/slurm/", "src/stretto/config/rules/slurm.py", "tests/cluster/on_slurm/"),
     ),
     Case(
         "Ray",
         "tests/cluster/on_ray/test_ray.py::test_a_run_trains_on_two_machines_and_is_looked_at",
-        ("src/stretto/launch/ray/", "src/stretto/config/rules/ray.py", "tests/cluster/on_ray/"),
+        ("src/stretto_clusters/ray/", "src/stretto/config/rules/ray.py", "tests/cluster/on_ray/"),
     ),
     Case(
         "Kubernetes",
         "tests/cluster/test_kubernetes_run.py::test_a_short_run_ends_in_its_pods",
         (
-            *("src/stretto/launch/kubernetes/", "deploy/helm/", "tests/cluster/charts.py", "tests/cluster/golden/"),
+            *("src/stretto_clusters/kubernetes/", "deploy/helm/", "tests/cluster/charts.py", "tests/cluster/golden/"),
             *(f"tests/cluster/{name}.py" for name in ("kubelet", "test_chart", "test_kubernetes_run")),
         ),
     ),

@@ -36,7 +36,7 @@ if find_spec("beartype") and find_spec("jaxtyping"):
     sys.path.insert(0, str(Path(__file__).parent))
     from shapes import ROOMS, check_shapes
 
-    check_shapes(*(f"stretto.{room}" for room in ROOMS))
+    check_shapes(*ROOMS)
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and what they start too, which is sent it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

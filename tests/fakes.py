@@ -14,7 +14,6 @@ import numpy as np
 
 from stretto.base.errors import EngineError
 from stretto.envs.base import Message, RolloutResult, SingleTurnEnv, TaskSource
-from stretto.foresee.simulation.clock import run_virtual as run_virtual
 from stretto.records.control import (
     Bye,
     CheckpointBegun,
@@ -31,6 +30,7 @@ from stretto.records.rollout import Task
 from stretto.records.sample import TrainBatch
 from stretto.records.weights import WeightManifest
 from stretto.transports.control import Event
+from stretto_plan.simulation.clock import run_virtual as run_virtual
 
 # -- text --
 

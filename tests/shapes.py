@@ -25,16 +25,18 @@ from beartype import beartype
 from jaxtyping import jaxtyped
 
 ROOMS = (
-    "algorithms",
-    "chat",
-    "envs",
-    "inference",
-    "models",
-    "orchestrator",
-    "records",
-    "trainer",
-    "transports",
-    "vime",
+    "stretto.algorithms",
+    "stretto.chat",
+    "stretto.envs",
+    "stretto.inference",
+    "stretto.models",
+    "stretto.orchestrator",
+    "stretto.records",
+    "stretto.trainer",
+    "stretto.transports",
+    "stretto.vime",
+    "stretto_service",
+    "stretto_vime",
 )
 """Those that handle arrays."""
 

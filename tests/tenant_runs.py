@@ -18,7 +18,7 @@ from stretto.records.sample import MicroBatch
 from stretto.records.tenants import CreateTenant, OptimStep, Pass, TenantSpec, TenantWork
 from stretto.trainer.learner import Learner
 from stretto.trainer.ranks.mesh import Mesh
-from stretto.trainer.tenants.tenants import Tenants, service_model
+from stretto_service.tenants.tenants import Tenants, service_model
 
 MOE = {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}

@@ -12,9 +12,9 @@ from pathlib import Path
 
 PAGES = {
     "config.md": "stretto.config.describe",
-    "from-prime-rl.md": "stretto.config.spelled",
+    "from-prime-rl.md": "stretto_prime.spelled",
     "metrics.md": "stretto.monitors.catalog",
-    "vime-flags.md": "stretto.vime.flags.pages",
+    "vime-flags.md": "stretto_vime.flags.pages",
 }
 """The module whose `markdown()` is the page, by the name that the page has beside the documents."""
 

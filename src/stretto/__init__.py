@@ -21,4 +21,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'stretto' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"stretto.view.{_HOMES[name]}"), name)
+    return getattr(import_module(f"stretto.api.{_HOMES[name]}"), name)

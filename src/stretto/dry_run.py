@@ -75,7 +75,7 @@ def _service(cfg: RLConfig) -> Rows:
     """
     if cfg.service is None:
         return []
-    from stretto.service.runs.client import check  # imports aiohttp
+    from stretto_service.runs.client import check  # imports aiohttp
 
     try:
         found = check(cfg.trainer_config(), may_exist=cfg.resume is not None or cfg.clean)
@@ -167,8 +167,8 @@ def inference(cfg: InferenceConfig) -> str:
 
 def job(cfg: RLConfig | SFTConfig | InferenceConfig) -> str:
     """What Slurm would get, or Ray would place; "" without [slurm] and [ray]."""
-    from stretto.launch.ray import placing
-    from stretto.launch.slurm import submit
+    from stretto_clusters.ray import placing
+    from stretto_clusters.slurm import submit
 
     if cfg.slurm is not None:
         return submit.screen(cfg)

@@ -22,19 +22,19 @@ PLAIN_VERBS = {
     "vime": "stretto.verbs:run_vime",
     "init": "stretto.launch.project:init",
     "demo": "stretto.launch.demo:demo",
-    "runs": "stretto.view.commands:runs",
-    "show": "stretto.view.commands:show",
-    "rollouts": "stretto.view.commands:rollouts",
-    "plot": "stretto.view.commands:plot",
-    "view": "stretto.view.page.command:view",
-    "push": "stretto.view.push:push",
-    "plan": "stretto.foresee.command:plan",
-    "pod": "stretto.launch.kubernetes.run:main",
+    "runs": "stretto_view.commands:runs",
+    "show": "stretto_view.commands:show",
+    "rollouts": "stretto_view.commands:rollouts",
+    "plot": "stretto_view.commands:plot",
+    "view": "stretto_view.page.command:view",
+    "push": "stretto_view.push:push",
+    "plan": "stretto_plan.command:plan",
+    "pod": "stretto_clusters.kubernetes.run:main",
     "status": "stretto.launch.control:status",
     "logs": "stretto.launch.control:logs",
     "stop": "stretto.launch.control:stop",
     "stacks": "stretto.launch.stacks:stacks",
-    "doctor": "stretto.doctor.command:doctor",
+    "doctor": "stretto_doctor.command:doctor",
 }
 """Verbs that take words of their own, and the function that gets them."""
 
@@ -64,7 +64,7 @@ READ_BY_PARSER = (
 def completions_of_plain_verbs() -> dict[str, list[str]]:
     """Per verb without a configuration its lines for completion, `--flag value value`."""
     from stretto.config.reading.plain import parser_of
-    from stretto.vime.flags.groups import BY_NAME
+    from stretto_vime.flags.groups import BY_NAME
 
     parsers = {verb: parser_of(_function(PLAIN_VERBS[verb])) for verb in READ_BY_PARSER}
     lines = {verb: parser.completions() for verb, parser in parsers.items() if parser is not None}
@@ -110,7 +110,7 @@ def _check_service(cfg: RLConfig) -> None:
 
     Raises: ConfigError with its reason.
     """
-    from stretto.service.runs.client import check, end_earlier
+    from stretto_service.runs.client import check, end_earlier
 
     try:
         check(cfg.trainer_config(), may_exist=cfg.resume is not None or cfg.clean)
@@ -161,7 +161,7 @@ def _check_weights(cfg: SFTConfig | InferenceConfig) -> None:
 
 def _elsewhere(cfg: SFTConfig | InferenceConfig) -> int:
     """Run the command on the machines that Slurm or Ray hands out."""
-    return _function(f"stretto.launch.{'ray.run' if cfg.slurm is None else 'slurm.submit'}:main")(cfg)
+    return _function(f"stretto_clusters.{'ray.run' if cfg.slurm is None else 'slurm.submit'}:main")(cfg)
 
 
 def _check_first_rows(cfg: SFTConfig) -> None:
@@ -193,7 +193,7 @@ def _process(path: str, *, computes: bool = False) -> Callable[[Any, list[str]],
 
 def _trainer(cfg: TrainerConfig, words: list[str]) -> int:
     if cfg.service is not None:
-        return _process("stretto.service.runs.bridge:main")(cfg, words)
+        return _process("stretto_service.runs.bridge:main")(cfg, words)
     return _process("stretto.trainer.rl:main", computes=True)(cfg, words)
 
 
@@ -245,8 +245,8 @@ VERBS: dict[str, tuple[str, Callable[[Any, list[str]], int]]] = {
     "eval": ("EvalConfig", _process("stretto.orchestrator.eval.verb:main")),
     "evals": ("EvalsConfig", _process("stretto.orchestrator.eval.follow:main")),
     "serve": ("ServeConfig", lambda cfg, words: _function("stretto.launch.run.service:main")(cfg)),
-    "hub": ("ServeConfig", _process("stretto.service.main:main")),
-    "tenants": ("ServeConfig", _process("stretto.trainer.tenants.main:main", computes=True)),
+    "hub": ("ServeConfig", _process("stretto_service.main:main")),
+    "tenants": ("ServeConfig", _process("stretto_service.tenants.main:main", computes=True)),
 }
 """The class of a verb's config in config/root.py, and what runs it; words: the command line after the verb."""
 
@@ -309,11 +309,11 @@ def _own_flags(verb: str, words: list[str]) -> list[str]:
 def run_vime(words: list[str]) -> int:
     """Run `vime`, which is `rl` with the flags of vime; the exit status."""
     if (word := word_after_help(words)) is not None:
-        from stretto.vime.flags.pages import help_text
+        from stretto_vime.flags.pages import help_text
 
         print(help_text(word), end="")
         return 0
-    from stretto.vime.flags.command import read_command
+    from stretto_vime.flags.command import read_command
 
     cfg, notes, names, environment = read_command(words)
     os.environ.update(environment)

@@ -18,8 +18,8 @@ from stretto.config.load import load
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.slurm import node_names, seconds
 from stretto.launch.job import RESUME
-from stretto.launch.slurm.script import Job, fill, plan_job
-from stretto.launch.slurm.submit import screen, write
+from stretto_clusters.slurm.script import Job, fill, plan_job
+from stretto_clusters.slurm.submit import screen, write
 
 RL = """
 [model]
@@ -67,7 +67,7 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     else start=--clean
     fi
 fi
-PYTHON -m stretto.launch.slurm.steps --lead 2 --each 1 bash -c 'trap "" USR2
+PYTHON -m stretto_clusters.slurm.steps --lead 2 --each 1 bash -c 'trap "" USR2
     if ! [ -r "$0" ]; then
         echo "error: $(hostname) does not see $0: output_dir must be on a file system that all nodes share" >&2; exit 2
     fi
@@ -194,7 +194,8 @@ def test_a_template_of_ones_own_gets_the_parts(tmp_path: Path) -> None:
     path = tmp_path / "job.template"
     path.write_text("#!/bin/sh\n{{options}}\nstart=\nrun={{ run }}\necho {{ job_name }} {{num_nodes}}\n{{ command }}\n")
     script = plan_job(rl(tmp_path, f'template_path = "{path}"')).script
-    assert f"\necho r 4\n{sys.executable} -m stretto.launch.slurm.steps " in script and "#SBATCH --nodes=4\n" in script
+    assert f"\necho r 4\n{sys.executable} -m stretto_clusters.slurm.steps " in script
+    assert "#SBATCH --nodes=4\n" in script
     assert fill("{{ options }} {{ command }}", "it", {"options": "o", "command": "c"}) == "o c"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +11,8 @@ import pytest
 import syntax
 
 SOURCE = Path(__file__).parents[2] / "src" / "stretto"
+PACKAGES = [path for path in sorted(SOURCE.parent.glob("stretto*")) if (path / "__init__.py").exists()]
+"""The core and its add-ons."""
 
 BELOW = {
     "base": set(),
@@ -24,7 +26,7 @@ BELOW = {
     "models": {"base", "families", "records", "config"},
     "transports": {"base", "records", "config"},
     "data": {"base"},
-    "vime": {"base", "families", "records", "config", "data"},
+    "vime": {"base", "records", "data"},
     "envs": {"base", "records", "config", "data", "vime"},
     "orchestrator": {
         "base",
@@ -54,10 +56,15 @@ BELOW = {
         "vime",
     },
     "inference": {"base", "families", "records", "config", "monitors", "chat", "data", "models", "transports"},
-    "service": {"base", "records", "config", "monitors", "transports", "data"},
-    "launch": {"base", "families", "records", "config", "ledger", "monitors", "data", "view"},
-    "view": {"base", "records", "config", "ledger", "monitors", "chat"},
-    "foresee": {
+    "api": {"base", "records", "config", "ledger", "monitors", "chat"},
+    "launch": {"base", "families", "records", "config", "ledger", "monitors", "data", "api"},
+    "stretto_clusters": {"base", "records", "config", "monitors", "launch"},
+    "stretto_vime": {"base", "families", "config", "data", "vime", "stretto_prime"},
+    "stretto_prime": {"config"},
+    "stretto_service": {"base", "records", "config", "monitors", "transports", "data"},
+    "stretto_service.tenants": {"base", "records", "config", "algorithms", "chat", "models", "transports", "trainer"},
+    "stretto_view": {"base", "records", "config", "ledger", "monitors", "chat", "api"},
+    "stretto_plan": {
         "base",
         "families",
         "records",
@@ -70,12 +77,24 @@ BELOW = {
         "launch",
         "orchestrator",
         "trainer",  # batch/sft_data.py: how examples become tokens, without torch
-        "view",
+        "api",
         "transports",
     },
-    "dry_run": {"base", "config", "data", "launch", "monitors", "orchestrator", "service", "trainer"},
-    "doctor": {"base", "records", "config", "chat", "data", "envs", "foresee", "launch", "monitors", "orchestrator"},
-    "bench": {"base", "records", "config", "data", "doctor", "envs", "foresee", "monitors", "transports"},
+    "stretto_doctor": {
+        "base",
+        "records",
+        "config",
+        "chat",
+        "data",
+        "envs",
+        "launch",
+        "monitors",
+        "orchestrator",
+        "stretto_clusters",
+        "stretto_plan",
+    },
+    "dry_run": {"base", "config", "data", "launch", "monitors", "orchestrator", "trainer"},
+    "bench": {"base", "records", "config", "data", "envs", "monitors", "transports"},
     "signals": set(),
     "verbs": {
         "signals",
@@ -84,34 +103,41 @@ BELOW = {
         "config",
         "vime",
         "dry_run",
-        "doctor",
         "launch",
         "orchestrator",
         "trainer",
         "inference",
-        "service",
-        "view",
-        "foresee",
     },
-    "cli": {"base", "signals", "verbs", "config", "doctor", "foresee", "launch", "view"},
+    "cli": {"base", "signals", "verbs", "config"},
     "__main__": {"cli"},
     "__init__": set(),
 }
-"""What a package may import of ours, besides itself."""
+"""What a room of the core, or an add-on, may import of ours, besides itself."""
+
+OF_ADD_ONS = {
+    "config": {"stretto_prime"},
+    "orchestrator": {"stretto_vime"},
+    "trainer": {"stretto_vime"},
+    "launch": {"stretto_clusters", "stretto_prime"},
+    "dry_run": {"stretto_clusters", "stretto_service"},
+    "bench": {"stretto_doctor", "stretto_plan"},
+    "verbs": {"stretto_service", "stretto_vime"},
+}
+"""What rooms of the core import of add-ons."""
 
 HOMES = {
-    "torch": ("algorithms", "models", "trainer", "inference", "transports/weights"),
+    "torch": ("algorithms", "models", "trainer", "inference", "transports/weights", "stretto_service/tenants"),
     "transformers": ("models", "trainer", "inference"),
     "vllm": ("inference/vllm",),
     "datasets": ("data/hub.py",),
     "verifiers": ("envs/verifiers",),
     "reasoning_gym": ("envs/bundled/reasoning_gym.py",),
-    "ray": ("launch/ray/cluster.py",),
+    "ray": ("stretto_clusters/ray/cluster.py",),
     "wandb": ("monitors/wandb.py",),
     "tensorboard": ("monitors/tensorboard.py",),
     "trackio": ("monitors/trackio.py",),
 }
-"""The only places that may import a heavy library."""
+"""The only places that may import a heavy library: in the core, or below src/."""
 
 EXCEPT = {"torch": ("algorithms/credit.py", "algorithms/custom.py")}
 
@@ -151,24 +177,39 @@ def imports(file: Path, *, for_types: bool = True) -> list[tuple[str, int]]:
     return found
 
 
+def room_of(parts: Sequence[str]) -> str:
+    """The room of a module: of the core, or an add-on; of the service, the ranks of its trainer are a room too."""
+    if parts[0] == "stretto":
+        return parts[1]
+    return ".".join(parts[:2]) if ".".join(parts[:2]) in BELOW else parts[0]
+
+
 def own_imports(file: Path) -> Iterator[tuple[str, int]]:
-    """The packages of ours that a file imports."""
+    """The rooms of ours that a file imports."""
     for module, line in imports(file):
         parts = module.split(".")
-        if parts[0] == "stretto" and parts[1] != "__version__":
-            yield parts[1], line
+        if parts[0].split("_")[0] == "stretto" and parts[1] != "__version__":
+            yield room_of(parts), line
 
 
 def files() -> Iterator[tuple[Path, str]]:
-    for file in sorted(SOURCE.rglob("*.py")):
-        yield file, file.relative_to(SOURCE).parts[0].removesuffix(".py")
+    """Every file, and its room."""
+    for package in PACKAGES:
+        for file in sorted(package.rglob("*.py")):
+            yield file, room_of(file.relative_to(SOURCE.parent).with_suffix("").parts)
+
+
+def place_of(file: Path) -> str:
+    """The path of a file in the core, or below src/."""
+    return file.relative_to(SOURCE.parent).as_posix().removeprefix("stretto/")
 
 
 def test_every_room_that_is_spoken_of_here_exists() -> None:
-    rooms = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    rooms = {room for _, room in files()}
     assert set(BELOW) == rooms and set().union(*BELOW.values()) <= rooms
     places = {place for homes in (*HOMES.values(), *EXCEPT.values()) for place in homes}
-    assert not [place for place in sorted(places) if not (SOURCE / place).exists()]
+    found = {place_of(file) for file, _ in files()}
+    assert not [place for place in sorted(places) if not any(f"{file}/".startswith(f"{place}/") for file in found)]
 
 
 def test_packages_import_only_what_is_below_them() -> None:
@@ -176,7 +217,7 @@ def test_packages_import_only_what_is_below_them() -> None:
     for file, package in files():
         assert package in BELOW, f"{file}: give {package} a place in BELOW"
         for imported, line in own_imports(file):
-            if imported != package and imported not in BELOW[package]:
+            if imported != package and imported not in BELOW[package] | OF_ADD_ONS.get(package, set()):
                 wrong.append(f"{file}:{line}: {package} may not import {imported}")
     assert not wrong, "\n".join(wrong)
 
@@ -218,23 +259,23 @@ def circles(arrows: Mapping[str, Collection[str]]) -> list[list[str]]:
     return [group for group in found if len(group) > 1]
 
 
-def module_arrows(top: Path) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], str]]:
-    """(importing file, imported file, place) of every import among the files below a folder; a file is its path.
+def module_arrows(*tops: Path) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], str]]:
+    """(importing file, imported file, place) of every import among the files below packages; a file is its path.
 
-    Imports for type checkers and those in functions count.
+    Imports for type checkers and those in functions count, those of the packages themselves do not.
     """
     modules: dict[str, tuple[str, ...]] = {}
-    for file in sorted(top.rglob("*.py")):
-        parts = file.relative_to(top).with_suffix("").parts
-        modules[".".join((top.name, *(parts[:-1] if parts[-1] == "__init__" else parts)))] = parts
+    for top in tops:
+        for file in sorted(top.rglob("*.py")):
+            parts = file.relative_to(top.parent).with_suffix("").parts
+            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = parts
     for importing in modules.values():
-        file = top.joinpath(*importing).with_suffix(".py")
+        file = tops[0].parent.joinpath(*importing).with_suffix(".py")
         for name, line in imports(file):
             while name and name not in modules:
                 name = name.rpartition(".")[0]
-            imported = modules.get(name, ("__init__",))
-            if imported not in (importing, ("__init__",)):
-                yield importing, imported, f"{file.relative_to(top)}:{line} imports {name}"
+            if "." in name and (imported := modules[name]) != importing:
+                yield importing, imported, f"{Path(*importing[1:]).with_suffix('.py')}:{line} imports {name}"
 
 
 def room_arrows(top: Path) -> dict[str, dict[tuple[str, str], list[str]]]:
@@ -242,7 +283,7 @@ def room_arrows(top: Path) -> dict[str, dict[tuple[str, str], list[str]]]:
     rooms: dict[str, dict[tuple[str, str], list[str]]] = {}
     for importing, imported, place in module_arrows(top):
         depth = next(i for i, (one, other) in enumerate(zip(importing, imported)) if one != other)
-        arrows = rooms.setdefault("/".join((top.name, *importing[:depth])), {})
+        arrows = rooms.setdefault("/".join(importing[:depth]), {})
         arrows.setdefault((importing[depth], imported[depth]), []).append(place)
     return rooms
 
@@ -263,7 +304,7 @@ def knots(top: Path) -> list[str]:
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
     targets: dict[str, list[str]] = {}
-    for importing, imported, _ in module_arrows(SOURCE):
+    for importing, imported, _ in module_arrows(*PACKAGES):
         targets.setdefault(".".join(importing), []).append(".".join(imported))
     wrong = circles(targets)
     assert not wrong, "\n".join(" <-> ".join(circle) for circle in wrong)
@@ -271,7 +312,7 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
 
 def test_files_and_folders_of_a_room_are_floors() -> None:
     """None imports what imports it: siblings that need the same thing find it on a floor below."""
-    wrong = knots(SOURCE)
+    wrong = [knot for package in PACKAGES for knot in knots(package)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -313,15 +354,19 @@ def floors_in_words() -> dict[str, list[list[str]]]:
 def test_the_floors_that_the_documents_tell_are_those_of_the_imports() -> None:
     rooms, told_rooms = room_arrows(SOURCE), floors_in_words()
     with_folders = {file.relative_to(SOURCE).parts[0] for file in SOURCE.glob("*/*/*.py")} - {"examples"}
+    with_folders |= {package.name for package in PACKAGES[1:] if any(package.glob("*/*.py"))}
+    for package in PACKAGES[1:]:
+        rooms |= {f"stretto/{room}": arrows for room, arrows in room_arrows(package).items()}
     wrong = [f"{room}: no floors are told" for room in sorted(with_folders - set(told_rooms))]
     for room, floors in told_rooms.items():
         height = {name.removesuffix("/"): number for number, floor in enumerate(floors) for name in floor}
-        there = {path.stem + "/" * path.is_dir() for path in (SOURCE / room).iterdir()}
+        where = SOURCE.parent / room if room.startswith("stretto_") else SOURCE / room
+        there = {path.stem + "/" * path.is_dir() for path in where.iterdir()}
         told = {name for floor in floors for name in floor}
         wrong += [f"{room}: there is no {name}" for name in sorted(told - there)]
-        folders = {name for name in there if name.endswith("/") and [*(SOURCE / room / name).glob("*.py")]}
+        folders = {name for name in there if name.endswith("/") and [*(where / name).glob("*.py")]}
         wrong += [f"{room}: {name} has no floor" for name in sorted(folders - told)]
-        for (importing, imported), places in rooms[f"stretto/{room}"].items():
+        for (importing, imported), places in rooms.get(f"stretto/{room}", {}).items():
             if height.get(importing, len(floors)) <= height.get(imported, -1):
                 wrong.append(f"{room}: {imported} is not below {importing}: {places[0]}")
     assert not wrong, "\n".join(wrong)
@@ -330,7 +375,7 @@ def test_the_floors_that_the_documents_tell_are_those_of_the_imports() -> None:
 def test_no_folder_is_several_rooms() -> None:
     """A folder with more files than this is several subjects, and each gets a folder of its own."""
     wrong = []
-    for top in (SOURCE, SOURCE.parents[1] / "tests"):
+    for top in (*PACKAGES, SOURCE.parents[1] / "tests"):
         for folder in (top, *(path for path in top.rglob("*") if path.is_dir())):
             num_files = len([*folder.glob("*.py")])
             if num_files > MAX_FILES:
@@ -360,7 +405,7 @@ def _height(node: ast.stmt) -> int:
 def test_heavy_libraries_are_imported_only_at_home() -> None:
     wrong = []
     for file, _ in files():
-        place = file.relative_to(SOURCE).as_posix()
+        place = place_of(file)
         for module, line in imports(file, for_types=False):
             library = module.split(".")[0]
             homes = HOMES.get(library)
@@ -387,7 +432,7 @@ def test_there_is_no_utils() -> None:
 
 def test_nobody_waits_by_asyncio_wait_for():
     """Before Python 3.12 it returns a result where it should raise CancelledError: a task that is never cancelled."""
-    for path in SOURCE.rglob("*.py"):
+    for path, _ in files():
         assert "asyncio.wait_for(" not in path.read_text(), f"{path}: use asyncio.timeout"
 
 

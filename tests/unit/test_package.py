@@ -64,17 +64,19 @@ def metadata(wheel: Path) -> email.message.Message:
         return email.parser.Parser().parsestr(archive.read(name).decode())
 
 
-def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
-    package = ROOT / "src" / "stretto"
+def test_the_wheel_has_every_file_of_the_packages_and_nothing_else(wheel: Path) -> None:
+    source = ROOT / "src"
     found = (
-        os.path.relpath(os.path.join(folder, name), package.parent)
-        for folder, _, names in os.walk(package, followlinks=True)
+        os.path.relpath(os.path.join(folder, name), source)
+        for package in source.glob("stretto*/__init__.py")
+        for folder, _, names in os.walk(package.parent, followlinks=True)
         if "__pycache__" not in folder
         for name in names
     )
     files = set(found)
     assert {"stretto/py.typed", "stretto/chat/letters.jinja", "stretto/config/page.md"} <= files
     assert {f"stretto/config/shells/completion.{shell}" for shell in ("bash", "zsh", "fish")} <= files
+    assert {"stretto_view/page/static/index.html", "stretto_vime/flags/page.md", "stretto_prime/page.md"} <= files
     assert {f"stretto/examples/sort_letters/{verb}.toml" for verb in ("sft", "rl")} <= files
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()

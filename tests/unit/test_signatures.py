@@ -23,7 +23,7 @@ pytest.importorskip("beartype")
 
 from shapes import ROOMS, arguments_of, checked, is_shape, words_of
 
-SOURCE = Path(__file__).parents[2] / "src" / "stretto"
+SOURCE = Path(__file__).parents[2] / "src"
 ARRAYS = {"Tensor", "ndarray"}
 NAMED = {"dict", "Mapping", "tuple"}
 """Containers of str and arrays may be untyped: weights by name, or metrics, have as many shapes as names."""
@@ -104,7 +104,7 @@ def test_the_value_of_a_literal_is_checked_at_every_call():
 def test_public_functions_say_the_shapes_of_the_arrays_that_they_take_and_return(room):
     bare = [
         f"{path.relative_to(SOURCE)}:{function.lineno} {function.name}: {ast.unparse(annotation)}"
-        for path in sorted((SOURCE / room).rglob("*.py"))
+        for path in sorted(SOURCE.joinpath(*room.split(".")).rglob("*.py"))
         for tree in [tree_of(path)]
         for words in [words_of(tree)]
         for function in _public_functions(tree)

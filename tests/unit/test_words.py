@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("src/stretto", "docs", "tests", "examples", "benchmarks", "deploy", "scripts")
+FOLDERS = ("src", "docs", "tests", "examples", "benchmarks", "deploy", "scripts")
 SUFFIXES = (".py", ".md", ".toml", ".yaml", ".yml", ".js", ".c", ".sh")
 RATE = re.compile(
     r"\b((once|twice|times)\s+a\s+(second|minute|hour|day|step|run|update)"

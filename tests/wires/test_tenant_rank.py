@@ -24,7 +24,7 @@ from stretto.base.secret import Secret
 from stretto.config.sections.transport import ControlSection
 from stretto.records.control import Register
 from stretto.trainer.process import stop_on_signal
-from stretto.trainer.tenants.main import run
+from stretto_service.tenants.main import run
 from stretto.transports.tenants import TenantClient
 import torch
 

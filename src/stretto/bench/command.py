@@ -32,8 +32,8 @@ from stretto.config.model_file import read_model_file
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.section import Section
 from stretto.data.hub_model import find_config
-from stretto.doctor.machine import output_of
 from stretto.monitors.file import read_metrics
+from stretto_doctor.machine import output_of
 
 TAIL_LINES = 15
 END_S = 20.0

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from stretto.base.process import visible_gpus
-from stretto.doctor.machine import output_of
+from stretto_doctor.machine import output_of
 
 SAMPLE_S = 0.5
 ROLES = ("orchestrator", "trainer", "inference", "sft", "view")

@@ -24,8 +24,8 @@ from stretto.config.root import (
     TrainerConfig,
 )
 from stretto.config.section import Key, Section, all_aliases, all_paths, keys, tag_of
-from stretto.config.spellings.synonyms import keys_meant
-from stretto.config.spellings.table import names_of_prime_rl
+from stretto.config.synonyms import keys_meant
+from stretto_prime.table import names_of_prime_rl
 
 ROOTS: dict[str, type[RunRoot]] = {
     "rl": RLConfig,

@@ -23,9 +23,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
-from stretto.config.spellings import table
-from stretto.config.spellings.row import GivenName, Instead, Nothing, Row
-from stretto.config.spellings.synonyms import keys_meant
+from stretto.config.spelling import GivenName, Instead, Nothing, Row
+from stretto.config.synonyms import keys_meant
+from stretto_prime import table
 
 Path = tuple[str | int, ...]
 """Place of a value in a config: keys, and indices of lists."""

@@ -14,15 +14,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from stretto.api.state import describe, no_run_text, runs_here
 from stretto.base.errors import ConfigError
 from stretto.base.files import holder, read_json, write_atomic
 from stretto.base.paths import RunDir
 from stretto.base.status import duration
 from stretto.config.reading.plain import PlainParser
 from stretto.launch.queues import queue_text
-from stretto.launch.slurm import commands as slurm
 from stretto.monitors.file import read_metrics
-from stretto.view.state import describe, no_run_text, runs_here
+from stretto_clusters.slurm import commands as slurm
 
 FOLLOW_S = 0.5
 FINISHES = "finishes its step, saves a checkpoint and ends; --now ends it at once"

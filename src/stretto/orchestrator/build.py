@@ -37,7 +37,7 @@ from stretto.data.weight_files import untrained_rows
 from stretto.envs.base import Environment, Message, RunInfo, checked_prompt, load_environment, needs_worker
 from stretto.envs.workers.handle import WorkerLimits
 from stretto.envs.workers.pool import open_workers
-from stretto.vime.flags.resolved import resolved
+from stretto_vime.flags.resolved import resolved
 
 
 def run_info(

@@ -37,7 +37,7 @@ from stretto.config.sections.trainer import TrainerHooksSection
 from stretto.records.sample import MicroBatch
 from stretto.vime.arguments import Arguments
 from stretto.vime.calls import TRAINER_HOOKS, Hook, load_trainer_hooks
-from stretto.vime.flags.resolved import resolved
+from stretto_vime.flags.resolved import resolved
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

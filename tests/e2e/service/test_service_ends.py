@@ -13,9 +13,9 @@ from services import Service, serving
 from stretto.base.errors import EngineError
 from stretto.records.sample import MicroBatch
 from stretto.records.tenants import AdamSettings, SumLoss, TenantSpec, TenantWork
-from stretto.service.store import Run, Store
 from stretto.trainer.state.checkpoint import SavedState
 from stretto.transports.service import CreateRun, ServiceRun, encode_work
+from stretto_service.store import Run, Store
 
 STEPS = 6
 ADAM = AdamSettings(lr=1e-2)

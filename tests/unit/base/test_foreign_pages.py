@@ -16,9 +16,9 @@ from http_site import build_directory
 from stretto.base.ports import refusal_of
 from stretto.config.root import InferenceConfig, ServeConfig
 from stretto.inference.server import Server
-from stretto.service.main import build as build_hub
-from stretto.view.page.app import build as build_page
-from stretto.view.page.library import Library
+from stretto_service.main import build as build_hub
+from stretto_view.page.app import build as build_page
+from stretto_view.page.library import Library
 
 EVIL = {
     "origin": {"Origin": "https://evil.example"},

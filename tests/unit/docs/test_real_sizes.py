@@ -18,10 +18,10 @@ from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.model import Family
 from stretto.data.hub_model import is_hub_name
-from stretto.foresee.shapes import KNOWN
 from stretto.launch.plan.model_check import check_model, models_of
 from stretto.launch.run.rl import plan_only
 from stretto.models.config import parse_config
+from stretto_plan.shapes import KNOWN
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "tests" / "cases" / "model_configs"

@@ -19,7 +19,7 @@ MESSAGES = re.findall(r"^### `(.*)`$", PAGE, re.M)
 def printed() -> tuple[str, ...]:
     """Every text in the source but docstrings; what an f-string or the logger fills in is `...`."""
     found = set()
-    for file in sorted((ROOT / "src" / "stretto").rglob("*.py")):
+    for file in sorted((ROOT / "src").rglob("*.py")):
         for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.JoinedStr):
                 parts = (each.value if isinstance(each, ast.Constant) else "..." for each in node.values)

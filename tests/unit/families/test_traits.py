@@ -18,8 +18,8 @@ from stretto.families.others import OTHERS
 from stretto.families.table import FAMILIES, TRAITS, family_of, traits_of
 from stretto.families.traits import Traits
 
-SOURCE = Path(__file__).parents[3] / "src" / "stretto"
-OTHER_MEANINGS = {"chat/tool_calls.py": {"qwen3", "kimi_k2", "mistral"}}
+SOURCE = Path(__file__).parents[3] / "src"
+OTHER_MEANINGS = {"stretto/chat/tool_calls.py": {"qwen3", "kimi_k2", "mistral"}}
 """Names that are something else in a file: formats of tool calls, which vLLM and templates call so."""
 
 MADE_UP = """
@@ -53,11 +53,11 @@ from stretto.config.rules.mesh_degrees import OWN_FAMILIES, Shape, find_degrees
 from stretto.config.rules.vllm_models import ServedModel
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.families.table import FAMILIES, traits_of
-from stretto.foresee.shapes import KNOWN
+from stretto_plan.shapes import KNOWN
 from stretto.models.config import scratch_config
 from stretto.models.hf import PACKED_FAMILIES
-from stretto.vime.flags import mixture
-from stretto.vime.flags.shape import _has_qk_norm
+from stretto_vime.flags import mixture
+from stretto_vime.flags.shape import _has_qk_norm
 
 
 def message(check, *arguments):
@@ -104,7 +104,7 @@ def test_a_family_is_named_in_one_file() -> None:
         files = {file for file in files if name not in OTHER_MEANINGS.get(file, ())}
         if len(files) != 1:
             wrong.append(f"{name}: {', '.join(sorted(files))}; make it a trait (families/traits.py)")
-        elif not (where := next(iter(files))).startswith("families/"):
+        elif not (where := next(iter(files))).startswith("stretto/families/"):
             wrong.append(f"{name}: {where} is no file of families/")
     assert not wrong, "\n".join(wrong)
     assert places().keys() == TRAITS.keys()

@@ -16,7 +16,7 @@ from stretto.base import keeper
 from stretto.config.describe import COMMON_KEYS, ROOTS, help_text, markdown
 from stretto.config.load import dump, load
 from stretto.config.section import all_paths
-from stretto.config.spellings.synonyms import SYNONYMS
+from stretto.config.synonyms import SYNONYMS
 from stretto.dry_run import SCREENS
 
 ROOT = Path(__file__).parents[3]

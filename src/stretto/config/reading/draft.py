@@ -38,8 +38,8 @@ from stretto.config.section import (
     suggest,
     tag_of,
 )
-from stretto.config.spellings.inference import nodes_of_one
-from stretto.config.spellings.orchestrator import merge_filters, pools_of_buffer
+from stretto_prime.inference import nodes_of_one
+from stretto_prime.orchestrator import merge_filters, pools_of_buffer
 
 RUN_TABLES = ("trainer", "orchestrator", "inference")
 """A file with one of these tables is that of a whole run, not of one process."""

@@ -14,7 +14,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from stretto.config.section import Key, Path, Section, all_paths, dotted, find, members, suggest
-from stretto.config.spellings.synonyms import keys_meant
+from stretto.config.synonyms import keys_meant
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from stretto.launch.plan.processes import RENDEZVOUS_PORT, ProcessSpec
 from stretto.launch.plan.sft_ranks import HOSTS_KEY, LOOPBACK, find_gpus, plan_ranks, rank_process
 from stretto.launch.run import node_checks
 from stretto.launch.run.supervisor import Supervisor, Timeouts, serve
-from stretto.launch.slurm import commands as slurm
+from stretto_clusters.slurm import commands as slurm
 
 END_S = 60.0  # between the end of rank 0 and that of the others
 GRACE_S = 5.0  # between SIGTERM and SIGKILL

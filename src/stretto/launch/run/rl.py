@@ -36,13 +36,13 @@ from stretto.launch.plan.plan import LaunchPlan
 from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.routers import check_router
 from stretto.launch.plan.weights import check_weights_of
-from stretto.launch.ray import run as on_ray
 from stretto.launch.run import node_checks, page
 from stretto.launch.run.console import Console
 from stretto.launch.run.supervisor import STALL_SLACK_S, Supervisor, Timeouts, serve
-from stretto.launch.slurm import commands as slurm
-from stretto.launch.slurm import submit
 from stretto.monitors.base import find_trackers
+from stretto_clusters.ray import run as on_ray
+from stretto_clusters.slurm import commands as slurm
+from stretto_clusters.slurm import submit
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from cases.config import complaints
 from stretto import cli
 from stretto.base import secret
 from stretto.launch.run import node_checks, rl
-from stretto.launch.slurm.script import TEMPLATE
+from stretto_clusters.slurm.script import TEMPLATE
 
 HEAD = '[model]\nname = "{model}"\n[[orchestrator.env]]\nid = "sort-letters"\n[run]\nname = "r"\n'
 WIDE = '[deployment]\ntype = "multi_node"\nnum_train_nodes = 2\nnum_infer_replicas = 2\n'

@@ -1,0 +1,1 @@
+"""The Python interface: verbs from a script, and what a run has left behind as rows."""

@@ -1,0 +1,299 @@
+"""A run as lists of rows (metrics, rollouts, evals), each of which pandas.DataFrame takes.
+
+    run = stretto.Run("outputs/demo")
+    run.metrics()[-1]["reward/mean"]
+    run.rollouts(step=50, worst=3)[0]["reply"]
+
+Each call reads the files anew, so a run may be read while it goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from stretto.api.state import describe, no_run_text
+from stretto.base.errors import ConfigError, DataError, reason_of
+from stretto.base.paths import RunDir
+from stretto.chat.images import ImageProcessor, load_image_processor
+from stretto.chat.placeholders import one_per_image
+from stretto.chat.tokenizer import Tokenizer, find_directory, load_tokenizer
+from stretto.config.load import masked
+from stretto.ledger.reader import LedgerReader
+from stretto.ledger.schema import SHOWN_STATUS
+from stretto.monitors.file import read_metrics
+from stretto.records.rollout import Branch, Rollout
+
+T = TypeVar("T")
+
+_ROWS = f"""
+    SELECT r.group_id, r.member, {SHOWN_STATUS} AS status, r.dropped_by, r.reward, r.advantage, r.first_version,
+           r.last_version, r.num_turns, r.num_tokens, r.num_sampled_tokens, r.started_at, r.finished_at, r.error,
+           r.metrics, d.env, d.task_id, d.state AS group_state, d.reason AS group_reason, b.step
+    FROM rollouts r JOIN draws d USING (group_id)
+    LEFT JOIN batch_rollouts x ON x.row = r.row
+    LEFT JOIN batches b ON b.batch = x.batch AND b.state != 'undone'
+    WHERE r.status NOT IN ('running', 'lost')
+"""
+
+
+class Run:
+    """The directory of a run of `rl` or `sft`, which may still be running."""
+
+    def __init__(self, path: Path | str) -> None:
+        """Raises: ConfigError when there is no run."""
+        self.dir = RunDir(Path(path))
+        try:
+            is_run = self.dir.config("run").exists() or self.dir.ledger.exists()
+            missing = "" if is_run else no_run_text(self.dir.path)
+        except OSError as error:
+            missing = f"cannot be read: {error.strerror}."
+        if missing:
+            raise ConfigError(f"{path}: {missing}")
+
+    def __repr__(self) -> str:
+        return f"stretto.Run({str(self.dir)!r})"
+
+    @property
+    def path(self) -> Path:
+        return self.dir.path
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration, defaults included; secrets are masked."""
+        path = self.dir.config("run")
+        return masked(_json(path, dict)) if path.exists() else {}
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What the run reported at its end; {} before that."""
+        return _json(self.dir.summary, dict) if self.dir.summary.exists() else {}
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One row per step, in order: `step`, `time` and everything that was logged."""
+        rows: dict[int, dict[str, Any]] = {}
+        for role in ("trainer", "sft", "orchestrator"):
+            for row in read_metrics(self.dir.metrics(role)):
+                rows.setdefault(row["step"], {}).update(row)
+        return [rows[step] for step in sorted(rows)]
+
+    def evals(self) -> list[dict[str, Any]]:
+        """One row per evaluation: version, environment, mode (sampled or greedy), mean, pass@k and more."""
+        files = sorted(self.dir.evals.glob("version_*/results.json"), key=lambda file: _version(file.parent))
+        return [
+            {**_checked(row, file, dict), "version": _version(file.parent)}
+            for file in files
+            for row in _json(file, list)
+        ]
+
+    def eval_samples(self, version: int) -> list[dict[str, Any]]:
+        """One row per rollout of the evaluation of a version, with its text."""
+        files = sorted(self.dir.eval(version).glob("*.jsonl"))
+        return [_parsed(line, file, dict) for file in files for line in _text(file).splitlines()]
+
+    def rollouts(
+        self,
+        *,
+        step: int | None = None,
+        env: str | None = None,
+        status: str | None = None,
+        min_reward: float | None = None,
+        best: int | None = None,
+        worst: int | None = None,
+        limit: int | None = None,
+    ) -> list[dict[str, Any]]:
+        """One row per rollout, the newest try of each: rewards, versions, text, tokens and log-probabilities.
+
+        step: of the batch of this step; None takes those that no step trained too. status: finished, truncated,
+        failed or dropped. min_reward: with at least this reward. best, worst: so many with the largest or smallest
+        reward. limit: of the newest at most so many. `prompt` is the text before the first token that the policy
+        sampled and `reply` everything after it; `token_ids`, `is_sampled` and `logprobs` are arrays over both. Where a
+        rollout has several branches these are of the first, and `branches` has all. They are None where the tokens are
+        no longer kept.
+
+        Raises: ConfigError for a run without rollouts or arguments that exclude each other.
+        """
+        if best is not None and worst is not None:
+            raise ConfigError("rollouts: best and worst exclude each other; call it twice.")
+        if not self.dir.ledger.exists():
+            raise ConfigError(f"{self.dir}: this run has no rollouts (there is no {self.dir.ledger.name}).")
+        where = ""
+        values: list[str | int | float] = []
+        for clause, value in (
+            (" AND b.step = ?", step),
+            (" AND d.env = ?", env),
+            (" AND r.status = ?", status),
+            (" AND r.reward >= ?", min_reward),
+        ):
+            if value is not None:
+                where, values = where + clause, [*values, value]
+        with LedgerReader(self.dir) as ledger:
+            self._check_env(ledger, env)
+            rows = ledger.rows(_ROWS + where + _order(best, worst, limit), *values)
+            rows = rows if best is not None or worst is not None else sorted(rows, key=_place)
+            groups: dict[int, Sequence[Rollout]] = {}
+            for row in rows:
+                if row["group_id"] not in groups:
+                    groups[row["group_id"]] = _rollouts_of(ledger, row["group_id"])
+                found = [rollout for rollout in groups[row["group_id"]] if rollout.member == row["member"]]
+                row.update(self._tokens(found[0].branches if found else ()))
+        return rows
+
+    def plot(self, *keys: str, path: Path | str | None = None) -> Any:
+        """The named metrics over the steps as a matplotlib figure; reward, length, entropy and mismatch without a name.
+
+        path: where the picture is written too.
+        """
+        return plot([self], *keys, path=path)
+
+    def _check_env(self, ledger: LedgerReader, env: str | None) -> None:
+        names = [row["env"] for row in ledger.rows("SELECT DISTINCT env FROM draws ORDER BY env")]
+        if env is not None and env not in names:
+            raise ConfigError(f"{self.dir}: no environment {env!r} in this run; it has {', '.join(names) or 'none'}.")
+
+    def _tokens(self, branches: Sequence[Branch]) -> dict[str, Any]:
+        if not branches:
+            nothing = dict.fromkeys(("prompt", "reply", "token_ids", "is_sampled", "logprobs", "versions"))
+            return {**nothing, "branches": []}
+        shown = [self._shown(branch) for branch in branches]
+        return {**{key: value for key, value in shown[0].items() if key != "agent"}, "branches": shown}
+
+    def _shown(self, branch: Branch) -> dict[str, Any]:
+        start = int(branch.is_sampled.argmax()) if branch.is_sampled.any() else len(branch.token_ids)
+        text = self._text if self.tokenizer is not None else _as_numbers
+        return {
+            "agent": branch.agent,
+            "prompt": text(branch.token_ids[:start]),
+            "reply": text(branch.token_ids[start:]),
+            "token_ids": branch.token_ids,
+            "is_sampled": branch.is_sampled,
+            "logprobs": branch.logprobs,
+            "versions": [span.version for span in branch.versions],
+        }
+
+    def _text(self, token_ids: np.ndarray) -> str:
+        assert self.tokenizer is not None
+        return one_per_image(self.tokenizer.decode(token_ids))
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The policy's; None where it cannot be found from here."""
+        return self._found(load_tokenizer)
+
+    @cached_property
+    def image_processor(self) -> ImageProcessor | None:
+        """The policy's; None for a model of text, or where it cannot be found from here."""
+        return self._found(lambda place: load_image_processor(find_directory(place)))
+
+    def _found(self, load: Callable[[str], T | None]) -> T | None:
+        """What is loaded from the first place that has it."""
+        model, tokenizer = self.config.get("model") or {}, self.config.get("tokenizer") or {}
+        for place in (self.dir.latest_weights, self.dir.tokenizer, tokenizer.get("name"), model.get("name")):
+            if place is not None:
+                try:
+                    if (found := load(str(place))) is not None:
+                        return found
+                except (ConfigError, DataError):
+                    continue
+        return None
+
+
+def compare(runs: Sequence[Run | Path | str]) -> list[dict[str, Any]]:
+    """One row per run: its name, steps, last rewards, held-out rewards before and after, speed."""
+    rows = []
+    for run in (run if isinstance(run, Run) else Run(run) for run in runs):
+        steps = [row for row in run.metrics() if row["step"] > 0]
+        rewards = [row["reward/mean"] for row in steps if "reward/mean" in row][-10:]
+        speeds = [row["tokens_per_s"] for row in steps if "tokens_per_s" in row]
+        rows.append(
+            {
+                "run": run.name,
+                "steps": steps[-1]["step"] if steps else 0,
+                "reward": float(np.mean(rewards)) if rewards else None,
+                **{
+                    key: run.summary.get(key)
+                    for key in ("reward_before", "reward_after", "greedy_before", "greedy_after")
+                },
+                "tokens_per_s": float(np.median(speeds)) if speeds else None,
+            }
+        )
+    return rows
+
+
+def plot(runs: Sequence[Run | Path | str], *keys: str, path: Path | str | None = None) -> Any:
+    """The named metrics of several runs as one matplotlib figure, a colour per run; otherwise as `Run.plot`."""
+    from stretto.api.plot import plot
+
+    found = [run if isinstance(run, Run) else Run(run) for run in runs]
+    rows = {_label(run, found): run.metrics() for run in found}
+    missing = [f"{run.dir}: {text}" for run in found if (text := describe(run.dir)["missing"])]
+    if missing and not any(rows.values()):
+        raise ConfigError(f"plot: no step is logged: {'; '.join(missing)}.")
+    return plot(rows, keys, path)
+
+
+def _label(run: Run, runs: Sequence[Run]) -> str:
+    """The run's name, or its path if another run has the same name."""
+    return run.name if [other.name for other in runs].count(run.name) == 1 else str(run.dir)
+
+
+def _order(best: int | None, worst: int | None, limit: int | None) -> str:
+    if best is not None:
+        return f" AND r.reward IS NOT NULL ORDER BY r.reward DESC, r.row LIMIT {int(best)}"
+    if worst is not None:
+        return f" AND r.reward IS NOT NULL ORDER BY r.reward, r.row LIMIT {int(worst)}"
+    return " ORDER BY r.row DESC" + (f" LIMIT {int(limit)}" if limit is not None else "")
+
+
+def _place(row: dict[str, Any]) -> tuple[float, int, int]:
+    return (row["step"] or float("inf"), row["group_id"], row["member"])
+
+
+def _rollouts_of(ledger: LedgerReader, group_id: int) -> Sequence[Rollout]:
+    try:
+        return ledger.group(group_id).rollouts
+    except DataError:  # its tokens are no longer kept
+        return ()
+
+
+def _json(file: Path, kind: type[T]) -> T:
+    """The contents of a file. Raises: DataError when it is damaged or cannot be read."""
+    return _parsed(_text(file), file, kind)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as cause:
+        raise DataError(f"{file}: cannot be read: {reason_of(cause)}") from cause
+
+
+def _parsed(text: str, file: Path, kind: type[T]) -> T:
+    try:
+        value = json.loads(text)
+    except ValueError as cause:
+        raise DataError(f"{file}: damaged, not JSON: {cause}") from cause
+    return _checked(value, file, kind)
+
+
+def _checked(value: Any, file: Path, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise DataError(f"{file}: damaged: a {type(value).__name__} where a {kind.__name__} belongs.")
+    return value
+
+
+def _version(directory: Path) -> int:
+    return int(directory.name.removeprefix("version_"))
+
+
+def _as_numbers(token_ids: np.ndarray) -> str:
+    return " ".join(map(str, token_ids))

@@ -1,0 +1,110 @@
+"""The runs that a page shows: each keeps its id while the page is served, and its metrics in memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stretto.api import state
+from stretto.api.run import Run
+from stretto.base.files import holder
+from stretto.base.paths import RunDir
+from stretto.monitors.file import MetricsTail
+from stretto_view.page import logs
+
+_RESCAN_S = 5.0
+ROLES = ("orchestrator", "trainer", "sft", "evals", "eval")
+"""The metrics files of a run; if two have the same metric, the first of them in this list is used."""
+
+MOST_ROWS = 4000
+"""Rows of each of these files that are in memory: four times the points of a curve, and about 35 MB."""
+
+
+class OpenRun(Run):
+    """A run with its metrics in memory; new rows are added as its files grow."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.made_of = made_of(self.dir)
+        self.lock = threading.Lock()  # requests are answered by several threads
+        self.tails = {role: MetricsTail(self.dir.metrics(role), max_rows=MOST_ROWS) for role in ROLES}
+
+    def rows(self) -> dict[str, list[dict[str, Any]]]:
+        """The rows of each metrics file, by role; a role without rows is left out."""
+        with self.lock:
+            for tail in self.tails.values():
+                tail.refresh()
+            return {role: rows for role, tail in self.tails.items() if (rows := tail.rows())}
+
+    def stamp(self) -> dict[str, str]:
+        """Per subject, a text that changes when its files do."""
+        metrics = [self.dir.metrics(role) for role in ROLES]
+        ledger = [self.dir.ledger, self.dir.ledger.with_name(self.dir.ledger.name + "-wal")]
+        return {
+            "metrics": _sizes(metrics),
+            "ledger": _sizes(ledger),
+            "logs": _sizes(list(logs.files(self.dir).values())),
+            "evals": _sizes([self.dir.evals, *sorted(self.dir.evals.glob("version_*"))]),
+            "state": f"{_sizes([self.dir.summary])} {holder(self.dir.lock)}",  # a killed run changes no file
+        }
+
+
+class Library:
+    """The runs among some directories and below them."""
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        self._places = list(places)
+        self._runs: dict[str, OpenRun] = {}
+        self._ids: dict[Path, str] = {}
+        self._scanned_at = float("-inf")
+        self._lock = threading.Lock()
+
+    def runs(self) -> dict[str, OpenRun]:
+        """The runs by id; directories are searched again every few seconds."""
+        with self._lock:
+            if time.monotonic() - self._scanned_at > _RESCAN_S:
+                self._scan()
+            return dict(self._runs)
+
+    def get(self, name: str) -> OpenRun | None:
+        """The run of this id."""
+        return self.runs().get(name)
+
+    def _scan(self) -> None:
+        found = {
+            run.path.resolve(): run for run in state.find([place for place in self._places if os.path.isdir(place)])
+        }
+        self._runs = {name: run for name, run in self._runs.items() if run.path.resolve() in found}
+        for path, run in found.items():
+            name = self._ids.setdefault(path, self._new_id(run))
+            if name not in self._runs or self._runs[name].made_of != made_of(run):
+                self._runs[name] = OpenRun(run.path)
+        self._scanned_at = time.monotonic()
+
+    def _new_id(self, run: RunDir) -> str:
+        """The run's name, with a number if another run has the same name."""
+        name = run.path.resolve().name
+        taken = set(self._ids.values())
+        return next(
+            each for number in range(1, 10**6) if (each := f"{name}~{number}" if number > 1 else name) not in taken
+        )
+
+
+def made_of(run: RunDir) -> str:
+    """A text that changes when the directory gets another run, or the run is resumed with other settings."""
+    return _sizes([run.config("run")])
+
+
+def _sizes(files: Sequence[Path]) -> str:
+    found = []
+    for file in files:
+        try:
+            about = file.stat()
+            found.append(f"{about.st_size}.{about.st_mtime_ns}")
+        except OSError:
+            found.append("-")
+    return " ".join(found)

@@ -1,0 +1,164 @@
+"""The view of the present: latest metrics, shares of waiting, queues, machine, warnings."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stretto.api import state
+from stretto.base.errors import StrettoError
+from stretto.ledger.reader import LedgerReader
+from stretto.monitors.catalog import find_metric
+from stretto_view.page.library import OpenRun
+from stretto_view.page.logs import warnings
+
+_SHOWN = (
+    "reward/mean", "nll/mean", "val/loss", "entropy/mean", "completion/mean", "completion/truncated_share",
+    "mismatch_kl/mean", "off_policy/mean", "off_policy/max", "groups/zero_signal_share", "tokens_per_s",
+    "perf/throughput", "time/step", "inference/num_requests_running", "inference/num_requests_waiting",
+    "inference/kv_cache_usage",
+)  # fmt: skip
+_RECENT = 20  # steps that are averaged, and drawn as a small curve
+_RECENT_ROLLOUTS = 2000
+_WINDOW_S = 30.0
+_GPU_QUERY = ("index", "name", "utilization.gpu", "memory.used", "memory.total")
+_GPU_AGE_S = 4.0  # nvidia-smi takes its time, and asks the driver for a lock
+_TIMEOUT_S = 2.0
+_OPEN_DRAWS = """
+    SELECT state, count(*) AS n FROM draws WHERE state IN ('drawn', 'finished', 'shipped') GROUP BY state
+"""
+
+
+def now(run: OpenRun) -> dict[str, Any]:
+    """State, latest metrics, shares of waiting, queues, machine, warnings."""
+    rows = run.rows()
+    own = next((rows[role] for role in state.ROLES if role in rows), [])
+    steps = [row for row in own if row["step"] > 0]
+    return {
+        **state.describe(run.dir),
+        "metrics": _metrics(steps),
+        "waits": waits(steps[-_RECENT:]),
+        "left_s": _left(steps, run.config.get("max_steps")),
+        **_queues(run),
+        "machine": machine(run.path),
+        "warnings": warnings(run.dir),
+    }
+
+
+def _queues(run: OpenRun) -> dict[str, Any]:
+    """`queues`, or why there are none: a ledger that cannot be read must not break the rest of the view."""
+    if not run.dir.ledger.exists():
+        return {"queues": None, "no_queues": None}
+    try:
+        return {"queues": queues(run), "no_queues": None}
+    except StrettoError as error:
+        return {"queues": None, "no_queues": str(error)}
+
+
+def _metrics(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for name in _SHOWN:
+        values = [row[name] for row in steps[-_RECENT:] if row.get(name) is not None]
+        if values:
+            metric = find_metric(name)
+            unit = metric.unit if metric else ""
+            reading = metric.reading if metric else ""
+            found.append({"name": name, "unit": unit, "reading": reading, "value": values[-1], "recent": values})
+    return found
+
+
+def waits(steps: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Share of these steps' time in each of _WAITS; None if no step has such a metric."""
+    total = sum(row.get("time/step", 0.0) for row in steps)
+    found = {
+        name: min(1.0, sum(row.get(key, 0.0) for row in steps) / total)
+        for name, key in _WAITS
+        if total and any(key in row for row in steps)
+    }
+    return found or None
+
+
+_WAITS = (
+    ("trainer waits for rollouts", "time/wait_for_rollouts"),
+    ("engines wait for the trainer", "time/wait_for_trainer"),
+    ("weights are loaded", "time/update_weights"),
+    ("batches are packed", "time/pack"),
+)
+
+
+def _left(steps: Sequence[Mapping[str, Any]], max_steps: int | None) -> float | None:
+    # Steps of this incarnation only: between two incarnations the run was stopped.
+    recent = [row for row in steps[-_RECENT:] if row.get("incarnation") == steps[-1].get("incarnation")]
+    if not max_steps or len(recent) < 2:
+        return None
+    (first, last), took = (recent[0], recent[-1]), recent[-1]["time"] - recent[0]["time"]
+    return max(0.0, (max_steps - last["step"]) * took / max(1, last["step"] - first["step"]))
+
+
+def queues(run: OpenRun) -> dict[str, Any]:
+    """Draws and rollouts that are under way, versions, and sampled tokens per second of the last half minute."""
+    with LedgerReader(run.dir) as ledger:
+        draws = {row["state"]: row["n"] for row in ledger.rows(_OPEN_DRAWS)}
+        [running] = ledger.rows("SELECT count(*) AS n FROM rollouts WHERE status = 'running'")
+        loaded = ledger.rows("SELECT version, state FROM versions WHERE state != 'undone' ORDER BY id DESC LIMIT 20")
+        [newest] = ledger.rows("SELECT max(row) AS row FROM rollouts")
+        recent = ledger.rows(
+            "SELECT num_sampled_tokens AS tokens, finished_at FROM rollouts WHERE row > ? AND finished_at > ?",
+            (newest["row"] or 0) - _RECENT_ROLLOUTS,
+            time.time() - _WINDOW_S,
+        )
+    return {
+        "groups_running": draws.get("drawn", 0),
+        "groups_finished": draws.get("finished", 0),
+        "groups_shipped": draws.get("shipped", 0),
+        "rollouts_running": running["n"],
+        "published": max((row["version"] for row in loaded), default=None),
+        "loaded": max((row["version"] for row in loaded if row["state"] == "loaded"), default=None),
+        "tokens_per_s": sum(row["tokens"] or 0 for row in recent) / _WINDOW_S,
+    }
+
+
+def machine(path: Path) -> dict[str, Any]:
+    """Load, memory and disk of the machine that serves the page, and its GPUs."""
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    total, free = (int(memory[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    disk = shutil.disk_usage(path)
+    return {
+        "host": os.uname().nodename,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "memory_used": total - free,
+        "memory_total": total,
+        "disk_free": disk.free,
+        "gpus": gpus(),
+    }
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Use and memory of each GPU by nvidia-smi, a few seconds old at most; [] without GPUs."""
+    with _gpu_lock:
+        if time.monotonic() - _cached_gpus[0] > _GPU_AGE_S:
+            _cached_gpus[:] = [time.monotonic(), _query_gpus()]
+        return _cached_gpus[1]
+
+
+_gpu_lock = threading.Lock()
+_cached_gpus: list[Any] = [float("-inf"), []]  # the time of the query, and its result
+
+
+def _query_gpus() -> list[dict[str, Any]]:
+    command = ["nvidia-smi", f"--query-gpu={','.join(_GPU_QUERY)}", "--format=csv,noheader,nounits"]
+    if shutil.which(command[0]) is None:
+        return []
+    try:
+        listing = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
+    return [dict(zip(("index", "name", "use_percent", "memory_mib", "memory_total_mib"), row)) for row in rows]

@@ -1,0 +1,1 @@
+"""vime's command line: its flags and files, and the config that they mean."""

@@ -1,0 +1,187 @@
+"""Turns a command line of vime into the config of `rl`, or raises one error that lists everything wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stretto.base.errors import ConfigError, StrettoError, meant_path
+from stretto.config.load import build, dump
+from stretto.config.reading.draft import dotted_to_path
+from stretto.config.root import RLConfig
+from stretto.config.section import Path as KeyPath
+from stretto.config.section import nest
+from stretto.data.records import read_records
+from stretto_vime.files.models import read_models
+from stretto_vime.flags.clashes import clashes, notes
+from stretto_vime.flags.flag import Setting, Values, attribute_of, listed
+from stretto_vime.flags.groups import BY_NAME, PARTS
+from stretto_vime.flags.groups.rollout import argument_tables
+from stretto_vime.flags.groups.watching import OF_WANDB, environment
+from stretto_vime.flags.names import FlagNames
+from stretto_vime.flags.resolved import resolved
+from stretto_vime.flags.shape import mismatches
+from stretto_vime.flags.words import read
+
+HIDDEN = {
+    "dry_run", "print_config", "load", "save", "ref_load", "save_hf", "prompt_data", "eval_prompt_data", "vllm_config",
+    "rollout_num_gpus", "rollout_num_gpus_per_engine", "prefill_num_servers", "custom_config_path",
+    "megatron_config_path", "eval_config", *map(attribute_of, OF_WANDB),
+}  # fmt: skip
+"""Flags that name a place, are secret, or whose value the plan resolves; functions find the resolved value."""
+
+
+class Command(NamedTuple):
+    """What a command line means."""
+
+    config: RLConfig
+    notes: list[str]
+    """Flags that do nothing here, each with the reason."""
+    names: FlagNames
+    """How messages about the config name the flags."""
+    environment: dict[str, str]
+    """Variables for the run's processes."""
+
+
+def read_command(words: Sequence[str]) -> Command:
+    """What a command line means.
+
+    Raises: ConfigError listing every mistake.
+    """
+    flags, passed = read(words)
+    if flags.colocate:  # trainer and engines share their GPUs
+        flags.rollout_num_gpus = flags.actor_num_nodes * flags.actor_num_gpus_per_node
+    if problems := [*_missing_files(flags), *clashes(flags), *mismatches(flags)]:
+        raise ConfigError(listed(problems))
+    _resolve(flags)
+    settings, problems = [*_copied(flags), *passed], []
+    for module in PARTS:
+        try:
+            settings += module.settings(flags)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:  # two parts may find the same problem
+        raise ConfigError(listed([*dict.fromkeys(problems)]))
+    cfg = _build(flags, settings)
+    if (unseen := _unseen(flags, cfg)) and (places := argument_tables(flags)):
+        further = flags.extra | unseen
+        kept = [each for each in settings if each.path not in places]
+        known = {each.path: each.value for each in settings if each.path in places}
+        settings = [*kept, *(Setting(path, further | known.get(path, {}), tuple(flags.given)) for path in places)]
+        cfg = _build(flags, settings)
+    _check_new(flags, cfg)
+    said = [*flags.overridden, *_starts(flags), *notes(flags)]
+    return Command(cfg, said, FlagNames(flags, settings), environment(flags))
+
+
+def _missing_files(flags: Values) -> Iterator[str]:
+    """A problem for a file of prompts that is not there; a data set of the Hub is looked for later."""
+    path, _, _ = str(flags.prompt_data or "").partition("@[")
+    file = Path(path).expanduser()
+    if path.endswith((".jsonl", ".parquet")) and not file.exists():
+        yield f"{flags.given['--prompt-data']}: no such file{meant_path(file)}"
+
+
+def _check_new(flags: Values, cfg: RLConfig) -> None:
+    """Raises: ConfigError if the run exists, and --load does not continue it."""
+    step = cfg.run_dir.latest_complete_checkpoint()
+    if cfg.resume is not None or cfg.print_config or not step:
+        return
+    save = flags.given.get("--save", "--save (left out)")
+    raise ConfigError(
+        f"{save}: {cfg.run_dir} has a run with a checkpoint of step {step}; continue it with --load {cfg.run_dir}, or "
+        "give another directory"
+    )
+
+
+def _unseen(flags: Values, cfg: RLConfig) -> dict[str, Any]:
+    """Typed flags whose value functions would not find in `args`, because no key of the config holds it."""
+    known = resolved(dump(cfg))
+    typed = {BY_NAME[name].attribute for name in flags.given} - HIDDEN
+    found = {name: getattr(flags, name) for name in sorted(typed)}
+    return {name: value for name, value in found.items() if value != known.get(name)}
+
+
+def _resolve(flags: Values) -> None:
+    """Fill in what follows from several flags: the number of rollouts and of updates.
+
+    Raises: ConfigError if the prompts of --num-epoch cannot be counted.
+    """
+    _resolve_models(flags)
+    samples = flags.rollout_batch_size * flags.n_samples_per_prompt
+    size = flags.global_batch_size or samples
+    flags.num_updates = flags.num_steps_per_rollout or max(1, samples // size)
+    if flags.num_rollout is None:
+        flags.num_rollout = _count_rollouts(flags)
+
+
+def _resolve_models(flags: Values) -> None:
+    """Read --vllm-config; the flags about engines are then those of the updated model.
+
+    Raises: ConfigError for models that do not take the GPUs of --rollout-num-gpus.
+    """
+    flags.models = []
+    if flags.vllm_config is None:
+        return
+    where = flags.given["--vllm-config"]
+    per_engine = flags.rollout_num_gpus_per_engine
+    flags.models = read_models(flags.vllm_config, where, checkpoint=flags.hf_checkpoint, per_engine=per_engine)
+    total = sum(group.num_gpus for model in flags.models for group in model.groups)
+    if total != flags.rollout_num_gpus:
+        given = flags.given["--rollout-num-gpus"]
+        raise ConfigError(f"{where}: its groups take {total} GPUs, and {given} gives another number; make them equal")
+    updated = next(model for model in flags.models if model.is_updated)
+    flags.rollout_num_gpus = updated.num_gpus
+    flags.rollout_num_gpus_per_engine = updated.engines[0].num_gpus_per_engine
+    flags.prefill_num_servers = updated.count("prefill") or None
+
+
+def _count_rollouts(flags: Values) -> int:
+    try:
+        prompts = sum(1 for _ in read_records(flags.prompt_data, "--prompt-data"))
+    except StrettoError as error:
+        raise ConfigError(f"{flags.given['--num-epoch']}: {error}") from None
+    if prompts < flags.rollout_batch_size:
+        data = flags.given["--prompt-data"]
+        raise ConfigError(f"{flags.given['--rollout-batch-size']}: {data} has {prompts} prompts only; lower it")
+    return prompts // flags.rollout_batch_size * flags.num_epoch
+
+
+def _copied(flags: Values) -> Iterator[Setting]:
+    """Settings of the flags that are copied to their keys: typed or vime's default, but no switches that are off."""
+    for flag in BY_NAME.values():
+        value = getattr(flags, flag.attribute)
+        is_off = flag.kind == "switch" and not value
+        if flag.is_copied and value is not None and not is_off:
+            yield from (Setting(key, value, (flag.name,)) for key in flag.keys)
+
+
+def _build(flags: Values, settings: Sequence[Setting]) -> RLConfig:
+    values: dict[KeyPath, Any] = {}
+    sources: dict[KeyPath, str] = {}
+    for each in settings:
+        path = dotted_to_path(each.path)
+        values[path] = each.value
+        typed = [name for name in each.flags if name in flags.given or name not in BY_NAME]
+        sources[path] = ", ".join(flags.given.get(name, name) for name in typed)
+    for name in ("dry_run", "print_config"):
+        if getattr(flags, name):
+            values[(name,)] = True
+    names = FlagNames(flags, settings)
+    return build(RLConfig, nest(_without_empty_tables(values)), sources=sources, verb="vime", reword=names.reword)
+
+
+def _without_empty_tables(values: dict[KeyPath, Any]) -> dict[KeyPath, Any]:
+    """The values without those that are an empty table, where another value lies in that table."""
+    is_full = lambda path: any(len(other) > len(path) and other[: len(path)] == path for other in values)
+    return {path: value for path, value in values.items() if not (value == {} and is_full(path))}
+
+
+def _starts(flags: Values) -> Iterator[str]:
+    """A note that says where training starts, if --load names an empty directory or none."""
+    load = flags.load
+    if load is None or (Path(load).is_dir() and any(Path(load).iterdir())):
+        return
+    start = flags.given.get("--ref-load", flags.given["--hf-checkpoint"])
+    yield f"{flags.given['--load']}: nothing is there yet; training starts from {start}"

@@ -1,0 +1,174 @@
+"""Flags of Megatron-LM about the model's shape, parallelism and memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from stretto.base.errors import ConfigError
+from stretto_vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
+from stretto_vime.flags.shape import SHAPES
+
+NO_MEGATRON = "stretto does not use Megatron-LM"
+NOT_SPLIT = "Every rank has all layers; their weights are sharded over all ranks, and results are the same."
+NO_MTP = "layers that predict several tokens are not trained; leave it out"
+NO_BALANCE = "the loss is that of the policy alone; use 0"
+ALONE = "Layers that predict several tokens are not trained; engines may draft with them."
+EACH_BLOCK = "Every block keeps its own input and recomputes the rest; results are the same."
+
+# fmt: off
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "Training backend": (
+        refused("--train-backend", "text", "megatron", f"{NO_MEGATRON}: the trainer is its own; leave it out",
+                "Training backend; Megatron-LM is the only one."),
+        copies("--custom-model-provider-path", "text", None, "trainer.hooks.model", "Function that builds the model.",
+               note="It is called as `provider(args, build)` and changes the model that `build()` gives: "
+                    "docs/data.md."),
+        refused("--megatron-to-hf-mode", "text", "raw",
+                "weights have Hugging Face's names from the start; leave it out", "How weights are renamed.",
+                allowed=("bridge",)),
+        equal("--model-name", "text", None, "The family is config.json's model_type.",
+              "Name of the architecture for conversions."),
+        noted("--qwen-gdn-backend", "text", "fla", "There is one implementation.", "Kernels of gated delta nets."),
+        equal("--transformer-impl", "text", "transformer_engine", "The modules are stretto's own.",
+              "Modules of Megatron-LM.", choices=("local", "transformer_engine")),
+        equal("--attention-backend", "text", "auto", "torch chooses the kernel.", "Kernel of attention."),
+    ),
+    "Model parameters": (
+        *(shape.flag(name) for name, shape in SHAPES.items()),
+        *(equal(name, "integer", None, "Rows are packed; --rollout-max-context-len bounds them.", "Not used by vime.")
+          for name in ("--seq-length", "--max-position-embeddings", "--max-positional-embedding")),
+        equal("--make-vocab-size-divisible-by", "integer", 128, "The vocabulary is not padded.",
+              "Padding of the vocabulary."),
+        noted("--mtp-num-layers", "integer", None, ALONE, "Layers that predict several tokens.", allowed=(0,)),
+        equal("--mtp-loss-scaling-factor", "number", 0.2, "It is of --enable-mtp-training.", "Weight of their loss."),
+        refused("--enable-mtp-training", "switch", False, NO_MTP, "Train them."),
+        *(equal(name, "switch", False, text, meaning) for name, text, meaning in (
+            ("--use-flash-attn", "torch chooses the kernel.", "Kernel of attention."),
+            ("--no-rope-fusion", "There is no such kernel.", "Without a fused kernel."),
+            ("--no-masked-softmax-fusion", "There is no such kernel.", "Without a fused kernel."),
+            ("--no-position-embedding", "No family has learned positions.", "Without learned positions."),
+            ("--enable-experimental", "There is nothing to allow.", "Allow what Megatron-LM calls experimental."),
+            ("--moe-router-fusion", "There is no such kernel.", "Fused router."),
+            ("--moe-shared-expert-overlap", "It changes the time only.", "The shared expert runs beside the others."),
+        )),
+        noted("--spec", "list", None, "Each family has modules of its own.", "Module and name of the layers."),
+        noted("--moe-router-dtype", "text", None, "The router computes in float32.", "Type of the router.",
+              allowed=("fp32",), choices=("fp32", "fp64")),
+        equal("--moe-token-drop-policy", "text", "probs", "No token is dropped.", "Which tokens are dropped.",
+              choices=("probs", "position")),
+        refused("--moe-expert-capacity-factor", "number", None, "no token is dropped; leave it out",
+                "Tokens that an expert takes."),
+        refused("--moe-aux-loss-coeff", "number", 0.0, NO_BALANCE, "Weight of a loss that balances experts."),
+        refused("--moe-z-loss-coeff", "number", None, NO_BALANCE, "Weight of a loss that keeps scores small.",
+                allowed=(0.0,)),
+        sets("--moe-router-bias-update-rate", "number", 1e-3, "model.moe_bias_update_rate",
+             "Step of the bias that balances experts; 0: it stays.", note="With --moe-router-enable-expert-bias."),
+        part("--moe-router-load-balancing-type", "text", "aux_loss", "", "How experts are balanced.",
+             choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+             note="By nothing: with losses of weight 0 these are the same."),
+        refused("--deterministic-mode", "switch", False,
+                "on a GPU the trainer's kernels are torch's usual ones, which may differ in the last bits between "
+                "runs; leave it out, and use --vllm-enable-deterministic-inference for the engines",
+                "The same results in every run."),
+        equal("--attention-dropout", "number", 0.1, "There is no dropout.", "Dropout of attention."),
+        equal("--hidden-dropout", "number", 0.1, "There is no dropout.", "Dropout of hidden states."),
+    ),
+    "Parallelism and recomputation": (
+        copies("--tensor-model-parallel-size", "integer", 1, "model.tp",
+               "TP: ranks that share the features of a token."),
+        equal("--sequence-parallel", "switch", False,
+              "Norms are computed whole on every rank of model.tp; results are the same.",
+              "SP: split norms over the TP ranks."),
+        noted("--pipeline-model-parallel-size", "integer", 1, NOT_SPLIT, "PP: ranks that share the layers."),
+        *(equal(name, "integer", None, "It is of --pipeline-model-parallel-size.", text) for name, text in (
+            ("--decoder-first-pipeline-num-layers", "Layers of the first stage of PP."),
+            ("--decoder-last-pipeline-num-layers", "Layers of the last stage of PP."),
+            ("--virtual-pipeline-model-parallel-size", "Interleaved PP."),
+            ("--num-layers-per-virtual-pipeline-stage", "Layers of a stage of interleaved PP."),
+        )),
+        sets("--context-parallel-size", "integer", 1, "model.cp model.cp_style",
+             "CP: ranks that share the tokens of a row, as a ring."),
+        sets("--expert-model-parallel-size", "integer", 1, "model.ep", "EP: ranks that share the experts.",
+             note="Ranks of TP are not among them: with fewer others the experts' weights are sharded instead."),
+        noted("--expert-tensor-parallel-size", "integer", None,
+              "An expert is whole on its rank; its weights are sharded over ranks, and results are the same.",
+              "ETP: TP of the experts.", allowed=(1,)),
+        noted("--allgather-cp", "switch", False, "Keys travel in a ring; results are the same.",
+              "CP by gathering keys."),
+        sets("--recompute-granularity", "text", None, "model.ac.mode", "Recompute activations: full, or a selection.",
+             choices=("full", "selective")),
+        noted("--recompute-method", "text", None, EACH_BLOCK, "uniform: groups of layers; block: the first ones.",
+              allowed=("uniform",), choices=("uniform", "block")),
+        noted("--recompute-num-layers", "integer", None, EACH_BLOCK, "Layers of a group.", allowed=(1,)),
+        equal("--recompute-loss-function", "switch", False, "The head never builds logits of all tokens.",
+              "Recompute the loss."),
+        equal("--log-probs-chunk-size", "integer", -1,
+              "`model.fused_lm_head_token_chunk_size` bounds the logits in memory.", "Chunk of log-probabilities."),
+        equal("--use-distributed-optimizer", "switch", True, "Optimizer state is sharded over all ranks.",
+              "Shard the optimizer's state."),
+        equal("--use-precision-aware-optimizer", "switch", False,
+              "`model.optimization_dtype` is the type of its weights.", "Optimizer state in other types."),
+        copies("--optimizer-cpu-offload", "switch", False, "model.optim_cpu_offload",
+               "Optimizer state in CPU memory."),
+        equal("--overlap-cpu-optimizer-d2h-h2d", "switch", False, "Copies run beside computation.",
+              "Overlap its copies."),
+        equal("--moe-token-dispatcher-type", "text", "allgather", "Tokens travel by all-to-all.",
+              "How tokens get to their experts.", choices=("allgather", "alltoall", "flex")),
+        equal("--moe-grouped-gemm", "switch", False, "`model.moe_use_grouped_mm` is on.", "Experts in one product."),
+        equal("--moe-permute-fusion", "switch", False, "It is part of the experts' product.", "Fused permutation."),
+        part("--moe-enable-deepep", "switch", False, "model.ep_comm_backend", "Tokens travel by DeepEP."),
+        equal("--accumulate-allreduce-grads-in-fp32", "switch", False, "`model.reduce_dtype` is float32.",
+              "Sum gradients in float32."),
+        equal("--attention-softmax-in-fp32", "switch", False, "torch's kernels do so.", "Softmax in float32."),
+        equal("--no-gradient-accumulation-fusion", "switch", False, "There is no such kernel.",
+              "Without a fused kernel."),
+        equal("--bf16", "switch", True, "`model.dtype` is auto: bfloat16 on a GPU.", "Compute in bfloat16."),
+        refused("--fp16", "switch", False,
+                "float16 overflows in training; leave it out for bfloat16, or model.dtype = \"float32\"",
+                "Compute in float16."),
+        part("--fp8-format", "text", None, "model.fp8", "8-bit products.", choices=("e4m3", "hybrid"),
+             note="Only e4m3 with --fp8-recipe blockwise."),
+        part("--fp8-recipe", "text", "delayed", "model.fp8", "How 8-bit values are scaled.",
+             choices=("delayed", "tensorwise", "mxfp8", "blockwise", "custom")),
+        refused("--force-fp8-ue8m0-scale", "switch", False, "there is one kind of scales; leave it out",
+                "Scales that are powers of two."),
+    ),
+}
+# fmt: on
+
+
+def expert_ranks(flags: Values) -> int:
+    """Ranks that share the experts: those of --expert-model-parallel-size that differ in their tokens.
+
+    The ranks of --tensor-model-parallel-size have the same tokens, and are not among them.
+    """
+    wanted: int = flags.expert_model_parallel_size
+    total = flags.actor_num_nodes * flags.actor_num_gpus_per_node
+    return math.gcd(wanted, total // flags.tensor_model_parallel_size) if total else wanted
+
+
+def settings(flags: Values) -> Iterator[Setting]:
+    """Axes of the mesh, 8-bit products, and recomputation.
+
+    Raises: ConfigError for 8-bit products of another kind.
+    """
+    if flags.context_parallel_size > 1:
+        yield from flags.settings("--context-parallel-size")
+        yield Setting("model.cp_style", "ring", ("--context-parallel-size",))
+    if (ranks := expert_ranks(flags)) > 1:
+        yield Setting("model.ep", ranks, ("--expert-model-parallel-size",))
+    if flags.moe_enable_deepep:
+        yield Setting("model.ep_comm_backend", "deepep", ("--moe-enable-deepep",))
+    if flags.fp8_format is not None:
+        if (flags.fp8_format, flags.fp8_recipe) != ("e4m3", "blockwise"):
+            names = flags.typed("--fp8-format", "--fp8-recipe")
+            raise ConfigError(f"{names}: 8-bit products are e4m3, scaled by blocks; use e4m3 and blockwise")
+        yield Setting("model.fp8", True, ("--fp8-format", "--fp8-recipe"))
+    if flags.moe_router_enable_expert_bias and flags.moe_router_bias_update_rate:
+        yield from flags.settings("--moe-router-bias-update-rate")
+    if flags.recompute_granularity is None:
+        return
+    yield from flags.settings("--recompute-granularity")
+    if flags.recompute_granularity == "selective":
+        yield Setting("model.ac.targets", ["norm", "attn_proj"], ("--recompute-granularity",))

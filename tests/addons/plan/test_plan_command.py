@@ -1,0 +1,94 @@
+"""The verb: what it prints, and what it says about configs that it cannot plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from stretto.cli import main
+from stretto_plan.shapes import KNOWN
+
+GLM_5 = "examples/glm5_llmd/rl.toml"
+
+
+@pytest.mark.heavy
+def test_a_large_run_is_planned_without_torch_and_without_a_gpu() -> None:
+    code = (
+        "import sys; from stretto.cli import main; "
+        f"code = main(['plan', {GLM_5!r}, '--gpu', 'H200', '--json', '--memory-only']); "
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["setup"]["gpus"] == 256 and found["setup"]["trainer"]["ep"] == 8
+    assert found["setup"]["weights"] == pytest.approx(744e9, rel=0.01)
+    assert found["setup"]["active_weights"] == pytest.approx(40e9, rel=0.05)
+    assert all(memory["fits"] for memory in found["memory"])
+
+
+def test_shapes_of_the_table_are_those_of_transformers() -> None:
+    from transformers import AutoConfig
+
+    for name in ("zai-org/GLM-5",):
+        given = dict(KNOWN[name])
+        own = AutoConfig.for_model(given.pop("model_type"))
+        given.pop("rope_parameters")
+        assert {key: getattr(own, key) for key in given} == given
+
+
+def error_of(capsys, *words: str) -> str:
+    assert main(["plan", *words]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ((), "give a config of `rl`"),
+        ((GLM_5, "--gpu", "H9000"), "--gpu H9000: not in the table"),
+        ((GLM_5, "--model.name", "nobody/nothing-7b"), "--model-config FILE"),
+        ((GLM_5, "--model-config", "nowhere/config.json"), "config.json"),
+        ((GLM_5, "--model.tp", "2"), "tp = 2 cannot cut"),
+        (("nowhere.toml",), "nowhere.toml"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_message(words, expected, capsys) -> None:
+    message = error_of(capsys, *words)
+    assert expected in message and "Traceback" not in message
+
+
+def test_a_config_json_of_an_unknown_family_is_one_message(tmp_path, capsys) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "perceiver"}')
+    assert "model_type = 'perceiver'" in error_of(capsys, GLM_5, "--model-config", str(tmp_path))
+
+
+@pytest.mark.parametrize("option", ["--steps", "--simulated-steps"])
+def test_steps_are_at_least_one(option, capsys) -> None:
+    assert main(["plan", GLM_5, option, "0"]) == 2
+    assert f"{option}: 0: give at least 1" in capsys.readouterr().err
+
+
+def test_a_plan_leaves_the_handlers_of_signals_as_they_were(capsys) -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    words = ["--gpu", "CPU", "--no-propose", "--simulated-steps", "2", "--prompt-tokens", "20"]
+    assert main(["plan", "examples/qwen3_0.6b/rl.toml", *words]) == 0
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+@pytest.mark.heavy
+def test_a_plan_that_is_ended_leaves_no_directory(tmp_path) -> None:
+    words = ["plan", "examples/qwen3_0.6b/rl.toml", "--simulated-steps", "4000"]
+    env = dict(os.environ, TMPDIR=str(tmp_path))
+    with subprocess.Popen([sys.executable, "-m", "stretto", *words], env=env, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not (found := list(tmp_path.glob("stretto-plan-*"))) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.terminate()
+    assert found and process.returncode == 143 and not list(tmp_path.iterdir())
