@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from stretto.base import process
+from stretto.check.degrees import Degrees, Shape, find_degrees
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.config.rules.mesh_degrees import Degrees, Shape, find_degrees
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import ModelSection, dtype_on
 from stretto.config.sections.trainer import Optim

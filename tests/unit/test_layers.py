@@ -26,6 +26,7 @@ BELOW = {
     "models": {"base", "families", "records", "config"},
     "transports": {"base", "records", "config"},
     "data": {"base"},
+    "check": {"base", "families", "config"},
     "vime": {"base", "records", "data"},
     "envs": {"base", "records", "config", "data", "vime"},
     "orchestrator": {
@@ -43,6 +44,7 @@ BELOW = {
     },
     "trainer": {
         "base",
+        "check",
         "families",
         "records",
         "config",
@@ -55,9 +57,9 @@ BELOW = {
         "envs",
         "vime",
     },
-    "inference": {"base", "families", "records", "config", "monitors", "chat", "data", "models", "transports"},
+    "inference": {"base", "check", "families", "records", "config", "monitors", "chat", "data", "models", "transports"},
     "api": {"base", "records", "config", "ledger", "monitors", "chat"},
-    "launch": {"base", "families", "records", "config", "ledger", "monitors", "data", "api"},
+    "launch": {"base", "check", "families", "records", "config", "ledger", "monitors", "data", "api"},
     "stretto_clusters": {"base", "records", "config", "monitors", "launch"},
     "stretto_vime": {"base", "families", "config", "data", "vime", "stretto_prime"},
     "stretto_prime": {"config"},
@@ -66,6 +68,7 @@ BELOW = {
     "stretto_view": {"base", "records", "config", "ledger", "monitors", "chat", "api"},
     "stretto_plan": {
         "base",
+        "check",
         "families",
         "records",
         "config",

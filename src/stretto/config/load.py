@@ -71,7 +71,7 @@ def _load(draft: Draft, arguments: list[str], verb: str) -> Any:
     for note in draft.notes.values():
         logger.warning("note: %s", note)
     for doubt in () if draft.is_resolved else rules.doubts(root):
-        logger.warning("warning: %s", draft.placed(doubt.message, *map(dotted_to_path, doubt.paths)))
+        logger.warning("warning: %s", draft.placed(doubt.sentence, *map(dotted_to_path, doubt.paths)))
     return root
 
 
@@ -117,7 +117,7 @@ def build(
     if not isinstance(root, cls):
         raise ConfigError(reword(draft.report(verb or cls.__name__)))
     for doubt in () if verb is None else rules.doubts(root):
-        logger.warning("warning: %s", reword(draft.placed(doubt.message, *map(dotted_to_path, doubt.paths))))
+        logger.warning("warning: %s", reword(draft.placed(doubt.sentence, *map(dotted_to_path, doubt.paths))))
     return root
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError, reason_of
+from stretto.families.table import FAMILIES, family_of
 
 
 def read_model_file(directory: Path) -> dict[str, Any]:
@@ -29,3 +30,12 @@ def read_model_file(directory: Path) -> dict[str, Any]:
         if not isinstance(found.get(name) or {}, dict):
             raise ConfigError(f"{path}: {name} = {found[name]!r:.60} must be a table of keys and values")
     return found
+
+
+def has_own_family(directory: Path | None) -> bool:
+    """Whether families/own has the family of a model directory; True if its config.json cannot be read."""
+    try:
+        family = "" if directory is None else family_of(read_model_file(directory))
+    except ConfigError:
+        return True  # the process that loads the model says what is wrong with it
+    return not family or family in FAMILIES

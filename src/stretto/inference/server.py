@@ -26,7 +26,7 @@ from stretto.base.process import visible_gpus
 from stretto.base.runtime import freeze_objects, keep_freed_memory, raise_file_limit
 from stretto.base.status import is_supervised
 from stretto.chat.tokenizer import end_ids
-from stretto.config.rules.mesh_degrees import has_own_family
+from stretto.config.model_file import has_own_family
 from stretto.config.sections.engines import ADMITTED, HOLD_VAR
 from stretto.data.hub_model import fetch, find_config
 from stretto.inference.boundary import (

@@ -11,8 +11,8 @@ from torch import nn
 
 from stretto.base.errors import ConfigError
 from stretto.chat.tokenizer import load_tokenizer
+from stretto.check.checkpoints import check_quantize
 from stretto.config.root import TrainerConfig
-from stretto.config.rules.checkpoints import check_quantize
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import CriticSection
 from stretto.data.hub_model import fetch

@@ -27,7 +27,7 @@ from stretto.chat.placeholders import PLACEHOLDER
 from stretto.chat.scratch import build_scratch_files
 from stretto.chat.templates import DEFAULT, template_of
 from stretto.chat.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
-from stretto.config.rules.mesh_degrees import check_vision
+from stretto.check.degrees import check_vision
 from stretto.config.sections.algorithm import CustomLoss, DefaultLoss, LossSection
 from stretto.config.sections.model import ModelSection, TokenizerSection
 from stretto.config.sections.trainer import Optim, Scheduler

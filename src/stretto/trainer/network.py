@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stretto.base.errors import EngineError
-from stretto.config.rules.mesh_degrees import cp_style
+from stretto.check.degrees import cp_style
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import Optim
 from stretto.models import hub

@@ -117,7 +117,7 @@ class Allowed(subprocess.Popen):
     def __init__(self, words: list[str], **options: object) -> None:
         at = words.index("stretto")
         code = (
-            "from stretto.config.rules.vllm_models import ServedModel\n"
+            "from stretto.check.vllm_models import ServedModel\n"
             "ServedModel.check_on_cpu = lambda self: None\n"
             "import sys\n"
             "from stretto.cli import main\n"

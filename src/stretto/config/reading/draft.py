@@ -322,7 +322,7 @@ class Draft:
         if self.process is not None and paths and others == paths:
             return
         if not any(_is_below(a, b) or _is_below(b, a) for a in paths for b in self.suspects):
-            self.complain(problem.message, *paths)
+            self.complain(problem.sentence, *paths)
 
     def _report_errors(self, error: ValidationError) -> list[Path]:
         """Report pydantic's errors; returns the paths to leave out before validating again."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from stretto.base import process
 from stretto.base.errors import ConfigError
+from stretto.check.vllm_models import CPU_BLOCK_SIZE
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.config.rules.vllm_models import CPU_BLOCK_SIZE
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import ModelSection
 from stretto.launch.plan.models import role_of, started_models

@@ -27,8 +27,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.base.ports import in_url
-from stretto.config.rules.engine import check_node_gpus
-from stretto.config.rules.rule import below
+from stretto.check.devices import check_nodes
 from stretto.config.sections.engines import (
     PEERS_VAR,
     STORE_VARIABLE,
@@ -57,8 +56,7 @@ def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: boo
     Raises: ConfigError if there are fewer nodes than the shape needs, or if degrees do not divide.
     """
     shape = section.deployment
-    if problems := list(check_node_gpus(section, below("inference"))):
-        raise ConfigError("\n".join(problem.message for problem in problems))
+    check_nodes(section, "inference")
     is_routed = has_router(section)
     match shape:
         case MultiNode():

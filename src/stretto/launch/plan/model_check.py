@@ -17,23 +17,15 @@ from pathlib import Path
 from typing import get_args
 
 from stretto.base.errors import ConfigError
-from stretto.config.model_file import read_model_file
+from stretto.check.checkpoints import check_quantize, check_same_network, check_same_tokens
+from stretto.check.degrees import Shape, check_vision, find_degrees, find_plain_degrees, read_shape
+from stretto.check.vllm_models import ServedModel
+from stretto.config.model_file import has_own_family, read_model_file
 from stretto.config.root import RLConfig
-from stretto.config.rules.checkpoints import check_quantize, check_same_network, check_same_tokens
-from stretto.config.rules.mesh_degrees import (
-    SPARSE_FAMILIES,
-    Shape,
-    check_vision,
-    find_degrees,
-    find_plain_degrees,
-    has_own_family,
-    read_shape,
-)
-from stretto.config.rules.vllm_models import ServedModel
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import LORA_TARGETS, Family, ModelSection
 from stretto.data.hub_model import find_config
-from stretto.families.table import family_of
+from stretto.families.table import SPARSE_FAMILIES, family_of
 from stretto.launch.plan.placement import replaced
 
 

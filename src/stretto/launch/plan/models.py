@@ -9,7 +9,6 @@ from typing import Any
 from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims
 from stretto.config.root import FrozenModelSection, RLConfig
-from stretto.config.rules.engine import shape_of
 from stretto.config.sections.distill import MODEL_KEY_VAR, TEACHER_KEY_VAR, TeacherSection
 from stretto.launch.plan.placement import client_url, free_port, gpu_names, replaced
 
@@ -99,7 +98,7 @@ def assign_model_gpus(cfg: RLConfig, taken: set[str], gpus: Sequence[str]) -> di
         free = [gpu for gpu in gpus if gpu not in taken]
         if len(free) < needed:
             raise ConfigError(
-                f"models.{name} takes {needed} GPUs ({shape_of(section)}), and {len(free)} of this machine's "
+                f"models.{name} takes {needed} GPUs ({section.shape_in_words}), and {len(free)} of this machine's "
                 f"{len(gpus)} are free; lower it, name shared ones as models.{name}.gpu_ids, or set "
                 f'models.{name}.device = "cpu"'
             )

@@ -16,7 +16,6 @@ from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims, in_url
 from stretto.base.rundir import JOB_VAR
 from stretto.config.root import RLConfig, RunRoot
-from stretto.config.rules.engine import shape_of
 from stretto.config.sections.inference import InferenceSection, ServerSection
 from stretto.config.sections.model import dtype_on
 from stretto.launch.plan.engines import BACKEND_OFFSET, has_router, plan_engines
@@ -240,7 +239,7 @@ def assign_gpus(
             needed = cfg.deployment.num_infer_gpus
         if cfg.inference_gpu_ids is None and needed > len(gpus):
             raise ConfigError(
-                f"inference takes {needed} GPUs ({shape_of(cfg.inference)}), and this machine shows {len(gpus)}; "
+                f"inference takes {needed} GPUs ({cfg.inference.shape_in_words}), and this machine shows {len(gpus)}; "
                 "lower a degree of inference.parallel or inference.deployment.num_replicas, or set CUDA_VISIBLE_DEVICES"
             )
         inference_ids = list(range(needed)) if cfg.inference_gpu_ids is None else cfg.inference_gpu_ids

@@ -18,14 +18,13 @@ from typing import Any
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.files import cache_dir, read_json
+from stretto.check.checkpoints import tokens_of
 from stretto.config.model_file import read_model_file
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig, SFTConfig
-from stretto.config.rules.checkpoints import tokens_of
-from stretto.config.rules.mesh_degrees import OWN_FAMILIES
 from stretto.config.sections.model import ModelSection
 from stretto.data.hub_model import find_local
 from stretto.data.weight_files import HeaderTensor, find_embedding, find_weight_files, read_weight_files
-from stretto.families.table import family_of
+from stretto.families.table import FAMILIES, family_of
 from stretto.launch.plan.model_check import check_trainable, models_of, quantized_refusal
 
 FIT_TIMEOUT_S = 600.0
@@ -228,7 +227,7 @@ def _check_fit(
 
     Raises: ConfigError with all differences.
     """
-    is_ours = family_of(config) in OWN_FAMILIES
+    is_ours = family_of(config) in FAMILIES
     quantization = config.get("quantization_config") or {}
     if not is_ours and (trained is None or trained.trust_remote_code or quantization):
         return []  # vLLM, or code of the model's authors, decides

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from stretto.config.rules.mesh_degrees import cp_style
+from stretto.check.degrees import cp_style
 from stretto.config.sections.model import ModelSection
 from stretto.models.lm_head import head_logits, token_logprobs
 from stretto.models.moe import Routing

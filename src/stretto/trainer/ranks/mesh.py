@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stretto.base.errors import ConfigError, WireError
 from stretto.base.process import TRAIN_NODES_VAR, num_cores
-from stretto.config.rules.mesh_degrees import Degrees, find_degrees, find_plain_degrees
+from stretto.check.degrees import Degrees, find_degrees, find_plain_degrees
 from stretto.config.sections.model import ModelSection
 from stretto.families.shape import ModelConfig
 from stretto.trainer.ranks import exchange, silence

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from stretto.base.errors import EngineError
-from stretto.config.rules.mesh_degrees import VISION_FAMILIES
 from stretto.config.sections.model import ModelSection, ScratchSection, ScratchVisionSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
+from stretto.families.table import VISION_FAMILIES
 from stretto.models.attention import PackedLayout
 from stretto.models.hub import export_tensors, random_model
 from stretto.orchestrator.versions.canary import CanaryCheck, describe_suspects, tolerance_of

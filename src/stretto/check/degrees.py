@@ -14,20 +14,7 @@ from typing import Any, Literal
 from stretto.base.errors import ConfigError
 from stretto.config.model_file import read_model_file
 from stretto.config.sections.model import ModelSection
-from stretto.families.table import FAMILIES, families_with, family_of, traits_of
-
-OWN_FAMILIES = tuple(FAMILIES)
-VISION_FAMILIES = families_with(lambda traits: traits.has_vision)
-SPARSE_FAMILIES = families_with(lambda traits: traits.chooses_keys)
-
-
-def has_own_family(directory: Path | None) -> bool:
-    """Whether families/own has the family of a model directory; True if its config.json cannot be read."""
-    try:
-        family = "" if directory is None else family_of(read_model_file(directory))
-    except ConfigError:
-        return True  # the process that loads the model says what is wrong with it
-    return not family or family in OWN_FAMILIES
+from stretto.families.table import FAMILIES, VISION_FAMILIES, family_of, traits_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +40,7 @@ def read_shape(directory: Path) -> Shape | None:
     path = directory / "config.json"
     found = read_model_file(directory)
     family = family_of(found)
-    if family not in OWN_FAMILIES:
+    if family not in FAMILIES:
         return None
     # Models with images have the numbers of their decoder in a table of their own.
     found = found | (found.get("text_config") or {})
