@@ -135,6 +135,7 @@ def start_job(tmp_path: Path, model: Path) -> Iterator[Callable[..., Job]]:
         job.close()
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_goes_on_and_trains_no_rollout_twice(start_job: Callable[..., Job]) -> None:
     job = start_job(100_000)
     moments = random.Random(7)
