@@ -50,7 +50,8 @@ async def run_in_slices(work: Generator[None, None, T]) -> T:
             while time.perf_counter() < slice_end:
                 next(work)
         except StopIteration as end:
-            return end.value
+            result: T = end.value
+            return result
         await asyncio.sleep(0)
 
 

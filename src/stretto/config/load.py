@@ -47,8 +47,10 @@ def load(cls: type[Root], arguments: list[str], *, verb: str = "stretto") -> Roo
     if cls in PARTS and names_whole_run(arguments):
         process = RUN_TABLES[list(PARTS).index(cls)]
         draft = Draft(RLConfig, is_resolved=is_supervised(), process=process)
-        return PARTS[cls](_load(draft, arguments, verb))
-    return _load(Draft(cls), arguments, verb)
+        part: Root = PARTS[cls](_load(draft, arguments, verb))
+        return part
+    root: Root = _load(Draft(cls), arguments, verb)
+    return root
 
 
 def _load(draft: Draft, arguments: list[str], verb: str) -> Any:
@@ -127,9 +129,9 @@ def dump(root: Section) -> dict[str, Any]:
 
 
 def write_json(path: FilePath, data: dict[str, Any]) -> None:
-    """Write data to a file atomically; with a secret in it, only its owner can read it."""
+    """Write data to a file atomically and durably; with a secret in it, only its owner can read it."""
     mode = 0o644 if masked(data) == data else 0o600
-    write_atomic(path, (json.dumps(data, indent=2) + "\n").encode(), mode=mode)
+    write_atomic(path, (json.dumps(data, indent=2) + "\n").encode(), mode=mode, is_durable=True)
 
 
 def shown_text(root: Section) -> str:

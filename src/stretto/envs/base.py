@@ -30,7 +30,8 @@ from stretto.data.messages import checked_messages, short_repr
 from stretto.data.values import checked_json, describe_value, with_whole_text
 from stretto.envs import find
 from stretto.envs.arguments import check_argument_types, check_methods, signature_of
-from stretto.envs.result import RolloutResult, checked_result, checked_reward
+from stretto.envs.result import RolloutResult as RolloutResult  # environments import all from here
+from stretto.envs.result import checked_result, checked_reward
 from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Task
 from stretto.records.support import Support

@@ -107,7 +107,7 @@ def _chosen(db: sqlite3.Connection, segment: int, samples: int) -> list[tuple[in
 
 def _end(db: sqlite3.Connection) -> int:
     """Where the rows of the kept file end."""
-    ends = [
+    ends: list[int] = [
         schema.scalar(db, f"SELECT coalesce(max(offset + length), 0) FROM {table} WHERE segment = ?", KEPT)
         for table in ("rollouts", "images")
     ]

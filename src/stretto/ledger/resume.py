@@ -127,7 +127,7 @@ def give_up(db: sqlite3.Connection, step: int, draws: Iterable[int], steps: Iter
 
 def first_step(db: sqlite3.Connection) -> int:
     """The step after which the ledger begins: 0, or that of the checkpoint it started from."""
-    return scalar(db, "SELECT coalesce(min(coalesce(resumed_step, 0)), 0) FROM incarnations")
+    return int(scalar(db, "SELECT coalesce(min(coalesce(resumed_step, 0)), 0) FROM incarnations"))
 
 
 def first_draw(db: sqlite3.Connection) -> int:

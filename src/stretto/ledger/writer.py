@@ -86,7 +86,7 @@ class Ledger:
         self._turns: dict[tuple[int, int], Place] = {}  # unfinished member -> its newest turn
         self._unwritten: dict[int, Place] = {}  # row -> its newest turn, if that is not committed yet
         self._next_row = self._scalar("SELECT coalesce(max(row), 0) + 1 FROM rollouts")
-        self._incarnation = self._scalar("SELECT coalesce(max(incarnation), 0) FROM incarnations")
+        self._incarnation: int = self._scalar("SELECT coalesce(max(incarnation), 0) FROM incarnations")
         self._step = self._scalar("SELECT coalesce(max(step), 0) FROM batches WHERE state != 'undone'")
         self._segments = self._open_segment()
         self._flushed_segment = self._segments.segment  # all segments before it are on the disk
@@ -312,7 +312,7 @@ class Ledger:
 
     def next_draw(self) -> int:
         """The first draw number that was never used."""
-        return self._scalar("SELECT coalesce(max(group_id) + 1, 0) FROM draws")
+        return int(self._scalar("SELECT coalesce(max(group_id) + 1, 0) FROM draws"))
 
     def open_draws(self) -> list[int]:
         """Draws that are neither trained nor dropped nor failed, in order."""

@@ -17,8 +17,8 @@ import numpy as np
 from stretto.base.errors import EnvError, boundary
 from stretto.chat.render import Renderer
 from stretto.config.sections.orchestrator import OrchestratorSection
-from stretto.data.values import with_whole_text
-from stretto.envs.result import checked_number, checked_reward, checked_rewards, describe_value
+from stretto.data.values import checked_number, describe_value, with_whole_text
+from stretto.envs.result import checked_reward, checked_rewards
 from stretto.orchestrator.build import other_models, table_of, urls_of
 from stretto.records.rollout import Group, Rollout, RolloutStatus
 from stretto.records.sample import TrainSample
@@ -248,7 +248,7 @@ class BatchHooks:
         text = self._reply_text(rollout, index)
         return sample_of(rollout, text, index, group_size=size, render=self._render)
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[dict] | None) -> str:
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         """The text of a prompt; the samples of a group show the same messages."""
         if self._rendered is None or self._rendered[0] is not messages:
             self._rendered = (messages, self._renderer.render_text(messages, tools))

@@ -57,4 +57,5 @@ def pack_rows(lengths: Int[np.ndarray, " samples"], capacity: int) -> list[list[
         try:
             next(work)
         except StopIteration as end:
-            return end.value
+            rows: list[list[int]] = end.value
+            return rows

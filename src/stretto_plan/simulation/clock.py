@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -38,13 +40,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             self._now = max(self._now, self._scheduled[0]._when)
         super()._run_once()
 
-    def run_in_executor(self, executor, function, *arguments):
+    def run_in_executor(  # type: ignore[override]  # the names of its parameters differ between Pythons
+        self, executor: Any, function: Callable[..., T], *arguments: Any
+    ) -> asyncio.Future[T]:
         self._num_jobs += 1
         job = super().run_in_executor(executor, function, *arguments)
         job.add_done_callback(self._end_job)
         return job
 
-    def _end_job(self, job: asyncio.Future) -> None:
+    def _end_job(self, job: asyncio.Future[Any]) -> None:
         self._num_jobs -= 1
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:

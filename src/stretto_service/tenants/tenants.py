@@ -15,11 +15,11 @@ from typing import TypeVar
 
 import msgspec
 import torch
-from torch import nn
 
 from stretto.base.errors import ConfigError, DataError, StrettoError, boundary
 from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.models import hub
+from stretto.models.hf import Policy
 from stretto.models.lora import save_adapter
 from stretto.records.tenants import (
     CreateTenant,
@@ -59,6 +59,7 @@ T = TypeVar("T")
 
 _ADVICE = "save the tenant again, or load an earlier state"
 _DAMAGED = (StrettoError, OSError)
+_OfOneTenant = OptimStep | DropGradients | SaveTenant | LoadTenant | ExportAdapter | SwapOut
 
 
 class Tenants:
@@ -66,7 +67,7 @@ class Tenants:
 
     def __init__(
         self,
-        policy: nn.Module,
+        policy: Policy,
         *,
         model: ModelSection,
         mesh: Mesh | None = None,
@@ -143,7 +144,7 @@ class Tenants:
         except StrettoError as error:
             return TenantResult(error=str(error))
 
-    def _for_tenant(self, operation: Operation) -> TenantResult:
+    def _for_tenant(self, operation: _OfOneTenant) -> TenantResult:
         tenant = self[operation.tenant]
         if isinstance(operation, SwapOut):
             self._move(tenant, operation.place)
@@ -265,7 +266,7 @@ class Tenants:
 
         Raises: DataError with the first rank's error, on all ranks.
         """
-        result, reason = None, None
+        reason = None
         try:
             result = function()
         except _DAMAGED as error:

@@ -255,7 +255,9 @@ def _merge_expert_choices(samples: Sequence[TrainSample]) -> UInt[np.ndarray, "t
             )
     shape, missing = first.shape[1:], np.iinfo(first.dtype).max
     unknown = lambda s: np.full((len(s.token_ids), *shape), missing, first.dtype)
-    return np.concatenate([unknown(s) if s.routed_experts is None else s.routed_experts for s in samples])
+    parts = [unknown(s) if s.routed_experts is None else s.routed_experts for s in samples]
+    choices: np.ndarray = np.concatenate(parts)
+    return choices
 
 
 def _merge_supports(samples: Sequence[TrainSample], lengths: Sequence[int]) -> Support | None:

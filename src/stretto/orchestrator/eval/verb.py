@@ -160,4 +160,4 @@ async def serve_model(cfg: EvalConfig) -> AsyncIterator[str | None]:
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        return int(probe.getsockname()[1])

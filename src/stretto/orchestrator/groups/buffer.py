@@ -86,7 +86,7 @@ class Slot:
     rejected: str | None = None  # the gate or filter that rejected it
     num_tokens: int = 0  # prompts and replies of the played group
     step: int | None = None  # the step whose batch it is in
-    job: asyncio.Task | None = None  # plays it; cancelled when the group is dropped
+    job: asyncio.Task[None] | None = None  # plays it; cancelled when the group is dropped
 
     def __post_init__(self) -> None:
         # Version of the oldest first token; before the group is played, of what it starts with.
@@ -183,7 +183,7 @@ class Buffer:
     _preferred: list[int] = field(default_factory=list)  # sorted: READY groups, taken first
     _fillers: list[int] = field(default_factory=list)  # sorted: zero-signal groups, which may fill a batch
     _redraw_heap: list[int] = field(default_factory=list)  # heap; draws that were started are removed lazily
-    _waiters: list[asyncio.Future] = field(default_factory=list)
+    _waiters: list[asyncio.Future[None]] = field(default_factory=list)
     _num_played: int = 0  # groups
     _num_tokens: int = 0  # of these groups
     _idle_s: float = 0.0

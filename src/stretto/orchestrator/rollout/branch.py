@@ -130,4 +130,5 @@ def sampled_tokens(branch: Branch) -> Bool[np.ndarray, " tokens"]:
     """Tokens that were sampled from the policy's distribution, without greedy replies; bool [tokens]."""
     if branch.is_greedy is None or branch.is_frozen:
         return branch.is_sampled.copy()
-    return branch.is_sampled & ~branch.is_greedy
+    is_drawn: np.ndarray = branch.is_sampled & ~branch.is_greedy
+    return is_drawn

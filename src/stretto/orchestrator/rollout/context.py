@@ -70,7 +70,7 @@ class Recorder(RolloutContext):
         self._agents: dict[str, Recorder] = {name: self}
         self._branches: list[OpenBranch] = []
         self._history: list[Message] = []  # a copy: environments edit their messages in place
-        self._tools: list[dict] | None = None  # with which the history was rendered
+        self._tools: list[dict[str, Any]] | None = None  # with which the history was rendered
         self._turn: tuple[np.ndarray, np.ndarray] | None = None  # prompt and completion of the last chat turn
         self._images: tuple[Image, ...] = ()  # of the history
         self._is_busy = False
@@ -125,7 +125,7 @@ class Recorder(RolloutContext):
         )
 
     async def generate(
-        self, prompt_ids: Int[np.ndarray, " prompt"], tools: list[dict] | None = None, **sampling: Any
+        self, prompt_ids: Int[np.ndarray, " prompt"], tools: list[dict[str, Any]] | None = None, **sampling: Any
     ) -> Reply:
         prompt = np.asarray(prompt_ids, dtype=np.int32)
         return await self._lane_for(prompt)._reply(prompt, (), tools, **sampling)
@@ -146,7 +146,7 @@ class Recorder(RolloutContext):
         self,
         prompt_ids: Int32[np.ndarray, " prompt"],
         images: tuple[Image, ...],
-        tools: list[dict] | None,
+        tools: list[dict[str, Any]] | None,
         **sampling: Any,
     ) -> Reply:
         play, draw = self._play, self._draw
@@ -203,7 +203,7 @@ class Recorder(RolloutContext):
             support=completion.support,
         )
 
-    async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
+    async def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **sampling: Any) -> Reply:
         task = self._draw.task
         messages = checked_messages(messages, f"environment {task.env}, task {task.task_id}: messages of ctx.chat")
         messages = with_system_prompt(messages, self._play.system_prompts.get(task.env))
@@ -322,7 +322,9 @@ class Recorder(RolloutContext):
         play.check_reply(completion)
         return completion
 
-    def _extend(self, messages: list[Message], tools: list[dict] | None) -> Int32[np.ndarray, " prompt"] | None:
+    def _extend(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None
+    ) -> Int32[np.ndarray, " prompt"] | None:
         """The prompt as an extension of the tokens so far.
 
         None if history or tools changed, or if the renderer cannot extend the history.
@@ -335,7 +337,7 @@ class Recorder(RolloutContext):
         return self._play.renderer.extend(*self._turn, self._history, messages[known:], tools)
 
     def _echo_weights(
-        self, echo: Echo, messages: list[Message], first_new: int, tools: list[dict] | None
+        self, echo: Echo, messages: list[Message], first_new: int, tools: list[dict[str, Any]] | None
     ) -> Float32[np.ndarray, " prompt"]:
         """Weights of a prompt's tokens: those of the messages since the last reply are not 0.
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from stretto.base.errors import DataError, EngineError, EnvError, boundary
+from stretto.chat.backend import Message
 from stretto.chat.placeholders import has_image
-from stretto.chat.render import Message, Renderer
+from stretto.chat.render import Renderer
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import OutOfContext
 from stretto.orchestrator.rollout.continuation import Interruption

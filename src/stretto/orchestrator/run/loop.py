@@ -56,7 +56,7 @@ class Loop:
         self._limit = build_limit(run.cfg, run.buffer)
         self._reports = telemetry.StepReports(run, self._limit)
         self._is_stopping = asyncio.Event()
-        self._interrupting: asyncio.Task | None = None
+        self._interrupting: asyncio.Task[None] | None = None
         self._has_first_version = asyncio.Event()
         # Notified when a step is trained, a version is announced to the trainer, or the trainer ends.
         self._trainer_changed = asyncio.Condition()

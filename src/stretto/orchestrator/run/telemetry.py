@@ -25,7 +25,7 @@ from stretto.orchestrator.run.diagnosis import Diagnosis
 from stretto.orchestrator.run.parts import RunParts
 from stretto.orchestrator.scores import EvalScore, mean_over_envs
 from stretto.records.control import StepDone
-from stretto.records.rollout import RolloutStatus
+from stretto.records.rollout import Rollout, RolloutStatus
 from stretto.transports.engine.client import EngineClient
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def filter_row(filters: Sequence[Filter], flags: Mapping[str, int], slots: Seque
     return {f"filter/{each.type}": flags.get(each.type, 0) / total for each in filters}
 
 
-def _by_env(rollouts: Sequence) -> dict[str, float]:
+def _by_env(rollouts: Sequence[Rollout]) -> dict[str, float]:
     rewards, custom = defaultdict(list), defaultdict(list)
     for rollout in rollouts:
         rewards[rollout.task.env].append(rollout.reward)

@@ -441,7 +441,7 @@ def _new_group(store: TCPStore, prefix: str, rank: int, size: int, device: torch
     return ProcessGroupNCCL(PrefixStore(prefix, store), rank, size, options)
 
 
-def _broadcast(group: object, tensor: torch.Tensor):
+def _broadcast(group: object, tensor: torch.Tensor) -> Any:
     options = torch._C._distributed_c10d.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0

@@ -242,8 +242,9 @@ def encode_gaps(positions: Int64[np.ndarray, " changed"]) -> UInt8[np.ndarray, "
 
 def decode_gaps(encoded: UInt8[np.ndarray, " gaps"]) -> Int64[np.ndarray, " changed"]:
     """Decode gaps into positions, int64."""
-    sums = np.cumsum(encoded, dtype=np.int64)[encoded != 255]
-    return sums + np.arange(len(sums))
+    sums: np.ndarray = np.cumsum(encoded, dtype=np.int64)[encoded != 255]
+    positions: np.ndarray = sums + np.arange(len(sums))
+    return positions
 
 
 def _bytes_tensor(parts: list[Shaped[np.ndarray, " _"]]) -> Shaped[torch.Tensor, " bytes"]:
