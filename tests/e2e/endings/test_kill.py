@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from processes import forked
 from runs import DEADLINE_S, untrained_model
+from waiting import is_running
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
@@ -113,13 +114,6 @@ def kill(popen: subprocess.Popen[str], victim: int) -> None:
         os.kill(victim, signal.SIGKILL)
     except ProcessLookupError:
         raise AssertionError(f"it had ended by itself: {popen.communicate()[0]}") from None
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture
