@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from stretto.config.spelling import NO_DEFAULT, Nothing, Path, Row, Table, all_same, idle, moved, old, refused, same
+from stretto.config.spelling import NO_DEFAULT, KeyPath, Nothing, Row, Table, all_same, idle, moved, old, refused, same
 from stretto_prime.run import BROADCAST_TYPES, NO_EXPERIMENTS
 
 _SAME_IN_VLLM = (
@@ -144,7 +144,7 @@ DEPLOYMENT = Table("inference.deployment", "InferenceSection", (
 SIDES = (("num_prefill_nodes", "num_prefill_replicas"), ("num_decode_nodes", "num_decode_replicas"))
 
 
-def nodes_of_one(values: Mapping[Path, Any]) -> dict[Path, int]:
+def nodes_of_one(values: Mapping[KeyPath, Any]) -> dict[KeyPath, int]:
     """Nodes of one engine, if a file of 0.6 counts those of all engines of a side.
 
     It does so if deployment.num_infer_nodes is the sum of both sides as given, and not of nodes x engines.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
-from stretto.config.spelling import Path, Row, Table
+from stretto.config.spelling import KeyPath, Row, Table
 from stretto_prime import inference, orchestrator, others, run, sft, trainer
 
 PARTS = (run, trainer, orchestrator, inference, sft)
@@ -27,9 +27,9 @@ def _anchored(row: Row, below: str) -> Row:
 
 
 @cache
-def _by_first(sections: tuple[str, ...]) -> Mapping[str, tuple[tuple[Path, Row], ...]]:
+def _by_first(sections: tuple[str, ...]) -> Mapping[str, tuple[tuple[KeyPath, Row], ...]]:
     """Rows of sections by the first part of their paths, longest first; later sections win."""
-    found: dict[str, dict[Path, Row]] = {}
+    found: dict[str, dict[KeyPath, Row]] = {}
     for section in sections:
         for row in rows_of(section):
             path = tuple(row.theirs.split("."))
@@ -39,7 +39,7 @@ def _by_first(sections: tuple[str, ...]) -> Mapping[str, tuple[tuple[Path, Row],
     return {first: tuple(sorted(rows.items(), key=order)) for first, rows in found.items()}
 
 
-def match(sections: Iterable[str], path: Path) -> tuple[int, Row] | None:
+def match(sections: Iterable[str], path: KeyPath) -> tuple[int, Row] | None:
     """The row for the beginning of a path below these sections, and how many parts it covers."""
     for theirs, row in _by_first(tuple(sections)).get(str(path[0]), ()):
         if len(theirs) <= len(path) and all(a in ("*", str(b)) for a, b in zip(theirs, path)):
@@ -47,7 +47,7 @@ def match(sections: Iterable[str], path: Path) -> tuple[int, Row] | None:
     return None
 
 
-def renamed(row: Row, path: Path) -> Path:
+def renamed(row: Row, path: KeyPath) -> KeyPath:
     """Our path for a path that a row covers: wildcards are filled in from the path."""
     assert row.ours
     filled = iter([part for theirs, part in zip(row.theirs.split("."), path) if theirs == "*"])

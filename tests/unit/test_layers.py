@@ -58,7 +58,7 @@ BELOW = {
         "vime",
     },
     "inference": {"base", "check", "families", "records", "config", "monitors", "chat", "data", "models", "transports"},
-    "api": {"base", "records", "config", "ledger", "monitors", "chat"},
+    "api": {"base", "records", "config", "ledger", "monitors", "chat", "data", "vime", "envs"},
     "launch": {"base", "check", "families", "records", "config", "ledger", "monitors", "data", "api"},
     "stretto_clusters": {"base", "records", "config", "monitors", "launch"},
     "stretto_vime": {"base", "families", "config", "data", "vime", "stretto_prime"},
@@ -113,7 +113,7 @@ BELOW = {
     },
     "cli": {"base", "signals", "verbs", "config"},
     "__main__": {"cli"},
-    "__init__": set(),
+    "__init__": {"api"},
 }
 """What a room of the core, or an add-on, may import of ours, besides itself."""
 
@@ -130,9 +130,9 @@ OF_ADD_ONS = {
 
 HOMES = {
     "torch": ("algorithms", "models", "trainer", "inference", "transports/weights", "stretto_service/tenants"),
-    "transformers": ("models", "trainer", "inference"),
+    "transformers": ("models", "trainer", "inference", "api/verbs.py"),  # the last for types
     "vllm": ("inference/vllm",),
-    "datasets": ("data/hub.py",),
+    "datasets": ("data/hub.py", "api/rows.py", "api/verbs.py"),
     "verifiers": ("envs/verifiers",),
     "reasoning_gym": ("envs/bundled/reasoning_gym.py",),
     "ray": ("stretto_clusters/ray/cluster.py",),

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from stretto.base.aio import task_group
 from stretto.base.errors import DataError, StrettoError
-from stretto.chat.images import load_image_processor, refuse_paths
+from stretto.chat.patches import load_image_processor, refuse_paths
 from stretto.chat.placeholders import with_placeholders
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import Tokenizer, load_tokenizer

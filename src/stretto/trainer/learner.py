@@ -37,7 +37,7 @@ from stretto.models.hf import Policy, build_meta_hf_model, load_hf_model
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
 from stretto.records.token_counts import TokenCounts, counts_of_step, has_signal, weigh_by_rollout
-from stretto.records.weights import AdapterInfo
+from stretto.records.weight_manifest import AdapterInfo
 from stretto.trainer.batch.metrics import StepSums, ratio_sums, sums_by_env
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.batch.routing import build_routers

@@ -32,7 +32,7 @@ from stretto.monitors import build_monitors
 from stretto.monitors.steps import StepClock
 from stretto.records.control import Bye, CheckpointBegun, CheckpointSaved, Register, StepMetrics, VersionReady
 from stretto.records.sample import TrainBatch
-from stretto.records.weights import Canary
+from stretto.records.weight_manifest import Canary
 from stretto.trainer.batch.token_export import delete_after
 from stretto.trainer.build import build_learner, find_engine_layout
 from stretto.trainer.colocated import TrainerMemory

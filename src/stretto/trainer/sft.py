@@ -34,7 +34,7 @@ from stretto.base.files import read_json, write_atomic
 from stretto.base.paths import RunDir
 from stretto.base.runtime import freeze_objects
 from stretto.base.status import SUPERVISED_VAR, stop_signals, was_asked_to_finish
-from stretto.chat.images import load_image_processor
+from stretto.chat.patches import load_image_processor
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.templates import fix_clock
 from stretto.chat.tokenizer import load_tokenizer

@@ -21,7 +21,7 @@ from stretto.algorithms.advantages import discounted_returns, gae, token_rewards
 from stretto.algorithms.credit import whiten
 from stretto.config.sections.algorithm import Advantages, GaeAdvantages, ReturnsAdvantages
 from stretto.config.sections.trainer import TrainerSection
-from stretto.records.rows import pack_rows
+from stretto.records.row_packing import pack_rows
 from stretto.records.sample import MicroBatch, images_by_document
 from stretto.records.support import concat_supports
 from stretto.records.token_counts import find_documents

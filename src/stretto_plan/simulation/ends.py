@@ -22,7 +22,7 @@ from stretto.records.control import Bye, Register, StepDone, Stop, VersionReady
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
 from stretto.records.rollout import Task
 from stretto.records.sample import TrainBatch
-from stretto.records.weights import WeightManifest
+from stretto.records.weight_manifest import WeightManifest
 from stretto.transports.control import Event
 from stretto_plan.costs import Costs
 from stretto_plan.setup import EngineSetup

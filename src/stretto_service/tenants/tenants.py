@@ -39,7 +39,7 @@ from stretto.records.tenants import (
     TenantResult,
     TenantSpec,
 )
-from stretto.records.weights import MANIFEST
+from stretto.records.weight_manifest import MANIFEST
 from stretto.trainer.parallel.memory import prepare_blocks
 from stretto.trainer.parallel.precision import apply_fp8
 from stretto.trainer.parallel.shard import ShardedWeights, local_tensor, parallelise

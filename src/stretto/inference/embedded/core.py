@@ -42,7 +42,7 @@ from stretto.models.lora import Adapter
 from stretto.models.native.kernels import Kernels
 from stretto.models.native.memory_offload import MemoryOffload, trim
 from stretto.records.generate import GenerateRequest
-from stretto.records.weights import WeightManifest
+from stretto.records.weight_manifest import WeightManifest
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int, UInt64

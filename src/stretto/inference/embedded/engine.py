@@ -41,7 +41,7 @@ from stretto.inference.text import Decode, TokenWatcher
 from stretto.models.lora import Adapter, load_adapter
 from stretto.models.tracing.tracer import Tracer
 from stretto.records.generate import GenerateRequest
-from stretto.records.weights import WeightGroup, WeightManifest
+from stretto.records.weight_manifest import WeightGroup, WeightManifest
 from stretto.transports.engine import api
 from stretto.transports.engine.api import EngineStopping, Refusal
 from stretto.transports.weights import receive

@@ -22,7 +22,7 @@ from stretto.base.errors import ConfigError
 from stretto.inference.vllm.base import BaseWeights
 from stretto.inference.vllm.patches.loaders import keep_copied_weights
 from stretto.inference.vllm.worker import worker_index
-from stretto.records.weights import AdapterInfo, WeightGroup, WeightManifest
+from stretto.records.weight_manifest import AdapterInfo, WeightGroup, WeightManifest
 from stretto.transports.weights import receive
 from stretto.transports.weights.layout import NamedTensor
 

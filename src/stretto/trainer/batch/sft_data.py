@@ -26,7 +26,7 @@ from stretto.data.messages import parse_messages, parse_tools
 from stretto.data.records import read_records
 from stretto.envs.base import load_environment
 from stretto.records.images import Image
-from stretto.records.rows import pack_rows
+from stretto.records.row_packing import pack_rows
 from stretto.records.sample import MicroBatch, images_by_document
 
 logger = logging.getLogger(__name__)

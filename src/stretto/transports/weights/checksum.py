@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from stretto.base.errors import WireError
-from stretto.records.weights import WeightManifest
+from stretto.records.weight_manifest import WeightManifest
 
 BLOCK = 4096
 WORD = 8

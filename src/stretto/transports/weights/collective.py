@@ -43,7 +43,7 @@ import torch
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
 from stretto.base.errors import WireError
-from stretto.records.weights import TensorEntry, WeightGroup, WeightManifest
+from stretto.records.weight_manifest import TensorEntry, WeightGroup, WeightManifest
 from stretto.transports.weights.board import Board
 from stretto.transports.weights.checksum import check_kind, checksum_of_bytes
 from stretto.transports.weights.layout import (

@@ -33,7 +33,7 @@ import torch
 
 from stretto.base.errors import WireError
 from stretto.config.sections.transport import DeltaSection
-from stretto.records.weights import TensorEntry, WeightGroup, WeightManifest
+from stretto.records.weight_manifest import TensorEntry, WeightGroup, WeightManifest
 from stretto.transports.weights.checksum import KIND, check_kind, checksum_of_bytes
 from stretto.transports.weights.collective import min_over_receivers
 from stretto.transports.weights.host_copy import CopyReader, CopyWriter, HostCopy, open_copy

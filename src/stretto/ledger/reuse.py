@@ -18,8 +18,8 @@ import msgspec
 
 from stretto.base.errors import DataError, WireError
 from stretto.base.paths import RunDir
-from stretto.ledger.images import with_patches
 from stretto.ledger.schema import ENV_S, column, scalar
+from stretto.ledger.stored_images import with_patches
 from stretto.ledger.token_file import Payload, Place, load_payload, load_turns
 from stretto.records.images import Image
 from stretto.records.partial import PartialRollout, latest_turns, turns_up_to
@@ -33,6 +33,11 @@ NEWEST_ROWS = """
     SELECT *, max(row) FROM rollouts WHERE group_id = ? AND status NOT IN ('lost', 'running')
     AND (status != 'dropped' OR finished_at IS NOT NULL)
     GROUP BY member ORDER BY member
+"""
+# Marks the groups of a trained batch, by its step.
+MARK_TRAINED = """
+    UPDATE draws SET state = 'trained' WHERE group_id IN
+    (SELECT group_id FROM live_rollouts WHERE step = ? AND batch_state = 'trained')
 """
 
 
@@ -55,7 +60,7 @@ def rewind(db: sqlite3.Connection, step: int) -> Rewound:
     undone = column(db, "SELECT batch FROM batches WHERE step > ? AND state != 'undone'", step)
     for trained in column(db, "SELECT step FROM batches WHERE step <= ? AND state = 'shipped'", step):
         db.execute("UPDATE batches SET state = 'trained' WHERE step = ? AND state = 'shipped'", (trained,))
-        mark_trained(db, trained)
+        db.execute(MARK_TRAINED, (trained,))
     freed = 0
     for batch in undone:
         freed += scalar(db, "SELECT count(*) FROM batch_rollouts WHERE batch = ?", batch)
@@ -225,15 +230,6 @@ def load_group(db: sqlite3.Connection, run_dir: RunDir, group_id: int) -> Group:
     known: dict[str, Image] = {}
     rollouts = tuple(_rollout(db, run_dir, task, row, known) for row in rows)
     return Group(group_id=group_id, task=task, rollouts=rollouts, advantages=tuple(r["advantage"] or 0.0 for r in rows))
-
-
-def mark_trained(db: sqlite3.Connection, step: int) -> None:
-    """Mark the groups of a trained batch as trained."""
-    db.execute(
-        "UPDATE draws SET state = 'trained' WHERE group_id IN "
-        "(SELECT group_id FROM live_rollouts WHERE step = ? AND batch_state = 'trained')",
-        (step,),
-    )
 
 
 def is_needed(db: sqlite3.Connection, segment: int, horizon: int) -> bool:

@@ -1,10 +1,10 @@
-"""Packs samples into rows of at most seq_len tokens, balanced over ranks.
+"""Makes a batch of groups: a training sample per trained branch, and rows of samples, balanced over ranks.
 
-In: the TrainSamples of one step. Out: one TrainBatch per rank. No token is lost, no sample is split, and every rank
-gets the same number of micro batches. Rows are filled by first-fit-decreasing. They are assigned to ranks in rounds,
-most expensive rows first: each rank gets one row per round, the most expensive row of a round goes to the rank with
-the lowest total cost so far. So costs are balanced over the step and within each round, after which ranks wait for
-each other.
+A sample has the advantage of its branch's agent on its tokens. `pack` gets the samples of a step and returns one
+TrainBatch per rank. No token is lost, no sample is split, and every rank gets the same number of micro batches. Rows of
+at most seq_len tokens are filled by first-fit-decreasing. They are assigned to ranks in rounds, most expensive rows
+first: each rank gets one row per round, the most expensive row of a round goes to the rank with the lowest total cost
+so far. So costs are balanced over the step and within each round, after which ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -12,23 +12,150 @@ from __future__ import annotations
 import heapq
 import json
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from stretto.algorithms.credit import whiten
 from stretto.base.errors import DataError
-from stretto.records.rows import first_fit_decreasing
-from stretto.records.sample import MicroBatch, TrainBatch, TrainSample, images_by_document
+from stretto.records.rollout import Branch, Group, Rollout
+from stretto.records.row_packing import first_fit_decreasing
+from stretto.records.sample import ImageFields, MicroBatch, TrainBatch, TrainSample, images_by_document
 from stretto.records.support import Support, concat_supports
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Float32, Float64, Int, UInt
+    from jaxtyping import Bool, Float, Float32, Float64, Int, UInt
 
 STREAM_DEFAULTS = {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0, "ref_logprobs": 0.0}
+NO_IMAGES: ImageFields = {"images": (), "num_images": ()}
+
+
+# -- samples --
+
+
+def build_samples(groups: Iterable[Group]) -> Generator[None, None, list[TrainSample]]:
+    """Samples of all counted rollouts, in group and member order; yields after each group, so that other tasks run."""
+    samples: list[TrainSample] = []
+    for group in groups:
+        samples += to_samples([group])
+        yield
+    return samples
+
+
+def to_samples(groups: Iterable[Group]) -> list[TrainSample]:
+    """Samples of all counted rollouts, in group and member order, at once."""
+    samples: list[TrainSample] = []
+    for group in groups:
+        counted = [member for member, rollout in enumerate(group.rollouts) if rollout.is_counted]
+        for member in counted:
+            by_agent = group.advantages_of(member) if group.agent_advantages else {}
+            by_branch = group.branch_advantages[member] if group.branch_advantages else ()
+            samples += samples_of(group.rollouts[member], group.advantages[member], by_agent, by_branch)
+    return samples
+
+
+def whiten_samples(samples: list[TrainSample], envs: Collection[str]) -> list[TrainSample]:
+    """Whiten the advantages of these environments over all their trained tokens together."""
+    whitened = [sample for sample in samples if sample.env in envs]
+    if not whitened:
+        return samples
+    values = whiten(np.concatenate([sample.advantages[sample.loss_mask] for sample in whitened]))
+    parts = iter(np.split(values, np.cumsum([sample.loss_mask.sum() for sample in whitened])[:-1]))
+    return [_with_advantages(s, next(parts)) if s.env in envs else s for s in samples]
+
+
+def _with_advantages(sample: TrainSample, values: Float[np.ndarray, " trained"]) -> TrainSample:
+    advantages = np.zeros(len(sample.token_ids), dtype=np.float32)
+    advantages[sample.loss_mask] = values
+    return msgspec.structs.replace(sample, advantages=advantages)
+
+
+def samples_of(
+    rollout: Rollout,
+    advantage: float,
+    by_agent: Mapping[str, float] = MappingProxyType({}),
+    by_branch: Sequence[float] = (),
+) -> list[TrainSample]:
+    """One sample per trained branch of a rollout.
+
+    by_agent: advantages of agents that have their own; the others get `advantage`. by_branch: one advantage per branch
+    if branches have rewards of their own, else (). The first token of a document is not predicted and never trained.
+    """
+    samples = []
+    for index, branch in enumerate(rollout.branches):
+        if not branch.is_trained:
+            continue
+        loss_mask = trained_tokens(branch)
+        if not loss_mask.any():
+            continue
+        branch_advantage = by_branch[index] if by_branch else by_agent.get(branch.agent, advantage)
+        sample = TrainSample(
+            sample_id=f"{rollout.rollout_id}/{index}",
+            env=rollout.task.env,
+            token_ids=branch.token_ids,
+            first_version=branch.versions[0].version if branch.versions else 0,
+            loss_mask=loss_mask,
+            logprobs=branch.logprobs,
+            advantages=loss_mask * np.float32(branch_advantage),
+            temperature=branch.temperature,
+            routed_experts=branch.routed_experts,
+            support=branch.support,
+            images=branch.images,
+        )
+        if branch.is_frozen or branch.ref_logprobs is not None or branch.ce_weights is not None:
+            distilled = distillation_streams(branch, loss_mask, branch_advantage)
+            sample = msgspec.structs.replace(sample, **distilled)
+        samples.append(sample)
+    return samples
+
+
+def trained_tokens(branch: Branch) -> Bool[np.ndarray, " tokens"]:
+    """Sampled tokens that are trained: not the first, none before trained_from, no greedy ones; bool [tokens]."""
+    is_trained = branch.is_sampled.copy()
+    if branch.is_greedy is not None and not branch.is_frozen:
+        is_trained &= ~branch.is_greedy
+    is_trained[:1] = False
+    if branch.trained_from is not None:
+        for span in branch.versions:
+            if span.version < branch.trained_from:
+                is_trained[span.start : span.end] = False
+    return is_trained
+
+
+def distillation_streams(branch: Branch, loss_mask: Bool[np.ndarray, " tokens"], advantage: float) -> dict[str, Any]:
+    """Streams of a branch for the ce and ref_kl components.
+
+    Tokens that a teacher played are no samples of the policy: they are in ce at temperature 1, not in loss_mask or
+    rl. Tokens that a teacher scored are in ref_kl, not in rl. Echoed prompt tokens are in ce; without an advantage,
+    only they are trained.
+    """
+    zeros = np.zeros(len(loss_mask), np.float32)
+    if branch.is_frozen:
+        return {
+            "loss_mask": np.zeros_like(loss_mask),
+            "logprobs": zeros,
+            "advantages": zeros,
+            "temperature": 1.0,
+            "routed_experts": None,
+            "support": None,
+            "ce_weights": loss_mask.astype(np.float32),
+        }
+    if branch.ref_logprobs is not None:
+        return {
+            "rl_weights": zeros,
+            "ref_kl_weights": loss_mask.astype(np.float32),
+            "ref_logprobs": branch.ref_logprobs,
+        }
+    streams = {"ce_weights": branch.ce_weights}
+    return streams if advantage else streams | {"rl_weights": zeros}
+
+
+# -- packing --
 
 
 @dataclass(frozen=True)
@@ -219,7 +346,7 @@ def to_micro_batch(
         rollout_tokens=tuple(totals[_rollout_of(s)] for s in samples),
         routed_experts=_merge_expert_choices(samples),
         support=_merge_supports(samples, lengths),
-        **images_by_document([s.images for s in samples]),
+        **(images_by_document([s.images for s in samples]) if any(s.images for s in samples) else NO_IMAGES),
     )
     return msgspec.structs.replace(row, **columns)
 
@@ -261,7 +388,9 @@ def _merge_expert_choices(samples: Sequence[TrainSample]) -> UInt[np.ndarray, "t
 
 
 def _merge_supports(samples: Sequence[TrainSample], lengths: Sequence[int]) -> Support | None:
-    """The support of the trained tokens; that of other tokens is not needed."""
+    """The support of the trained tokens; that of other tokens is not needed. None: all are unrestricted."""
+    if all(sample.support is None for sample in samples):
+        return None
     parts = [None if s.support is None else s.support.where(s.loss_mask) for s in samples]
     return concat_supports(parts, lengths)
 

@@ -2,10 +2,13 @@
 
 The environment's rewards are shaped by length if [algo] says so; then the advantage estimator compares the members.
 If several agents play, it compares them agent by agent; branches with rewards of their own are compared like members.
+`Baselines` are the state of the one estimator that has any, `rae`, which compares a member with earlier groups.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,10 +20,11 @@ from stretto.algorithms.credit import (
     hierarchical_grpo,
     length_penalty,
     overlong,
+    role_conditioned,
 )
 from stretto.algorithms.custom import CreditInputs, custom_credit
 from stretto.base.errors import ConfigError
-from stretto.config.sections.algorithm import Algo, CreditSection, CustomAlgo, HierarchicalGrpoAlgo
+from stretto.config.sections.algorithm import Algo, CreditSection, CustomAlgo, HierarchicalGrpoAlgo, RaeAlgo
 from stretto.config.sections.distill import WITHOUT_REWARD
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import Environment, SingleTurnEnv
@@ -35,7 +39,7 @@ NO_ESTIMATOR_OPTIONS = {
 """Keys of an algo section that are not options of its advantage estimator."""
 
 
-def check_overlong(env: Environment, algo: Algo, sampling: SamplingSection, place: str) -> None:
+def check_overlong(env: Environment, algo: Algo, sampling: SamplingSection, path: str) -> None:
     """Check that single-turn replies can be long enough for the overlong penalty.
 
     Raises: ConfigError if they cannot.
@@ -46,50 +50,52 @@ def check_overlong(env: Environment, algo: Algo, sampling: SamplingSection, plac
     start = section.max_tokens - section.buffer_tokens
     if longest <= start:
         raise ConfigError(
-            f"{place}.overlong.max_tokens = {section.max_tokens}: the penalty would begin after {start} tokens, and "
+            f"{path}.overlong.max_tokens = {section.max_tokens}: the penalty would begin after {start} tokens, and "
             f"{env.name} has one reply, of at most max_completion_tokens = {longest}; lower max_tokens."
         )
 
 
-def assign_advantages(group: Group, algo: Algo, place: str = "orchestrator.algo") -> tuple[Group, bool]:
+def assign_advantages(group: Group, algo: Algo, path: str = "orchestrator.algo") -> tuple[Group, bool]:
     """The group with its advantages (0 for failed members), and whether it has a signal.
 
-    `place` is the config path of the algo, for messages. If several agents are trained, each member has one
+    `path` is the config path of the algo, for messages. If several agents are trained, each member has one
     advantage per agent; gates, filters and the ledger see the one of largest magnitude.
     """
-    is_distilled = any(rollout.is_counted and rollout.is_distilled for rollout in group.rollouts)
     if algo.type in WITHOUT_REWARD:
-        return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), is_distilled
+        return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), is_distilled(group)
     if has_branch_rewards(group):
-        return compare_branches(group, algo, place)
+        return compare_branches(group, algo, path)
     if isinstance(algo, HierarchicalGrpoAlgo):
-        table = hierarchical_advantages(group, algo, place)
+        table = hierarchical_advantages(group, algo, path)
         if not table:  # all members failed, or no trained agent replied
             return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), False
         has_signal = any(advantages.any() for advantages in table.values())
         return msgspec.structs.replace(group, **advantage_fields(table)), has_signal
     if has_single_agent(group):
-        advantages, has_signal = advantages_of(group, algo, place)
+        advantages, has_signal = advantages_of(group, algo, path)
         group = msgspec.structs.replace(group, advantages=tuple(advantages.tolist()))
-        return group, has_signal or is_distilled
-    by_agent = {agent: advantages_of(agent_view(group, agent), algo, place) for agent in trained_agents(group)}
+        return group, has_signal or is_distilled(group)
+    by_agent = {agent: advantages_of(agent_view(group, agent), algo, path) for agent in trained_agents(group)}
     table = {agent: advantages for agent, (advantages, _) in by_agent.items()}
-    has_signal = is_distilled or any(has_signal for _, has_signal in by_agent.values())
+    has_signal = any(has_signal for _, has_signal in by_agent.values()) or is_distilled(group)
     return msgspec.structs.replace(group, **advantage_fields(table)), has_signal
+
+
+def is_distilled(group: Group) -> bool:
+    """Is a counted member trained even if its advantage is 0?"""
+    return any(rollout.is_counted and rollout.is_distilled for rollout in group.rollouts)
 
 
 def has_branch_rewards(group: Group) -> bool:
     """Has a trained branch of a counted member a reward of its own?"""
     return any(
-        branch.reward is not None
+        branch.reward is not None and branch.is_trained and rollout.is_counted
         for rollout in group.rollouts
-        if rollout.is_counted
         for branch in rollout.branches
-        if branch.is_trained
     )
 
 
-def compare_branches(group: Group, algo: Algo, place: str) -> tuple[Group, bool]:
+def compare_branches(group: Group, algo: Algo, path: str) -> tuple[Group, bool]:
     """The group with an advantage per branch, and whether it has a signal.
 
     All branches of all members are compared with each other, as if each were a member.
@@ -101,7 +107,7 @@ def compare_branches(group: Group, algo: Algo, place: str) -> tuple[Group, bool]
     ]
     failed = [rollout for rollout in group.rollouts if not rollout.branches]
     view = msgspec.structs.replace(group, rollouts=(*(part for _, part in parts), *failed))
-    values, has_signal = advantages_of(view, algo, place)
+    values, has_signal = advantages_of(view, algo, path)
     by_branch = tuple(
         tuple(float(value) for (owner, _), value in zip(parts, values) if owner == member)
         for member in range(len(group.rollouts))
@@ -122,14 +128,14 @@ def advantage_fields(table: dict[str, Float[np.ndarray, " members"]]) -> dict[st
     return {"advantages": tuple(largest.tolist()), "agent_advantages": by_agent}
 
 
-def advantages_of(group: Group, algo: Algo, place: str) -> tuple[Float[np.ndarray, " members"], bool]:
+def advantages_of(group: Group, algo: Algo, path: str) -> tuple[Float[np.ndarray, " members"], bool]:
     """Advantages of the members of a group that one agent played, and whether it has a signal."""
     rewards = np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
     counted = np.array([rollout.is_counted for rollout in group.rollouts], dtype=bool)
-    if isinstance(algo, CreditSection):
+    if isinstance(algo, CreditSection) and (algo.overlong or algo.length_penalty):
         rewards = shape_rewards(rewards, counted, group, algo)
     if isinstance(algo, CustomAlgo):
-        advantages = custom_credit(algo, CreditInputs(rewards, counted, group), place)
+        advantages = custom_credit(algo, CreditInputs(rewards, counted, group), path)
     else:
         options = algo.model_dump(exclude=NO_ESTIMATOR_OPTIONS)
         advantages = ADVANTAGE_ESTIMATORS[algo.type](rewards, counted, **options)
@@ -137,7 +143,7 @@ def advantages_of(group: Group, algo: Algo, place: str) -> tuple[Float[np.ndarra
 
 
 def hierarchical_advantages(
-    group: Group, algo: HierarchicalGrpoAlgo, place: str
+    group: Group, algo: HierarchicalGrpoAlgo, path: str
 ) -> dict[str, Float[np.ndarray, " members"]]:
     """Advantages of the members by agent; agents of one role are compared with each other.
 
@@ -150,7 +156,7 @@ def hierarchical_advantages(
         agents_by_role.setdefault(agent.partition("/")[0], []).append(agent)
     if agents_by_role and not set(agents_by_role) & set(algo.episode_agents):
         raise ConfigError(
-            f"{place}.episode_agents = {list(algo.episode_agents)}: the agents of "
+            f"{path}.episode_agents = {list(algo.episode_agents)}: the agents of "
             f"{group.task.env!r} are {sorted(agents_by_role)}; name those that play several times in an episode"
         )
     table: dict[str, np.ndarray] = {}
@@ -214,3 +220,67 @@ def shape_rewards(
 def output_tokens(group: Group) -> Int[np.ndarray, " members"]:
     """Number of sampled tokens of each member, over all its branches."""
     return np.array([rollout.num_sampled_tokens for rollout in group.rollouts])
+
+
+AgentBaselines = dict[str, dict[str, float]]
+"""Baseline by environment and agent."""
+
+
+@dataclass(eq=False)
+class Baselines:
+    """The baselines of the environments whose advantage estimator is `rae`: running mean rewards of each agent.
+
+    The groups of a batch are compared in draw order, beginning with the baselines after the batch before, and the
+    baselines are updated when the batch is shipped. So they do not depend on which group finishes first. They are saved
+    with the checkpoint of their step, and a resumed run continues like one that was never interrupted.
+    """
+
+    algos: Mapping[str, RaeAlgo] = field(default_factory=dict)
+    """By environment; groups of other environments are not changed."""
+    _values: AgentBaselines = field(default_factory=dict)
+    _updated: AgentBaselines = field(default_factory=dict)  # by the latest `subtract`
+    _at_step: dict[int, AgentBaselines] = field(default_factory=dict)
+
+    def subtract(self, groups: Iterable[Group]) -> list[Group]:
+        """The groups of a batch, in draw order, with reward minus baseline as advantage.
+
+        The baselines change only with `commit`, because the batch may still be lost.
+        """
+        self._updated = {env: dict(values) for env, values in self._values.items()}
+        return [self._subtract_from_group(group) for group in sorted(groups, key=lambda group: group.group_id)]
+
+    def commit(self, step: int) -> None:
+        """Update the baselines by the batch of the latest `subtract`, which is shipped for `step`."""
+        self._values = self._updated
+        if self.algos:
+            self._at_step[step] = self._values
+
+    def state_at(self, step: int) -> AgentBaselines:
+        """The baselines that the checkpoint of `step` saves; earlier steps are forgotten."""
+        self._at_step = {each: state for each, state in self._at_step.items() if each >= step}
+        return self._at_step.get(step, {})
+
+    def restore(self, state: AgentBaselines) -> None:
+        """Load a checkpoint's state, before any batch is made."""
+        self._values = {env: dict(values) for env, values in state.items() if env in self.algos}
+
+    def gauges(self) -> dict[str, float]:
+        """Baselines as metrics."""
+        return {
+            f"baseline/{env}/{agent}": value for env, values in self._values.items() for agent, value in values.items()
+        }
+
+    def _subtract_from_group(self, group: Group) -> Group:
+        algo = self.algos.get(group.task.env)
+        if algo is None:
+            return group
+        values = self._updated.setdefault(group.task.env, {})
+        table: dict[str, np.ndarray] = {}
+        for agent in trained_agents(group):
+            view = agent_view(group, agent)
+            rewards = np.array([rollout.reward for rollout in view.rollouts], dtype=np.float64)
+            counted = np.array([rollout.is_counted for rollout in view.rollouts], dtype=bool)
+            table[agent], values[agent] = role_conditioned(
+                shape_rewards(rewards, counted, view, algo), counted, baseline=values.get(agent, 0.0), decay=algo.decay
+            )
+        return msgspec.structs.replace(group, **advantage_fields(table)) if table else group

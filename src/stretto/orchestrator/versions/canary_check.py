@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stretto.base.errors import EngineError
-from stretto.records.weights import BFLOAT16_TOLERANCE, Canary, WeightManifest
+from stretto.records.weight_manifest import BFLOAT16_TOLERANCE, Canary, WeightManifest
 from stretto.transports.engine.client import CanaryScores
 
 if TYPE_CHECKING:

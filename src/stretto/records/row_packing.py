@@ -10,6 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     from jaxtyping import Int
 
+SAMPLES_PER_SLICE = 32
+
 
 def first_fit_decreasing(
     lengths: Int[np.ndarray, " samples"],
@@ -22,12 +24,13 @@ def first_fit_decreasing(
     images: by sample, the number of patches of each of its images by hash; an image counts once in a row. A row has at
     most max_patches, unless one sample alone has more.
 
-    It is a generator that yields after each sample, so that other tasks can run. Rows are in order of creation.
+    It is a generator that yields after each sample with images and each SAMPLES_PER_SLICE others, so that other tasks
+    can run. Rows are in order of creation.
     """
     rows: list[list[int]] = []
     shown: list[dict[str, int]] = []  # images by row
     free = np.zeros(len(lengths), dtype=np.int64)
-    for index in np.argsort(-lengths, kind="stable").tolist():
+    for number, index in enumerate(np.argsort(-lengths, kind="stable").tolist(), 1):
         size = int(lengths[index])
         num_rows = len(rows)
         fits = free[:num_rows] >= size
@@ -46,7 +49,8 @@ def first_fit_decreasing(
         free[row] -= size
         if images:
             shown[row] |= images[index]
-        yield
+        if images or number % SAMPLES_PER_SLICE == 0:
+            yield
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, and the death of a process, in each turn of a run with [colocate]: its steps are kept, or it goes on."""
+"""Ctrl-C, and the death of a process, in each use of shared devices ([colocate]): steps are kept, or it goes on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_kill import children, wait_for_child
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
-from stretto.orchestrator.versions.turns import Turn
+from stretto.orchestrator.versions.shared_devices import Use
 
 STEPS = 8
 pytestmark = pytest.mark.slow
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Large enough that every turn takes some milliseconds."""
+    """Large enough that every use takes some milliseconds."""
     shape = {"hidden_size": 256, "intermediate_size": 1024, "num_layers": 4}
     return untrained_model(tmp_path_factory.mktemp("model"), **shape)
 
@@ -34,14 +34,14 @@ def settings(model: Path, **more: Any) -> dict[str, Any]:
     return merged(sorting(model, STEPS), MOVING, own, more)
 
 
-def until_turn(run: RunDir, popen: Popen[str], turn: Turn, count: int) -> None:
-    """Wait until this turn has begun so many times."""
+def until_use(run: RunDir, popen: Popen[str], use: Use, count: int) -> None:
+    """Wait until this use has begun so many times."""
     log = run.log("orchestrator")
 
     def has_come() -> bool:
-        return log.exists() and len(re.findall(f"turn: {turn}$", log.read_text(), re.M)) >= count
+        return log.exists() and len(re.findall(f"devices: {use}$", log.read_text(), re.M)) >= count
 
-    until(has_come, popen, f"the turn of {turn}", every_s=0.001)
+    until(has_come, popen, f"the use {use}", every_s=0.001)
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +52,12 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return ended.weights(STEPS)
 
 
-@pytest.mark.parametrize("turn", [Turn.LOADING, Turn.ROLLOUTS, Turn.TRAINER])
-def test_a_run_that_is_stopped_in_any_turn_saves_its_step_and_goes_on_bit_for_bit(
-    turn: Turn, model: Path, undisturbed: bytes, tmp_path: Path
+@pytest.mark.parametrize("use", [Use.LOADING, Use.ROLLOUTS, Use.TRAINING])
+def test_a_run_that_is_stopped_in_any_use_saves_its_step_and_goes_on_bit_for_bit(
+    use: Use, model: Path, undisturbed: bytes, tmp_path: Path
 ) -> None:
     popen, run = start_rl(tmp_path, settings(model)), RunDir(tmp_path / "run")
-    until_turn(run, popen, turn, 3)
+    until_use(run, popen, use, 3)
     popen.send_signal(signal.SIGINT)
     code, output = wait(popen)
     assert code in (0, 130) and "Traceback" not in output and "assert" not in output, output
@@ -76,13 +76,13 @@ def test_a_run_that_is_stopped_before_engines_have_weights_just_ends(model: Path
     assert code in (0, 130) and "Traceback" not in output, output
 
 
-@pytest.mark.parametrize("turn", [Turn.LOADING, Turn.ROLLOUTS, Turn.TRAINER])
-def test_a_run_outlives_one_of_its_engines_whatever_the_turn(turn: Turn, model: Path, tmp_path: Path) -> None:
-    """It comes back and joins the turn that it finds: asleep while the trainer trains."""
+@pytest.mark.parametrize("use", [Use.LOADING, Use.ROLLOUTS, Use.TRAINING])
+def test_a_run_outlives_one_of_its_engines_whatever_the_use(use: Use, model: Path, tmp_path: Path) -> None:
+    """It comes back and joins the use that it finds: asleep while the trainer trains."""
     own = {"inference": {"deployment": {"num_replicas": 2}, "kv_cache_tokens": 8192}}
     client = {"orchestrator": {"client": {"liveness_interval_s": 0.2}}}
     popen, run = start_rl(tmp_path, settings(model, **merged(own, client))), RunDir(tmp_path / "run")
-    until_turn(run, popen, turn, 2)
+    until_use(run, popen, use, 2)
     os.kill(children(popen.pid)["inference"], signal.SIGKILL)
     code, output = wait(popen)
     assert code == 0, output + run.log("orchestrator").read_text()
@@ -90,13 +90,13 @@ def test_a_run_outlives_one_of_its_engines_whatever_the_turn(turn: Turn, model: 
     assert audit(run) == []
 
 
-@pytest.mark.parametrize("turn", [Turn.LOADING, Turn.ROLLOUTS, Turn.TRAINER])
+@pytest.mark.parametrize("use", [Use.LOADING, Use.ROLLOUTS, Use.TRAINING])
 @pytest.mark.parametrize("role", ["trainer", "inference"])
 def test_a_run_that_loses_its_trainer_or_its_only_engine_ends_and_names_it(
-    role: str, turn: Turn, model: Path, tmp_path: Path
+    role: str, use: Use, model: Path, tmp_path: Path
 ) -> None:
     popen, run = start_rl(tmp_path, settings(model)), RunDir(tmp_path / "run")
-    until_turn(run, popen, turn, 2)
+    until_use(run, popen, use, 2)
     os.kill(children(popen.pid)[role], signal.SIGKILL)
     code, output = wait(popen)
     assert code not in (0, 130) and re.search(f"{role}.*SIGKILL", output), output
