@@ -30,7 +30,7 @@ from stretto.records.rollout import Task
 from stretto.records.sample import TrainBatch
 from stretto.records.weight_manifest import WeightManifest
 from stretto.transports.control import Event
-from stretto_plan.simulation.clock import run_virtual as run_virtual
+from stretto.virtual_clock import run_virtual as run_virtual
 
 # -- text --
 

@@ -58,7 +58,8 @@ def read(cls: type[Root], arguments: list[str], values: Mapping[str, Any], *, ve
 
     Logs nothing: the process that is started with the same says it. Raises: ConfigError as `load`.
     """
-    return _load(Draft(cls), arguments, verb, values)
+    root: Root = _load(Draft(cls), arguments, verb, values)
+    return root
 
 
 def _load(draft: Draft, arguments: list[str], verb: str, values: Mapping[str, Any] | None = None) -> Any:

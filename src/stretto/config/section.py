@@ -23,9 +23,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
+from stretto.config.lookup import aliases_of, match, renamed
 from stretto.config.spelling import GivenName, Instead, Nothing, Row
 from stretto.config.synonyms import keys_meant
-from stretto_prime import table
 
 KeyPath = tuple[str | int, ...]
 """Place of a value in a config: keys, and indices of lists."""
@@ -269,7 +269,7 @@ def _names_of(level: tuple[type[Section], ...]) -> tuple[str, ...]:
 @cache
 def all_aliases(cls: type[Section]) -> dict[str, str]:
     """Other names of a section's keys, inherited ones included."""
-    return table.aliases_of(_names(cls))
+    return aliases_of(_names(cls))
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ def find(cls: type[Section], path: Sequence[str | int]) -> Found:
         if key is not None and key.item_sections and str(rest[0]).isdigit():
             done, rest, level, key = (*done, int(rest[0])), rest[1:], key.item_sections, None
             continue
-        if matched := table.match(_names_of(level), rest):
+        if matched := match(_names_of(level), rest):
             covered, here = matched
             if here.is_refused or here.ours == "":
                 return Found(done, None, rest, here, done, covered == len(rest))
@@ -320,12 +320,12 @@ def find(cls: type[Section], path: Sequence[str | int]) -> Found:
             if here.sets or (covered == len(rest) and not has_setter):
                 row = (here, done, covered == len(rest))
             if here.ours is not None:
-                renamed = (*table.renamed(here, rest), *rest[covered:])
+                ours = (*renamed(here, rest), *rest[covered:])
                 if here.ours.startswith("/") and done:
                     done, level, key = (), (cls,), None
-                    rest = renamed
+                    rest = ours
                     continue
-                rest = renamed
+                rest = ours
         name = str(rest[0])
         inner = next((keys(section)[name] for section in level if name in keys(section)), None)
         if inner is None:

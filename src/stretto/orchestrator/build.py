@@ -42,7 +42,7 @@ from stretto.envs.workers.handle import WorkerLimits
 from stretto.envs.workers.pool import open_workers
 from stretto.transports.engine.chat import ChatClient
 from stretto.transports.engine.client import EngineClient
-from stretto_vime.flags.resolved import resolved
+from stretto.vime.arguments import attributes_of
 
 
 def run_info(
@@ -103,13 +103,13 @@ def system_prompts(*sections: EnvSection) -> dict[str, str]:
 
 
 def table_of(cfg: OrchestratorSection | EvalConfig) -> dict[str, Any]:
-    """The value of every flag of vime by attribute, from the run's resolved config: `args` of hooks."""
+    """What add-ons say of the run's resolved config, such as the value of every flag of vime: attributes of `args`."""
     run_dir = getattr(cfg, "run_dir", None)
     if run_dir is not None and not getattr(cfg, "dry_run", False):
         with suppress(OSError, ValueError):  # a process that was started alone has no such file
-            return resolved(json.loads(run_dir.config("run").read_text()))
+            return attributes_of(json.loads(run_dir.config("run").read_text()))
     data = cfg.model_dump(mode="json")
-    return resolved({"orchestrator": data} | data)
+    return attributes_of({"orchestrator": data} | data)
 
 
 def urls_of(section: ClientSection | TeacherSection) -> tuple[str, ...]:

@@ -35,9 +35,8 @@ from stretto.algorithms.losses import TokenStreams, UserFunctions
 from stretto.base.errors import ConfigError, EnvError
 from stretto.config.sections.trainer import TrainerHooksSection
 from stretto.records.sample import MicroBatch
-from stretto.vime.arguments import Arguments
+from stretto.vime.arguments import Arguments, attributes_of
 from stretto.vime.calls import TRAINER_HOOKS, Hook, load_trainer_hooks
-from stretto_vime.flags.resolved import resolved
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -293,7 +292,7 @@ def _check_sum(value: Any, where: str) -> None:
 
 def _table(run_dir: RunDir | None) -> dict[str, Any]:
     path = None if run_dir is None else run_dir.config("run")
-    return resolved(json.loads(path.read_text()) if path is not None and path.exists() else {})
+    return attributes_of(json.loads(path.read_text()) if path is not None and path.exists() else {})
 
 
 def batch_as_lists(micro_batches: Sequence[MicroBatch]) -> dict[str, list[Any]]:

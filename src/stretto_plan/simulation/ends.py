@@ -24,9 +24,9 @@ from stretto.records.rollout import Task
 from stretto.records.sample import TrainBatch
 from stretto.records.weight_manifest import WeightManifest
 from stretto.transports.control import Event
+from stretto.virtual_clock import Cores, Job
 from stretto_plan.costs import Costs
 from stretto_plan.setup import EngineSetup
-from stretto_plan.simulation.clock import Cores, Job
 from stretto_plan.workload import Workload
 
 _EPSILON = 1e-6

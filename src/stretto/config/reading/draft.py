@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from stretto.config.lookup import spellings
 from stretto.config.reading.lines import read_file
 from stretto.config.reading.words import Assignment, FileArgument
 from stretto.config.root import RLConfig
@@ -38,8 +39,6 @@ from stretto.config.section import (
     suggest,
     tag_of,
 )
-from stretto_prime.inference import nodes_of_one
-from stretto_prime.orchestrator import merge_filters, pools_of_buffer
 
 RUN_TABLES = ("trainer", "orchestrator", "inference")
 """A file with one of these tables is that of a whole run, not of one process."""
@@ -144,7 +143,9 @@ class Draft:
 
         file: the file with the values; "" for flags.
         """
-        paths = merge_filters([each.path for each in given])
+        paths = [each.path for each in given]
+        for spelling in spellings().values():
+            paths = spelling.merged(paths)
         found = [(each, meant(self.cls, path, each.value)) for each, path in zip(given, paths)]
         values = [(each, path, value) for each, meaning in found for path, value in meaning.values.items()]
         named = {path for _, path, _ in values} | set(self.values)
@@ -256,26 +257,20 @@ class Draft:
             if isinstance(value, str) and value.startswith(OUTPUT_DIR):
                 self.values[path] = str(Path(given, value.removeprefix(OUTPUT_DIR)))
 
-    def _divide_nodes(self) -> None:
-        """Divide nodes among engines, if a file of prime-rl 0.6 counts those of all engines."""
-        for path, nodes in (nodes_of_one(self.values) if self.cls is RLConfig else {}).items():
-            name = dotted(path)
-            self.notes[name] = (
-                f"{self.sources[path]}: {name} = {self.values[path]} counts the nodes of all engines, as "
-                f"deployment.num_infer_nodes shows; here it is those of one engine: {nodes}"
-            )
-            self.values[path] = nodes
-
-    def _make_pools(self) -> None:
-        """Turn the thresholds of a buffer of prime-rl 0.6 into pools of tasks."""
+    def _correct(self) -> None:
+        """Put in what values of another framework's file mean together."""
         spelled = {path: f".{name}" for path, (_, name) in self.written.items()}
-        self.values |= pools_of_buffer(self.values, spelled)
+        for spelling in spellings().values():
+            for found in spelling.corrections(self.cls.__name__, self.values, spelled):
+                if found.why:
+                    name = dotted(found.path)
+                    self.notes[name] = f"{self.sources[found.path]}: {name} = {self.values[found.path]} {found.why}"
+                self.values[found.path] = found.value
 
     def build_root(self) -> Section | None:
         """The root with the values; None if there are complaints."""
         self._fill_in_output_dir()
-        self._divide_nodes()
-        self._make_pools()
+        self._correct()
         for path, value in list(self.values.items()):
             found = find(self.cls, path)
             if isinstance(value, bool) and found.is_known and not found.key.accepts_bool:

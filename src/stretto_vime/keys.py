@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.config.spelling import NO_DEFAULT, Table, moved
+from stretto.config.spelling import NO_DEFAULT, Spelling, Table, moved
 
 HOOKS = Table("orchestrator.hooks", "HooksSection", tuple(moved(theirs, NO_DEFAULT, ours) for theirs, ours in {
     "dynamic_sampling_filter_path": "dynamic_sampling_filter",
@@ -29,4 +29,4 @@ TRAINER_HOOKS = Table("trainer.hooks", "TrainerHooksSection", tuple(moved(old, N
     "rollout_data_postprocess_path": "data_postprocess",
 }.items()), is_listed=False)  # fmt: skip
 MODELS = Table("", "RLConfig", (moved("models.teacher", NO_DEFAULT, "teacher_inference"),), verb="rl", is_listed=False)
-TABLES = (HOOKS, TRAINER_HOOKS, MODELS)
+SPELLING = Spelling((HOOKS, TRAINER_HOOKS, MODELS))

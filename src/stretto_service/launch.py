@@ -41,7 +41,7 @@ from stretto.launch.run import supervisor
 STALL_S = 7 * 24 * 3600.0
 """A service may be silent for as long as it gets no requests."""
 GRACE_S = 25.0
-"""Between SIGTERM and SIGKILL: the hub first lets all runs be saved, within SAVE_S of stretto_service/main.py."""
+"""Between SIGTERM and SIGKILL: the hub first lets all runs be saved, within SAVE_S of main.py."""
 RESTARTS = 100
 CONFIG = "service"
 
