@@ -87,8 +87,10 @@ class Chat:
         Raises: ConfigError if there are no such weights or memory is short; EngineError if none can be started.
         """
         weights = await asyncio.to_thread(_weights, run)
-        if (path := weights.get(words.get("step"))) is None:
-            raise ConfigError(f"{run.dir}: no weights of step {words.get('step')!r}; it has {list(weights) or 'none'}.")
+        step = words.get("step")
+        path = weights.get(step) if isinstance(step, int) else None
+        if not isinstance(step, int) or path is None:
+            raise ConfigError(f"{run.dir}: no weights of step {step!r}; it has {list(weights) or 'none'}.")
         need, free = await asyncio.to_thread(_memory, path)
         if need > free * _SHARE:
             raise ConfigError(
@@ -103,7 +105,7 @@ class Chat:
             }
         async with self._lock:
             await self.close()
-            self._engine = _start(run.path, words["step"], path, without_gpus=bool(others))
+            self._engine = _start(run.path, step, path, without_gpus=bool(others))
         return {"ask": None}
 
     async def reply(self, run: OpenRun, words: Words, others: list[str]) -> AsyncIterator[bytes]:

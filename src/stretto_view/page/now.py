@@ -174,20 +174,26 @@ def _engine(run: OpenRun, address: str, key: str | None) -> dict[str, Any]:
             name = name.partition("{")[0].removeprefix("vllm:").removesuffix("_total")
             with suppress(ValueError):
                 totals[name] = totals.get(name, 0.0) + float(value)
-    sampled, at = totals.get("generation_tokens"), time.monotonic()
-    before, before_at = run.sampled.get(address, (None, at))
-    if sampled is not None:
-        run.sampled[address] = sampled, at
-    is_rate = sampled is not None and before is not None and at > before_at and sampled >= before
     return {
         "address": address,
         "running": totals.get("num_requests_running"),
         "waiting": totals.get("num_requests_waiting"),
         "cache": totals.get("kv_cache_usage_perc"),
         "version": totals.get("weight_version"),
-        "tokens_per_s": (sampled - before) / (at - before_at) if is_rate else None,
+        "tokens_per_s": _rate(run, address, totals.get("generation_tokens")),
         "error": None,
     }
+
+
+def _rate(run: OpenRun, address: str, sampled: float | None) -> float | None:
+    """Tokens per second since the engine was last asked; None the first time, or if it has begun anew."""
+    if sampled is None:
+        return None
+    at, before = time.monotonic(), run.sampled.get(address)
+    run.sampled[address] = sampled, at
+    if before is None or at <= before[1] or sampled < before[0]:
+        return None
+    return (sampled - before[0]) / (at - before[1])
 
 
 _MOST_ENGINES = 64
