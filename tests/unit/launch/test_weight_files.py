@@ -170,6 +170,7 @@ def test_a_directory_without_weights_is_not_ready_in_a_dry_run_and_refused_at_a_
         check(model)
 
 
+@pytest.mark.heavy
 def test_families_of_transformers_are_compared_with_its_own_model(tmp_path: Path) -> None:
     from transformers import GraniteConfig, GraniteForCausalLM
 
