@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from stretto.base.errors import ConfigError
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
+from stretto.check.weights import check_weights
 from stretto.cli import main
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.data.weight_files import untrained_rows
-from stretto.launch.plan.weights import check_weights
 from stretto.models.hub import random_model, save_hf
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 48}
