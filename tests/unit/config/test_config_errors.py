@@ -145,7 +145,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         '[orchestrator]\ngroup_size = 1\nbatch_size = 4\n[orchestrator.algo]\ntype = "reinforce_plus_plus"\n'
         + ENV
         + '[[orchestrator.env]]\nid = "reverse-text"\nalgo = { type = "rloo" }\n',
-        ["c.toml:2: orchestrator.group_size = 1", "every advantage"],
+        ["c.toml:2: orchestrator.group_size = 1", "every advantage", "rloo"],
     ),
     "a filter of advantages that rae does not know yet": (
         '[orchestrator]\nfilters = [{ type = "zero_advantage" }]\n[orchestrator.algo]\ntype = "rae"\n' + ENV,
