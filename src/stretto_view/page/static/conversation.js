@@ -14,7 +14,7 @@ const KEYS = {
   trained: [["in the loss", "var(--sampled)"]],
   mask: [["sampled by the policy", "var(--sampled)"]],
 };
-const LONG_SYSTEM = 150; // tokens
+const LONG_SYSTEM = 600; // characters
 const MOST_LINES = 400; // spans of tokens that are drawn at first; a button draws the rest
 
 export function conversation(found, open, run, context, followTask) {
@@ -89,7 +89,7 @@ function branch(found, run, coloring, title) {
 
 // A long message of the system is the same in every rollout, and hides what follows it.
 function folded(tokens, turn) {
-  return turn.role === "system" && turn.end - turn.body > LONG_SYSTEM && !tokens.sampled.slice(turn.body, turn.end).includes(1);
+  return turn.role === "system" && tokens.text.slice(turn.body, turn.end).join("").length > LONG_SYSTEM && !tokens.sampled.slice(turn.body, turn.end).includes(1);
 }
 
 function text(tokens, turn, coloring) {
