@@ -90,7 +90,7 @@ export async function render(root, context) {
     select("over ", [["step", "steps"], ["time", "hours"], ["tokens", "tokens"]], settings.axis, change("axis")),
     select("smoothing ", [["0", "none"], ["0.05", "5 %"], ["0.2", "20 %"]], settings.smooth, change("smooth")),
     runs.length > 1 ? h("span", { class: "legend" }, runs.map((run, at) => h("span", { style: { color: COLORS[at % COLORS.length] } }, `■ ${run} `))) : null,
-    h("span", { class: "saves" }, copyLink(), csv)), faults, runs.length > 1 ? differing(runs, signal) : null, panels);
+    h("span", { class: "saves" }, copyLink(), " ", csv)), faults, runs.length > 1 ? differing(runs, signal) : null, panels);
   const resized = new ResizeObserver(() => {
     for (const { plot, box } of drawn.values()) plot?.setSize({ width: Math.max(200, box.clientWidth - 16), height: 220 });
   });
