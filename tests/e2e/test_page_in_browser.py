@@ -188,11 +188,14 @@ def test_text_is_searched_and_what_is_found_is_saved(tab: Any, address: str) -> 
 
 def test_a_view_that_waits_for_its_answer_says_so(tab: Any, address: str) -> None:
     held: list[Any] = []
-    tab.route("**/timeline*", held.append)
+    asked = re.compile(r"/api/run/live/timeline")
+    tab.route(asked, lambda route: held.append(route))
     tab.goto(f"{address}#/timeline?run=live")
     tab.locator("#loading").wait_for()
     assert "loading" in tab.locator("#loading").inner_text()
-    held[0].continue_()
+    for route in held:
+        route.continue_()
+    tab.unroute(asked)
     tab.locator("canvas").first.wait_for()
     tab.locator("#loading").wait_for(state="hidden")
 
