@@ -80,6 +80,8 @@ def page(ledger: LedgerReader, filters: Filters, *, before: int | None = None, l
         raise ConfigError(f"sort {filters.sort!r}: the orders are {', '.join(SORTS)}.")
     if filters.step is not None:
         return _of_step(ledger, filters, before or 0, limit)
+    if filters.status == "running":
+        return _running(ledger, filters, before or 0, limit)
     clauses, values = filters.clauses()
     where = " AND ".join(["r.row < ?", "r.row >= ?", *clauses])
     query = f"""
@@ -96,6 +98,18 @@ def page(ledger: LedgerReader, filters: Filters, *, before: int | None = None, l
         rows += more
         place = more[-1]["row"] if len(rows) == limit else low
     return {"rows": rows, "next": place if place > 1 else None, "searched": first - place}
+
+
+def _running(ledger: LedgerReader, filters: Filters, skipped: int, limit: int) -> dict[str, Any]:
+    """As `page`, for rollouts under way, the one that began first at the top; `next` counts the rows before."""
+    clauses, values = filters.clauses()
+    query = f"""
+        SELECT {_COLUMNS}, NULL AS step FROM rollouts r JOIN draws d USING (group_id)
+        WHERE r.status = 'running' AND {" AND ".join(clauses)} ORDER BY r.row LIMIT ? OFFSET ?
+    """
+    rows = ledger.rows(query, *values, limit + 1, skipped)
+    following = skipped + limit if len(rows) > limit else None
+    return {"rows": rows[:limit], "next": following, "searched": len(rows)}
 
 
 def _of_step(ledger: LedgerReader, filters: Filters, skipped: int, limit: int) -> dict[str, Any]:

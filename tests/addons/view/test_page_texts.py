@@ -142,9 +142,12 @@ def test_turns_of_a_rollout_that_has_not_ended_are_shown(run: OpenRun) -> None:
     with LedgerReader(run.dir) as ledger:
         rows = texts.page(ledger, run, rollouts.Filters(status="running"))["rows"]
     assert [(row["member"], row["num_turns"], row["prompt"]) for row in rows] == [
-        (1, 0, None),
         (0, 2, "What is 6 times 7?"),
+        (1, 0, None),
     ]
+    with LedgerReader(run.dir) as ledger:
+        assert rollouts.page(ledger, rollouts.Filters(status="running"), limit=1)["next"] == 1
+        assert not rollouts.page(ledger, rollouts.Filters(status="running", env="other"))["rows"]
     [branch] = conversation.conversation(run, 20, 0)["branches"]
     assert "".join(branch["tokens"]["text"]) == ASKED + CALL + TOOL + NEXT + "42<|im_end|>"
     assert [turn["role"] for turn in branch["turns"]] == ["system", "user", "assistant", "tool", "assistant"]

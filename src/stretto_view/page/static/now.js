@@ -24,7 +24,7 @@ function card(state, isNamed) {
     state.waits ? h("section", {}, h("h3", {}, "who waits, of the last steps' time"), bars(state.waits)) : null,
     state.no_queues ? message(state.no_queues, "error") : null,
     state.queues ? h("section", {}, h("h3", {}, state.state === "running" ? "under way" : "under way when it ended"), list(queues(state.queues, state.id))) : null,
-    state.staleness ? h("section", {}, h("h3", {}, "age of the last steps' rollouts, in versions"), bars(Object.fromEntries(Object.entries(state.staleness).map(([age, share]) => [age === "0" ? "0: of the newest weights" : age, share])))) : null,
+    state.staleness ? h("section", {}, h("h3", {}, "weights of the last steps' rollouts"), bars(Object.fromEntries(Object.entries(state.staleness).map(([age, share]) => [age === "0" ? "of the newest" : age === "1" ? "1 version old" : `${age} versions old`, share])))) : null,
     state.engines.length ? h("section", {}, h("h3", {}, "engines at this moment"), engines(state.engines)) : null,
     state.machine && h("section", {}, h("h3", {}, `machine ${state.machine.host}`), list(machine(state.machine)), state.machine.gpus.map(gpu)));
 }

@@ -79,7 +79,7 @@ export async function render(root, context) {
       h("td", {}, `g${name}`), h("td", {}, short(row.step)), h("td", {}, row.env), h("td", { class: `state ${row.status}` }, row.status),
       h("td", {}, short(row.reward)), h("td", {}, short(row.advantage)), h("td", {}, short(row.num_sampled_tokens)), h("td", {}, short(row.num_turns)),
       h("td", {}, row.first_version === row.last_version ? short(row.first_version) : `${short(row.first_version)}–${short(row.last_version)}`),
-      h("td", {}, row.finished_at && row.started_at ? took(row.finished_at - row.started_at) : "–"));
+      h("td", {}, row.started_at && (row.finished_at || row.status === "running") ? took((row.finished_at || Date.now() / 1000) - row.started_at) : "–"));
     return [facts, h("tr", { class: "beginning", "data-of": name, ...chosen }, h("td", { colspan: COLUMNS.length }, beginning(row)))];
   }
 
