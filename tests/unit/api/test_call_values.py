@@ -79,7 +79,10 @@ def test_the_names_of_trl_are_told_what_they_are_here() -> None:
         ({"dataset": [{"text": "a"}], "reward": close}, "the prompt is looked for in prompt and question"),
         ({"dataset": [], "reward": close}, "it is empty"),
         ({"dataset": [*ROWS, 3], "reward": close}, "its entry 1 is a int"),
-        ({"dataset": ROWS, "reward": lambda completion, anwser: 0}, "takes anwser, and the records have no such column"),
+        (
+            {"dataset": ROWS, "reward": lambda completion, anwser: 0},
+            "takes anwser, and the records have no such column",
+        ),
         ({"dataset": ROWS, "reward": lambda text: 0}, "takes text, but no reply; write `def reward"),
         ({"dataset": ROWS, "reward": 3}, "reward is 3; give a function"),
         ({"dataset": ROWS, "reward": [close], "reward_weights": [1, 2]}, "has 2 numbers for 1 reward"),
@@ -99,23 +102,22 @@ def test_what_holds_a_lock_is_refused_with_what_to_do() -> None:
             return 0.0
 
     held = LOCK
-    locked.__globals__  # noqa: B018  # the function is of this module, so the lock is put into its closure
 
     def closed(completion: str) -> float:
         with held:
             return locked(completion)
 
-    with pytest.raises(ConfigError, match="cannot be given to the processes of a run: .* Make locks, files"):
+    with pytest.raises(ConfigError, match=r"cannot be given to the processes of a run: .* Make locks, files"):
         stretto.rl(dataset=ROWS, reward=closed)
 
 
 def test_a_word_among_the_files_is_told_where_it_belongs() -> None:
-    with pytest.raises(ConfigError, match="argument 2 is .*SortLetters.*; before the keywords go files"):
+    with pytest.raises(ConfigError, match=r"argument 2 is .*SortLetters.*; before the keywords go files"):
         stretto.rl("rl.toml", SortLetters)
 
 
 def test_a_mistake_in_the_configuration_is_the_message_of_the_exception() -> None:
-    with pytest.raises(ConfigError, match="orchestrator.groop_size: unknown key; did you mean `group_size`"):
+    with pytest.raises(ConfigError, match=r"orchestrator.groop_size: unknown key; did you mean `group_size`"):
         stretto.rl({"orchestrator": {"groop_size": 3}}, env="sort-letters", model="x")
 
 
