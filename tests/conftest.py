@@ -89,7 +89,7 @@ def log_handlers_end_with_their_test():
 
 @pytest.fixture(autouse=True)
 def metrics_are_listed(request, monkeypatch):
-    """Every metric that runs within these tests write is in docs/metrics.md."""
+    """Every metric that runs within these tests write is on the page of metrics."""
     if not {"orchestrator", "trainer"} & set(request.path.parts[-3:-1]):
         yield
         return

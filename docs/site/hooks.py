@@ -1,9 +1,10 @@
 """Pages of the site that do not lie in docs/, and links between all of them.
 
-The documents link to each other, to examples and to source files, by paths that also work in a checkout. On the site
-the README is the home page, other markdown files keep their path, and every other text file that a page links to
-becomes a page with its source, and a directory without a README a page with the names of its files. A link that leads
-nowhere stays as it is, and the strict build refuses it.
+The documents link to each other, to examples and to source files, by paths that also work in a checkout, except to
+the pages that generated.py names, which exist on the site only. On the site the README is the home page, other markdown
+files keep their path, and every other text file that a page links to becomes a page with its source, and a directory
+without a README a page with the names of its files. A link that leads nowhere stays as it is, and the strict build
+refuses it.
 `make docs` builds the site into build/site.
 """
 
@@ -13,6 +14,7 @@ import os
 import re
 from pathlib import Path, PurePosixPath
 
+from generated import PAGES, generated
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -35,11 +37,17 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the markdown files outside of docs/, and what all pages link to."""
+    """Add the generated pages, the markdown files outside of docs/, and what all pages link to."""
+    for name, text in generated():
+        if (left := files.get_file_from_path(name)) is not None:  # somebody wrote it there to read it
+            files.remove(left)
+        files.append(File.generated(config, name, content=text))
     pages = [*OUTSIDE, "examples/README.md", *_examples()]
     linked: set[str] = set()
-    for path in (*pages, *(f"docs/{file.src_uri}" for file in files.documentation_pages())):
-        linked |= _targets(path)
+    for path in pages:
+        linked |= _targets(path, (ROOT / path).read_text())
+    for file in files.documentation_pages():
+        linked |= _targets(f"docs/{file.src_uri}", file.content_string)
     for path in sorted(linked | set(pages)):
         if files.get_file_from_path(_uri(path)) is None:
             files.append(_file(path, config))
@@ -66,8 +74,8 @@ def _examples() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("examples/*/README.md"))]
 
 
-def _targets(path: str) -> set[str]:
-    found = (_target(path, link) for _, link, _, _ in LINK.findall((ROOT / path).read_text()))
+def _targets(path: str, text: str) -> set[str]:
+    found = (_target(path, link) for _, link, _, _ in LINK.findall(text))
     return {target for target in found if target is not None}
 
 
@@ -76,6 +84,8 @@ def _target(path: str, link: str) -> str | None:
     if "://" in link or link.startswith("mailto:"):
         return None
     target = os.path.relpath((ROOT / path).parent / link, ROOT)
+    if target.removeprefix("docs/") in PAGES:
+        return target
     if (ROOT / target).is_dir():
         readme = os.path.join(target, "README.md")
         target = readme if (ROOT / readme).is_file() else target + "/"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
+from stretto import addons
 from stretto.base.errors import ConfigError
 from stretto.signals import restore_python_signals, unwind_at_signals
 
@@ -16,60 +17,44 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from stretto.addons import ConfigVerb
     from stretto.config.root import InferenceConfig, RLConfig, RunRoot, SFTConfig, TrainerConfig
 
 PLAIN_VERBS = {
-    "vime": "stretto.verbs:run_vime",
     "init": "stretto.launch.project:init",
     "demo": "stretto.launch.demo:demo",
-    "runs": "stretto_view.commands:runs",
-    "show": "stretto_view.commands:show",
-    "rollouts": "stretto_view.commands:rollouts",
-    "plot": "stretto_view.commands:plot",
-    "view": "stretto_view.page.command:view",
-    "push": "stretto_view.push:push",
-    "plan": "stretto_plan.command:plan",
-    "pod": "stretto_clusters.kubernetes.run:main",
     "status": "stretto.launch.control:status",
     "logs": "stretto.launch.control:logs",
     "stop": "stretto.launch.control:stop",
     "stacks": "stretto.launch.stacks:stacks",
-    "doctor": "stretto_doctor.command:doctor",
 }
-"""Verbs that take words of their own, and the function that gets them."""
+"""Verbs of the core that take words of their own, and the function that gets them."""
 
 
-def _function(path: str) -> Callable[..., int]:
-    """The function `module:name`; its module is imported now."""
-    from importlib import import_module
-
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
+def is_plain(verb: str) -> bool:
+    """Whether a verb takes words of its own."""
+    return verb in PLAIN_VERBS or verb in addons.registered("stretto.verbs")
 
 
 def run_plain_verb(verb: str, words: list[str]) -> int:
-    """Run a verb of PLAIN_VERBS; the exit status."""
-    run = _function(PLAIN_VERBS[verb])
-    if verb == "doctor":
-        unwind_at_signals()
-    return run(words)
+    """Run a verb that takes words of its own; the exit status.
 
-
-READ_BY_PARSER = (
-    "runs", "show", "rollouts", "plot", "view", "push", "plan", "init", "status", "logs", "stop", "stacks", "doctor",
-)  # fmt: skip
-"""Verbs of PLAIN_VERBS whose words a PlainParser reads."""
+    Raises: ConfigError if it is that of an add-on which is not installed.
+    """
+    if verb in PLAIN_VERBS:
+        return addons.object_at(PLAIN_VERBS[verb])(words)
+    return addons.load("stretto.verbs", verb, f"`stretto {verb}`")(words)
 
 
 def completions_of_plain_verbs() -> dict[str, list[str]]:
     """Per verb without a configuration its lines for completion, `--flag value value`."""
     from stretto.config.reading.plain import parser_of
-    from stretto_vime.flags.groups import BY_NAME
 
-    parsers = {verb: parser_of(_function(PLAIN_VERBS[verb])) for verb in READ_BY_PARSER}
-    lines = {verb: parser.completions() for verb, parser in parsers.items() if parser is not None}
-    vime = [" ".join([name, *map(str, flag.choices)]) for name, flag in BY_NAME.items() if flag.state != "refused"]
-    return lines | {"vime": vime}
+    lines = {verb: each() for verb, each in addons.load_all("stretto.completions").items()}
+    for verb, path in ({**PLAIN_VERBS} | addons.offers("stretto.verbs")).items():
+        if verb not in (*lines, "demo") and (parser := parser_of(addons.object_at(path))) is not None:
+            lines[verb] = parser.completions()
+    return lines
 
 
 def word_after_help(words: list[str]) -> str | None:
@@ -78,31 +63,13 @@ def word_after_help(words: list[str]) -> str | None:
     return None if index is None else " ".join(words[index + 1 : index + 2]).lstrip("-")
 
 
-def _rl(cfg: RLConfig, words: list[str]) -> int:
+def run_rl(cfg: RLConfig, words: list[str]) -> int:
+    """Check what the run will call, then run it; the exit status."""
     from stretto.launch.run.rl import main as run
 
-    if cfg.slurm is None and cfg.ray is None:  # otherwise the functions are on other machines
-        _check_trainer_hooks(cfg)
-    if cfg.ray is None:
-        _check_plugins(cfg)
     if cfg.service is not None:
         _check_service(cfg)
     return run(cfg)
-
-
-def _check_plugins(cfg: RLConfig) -> None:
-    """Check the packages that environments of verifiers name; on Slurm, whose nodes may have others, only warn.
-
-    Raises: ConfigError for one that this machine lacks, if the orchestrator runs here.
-    """
-    from stretto.orchestrator.dry_run import check_plugins
-
-    try:
-        check_plugins(cfg.orchestrator)
-    except ConfigError as error:
-        if cfg.slurm is None and cfg.deployment.type == "single_node":
-            raise
-        sys.stdout.write(f"warning: {error}\n")
 
 
 def _check_service(cfg: RLConfig) -> None:
@@ -110,26 +77,13 @@ def _check_service(cfg: RLConfig) -> None:
 
     Raises: ConfigError with its reason.
     """
-    from stretto_service.runs.client import check, end_earlier
-
+    service = addons.load("stretto.services", "client", "[service]")
     try:
-        check(cfg.trainer_config(), may_exist=cfg.resume is not None or cfg.clean)
+        service.check(cfg.trainer_config(), may_exist=cfg.resume is not None or cfg.clean)
     except ConnectionError as error:
         raise ConfigError(f"{error}; start one with `stretto serve`, or correct service.url") from None
     if cfg.clean:
-        end_earlier(cfg.trainer_config())
-
-
-def _check_trainer_hooks(cfg: RLConfig) -> None:
-    """Load the functions of [trainer.hooks], which the trainer will call.
-
-    Raises: ConfigError for one that does not exist, or takes other arguments than it is called with.
-    """
-    from stretto.vime.calls import TRAINER_HOOKS, check_in_process
-
-    named = {key: path for key in TRAINER_HOOKS if (path := getattr(cfg.trainer.hooks, key)) is not None}
-    if named:
-        check_in_process(named, os.environ | cfg.env_vars | cfg.trainer.env_vars)
+        service.end_earlier(cfg.trainer_config())
 
 
 def _sft(cfg: SFTConfig, words: list[str]) -> int:
@@ -153,15 +107,19 @@ def _check_weights(cfg: SFTConfig | InferenceConfig) -> None:
 
     Raises: ConfigError for files with which the run would fail.
     """
-    from stretto.launch.plan.weights import check_weights_of
+    from stretto.check.weights import check_weights_of
 
     for text in check_weights_of(cfg):
         sys.stderr.write(f"warning: {text}\n")
 
 
 def _elsewhere(cfg: SFTConfig | InferenceConfig) -> int:
-    """Run the command on the machines that Slurm or Ray hands out."""
-    return _function(f"stretto_clusters.{'ray.run' if cfg.slurm is None else 'slurm.submit'}:main")(cfg)
+    """Run the command on the machines of a cluster."""
+    from stretto.launch.launchers import launcher_of
+
+    launcher = launcher_of(cfg)
+    assert launcher is not None, "it runs here"
+    return launcher.main(cfg)
 
 
 def _check_first_rows(cfg: SFTConfig) -> None:
@@ -184,7 +142,7 @@ def _process(path: str, *, computes: bool = False) -> Callable[[Any, list[str]],
     def run(cfg: RunRoot, words: list[str]) -> int:
         if computes:
             _let_waiting_threads_sleep()
-        main = _function(path)
+        main = addons.object_at(path)
         restore_python_signals()
         return main(cfg)
 
@@ -193,7 +151,9 @@ def _process(path: str, *, computes: bool = False) -> Callable[[Any, list[str]],
 
 def _trainer(cfg: TrainerConfig, words: list[str]) -> int:
     if cfg.service is not None:
-        return _process("stretto_service.runs.bridge:main")(cfg, words)
+        main = addons.load("stretto.services", "trainer", "[service]")
+        restore_python_signals()
+        return main(cfg)
     return _process("stretto.trainer.rl:main", computes=True)(cfg, words)
 
 
@@ -222,7 +182,7 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
             return served
         cfg = served
     if cfg.dry_run:
-        return _dry_run("inference", cfg)
+        return show_dry_run("inference", cfg)
     from stretto.inference.server import main as run
 
     restore_python_signals()
@@ -236,7 +196,7 @@ def _let_waiting_threads_sleep() -> None:
 
 
 VERBS: dict[str, tuple[str, Callable[[Any, list[str]], int]]] = {
-    "rl": ("RLConfig", _rl),
+    "rl": ("RLConfig", run_rl),
     "sft": ("SFTConfig", _sft),
     "trainer": ("TrainerConfig", _trainer),
     "critic": ("TrainerConfig", _process("stretto.trainer.critic_ranks:main", computes=True)),
@@ -244,18 +204,34 @@ VERBS: dict[str, tuple[str, Callable[[Any, list[str]], int]]] = {
     "inference": ("InferenceConfig", _inference),
     "eval": ("EvalConfig", _process("stretto.orchestrator.eval.verb:main")),
     "evals": ("EvalsConfig", _process("stretto.orchestrator.eval.follow:main")),
-    "serve": ("ServeConfig", lambda cfg, words: _function("stretto.launch.run.service:main")(cfg)),
-    "hub": ("ServeConfig", _process("stretto_service.main:main")),
-    "tenants": ("ServeConfig", _process("stretto_service.tenants.main:main", computes=True)),
 }
-"""The class of a verb's config in config/root.py, and what runs it; words: the command line after the verb."""
+"""The core's: the class of a verb's config in config/root.py, and what runs it with the words after the verb."""
+
+
+def is_verb(verb: str) -> bool:
+    """Whether it is a verb of the core, or of an add-on that may be missing here."""
+    return verb in VERBS or verb in addons.registered("stretto.config_verbs") or is_plain(verb)
+
+
+def _of_add_on(verb: str) -> ConfigVerb:
+    """Raises: ConfigError if it is not installed."""
+    return addons.load("stretto.config_verbs", verb, f"`stretto {verb}`")
 
 
 def root_of(verb: str) -> type[RunRoot]:
     """The class of a verb's config."""
     from stretto.config import root
 
-    return getattr(root, VERBS[verb][0])
+    return getattr(root, VERBS[verb][0] if verb in VERBS else _of_add_on(verb).root)
+
+
+def _run(verb: str, cfg: RunRoot, words: list[str]) -> int:
+    if verb in VERBS:
+        return VERBS[verb][1](cfg, words)
+    found = _of_add_on(verb)
+    if found.is_process:
+        return _process(found.run, computes=found.computes)(cfg, words)
+    return addons.object_at(found.run)(cfg)
 
 
 def run_config_verb(verb: str, words: list[str], command: str) -> int:
@@ -275,15 +251,25 @@ def run_config_verb(verb: str, words: list[str], command: str) -> int:
     cfg = load(root_of(verb), _own_flags(verb, words), verb=command)
     os.environ.update(cfg.env_vars)  # before torch is imported
     if cfg.print_config:
-        return _print_config(cfg)
+        return print_config(cfg)
+    _check_add_ons(cfg)
     if cfg.dry_run and verb != "inference":  # its dry run may be a plan of several processes
-        return _dry_run(verb, cfg)
+        return show_dry_run(verb, cfg)
     if bench is not None and not cfg.dry_run:
         from stretto.bench.command import bench as run
 
         unwind_at_signals()
         return run(cfg, bench)
-    return VERBS[verb][1](cfg, words)
+    return _run(verb, cfg, words)
+
+
+def _check_add_ons(cfg: RunRoot) -> None:
+    """Raises: ConfigError if a section needs an add-on that is not installed."""
+    for section in ("slurm", "ray"):
+        if getattr(cfg, section, None) is not None:
+            addons.check("stretto.launchers", section, f"[{section}]")
+    if type(cfg).__name__ in ("RLConfig", "TrainerConfig") and getattr(cfg, "service", None) is not None:
+        addons.check("stretto.services", "client", "[service]")
 
 
 def _own_flags(verb: str, words: list[str]) -> list[str]:
@@ -306,28 +292,8 @@ def _own_flags(verb: str, words: list[str]) -> list[str]:
     return words
 
 
-def run_vime(words: list[str]) -> int:
-    """Run `vime`, which is `rl` with the flags of vime; the exit status."""
-    if (word := word_after_help(words)) is not None:
-        from stretto_vime.flags.pages import help_text
-
-        print(help_text(word), end="")
-        return 0
-    from stretto_vime.flags.command import read_command
-
-    cfg, notes, names, environment = read_command(words)
-    os.environ.update(environment)
-    if cfg.print_config:
-        return _print_config(cfg)
-    for note in notes:
-        sys.stderr.write(f"note: {note}\n")
-    try:
-        return _dry_run("rl", cfg) if cfg.dry_run else _rl(cfg, words)
-    except ConfigError as error:
-        raise ConfigError(names.reword(str(error))) from error
-
-
-def _print_config(cfg: RunRoot) -> int:
+def print_config(cfg: RunRoot) -> int:
+    """Print a resolved config; the exit status."""
     from stretto.config.load import shown_text
 
     print(shown_text(cfg), end="")
@@ -340,8 +306,9 @@ def _print(text: str) -> None:
     print(harmless(text))  # it shows what models and environments have written
 
 
-def _dry_run(verb: str, cfg: RunRoot) -> int:
+def show_dry_run(verb: str, cfg: RunRoot) -> int:
+    """Print what a command would do, and start nothing; the exit status."""
     from stretto.dry_run import SCREENS
 
-    _print(SCREENS[verb](cfg))
+    _print(SCREENS[verb](cfg) if verb in SCREENS else addons.object_at(_of_add_on(verb).screen)(cfg))
     return 0

@@ -1,6 +1,6 @@
-"""docs/from-prime-rl.md, generated from the table of spellings.
+"""The page for those who come from prime-rl, generated from the table of spellings.
 
-`python -m stretto_prime.spelled > docs/from-prime-rl.md` generates the page from page.md.
+`python -m stretto_prime.spelled` prints the page, which `make docs` puts on the site; page.md is its frame.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 def test_a_change_is_tried_with_the_launchers_that_use_it() -> None:
-    assert tried_after("src/stretto_clusters/slurm/steps.py", "docs/config.md") == ["Slurm"]
+    assert tried_after("src/stretto_clusters/slurm/steps.py", "docs/data.md") == ["Slurm"]
     assert tried_after("deploy/helm/stretto/values.yaml", "tests/cluster/on_ray/test_ray.py") == ["Ray", "Kubernetes"]
     assert tried_after("src/stretto/launch/run/supervisor.py") == ALL
     assert tried_after("src/stretto_clusters/ray/run.py", "src/stretto/base/rundir.py") == ALL

@@ -33,7 +33,7 @@ def exchange_values(rank: int) -> None:
 
 
 def refuse_other_things(rank: int) -> None:
-    with pytest.raises(WireError, match="damaged message: Expected `int`, got `str`"):
+    with pytest.raises(WireError, match=r"damaged message: .*`int`.*`str`"):
         exchange.gather("text", int)
     sent = torch.frombuffer(bytearray(b"cos\nsystem\n(S'true'\ntR."), dtype=torch.uint8)
     if rank == 0:

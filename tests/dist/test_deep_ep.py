@@ -34,7 +34,7 @@ class _Mesh:
 
 def test_it_is_refused_without_gpus_and_without_the_package():
     section = ModelSection(ep_comm_backend="deepep", dtype="bfloat16")
-    with pytest.raises(ConfigError, match='needs GPUs, and this rank is on the cpu; use "torch"'):
+    with pytest.raises(ConfigError, match=r'needs GPUs.*"torch"'):
         build_token_dispatcher(section, _Mesh())
-    with pytest.raises(ConfigError, match=r"DeepEP cannot be imported .*; build it for this CUDA"):
+    with pytest.raises(ConfigError, match=r"DeepEP cannot be imported"):
         DeepEPDispatcher(_Mesh(), 20, None)

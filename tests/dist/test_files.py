@@ -100,7 +100,7 @@ def test_a_checkpoint_without_one_ranks_file_is_refused(played):
     [path] = run.checkpoint(STEP).glob("trainer/__1_0.distcp")
     kept = path.read_bytes()
     path.unlink()
-    with pytest.raises(DataError, match=r"__1_0.distcp: has 0 of \d+ bytes.*start over with --clean"):
+    with pytest.raises(DataError, match=r"__1_0.distcp: has 0 of \d+ bytes"):
         checkpoint.load(run, learner, STEP)
     path.write_bytes(kept)
     checkpoint.load(run, learner, STEP)

@@ -7,13 +7,18 @@ trains. What cannot be run on one machine without a network is in `NOT_RUN` with
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("**/README.md"))]
+GENERATED = runpy.run_path(str(ROOT / "docs" / "site" / "generated.py"), run_name="generated")["PAGES"]
+_FILES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("**/README.md")]
+PAGES = sorted({str(file.relative_to(ROOT)) for file in _FILES} | {f"docs/{name}" for name in GENERATED})
+"""The documents by path, and those that are not stored."""
 KINDS = {name: name for name in ("bash", "python", "toml", "json", "yaml")} | {
     "sh": "bash",
     "console": "bash",
@@ -27,7 +32,7 @@ _DEMO = "the demo itself: tests/e2e/documents trains with its files for fewer st
 _SERVICE = "needs a service that runs: tests/e2e/service"
 _BY_HAND = "on several hosts: tests/cluster/test_by_hand.py"
 _ELSEWHERE = "an engine or teacher is on another machine"
-_PUSH = "uploads to a server with the Hub's API: tests/unit/data/test_push.py"
+_PUSH = "uploads to a server with the Hub's API: tests/addons/view/test_push.py"
 _RECIPE = "with a small model: tests/e2e/learning/test_recipe_runs.py"
 _SHELL = "a command of the shell"
 _REAL = "with real weights and fewer steps: tests/e2e/models/test_smollm2_run.py"
@@ -150,6 +155,13 @@ def why_not_run(page: str, text: str) -> str | None:
     return next((why for (of, piece), why in NOT_RUN.items() if of == page and piece in text), None)
 
 
+@cache
+def text_of(page: str) -> str:
+    """The text of one of PAGES."""
+    module = GENERATED.get(page.removeprefix("docs/"))
+    return import_module(module).markdown() if module else (ROOT / page).read_text()
+
+
 def blocks(kind: str | None = None) -> list[Block]:
     """All blocks of all pages that have a language, or those of one kind."""
     return [block for block in _all_blocks() if kind is None or block.kind == kind]
@@ -158,10 +170,10 @@ def blocks(kind: str | None = None) -> list[Block]:
 @cache
 def _all_blocks() -> tuple[Block, ...]:
     found = []
-    for page in PAGES:
-        text = page.read_text()
+    for name in PAGES:
+        text = text_of(name)
         for match in re.finditer(r"^( *)```(\w+)\n(.*?)^ *```", text, re.S | re.M):
-            name, line = str(page.relative_to(ROOT)), text[: match.start(3)].count("\n") + 1
+            line = text[: match.start(3)].count("\n") + 1
             body = re.sub(f"^{match[1]}", "", match[3], flags=re.M)
             assert match[2] in KINDS, f"{name}:{line}: {match[2]} is a language that no test runs; see {__file__}"
             found.append(Block(name, line, KINDS[match[2]], body))

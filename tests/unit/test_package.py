@@ -76,7 +76,7 @@ def test_the_wheel_has_every_file_of_the_packages_and_nothing_else(wheel: Path) 
     files = set(found)
     assert {"stretto/py.typed", "stretto/chat/letters.jinja", "stretto/config/page.md"} <= files
     assert {f"stretto/config/shells/completion.{shell}" for shell in ("bash", "zsh", "fish")} <= files
-    assert {"stretto_view/page/static/index.html", "stretto_vime/flags/page.md", "stretto_prime/page.md"} <= files
+    assert {"stretto_view/page/static/index.html", "stretto_prime/page.md"} <= files
     assert {f"stretto/examples/sort_letters/{verb}.toml" for verb in ("sft", "rl")} <= files
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()

@@ -28,7 +28,7 @@ from stretto.api.rows import LazyRows, Row, Rows
 from stretto.api.state import describe, no_run_text
 from stretto.base.errors import ConfigError, DataError, EngineError, reason_of
 from stretto.base.paths import RunDir
-from stretto.chat.images import ImageProcessor, load_image_processor
+from stretto.chat.patches import ImageProcessor, load_image_processor
 from stretto.chat.placeholders import one_per_image
 from stretto.chat.tokenizer import Tokenizer, find_directory, load_tokenizer
 from stretto.config.load import masked

@@ -119,7 +119,7 @@ def load_function(path: str, kwargs: dict[str, Any], where: str) -> Callable[...
 
     Raises: ConfigError if there is no such function or the arguments do not fit.
     """
-    function = load_object(path, where)
+    function: Callable[..., Any] = load_object(path, where)
     if not callable(function):
         raise ConfigError(f"{where} = {path!r} is a {type(function).__name__}, not a function")
     try:

@@ -57,3 +57,7 @@ def traits_of(name: str) -> Traits:
 def families_with(is_meant: Callable[[Traits], Any]) -> tuple[str, ...]:
     """The families of ours whose traits a function picks."""
     return tuple(name for name, family in FAMILIES.items() if is_meant(family.traits))
+
+
+VISION_FAMILIES = families_with(lambda traits: traits.has_vision)
+SPARSE_FAMILIES = families_with(lambda traits: traits.chooses_keys)

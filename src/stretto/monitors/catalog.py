@@ -1,7 +1,7 @@
 """Every metric that a run writes: who writes it, its unit, what it means and how to read it.
 
-`python -m stretto.monitors.catalog > docs/metrics.md` writes the page. The metrics files of all test runs are
-checked against this table (`unlisted`), so a new metric needs an entry here.
+`python -m stretto.monitors.catalog` prints the page, which `make docs` puts on the site. The metrics files of
+all test runs are checked against this table (`unlisted`), so a new metric needs an entry here.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def find_metric(name: str) -> Metric | None:
 
 
 def markdown() -> str:
-    """The whole of docs/metrics.md."""
+    """The page of all metrics."""
     parts = [_section(part.title, f"{_files(part)} {part.about}", part.metrics) for part in PARTS]
     engine = _section("At an engine", _ENGINE_HEAD, ENGINE, prefix="vllm:")
     return "\n\n".join([_HEAD.strip(), *parts, engine]) + "\n"
@@ -300,7 +300,7 @@ def _item(metric: Metric, prefix: str) -> str:
 _HEAD = """
 # Metrics
 
-Written from the table in `monitors/catalog.py` by `python -m stretto.monitors.catalog`; do not edit by hand.
+What each number of a run is, and how to read it.
 
 Each process writes `metrics/<role>.jsonl` in the run directory, one JSON object per step. In `rl` the
 orchestrator sends its metrics to the trackers that are configured (`[monitors.wandb]`,

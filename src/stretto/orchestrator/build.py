@@ -1,4 +1,4 @@
-"""Builds, from config sections, the parts that both training and the verb `eval` need."""
+"""Builds, from config sections, the parts and clients that both training and the verb `eval` need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.runtime import machine_bytes
-from stretto.chat.images import load_image_processor
+from stretto.chat.patches import load_image_processor
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.scratch import build_scratch_files
 from stretto.chat.tokenizer import find_directory, load_tokenizer
@@ -37,7 +37,7 @@ from stretto.data.weight_files import untrained_rows
 from stretto.envs.base import Environment, Message, RunInfo, checked_prompt, load_environment, needs_worker
 from stretto.envs.workers.handle import WorkerLimits
 from stretto.envs.workers.pool import open_workers
-from stretto_vime.flags.resolved import resolved
+from stretto.vime.arguments import attributes_of
 
 
 def run_info(
@@ -98,13 +98,13 @@ def system_prompts(*sections: EnvSection) -> dict[str, str]:
 
 
 def table_of(cfg: OrchestratorSection | EvalConfig) -> dict[str, Any]:
-    """The value of every flag of vime by attribute, from the run's resolved config: `args` of hooks."""
+    """What add-ons say of the run's resolved config, such as the value of every flag of vime: attributes of `args`."""
     run_dir = getattr(cfg, "run_dir", None)
     if run_dir is not None and not getattr(cfg, "dry_run", False):
         with suppress(OSError, ValueError):  # a process that was started alone has no such file
-            return resolved(json.loads(run_dir.config("run").read_text()))
+            return attributes_of(json.loads(run_dir.config("run").read_text()))
     data = cfg.model_dump(mode="json")
-    return resolved({"orchestrator": data} | data)
+    return attributes_of({"orchestrator": data} | data)
 
 
 def urls_of(section: ClientSection | TeacherSection) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stretto.base.errors import ConfigError, EngineError
-from stretto.config.rules.ray import HEAD
+from stretto.config.sections.deployment import RAY_HEAD
 from stretto_clusters.ray.node import MachineInfo, Node
 from stretto_clusters.ray.placing import CORE_RESOURCES, Bundle, Machine, Place
 
@@ -32,7 +32,7 @@ class Cluster:
     def __init__(self, address: str | None) -> None:
         """Raises: ConfigError if Ray is not installed, no cluster answers, or RAY_ADDRESS is no cluster's address."""
         where = address or os.environ.get("RAY_ADDRESS") or "auto"
-        if where != "auto" and not HEAD.fullmatch(where):  # Ray would start a cluster for "local"
+        if where != "auto" and not RAY_HEAD.fullmatch(where):  # Ray would start a cluster for "local"
             raise ConfigError(
                 f"[ray]: RAY_ADDRESS = {where} is no address of a cluster's head: the dashboard's is for `ray job` "
                 "alone; give HOST:PORT, such as 10.0.0.1:6379, as ray.address, or unset RAY_ADDRESS on a machine of "

@@ -1,6 +1,6 @@
-"""`vime --help` and docs/vime.md, both written from the table.
+"""`vime --help` and the documents' page of all flags (vime-flags.md), both written from the table.
 
-`python -m stretto_vime.flags.pages > docs/vime.md` writes the page out of page.md.
+`python -m stretto_vime.flags.pages` prints the page; docs/vime.md says how the flags are taken.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from stretto_vime.flags.flag import Flag
@@ -33,9 +32,7 @@ def help_text(word: str = "") -> str:
         shown = [flag for flag in flags if word.lower() in f"{flag.name} {flag.help}".lower()]
         if shown:
             lines += [f"{group}:", *(line for flag in shown for line in _help_lines(flag)), ""]
-    lines.append(
-        "Any option of vLLM's is --vllm-OPTION, any of vllm-router's is --router-OPTION. docs/vime.md has it all."
-    )
+    lines.append("Any option of vLLM's is --vllm-OPTION, any of vllm-router's is --router-OPTION.")
     return "\n".join(lines) + "\n"
 
 
@@ -65,14 +62,8 @@ def counts() -> Counter[str]:
 
 
 def markdown() -> str:
-    """docs/vime.md."""
-    page = Path(__file__).with_name("page.md").read_text()
-    num = counts()
-    summary = (
-        f"{num.total()} flags: {num['acts']} act, {num['equal']} request what happens anyway, "
-        f"{num['refused']} are refused."
-    )
-    return page.replace("{counts}", summary).replace("{table}", "\n".join(_tables()))
+    """The page of all flags."""
+    return _PAGE.format(table="\n".join(_tables()), total=counts().total(), **counts())
 
 
 def _tables() -> Iterator[str]:
@@ -99,6 +90,21 @@ def _meaning(flag: Flag) -> str:
         return f"{flag.help} *Nothing to set*: {note}"
     keys = ", ".join(f"`{key}`" for key in flag.keys)
     return " ".join(filter(None, (flag.help, f"Sets {keys}." if keys else "", note)))
+
+
+_PAGE = """\
+# vime's flags
+
+Every flag of vime's `train.py`, with its default and what it does here. [vime's command line](vime.md) says how the
+flags are taken; `vime --help WORD` shows those with a word.
+
+{total} flags: {acts} act, {equal} request what happens anyway, {refused} are refused. Any option of vLLM's is
+`--vllm-OPTION`, any of vllm-router's `--router-OPTION`: they are checked against the versions that are supported.
+`orchestrator.env.0.args` are the arguments of the environment `dataset`, `orchestrator.eval.env.0` is each data set of
+the evals.
+
+{table}
+"""
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stretto.config.rules.mesh_degrees import VISION_FAMILIES
 from stretto.config.sections.model import ScratchSection
+from stretto.families.table import VISION_FAMILIES
 from stretto.models.config import scratch_config
 from stretto.models.decoder import Decoder
 from stretto_plan.network import NetworkSize

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from stretto.base.errors import ConfigError
-from stretto.config.describe import ROOTS
+from stretto.config.describe import ROOTS, help_text
 from stretto.config.load import load
+from stretto.config.lookup import rows_of
 from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from stretto.config.section import all_paths, keys, meant
 from stretto.config.sections.orchestrator import ClientSection
@@ -16,7 +17,7 @@ from stretto.launch.plan.engines import plan_engines
 from stretto.orchestrator.clients import headers_of
 from stretto.orchestrator.main import build_bounds
 from stretto_prime.spelled import Entry, State, entries, follow, markdown
-from stretto_prime.table import TABLES, rows_of
+from stretto_prime.table import TABLES
 
 ROOT = Path(__file__).parents[3]
 LISTED = (ROOT / "tests" / "cases" / "prime_rl" / "keys.txt").read_text().splitlines()
@@ -77,9 +78,11 @@ def test_every_table_is_of_a_section_that_exists():
     assert all(rows_of(name) is not None for name in sections)
 
 
-def test_the_page_is_written_from_the_table():
-    page = (ROOT / "docs" / "from-prime-rl.md").read_text()
-    assert page == markdown(), "run: python -m stretto_prime.spelled > docs/from-prime-rl.md"
+def test_the_page_lists_every_key():
+    page = markdown()
+    assert not [name for name in ("@COUNTS@", "@DEFAULTS@", "@REFUSED@", "@TABLES@") if name in page]
+    for _, entry in entries():
+        assert f"`{entry.row.theirs}`" in page, entry.theirs
 
 
 VALUES = {
@@ -215,7 +218,7 @@ def test_the_orchestrators_model_is_that_of_the_engines_where_the_trainer_has_it
     assert other.inference is not None and (other.model.name, other.inference.model) == ("k", "k")
     alone = rl(tmp_path, orchestrator + ENV, "--no-inference", "--weight-broadcast.type", "filesystem")
     assert (alone.model.name, alone.inference) == ("m-fp8", None)
-    with pytest.raises(ConfigError, match=r'inference\.model = "k" but orchestrator\.model\.name = "m-fp8"'):
+    with pytest.raises(ConfigError, match=r'inference\.model = "k" .*orchestrator\.model\.name = "m-fp8"'):
         rl(tmp_path, f'inference.model = "k"\n{trainer}{orchestrator}{ENV}')
 
 
@@ -251,13 +254,13 @@ def test_subsets_and_sources_of_sft_are_data_sets_of_the_hub(tmp_path):
     source = '[[data.source]]\ndataset = "A/B"\nsplit = "math"\n'
     assert sft_data(tmp_path, source) == ["A/B[math]", "equal"]
     assert sft_data(tmp_path, source + source.replace("B", "C")) == ["A/B[math]", "A/C[math]", "equal"]
-    with pytest.raises(ConfigError, match=r"sft.toml:5: data.splits has 1 items and there are 2 data sets"):
+    with pytest.raises(ConfigError, match=r"sft.toml:5: data.splits has 1 .*2 data sets"):
         sft_data(tmp_path, 'name = "A/B"\nsubsets = ["x", "y"]\nsplits = ["train"]')
 
 
 def test_experimental_keys_are_not_passed_over(tmp_path):
     assert rl(tmp_path, f"experimental = {{}}\ntrainer.experimental = {{}}\n{ENV}")
-    with pytest.raises(ConfigError, match=r"trainer\.experimental\.lora\.rank = 8: there are no experimental keys"):
+    with pytest.raises(ConfigError, match=r"trainer\.experimental\.lora\.rank = 8: .*experimental"):
         rl(tmp_path, f"[trainer.experimental.lora]\nrank = 8\n{ENV}")
 
 
@@ -400,3 +403,22 @@ def test_top_k_of_a_request_is_trained_as_it_was_sampled(tmp_path):
     train = rl(tmp_path, f"orchestrator.train.sampling.extra_body = {{ top_k = 20 }}\n{ENV}").orchestrator.train
     assert train.sampling.top_k == 20 and train.replay is not None
     assert rl(tmp_path, f"orchestrator.train.sampling.extra_body.top_k = -1\n{ENV}").orchestrator.train.replay is None
+
+
+@pytest.mark.parametrize(
+    ("verb", "word", "line"),
+    [
+        ("rl", "rollouts_per_example", "orchestrator.rollouts_per_example: --orchestrator.group-size"),
+        ("rl", "max-inflight-requests", "orchestrator.max_inflight_requests: --orchestrator.max-inflight-rollouts"),
+        ("rl", "full_offload", "trainer.model.full_offload: --"),
+        ("rl", "student", "orchestrator.student.model.name: --model.name"),
+        ("rl", "post_batch_filters", "orchestrator.post_batch_filters: --orchestrator.filters"),
+        ("rl", "max_concurrent_runs", "trainer.max_concurrent_runs: refused: "),
+        ("rl", "micro_batch", "decides nothing: "),
+        ("rl", "sampling.source", "orchestrator.algo.sampling.source.name: --orchestrator.algo.teacher.model"),
+        ("sft", "data.source", "data.source.0.dataset: --data.name"),
+        ("inference", "use_pd_kv_transfer", "refused: caches travel"),
+    ],
+)
+def test_help_knows_the_words_of_prime_rl(verb: str, word: str, line: str) -> None:
+    assert line in " ".join(help_text(verb, ROOTS[verb], word, width=400).split())

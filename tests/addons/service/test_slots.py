@@ -15,7 +15,7 @@ import pytest
 
 from stretto.base.errors import EngineError
 from stretto.records.generate import Completion, VersionSpan
-from stretto.records.weights import MANIFEST, WeightManifest
+from stretto.records.weight_manifest import MANIFEST, WeightManifest
 from stretto.transports.engine.api import Refusal
 from stretto.transports.engine.http import RequestRefused
 from stretto_service.engines import AdapterSlots, WeightSlot, adapter_name, hash_salt
@@ -386,7 +386,7 @@ async def test_a_restarted_engine_with_other_whole_weights_gets_those_that_are_n
 
     await sample()
     engines.versions.append(0)
-    with pytest.raises(EngineError, match="an engine has version 0 of the weights, not 1"):
+    with pytest.raises(EngineError, match=r"version 0 .*not 1"):
         await sample()
     await sample()
     assert engines.versions == [1, 0, 2] and slot.num_loads == 2

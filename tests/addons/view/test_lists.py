@@ -45,7 +45,7 @@ def test_runs_are_a_line_each(path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_where_there_is_no_run_it_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run there; a run is a directory"):
         runs([str(tmp_path)])
-    with pytest.raises(ConfigError, match="nowhere: there is no such directory"):
+    with pytest.raises(ConfigError, match=r"nowhere: .*no such directory"):
         runs([str(tmp_path / "nowhere")])
 
 

@@ -57,7 +57,7 @@ def test_the_best_and_the_worst_are_found_over_all_steps(path: Path) -> None:
     assert [row["reward"] for row in run.rollouts(best=3)] == sorted(rewards)[::-1][:3]
     assert [row["reward"] for row in run.rollouts(worst=3)] == sorted(rewards)[:3]
     assert len(run.rollouts(limit=5)) == 5 and run.rollouts(status="failed") == []
-    with pytest.raises(ConfigError, match="no environment 'ecco' in this run; it has echo"):
+    with pytest.raises(ConfigError, match=r"no environment 'ecco' .*echo"):
         run.rollouts(env="ecco")
     with pytest.raises(ConfigError, match="exclude each other"):
         run.rollouts(best=1, worst=1)

@@ -19,7 +19,7 @@ from stretto.config.sections.model import LoRASection, ScratchSection
 from stretto.models.hub import export_tensors, random_model
 from stretto.models.lora import Adapter, attach_adapters
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
-from stretto.records.weights import AdapterInfo
+from stretto.records.weight_manifest import AdapterInfo
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights.filesystem import FilesystemPublisher
 
@@ -117,7 +117,7 @@ class Allowed(subprocess.Popen):
     def __init__(self, words: list[str], **options: object) -> None:
         at = words.index("stretto")
         code = (
-            "from stretto.config.rules.vllm_models import ServedModel\n"
+            "from stretto.check.vllm_models import ServedModel\n"
             "ServedModel.check_on_cpu = lambda self: None\n"
             "import sys\n"
             "from stretto.cli import main\n"

@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 from runs import MOVING, has_moved, merged, rl, sorting
 
-from stretto.config.rules.mesh_degrees import VISION_FAMILIES
 from stretto.config.sections.model import ScratchSection
+from stretto.families.table import VISION_FAMILIES
 
 DENSE = {"llama", "qwen2", "qwen3", "glm4", "qwen3_5_text"}
 ELSEWHERE = {"llama", "qwen2", "qwen3", "qwen3_moe", *VISION_FAMILIES}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runs import rl
 
-from stretto.config.rules.mesh_degrees import VISION_FAMILIES
+from stretto.families.table import VISION_FAMILIES
 from stretto.ledger.audit import audit
 
 NUM_STEPS = 4

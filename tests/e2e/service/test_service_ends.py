@@ -125,7 +125,7 @@ def test_a_silent_run_gives_its_place_back_and_comes_back_where_it_was(sorter: P
             found = await until_state(service, "mine", "evicted")
             assert found["reason"] == "its client was silent for 3 s" and found["step"] == STEPS // 2
             other = await begin(service, "other", "bob")
-            with pytest.raises(EngineError, match=r"HTTP 403.*places of this service are taken"):
+            with pytest.raises(EngineError, match=r"HTTP 403.*places"):
                 await run.train(work())
             await other.end()
             run._seq -= 1  # the request that was refused has used no number
@@ -163,7 +163,7 @@ def test_a_request_during_which_the_trainer_dies_again_and_again_is_given_up(sor
                     break
                 await asyncio.sleep(1.0)  # it is being computed: that takes longer than this
                 service.kill("tenants")
-            with pytest.raises(EngineError, match=r"request 3 \(batch\) ended the trainer 2 times"):
+            with pytest.raises(EngineError, match=r"request 3 .*ended the trainer"):
                 await bad.wait(request)
             with pytest.raises(EngineError, match="frozen"):
                 await bad.wait(behind)

@@ -12,7 +12,7 @@ from stretto.algorithms.custom import custom_credit
 from stretto.base.errors import ConfigError
 from stretto.base.foreign import load_object
 from stretto.config.sections.algorithm import CustomAlgo, CustomLoss, GspoLoss, RlooAlgo
-from stretto.orchestrator.groups.credit import assign_advantages
+from stretto.orchestrator.groups.advantages import assign_advantages
 from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
 
 OWN = """
@@ -124,7 +124,7 @@ def test_mistakes_in_credit_say_what_is_expected(user_module):
 
     inputs = CreditInputs(np.ones(3), np.ones(3, bool), short)
     (load_object(f"{user_module}:rloo", "x").__globals__)["two"] = lambda inputs: [1.0, 2.0]
-    with pytest.raises(ConfigError, match="one number for each of the 3 members"):
+    with pytest.raises(ConfigError, match="each of the 3 members"):
         custom_credit(CustomAlgo(import_path=f"{user_module}:two"), inputs)
 
 

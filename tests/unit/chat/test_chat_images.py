@@ -13,7 +13,7 @@ import pytest
 from PIL import Image as pillow
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.chat.images import ImageProcessor, load_image_processor, refuse_paths
+from stretto.chat.patches import ImageProcessor, load_image_processor, refuse_paths
 from stretto.chat.placeholders import VISION_TOKENS
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
@@ -124,7 +124,7 @@ def test_an_image_that_cannot_be_read_is_one_message(part, message: str) -> None
 
 def test_half_a_picture_is_named_with_its_file(tmp_path: Path) -> None:
     (tmp_path / "half.png").write_bytes(png(width=200)[:900])
-    with pytest.raises(DataError, match=r"row 3: the image cannot be read from .*half\.png"):
+    with pytest.raises(DataError, match=r"row 3: .*image.*half\.png"):
         TINY.image({"image": str(tmp_path / "half.png")}, "row 3")
 
 
@@ -257,7 +257,7 @@ def test_tokens_without_their_images_are_refused(renderer: Renderer) -> None:
 
 def test_a_text_model_takes_no_images(tmp_path: Path) -> None:
     text = build_renderer(build_letters_tokenizer(tmp_path), model_type="qwen3")
-    with pytest.raises(ConfigError, match=r"messages\[1\].content\[1\] is an image, but .* is a model of text"):
+    with pytest.raises(ConfigError, match=r"messages\[1\].content\[1\] is an image"):
         text.render_prompt(CONVERSATION)
     with pytest.raises(ConfigError, match="its tokenizer has no"):
         build_renderer(build_letters_tokenizer(tmp_path), model_type="qwen3", images=TINY)

@@ -95,12 +95,12 @@ def test_transformers_chat_template_gives_the_same_tokens(renderer, transformers
 
 
 def test_what_a_family_has_no_choice_of_is_refused(directory):
-    with pytest.raises(ConfigError, match="clear_thinking = false: the template of 'qwen3' has no such setting"):
+    with pytest.raises(ConfigError, match=r"clear_thinking = false: .*'qwen3'"):
         build_renderer(directory, RendererSection(clear_thinking=False), "qwen3")
     wrong = {"thinking_retension": "all"}
-    with pytest.raises(ConfigError, match=r"settings.thinking_retension: .*it has thinking_retention, enable_"):
+    with pytest.raises(ConfigError, match=r"settings.thinking_retension: .*thinking_retention"):
         build_renderer(directory, RendererSection(settings=wrong), "qwen3")
-    with pytest.raises(ConfigError, match=r"settings.thinking_retention = 'some' for the template of 'qwen3': "):
+    with pytest.raises(ConfigError, match=r"settings.thinking_retention = 'some'"):
         build_renderer(directory, RendererSection(settings={"thinking_retention": "some"}), "qwen3")
 
 

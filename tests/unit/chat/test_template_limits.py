@@ -54,7 +54,7 @@ def test_a_reply_of_two_calls_of_which_the_template_shows_one_is_left_out_and_co
 def test_a_message_that_the_template_drops_at_its_place_is_refused(role):
     renderer = renderer_of(sources()["gptoss"], name="template")
     messages = [*TWO_TURNS[1:3], {"role": role, "content": "Be brief."}, TWO_TURNS[3]]
-    with pytest.raises(DataError, match=f"drops a message of the role '{role}' behind one of the role 'assist"):
+    with pytest.raises(DataError, match=f"drops .*'{role}' behind .*'assist"):
         renderer.render_prompt(messages)
     assert len(renderer.render_prompt(TWO_TURNS))
 

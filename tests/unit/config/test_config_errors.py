@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from cases.config import ENV, complaints
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.config.describe import ROOTS
@@ -27,11 +28,11 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "a vision tower at another place": (
         '[model.vlm]\nvision_encoder_attr = "visual"\n' + ENV,
-        ['c.toml:2: model.vlm.vision_encoder_attr = "visual": in our own modules it is "model.visual"'],
+        ['c.toml:2: model.vlm.vision_encoder_attr = "visual"', '"model.visual"'],
     ),
     "images for a model of transformers": (
         '[model]\nimpl = "hf"\n[model.vlm]\n' + ENV,
-        ['model.vlm is for models that our own modules compute; model.impl = "hf"'],
+        ["model.vlm", 'model.impl = "hf"'],
     ),
     "credit where a loss belongs": (
         '[trainer.loss]\ntype = "rloo"\n' + ENV,
@@ -39,7 +40,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "a group of one in one environment": (
         ENV + "group_size = 1\n",
-        ["c.toml:3: orchestrator.env.0.group_size = 1: every advantage would be zero, for grpo subtracts"],
+        ["c.toml:3: orchestrator.env.0.group_size = 1", "every advantage"],
     ),
     "one environment played greedily": (
         ENV + "sampling = { temperature = 0 }\n",
@@ -59,15 +60,15 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "a distilled environment played greedily": (
         ENV + 'algo = { type = "opsd" }\nsampling = { temperature = 0 }\n',
-        ["c.toml:4: orchestrator.env.0.sampling.temperature = 0 is greedy: its tokens would be no samples"],
+        ["c.toml:4: orchestrator.env.0.sampling.temperature = 0", "is greedy"],
     ),
     "more tokens than are replayed": (
         "[orchestrator.train.replay]\nmax_tokens = 16\n" + ENV + "sampling = { top_k = 20 }\n",
-        ["c.toml:5: orchestrator.env.0.sampling.top_k = 20 is more than orchestrator.train.replay.max_tokens = 16"],
+        ["c.toml:5: orchestrator.env.0.sampling.top_k = 20", "more than", "orchestrator.train.replay.max_tokens = 16"],
     ),
     "an engine that does not say what it drew from": (
         "[orchestrator.train.replay]\n[inference]\nenable_return_sampling_mask = false\n" + ENV,
-        ["inference.enable_return_sampling_mask = false: there would be nothing to replay"],
+        ["inference.enable_return_sampling_mask = false", "nothing to replay"],
     ),
     "sampling that a rollout function never hears of": (
         '[orchestrator.hooks]\nrollout_function = "mine:go"\n' + ENV + "sampling = { temperature = 0.5 }\n",
@@ -78,44 +79,43 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "a gate of advantages that are not known yet": (
         '[orchestrator.algo]\ntype = "rae"\n' + ENV + 'curriculum = { gates = { g = { type = "advantage_range" } } }\n',
-        [
-            'orchestrator.env.0.curriculum.gates.g.type = "advantage_range" sees rewards',
-            'the baseline of rae is known only when the batch is made; use "reward_range"',
-        ],
+        ['orchestrator.env.0.curriculum.gates.g.type = "advantage_range" sees rewards', "baseline", '"reward_range"'],
     ),
     "a critic that learns until the end": (
         'max_steps = 10\n[orchestrator.algo]\ntype = "ppo"\n[trainer.advantages]\ntype = "gae"\n'
         "[trainer.critic]\nnum_critic_only_steps = 10\n" + ENV,
-        ["trainer.critic.num_critic_only_steps = 10 must be below", "max_steps = 10, or the policy never learns"],
+        ["trainer.critic.num_critic_only_steps = 10 must be below", "max_steps = 10", "never learns"],
     ),
     "a critic where everything is distilled": (
         '[orchestrator.algo]\ntype = "opsd"\n[trainer.advantages]\ntype = "gae"\n[trainer.critic]\nlr = 1e-5\n' + ENV,
-        ["trainer.advantages and trainer.critic would do nothing: opsd have no advantages", "leave them out"],
+        ["trainer.advantages", "would do nothing", "trainer.critic", "leave them out"],
     ),
     "a bound on a ratio that is 1": (
         '[trainer.loss]\ntype = "ppo"\nuse_rollout_logprobs = false\nclip_high = 0.28\n' + ENV,
         [
-            "c.toml:4, c.toml:3: trainer.loss.clip_high = 0.28 does nothing with trainer.loss.use_rollout_logprobs",
+            "c.toml:4, c.toml:3: trainer.loss.clip_high = 0.28",
+            "does nothing",
+            "trainer.loss.use_rollout_logprobs",
             "or raise updates_per_step",
         ],
     ),
     "a bound on values that do not move": (
         '[orchestrator.algo]\ntype = "ppo"\n[trainer.advantages]\ntype = "gae"\n[trainer.critic]\nvalue_clip = 0.4\n'
         + ENV,
-        ["c.toml:6: trainer.critic.value_clip = 0.4 does nothing with trainer.updates_per_step = 1"],
+        ["c.toml:6: trainer.critic.value_clip = 0.4", "does nothing", "trainer.updates_per_step = 1"],
     ),
     "a rejection of what agrees": (
         "[trainer.loss.correction.reject]\nlow = 1.1\n" + ENV,
-        ["c.toml:2: trainer.loss.correction.reject.low = 1.1 leaves out the ratio 1", "give 1 or less"],
+        ["c.toml:2: trainer.loss.correction.reject.low = 1.1", "leaves out the ratio 1", "give 1 or less"],
     ),
     "a mask on what agrees": (
         '[trainer.loss]\ntype = "reinforce"\n[trainer.loss.correction.weights]\nmode = "mask"\nhigh = 0.9\n' + ENV,
-        ["c.toml:5: trainer.loss.correction.weights.high = 0.9 leaves out the ratio 1", "give 1 or more"],
+        ["c.toml:5: trainer.loss.correction.weights.high = 0.9", "leaves out the ratio 1", "give 1 or more"],
     ),
     "returns that are the score": (
         '[orchestrator.algo]\ntype = "reinforce_plus_plus"\n[trainer.advantages]\ntype = "returns"\nwhiten = false\n'
         + ENV,
-        ['trainer.advantages.type = "returns" does nothing with gamma = 1, kl_coef = 0 and whiten = false'],
+        ['trainer.advantages.type = "returns"', "does nothing", "kl_coef = 0"],
     ),
     "a control beside others": (
         ENV + '[[orchestrator.env]]\nid = "reverse-text"\nalgo = { type = "zero" }\n',
@@ -123,7 +123,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "a role with the number of a player": (
         '[orchestrator.algo]\ntype = "hierarchical_grpo"\nepisode_agents = ["solver/0"]\n' + ENV,
-        ['orchestrator.algo.episode_agents: "solver/0" is one player of a role; name the role, "solver"'],
+        ["orchestrator.algo.episode_agents", "one player", '"solver/0"', '"solver"'],
     ),
     "a key of another loss": (
         '[trainer.loss]\ntype = "ppo"\nkl_tau = 0.1\n' + ENV,
@@ -139,32 +139,34 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "a constant without its reduction": (
         "[trainer.loss]\nreduction_tokens = 8\n" + ENV,
-        ['trainer.loss.reduction_tokens = 8 does nothing with trainer.loss.reduction = "token"'],
+        ["trainer.loss.reduction_tokens = 8", "does nothing", 'trainer.loss.reduction = "token"'],
     ),
     "a group of one where one environment compares": (
         '[orchestrator]\ngroup_size = 1\nbatch_size = 4\n[orchestrator.algo]\ntype = "reinforce_plus_plus"\n'
         + ENV
         + '[[orchestrator.env]]\nid = "reverse-text"\nalgo = { type = "rloo" }\n',
-        ["c.toml:2: orchestrator.group_size = 1: every advantage would be zero, for rloo subtracts"],
+        ["c.toml:2: orchestrator.group_size = 1", "every advantage", "rloo"],
     ),
     "a filter of advantages that rae does not know yet": (
         '[orchestrator]\nfilters = [{ type = "zero_advantage" }]\n[orchestrator.algo]\ntype = "rae"\n' + ENV,
         [
-            'orchestrator.filters.0.type = "zero_advantage" with orchestrator.algo.type = "rae" flags rewards of 0',
+            'orchestrator.filters.0.type = "zero_advantage"',
+            "rewards of 0",
+            'orchestrator.algo.type = "rae"',
             "drop the filter",
         ],
     ),
     "credit that no environment uses": (
         '[orchestrator.algo]\ntype = "rloo"\n' + ENV + 'algo = { type = "max_rl" }\n',
-        ["c.toml:1: orchestrator.algo does nothing: every environment has an `algo` of its own"],
+        ["c.toml:1: orchestrator.algo", "does nothing", "`algo`"],
     ),
     "a length penalty of nothing": (
         "[orchestrator.algo.length_penalty]\noutput_weight = 0\ninput_weight = 0\nturns_weight = 0\n" + ENV,
-        ["c.toml:1: orchestrator.algo.length_penalty: all its weights are 0, so it does nothing"],
+        ["c.toml:1: orchestrator.algo.length_penalty", "does nothing"],
     ),
     "an overlong penalty that nobody pays": (
         "seq_len = 64\n[orchestrator.algo.overlong]\nmax_tokens = 200\nbuffer_tokens = 10\n" + ENV,
-        ["orchestrator.algo.overlong.max_tokens = 200: the penalty would begin at 190 tokens", "seq_len = 64"],
+        ["orchestrator.algo.overlong.max_tokens = 200", "begin at 190", "seq_len = 64"],
     ),
     "an overlong penalty that everybody pays": (
         ENV + 'algo = { type = "grpo", overlong = { max_tokens = 8, buffer_tokens = 10 } }\n',
@@ -172,11 +174,11 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "a correction of nothing": (
         "[trainer.loss.correction]\n" + ENV,
-        ["c.toml:1: trainer.loss.correction: the section does nothing by itself"],
+        ["c.toml:1: trainer.loss.correction", "does nothing"],
     ),
     "a ratio that would act twice": (
         '[trainer.loss]\ntype = "ppo"\n[trainer.loss.correction.weights]\nhigh = 3\n' + ENV,
-        ['trainer.loss.correction.weights: type = "ppo" already contains the ratio', '"reinforce"'],
+        ["trainer.loss.correction.weights", "already contains", '"ppo"', '"reinforce"'],
     ),
     "bounds the wrong way round": (
         "[trainer.loss.correction.reject]\nlow = 2.0\n" + ENV,
@@ -188,31 +190,28 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "a control with an entropy bonus": (
         '[trainer.loss]\nentropy_coef = 0.1\nkl_tau = 0\n[orchestrator.algo]\ntype = "zero"\n' + ENV,
-        ['orchestrator.algo.type = "zero" with trainer.loss.entropy_coef: its gradient would be learned'],
+        ['orchestrator.algo.type = "zero"', "gradient", "trainer.loss.entropy_coef"],
     ),
     "a loss of nothing": (
         "[trainer.loss]\nadv_tau = 0.0\nkl_tau = 0.0\n" + ENV,
-        ["trainer.loss.adv_tau = trainer.loss.kl_tau = 0 leave no loss"],
+        ["trainer.loss.adv_tau", "leave no loss", "trainer.loss.kl_tau = 0"],
     ),
     "unknown key in a section": (
         "[orchestrator]\nbatchsize = 64\n" + ENV,
-        ["c.toml:2: orchestrator.batchsize: unknown key; did you mean `batch_size`?"],
+        ["c.toml:2: orchestrator.batchsize", "unknown key", "`batch_size`"],
     ),
-    "unknown key at the root": (
-        "outputdir = 'x'\n" + ENV,
-        ["c.toml:1: outputdir: unknown key; did you mean `output_dir`?"],
-    ),
+    "unknown key at the root": ("outputdir = 'x'\n" + ENV, ["c.toml:1: outputdir", "unknown key", "`output_dir`"]),
     "unknown key in a list of tables": (
         ENV + 'nam = "a"\n',
-        ["c.toml:3: orchestrator.env.0.nam: unknown key; did you mean `name`?"],
+        ["c.toml:3: orchestrator.env.0.nam", "unknown key", "`name`"],
     ),
     "unknown key in an inline table": (
         '[orchestrator]\nenv = [\n  { id = "a" },\n  { id = "b", arg = {} },\n]\n',
-        ["c.toml:4: orchestrator.env.1.arg: unknown key; did you mean `args`?"],
+        ["c.toml:4: orchestrator.env.1.arg", "unknown key", "`args`"],
     ),
     "unknown key in a union's variant": (
         '[trainer.optim]\ntype = "sgd"\nmomentun = 0.5\n' + ENV,
-        ["c.toml:3: trainer.optim.momentun: unknown key; did you mean `momentum`?"],
+        ["c.toml:3: trainer.optim.momentun", "unknown key", "`momentum`"],
     ),
     "key of another variant": (
         "[trainer.optim]\nmomentum = 0.5\n" + ENV,
@@ -220,11 +219,11 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "key of another section": (
         "[trainer]\nlr = 0.5\n" + ENV,
-        ["c.toml:2: trainer.lr: unknown key; did you mean `trainer.optim.lr` or `trainer.critic.lr`?"],
+        ["c.toml:2: trainer.lr", "unknown key", "`trainer.optim.lr`", "`trainer.critic.lr`"],
     ),
     "unknown key in a list of variants": (
         '[orchestrator]\nfilters = [{ type = "repetition", windw = 2 }]\n' + ENV,
-        ["c.toml:2: orchestrator.filters.0.windw: unknown key; did you mean `window`?"],
+        ["c.toml:2: orchestrator.filters.0.windw", "unknown key", "`window`"],
     ),
     "wrong value in a list of variants": (
         '[orchestrator]\nfilters = [{ type = "repetition", window = 0 }]\n' + ENV,
@@ -247,7 +246,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ["c.toml:4: model.impl", '"costum"', 'did you mean "custom"?'],
     ),
     "text for a number": ('max_steps = "many"\n' + ENV, ["c.toml:1: max_steps", '"many"', "valid integer"]),
-    "fraction for a whole number": ("seq_len = 12.5\n" + ENV, ["c.toml:1: seq_len = 12.5: must be a valid integer"]),
+    "fraction for a whole number": ("seq_len = 12.5\n" + ENV, ["c.toml:1: seq_len = 12.5", "valid integer"]),
     "true for a number": ("max_steps = true\n" + ENV, ["c.toml:1: max_steps = true", "integer > 0 or None is needed"]),
     "number for true": (
         ENV + "[orchestrator]\nfilter_zero_advantages = 7\n",
@@ -260,35 +259,32 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     "not a number": (ENV + "[trainer.optim]\nlr = inf\n", ["c.toml:4: trainer.optim.lr = inf", "finite number"]),
     "value for a section that extends another": (
         "[orchestrator]\nclient = true\n" + ENV,
-        ["c.toml:2: orchestrator.client", "a table is needed: [orchestrator.client] base_url = ..."],
+        ["c.toml:2: orchestrator.client", "table is needed", "[orchestrator.client]", "base_url"],
     ),
-    "value for a section": (
-        'model = "Qwen/Qwen3-0.6B"\n' + ENV,
-        ["c.toml:1: model", "a table is needed: [model] name = ..."],
-    ),
+    "value for a section": ('model = "Qwen/Qwen3-0.6B"\n' + ENV, ["c.toml:1: model", "table is needed", "[model]"]),
     "single table for a list": (
         '[orchestrator.env]\nid = "a"\n',
-        ["c.toml:1: orchestrator.env is a list of tables; write [[orchestrator.env]]"],
+        ["c.toml:1: orchestrator.env", "list of tables", "[[orchestrator.env]]"],
     ),
     "required key missing": (
         "[[orchestrator.env]]\nratio = 2.0\n",
-        ["c.toml:1: orchestrator.env.0.id: required and missing; give `id`"],
+        ["c.toml:1: orchestrator.env.0.id", "required and missing", "`id`"],
     ),
     "broken TOML": ("max_steps = 3\nseq_len = = 4\n", ["c.toml:2: not valid TOML: Invalid value"]),
-    "a key twice": ("max_steps = 3\nmax_steps = 4\n", ["c.toml:2: not valid TOML: this key is defined above"]),
+    "a key twice": ("max_steps = 3\nmax_steps = 4\n", ["c.toml:2", "defined above"]),
     "unknown flag": (
         ENV,
-        ["--orchestrator.group-sizes 4: unknown flag; did you mean --orchestrator.group-size?"],
+        ["--orchestrator.group-sizes 4", "unknown flag", "--orchestrator.group-size?"],
         "--orchestrator.group-sizes 4",
     ),
     "flag without its section": (
         ENV,
-        ["--gpu-memory-utilization 0.5: unknown flag; did you mean --inference.gpu-memory-utilization or"],
+        ["--gpu-memory-utilization 0.5", "unknown flag", "--inference.gpu-memory-utilization"],
         "--gpu-memory-utilization 0.5",
     ),
     "flag of a section that stands elsewhere": (
         ENV,
-        ["--scheduler.type linear: unknown flag; did you mean --trainer.scheduler.type?"],
+        ["--scheduler.type linear", "unknown flag", "--trainer.scheduler.type"],
         "--scheduler.type linear",
     ),
     "flag without a value": (ENV, ["--max-steps: a value must follow"], "--max-steps"),
@@ -297,48 +293,46 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ["--orchestrator.batch-size=many: orchestrator.batch_size", '"many"', "valid integer"],
         "--orchestrator.batch-size=many",
     ),
-    "something that cannot be off": (
-        ENV,
-        ["--no-seq-len: `seq_len` cannot be turned off; it takes integer > 1"],
-        "--no-seq-len",
-    ),
+    "something that cannot be off": (ENV, ["--no-seq-len: `seq_len`", "turned off"], "--no-seq-len"),
     "index beyond a list": (
         ENV,
-        ["--orchestrator.env.3.id x: orchestrator.env has 1 item; the next index is 1"],
+        ["--orchestrator.env.3.id x: orchestrator.env", "next index"],
         "--orchestrator.env.3.id x",
     ),
-    "word without a flag": (ENV, ["more.toml: unexpected word; a file is given as `@ more.toml`"], "more.toml"),
+    "word without a flag": (ENV, ["more.toml", "unexpected word", "`@ more.toml`"], "more.toml"),
     "nothing after @": (ENV, ["@: a file name must follow"], "@"),
     "two places disagree": (
         "max_steps = 3\n[trainer]\nmax_steps = 4\n" + ENV,
-        ["c.toml:1, c.toml:3: max_steps = 3 but trainer.max_steps = 4", "give it once, as max_steps"],
+        ["c.toml:1, c.toml:3: max_steps = 3", "trainer.max_steps = 4", "give it once, as max_steps"],
     ),
     "two flags disagree": (
         ENV,
-        ['--model.name a, --trainer.model.name b: --model.name = "a" but --trainer.model.name = "b"', "as model.name"],
+        ['--model.name a, --trainer.model.name b: --model.name = "a"', '--trainer.model.name = "b"', "as model.name"],
         "--model.name a --trainer.model.name b",
     ),
     "two sections disagree": (
         '[orchestrator.weight_broadcast]\ntype = "filesystem"\n[trainer.weight_broadcast]\ntype = "shm"\n' + ENV,
         [
             'c.toml:2, c.toml:4: orchestrator.weight_broadcast.type = "filesystem" but ',
-            'trainer.weight_broadcast.type = "shm"; give it once, as weight_broadcast.type',
+            'trainer.weight_broadcast.type = "shm"',
         ],
     ),
     "an alias and its key disagree": (
         "[orchestrator]\ngroup_size = 4\nrollouts_per_example = 8\n" + ENV,
         [
-            "c.toml:2, c.toml:3: orchestrator.group_size = 4 but orchestrator.rollouts_per_example = 8",
-            "give it once, as orchestrator.group_size",
+            "c.toml:2, c.toml:3: orchestrator.group_size = 4",
+            "orchestrator.rollouts_per_example = 8",
+            "once",
+            "orchestrator.group_size",
         ],
     ),
     "a group of one": (
         "[orchestrator]\ngroup_size = 1\n" + ENV,
-        ["c.toml:2: orchestrator.group_size = 1: every advantage would be zero", "use 2 or more"],
+        ["c.toml:2: orchestrator.group_size = 1", "every advantage", "use 2 or more"],
     ),
     "groups that do not fill a batch": (
         "[orchestrator]\nbatch_size = 30\n" + ENV,
-        ["c.toml:2: orchestrator.batch_size = 30 must be a multiple of orchestrator.group_size = 8", "24 or 32"],
+        ["c.toml:2: orchestrator.batch_size = 30", "multiple of", "orchestrator.group_size = 8", "24 or 32"],
     ),
     "DeepEP in float32": (
         '[trainer.model]\nep_comm_backend = "deepep"\ndtype = "float32"\n' + ENV,
@@ -346,57 +340,60 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "setting of a backend that is not used": (
         "[trainer.model]\ndeepep_token_chunk_size = 512\n" + ENV,
-        ['c.toml:2: model.deepep_token_chunk_size = 512 does nothing with model.ep_comm_backend = "torch"'],
+        ["c.toml:2: model.deepep_token_chunk_size = 512", "does nothing", 'model.ep_comm_backend = "torch"'],
     ),
     "advantages without a critic": (
         '[orchestrator.algo]\ntype = "ppo"\n[trainer.advantages]\ntype = "gae"\n' + ENV,
-        ['c.toml:4: trainer.advantages.type = "gae" needs values; add [trainer.critic]'],
+        ['c.toml:4: trainer.advantages.type = "gae"', "needs values", "[trainer.critic]"],
     ),
     "critic that nobody asks": (
         "[trainer.critic]\nlr = 1e-5\n" + ENV,
-        ["trainer.critic trains values that are not used", '[trainer.advantages] with type = "gae"'],
+        ["trainer.critic", "values that are not used", '[trainer.advantages] with type = "gae"'],
     ),
     "scores that nobody makes advantages of": (
         '[orchestrator.algo]\ntype = "ppo"\n' + ENV,
-        ['c.toml:2: orchestrator.algo.type = "ppo" sends scores as they are', "[trainer.critic]"],
+        ['c.toml:2: orchestrator.algo.type = "ppo"', "as they are", "[trainer.critic]"],
     ),
     "a price that the algorithm ignores": (
         '[orchestrator.algo]\ntype = "grpo"\n[trainer.advantages]\ntype = "returns"\nkl_coef = 0.1\n' + ENV,
         [
-            'orchestrator.algo.type = "grpo" ignores [trainer.advantages] of type "returns" and its settings',
+            'orchestrator.algo.type = "grpo"',
+            "ignores",
+            "[trainer.advantages]",
+            '"returns"',
             'use algo type "reinforce_plus_plus"',
         ],
     ),
     "whitened twice": (
         '[orchestrator.algo]\ntype = "reinforce_plus_plus"\nwhiten = true\n[trainer.advantages]\ntype = "returns"\n'
         + ENV,
-        ["orchestrator.algo.whiten = true: [trainer.advantages] whitens what it makes", "set whiten = false"],
+        ["orchestrator.algo.whiten = true", "whitens", "[trainer.advantages]", "set whiten = false"],
     ),
     "price twice": (
         '[orchestrator.algo]\ntype = "reinforce_plus_plus"\n[trainer.advantages]\ntype = "returns"\nkl_coef = 0.1\n'
         "[trainer.loss.reference_kl]\n" + ENV,
-        ["trainer.advantages.kl_coef and trainer.loss.reference_kl both hold the policy to a reference"],
+        ["trainer.advantages.kl_coef", "trainer.loss.reference_kl"],
     ),
     "estimator without a price": (
         '[orchestrator.algo]\ntype = "reinforce_plus_plus"\n[trainer.advantages]\ntype = "returns"\n'
         'kl_estimator = "k3"\n' + ENV,
-        ['c.toml:5: trainer.advantages.kl_estimator = "k3" does nothing with trainer.advantages.kl_coef = 0'],
+        ['c.toml:5: trainer.advantages.kl_estimator = "k3"', "does nothing", "trainer.advantages.kl_coef = 0"],
     ),
     "shaped without a price": (
         '[orchestrator.algo]\ntype = "reinforce_plus_plus_baseline"\n[trainer.advantages]\ntype = "shaped"\n' + ENV,
-        ['c.toml:4: trainer.advantages.type = "shaped" does nothing with trainer.advantages.kl_coef = 0'],
+        ['c.toml:4: trainer.advantages.type = "shaped"', "does nothing", "trainer.advantages.kl_coef = 0"],
     ),
     "ratio that reinforce does not have": (
         '[trainer.loss]\ntype = "reinforce"\nuse_rollout_logprobs = false\n' + ENV,
-        ['trainer.loss.use_rollout_logprobs = false does nothing: "reinforce" has no ratio'],
+        ["trainer.loss.use_rollout_logprobs = false", "does nothing", '"reinforce"'],
     ),
     "zero advantages before there are baselines": (
         '[orchestrator]\nfilters = [{ type = "zero_advantage" }]\nalgo = { type = "reinforce_plus_plus" }\n' + ENV,
-        ['"zero_advantage" with orchestrator.algo.type = "reinforce_plus_plus" flags rewards of 0'],
+        ["rewards of 0", '"zero_advantage"', 'orchestrator.algo.type = "reinforce_plus_plus"'],
     ),
     "inflight below a group": (
         "[orchestrator]\nmax_inflight_rollouts = 4\n" + ENV,
-        ["c.toml:2: orchestrator.max_inflight_rollouts = 4 cannot hold one group"],
+        ["c.toml:2: orchestrator.max_inflight_rollouts = 4", "cannot hold one group"],
     ),
     "lead beyond the bound on staleness": (
         "[orchestrator]\nmax_async_level = 3\nmax_off_policy_steps = 2\n" + ENV,
@@ -404,11 +401,11 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "no environment": (
         "max_steps = 3\n",
-        ["orchestrator.env: no environment to train on; add one, such as [[orchestrator.env]]", 'id = "sort-letters"'],
+        ["orchestrator.env", "no environment", "[[orchestrator.env]]", 'id = "sort-letters"'],
     ),
     "advantages and no environment": (
         '[orchestrator.algo]\ntype = "reinforce_plus_plus"\n[trainer.advantages]\ntype = "returns"\n',
-        ["orchestrator.env: no environment to train on"],
+        ["orchestrator.env", "no environment"],
     ),
     "environments of one name": (
         ENV + ENV,
@@ -420,35 +417,31 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "no room for a prompt": (
         "seq_len = 64\n[orchestrator.train.sampling]\nmax_completion_tokens = 65\n" + ENV,
-        ["c.toml:3, c.toml:1: orchestrator.train.sampling.max_completion_tokens = 65 is more than seq_len = 64"],
+        ["c.toml:3, c.toml:1: orchestrator.train.sampling.max_completion_tokens = 65", "more than", "seq_len = 64"],
     ),
     "greedy training": (
         ENV,
         ["--orchestrator.train.sampling.temperature 0: ", "temperature = 0 is greedy"],
         "--orchestrator.train.sampling.temperature 0",
     ),
-    "a name of TRL": (
-        ENV,
-        ["--learning_rate 1e-3: unknown flag; did you mean --trainer.optim.lr?"],
-        "--learning_rate 1e-3",
-    ),
+    "a name of TRL": (ENV, ["--learning_rate 1e-3", "unknown flag", "--trainer.optim.lr"], "--learning_rate 1e-3"),
     "another name of TRL": (
         ENV,
-        ["--num-generations 8: unknown flag; did you mean --orchestrator.group-size?"],
+        ["--num-generations 8", "unknown flag", "--orchestrator.group-size"],
         "--num-generations 8",
     ),
     "a name of another framework in a file": (
         "[trainer.optim]\nlearning_rate = 1e-3\n" + ENV,
-        ["c.toml:2: trainer.optim.learning_rate: unknown key; did you mean `lr`?"],
+        ["c.toml:2: trainer.optim.learning_rate", "unknown key", "`lr`"],
     ),
     "a key as verl writes it": (
         ENV,
-        ["unexpected word; keys are given as --key value; did you mean --trainer.optim.lr 1e-6?"],
+        ["unexpected word", "--key", "--trainer.optim.lr"],
         "actor_rollout_ref.actor.optim.learning_rate=1e-6",
     ),
     "a share of no end": (
         '[trainer.scheduler]\ntype = "constant"\nwarmup_steps = 0.1\n' + ENV,
-        ["c.toml:3: trainer.scheduler.warmup_steps = 0.1 is a share of max_steps; give max_steps"],
+        ["c.toml:3: trainer.scheduler.warmup_steps = 0.1", "share of", "max_steps"],
     ),
     "a share above one": (
         'max_steps = 10\n[trainer.scheduler]\ntype = "linear"\ndecay_steps = 1.5\n' + ENV,
@@ -456,27 +449,27 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "a fall without an end": (
         '[trainer.scheduler]\ntype = "linear"\n' + ENV,
-        ["c.toml:1: trainer.scheduler: a linear schedule falls towards max_steps; give max_steps"],
+        ["c.toml:1: trainer.scheduler", "linear schedule falls", "max_steps"],
     ),
     "a schedule longer than the run": (
         'max_steps = 15\n[trainer.scheduler]\ntype = "linear"\n' + ENV,
-        ["c.toml:1: trainer.scheduler: warmup_steps + decay_steps = 10 + 10 must fit into"],
+        ["c.toml:1: trainer.scheduler", "must fit", "warmup_steps", "decay_steps = 10"],
     ),
     "a cosine that is all warm-up": (
         'max_steps = 5\n[trainer.scheduler]\ntype = "cosine"\nwarmup_steps = 5\n' + ENV,
-        ["c.toml:4, c.toml:1: trainer.scheduler.warmup_steps = 5 must be under max_steps = 5"],
+        ["c.toml:4, c.toml:1: trainer.scheduler.warmup_steps = 5", "must be under", "max_steps = 5"],
     ),
     "a schedule that does nothing": (
         'max_steps = 5\n[trainer.scheduler]\ntype = "linear"\nwarmup_steps = 0\ndecay_steps = 0\n' + ENV,
-        ["c.toml:2: trainer.scheduler: a linear schedule neither rises nor falls"],
+        ["c.toml:2: trainer.scheduler", "neither rises nor falls"],
     ),
     "an end above the peak": (
         'max_steps = 50\n[trainer.scheduler]\ntype = "cosine"\nmin_lr = 1e-3\n' + ENV,
-        ["c.toml:4: trainer.scheduler.min_lr = 0.001 is above the peak trainer.optim.lr = 1e-06"],
+        ["c.toml:4: trainer.scheduler.min_lr = 0.001", "above the peak", "trainer.optim.lr = 1e-06"],
     ),
     "tensor parallelism in the embedded engine": (
         f'[inference]\nengine = "embedded"\n[inference.parallel]\ntp = 2\n{ENV}',
-        ["c.toml:4, c.toml:2: inference.parallel.tp = 2: the embedded engine does not support this"],
+        ["c.toml:4, c.toml:2: inference.parallel.tp = 2", "does not support"],
     ),
     "an option that vLLM does not have": (
         f"[inference.vllm_extra]\nmax_modle_len = 2\n{ENV}",
@@ -484,7 +477,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "a value for a switch of vLLM": (
         f"[inference.vllm_extra]\nheadless = 3\n{ENV}",
-        ["c.toml:2: inference.vllm_extra.headless: --headless is a switch and takes true or false, not 3"],
+        ["c.toml:2: inference.vllm_extra.headless", "switch", "--headless"],
     ),
     "a choice that vLLM does not have": (
         f'[inference.vllm_extra]\nall2all_backend = "deepep"\n{ENV}',
@@ -502,7 +495,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "two listeners on a port": (
         "[inference.server]\nport = 5556\n" + ENV,
-        ["c.toml:2: control.port and inference.server.port are both 5556"],
+        ["c.toml:2: control.port", "inference.server.port"],
     ),
     "shared memory to another host": (
         ENV,
@@ -511,16 +504,16 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "engine shorter than the run": (
         "seq_len = 4096\n[inference]\nmax_model_len = 1024\n" + ENV,
-        ["c.toml:3, c.toml:1: inference.max_model_len = 1024 is shorter than seq_len = 4096"],
+        ["c.toml:3, c.toml:1: inference.max_model_len = 1024", "shorter than", "seq_len = 4096"],
     ),
     "a group that the engine does not take": (
         "[inference]\nmax_num_seqs = 4\n" + ENV,
-        ["orchestrator.group_size = 8: an engine samples a group", "takes inference.max_num_seqs = 4; raise that"],
+        ["orchestrator.group_size = 8", "engine samples a group", "takes inference.max_num_seqs = 4; raise that"],
         "--orchestrator.batch-size 64 --orchestrator.group-size 8",
     ),
     "new model shorter than the run": (
         "[model.scratch]\nmax_position_embeddings = 64\n" + ENV,
-        ["--seq-len 128, c.toml:2: seq_len = 128 is longer than", "= 64"],
+        ["--seq-len 128, c.toml:2: seq_len = 128", "longer than", "= 64"],
         "--seq-len 128",
     ),
     "a control that would learn": (
@@ -529,15 +522,15 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "a new model that no engine has": (
         "seq_len = 64\n[model.scratch]\nnum_layers = 1\n" + ENV,
-        ["c.toml:2: model.scratch makes a network that no engine has", "make one with `sft`"],
+        ["c.toml:2: model.scratch", "no engine", "make one with `sft`"],
     ),
     "heads that do not group": (
         "seq_len = 64\n[model.scratch]\nnum_heads = 5\n" + ENV,
-        ["c.toml:3: model.scratch.num_heads = 5 must be a multiple of", "num_kv_heads = 2"],
+        ["c.toml:3: model.scratch.num_heads = 5", "multiple of", "num_kv_heads = 2"],
     ),
     "a family with images and no tower": (
         'seq_len = 64\n[model.scratch]\nfamily = "qwen3_vl"\n[model.vlm]\n' + ENV,
-        ["c.toml:3", 'model.scratch.family = "qwen3_vl" has a vision tower; add [model.scratch.vision]'],
+        ["c.toml:3", 'model.scratch.family = "qwen3_vl"', "vision tower", "[model.scratch.vision]"],
     ),
     "a tower of a family of text": (
         "seq_len = 64\n[model.scratch.vision]\ndepth = 1\n" + ENV,
@@ -545,12 +538,12 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "a tower and nothing on whether to train it": (
         'seq_len = 64\n[model.scratch]\nfamily = "qwen3_5"\n[model.scratch.vision]\ndepth = 1\n' + ENV,
-        ['model.scratch.family = "qwen3_5" has a vision tower; add [model.vlm]'],
+        ['model.scratch.family = "qwen3_5"', "vision tower", "[model.vlm]"],
     ),
     "heads of a tower that do not fit": (
         'seq_len = 64\n[model.scratch]\nfamily = "qwen3_vl"\n[model.scratch.vision]\nnum_heads = 5\n[model.vlm]\n'
         + ENV,
-        ["model.scratch.vision.hidden_size = 32 must be a multiple of 4 x", "num_heads = 5"],
+        ["model.scratch.vision.hidden_size = 32", "multiple of", "num_heads = 5"],
     ),
     "experts that are square, which may be stored either way round": (
         'seq_len = 64\n[model.scratch]\nfamily = "qwen3_vl_moe"\nmoe_intermediate_size = 64\n'
@@ -559,22 +552,22 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "heartbeats slower than death": (
         "[control]\nheartbeat_s = 5.0\ndead_after_s = 8.0\n" + ENV,
-        ["c.toml:3, c.toml:2: control.dead_after_s = 8 must be at least twice", "heartbeat_s = 5"],
+        ["c.toml:3, c.toml:2: control.dead_after_s = 8", "at least twice", "heartbeat_s = 5"],
     ),
-    "a GPU named twice": (ENV, ["trainer_gpu_ids = [0, 0]: give each GPU once"], "--trainer-gpu-ids 0,0"),
+    "a GPU named twice": (ENV, ["trainer_gpu_ids = [0, 0]", "each GPU once"], "--trainer-gpu-ids 0,0"),
     "GPU ids that are none": (
         ENV,
-        ['--trainer-gpu-ids 0,x: trainer_gpu_ids.1 = "x": must be a valid integer'],
+        ["--trainer-gpu-ids", "valid integer", 'trainer_gpu_ids.1 = "x"'],
         "--trainer-gpu-ids 0,x",
     ),
     "GPU ids against counts": (
         "[deployment]\nnum_train_gpus = 2\n" + ENV,
-        ["--trainer-gpu-ids 0, c.toml:2: trainer_gpu_ids = [0] are 1 GPUs but deployment.num_train_gpus = 2"],
+        ["--trainer-gpu-ids 0, c.toml:2: trainer_gpu_ids = [0]", "are 1 GPUs", "deployment.num_train_gpus = 2"],
         "--trainer-gpu-ids 0",
     ),
     "a shared GPU filled by the engine": (
         ENV,
-        ["share GPU 0, and inference.gpu_memory_utilization = 0.9 leaves the trainer nothing"],
+        ["share GPU 0", "inference.gpu_memory_utilization = 0.9"],
         "--trainer-gpu-ids 0 --inference-gpu-ids 0",
     ),
     "a run name that is a path": ('[run]\nname = "a/b"\n' + ENV, ['c.toml:2: run.name = "a/b": letters, digits']),
@@ -588,26 +581,27 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     ),
     "a batch in tokens of nobody knows how many rollouts": (
         "[orchestrator]\ntoken_batch_size = 4096\n" + ENV,
-        ["c.toml:2: orchestrator.token_batch_size = 4096 needs orchestrator.batch_size, the most rollouts of a batch"],
+        ["c.toml:2: orchestrator.token_batch_size = 4096", "most rollouts", "orchestrator.batch_size"],
     ),
     "two losses of one's own": (
         '[trainer]\nhooks.loss = "my:loss"\nloss = { type = "custom", import_path = "my:other" }\n' + ENV,
-        ['trainer.hooks.loss = "my:loss" and trainer.loss.type = "custom" are two losses of your own'],
+        ['trainer.hooks.loss = "my:loss"', "two losses", 'trainer.loss.type = "custom"'],
     ),
     "a loss beside the whole loss": (
         '[trainer]\nhooks.loss = "my:loss"\nloss.entropy_coef = 0.1\n' + ENV,
-        ["trainer.loss.entropy_coef = 0.1 does nothing with trainer.hooks.loss", "it is the whole loss"],
+        ["trainer.loss.entropy_coef = 0.1", "does nothing", "trainer.hooks.loss", "it is the whole loss"],
     ),
     "files of nobody": (
         '[trainer]\nhooks.post_write = "my:note"\n' + ENV,
-        ["trainer.hooks.post_write", 'weight_broadcast.type = "shm" writes none; use type = "filesystem"'],
+        ["trainer.hooks.post_write", 'weight_broadcast.type = "shm"', "writes none", '"filesystem"'],
     ),
-    "resume and clean": (ENV, ["--resume, --clean: resume continues the run and clean deletes"], "--resume --clean"),
-    "step 0": (ENV, ["--resume.step 0: resume.step = 0: must be greater than or equal to 1"], "--resume.step 0"),
+    "resume and clean": (ENV, ["--resume, --clean", "clean deletes"], "--resume --clean"),
+    "step 0": (ENV, ["--resume.step 0: resume.step = 0", "greater than"], "--resume.step 0"),
 }
 
 
 @pytest.mark.parametrize("mistake", WRONG_RL)
+@needs("prime")
 def test_one_mistake_is_one_message_with_place_rule_and_way_out(mistake: str, tmp_path: Path) -> None:
     toml, parts, *flags = WRONG_RL[mistake]
     (line,) = complaints(tmp_path, toml, " ".join(flags))
@@ -635,24 +629,24 @@ WRONG_OTHERS = {
     "sft without an end": (
         "sft",
         '[data]\ntype = "file"\nname = "a.jsonl"\n',
-        ["the run would never end; give max_steps or max_epochs"],
+        ["never end", "max_steps", "max_epochs"],
     ),
     "sft that trains no role": (
         "sft",
         'max_steps = 3\n[data]\ntype = "file"\nname = "a"\n[loss_mask]\nassistant = false\n',
         ["c.toml:5: loss_mask trains no role"],
     ),
-    "eval without environments": ("eval", "seed = 1\n", ["eval.env: no environment to evaluate; add one"]),
+    "eval without environments": ("eval", "seed = 1\n", ["eval.env", "no environment"]),
     "inference without a model": ("inference", 'model = "None"\n', ["c.toml:1: model: no model to serve"]),
     "a file of rl for a verb that is no part of it": (
         "eval",
         '[orchestrator]\nbatch_size = 8\n[[eval.env]]\nid = "a"\n',
-        ["c.toml:1: orchestrator: unknown key; a file with a [orchestrator] section is one for `rl`"],
+        ["c.toml:1: orchestrator", "unknown key", "[orchestrator]", "`rl`"],
     ),
     "orchestrator with groups of one": (
         "orchestrator",
         'group_size = 1\n[[env]]\nid = "a"\n',
-        ["c.toml:1: group_size = 1: every advantage would be zero"],
+        ["c.toml:1: group_size = 1", "every advantage"],
     ),
 }
 
@@ -791,6 +785,7 @@ NEWCOMERS = dict(line.split(" => ", 1) for line in LINES if not line.startswith(
 
 
 @pytest.mark.parametrize("written", NEWCOMERS)
+@needs("prime")
 def test_a_mistake_of_somebody_new_is_one_line_with_what_to_write(written, tmp_path):
     path = tmp_path / "c.toml"
     path.write_text(written.replace("\\n", "\n") + "\n" + ENV)

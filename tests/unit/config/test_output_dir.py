@@ -82,5 +82,5 @@ def test_what_a_dry_run_left_is_not_among_the_runs_that_are_there(tmp_path: Path
         RunDir(tmp_path / name).configs.mkdir(parents=True)
     RunDir(tmp_path / "used").configs.mkdir(parents=True)
     (tmp_path / "used" / "ledger.sqlite").touch()
-    with pytest.raises(ConfigError, match=r"no run 'r' in .*; runs there: used. Check"):
+    with pytest.raises(ConfigError, match=r"no run 'r' .*: used"):
         rundir.check(RunDir(tmp_path / "r"), resume=True, step=None, clean=False)

@@ -42,7 +42,7 @@ def test_a_file_of_records_may_begin_at_home(monkeypatch, tmp_path):
     ],
 )
 def test_a_variable_of_the_shell_is_refused_with_a_sentence(cls, words):
-    with pytest.raises(ConfigError, match=r"only a shell replaces \$\{?HOME\}?.* begin it with ~"):
+    with pytest.raises(ConfigError, match=r"shell.*\$\{?HOME\}?.* ~"):
         load(cls, words)
 
 
@@ -58,7 +58,7 @@ def test_a_variable_of_the_shell_is_reported_at_the_line_of_its_key(tmp_path):
 
 
 def test_a_variable_in_the_path_of_records_is_refused():
-    with pytest.raises(ConfigError, match=r"dataset: path = '\$HOME/d.jsonl': only a shell replaces \$HOME"):
+    with pytest.raises(ConfigError, match=r"path = '\$HOME/d.jsonl': .*shell"):
         next(read_records("$HOME/d.jsonl", "dataset: path"))
 
 

@@ -142,7 +142,7 @@ def test_the_words_of_others_for_a_thought_are_understood(key: str) -> None:
 
 
 def test_a_key_that_nothing_reads_is_refused_and_two_that_differ_are() -> None:
-    with pytest.raises(DataError, match=r"rows.jsonl:1 has the key 'tool_call'.*did you mean 'tool_calls'"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1 .*'tool_call'.*'tool_calls'"):
         parse_message({"role": "user", "content": "a", "tool_call": []}, "rows.jsonl:1")
     with pytest.raises(DataError, match="'step_loss_mask' and 'weight', which differ"):
         parse_message({"role": "user", "content": "a", "step_loss_mask": 1, "weight": 0}, "here")
@@ -154,7 +154,7 @@ def test_a_key_that_nothing_reads_is_refused_and_two_that_differ_are() -> None:
 
 
 def test_half_a_character_in_a_record_is_refused_and_from_a_program_is_replaced() -> None:
-    with pytest.raises(DataError, match=r"rows.jsonl:4: prompt\[0\]: content: character 4 .* half of a surrogate"):
+    with pytest.raises(DataError, match=r"rows.jsonl:4: prompt\[0\]: content: .*surrogate"):
         parse_messages([{"role": "user", "content": "caf\ud83d"}], "prompt", "rows.jsonl:4")
     assert checked_messages([{"role": "tool", "content": "a\udcb2"}], "here")[0]["content"] == "a\ufffd"
     assert with_whole_text("a\udcb2b \U0001f600") == "a\ufffdb \U0001f600"
@@ -206,7 +206,7 @@ def test_data_of_a_task_is_what_the_ledger_holds() -> None:
 def test_tasks_that_differ_from_call_to_call_are_told_before_the_start() -> None:
     numbers = itertools.count()
     env = Source(lambda i: Task(env="e", task_id=f"t{i}", data={"n": next(numbers)}))
-    with pytest.raises(EnvError, match=r"make\(0\) gave two different tasks, with data .*random.Random\(index\)"):
+    with pytest.raises(EnvError, match=r"make\(0\) .*two different tasks"):
         same_task(env, tasks_of(env, "train"), "train")
     same = Source(lambda i: Task(env="e", task_id=f"t{i}", data={"n": i}))
     assert same_task(same, tasks_of(same, "train"), "train").data == {"n": 0}

@@ -192,15 +192,15 @@ def test_what_exists_or_ends_like_a_file_is_a_file(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"'org/none\.jsonl': no such file or directory\.") as caught:
         list(read_records("org/none.jsonl"))
     assert "Hub" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"'org/none': no such file .* with its split, 'org/none\[train\]'"):
+    with pytest.raises(ConfigError, match=r"'org/none': no such file .*'org/none\[train\]'"):
         list(read_records("org/none"))
-    with pytest.raises(ConfigError, match=r"is a file, which cannot be streamed; remove streaming"):
+    with pytest.raises(ConfigError, match=r"file.*streaming"):
         list(read_records("org/rows[train]", is_streamed=True))
 
 
 def test_without_the_library_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"path = 'org/name\[train\]': .* pip install 'stretto\[hub\]'"):
+    with pytest.raises(ConfigError, match=r"path = 'org/name\[train\]': .*'stretto\[hub\]'"):
         list(read_records("org/name[train]", "path"))
 
 
@@ -272,9 +272,9 @@ def test_columns_become_examples_for_sft(local, tmp_path):
     replies = texts(input_key="question", output_key="answer")
     assert len(replies) == 2 and replies[1].endswith("2<|im_end|>")
     assert len(texts(convert=f"{__name__}:boxed", streaming=True)) == 2
-    with pytest.raises(DataError, match=r"row 1: no 'reply' \(output_key\); the row has answer, level, question"):
+    with pytest.raises(DataError, match=r"row 1: no 'reply' \(output_key\).*answer, level, question"):
         texts(input_key="question", output_key="reply")
-    with pytest.raises(ConfigError, match=r"row 1: convert = .*test_hub_data\.py:\d+: KeyError: 'questoin'"):
+    with pytest.raises(ConfigError, match=r"row 1: convert.*test_hub_data\.py:\d+: KeyError"):
         texts(convert=f"{__name__}:broken")
-    with pytest.raises(DataError, match="must return a record, a dictionary; it returned NoneType"):
+    with pytest.raises(DataError, match=r"must return a record.*NoneType"):
         texts(convert="builtins:print")

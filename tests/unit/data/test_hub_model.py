@@ -82,7 +82,7 @@ def test_a_connection_that_breaks_is_resumed_within_the_file(site, made):
 def test_a_download_that_broke_off_goes_on_with_the_files_that_are_missing(site, made):
     (site.root / "models" / NAME / "model-00002-of-00002.safetensors").rename(site.root / "away")
     fetch_all = hub_model.look_up(NAME)
-    with pytest.raises(ConfigError, match=r"has no config\.json with complete weights after the download"):
+    with pytest.raises(ConfigError, match=r"no config\.json .*after the download"):
         fetch(NAME)  # the repository lacks a file of its index
     assert find_local(NAME) is None and find_config(NAME) is not None
     (site.root / "away").rename(site.root / "models" / NAME / "model-00002-of-00002.safetensors")
@@ -119,30 +119,26 @@ def test_a_tokenizer_is_downloaded_without_weights(site):
 def test_a_disk_that_is_too_small_is_known_before(site, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(hub_model.shutil, "disk_usage", lambda _: usage(10, 0, 10))
-    with pytest.raises(
-        ConfigError, match=rf"are to be downloaded and {hub_model._cache()} has 10 bytes free; free some space there"
-    ):
+    with pytest.raises(ConfigError, match=rf"{hub_model._cache()} has 10 bytes free"):
         fetch(NAME)
     assert not any("resolve" in line for line in site.requests)
 
 
 def test_what_the_hub_does_not_give_has_one_message_each(site, monkeypatch):
-    with pytest.raises(ConfigError, match="'lab/none': no such directory, and the Hub has no model of that name"):
+    with pytest.raises(ConfigError, match=r"'lab/none': no such directory, .*Hub"):
         fetch("lab/none")
-    with pytest.raises(ConfigError, match=r"'lab': no such directory; give a directory with config\.json"):
+    with pytest.raises(ConfigError, match=r"'lab': no such directory"):
         fetch("lab")
     with pytest.raises(ConfigError, match="'lab/a--b': no such directory; give"):
         fetch("lab/a--b")
     site.gated.add(NAME)
-    with pytest.raises(
-        ConfigError, match=rf"is gated: accept its terms at {site.url}/{NAME}, then log in with `hf auth"
-    ):
+    with pytest.raises(ConfigError, match=rf"gated: .*{site.url}/{NAME}.*`hf auth"):
         fetch(NAME)
     assert find_config(NAME) is None
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert find_config(NAME) is not None and look_up(NAME).num_files
     site.status = 401
-    with pytest.raises(ConfigError, match=r"the Hub refuses this login \(401\); renew it"):
+    with pytest.raises(ConfigError, match=r"login \(401\)"):
         fetch(NAME)
     site.status = 500
     with pytest.raises(ConfigError, match=r"the Hub is not reached: .*500"):

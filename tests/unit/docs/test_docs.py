@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,16 +11,31 @@ from pathlib import Path
 import pytest
 from fakes import FakeEngine, FakeTrainer, parrot
 from orchestrator_runs import config, train
-from pages.blocks import PAGES, ROOT
+from pages.blocks import GENERATED, PAGES, ROOT, text_of
 
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_to_files_that_exist(page: Path):
-    for _, target in LINK.findall(page.read_text()):
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_that_exist_or_to_pages_that_are_generated(page: str):
+    folder = ROOT / Path(page).parent
+    made = {(ROOT / "docs" / name).resolve() for name in GENERATED}
+    for _, target in LINK.findall(text_of(page)):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            path = (folder / target).resolve()
+            assert path.exists() or path in made, f"{page} links to {target}"
+
+
+def test_the_readme_links_to_nothing_that_is_not_stored():
+    assert not [target for _, target in LINK.findall(text_of("README.md")) if Path(target).name in GENERATED]
+
+
+def test_generated_pages_are_written_into_a_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["generated.py", str(tmp_path)])
+    runpy.run_path(str(ROOT / "docs" / "site" / "generated.py"), run_name="__main__")
+    assert {path.name for path in tmp_path.iterdir()} == set(GENERATED)
+    for name in GENERATED:
+        assert (tmp_path / name).read_text() == text_of(f"docs/{name}")
 
 
 def test_every_function_named_on_the_way_of_a_rollout_exists_where_the_link_says():

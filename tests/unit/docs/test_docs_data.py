@@ -10,6 +10,7 @@ from pathlib import Path
 from cases.dataset import RUN, play, sampled_text
 from fakes import FakeEngine, FakeTrainer, parrot
 from orchestrator_runs import config, train
+from pages.blocks import text_of
 from PIL import Image
 
 from stretto.config.sections.hooks import HooksSection
@@ -53,8 +54,9 @@ VIME_FUNCTIONS = """
 
 
 def test_every_function_that_vime_takes_has_its_place_or_a_way_around():
+    pages = text_of("docs/vime-flags.md") + text_of("docs/vime.md")
     for name in VIME_FUNCTIONS.split():
-        assert f"`--{name}-path`" in PAGE, name
+        assert f"`--{name}-path`" in pages, name
 
 
 def test_the_functions_shown_run(tmp_path, monkeypatch):

@@ -57,9 +57,9 @@ def test_conversation_and_tools_are_read_from_the_configured_keys(renderer, tmp_
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     (row,) = read_rows(FileData(name=str(path), input_key="talk", tool_key="my_tools"), 0)
     assert row.messages == talk and row.tools == tools
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: no 'speech' \(input_key\); the row has messages, my_tools"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: no 'speech' \(input_key\).*messages, my_tools"):
         list(read_rows(FileData(name=str(path), input_key="speech"), 0))
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: `messages` must be a list of messages, got 'not these'"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: `messages` must be a list.*'not these'"):
         list(read_rows(FileData(name=str(path), input_key="messages"), 0))
 
 
@@ -145,7 +145,7 @@ def test_missing_empty_and_unreadable_files_are_named_in_the_error(renderer, tmp
         load(renderer, tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"has no sft_rows"):
         load_examples(EnvData(id=f"{__name__}:Unsolved"), renderer, ASSISTANT, 64, 0)
-    with pytest.raises(EnvError, match=r"Mistaken': sft_rows: .*test_data.py:\d+ in sft_rows: KeyError: 'answer'"):
+    with pytest.raises(EnvError, match=r"Mistaken': sft_rows: .*test_data.py:\d+.*KeyError"):
         load_examples(EnvData(id=f"{__name__}:Mistaken"), renderer, ASSISTANT, 64, 0)
 
 

@@ -26,13 +26,13 @@ from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import SingleTurnEnv, load_environment
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
-from stretto.orchestrator.batch.samples import to_samples
+from stretto.orchestrator.batch import to_samples
 from stretto.orchestrator.build import build_env, run_info
 from stretto.orchestrator.eval.evaluator import eval_envs
 from stretto.orchestrator.eval.verb import with_server_address
-from stretto.orchestrator.groups.credit import assign_advantages
-from stretto.orchestrator.state.checkpoint import Progress
+from stretto.orchestrator.groups.advantages import assign_advantages
 from stretto.orchestrator.state.resume import check_fingerprints
+from stretto.orchestrator.state.run_checkpoint import Progress
 from stretto.orchestrator.tasks.order import TaskMix
 from stretto.records.rollout import RolloutStatus
 from stretto.vime import Arguments, Sample, get_model_url, post
@@ -142,7 +142,7 @@ def test_a_resumed_run_continues_at_the_record_where_it_stopped(file, tmp_path):
     assert drawn(second) == drawn(whole)
     assert audit(second.run_dir) == []
     file.write_text(file.read_text().replace("word4", "word5"))
-    with pytest.raises(DataError, match="its records are not those that this run began with"):
+    with pytest.raises(DataError, match="records are not those"):
         train(second, engine, FakeTrainer(max_steps=4, start=2))
 
 
@@ -154,7 +154,7 @@ def test_a_run_that_resumes_with_other_records_is_refused(file):
     check_fingerprints([dataset(file)], progress)
     before = file.read_text()
     file.write_text(before.replace('"n": 3', '"n": 7'))
-    with pytest.raises(DataError, match="environment mine: its records are not those that this run began with"):
+    with pytest.raises(DataError, match=r"environment mine: .*records are not those"):
         check_fingerprints([dataset(file)], progress)
     file.write_text(before)
     check_fingerprints([dataset(file)], progress)
@@ -163,9 +163,9 @@ def test_a_run_that_resumes_with_other_records_is_refused(file):
 def test_evals_need_eval_path_only(file):
     env = dataset(file, path=None, eval_path=str(file))
     assert env.tasks("eval").num_tasks == 5
-    with pytest.raises(ConfigError, match="training needs records; name them as path"):
+    with pytest.raises(ConfigError, match="training needs records"):
         env.tasks("train")
-    with pytest.raises(ConfigError, match="name a file as path, or for evals as eval_path"):
+    with pytest.raises(ConfigError, match=r"path, .*eval_path"):
         dataset(file, path=None)
 
 
@@ -191,7 +191,7 @@ def test_dates_and_bytes_of_parquet_files_are_refused_when_they_are_read(tmp_pat
     assert dataset(tmp_path / "rows.parquet").tasks("train").num_tasks == 2
     rows = [{"prompt": "a", "label": "b", "metadata": {"day": day}}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"rows\.parquet, row 1: .*date is not JSON serializable; prompt, label"):
+    with pytest.raises(DataError, match=r"rows\.parquet, row 1: .*date .*JSON"):
         dataset(tmp_path / "rows.parquet")
 
 
@@ -312,7 +312,7 @@ def test_a_record_that_is_not_valid_is_refused_with_its_place(tmp_path, mistake)
         ({"paths": "x"}, "got an unexpected keyword argument 'paths'"),
         ({"path": 5}, "dataset: path = 5 must be a file, or a list of files; change `args`"),
         ({"path": ["a.jsonl", 5]}, "must be a file, or a list of files"),
-        ({"path": []}, "name a file as path, or for evals as eval_path"),
+        ({"path": []}, "for evals as eval_path"),
         ({"shuffle": "no"}, "dataset: shuffle = 'no' must be true or false"),
         ({"max_prompt_tokens": "100"}, "dataset: max_prompt_tokens = '100' must be a whole number > 0"),
         ({"max_prompt_tokens": 0}, "dataset: max_prompt_tokens = 0 must be a whole number > 0"),
@@ -648,7 +648,7 @@ def test_requests_to_other_servers_are_plain_http_even_with_the_path_of_the_poli
                 assert (await post(url, {"a": 1}))["said"] == {"a": 1, "cache_salt": "7"}
                 assert (await post(url, {"a": 1}))["said"] == {"a": 1, "cache_salt": "8"}
                 assert (await post(url, {"cache_salt": "mine"}))["said"] == {"cache_salt": "mine"}
-            with pytest.raises(EnvError, match="no model 'ref' in this run; it has actor, teacher"):
+            with pytest.raises(EnvError, match=r"no model 'ref' .*actor, teacher"):
                 get_model_url(args, "ref")
         finally:
             await runner.cleanup()
@@ -665,7 +665,7 @@ def test_the_address_of_a_model_is_the_configured_one():
     args.vllm_model_routers["judge"] = ("10.0.0.1", 8001)
     assert get_model_url(args, "judge") == "http://10.0.0.1:8001/inference/v1/generate"
     nowhere = Arguments(**addresses_of((), {}))
-    with pytest.raises(EnvError, match="no model 'actor' in this run; worker processes know no addresses"):
+    with pytest.raises(EnvError, match=r"no model 'actor' .*worker processes"):
         get_model_url(nowhere)
 
 
@@ -956,7 +956,7 @@ def test_a_data_source_that_does_not_fit_is_named(module, name, error, message):
 
 
 def test_a_file_beside_a_data_source_is_refused(module, file):
-    with pytest.raises(ConfigError, match="path and data_source both give the records"):
+    with pytest.raises(ConfigError, match="path and data_source"):
         from_source(module, "Source", path=str(file))
 
 
@@ -988,5 +988,5 @@ def test_a_data_source_that_gives_nothing_is_named(module):
         "    def __len__(self): return 1\n"
         "    def get_samples(self, num_samples): return None\n"
     )
-    with pytest.raises(ConfigError, match="get_samples: it gave NoneType; give a list of lists of Sample"):
+    with pytest.raises(ConfigError, match=r"get_samples: .*NoneType"):
         dataset(None, path=None, data_source=f"{path}:Source")

@@ -105,7 +105,7 @@ async def test_errors_name_servers_that_cannot_be_used():
     with pytest.raises(EnvError, match="MCP server /nowhere/server: FileNotFoundError"):
         await env.connect()
     env.servers = (McpServer(command=STDIO.command, only=("revers",)),)
-    with pytest.raises(ConfigError, match="has no tool 'revers'; it has reverse, fail, die"):
+    with pytest.raises(ConfigError, match=r"no tool 'revers'.*reverse, fail, die"):
         await env.connect()
     for wrong in ({}, {"command": ("x",), "url": "http://x"}):
         with pytest.raises(ConfigError, match="give one of the two"):

@@ -183,9 +183,9 @@ def test_wrong_settings_give_one_message(args, message):
 
 
 def test_the_error_without_a_generator_or_the_extra_says_what_to_do(monkeypatch):
-    with pytest.raises(ConfigError, match=r"environment 'reasoning-gym': missing a required argument: 'dataset'"):
+    with pytest.raises(ConfigError, match=r"environment 'reasoning-gym': .*argument: 'dataset'"):
         load_environment("reasoning-gym")
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     monkeypatch.delitem(sys.modules, "reasoning_gym.composite", raising=False)
-    with pytest.raises(ConfigError, match=r"needs the extra of that name: pip install 'stretto\[reasoning-gym\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'stretto\[reasoning-gym\]'"):
         gym()

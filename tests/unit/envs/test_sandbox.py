@@ -301,7 +301,7 @@ async def test_code_that_is_not_valid_python_fails_as_a_program(backend, code):
 
 
 async def test_a_sandbox_that_cannot_be_built_is_an_env_error(backend):
-    with pytest.raises(EnvError, match=r"the sandbox cannot be built: OSError: .*File name too long"):
+    with pytest.raises(EnvError, match=r"sandbox cannot be built: OSError"):
         await run(backend, "", files={"x" * 300: ""})
 
 

@@ -274,7 +274,7 @@ def test_a_taskset_runs_never_without_a_worker():
 
 
 def test_the_error_for_a_v0_environment_says_how_to_port_it():
-    with pytest.raises(ConfigError, match=r"'old-v0'.*is a verifiers v0 environment.*a `vf.Taskset` whose load\(\)"):
+    with pytest.raises(ConfigError, match=r"'old-v0'.*verifiers v0.*`vf.Taskset`"):
         build_env(EnvSection(id="old-v0"))
 
 
@@ -284,10 +284,10 @@ def test_errors_name_the_missing_extra_and_a_wrong_version(monkeypatch):
 
     monkeypatch.setattr(find.importlib.metadata, "version", version)
     for env_id in ("verifiers", "echo-v1"):
-        with pytest.raises(ConfigError, match=rf"environment '{env_id}' needs the extra.*'stretto\[verifiers\]'"):
+        with pytest.raises(ConfigError, match=rf"environment '{env_id}' .*'stretto\[verifiers\]'"):
             build_env(EnvSection(id=env_id))
     monkeypatch.setattr(find.importlib.metadata, "version", lambda name: "0.2.14")
-    with pytest.raises(ConfigError, match=r"verifiers 0.2.14 is installed, and stretto works with 0.4"):
+    with pytest.raises(ConfigError, match=r"verifiers 0.2.14 .*0.4"):
         build_env(EnvSection(id="verifiers"))
 
 
@@ -322,7 +322,7 @@ def test_a_module_with_one_environment_is_loaded_by_its_name(tmp_path, monkeypat
     (tmp_path / "no_env.py").write_text("x = 1\n")
     assert type(load_environment("one-env", {"num_letters": 3})).__name__ == "Mine"
     assert type(load_environment("chosen_env")).__name__ == "B"
-    with pytest.raises(ConfigError, match="has several environments; name one: two_envs:A, two_envs:B"):
+    with pytest.raises(ConfigError, match=r"several environments.*two_envs:A, two_envs:B"):
         load_environment("two-envs")
     with pytest.raises(ConfigError, match="has no class with `tasks` and `rollout`"):
         load_environment("no-env")

@@ -119,7 +119,7 @@ def test_choices_survive_the_wire_and_vllms_form_is_filled_up():
 
 def test_a_dense_model_returns_none_and_refuses_to_return_any():
     assert run(build_core(), ask("a", PROMPTS[0]))[0][0].routed_experts is None
-    with pytest.raises(ConfigError, match="enable_return_routed_experts = true, but a qwen3 model has no"):
+    with pytest.raises(ConfigError, match=r"enable_return_routed_experts = true, .*qwen3"):
         build_core(enable_return_routed_experts=True)
 
 
@@ -139,5 +139,5 @@ def test_choices_that_are_known_are_not_sent_again():
     assert np.array_equal(completions[0].routed_experts, whole.routed_experts[37:])
     data = encode_completions(sent, completions, [None])
     assert np.array_equal(decode_completions(spec, data)[0].routed_experts, whole.routed_experts[37:])
-    with pytest.raises(api.Refusal, match="routed_experts_prompt_start: 41 is not in the prompt of 40 tokens"):
+    with pytest.raises(api.Refusal, match=r"routed_experts_prompt_start: 41 .*40 tokens"):
         api.decode_generate(api.encode_generate(msgspec.structs.replace(spec, routed_experts_start=41)))

@@ -39,7 +39,7 @@ def test_each_rank_has_one_of_the_visible_gpus(monkeypatch, settings, num_ranks,
 
 def test_missing_gpus_are_named(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "a")
-    with pytest.raises(ConfigError, match="ask for GPU 1, 2, but this machine shows 1"):
+    with pytest.raises(ConfigError, match=r"GPU 1, 2, .*shows 1"):
         find_gpus(config(deployment={"num_train_gpus": 3}))
 
 
@@ -69,5 +69,5 @@ def test_one_rank_is_this_process_and_sees_its_gpu_alone(monkeypatch):
 def test_the_number_of_ranks_must_match_torchrun(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert start_ranks(config(deployment={"num_train_gpus": 2}), []) is None
-    with pytest.raises(ConfigError, match="ask for 3 ranks, but torchrun has started 2"):
+    with pytest.raises(ConfigError, match=r"3 ranks, .*torchrun has started 2"):
         start_ranks(config(deployment={"num_train_gpus": 3}), [])

@@ -76,7 +76,7 @@ def test_engines_get_only_the_visible_gpus(tmp_path, monkeypatch):
     plan = plan_serving(cfg, cfg.run_dir)
     assert [spec.devices for spec in plan.processes] == [("4", "5"), ("6", "7"), ()]
     cfg = config(tmp_path, "--deployment.num-replicas", "2", "--parallel.tp", "4")
-    with pytest.raises(ConfigError, match="tp 4 x 2 engines take 8 GPUs, and this machine shows 4"):
+    with pytest.raises(ConfigError, match=r"tp 4 x 2 engines take 8 GPUs, .*shows 4"):
         plan_serving(cfg, cfg.run_dir)
 
 

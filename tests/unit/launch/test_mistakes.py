@@ -51,31 +51,26 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
     "a wrong type": ("rl @ type.toml", "type.toml:1", 'max_steps = "forty"', "must be a valid integer"),
     "a file that is not there": ("rl @ tipe.toml", "tipe.toml", "no such file", "did you mean type.toml?"),
     "the @ forgotten": ("rl ok.toml", "ok.toml", "unexpected word", "`@ ok.toml`"),
-    "a text without quotes": (
-        "rl @ broken.toml",
-        "broken.toml:2",
-        "not valid TOML: Invalid value in `run.name = abc`",
-        "a text has quotes",
-    ),
+    "a text without quotes": ("rl @ broken.toml", "broken.toml:2", "`run.name = abc`", "a text has quotes"),
     "a null": ("rl @ null.toml", "null.toml:1", "TOML has no null", 'write max_steps = "None"'),
     "Python's true": ("rl @ true.toml", "true.toml:1", "not valid TOML", "write clean = true"),
     "a comma too many in a flag": (
         'rl --orchestrator.env [{"id":"sort-letters"},]',
         "--orchestrator.env",
-        "looks like JSON and is not: a comma before ']' (character 23)",
+        "a comma before ']' (character 23)",
         "remove it",
     ),
     "a model that is not on this machine": (
         f"{OK} --model.name Qwen/Qwen3-0.6B",
         "model ",
-        "'Qwen/Qwen3-0.6B': no such directory, no complete model of that name in the local hub cache",
+        "'Qwen/Qwen3-0.6B': no such directory",
         "`hf download Qwen/Qwen3-0.6B`",
     ),
     "a directory that is no model": (
         f"{OK} --model.name empty",
         "[model] name = 'empty'",
         "no config.json",
-        "give a directory with config, safetensors and tokenizer",
+        "safetensors and tokenizer",
     ),
     "rows that are not there": (
         f"rl {env('dataset', path='rwos.jsonl')}",
@@ -87,19 +82,19 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         f"rl {env('dataset', path='nothing-like-it.parquet')}",
         "dataset: path = 'nothing-like-it.parquet'",
         "no such file",
-        "Relative paths begin in ",
+        "Relative paths",
     ),
     "a data set of the Hub as a path": (
         f"rl {env('dataset', path='openai/gsm8k')}",
         "dataset: path = 'openai/gsm8k[train]'",
-        "which is no path here and so a data set of the Hub",
+        "data set of the Hub",
         "hf download openai/gsm8k",
     ),
     "a key that records do not have": (
         f"rl {env('dataset', path='rows.jsonl', input_key='promt')}",
         "rows.jsonl:1",
         "no 'promt' (input_key)",
-        "the record has label, prompt; did you mean 'prompt'?",
+        "did you mean 'prompt'?",
     ),
     "a malformed line": (
         f"rl {env('dataset', path='malformed.jsonl')}",
@@ -116,8 +111,8 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
     "a reward function of TRL": (
         f"rl {env('dataset', path='rows.jsonl', reward='rewards_m:trl')}",
         "dataset: reward = 'rewards_m:trl'",
-        "it is defined as trl(completions, **kwargs) and called with 2",
-        "write `def reward(args, sample)` and return a number",
+        "trl(completions, **kwargs)",
+        "`def reward(args, sample)`",
     ),
     "an argument that an environment does not have": (
         f"rl {env('sort-letters', num_leters=3)}",
@@ -129,14 +124,9 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         f"rl {env('envs_m:NotEnv')}",
         "'envs_m:NotEnv'",
         "lacks name, tasks or rollout",
-        "derive it from SingleTurnEnv or MultiTurnEnv",
+        "SingleTurnEnv or MultiTurnEnv",
     ),
-    "a syntax error": (
-        f"rl {env('syntax_m:Mine')}",
-        "syntax_m.py:2",
-        "SyntaxError: invalid syntax in `class Mine(:`",
-        "mend that line",
-    ),
+    "a syntax error": (f"rl {env('syntax_m:Mine')}", "syntax_m.py:2", "SyntaxError: invalid syntax", "mend that line"),
     "an environment with a typo": (
         f"rl {env('sort-leters')}",
         "'sort-leters'",
@@ -146,7 +136,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
     "no room for a prompt": (
         f"{OK} --seq-len 8 --orchestrator.train.sampling.max-completion-tokens 9",
         "--seq-len 8",
-        "max_completion_tokens = 9 is more than seq_len = 8",
+        "max_completion_tokens = 9",
         "lower it or raise seq_len",
     ),
     "a group of one": (
@@ -158,13 +148,13 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
     "a batch that groups do not divide": (
         f"{OK} --orchestrator.batch-size 100",
         "--orchestrator.batch-size 100",
-        "must be a multiple of orchestrator.group_size = 8",
+        "multiple of orchestrator.group_size = 8",
         "use 96 or 104",
     ),
     "temperature 0": (
         f"{OK} --orchestrator.train.sampling.temperature 0",
         "--orchestrator.train.sampling.temperature 0",
-        "the rollouts of a group would be equal and teach nothing",
+        "rollouts of a group would be equal",
         "",
     ),
     "names of TRL": (
@@ -219,13 +209,13 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
     "a tracker that is not installed": (
         f"{OK} --monitors.trackio",
         "[monitors.trackio]",
-        "needs the package trackio, which is not installed",
-        "run pip install 'stretto[trackio]' (in a clone: pip install -e '.[trackio]') or remove the section",
+        "package trackio",
+        "pip install 'stretto[trackio]'",
     ),
     "rows of another kind": (
         "sft --data.name text.jsonl --max-steps 1 --model.scratch",
         "text.jsonl:1",
-        "a row needs `messages`, or `prompt` and `completion`; it has text.",
+        "`messages`, or `prompt` and `completion`",
         "named by data.input_key",
     ),
     "an end that never comes": (
@@ -241,20 +231,20 @@ STARTED = {
     "GPUs that are not there": (
         f"{OK} --trainer-gpu-ids 0 --model.name model",
         "trainer_gpu_ids",
-        "ask for GPU 0, but this machine shows 0",
-        "leave the key out, name others, or set CUDA_VISIBLE_DEVICES",
+        "GPU 0, but this machine shows 0",
+        "CUDA_VISIBLE_DEVICES",
     ),
     "a model directory that is not there": (
         f"{OK} --model.name outputs/none/weights/latest",
         "[model] name = 'outputs/none/weights/latest'",
-        "there is no such directory",
-        "run that first (`sft @ ...`)",
+        "no such directory",
+        "`sft @ ...`",
     ),
     "a run of the same name": (
         f"{OK} --model.name model --run.name there",
         "run 'there' exists in outputs/there",
         "checkpoints",
-        "Continue it with --resume from step 1, start over and delete it with --clean, or give this run another name",
+        "--resume from step 1",
     ),
 }
 

@@ -20,9 +20,9 @@ from stretto.config.root import OrchestratorConfig, SFTConfig
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
-from stretto.orchestrator.state import checkpoint
-from stretto.orchestrator.state.checkpoint import Progress, carry_over, summary_of
+from stretto.orchestrator.state import run_checkpoint
 from stretto.orchestrator.state.resume import starting_point
+from stretto.orchestrator.state.run_checkpoint import Progress, carry_over, summary_of
 from stretto.trainer import sft
 
 pytestmark = pytest.mark.heavy
@@ -123,7 +123,7 @@ def test_a_run_begun_at_a_checkpoint_draws_what_the_other_would_have(tmp_path):
 def test_unfinished_draws_are_made_again_with_their_numbers(tmp_path):
     cfg = config(tmp_path / "first", max_async_level=2, max_steps=6)
     train(cfg, FakeEngine(parrot(0.3)), FakeTrainer(max_steps=6, checkpoint_every=1))
-    saved = checkpoint.load(cfg.run_dir, 3)
+    saved = run_checkpoint.load(cfg.run_dir, 3)
     assert saved.open_draws and saved.next_draw > max(saved.open_draws)
 
     fork = started_from(cfg, tmp_path / "fork", cfg.run_dir, 3)
@@ -159,7 +159,7 @@ def test_a_started_run_resumes_its_own_checkpoints(tmp_path):
     assert audit(fork.run_dir) == [] and loop.progress.num_resumes == 1
     assert loop.progress.origin == str(cfg.run_dir.checkpoint(4))
 
-    with pytest.raises(ConfigError, match="has begun before; continue it with --resume alone"):
+    with pytest.raises(ConfigError, match=r"begun before.*--resume"):
         train(fork, FakeEngine(parrot(0.3)), FakeTrainer(max_steps=6, start=4))
 
 
@@ -196,7 +196,7 @@ def test_other_environments_are_drawn_from_their_start():
 def test_a_step_after_the_end_is_reported(tmp_path):
     cfg = config(tmp_path / "first", max_steps=2)
     train(cfg, FakeEngine(parrot(0.3)), FakeTrainer(max_steps=2, checkpoint_every=2))
-    with pytest.raises(ConfigError, match="max_steps = 1, but the run continues after step 2"):
+    with pytest.raises(ConfigError, match=r"max_steps = 1, .*step 2"):
         starting_point(started_from(cfg, tmp_path / "fork", cfg.run_dir, 2, max_steps=1))
 
 

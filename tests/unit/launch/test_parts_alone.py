@@ -108,7 +108,7 @@ def test_an_existing_run_is_resumed_or_refused(tmp_path: Path, role: str) -> Non
     run.checkpoint(3).mkdir(parents=True)
     run.complete_marker(3).touch()
     with (
-        pytest.raises(ConfigError, match=r"checkpoints of steps 3\). Continue it with --resume"),
+        pytest.raises(ConfigError, match=r"checkpoints of steps 3\).*--resume"),
         rundir.claim_part(run, role, is_new=True, clean=False),
     ):
         pass
@@ -126,7 +126,7 @@ def test_an_existing_run_is_resumed_or_refused(tmp_path: Path, role: str) -> Non
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match=r"cannot use .*run as a run directory: .* give another output_dir"):
+    with pytest.raises(ConfigError, match=r"cannot use .*run directory: .*output_dir"):
         rundir.claim(RunDir(tmp_path / "run"), resume=False, step=None, clean=False)
 
 

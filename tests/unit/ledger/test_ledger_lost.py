@@ -161,7 +161,7 @@ def test_a_checkpoint_without_its_draws_is_refused_without_a_ledger(died, tmp_pa
         path.unlink()
     saved = run.checkpoint(SAVED) / "orchestrator.json"
     saved.write_text(saved.read_text().replace('"next_draw"', '"another"'))
-    with pytest.raises(DataError, match=r"does not say which\s+draws were trained"):
+    with pytest.raises(DataError, match=r"which\s+draws were trained"):
         resume(died[0], tmp_path)
 
 

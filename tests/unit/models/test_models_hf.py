@@ -136,7 +136,7 @@ def test_a_weight_that_is_turned_round_in_a_checkpoint_is_refused(monkeypatch):
         return {name: tensor.T if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}
 
     monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", turned)
-    with pytest.raises(ConfigError, match=r"'model.embed_tokens.weight' .* cannot be spread over ranks; train it on"):
+    with pytest.raises(ConfigError, match=r"'model.embed_tokens.weight' .*cannot be spread over ranks"):
         HFDecoder(build_hf("llama")).prepare_for_sharding()
 
 
@@ -157,7 +157,7 @@ def test_auto_takes_transformers_for_families_that_are_not_ours(tmp_path):
     config = AutoConfig.for_model("mistral", **BASE)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     assert isinstance(load_policy(ModelSection(name=str(tmp_path))), HFDecoder)
-    with pytest.raises(DataError, match="model_type = 'mistral' is not supported by impl"):
+    with pytest.raises(DataError, match=r"model_type = 'mistral' .*impl"):
         load_policy(ModelSection(name=str(tmp_path), impl="custom"))
 
 
@@ -167,7 +167,7 @@ def test_logits_that_are_not_a_plain_product_are_refused(tmp_path):
         for parameter in model.get_output_embeddings().parameters():
             parameter.add_(0.1)  # phi's head has a bias, which starts at 0
     model.save_pretrained(tmp_path)
-    with pytest.raises(DataError, match=r"phi changes its logits after the output head .found by comparing"):
+    with pytest.raises(DataError, match=r"phi changes its logits after the output head"):
         load_hf_model(tmp_path, dtype=torch.float32)
 
 
@@ -194,15 +194,13 @@ def test_quantized_weights_are_not_trained(tmp_path, impl):
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **BASE)).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(DataError, match="quantization_config fp8: quantized weights cannot be trained"):
+    with pytest.raises(DataError, match=r"quantization_config fp8: .*cannot be trained"):
         load_policy(ModelSection(name=str(tmp_path), impl=impl))
 
 
 def test_an_unknown_architecture_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
-    with pytest.raises(
-        DataError, match=f"{tmp_path}: model_type = .* neither of stretto .* nor of the installed transformers"
-    ):
+    with pytest.raises(DataError, match=f"{tmp_path}: model_type = .*neither of stretto .*transformers"):
         load_hf_model(tmp_path, dtype=torch.float32)
 
 

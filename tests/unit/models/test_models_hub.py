@@ -140,7 +140,7 @@ def test_a_missing_shard_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "MAX_SHARD_BYTES", 100_000)
     hub.save_hf(build_policy(), tmp_path)
     next(tmp_path.glob("model-00001-*")).unlink()
-    with pytest.raises(DataError, match=r"names model-00001-of-.*, which is not there"):
+    with pytest.raises(DataError, match=r"model-00001-of-.*, which is not there"):
         hub.load_model(tmp_path, dtype=torch.float32)
 
 

@@ -17,8 +17,7 @@ from stretto.config.root import EvalConfig
 from stretto.config.sections.orchestrator import EvalSection, SamplingSection
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.eval.evaluator import Evaluator
-from stretto.orchestrator.eval.examples import shortened
-from stretto.orchestrator.eval.results import build_eval_score, format_table, pass_all_k, pass_at_k
+from stretto.orchestrator.eval.results import build_eval_score, format_table, pass_all_k, pass_at_k, shortened
 from stretto.orchestrator.eval.verb import evaluate_engine
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
@@ -45,7 +44,7 @@ def test_by_hand():
 
 
 def test_the_best_the_worst_and_others_of_an_eval_go_to_the_log_in_short(caplog):
-    caplog.set_level("INFO", logger="stretto.orchestrator.eval.examples")
+    caplog.set_level("INFO", logger="stretto.orchestrator.eval.results")
     each = evaluator([EchoEnv()], FakeEngine(parrot(0.5)), group_size=5, greedy=True, log_samples=3)
     run_virtual(each.evaluate(4))
     sampled = [row for row in each.examples if row["mode"] == "sampled"]
@@ -193,7 +192,7 @@ def test_an_environment_that_fails_all_of_an_eval_costs_the_eval_and_not_the_run
 def test_an_engine_that_fails_all_of_an_eval_ends_the_run(tmp_path):
     cfg = config(tmp_path, eval={"num_examples": 3}, max_steps=2)
     engine = FakeEngine(parrot(0.5), fail=lambda request: "out of memory" if "eval" in request.request_id else None)
-    with pytest.raises(EngineError, match=r"eval of echo: none of 3 rollouts succeeded.*out of memory"):
+    with pytest.raises(EngineError, match=r"eval of echo: none of 3 rollouts.*out of memory"):
         train(cfg, engine, FakeTrainer(max_steps=2))
 
 
@@ -283,7 +282,7 @@ def test_a_server_that_refuses_is_quoted_and_an_environment_of_tokens_is_refused
         async with ChatClient(url, max_retries=1) as client:
             await client.wait_ready(5.0)
             player = Player(client, client, SamplingSection(), seq_len=64, max_retries=0)
-            with pytest.raises(EngineError, match=r"none of 6 rollouts succeeded.*HTTP 503.*busy"):
+            with pytest.raises(EngineError, match=r"none of 6 rollouts.*HTTP 503.*busy"):
                 await Evaluator([EchoEnv()], EvalSection(num_examples=6, greedy=False), player).evaluate(0)
 
             class Raw(GuessEnv):

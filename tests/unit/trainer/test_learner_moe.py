@@ -15,8 +15,7 @@ from stretto.config.sections.model import ModelSection
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.moe import Routing, mixtures, update_expert_bias
-from stretto.orchestrator.batch.packing import to_micro_batch
-from stretto.orchestrator.batch.samples import samples_of
+from stretto.orchestrator.batch import samples_of, to_micro_batch
 from stretto.orchestrator.rollout.branch import OpenBranch, merge_expert_choices
 from stretto.records.rollout import Rollout, RolloutStatus, Task
 from stretto.trainer.batch.routing import build_routers
@@ -266,7 +265,7 @@ def test_samples_without_choices_are_marked_so_and_mixed_models_refused():
     mb = to_micro_batch([sample("a", routes), sample("b", None)])
     assert (mb.routed_experts[:4] == 0).all() and (mb.routed_experts[4:] == 255).all()
     assert to_micro_batch([sample("b", None)]).routed_experts is None
-    with pytest.raises(DataError, match="samples a and c were routed by different models"):
+    with pytest.raises(DataError, match="a and c were routed by different models"):
         to_micro_batch([sample("a", routes), sample("c", np.zeros((4, 2, 3), np.uint8))])
 
 

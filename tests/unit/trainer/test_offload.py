@@ -86,8 +86,8 @@ def test_offloading_without_a_gpu_is_refused(monkeypatch):
             max_steps=None,
         )
 
-    with pytest.raises(ConfigError, match="optim_cpu_offload = true needs a GPU to offload from"):
+    with pytest.raises(ConfigError, match="optim_cpu_offload = true needs a GPU"):
         learner(optim_cpu_offload=True)
-    with pytest.raises(ConfigError, match="several trainer ranks, each with a GPU; on one use optim_cpu"):
+    with pytest.raises(ConfigError, match=r"several trainer ranks, .*optim_cpu"):
         build_mesh(ModelSection(fsdp_cpu_offload=True), build_policy().config)
     learner().forward_backward([pack(documents())])

@@ -84,7 +84,7 @@ def test_a_checkpoint_without_the_optimizers_state_is_smaller_and_resumes_with_a
     saver.wait()
     sizes = [sum(p.stat().st_size for p in run.checkpoint(3).rglob("*.distcp")) for run in (full, lean)]
     assert 0 < sizes[1] < 0.4 * sizes[0]
-    with pytest.raises(DataError, match=r"written without the optimizer's state.*ckpt\.skip_optimizer"):
+    with pytest.raises(DataError, match=r"optimizer's state.*ckpt\.skip_optimizer"):
         checkpoint.load(lean, build_learner(), 3)
     straight = weights(train(learner, 1))
     continued = []
@@ -175,7 +175,7 @@ def test_a_cut_off_file_is_named(saved):
     path = saved.checkpoint(1) / "trainer" / "__0_0.distcp"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match=f"__0_0.distcp: has {size - 100} of {size} bytes.*start over with --clean"):
+    with pytest.raises(DataError, match=f"__0_0.distcp: has {size - 100} of {size} bytes.*--clean"):
         checkpoint.load(saved, build_learner(), 1)
 
 

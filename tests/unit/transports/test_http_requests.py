@@ -282,7 +282,7 @@ async def test_log_probabilities_that_are_not_finite_are_an_error(site):
         for parameter in site.engine.core.model.parameters():
             parameter.fill_(float("nan"))
     async with EngineClient([site.url], api_key="secret") as client:
-        with pytest.raises(EngineError, match="weights of version 0 give log-probabilities that are not finite"):
+        with pytest.raises(EngineError, match=r"version 0 .*not finite"):
             await client.generate(small(0))
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from stretto.config.root import RLConfig
 from stretto.config.rules import batches, engine, learning, machines, model, ray, run, service, slurm
-from stretto.config.rules.rule import At, Problem, Rule, Rules, below, of_part, walk
+from stretto.config.rules.rule import At, Problem, Problems, Rule, below, of_part, walk
 from stretto.config.section import Section
 from stretto.config.sections.engines import RouterSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
 from stretto.config.sections.trainer import AdamWOptim, TrainerSection
 
-ROOMS = (run, model, learning, batches, engine, machines, slurm, ray, service)
-TABLES: tuple[Rules, ...] = tuple(room.RULES for room in ROOMS)
+TABLES = tuple(room.RULES for room in (run, model, learning, batches, engine, machines, slurm, ray, service))
 DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
-    (OrchestratorKeys, batches.SHORT_ROLLOUTS),
-    (OrchestratorKeys, batches.NEVER_REACHED),
-    (AdamWOptim, learning.HIGH_RATE),
-    (RouterSection, engine.STAND_IN),
+    (OrchestratorKeys, batches.short_rollouts_first),
+    (OrchestratorKeys, batches.limit_never_reached),
+    (AdamWOptim, learning.high_rate),
+    (RouterSection, engine.stand_in_router),
 )
 
 
@@ -27,17 +24,17 @@ def check(root: Section) -> list[Problem]:
     problems: list[Problem] = []
     for section, path in walk(root):
         if isinstance(section, RLConfig):
-            problems += _broken(TrainerSection, section.trainer_config(), of_part("trainer"))
-            problems += _broken(OrchestratorSection, section.orchestrator_config(), of_part("orchestrator"))
+            problems += _broken(TrainerSection, of_part(section.trainer_config(), "trainer"))
+            problems += _broken(OrchestratorSection, of_part(section.orchestrator_config(), "orchestrator"))
         for cls in reversed(type(section).__mro__):
-            problems += _broken(cls, section, below(path))
+            problems += _broken(cls, below(section, path))
     return problems
 
 
-def _broken(cls: type, section: Section, at: At) -> Iterator[Problem]:
+def _broken(cls: type, at: At) -> Problems:
     for table in TABLES:
         for rule in table.get(cls, ()):
-            yield from rule(section, at)
+            yield from rule(at.section, at)
 
 
 def doubts(root: Section) -> list[Problem]:
@@ -47,5 +44,5 @@ def doubts(root: Section) -> list[Problem]:
         for section, path in walk(root)
         for cls, rule in DOUBTS
         if isinstance(section, cls)
-        for doubt in rule(section, below(path))
+        for doubt in rule(section, below(section, path))
     ]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 from stretto.config.derived import LOCAL_HOSTS
 from stretto.config.rules.learning import GROUP_BASELINE
-from stretto.config.rules.rule import Each, Idle, Rule, Rules, matching
+from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, matching
 from stretto.config.sections.curriculum import DifficultySampler, RangeGate
 from stretto.config.sections.distill import WITHOUT_BEHAVIOR, WITHOUT_REWARD
 from stretto.config.sections.hooks import ENVIRONMENTS
@@ -30,30 +29,23 @@ WHY_NOT_CUT = (
     "so that every ratio of the two is wrong"
 )
 
-WHY_NOT_BIASED = (
-    "{0.path}: the engine's log-probabilities would be of changed logits, and the trainer's of the model's, so that "
-    "every ratio of the two is wrong; leave it out, or ban words with bad_words; evals and agents that are not trained "
-    "may have it"
-)
-
-
 # -- environments and engines --
 
 
-def name_faults(section: Any) -> Iterator[tuple[str, str, str]]:
+def env_names(s: Any, at: At) -> Problems:
     """Names are keys of metrics: unique, and not the name of an aggregate."""
-    names = [env.name or env.id for env in section.env]
-    for index, (env, name) in enumerate(zip(section.env, names, strict=True)):
-        key = f"env.{index}.{'name' if env.name else 'id'}"
+    names = [env.name or env.id for env in s.env]
+    for index, (env, name) in enumerate(zip(s.env, names, strict=True)):
+        key = at(f"env.{index}.{'name' if env.name else 'id'}")
         if env.name and not ENV_NAME.fullmatch(env.name):
-            yield key, "{0}: letters, digits and . _ : @ + - only, for it names metrics", name
+            yield Problem(key, f"{key}: letters, digits and . _ : @ + - only, for it names metrics")
         elif name in RESERVED_ENV_NAMES:
-            yield key, "{0} is the name of an aggregate in metrics; choose another", name
+            yield Problem(key, f"{key} is the name of an aggregate in metrics; choose another")
     for name, count in Counter(names).items():
         if count > 1:
-            where = " ".join(f"env.{index}" for index, other in enumerate(names) if other == name)
-            message = f'{{{count}.path}}: {count} environments are called "{{it}}"; give each its own `name`'
-            yield f"{where} | env", message, name
+            same = tuple(at(f"env.{index}") for index, other in enumerate(names) if other == name)
+            what = f'{count} environments are called "{name}"; give each its own `name`'
+            yield Problem(same, f"{at('env').path}: {what}")
 
 
 def urls(client: ClientSection) -> list[str]:
@@ -70,50 +62,96 @@ def is_address(url: str) -> bool:
         return False
 
 
-def remote_engine(section: OrchestratorSection) -> str | None:
-    """The address of an engine on another host, which shared memory does not reach."""
-    client = section.client
-    engines = urls(client) if client.admin_base_url is None else client.admin_base_url
+def engine_addresses(s: ClientSection, at: At) -> Problems:
+    """There is an engine, and its address is one."""
+    key = at("base_url")
+    if not urls(s):
+        yield Problem(key, f"{key.path} is empty; give the address of an engine, such as http://127.0.0.1:8000/v1")
+    for url in [url for url in urls(s) if not is_address(url)][:1]:
+        yield Problem(key, f'{key.path} = "{url}" is not an address; write it like http://127.0.0.1:8000/v1')
+
+
+def shared_memory(s: OrchestratorSection, at: At) -> Problems:
+    """Shared memory does not reach an engine on another host."""
+    wire, engines = at("weight_broadcast.type"), s.client.admin_base_url
+    engines = urls(s.client) if engines is None else engines
     away = [url for url in engines if is_address(url) and urlsplit(url).hostname not in LOCAL_HOSTS]
-    return away[0] if away and section.weight_broadcast.type == "shm" else None
+    if away and s.weight_broadcast.type == "shm":
+        rule = f'shared memory ends at this host and {away[0]} is another; use type = "filesystem"'
+        yield Problem((wire, at("client.base_url")), f"{wire}: {rule}")
 
 
-def pool_faults(section: DifficultySampler) -> Iterator[tuple[str, str]]:
+def pools(s: DifficultySampler, at: At) -> Problems:
     """Pools of equal thresholds, of which one is empty; names that metrics cannot have; pools without any weight."""
+    key = at("pools")
     named: dict[float, str] = {}
-    for name, pool in section.pools.items():
+    for name, pool in s.pools.items():
         if name == "unseen" or not re.fullmatch(r"[\w.:@+-]+", name):
-            yield (
-                "pools",
-                f"{{0.path}}.{name}: letters, digits and . _ : @ + - only, and not `unseen`, for it names a metric",
-            )
+            rule = "letters, digits and . _ : @ + - only, and not `unseen`, for it names a metric"
+            yield Problem(key, f"{key.path}.{name}: {rule}")
         if (other := named.setdefault(pool.threshold, name)) != name:
-            yield ("pools", f"{{0.path}}: {other} and {name} have the same threshold, {pool.threshold:g}; change one")
-    if section.pools and not any(pool.weight for pool in section.pools.values()):
-        yield "pools", "{0.path}: no pool has a weight above 0, so no task would be drawn twice; raise one"
+            what = f"{other} and {name} have the same threshold, {pool.threshold:g}; change one"
+            yield Problem(key, f"{key.path}: {what}")
+    if s.pools and not any(pool.weight for pool in s.pools.values()):
+        what = "no pool has a weight above 0, so no task would be drawn twice; raise one"
+        yield Problem(key, f"{key.path}: {what}")
+
+
+def thresholds(s: DifficultySampler, at: At) -> Problems:
+    """Hard tasks are below easy ones."""
+    hard, easy = at("hard_threshold"), at("easy_threshold")
+    if s.hard_threshold > s.easy_threshold:
+        yield Problem((hard, easy), f"{hard} is above {easy}; no task would be normal: swap them")
+    if s.pools:
+        keys = ("hard_threshold", "easy_threshold", "hard_weight", "normal_weight", "easy_weight")
+        yield from idle(at, keys, "pools", "leave pools out", why="pools have their own")
+
+
+def gate(s: RangeGate, at: At) -> Problems:
+    """A range has its bounds in order."""
+    low, high = at("reject_min"), at("reject_max")
+    if s.reject_min > s.reject_max:
+        yield Problem((low, high), f"{low} is above {high}; it would reject nothing: swap them")
 
 
 # -- sampling --
 
 
-def sampling_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str]]:
+def replies(s: SamplingOverrides, at: At) -> Problems:
+    """Replies that cannot exist."""
+    least, most, stop, banned = map(at, ("min_tokens", "max_completion_tokens", "stop", "bad_words"))
+    if s.max_completion_tokens is not None and (s.min_tokens or 0) > s.max_completion_tokens:
+        what = f"{least} is more than {most}: no reply could be so long; lower it or raise that"
+        yield Problem((least, most), what)
+    if "" in ([s.stop] if isinstance(s.stop, str) else s.stop or ()):
+        what = "has an empty text, which would end every reply at its first token; leave it out"
+        yield Problem(stop, f"{stop.path} {what}")
+    if not all(word.strip() for word in s.bad_words or ()):
+        yield Problem(banned, f"{banned.path} has an empty text, which would ban every reply; leave it out")
+
+
+def sampled_as_trained(s: OrchestratorKeys, at: At) -> Problems:
     """Groups of one or of equal rollouts, and sampling from a distribution that is not trained."""
-    found: dict[str, str] = {}  # the message by the place of the value
-    replay = section.train.replay
-    for index, env in enumerate(section.env or [None]):  # type: ignore[list-item]
-        algo = (env and env.algo) or section.algo
+    found: dict[str, Problem] = {}  # the first problem of each place
+    replay = s.train.replay
+
+    def add(path: str, sentence: str) -> None:
+        found.setdefault(path, Problem(at(path), sentence))
+
+    for index, env in enumerate(s.env or [None]):
+        algo = (env and env.algo) or s.algo
         own_size, own = (None, None) if env is None else (env.group_size, env.sampling)
-        sampling = section.train.sampling if own is None else own.over(section.train.sampling)
+        sampling = s.train.sampling if own is None else own.over(s.train.sampling)
         is_learned_as_given = algo.type in WITHOUT_BEHAVIOR
         given = {} if own is None else own.model_dump(exclude_none=True)
         tables = {True: f"env.{index}.sampling", False: "train.sampling"}
         places = {key: f"{tables[key in given]}.{key}" for key in SamplingSection.model_fields}
-        hooks = section.hooks
+        hooks = s.hooks
         is_own = (hooks.reward_post_process, hooks.convert_samples_to_train_data) != (None, None)
-        if (own_size or section.group_size) == 1 and algo.type in GROUP_BASELINE and not is_own:
+        if (own_size or s.group_size) == 1 and algo.type in GROUP_BASELINE and not is_own:
             where = "group_size" if own_size is None else f"env.{index}.group_size"
             rule = f"every advantage would be zero, for {algo.type} subtracts the group's mean and one is its own mean"
-            found.setdefault(where, f"{{0}}: {rule}; use 2 or more (8 is the default)")
+            add(where, f"{at(where)}: {rule}; use 2 or more (8 is the default)")
         if sampling.temperature == 0:
             where = places["temperature"]
             is_fine = is_learned_as_given and where.startswith("env")
@@ -121,157 +159,196 @@ def sampling_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str]]:
             if algo.type in WITHOUT_REWARD:
                 rule = "its tokens would be no samples of what is trained"
             if algo.type != "zero" and not is_fine:
-                found.setdefault(where, f"{{0}} is greedy: {rule}; use more, such as 1.0")
+                add(where, f"{at(where)} is greedy: {rule}; use more, such as 1.0")
             continue
         if sampling.logit_bias and not is_learned_as_given:
-            found.setdefault(places["logit_bias"], WHY_NOT_BIASED)
+            where = places["logit_bias"]
+            add(
+                where,
+                f"{at(where).path}: the engine's log-probabilities would be of changed logits, and the trainer's of "
+                "the model's, so that every ratio of the two is wrong; leave it out, or ban words with bad_words; "
+                "evals and agents that are not trained may have it",
+            )
         for key, value in () if is_learned_as_given else sampling.cuts().items():
+            where, most = places[key], at("train.replay.max_tokens")
             if replay is None:
-                way = "leave it out, or add [{1.path}], which trains what was sampled"
-                found.setdefault(places[key], f"{{0}}: {WHY_NOT_CUT}; {way}")
+                way = f"leave it out, or add [{at('train.replay').path}], which trains what was sampled"
+                add(where, f"{at(where)}: {WHY_NOT_CUT}; {way}")
             elif key == "top_k" and value > replay.max_tokens:
-                found.setdefault(places[key], "{0} is more than {2}; lower it or raise that")
-    for where, message in found.items():
-        yield f"{where} | train.replay train.replay.max_tokens", message
+                add(where, f"{at(where)} is more than {most}; lower it or raise that")
+    yield from found.values()
 
 
 # -- groups --
 
 
-def sizes_that_fit(section: OrchestratorKeys) -> str | None:
-    """Batch sizes near the given one that whole groups fill; None if they fill the given one."""
-    if not section.batch_size % section.group_size:
-        return None
-    low = section.batch_size // section.group_size * section.group_size
-    return " or ".join(str(size) for size in (low, low + section.group_size) if size)
+def batch_sizes(s: OrchestratorKeys, at: At) -> Problems:
+    """Whole groups fill a batch, and each rank has a part of it."""
+    size, group, tokens = at("batch_size"), at("group_size"), at("token_batch_size")
+    if s.batch_size % s.group_size:
+        low = s.batch_size // s.group_size * s.group_size
+        fitting = " or ".join(str(each) for each in (low, low + s.group_size) if each)
+        yield Problem((size, group), f"{size} must be a multiple of {group}; use {fitting}")
+    if s.token_batch_size is not None and "batch_size" not in s.model_fields_set:
+        rule = f"needs {size.path}, the most rollouts of a batch: give at least as many as have so many tokens"
+        yield Problem(tokens, f"{tokens} {rule}")
+    way = "leave one of them out"
+    if s.hooks.rollout_function is not None:
+        why = "its calls are batches of batch_size rollouts"
+        yield from idle(at, "token_batch_size", "hooks.rollout_function", way, why=why)
+    if s.hooks.buffer_filter is not None:
+        yield from idle(at, "token_batch_size", "hooks.buffer_filter", way, why="it chooses batch_size rollouts")
+    limit, ranks = at("max_inflight_rollouts"), at("num_train_workers")
+    if s.max_inflight_rollouts is not None and s.max_inflight_rollouts < s.group_size:
+        yield Problem((limit, group), f"{limit} cannot hold one group of {group}; raise it")
+    if s.num_train_workers > s.batch_size:
+        what = f"{ranks} ranks cannot share {size} rollouts: some would have none; raise {size.path}"
+        yield Problem((ranks, size), what)
 
 
-def steps_early(section: OrchestratorKeys) -> str | None:
-    """How many steps early oversampled groups start, if they would be too old to be trained."""
-    ahead = (section.oversampling_factor or 1) - 1
-    is_lost = ahead > max(section.max_off_policy_steps, section.max_async_level)
-    return f"{ahead:g}" if is_lost else None
+def oversampling(s: OrchestratorKeys, at: At) -> Problems:
+    """Groups that start early are allowed to, and are not dropped for their age."""
+    ahead, levels, oldest = at("oversampling_factor"), at("max_async_level"), at("max_off_policy_steps")
+    early = (s.oversampling_factor or 1) - 1
+    if early > 0 and s.max_async_level == 0:
+        rule = f"{ahead} starts groups early and {levels} forbids it; raise {levels.path} or leave it out"
+        yield Problem((ahead, levels), rule)
+    if early > max(s.max_off_policy_steps, s.max_async_level):
+        rule = f"{ahead} starts groups {early:g} steps early and {oldest} drops what is so old; raise {oldest.path}"
+        yield Problem((ahead, oldest), rule)
 
 
-def ahead_of(section: OrchestratorKeys) -> str | None:
-    """Why fewer rollouts run at once than are allowed, if generation may be ahead."""
-    limit, batches = section.max_inflight_rollouts, section.max_async_level + 1
-    held = int(max(batches, section.oversampling_factor or 0) * section.batch_size)
-    if limit is None or limit <= held or section.max_async_level == 0:
-        return None
-    return (
-        f"{held} rollouts are in flight at most; for more give oversampling_factor = "
-        f"{min(limit / section.batch_size, section.max_off_policy_steps + 1):g}, which trains older ones"
-    )
+def filters(s: OrchestratorKeys, at: At) -> Problems:
+    """A filter is given once."""
+    kinds = Counter(each.type for each in s.filters)
+    for kind in [kind for kind, count in kinds.items() if count > 1][:1]:
+        yield Problem(at("filters"), f'{at("filters").path}: "{kind}" is listed twice; give it once')
+
+
+def asynchrony(s: OrchestratorKeys, at: At) -> Problems:
+    """Rollouts that start early are not dropped for their age."""
+    levels, oldest = at("max_async_level"), at("max_off_policy_steps")
+    if s.max_async_level > s.max_off_policy_steps:
+        yield Problem(
+            (levels, oldest),
+            f"{levels} lets rollouts start that many versions early, and {oldest} drops what is so old, so that most "
+            f"would be lost; raise {oldest.path} or lower {levels.path}",
+        )
+
+
+def environments(s: OrchestratorKeys, at: At) -> Problems:
+    """There is something to train on."""
+    envs = at("env")
+    if not s.env:
+        what = f'no environment to train on; add one, such as [[{envs.path}]] id = "sort-letters"'
+        yield Problem(envs, f"{envs.path}: {what}")
+    yield from env_names(s, at)
+
+
+def tokens_to_train(s: OrchestratorKeys, at: At) -> Problems:
+    """Rollouts consist of tokens, and masks are of rollouts that are continued."""
+    if not s.partial_rollout:
+        key = "mask_offpolicy_in_partial_rollout"
+        yield from idle(at, key, "partial_rollout", why="no rollout is continued")
+    api = at("client.api")
+    if s.client.api == "chat":
+        yield Problem(api, f'{api} gives no tokens to train on; use "tokens" with the `inference` verb or vLLM')
+
+
+def reply_length(s: OrchestratorSection, at: At) -> Problems:
+    """A reply fits into a sample."""
+    reply, length = at("train.sampling.max_completion_tokens"), at("seq_len")
+    if (s.train.sampling.max_completion_tokens or 0) > s.seq_len:
+        yield Problem((reply, length), f"{reply} is more than {length}; lower it or raise seq_len")
 
 
 # -- a user's own functions --
 
 
-def hook_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str] | tuple[str, str, Any]]:
-    """Hooks that would do nothing, and settings that hooks replace."""
-    hooks = section.hooks
-    for index, env in enumerate(section.env):
-        algo = (env.algo or section.algo).type
+def own_functions(s: OrchestratorKeys, at: At) -> Problems:
+    """Functions that are given go with evals, with each other, and with what they replace."""
+    if s.hooks.is_empty:
+        yield from idle(at, "hooks.args", "hooks", "name one", why="no function is named")
+    if s.eval is None:
+        keys = ("hooks.eval_function", "hooks.eval_log")
+        yield from idle(at, keys, "eval", "add [eval]", why="there are no evals")
+    evaluates, plays = at("hooks.eval_function"), at("hooks.rollout_function")
+    if s.eval and s.hooks.eval_function == ENVIRONMENTS and s.hooks.rollout_function is None:
+        what = f"{evaluates} is what happens without {plays.path}; leave it out"
+        yield Problem((evaluates, plays), what)
+    if s.hooks.rollout_function is not None:
+        why = "it samples by itself"
+        yield from idle(at, "env.*.sampling.*", "hooks.rollout_function", "name none", why=why)
+    yield from replaced_settings(s, at)
+
+
+def replaced_settings(s: OrchestratorKeys, at: At) -> Problems:
+    """Functions that would do nothing, and settings that functions replace."""
+    hooks, plays = s.hooks, at("hooks.rollout_function")
+    for index, env in enumerate(s.env):
+        algo, size = (env.algo or s.algo).type, at(f"env.{index}.group_size")
         for key in ("reward_post_process", "rollout_function"):
             if algo in WITHOUT_REWARD and getattr(hooks, key) is not None:
-                rule = f'does nothing for {{it}}: its algo "{algo}" learns from a teacher, not from rewards'
-                yield f"hooks.{key}", f"{{0.path}} {rule}; leave one of them out", env.name or env.id
-        if hooks.rollout_function is not None and env.group_size not in (None, section.group_size):
-            message = "{0}: {1.path} gets groups of one size; leave it out"
-            yield f"env.{index}.group_size | hooks.rollout_function", message
-    for pattern in () if section.eval is None else ("eval.env.*.group_size", "eval.env.*.sampling"):
-        for unused, value, default in matching(section, pattern):
-            if hooks.eval_setting is not None and value != default:
-                message = "{0.path} does nothing: {1.path} makes the evals; leave it out"
-                yield f"{unused} | hooks.{hooks.eval_setting}", message
+                hook, name = at(f"hooks.{key}"), env.name or env.id
+                rule = f'does nothing for {name}: its algo "{algo}" learns from a teacher, not from rewards'
+                yield Problem(hook, f"{hook.path} {rule}; leave one of them out")
+        if hooks.rollout_function is not None and env.group_size not in (None, s.group_size):
+            yield Problem(size, f"{size}: {plays.path} gets groups of one size; leave it out")
+    if s.eval is None or hooks.eval_setting is None:
+        return
+    makes = at(f"hooks.{hooks.eval_setting}")
+    for pattern in ("eval.env.*.group_size", "eval.env.*.sampling"):
+        for path, value, default in matching(s, pattern):
+            if value != default:
+                unused = at(path)
+                yield Problem(unused, f"{unused.path} does nothing: {makes.path} makes the evals; leave it out")
 
 
-# fmt: off
-SHORT_ROLLOUTS = Rule("batch_order max_off_policy_steps max_async_level",
-     lambda s: s.batch_order == "finished" and s.max_off_policy_steps <= s.max_async_level and s.max_async_level + 1,
-     "{0} with {1}, which is below {2.path} + 1 = {it}: long rollouts wait behind short ones until they are "
-     'too old, so that mostly short ones are trained; raise {1.path}, or use "dispatch"')
-NEVER_REACHED = Rule("max_inflight_rollouts oversampling_factor max_async_level", ahead_of,
-     "{0} is never reached: {it}")
+# -- doubts --
+
+
+def short_rollouts_first(s: OrchestratorKeys, at: At) -> Problems:
+    """Short rollouts are trained before long ones, which become too old."""
+    order, oldest, levels = at("batch_order"), at("max_off_policy_steps"), at("max_async_level")
+    if s.batch_order == "finished" and s.max_off_policy_steps <= s.max_async_level:
+        yield Problem(
+            (order, oldest, levels),
+            f"{order} with {oldest}, which is below {levels.path} + 1 = {s.max_async_level + 1}: long rollouts wait "
+            "behind short ones until they are too old, so that mostly short ones are trained; raise "
+            f'{oldest.path}, or use "dispatch"',
+        )
+
+
+def limit_never_reached(s: OrchestratorKeys, at: At) -> Problems:
+    """Fewer rollouts run at once than are allowed."""
+    limit, ahead, levels = s.max_inflight_rollouts, at("oversampling_factor"), at("max_async_level")
+    held = int(max(s.max_async_level + 1, s.oversampling_factor or 0) * s.batch_size)
+    if limit is None or limit <= held or s.max_async_level == 0:
+        return
+    factor = min(limit / s.batch_size, s.max_off_policy_steps + 1)
+    most = at("max_inflight_rollouts")
+    yield Problem(
+        (most, ahead, levels),
+        f"{most} is never reached: {held} rollouts are in flight at most; for more give oversampling_factor = "
+        f"{factor:g}, which trains older ones",
+    )
+
 
 RULES: Rules = {
-    ClientSection: (
-        Rule("base_url", lambda s: not urls(s),
-             "{0.path} is empty; give the address of an engine, such as http://127.0.0.1:8000/v1"),
-        Rule("base_url", lambda s: next((url for url in urls(s) if not is_address(url)), None),
-             '{0.path} = "{it}" is not an address; write it like http://127.0.0.1:8000/v1'),
-    ),
-    EvalSection: (Each(name_faults),),
-    SamplingOverrides: (
-        Rule("min_tokens max_completion_tokens",
-             lambda s: s.max_completion_tokens is not None and (s.min_tokens or 0) > s.max_completion_tokens,
-             "{0} is more than {1}: no reply could be so long; lower it or raise that"),
-        Rule("stop", lambda s: "" in ([s.stop] if isinstance(s.stop, str) else s.stop or ()),
-             "{0.path} has an empty text, which would end every reply at its first token; leave it out"),
-        Rule("bad_words", lambda s: not all(word.strip() for word in s.bad_words or ()),
-             "{0.path} has an empty text, which would ban every reply; leave it out"),
-    ),
-    RangeGate: (
-        Rule("reject_min reject_max", lambda s: s.reject_min > s.reject_max,
-             "{0} is above {1}; it would reject nothing: swap them"),
-    ),
-    DifficultySampler: (
-        Rule("hard_threshold easy_threshold", lambda s: s.hard_threshold > s.easy_threshold,
-             "{0} is above {1}; no task would be normal: swap them"),
-        Idle("hard_threshold easy_threshold hard_weight normal_weight easy_weight", "pools", lambda s: s.pools
-             and "pools have their own", "leave pools out"),
-        Each(pool_faults),
-    ),
+    ClientSection: (engine_addresses,),
+    EvalSection: (env_names,),
+    SamplingOverrides: (replies,),
+    RangeGate: (gate,),
+    DifficultySampler: (thresholds, pools),
     OrchestratorKeys: (
-        Rule("batch_size group_size", sizes_that_fit, "{0} must be a multiple of {1}; use {it}"),
-        Rule("token_batch_size | batch_size",
-             lambda s: s.token_batch_size is not None and "batch_size" not in s.model_fields_set,
-             "{0} needs {1.path}, the most rollouts of a batch: give at least as many as have so many tokens"),
-        Idle("token_batch_size", "hooks.rollout_function", lambda s: s.hooks.rollout_function is not None
-             and "its calls are batches of batch_size rollouts", "leave one of them out"),
-        Idle("token_batch_size", "hooks.buffer_filter", lambda s: s.hooks.buffer_filter is not None
-             and "it chooses batch_size rollouts", "leave one of them out"),
-        Rule("max_inflight_rollouts group_size",
-             lambda s: s.max_inflight_rollouts is not None and s.max_inflight_rollouts < s.group_size,
-             "{0} cannot hold one group of {1}; raise it"),
-        Rule("num_train_workers batch_size", lambda s: s.num_train_workers > s.batch_size,
-             "{0} ranks cannot share {1} rollouts: some would have none; raise {1.path}"),
-        Rule("oversampling_factor max_async_level",
-             lambda s: (s.oversampling_factor or 1) > 1 and s.max_async_level == 0,
-             "{0} starts groups early and {1} forbids it; raise {1.path} or leave it out"),
-        Rule("oversampling_factor max_off_policy_steps", steps_early,
-             "{0} starts groups {it} steps early and {1} drops what is so old; raise {1.path}"),
-        Rule("filters",
-             lambda s: next((kind for kind, n in Counter(f.type for f in s.filters).items() if n > 1), None),
-             '{0.path}: "{it}" is listed twice; give it once'),
-        Idle("hooks.args", "hooks", lambda s: s.hooks.is_empty and "no function is named", "name one"),
-        Idle("hooks.eval_function hooks.eval_log", "eval",
-             lambda s: s.eval is None and "there are no evals", "add [eval]"),
-        Rule("hooks.eval_function hooks.rollout_function",
-             lambda s: s.eval and s.hooks.eval_function == ENVIRONMENTS and s.hooks.rollout_function is None,
-             "{0} is what happens without {1.path}; leave it out"),
-        Idle("env.*.sampling.*", "hooks.rollout_function",
-             lambda s: s.hooks.rollout_function is not None and "it samples by itself", "name none"),
-        Each(hook_faults),
-        Each(sampling_faults),
-        Rule("max_async_level max_off_policy_steps", lambda s: s.max_async_level > s.max_off_policy_steps,
-             "{0} lets rollouts start that many versions early, and {1} drops what is so old, so that most would "
-             "be lost; raise {1.path} or lower {0.path}"),
-        Rule("env", lambda s: not s.env,
-             '{0.path}: no environment to train on; add one, such as [[{0.path}]] id = "sort-letters"'),
-        Each(name_faults),
-        Idle("mask_offpolicy_in_partial_rollout", "partial_rollout",
-             lambda s: not s.partial_rollout and "no rollout is continued"),
-        Rule("client.api", lambda s: s.client.api == "chat",
-             '{0} gives no tokens to train on; use "tokens" with the `inference` verb or vLLM'),
+        batch_sizes,
+        oversampling,
+        filters,
+        own_functions,
+        sampled_as_trained,
+        asynchrony,
+        environments,
+        tokens_to_train,
     ),
-    OrchestratorSection: (
-        Rule("train.sampling.max_completion_tokens seq_len",
-             lambda s: (s.train.sampling.max_completion_tokens or 0) > s.seq_len,
-             "{0} is more than {1}; lower it or raise seq_len"),
-        Rule("weight_broadcast.type client.base_url", remote_engine,
-             '{0}: shared memory ends at this host and {it} is another; use type = "filesystem"'),
-    ),
+    OrchestratorSection: (reply_length, shared_memory),
 }
-# fmt: on

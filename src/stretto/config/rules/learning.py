@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from stretto.config.root import OrchestratorConfig, RLConfig
-from stretto.config.rules.rule import Each, Idle, Rule, Rules, matching
+from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, matching
 from stretto.config.sections import algorithm
 from stretto.config.sections.algorithm import Algo, CreditSection, KlShapingSection, LossSection
 from stretto.config.sections.distill import WITHOUT_REWARD, OpsdAlgo, TaughtAlgo
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
-from stretto.config.sections.trainer import TrainerKeys, TrainerSection
+from stretto.config.sections.trainer import AdamWOptim, TrainerKeys, TrainerSection
 
 GROUP_BASELINE = {"grpo", "dr_grpo", "rloo", "max_rl", "reinforce_plus_plus_baseline", "echo"}
 """Algos whose baseline is the group."""
@@ -44,125 +43,289 @@ def is_without_ratio(loss: LossSection) -> bool:
     return not loss.use_rollout_logprobs and loss.correction is None
 
 
-def acts_twice(loss: LossSection) -> bool:
-    """Whether importance weights multiply a loss that already has the ratio."""
-    weights = None if loss.correction is None else loss.correction.weights
-    return weights is not None and loss.type not in WITHOUT_RATIO and loss.use_rollout_logprobs
+def loss_terms(s: LossSection, at: At) -> Problems:
+    """Terms of a loss that need another key, or leave no loss."""
+    reduction, kind = at("reduction"), at("type")
+    if s.reduction == "constant" and s.reduction_tokens is None:
+        yield Problem(reduction, f"{reduction} needs {reduction.path}_tokens, such as the longest reply")
+    if s.reduction != "constant":
+        yield from idle(at, "reduction_tokens", "reduction", 'use "constant"')
+    if getattr(s, "adv_tau", 1.0) == getattr(s, "kl_tau", 1.0) == 0:
+        scale, pull = at("adv_tau"), at("kl_tau")
+        yield Problem((scale, pull), f"{scale.path} = {pull} leave no loss; give one of them a value")
+    own = at("use_rollout_logprobs")
+    if is_without_ratio(s) and s.type == "reinforce":
+        rule = f"{own} does nothing: {kind.value} has no ratio; drop it, add a correction, or take another loss"
+        yield Problem((own, kind), rule)
 
 
-def one_update(section: TrainerKeys) -> str | bool:
-    """Why bounds on changes within a step do nothing; False if a step has several updates."""
-    is_one = section.updates_per_step * section.epochs_per_step == 1
-    return is_one and "one update per step: nothing has moved"
+def correction(s: LossSection, at: At) -> Problems:
+    """A correction does something, and does not multiply a loss that has the ratio already."""
+    if s.correction is None:
+        return
+    key, weights, kind = at("correction"), at("correction.weights"), at("type")
+    if not any(s.correction.model_dump().values()):
+        what = "the section does nothing by itself; give weights, reject or veto, or drop it"
+        yield Problem(key, f"{key.path}: {what}")
+    if s.correction.weights is not None and s.type not in WITHOUT_RATIO and s.use_rollout_logprobs:
+        yield Problem(
+            (weights, kind),
+            f"{weights.path}: type = {kind.value} already contains the ratio of trainer to sampler, which would act "
+            'twice; use type = "reinforce", or use_rollout_logprobs = false, or reject and veto instead of weights',
+        )
+
+
+def ratio_range(s: algorithm.RatioSection, at: At) -> Problems:
+    """A range of ratios contains 1."""
+    low, high = at("low"), at("high")
+    if s.low >= s.high:
+        yield Problem((low, high), f"{low} must be below {high}; lower it")
+    for key, is_wrong, way in ((low, 1 < s.low < s.high, "1 or less"), (high, s.low < s.high < 1, "1 or more")):
+        if is_wrong:
+            what = "leaves out the ratio 1, which tokens have where trainer and sampler agree"
+            yield Problem(key, f"{key} {what}; give {way}")
+
+
+def acting_losses(cfg: RLConfig, at: At) -> Problems:
+    """Settings of [trainer.loss] do something, because an environment trains on rewards."""
+    kinds, loss = algo_types(cfg.orchestrator), cfg.trainer.loss
+    if not kinds or not kinds <= set(WITHOUT_REWARD):
+        return
+    given = sorted(key for key, value, default in matching(loss, "*") if value != default)
+    for name in ["type"] if loss.type != "default" else given:
+        key, algos = at(f"trainer.loss.{name}"), " and ".join(sorted(kinds))
+        rule = f"does nothing: {algos} have a loss of their own, and no environment has another algo; drop it"
+        yield Problem(key, f"{key.path} {rule}")
+
+
+def untrained_environments(cfg: RLConfig, at: At) -> Problems:
+    """Loss terms that would still train an environment whose algo is "zero"."""
+    zeros = [path for path, algo in algos_of(cfg.orchestrator).items() if algo.type == "zero"]
+    if not zeros:
+        return
+    zero, loss = at(f"orchestrator.{zeros[0]}.type"), cfg.trainer.loss
+    blamed = (at("orchestrator.algo.type"),) if "algo" in zeros else ()
+    for name in ("entropy_coef", "reference_kl"):
+        if getattr(loss, name) is not None:
+            key = at(f"trainer.loss.{name}")
+            yield Problem((key, *blamed), f"{zero} with {key.path}: its gradient would be learned; drop it")
+            return
+    if getattr(loss, "kl_tau", 0.0):
+        key, why = at("trainer.loss.kl_tau"), "would be learned from its tokens"
+        if algo_types(cfg.orchestrator) <= {"zero"}:
+            why = "would be the only gradient, and an optimizer that ignores its size takes full steps"
+        what = f"the pull towards the sampling policy {why}; set kl_tau = 0"
+        yield Problem((key, *blamed), f"{zero} with {key}: {what}")
 
 
 # -- advantages --
 
 
-def needs_no_shaping(cfg: KlShapingSection) -> bool:
-    """Whether discounted returns equal the scores."""
-    if not isinstance(cfg, algorithm.ReturnsAdvantages):
-        return False
-    return cfg.gamma == 1 and not cfg.kl_coef and not cfg.whiten
-
-
-def credit_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
+def scored_algos(cfg: RLConfig, at: At) -> Problems:
     """[trainer.advantages] goes with the algos that send it scores."""
-    algos = algos_of(cfg.orchestrator)
-    kind = None if cfg.trainer.advantages is None else cfg.trainer.advantages.type
-    if kind is not None and all(algo.type in WITHOUT_REWARD for algo in algos.values()):
-        what = " and ".join(sorted({algo.type for algo in algos.values()}))
-        keys, them = ("{0.path}", "it") if cfg.trainer.critic is None else ("{0.path} and {1.path}", "them")
-        rule = f"would do nothing: {what} have no advantages, and no environment has another algo; leave {them} out"
-        yield "trainer.advantages" + " trainer.critic" * (them == "them"), f"{keys} {rule}"
+    algos, shaping = algos_of(cfg.orchestrator), cfg.trainer.advantages
+    table, critic = at("trainer.advantages"), at("trainer.critic")
+    if shaping is not None and all(algo.type in WITHOUT_REWARD for algo in algos.values()):
+        kinds = " and ".join(sorted({algo.type for algo in algos.values()}))
+        why = f"would do nothing: {kinds} have no advantages, and no environment has another algo"
+        if cfg.trainer.critic is None:
+            yield Problem(table, f"{table.path} {why}; leave it out")
+        else:
+            yield Problem((table, critic), f"{table.path} and {critic.path} {why}; leave them out")
         return
     for path, algo in algos.items():
-        paths = f"orchestrator.{path}.type trainer.advantages | orchestrator.{path}.whiten"
-        if kind is None and algo.type == "ppo":
-            yield paths, '{0} sends scores as they are; add [{1.path}] with type = "gae" and [trainer.critic]'
-        elif kind is None or algo.type in WITHOUT_REWARD:
+        kind, whiten = at(f"orchestrator.{path}.type"), at(f"orchestrator.{path}.whiten")
+        if shaping is None and algo.type == "ppo":
+            way = f'add [{table.path}] with type = "gae" and [trainer.critic]'
+            yield Problem((kind, table), f"{kind} sends scores as they are; {way}")
+        elif shaping is None or algo.type in WITHOUT_REWARD:
             continue
-        elif algo.type != PARTNERS[kind]:
-            rule = f'ignores [{{1.path}}] of type "{kind}" and its settings; use algo type "{PARTNERS[kind]}"'
-            yield paths, f"{{0}} {rule}, or drop that section"
+        elif algo.type != PARTNERS[shaping.type]:
+            what = f'ignores [{table.path}] of type "{shaping.type}" and its settings'
+            way = f'use algo type "{PARTNERS[shaping.type]}", or drop that section'
+            yield Problem((kind, table), f"{kind} {what}; {way}")
         elif getattr(algo, "whiten", False):
-            yield paths, "{2}: [{1.path}] whitens what it makes of the scores; set whiten = false"
+            what = f"[{table.path}] whitens what it makes of the scores; set whiten = false"
+            yield Problem((kind, table), f"{whiten}: {what}")
 
 
-def control_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """Loss terms that would still train an environment whose algo is "zero"."""
-    zeros = [path for path, algo in algos_of(cfg.orchestrator).items() if algo.type == "zero"]
-    if not zeros:
+def critic(s: TrainerKeys, at: At) -> Problems:
+    """A critic and the advantages that need its values."""
+    rate, optim, kind = at("critic.lr"), at("critic.optim"), at("advantages.type")
+    values, table = at("critic"), at("advantages")
+    if s.critic is not None and s.critic.lr and s.critic.optim is not None:
+        yield Problem((rate, optim), f"{rate} beside [{optim.path}]: give the rate there, as {optim.path}.lr")
+    needs_values = s.advantages is not None and s.advantages.type == "gae"
+    if needs_values and s.critic is None:
+        yield Problem((kind, values), f"{kind} needs values; add [{values.path}]")
+    if s.critic is not None and not needs_values:
+        what = f'trains values that are not used; add [{table.path}] with type = "gae", or drop it'
+        yield Problem((values, table), f"{values.path} {what}")
+    in_reward, in_loss = at("advantages.kl_coef"), at("loss.reference_kl")
+    if s.advantages is not None and s.advantages.kl_coef and s.loss.reference_kl is not None:
+        what = "both hold the policy to a reference, in the reward and in the loss; drop one"
+        yield Problem((in_reward, in_loss), f"{in_reward.path} and {in_loss.path} {what}")
+
+
+def updates(s: TrainerKeys, at: At) -> Problems:
+    """Bounds on changes within a step need several updates; a loss of the user's is the whole loss."""
+    if s.updates_per_step * s.epochs_per_step == 1:
+        why = "one update per step: nothing has moved"
+        if is_without_ratio(s.loss):
+            bounds = [f"loss.{key}" for key in RATIO_BOUNDS]
+            yield from idle(at, bounds, "loss.use_rollout_logprobs", "raise updates_per_step", why=why)
+        yield from idle(at, "critic.value_clip", "updates_per_step", "raise that", why=why)
+    if s.hooks.loss is None:
         return
-    blamed = " orchestrator.algo.type" if "algo" in zeros else ""
-    extra = [key for key in ("entropy_coef", "reference_kl") if getattr(cfg.trainer.loss, key) is not None]
-    why = "would be learned from its tokens"
-    if algo_types(cfg.orchestrator) <= {"zero"}:
-        why = "would be the only gradient, and an optimizer that ignores its size takes full steps"
-    for key in extra[:1] or ["kl_tau"] * bool(getattr(cfg.trainer.loss, "kl_tau", 0.0)):
-        what = "{0.path}: its gradient would be learned; drop it"
-        if key == "kl_tau":
-            what = f"{{0}}: the pull towards the sampling policy {why}; set kl_tau = 0"
-        zero = "{2}" if blamed else "{1}"
-        yield f"trainer.loss.{key}{blamed} | orchestrator.{zeros[0]}.type", f"{zero} with {what}"
+    keys = ("hooks.tis", "hooks.pg_loss_reducer", "loss.entropy_coef", "loss.reference_kl", "loss.correction")
+    yield from idle(at, keys, "hooks.loss", "leave that out", why="it is the whole loss")
+    hook, kind = at("hooks.loss"), at("loss.type")
+    if s.loss.type == "custom":
+        yield Problem((hook, kind), f"{hook} and {kind} are two losses of your own; leave one of them out")
 
 
-def loss_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """Settings of [trainer.loss] that do nothing, because no environment trains on rewards."""
-    kinds, loss = algo_types(cfg.orchestrator), cfg.trainer.loss
-    if not kinds or not kinds <= set(WITHOUT_REWARD):
+def own_layers(s: TrainerSection, at: At) -> Problems:
+    """What a user's functions of the trainer do not go with."""
+    writes, wire, model, values = map(at, ("hooks.post_write", "weight_broadcast.type", "hooks.model", "critic"))
+    if s.hooks.post_write is not None and s.weight_broadcast.type != "filesystem":
+        what = "is called when the files of a version are written"
+        yield Problem((writes, wire), f'{writes} {what}, and {wire} writes none; use type = "filesystem"')
+    if s.hooks.model is None:
         return
-    rule = f"does nothing: {' and '.join(sorted(kinds))} have a loss of their own, and no environment has another algo"
-    given = sorted(key for key, value, default in matching(loss, "*") if value != default)
-    for key in ["type"] if loss.type != "default" else given:
-        yield f"trainer.loss.{key}", f"{{0.path}} {rule}; drop it"
+    for axis in ("tp", "cp", "ep"):
+        degree = at(f"model.{axis}")
+        if degree.held not in (1, "auto"):
+            what = f"{model} changes whole layers, and {degree} cuts them; use ranks of their own instead"
+            yield Problem((model, degree), f"{what}, num_train_workers")
+    if s.critic is not None:
+        what = f"{model} changes the policy, and [{values.path}] would be another model; leave one of them out"
+        yield Problem((model, values), what)
+
+
+def critic_network(s: TrainerSection, at: At) -> Problems:
+    """A critic's network has a value output, and the policy learns, too."""
+    values, impl, alone = at("critic"), at("model.impl"), at("critic.num_critic_only_steps")
+    if s.critic is None:
+        return
+    if s.model.impl == "hf":
+        what = f'needs a network of our own: {impl} has no value output; use impl = "custom"'
+        yield Problem((values, impl), f"{values.path} {what}")
+    if s.critic.num_critic_only_steps >= (s.max_steps or math.inf):
+        steps = at("max_steps")
+        yield Problem((alone, steps), f"{alone} must be below {steps}, or the policy never learns; lower it")
+
+
+def shaping(s: KlShapingSection, at: At) -> Problems:
+    """Advantages made of scores differ from them."""
+    kind, coefficient = at("type"), at("kl_coef")
+    if not s.kl_coef:
+        yield from idle(at, ("kl_estimator", "kl_model"), "kl_coef", "raise that")
+        if s.type == "shaped":
+            what = f"{kind} does nothing with {coefficient}; raise that, or leave the section out"
+            yield Problem((kind, coefficient), what)
+    is_plain = isinstance(s, algorithm.ReturnsAdvantages) and s.gamma == 1 and not s.kl_coef and not s.whiten
+    if is_plain:
+        what = (
+            f"{kind} does nothing with gamma = 1, kl_coef = 0 and whiten = false; change one, or leave the section out"
+        )
+        yield Problem((kind, at("gamma"), coefficient, at("whiten")), what)
 
 
 # -- credit --
 
 
-def algo_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str]]:
-    """Algos that no environment uses, and filters and gates of advantages that are not known."""
-    algos = algos_of(section)
-    if "algo" not in algos and section.algo != type(section).model_fields["algo"].default:
-        rule = "every environment has an `algo` of its own; drop it or one of those"
-        yield "algo", f"{{0.path}} does nothing: {rule}"
-        return
+def length_penalty(s: CreditSection, at: At) -> Problems:
+    """A penalty has a weight."""
+    key = at("length_penalty")
+    if s.length_penalty is not None and not any(s.length_penalty.model_dump().values()):
+        yield Problem(key, f"{key.path}: all its weights are 0, so it does nothing; drop it or give one a value")
+
+
+def overlong_buffer(s: algorithm.OverlongSection, at: At) -> Problems:
+    """An empty reply pays nothing."""
+    buffer, longest = at("buffer_tokens"), at("max_tokens")
+    if s.buffer_tokens > s.max_tokens:
+        yield Problem((buffer, longest), f"{buffer} is longer than {longest}: even an empty reply would pay; lower it")
+
+
+def overlong_length(s: OrchestratorSection, at: At) -> Problems:
+    """A penalty must begin at a length that rollouts can have."""
+    for path, algo in algos_of(s).items():
+        overlong = algo.overlong if isinstance(algo, CreditSection) else None
+        if overlong and 0 <= (begin := overlong.max_tokens - overlong.buffer_tokens) >= s.seq_len:
+            longest = at(f"{path}.overlong.max_tokens")
+            what = f"the penalty would begin at {begin} tokens, which no rollout has with {at('seq_len')}; lower it"
+            yield Problem(longest, f"{longest}: {what}")
+
+
+def roles(s: algorithm.HierarchicalGrpoAlgo, at: At) -> Problems:
+    """Agents of episodes are named by their role."""
+    key = at("episode_agents")
+    player = next((role for role in s.episode_agents if "/" in role), None)
+    if player is not None:
+        role = player.partition("/")[0]
+        yield Problem(key, f'{key.path}: "{player}" is one player of a role; name the role, "{role}"')
+
+
+def echoed_roles(s: algorithm.EchoAlgo, at: At) -> Problems:
+    """Some role has a weight."""
+    kind = at("type")
+    if s.tool is s.user is s.system is None:
+        yield Problem(kind, f"{kind}: no role has a weight, so that it would be grpo; give tool, user or system one")
+
+
+def demonstration(s: OpsdAlgo, at: At) -> Problems:
+    """A template shows its demonstration."""
+    key = at("template")
+    if s.template.count("{demonstration}") != 1:
+        yield Problem(key, f"{key.path} must hold {{demonstration}} once: that is what it shows")
+
+
+def used_algos(s: OrchestratorKeys, at: At) -> Problems:
+    """The run's algo is one that an environment uses."""
+    default = type(s).model_fields["algo"].default
+    if "algo" not in algos_of(s) and s.algo != default:
+        key, what = at("algo"), "every environment has an `algo` of its own; drop it or one of those"
+        yield Problem(key, f"{key.path} does nothing: {what}")
+    else:
+        yield from filtered_advantages(s, at)
+        yield from gated_advantages(s, at)
+
+
+def filtered_advantages(s: OrchestratorKeys, at: At) -> Problems:
+    """Filters of advantages see some."""
+    algos = algos_of(s)
     kinds = {algo.type for algo in algos.values()}
     late = next((path for path, algo in algos.items() if algo.type in BATCH_BASELINE), "")
-    for index, each in enumerate(section.filters):
-        where = f"filters.{index}.type"
+    for index, each in enumerate(s.filters):
+        key = at(f"filters.{index}.type")
         if each.type != "zero_advantage":
             continue
         if kinds <= set(WITHOUT_REWARD):
-            rule = f"{' and '.join(sorted(kinds))} have no advantages; drop the filter"
-            yield where, f"{{0}} does nothing: {rule}"
+            what = f"{' and '.join(sorted(kinds))} have no advantages; drop the filter"
+            yield Problem(key, f"{key} does nothing: {what}")
         elif late:
-            rule = f"the baseline of {algos[late].type} is known only when the batch is made; drop the filter"
-            yield f"{where} {late}.type", f"{{0}} with {{1}} flags rewards of 0, for {rule}"
+            algo, rule = at(f"{late}.type"), "is known only when the batch is made; drop the filter"
+            what = f"flags rewards of 0, for the baseline of {algos[late].type} {rule}"
+            yield Problem((key, algo), f"{key} with {algo} {what}")
             break
-    for index, env in enumerate(section.env):
-        kind = (env.algo or section.algo).type
+
+
+def gated_advantages(s: OrchestratorKeys, at: At) -> Problems:
+    """Gates of advantages see some."""
+    for index, env in enumerate(s.env):
+        kind = (env.algo or s.algo).type
         table = "curriculum" if env.curriculum is None else f"env.{index}.curriculum"
-        for name, gate in section.curriculum_of(env).gates.items():
-            where = f"{table}.gates.{name}.type"
+        for name, gate in s.curriculum_of(env).gates.items():
+            key = at(f"{table}.gates.{name}.type")
             if gate.type == "advantage_range" and kind in BATCH_BASELINE:
-                rule = f"the baseline of {kind} is known only when the batch is made"
-                yield where, f'{{0}} sees rewards, for {rule}; use "reward_range"'
+                why = f"the baseline of {kind} is known only when the batch is made"
+                yield Problem(key, f'{key} sees rewards, for {why}; use "reward_range"')
             elif gate.type == "advantage_range" and kind in WITHOUT_REWARD:
                 is_covered = gate.reject_min <= 0 <= gate.reject_max
                 what = "every group would be rejected" if is_covered else "it would never reject"
-                rule = f"{kind} has no advantages, they are all 0: {what}"
-                yield where, f'{{0}}: {rule}; drop it or use "reward_range"'
-
-
-def overlong_faults(section: OrchestratorSection) -> Iterator[tuple[str, str]]:
-    """A penalty must begin at a length that rollouts can have."""
-    for path, algo in algos_of(section).items():
-        overlong = algo.overlong if isinstance(algo, CreditSection) else None
-        if overlong and 0 <= (begin := overlong.max_tokens - overlong.buffer_tokens) >= section.seq_len:
-            rule = f"the penalty would begin at {begin} tokens, which no rollout has with {{1}}"
-            yield f"{path}.overlong.max_tokens | seq_len", f"{{0}}: {rule}; lower it"
+                why = f"{kind} has no advantages, they are all 0: {what}"
+                yield Problem(key, f'{key}: {why}; drop it or use "reward_range"')
 
 
 # -- teachers --
@@ -173,126 +336,53 @@ def uses_run_teacher(algo: Algo) -> bool:
     return isinstance(algo, TaughtAlgo) and algo.teacher is None
 
 
-def teacher_faults(section: OrchestratorSection) -> Iterator[tuple[str, str]]:
+def teachers(s: OrchestratorSection, at: At) -> Problems:
     """There is a teacher if, and only if, an algo needs one."""
-    taught = {path: algo for path, algo in algos_of(section).items() if isinstance(algo, TaughtAlgo)}
+    taught = {path: algo for path, algo in algos_of(s).items() if isinstance(algo, TaughtAlgo)}
     users = [path for path, algo in taught.items() if uses_run_teacher(algo)]
-    if users and section.teacher is None:
-        rule = "needs [{1.path}] with the base_url of an engine that serves the teacher"
-        yield f"{users[0]}.type | teacher", f"{{0}} {rule}"
-    elif section.teacher is not None and not users:
-        rule = 'does nothing: no algo has type = "opd" or "sft" without a teacher of its own; drop it'
-        yield "teacher", f"{{0.path}} {rule}"
+    teacher = at("teacher")
+    if users and s.teacher is None:
+        kind = at(f"{users[0]}.type")
+        yield Problem(kind, f"{kind} needs [{teacher.path}] with the base_url of an engine that serves the teacher")
+    elif s.teacher is not None and not users:
+        what = 'does nothing: no algo has type = "opd" or "sft" without a teacher of its own; drop it'
+        yield Problem(teacher, f"{teacher.path} {what}")
     for path, algo in taught.items():
         if algo.teacher is not None and algo.teacher.base_url is None:
-            rule = "give the address of a teacher that runs; `rl` starts only [{1.path}]"
-            yield f"{path}.teacher.base_url | teacher", f"{{0.path}}: {rule}"
+            key = at(f"{path}.teacher.base_url")
+            what = f"give the address of a teacher that runs; `rl` starts only [{teacher.path}]"
+            yield Problem(key, f"{key.path}: {what}")
 
 
-# fmt: off
-AGREED = "{0} leaves out the ratio 1, which tokens have where trainer and sampler agree"
-HIGH_RATE = Rule("lr", lambda s: s.lr > 0.05,
-    "{0} is far above what AdamW takes: a step moves every weight by about as much. Usual are 1e-6 for a large model "
-    "and 1e-3 for a tiny one; lower it")
+def teacher_address(s: OrchestratorConfig, at: At) -> Problems:
+    """The verb `orchestrator` starts no teacher."""
+    key = at("teacher.base_url")
+    if s.teacher and s.teacher.base_url is None and any(map(uses_run_teacher, algos_of(s).values())):
+        yield Problem(key, f"{key.path}: give the address of the engine that serves it; only `rl` starts one")
 
 
-def provided_whole(axis: str) -> Rule:
-    """A rule: layers that a user's function makes are not cut along an axis."""
-    return Rule(f"hooks.model model.{axis}",
-                lambda s: s.hooks.model is not None and getattr(s.model, axis) not in (1, "auto"),
-                "{0} changes whole layers, and {1} cuts them; use ranks of their own instead, num_train_workers")
+def high_rate(s: AdamWOptim, at: At) -> Problems:
+    """A rate moves weights by a small part."""
+    rate = at("lr")
+    if s.lr > 0.05:
+        what = "is far above what AdamW takes: a step moves every weight by about as much"
+        way = "Usual are 1e-6 for a large model and 1e-3 for a tiny one; lower it"
+        yield Problem(rate, f"{rate} {what}. {way}")
 
 
 RULES: Rules = {
-    LossSection: (
-        Rule("reduction", lambda s: s.reduction == "constant" and s.reduction_tokens is None,
-             "{0} needs {0.path}_tokens, such as the longest reply"),
-        Idle("reduction_tokens", "reduction", lambda s: s.reduction != "constant", 'use "constant"'),
-        Rule("adv_tau kl_tau", lambda s: getattr(s, "adv_tau", 1.0) == getattr(s, "kl_tau", 1.0) == 0,
-             "{0.path} = {1} leave no loss; give one of them a value"),
-        Rule("use_rollout_logprobs type", lambda s: is_without_ratio(s) and s.type == "reinforce",
-             "{0} does nothing: {1.value} has no ratio; drop it, add a correction, or take another loss"),
-        Rule("correction", lambda s: s.correction is not None and not any(s.correction.model_dump().values()),
-             "{0.path}: the section does nothing by itself; give weights, reject or veto, or drop it"),
-        Rule("correction.weights type", acts_twice,
-             "{0.path}: type = {1.value} already contains the ratio of trainer to sampler, which would act twice;"
-             ' use type = "reinforce", or use_rollout_logprobs = false, or reject and veto instead of weights'),
-    ),
-    algorithm.RatioSection: (
-        Rule("low high", lambda s: s.low >= s.high, "{0} must be below {1}; lower it"),
-        Rule("low", lambda s: 1 < s.low < s.high, f"{AGREED}; give 1 or less"),
-        Rule("high", lambda s: s.low < s.high < 1, f"{AGREED}; give 1 or more"),
-    ),
-    TrainerKeys: (
-        Idle(" ".join(f"loss.{key}" for key in RATIO_BOUNDS), "loss.use_rollout_logprobs",
-             lambda s: is_without_ratio(s.loss) and one_update(s), "raise updates_per_step"),
-        Idle("critic.value_clip", "updates_per_step", one_update, "raise that"),
-        Idle("hooks.tis hooks.pg_loss_reducer loss.entropy_coef loss.reference_kl loss.correction", "hooks.loss",
-             lambda s: s.hooks.loss is not None and "it is the whole loss", "leave that out"),
-        Rule("hooks.loss loss.type", lambda s: s.hooks.loss is not None and s.loss.type == "custom",
-             "{0} and {1} are two losses of your own; leave one of them out"),
-        Rule("critic.lr critic.optim", lambda s: s.critic is not None and s.critic.lr and s.critic.optim is not None,
-             "{0} beside [{1.path}]: give the rate there, as {1.path}.lr"),
-        Rule("advantages.type critic",
-             lambda s: s.advantages is not None and s.advantages.type == "gae" and s.critic is None,
-             "{0} needs values; add [{1.path}]"),
-        Rule("critic advantages",
-             lambda s: s.critic is not None and (s.advantages is None or s.advantages.type != "gae"),
-             '{0.path} trains values that are not used; add [{1.path}] with type = "gae", or drop it'),
-        Rule("advantages.kl_coef loss.reference_kl",
-             lambda s: s.advantages is not None and s.advantages.kl_coef and s.loss.reference_kl is not None,
-             "{0.path} and {1.path} both hold the policy to a reference, in the reward and in the loss; drop one"),
-    ),
-    TrainerSection: (
-        Rule("hooks.post_write weight_broadcast.type",
-             lambda s: s.hooks.post_write is not None and s.weight_broadcast.type != "filesystem",
-             '{0} is called when the files of a version are written, and {1} writes none; use type = "filesystem"'),
-        *map(provided_whole, ("tp", "cp", "ep")),
-        Rule("hooks.model critic", lambda s: s.hooks.model is not None and s.critic is not None,
-             "{0} changes the policy, and [{1.path}] would be another model; leave one of them out"),
-        Rule("critic model.impl", lambda s: s.critic is not None and s.model.impl == "hf",
-             '{0.path} needs a network of our own: {1} has no value output; use impl = "custom"'),
-        Rule("critic.num_critic_only_steps max_steps",
-             lambda s: s.critic and s.critic.num_critic_only_steps >= (s.max_steps or math.inf),
-             "{0} must be below {1}, or the policy never learns; lower it"),
-    ),
-    KlShapingSection: (
-        Idle("kl_estimator kl_model", "kl_coef", lambda s: not s.kl_coef, "raise that"),
-        Rule("type kl_coef", lambda s: s.type == "shaped" and not s.kl_coef,
-             "{0} does nothing with {1}; raise that, or leave the section out"),
-        Rule("type gamma kl_coef whiten", needs_no_shaping,
-             "{0} does nothing with gamma = 1, kl_coef = 0 and whiten = false; change one, or leave the section "
-             "out"),
-    ),
-    CreditSection: (
-        Rule("length_penalty",
-             lambda s: s.length_penalty is not None and not any(s.length_penalty.model_dump().values()),
-             "{0.path}: all its weights are 0, so it does nothing; drop it or give one a value"),
-    ),
-    algorithm.OverlongSection: (
-        Rule("buffer_tokens max_tokens", lambda s: s.buffer_tokens > s.max_tokens,
-             "{0} is longer than {1}: even an empty reply would pay; lower it"),
-    ),
-    algorithm.HierarchicalGrpoAlgo: (
-        Rule("episode_agents",
-             lambda s: next( ((role, role.partition("/")[0]) for role in s.episode_agents if "/" in role), None ),
-             '{0.path}: "{it[0]}" is one player of a role; name the role, "{it[1]}"'),
-    ),
-    algorithm.EchoAlgo: (
-        Rule("type", lambda s: s.tool is s.user is s.system is None,
-             "{0}: no role has a weight, so that it would be grpo; give tool, user or system one"),
-    ),
-    OpsdAlgo: (
-        Rule("template", lambda s: s.template.count("{demonstration}") != 1,
-             "{0.path} must hold {{demonstration}} once: that is what it shows"),
-    ),
-    OrchestratorKeys: (Each(algo_faults),),
-    OrchestratorConfig: (
-        Rule("teacher.base_url",
-             lambda s: s.teacher and s.teacher.base_url is None and any(map(uses_run_teacher, algos_of(s).values())),
-             "{0.path}: give the address of the engine that serves it; only `rl` starts one"),
-    ),
-    OrchestratorSection: (Each(teacher_faults), Each(overlong_faults)),
-    RLConfig: (Each(credit_faults), Each(control_faults), Each(loss_faults)),
+    LossSection: (loss_terms, correction),
+    algorithm.RatioSection: (ratio_range,),
+    TrainerKeys: (updates, critic),
+    TrainerSection: (own_layers, critic_network),
+    KlShapingSection: (shaping,),
+    CreditSection: (length_penalty,),
+    algorithm.OverlongSection: (overlong_buffer,),
+    algorithm.HierarchicalGrpoAlgo: (roles,),
+    algorithm.EchoAlgo: (echoed_roles,),
+    OpsdAlgo: (demonstration,),
+    OrchestratorKeys: (used_algos,),
+    OrchestratorConfig: (teacher_address,),
+    OrchestratorSection: (teachers, overlong_length),
+    RLConfig: (scored_algos, untrained_environments, acting_losses),
 }
-# fmt: on

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -12,9 +11,8 @@ from urllib.parse import urlsplit
 from stretto.config.derived import LOCAL_HOSTS
 from stretto.config.root import RLConfig
 from stretto.config.rules.batches import is_address, urls
-from stretto.config.rules.engine import shape_of
-from stretto.config.rules.rule import Each, Idle, Rule, Rules, value_of
-from stretto.config.rules.slurm import ON_ONE_MACHINE, is_loopback
+from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, value_of
+from stretto.config.rules.slurm import is_loopback
 from stretto.config.sections.inference import InferenceSection
 
 LOOPBACK = "127.0.0.1"
@@ -31,6 +29,28 @@ GPU_KEYS = {  # per part of a run: the ids of its GPUs, and their number
 # -- engines --
 
 
+def network(c: RLConfig, at: At) -> Problems:
+    """Engines have the network that is trained, and keep what the trainer replays."""
+    scratch, replays, keeps = map(
+        at, ("model.scratch", "trainer.enable_router_replay", "inference.enable_return_routed_experts")
+    )
+    if c.inference is None:
+        return
+    if c.model.scratch is not None:
+        yield Problem(
+            scratch,
+            f"{scratch.path} makes a network that no engine has, and the engine starts from a directory; make one with "
+            "`sft` (its weights are in RUN/weights/latest) and give it as model.name",
+        )
+    if c.trainer.enable_router_replay and not c.inference.enable_return_routed_experts:
+        what = f"{replays} but {keeps}: there would be nothing to replay; drop the latter"
+        yield Problem((replays, keeps), what)
+    masks, kept = at("orchestrator.train.replay"), at("inference.enable_return_sampling_mask")
+    if c.orchestrator.train.replay and not c.inference.enable_return_sampling_mask:
+        what = f"{masks.path} with {kept}: there would be nothing to replay; drop the latter"
+        yield Problem((masks, kept), what)
+
+
 def is_served(base_url: list[str] | str, engine: InferenceSection, *, is_only: bool) -> bool:
     """Whether one of the addresses (with is_only, the only one) is that of the engine."""
     given = [base_url] if isinstance(base_url, str) else base_url
@@ -40,171 +60,43 @@ def is_served(base_url: list[str] | str, engine: InferenceSection, *, is_only: b
     return bool(found) and (len(given) == 1 or not is_only)
 
 
-def other_address(cfg: RLConfig) -> str | None:
-    """The client's addresses, if none is that of the engine that this run starts."""
-    given = urls(cfg.orchestrator.client)
-    if cfg.inference is None or not any(map(is_address, given)):
-        return None
-    if given[1:] and (cfg.deployment.type == "multi_node" or cfg.inference.deployment.num_engines > 1):
-        return None  # a resolved config has the addresses of all engines
-    return None if is_served(given, cfg.inference, is_only=False) else ", ".join(given)
-
-
-def teacher_faults(cfg: RLConfig) -> Iterator[tuple[str, str] | tuple[str, str, Any]]:
-    """[teacher_inference] and [orchestrator.teacher] agree about the teacher's model and address."""
-    teacher, engine = cfg.orchestrator.teacher, cfg.teacher_inference
-    if engine is None or teacher is None:
-        if teacher is not None and teacher.base_url is None:
-            rule = "give base_url of an engine that runs, or model, the directory that one is started with"
-            yield "orchestrator.teacher", f"{{0.path}}: {rule}"
+def client_address(c: RLConfig, at: At) -> Problems:
+    """One of the client's addresses is that of the engine that this run starts."""
+    given = urls(c.orchestrator.client)
+    if c.inference is None or not any(map(is_address, given)):
         return
-    name = engine.served_model_name or engine.model
-    if teacher.model not in (None, name):
-        rule = '{0} is not what teacher_inference serves, "{it}"; give one of the two'
-        yield "orchestrator.teacher.model teacher_inference.model", rule, name
-    if teacher.base_url is not None and not is_served(teacher.base_url, engine, is_only=True):
-        rule = "{0.path} = {it} is not the engine that teacher_inference starts; give one of the two"
-        yield "orchestrator.teacher.base_url teacher_inference.server.port", rule, teacher.base_url
-    if engine.deployment.type != "single_node" or engine.deployment.num_replicas != 1:
-        rule = "`rl` starts one engine for the teacher; start more by hand and give their base_url"
-        yield "teacher_inference.deployment", f"{{0.path}}: {rule}"
+    if given[1:] and (c.deployment.type == "multi_node" or c.inference.deployment.num_engines > 1):
+        return  # a resolved config has the addresses of all engines
+    if not is_served(given, c.inference, is_only=False):
+        url, port = at("orchestrator.client.base_url"), at("inference.server.port")
+        yield Problem(
+            (url, port),
+            f'{url.path} = "{", ".join(given)}" but the engine of this run listens on {port}; make them agree, leave '
+            "base_url out, or use --no-inference for engines that already run",
+        )
 
 
-def model_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """Frozen models have a name, something to serve, and machines with room for it."""
-    shape = cfg.deployment
-    for name, section in cfg.models.items():
-        path = f"models.{name}"
-        if name in POLICY_NAMES or not re.fullmatch(r"[A-Za-z][\w-]*", name):
-            rule = "is the policy's name" if name in POLICY_NAMES else "must be letters, digits, _ and -"
-            yield path, f"{{0.path}}: a model's name {rule}; use another, such as judge"
-        if section.api_key is not None:
-            yield f"{path}.api_key", "{0.path}: functions send it no key; leave it out"
-        if section.base_url is not None:
-            continue
-        if section.model is None:
-            yield path, "{0.path}: give model, the directory to serve, or base_url of engines that run"
-        own = section.deployment
-        if shape.type != "multi_node":
-            if own.num_nodes > 1:
-                rule = "takes several nodes, and this run has one"
-                way = 'use deployment.type = "multi_node", or give base_url'
-                yield f"{path}.deployment", f"{{0.path}} {rule}; {way}"
-            continue
-        if section.gpu_ids is not None:
-            yield f"{path}.gpu_ids", "{0}: over several nodes it gets the first that are free; leave it out"
-        gpus = section.gpus_with_idle if own.num_nodes == 1 else getattr(own, "gpus_per_node", 0)
-        if shape.gpus_per_node and section.device != "cpu" and gpus > shape.gpus_of_models:
-            each = " of each node" * (own.num_nodes > 1)
-            rule = f"{gpus} GPUs{each}, and a node of models has {shape.gpus_of_models}"
-            ways = "lower its engines or degrees, raise deployment.model_gpus_per_node, spread it over nodes with "
-            ways += f"{path}.deployment.type, or start it by hand and give base_url"
-            yield path, f"{{0.path}} takes {rule}; {ways}"
-
-
-# -- ports and GPUs --
-
-
-def port_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """Every server on this machine has a port of its own."""
-    owners = ("control", "rollout_transport", "inference.server", "trainer.critic.placement")
-    ports = {f"{owner}.port": value_of(cfg, f"{owner}.port") for owner in owners}
-    for port, count in Counter(ports.values()).items():
-        paths = [path for path, other in ports.items() if other == port]
-        if port is not None and count > 1:
-            yield " ".join(paths), f"{' and '.join(paths)} are both {port}; give each a port of its own"
-
-
-def gpu_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """GPU ids are distinct and agree with counts and ranks, and a shared GPU has room for both."""
-    for key, count_key in GPU_KEYS.values():
-        ids, count = getattr(cfg, key), getattr(cfg.deployment, count_key)
-        if ids is not None and (not ids or len(set(ids)) < len(ids) or min(ids) < 0):
-            yield key, "{0}: give each GPU once, counted from 0, such as 0,1"
-        elif ids is not None and count not in (None, len(ids)):
-            yield f"{key} deployment.{count_key}", f"{{0}} are {len(ids)} GPUs but {{1}}; drop one of the two"
-    ranks = len(cfg.trainer_gpu_ids or ()) or cfg.deployment.num_train_gpus or 0
-    if ranks and ranks != cfg.num_train_ranks:
-        key = "trainer_gpu_ids" if cfg.trainer_gpu_ids else "deployment.num_train_gpus"
-        message, way_out = f"{{0}} but {{1.path}} gives {ranks} trainer ranks", "leave num_train_workers out"
-        if (sharing := cfg.model.cp * cfg.model.tp) > 1:
-            message += f", {sharing} (model.cp x tp) to a worker"
-            way_out += f", and give a multiple of {sharing} GPUs"
-        yield f"orchestrator.num_train_workers {key}", f"{message}; {way_out}"
-    shared = set(cfg.trainer_gpu_ids or ()) & set(cfg.inference_gpu_ids or ())
-    # With [colocate] each has all memory in its turn.
-    engine = cfg.inference if cfg.colocate is None else None
-    if shared and engine is not None and engine.gpu_memory_utilization > 0.8:
-        gpus = ", ".join(map(str, sorted(shared)))
-        rule = f"share GPU {gpus}, and {{2}} leaves the trainer nothing; lower it, such as to 0.5"
-        paths = "trainer_gpu_ids inference_gpu_ids inference.gpu_memory_utilization"
-        yield paths, f"trainer and inference {rule}"
-
-
-def engine_gpu_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """Inference and teacher are given as many GPUs as their engines take."""
-    for name, (ids_key, count_key) in list(GPU_KEYS.items())[1:3]:
-        section, ids, count = getattr(cfg, name), getattr(cfg, ids_key), getattr(cfg.deployment, count_key)
-        given = count if ids is None else len(ids)
-        if section is None or not given or section.device == "cpu" or section.deployment.num_nodes > 1:
-            continue
-        engines = section.deployment.num_engines
-        needed = section.num_gpus
-        way_out, verb = f"give {needed}, or lower a degree", "are missing"
-        if given > needed:
-            ways, verb, more = [f"give {needed}"], "would be idle", given // needed
-            if given % needed == 0 and section.deployment.type == "single_node":
-                ways.append(f"set {name}.deployment.num_replicas = {engines * more}")
-            if given % needed == 0 and section.chosen_engine(has_gpu=True) != "embedded":
-                ways.append(f"or set {name}.parallel.dp = {section.parallel.dp * more}")
-            way_out = ", ".join(ways)
-        if given != needed:
-            message = f"{{0.path}} gives {given} GPUs and {name} takes {shape_of(section)} = {needed}"
-            key = ids_key if ids is not None else f"deployment.{count_key}"
-            yield f"{key} {name}.parallel", f"{message}, so {abs(given - needed)} {verb}; {way_out}"
-
-
-# -- nodes --
-
-
-def node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """A run over several machines: hosts, ranks and engines on each, wires that reach the others."""
-    shape, section = cfg.deployment, cfg.inference
-    if shape.type != "multi_node":
+def device_of_engines(c: RLConfig, at: At) -> Problems:
+    """Engines on the CPU have no GPUs, and a run may use the GPUs that it takes."""
+    device, ids = at("inference.device"), at("inference_gpu_ids")
+    if c.inference is not None and c.inference.device == "cpu" and c.inference_gpu_ids:
+        yield Problem((device, ids), f"{device} but {ids.path} names GPUs; drop one of the two")
+    shape = c.deployment
+    if shape.type != "single_node" or shape.gpus_per_node is None:
         return
-    for key in (*(ids for ids, _ in GPU_KEYS.values()), "teacher_inference"):
-        if getattr(cfg, key) is not None:
-            yield f"{key} deployment.type", ON_ONE_MACHINE
-    if cfg.weight_broadcast.type == "shm":
-        message = '{0}: shared memory ends at one machine; use "collective" or "filesystem"'
-        yield "weight_broadcast.type deployment.type", message
-    are_here = shape.hosts is not None and all(map(is_loopback, shape.hosts))
-    for wire in ("control", "rollout_transport", "weight_broadcast"):
-        host = value_of(cfg, f"{wire}.host") or LOOPBACK  # the default becomes the first node's address
-        if host != LOOPBACK and is_loopback(host) and not are_here:
-            rule = "other nodes do not reach that; leave it out, for the address of the first node"
-            yield f"{wire}.host deployment.type", f"{{0}} with {{1}}: {rule}"
-    needed = 0 if section is None else section.deployment.num_nodes
-    if section is not None and shape.num_infer_nodes not in (None, needed):
-        rule = f"but {{1.path}} takes {needed} node{'s' * (needed != 1)}; make them agree, or leave it out"
-        yield "deployment.num_infer_nodes inference.deployment", f"{{0}} {rule}"
-    learning = shape.num_learning_nodes
-    total = cfg.num_nodes
-    if shape.hosts is not None and len(shape.hosts) != total:
-        who = "trainer" if learning == shape.num_train_nodes else "trainer and the critic"
-        others = " and of models" if cfg.model_places else ""
-        rule = f"{learning} of the {who} and {total - learning} of inference{others}"
-        yield "deployment.hosts", f"{{0.path}}: {len(shape.hosts)} are given; it takes {total}, {rule}"
-    if cfg.num_train_ranks % shape.num_train_nodes:
-        message = "{0} are divided among {1} nodes; give a multiple"
-        yield "orchestrator.num_train_workers deployment.num_train_nodes", message
-    if section is not None and section.deployment.type in ("single_node", "groups") and section.device != "cpu":
-        gpus, own = section.num_gpus, shape.infer_gpus_per_node
-        has, key = (shape.gpus_per_node, "gpus_per_node") if own is None else (own, "infer_gpus_per_node")
-        if 0 < has < gpus and section.deployment.num_nodes == 1:
-            rule = f"{shape_of(section)} = {gpus} GPUs, and a node has {{1}}; lower one of the degrees"
-            ways = " or raise deployment.infer_gpus_per_node" * (own is None)
-            yield f"inference.parallel deployment.{key}", f"{{0.path}}: {rule}{ways}"
+    needed = sum(each or 0 for each in (shape.num_train_gpus, shape.num_infer_gpus, shape.num_teacher_gpus))
+    has, trains, serves = (at(f"deployment.{key}") for key in ("gpus_per_node", "num_train_gpus", "num_infer_gpus"))
+    if needed > shape.gpus_per_node:
+        what = f"is less than the {needed} GPUs of trainer and inference; lower their numbers, or raise it"
+        yield Problem((has, trains, serves), f"{has} {what}")
+
+
+def replicas(c: RLConfig, at: At) -> Problems:
+    """Copies of the weights divide the data-parallel ranks."""
+    copies, workers = at("model.dp_replicate"), at("orchestrator.num_train_workers")
+    if valid := valid_divisors(c.orchestrator.num_train_workers, c.model.dp_replicate):
+        rule = f"{copies} does not divide {workers} data-parallel ranks; valid: {valid}"
+        yield Problem((copies, workers), rule)
 
 
 def valid_divisors(number: int, divisor: int) -> str:
@@ -212,146 +104,101 @@ def valid_divisors(number: int, divisor: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0) if number % divisor else ""
 
 
-def critic_faults(cfg: RLConfig) -> Iterator[tuple[str, str] | tuple[str, str, Any]]:
-    """A critic on ranks of its own: their number divides the policy's, and it has as many GPUs."""
-    shape, place = cfg.deployment, "trainer.critic.placement"
-    ids = cfg.critic_gpu_ids
-    keys = {"critic_gpu_ids": ids, "deployment.num_critic_gpus": shape.num_critic_gpus}
-    for key in ("num_critic_nodes", "critic_gpus_per_node"):
-        keys[f"deployment.{key}"] = getattr(shape, key, None)
-    placement = cfg.critic_placement
-    if placement is None:
-        for key, value in keys.items():
-            if value is not None:
-                yield f"{key} {place}", "{0.path} does nothing without [{1.path}]; add that, or leave it out"
+def servers(c: RLConfig, at: At) -> Problems:
+    """Engines of a run have a server."""
+    for name in ("inference", "teacher_inference"):
+        key = at(f"{name}.vllm_extra.headless")
+        if key.held is True:
+            yield Problem(
+                key,
+                f"{key} is a process without a server, which `inference` starts on an engine's further nodes, and the "
+                "run would wait for it; leave it out",
+            )
+
+
+def teacher(c: RLConfig, at: At) -> Problems:
+    """[teacher_inference] and [orchestrator.teacher] agree about the teacher's model and address."""
+    teacher, engine, key = c.orchestrator.teacher, c.teacher_inference, at("orchestrator.teacher")
+    longest, length = at("teacher_inference.max_model_len"), at("seq_len")
+    if engine is None:
+        yield from idle(at, "teacher_gpu_ids", "teacher_inference", why="this run starts no teacher")
+    elif engine.max_model_len and engine.max_model_len <= c.seq_len:
+        rule = f"{longest} must be above {length}: a scored sample takes one token more"
+        yield Problem((longest, length), rule)
+    if engine is None or teacher is None:
+        if teacher is not None and teacher.base_url is None:
+            way = "give base_url of an engine that runs, or model, the directory that one is started with"
+            yield Problem(key, f"{key.path}: {way}")
         return
-    workers, policy = placement.num_workers, cfg.orchestrator.num_train_workers
-    if valid := valid_divisors(policy, workers):
-        rule = f"each of its ranks has the batches of as many of the policy's; valid: {valid}"
-        paths = f"{place}.num_workers orchestrator.num_train_workers"
-        yield paths, f"{{0}} does not divide {{1}}: {rule}"
-    gpus = len(ids) if ids else shape.num_critic_gpus
-    if gpus and gpus != cfg.num_critic_ranks:
-        key = "critic_gpu_ids" if ids else "deployment.num_critic_gpus"
-        rule = f"give {cfg.num_critic_ranks} (num_workers x model.cp x model.tp), or leave num_workers out"
-        yield f"{place}.num_workers {key}", f"{{0}} but {{1.path}} gives {gpus} GPUs; {rule}"
-    for other in ("trainer_gpu_ids", "inference_gpu_ids"):
-        if shared := sorted({*(ids or ())} & {*(getattr(cfg, other) or ())}):
-            rule = f"share GPU {', '.join(map(str, shared))}, and both compute at once"
-            yield (f"critic_gpu_ids {other}", f"{{0}} and {{1}} {rule}; give the critic others, or leave {place} out")
-    if shape.type == "multi_node":
-        each, nodes = shape.critic_gpus_per_node, shape.num_critic_nodes or shape.num_train_nodes
-        count = shape.gpus_per_node if each is None else each
-        needed = nodes * max(1, count)
-        if bool(count) != bool(shape.gpus_per_node):
-            rule = "trainer and critic are both on GPUs, or both on CPUs; make them agree"
-            yield "deployment.critic_gpus_per_node deployment.gpus_per_node", f"{{0}} with {{1}}: {rule}"
-        elif cfg.num_critic_ranks != needed:
-            rule = f"its {nodes} nodes of {count} GPUs make {needed} ranks; leave num_workers out"
-            yield f"{place}.num_workers | deployment.num_critic_nodes", f"{{0}}: {rule}"
+    name, model, url = engine.served_model_name or engine.model, at(f"{key.path}.model"), at(f"{key.path}.base_url")
+    if teacher.model not in (None, name):
+        rule = f'is not what teacher_inference serves, "{name}"; give one of the two'
+        yield Problem((model, at("teacher_inference.model")), f"{model} {rule}")
+    if teacher.base_url is not None and not is_served(teacher.base_url, engine, is_only=True):
+        rule = f"{url.path} = {teacher.base_url} is not the engine that teacher_inference starts; give one of the two"
+        yield Problem((url, at("teacher_inference.server.port")), rule)
+    if engine.deployment.type != "single_node" or engine.deployment.num_replicas != 1:
+        shape = at("teacher_inference.deployment")
+        rule = "`rl` starts one engine for the teacher; start more by hand and give their base_url"
+        yield Problem(shape, f"{shape.path}: {rule}")
 
 
-def colocate_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """Trainer and engines take turns in synchronous steps, and the engines can sleep."""
-    section, inference, orchestrator = cfg.colocate, cfg.inference, cfg.orchestrator
-    if section is None:
-        return
-    if orchestrator.max_async_level:
-        rule = "engines sleep while the trainer trains; use 0, or leave it out"
-        yield "orchestrator.max_async_level colocate", f"{{0}} with [{{1.path}}]: {rule}"
-    if not section.offload_train and not section.offload_rollout:
-        yield ("colocate", "[{0.path}]: no process would free memory; make one of its keys true, or leave it out")
-    if cfg.deployment.type == "multi_node":
-        yield from _colocated_node_faults(cfg)
-    if cfg.critic_placement is not None:
-        rule = "a critic on ranks of its own takes no turns; leave it out: then it is on the trainer's ranks"
-        yield "trainer.critic.placement colocate", f"[{{0.path}}] with [{{1.path}}]: {rule}"
-    if inference is None:
-        yield "inference colocate", "{0}: with [{1.path}] the run starts its engines; leave one of them out"
-    elif section.offload_rollout and (inference.device, inference.chosen_engine(has_gpu=False)) == ("cpu", "vllm"):
-        rule = 'vLLM has no sleep mode on a CPU; use engine = "embedded"'
-        yield "inference.device colocate", f"{{0}} with [{{1.path}}]: {rule}"
-    for key in ("model.lora", "weight_broadcast.delta"):
-        if value_of(cfg, key) and section.offload_rollout and section.sleep_level == 2:
-            rule = "what engines load is not all of their weights, which level 2 drops; use 1"
-            yield f"colocate.sleep_level {key}", f"{{0}} with {{1.path}}: {rule}"
-
-
-def _colocated_node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """With [colocate], each of the trainer's nodes has engines that take the same GPUs."""
-    shape, section = cfg.deployment, cfg.inference
-    if shape.type != "multi_node" or section is None:
-        return
-    own, nodes = section.deployment, shape.num_infer_replicas * section.deployment.num_nodes
-    if nodes != shape.num_train_nodes:
-        rule = f"engines take {shape.num_infer_replicas} x {own.num_nodes} = {nodes} nodes, those of the trainer"
-        paths = "deployment.num_train_nodes deployment.num_infer_replicas"
-        yield paths, f"{{0}}: {rule}; give {nodes}, or change {{1.path}}"
-    if cfg.weight_broadcast.type == "collective" and shape.gpus_per_node:
-        rule = 'NCCL connects no two processes of one GPU; use "filesystem"'
-        yield "weight_broadcast.type colocate", f"{{0}} with [{{1.path}}] on several nodes: {rule}"
-    each = section.num_gpus
-    if own.type == "multi_node":
-        is_one = section.enable_expert_parallel and own.nodes_per_engine == 1  # over all nodes
-        each = section.parallel.num_gpus * (1 if is_one else own.num_engines) // own.num_nodes
-    elif own.type != "single_node" and own.num_nodes > 1:
-        each = own.gpus_per_node
-    if shape.gpus_per_node and section.device != "cpu" and each != shape.gpus_per_node:
-        rule = f"the trainer takes {{0}} GPUs of a node and its engines {each}, and they take turns on the same"
-        paths = "deployment.gpus_per_node inference.parallel"
-        yield paths, f"[colocate]: {rule}; change {{1.path}}, or their number"
-
-
-def ipc_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """With "ipc" one engine, one process on the trainer's GPU, maps the memory of the trainer."""
-    inference = cfg.inference
-    if cfg.weight_broadcast.type != "ipc":
-        return
-    is_cpu = inference is not None and inference.device == "cpu"
-    has_several = inference is not None and inference.num_gpus > 1 and not is_cpu
-    num_workers = cfg.orchestrator.num_train_workers
-    for other, is_broken, why in (
-        ("weight_broadcast.delta", cfg.weight_broadcast.delta, "copies go through the memory of the host"),
-        ("deployment.type", cfg.deployment.type == "multi_node", "its engines are on other machines"),
-        ("orchestrator.num_train_workers", num_workers > 1, "trainer and engine share one GPU, and there are several"),
-        ("inference", inference is None, "this run starts no engine on its GPU"),
-        ("inference.device", is_cpu, "the engine has no GPU"),
-        ("inference.deployment", has_several, "one process can map the memory, and there are several"),
-    ):
-        if is_broken:
-            yield f"weight_broadcast.type {other}", f'{{0}} with {{1.path}}: {why}; use "shm" or "collective"'
-
-
-def idle_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """idle_gpus is for several machines; on one machine the GPUs that are used are given by id."""
-    for name in ("inference", *(f"models.{name}" for name in cfg.models)):
-        section = value_of(cfg, name)
-        if section is None or section.deployment.type != "groups" or cfg.deployment.type != "single_node":
+def frozen_models(c: RLConfig, at: At) -> Problems:
+    """Frozen models have a name, something to serve, and machines with room for it."""
+    for name, section in c.models.items():
+        key = at(f"models.{name}")
+        if name in POLICY_NAMES:
+            yield Problem(key, f"{key.path}: a model's name is the policy's name; use another, such as judge")
+        elif not re.fullmatch(r"[A-Za-z][\w-]*", name):
+            rule = "must be letters, digits, _ and -; use another, such as judge"
+            yield Problem(key, f"{key.path}: a model's name {rule}")
+        if section.api_key is not None:
+            secret = at(f"models.{name}.api_key")
+            yield Problem(secret, f"{secret.path}: functions send it no key; leave it out")
+        if section.base_url is not None:
             continue
-        for index, group in enumerate(section.deployment.groups):
-            if group.idle_gpus:
-                ids = "inference_gpu_ids" if name == "inference" else f"{name}.gpu_ids"
-                way = "on one machine name the GPUs of the engines, and leave this out"
-                yield f"{name}.deployment.groups.{index}.idle_gpus {ids}", f"{{0}}: {way}: {{1.path}}"
+        if section.model is None:
+            yield Problem(key, f"{key.path}: give model, the directory to serve, or base_url of engines that run")
+        yield from _nodes_of_model(c, name, at)
 
 
-def group_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
+def _nodes_of_model(c: RLConfig, name: str, at: At) -> Problems:
+    """A frozen model has no more nodes, and no more GPUs of a node, than the run has for it."""
+    shape, section, key, ids = c.deployment, c.models[name], at(f"models.{name}"), at(f"models.{name}.gpu_ids")
+    own = section.deployment
+    if shape.type != "multi_node":
+        if own.num_nodes > 1:
+            nodes, way = at(f"{key.path}.deployment"), 'use deployment.type = "multi_node", or give base_url'
+            yield Problem(nodes, f"{nodes.path} takes several nodes, and this run has one; {way}")
+        return
+    if section.gpu_ids is not None:
+        yield Problem(ids, f"{ids}: over several nodes it gets the first that are free; leave it out")
+    gpus = section.gpus_with_idle if own.num_nodes == 1 else getattr(own, "gpus_per_node", 0)
+    if shape.gpus_per_node and section.device != "cpu" and gpus > shape.gpus_of_models:
+        taken = f"{gpus} GPUs of each node" if own.num_nodes > 1 else f"{gpus} GPUs"
+        way = "lower its engines or degrees, raise deployment.model_gpus_per_node, spread it over nodes with "
+        way += f"{key.path}.deployment.type, or start it by hand and give base_url"
+        yield Problem(key, f"{key.path} takes {taken}, and a node of models has {shape.gpus_of_models}; {way}")
+
+
+def group_requests(c: RLConfig, at: At) -> Problems:
     """A group is one request where an environment generates it at once, and an engine accepts it."""
-    orchestrator = cfg.orchestrator
-    sizes = {"group_size": orchestrator.group_size}
-    sizes |= {f"env.{i}.group_size": env.group_size or 0 for i, env in enumerate(orchestrator.env)}
-    for limit, key in _values_per_shape(cfg.inference, "max_num_seqs"):
-        for path, size in sizes.items():
-            if size > limit:
-                rule = "an engine samples a group in one request, and takes {1}; raise that or lower the group"
-                yield f"orchestrator.{path} {key}", f"{{0}}: {rule}"
+    sizes = {"group_size": c.orchestrator.group_size}
+    sizes |= {f"env.{i}.group_size": env.group_size or 0 for i, env in enumerate(c.orchestrator.env)}
+    for most, path in _values_per_shape(c.inference, "max_num_seqs"):
+        for name, size in sizes.items():
+            if size > most:
+                group, limit = at(f"orchestrator.{name}"), at(path)
+                rule = f"an engine samples a group in one request, and takes {limit}; raise that or lower the group"
+                yield Problem((group, limit), f"{group}: {rule}")
 
 
-def length_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
+def sample_lengths(c: RLConfig, at: At) -> Problems:
     """Every engine accepts the longest sample: a router may send it to any of them."""
-    for length, key in _values_per_shape(cfg.inference, "max_model_len"):
-        if (length or cfg.seq_len) < cfg.seq_len:
-            yield f"{key} seq_len", "{0} is shorter than {1}; raise it or lower seq_len"
+    for most, path in _values_per_shape(c.inference, "max_model_len"):
+        if (most or c.seq_len) < c.seq_len:
+            limit, length = at(path), at("seq_len")
+            yield Problem((limit, length), f"{limit} is shorter than {length}; raise it or lower seq_len")
 
 
 def _values_per_shape(section: InferenceSection | None, key: str) -> Iterator[tuple[Any, str]]:
@@ -366,58 +213,273 @@ def _values_per_shape(section: InferenceSection | None, key: str) -> Iterator[tu
     yield from ((value, f"inference.{path}") for path, value in found.items())
 
 
-def more_than_a_node(cfg: RLConfig) -> int | None:
-    """GPUs of all processes, if they are more than the run may use of this machine."""
-    shape = cfg.deployment
-    if shape.type != "single_node" or shape.gpus_per_node is None:
-        return None
-    gpus = sum(each or 0 for each in (shape.num_train_gpus, shape.num_infer_gpus, shape.num_teacher_gpus))
-    return gpus if gpus > shape.gpus_per_node else None
+def idle_gpus(c: RLConfig, at: At) -> Problems:
+    """idle_gpus is for several machines; on one machine the GPUs that are used are given by id."""
+    for name in ("inference", *(f"models.{name}" for name in c.models)):
+        section = value_of(c, name)
+        if section is None or section.deployment.type != "groups" or c.deployment.type != "single_node":
+            continue
+        ids = at("inference_gpu_ids" if name == "inference" else f"{name}.gpu_ids")
+        for index, group in enumerate(section.deployment.groups):
+            if group.idle_gpus:
+                key = at(f"{name}.deployment.groups.{index}.idle_gpus")
+                way = f"on one machine name the GPUs of the engines, and leave this out: {ids.path}"
+                yield Problem((key, ids), f"{key}: {way}")
 
 
-def valid_copies(cfg: RLConfig) -> str:
-    """Divisors of the data-parallel ranks, where dp_replicate is none."""
-    return valid_divisors(cfg.orchestrator.num_train_workers, cfg.model.dp_replicate)
+# -- ports and GPUs --
 
 
-# fmt: off
-def with_server(name: str) -> Rule:
-    """A rule: engines of a run have a server."""
-    key = f"{name}.vllm_extra.headless"
-    return Rule(key, lambda c: value_of(c, key) is True,
-                "{0} is a process without a server, which `inference` starts on an engine's further nodes, and the "
-                "run would wait for it; leave it out")
+def ports(c: RLConfig, at: At) -> Problems:
+    """Every server on this machine has a port of its own."""
+    owners = ("control", "rollout_transport", "inference.server", "trainer.critic.placement")
+    found = [at(f"{owner}.port") for owner in owners]
+    for port, count in Counter(key.held for key in found).items():
+        same = tuple(key for key in found if key.held == port)
+        if port is not None and count > 1:
+            names = " and ".join(key.path for key in same)
+            yield Problem(same, f"{names} are both {port}; give each a port of its own")
+
+
+def gpus(c: RLConfig, at: At) -> Problems:
+    """GPU ids are distinct and agree with counts and ranks, and a shared GPU has room for both."""
+    for ids_key, count_key in GPU_KEYS.values():
+        ids, number = at(ids_key), at(f"deployment.{count_key}")
+        given = ids.held
+        if given is not None and (not given or len(set(given)) < len(given) or min(given) < 0):
+            yield Problem(ids, f"{ids}: give each GPU once, counted from 0, such as 0,1")
+        elif given is not None and number.held not in (None, len(given)):
+            yield Problem((ids, number), f"{ids} are {len(given)} GPUs but {number}; drop one of the two")
+    ranks = len(c.trainer_gpu_ids or ()) or c.deployment.num_train_gpus or 0
+    if ranks and ranks != c.num_train_ranks:
+        key = at("trainer_gpu_ids" if c.trainer_gpu_ids else "deployment.num_train_gpus")
+        workers, sharing = at("orchestrator.num_train_workers"), c.model.cp * c.model.tp
+        what, way = f"{workers} but {key.path} gives {ranks} trainer ranks", "leave num_train_workers out"
+        if sharing > 1:
+            what += f", {sharing} (model.cp x tp) to a worker"
+            way += f", and give a multiple of {sharing} GPUs"
+        yield Problem((workers, key), f"{what}; {way}")
+    shared = set(c.trainer_gpu_ids or ()) & set(c.inference_gpu_ids or ())
+    # With [colocate] each has all memory in its turn.
+    engine = c.inference if c.colocate is None else None
+    if shared and engine is not None and engine.gpu_memory_utilization > 0.8:
+        keys = at("trainer_gpu_ids"), at("inference_gpu_ids"), at("inference.gpu_memory_utilization")
+        what = f"share GPU {', '.join(map(str, sorted(shared)))}, and {keys[2]} leaves the trainer nothing"
+        yield Problem(keys, f"trainer and inference {what}; lower it, such as to 0.5")
+
+
+def gpus_of_engines(c: RLConfig, at: At) -> Problems:
+    """Inference and teacher are given as many GPUs as their engines take."""
+    for name in ("inference", "teacher_inference"):
+        ids, number = at(GPU_KEYS[name][0]), at(f"deployment.{GPU_KEYS[name][1]}")
+        section, given = getattr(c, name), number.held if ids.held is None else len(ids.held)
+        if section is None or not given or section.device == "cpu" or section.deployment.num_nodes > 1:
+            continue
+        needed = section.num_gpus
+        if given == needed:
+            continue
+        rest = f"{needed - given} are missing; give {needed}, or lower a degree"
+        if given > needed:
+            ways, more = [f"give {needed}"], given // needed
+            if given % needed == 0 and section.deployment.type == "single_node":
+                ways.append(f"set {name}.deployment.num_replicas = {section.deployment.num_engines * more}")
+            if given % needed == 0 and section.chosen_engine(has_gpu=True) != "embedded":
+                ways.append(f"or set {name}.parallel.dp = {section.parallel.dp * more}")
+            rest = f"{given - needed} would be idle; {', '.join(ways)}"
+        key = number if ids.held is None else ids
+        what = f"{key.path} gives {given} GPUs and {name} takes {section.shape_in_words} = {needed}"
+        yield Problem((key, at(f"{name}.parallel")), f"{what}, so {rest}")
+
+
+# -- nodes --
+
+
+def nodes(c: RLConfig, at: At) -> Problems:
+    """A run over several machines: hosts, ranks, and wires that reach the others."""
+    shape, kind = c.deployment, at("deployment.type")
+    if shape.type != "multi_node":
+        return
+    for key in map(at, (*(ids for ids, _ in GPU_KEYS.values()), "teacher_inference")):
+        if key.held is not None:
+            yield Problem((key, kind), f"{key.path} names what is on one machine; with {kind} leave it out")
+    wire = at("weight_broadcast.type")
+    if c.weight_broadcast.type == "shm":
+        what = 'shared memory ends at one machine; use "collective" or "filesystem"'
+        yield Problem((wire, kind), f"{wire}: {what}")
+    are_here = shape.hosts is not None and all(map(is_loopback, shape.hosts))
+    for key in map(at, ("control.host", "rollout_transport.host", "weight_broadcast.host")):
+        host = key.held or LOOPBACK  # the default becomes the first node's address
+        if host != LOOPBACK and is_loopback(host) and not are_here:
+            what = "other nodes do not reach that; leave it out, for the address of the first node"
+            yield Problem((key, kind), f"{key} with {kind}: {what}")
+    learning, total, hosts = shape.num_learning_nodes, c.num_nodes, at("deployment.hosts")
+    if shape.hosts is not None and len(shape.hosts) != total:
+        who = "trainer" if learning == shape.num_train_nodes else "trainer and the critic"
+        others = " and of models" if c.model_places else ""
+        rule = f"{learning} of the {who} and {total - learning} of inference{others}"
+        yield Problem(hosts, f"{hosts.path}: {len(shape.hosts)} are given; it takes {total}, {rule}")
+    workers, trains = at("orchestrator.num_train_workers"), at("deployment.num_train_nodes")
+    if c.num_train_ranks % shape.num_train_nodes:
+        yield Problem((workers, trains), f"{workers} are divided among {trains} nodes; give a multiple")
+
+
+def nodes_of_engines(c: RLConfig, at: At) -> Problems:
+    """Inference has the nodes that its engines take, and each node has the GPUs of one."""
+    shape, s = c.deployment, c.inference
+    if shape.type != "multi_node" or s is None:
+        return
+    needed, number, engines = s.deployment.num_nodes, at("deployment.num_infer_nodes"), at("inference.deployment")
+    if shape.num_infer_nodes not in (None, needed):
+        takes = "1 node" if needed == 1 else f"{needed} nodes"
+        what = f"{number} but {engines.path} takes {takes}; make them agree, or leave it out"
+        yield Problem((number, engines), what)
+    if s.deployment.type not in ("single_node", "groups") or s.device == "cpu":
+        return
+    own = shape.infer_gpus_per_node
+    has, way = shape.gpus_per_node if own is None else own, "lower one of the degrees"
+    if 0 < has < s.num_gpus and needed == 1:
+        if own is None:
+            way += " or raise deployment.infer_gpus_per_node"
+        key, degrees = at(f"deployment.{'' if own is None else 'infer_'}gpus_per_node"), at("inference.parallel")
+        rule = f"{s.shape_in_words} = {s.num_gpus} GPUs, and a node has {key}; {way}"
+        yield Problem((degrees, key), f"{degrees.path}: {rule}")
+
+
+def critic(c: RLConfig, at: At) -> Problems:
+    """A critic on ranks of its own: their number divides the policy's, and it has as many GPUs."""
+    place, ids, number = map(at, ("trainer.critic.placement", "critic_gpu_ids", "deployment.num_critic_gpus"))
+    if c.critic_placement is None:
+        for key in (ids, number, at("deployment.num_critic_nodes"), at("deployment.critic_gpus_per_node")):
+            if key.held is not None:
+                rule = f"does nothing without [{place.path}]; add that, or leave it out"
+                yield Problem((key, place), f"{key.path} {rule}")
+        return
+    workers, policy = at("trainer.critic.placement.num_workers"), at("orchestrator.num_train_workers")
+    if valid := valid_divisors(c.orchestrator.num_train_workers, c.critic_placement.num_workers):
+        rule = f"each of its ranks has the batches of as many of the policy's; valid: {valid}"
+        yield Problem((workers, policy), f"{workers} does not divide {policy}: {rule}")
+    gpus = len(ids.held) if ids.held else number.held
+    if gpus and gpus != c.num_critic_ranks:
+        key = ids if ids.held else number
+        way = f"give {c.num_critic_ranks} (num_workers x model.cp x model.tp), or leave num_workers out"
+        yield Problem((workers, key), f"{workers} but {key.path} gives {gpus} GPUs; {way}")
+    for other in (at("trainer_gpu_ids"), at("inference_gpu_ids")):
+        if shared := sorted({*(ids.held or ())} & {*(other.held or ())}):
+            what = f"share GPU {', '.join(map(str, shared))}, and both compute at once"
+            way = f"give the critic others, or leave {place.path} out"
+            yield Problem((ids, other), f"{ids} and {other} {what}; {way}")
+    shape = c.deployment
+    if shape.type == "multi_node":
+        each, nodes = shape.critic_gpus_per_node, shape.num_critic_nodes or shape.num_train_nodes
+        count = shape.gpus_per_node if each is None else each
+        needed, own, node = nodes * max(1, count), at("deployment.critic_gpus_per_node"), at("deployment.gpus_per_node")
+        if bool(count) != bool(shape.gpus_per_node):
+            rule = "trainer and critic are both on GPUs, or both on CPUs; make them agree"
+            yield Problem((own, node), f"{own} with {node}: {rule}")
+        elif c.num_critic_ranks != needed:
+            rule = f"its {nodes} nodes of {count} GPUs make {needed} ranks; leave num_workers out"
+            yield Problem(workers, f"{workers}: {rule}")
+
+
+# -- processes that share GPUs --
+
+
+def colocation(c: RLConfig, at: At) -> Problems:
+    """Trainer and engines take turns in synchronous steps, and the engines can sleep."""
+    section, s, table = c.colocate, c.inference, at("colocate")
+    if section is None:
+        return
+    levels, place, device = at("orchestrator.max_async_level"), at("trainer.critic.placement"), at("inference.device")
+    if c.orchestrator.max_async_level:
+        rule = "engines sleep while the trainer trains; use 0, or leave it out"
+        yield Problem((levels, table), f"{levels} with [{table.path}]: {rule}")
+    if not section.offload_train and not section.offload_rollout:
+        way = "make one of its keys true, or leave it out"
+        yield Problem(table, f"[{table.path}]: no process would free memory; {way}")
+    yield from _colocated_nodes(c, at)
+    if c.critic_placement is not None:
+        rule = "a critic on ranks of its own takes no turns; leave it out: then it is on the trainer's ranks"
+        yield Problem((place, table), f"[{place.path}] with [{table.path}]: {rule}")
+    if s is None:
+        engines = at("inference")
+        rule = f"with [{table.path}] the run starts its engines; leave one of them out"
+        yield Problem((engines, table), f"{engines}: {rule}")
+    elif section.offload_rollout and (s.device, s.chosen_engine(has_gpu=False)) == ("cpu", "vllm"):
+        rule = 'vLLM has no sleep mode on a CPU; use engine = "embedded"'
+        yield Problem((device, table), f"{device} with [{table.path}]: {rule}")
+    for key in (at("model.lora"), at("weight_broadcast.delta")):
+        level = at("colocate.sleep_level")
+        if key.held and section.offload_rollout and section.sleep_level == 2:
+            rule = "what engines load is not all of their weights, which level 2 drops; use 1"
+            yield Problem((level, key), f"{level} with {key.path}: {rule}")
+
+
+def _colocated_nodes(c: RLConfig, at: At) -> Problems:
+    """With [colocate], each of the trainer's nodes has engines that take the same GPUs."""
+    shape, section, table = c.deployment, c.inference, at("colocate")
+    if shape.type != "multi_node" or section is None:
+        return
+    own, nodes = section.deployment, shape.num_infer_replicas * section.deployment.num_nodes
+    trains, copies = at("deployment.num_train_nodes"), at("deployment.num_infer_replicas")
+    if nodes != shape.num_train_nodes:
+        rule = f"engines take {shape.num_infer_replicas} x {own.num_nodes} = {nodes} nodes, those of the trainer"
+        yield Problem((trains, copies), f"{trains}: {rule}; give {nodes}, or change {copies.path}")
+    wire = at("weight_broadcast.type")
+    if c.weight_broadcast.type == "collective" and shape.gpus_per_node:
+        rule = 'NCCL connects no two processes of one GPU; use "filesystem"'
+        yield Problem((wire, table), f"{wire} with [{table.path}] on several nodes: {rule}")
+    each = section.num_gpus
+    if own.type == "multi_node":
+        is_one = section.enable_expert_parallel and own.nodes_per_engine == 1  # over all nodes
+        each = section.parallel.num_gpus * (1 if is_one else own.num_engines) // own.num_nodes
+    elif own.type != "single_node" and own.num_nodes > 1:
+        each = own.gpus_per_node
+    if shape.gpus_per_node and section.device != "cpu" and each != shape.gpus_per_node:
+        node, degrees = at("deployment.gpus_per_node"), at("inference.parallel")
+        rule = f"the trainer takes {node} GPUs of a node and its engines {each}, and they take turns on the same"
+        yield Problem((node, degrees), f"[{table.path}]: {rule}; change {degrees.path}, or their number")
+
+
+def mapped_memory(c: RLConfig, at: At) -> Problems:
+    """With "ipc" one engine, one process on the trainer's GPU, maps the memory of the trainer."""
+    s, wire = c.inference, at("weight_broadcast.type")
+    if c.weight_broadcast.type != "ipc":
+        return
+    is_cpu = s is not None and s.device == "cpu"
+    has_several = s is not None and s.num_gpus > 1 and not is_cpu
+    num_workers = c.orchestrator.num_train_workers
+    for path, is_broken, why in (
+        ("weight_broadcast.delta", c.weight_broadcast.delta, "copies go through the memory of the host"),
+        ("deployment.type", c.deployment.type == "multi_node", "its engines are on other machines"),
+        ("orchestrator.num_train_workers", num_workers > 1, "trainer and engine share one GPU, and there are several"),
+        ("inference", s is None, "this run starts no engine on its GPU"),
+        ("inference.device", is_cpu, "the engine has no GPU"),
+        ("inference.deployment", has_several, "one process can map the memory, and there are several"),
+    ):
+        if is_broken:
+            what = f'{wire} with {at(path).path}: {why}; use "shm" or "collective"'
+            yield Problem((wire, at(path)), what)
 
 
 RULES: Rules = {
     RLConfig: (
-        Rule("model.scratch", lambda c: c.inference is not None and c.model.scratch is not None,
-             "{0.path} makes a network that no engine has, and the engine starts from a directory; make one with "
-             "`sft` (its weights are in RUN/weights/latest) and give it as model.name"),
-        Rule("trainer.enable_router_replay inference.enable_return_routed_experts",
-             lambda c: c.inference and c.trainer.enable_router_replay and not c.inference.enable_return_routed_experts,
-             "{0} but {1}: there would be nothing to replay; drop the latter"),
-        Rule("orchestrator.train.replay inference.enable_return_sampling_mask",
-             lambda c: c.inference and c.orchestrator.train.replay and not c.inference.enable_return_sampling_mask,
-             "{0.path} with {1}: there would be nothing to replay; drop the latter"),
-        Rule("orchestrator.client.base_url inference.server.port", other_address,
-             '{0.path} = "{it}" but the engine of this run listens on {1}; make them agree, leave base_url out, '
-             "or use --no-inference for engines that already run"),
-        Rule("teacher_inference.max_model_len seq_len",
-             lambda c: c.teacher_inference and (c.teacher_inference.max_model_len or math.inf) <= c.seq_len,
-             "{0} must be above {1}: a scored sample takes one token more"),
-        Rule("inference.device inference_gpu_ids",
-             lambda c: c.inference is not None and c.inference.device == "cpu" and c.inference_gpu_ids,
-             "{0} but {1.path} names GPUs; drop one of the two"),
-        Rule("deployment.gpus_per_node deployment.num_train_gpus deployment.num_infer_gpus", more_than_a_node,
-             "{0} is less than the {it} GPUs of trainer and inference; lower their numbers, or raise it"),
-        Rule("model.dp_replicate orchestrator.num_train_workers", valid_copies,
-             "{0} does not divide {1} data-parallel ranks; valid: {it}"),
-        *map(with_server, ("inference", "teacher_inference")),
-        Idle("teacher_gpu_ids", "teacher_inference",
-             lambda c: c.teacher_inference is None and "this run starts no teacher"),
-        *map(Each, (teacher_faults, model_faults, group_faults, length_faults, idle_faults, port_faults, gpu_faults,
-                    engine_gpu_faults, node_faults, critic_faults, colocate_faults, ipc_faults)),
-    ),
+        network,
+        client_address,
+        device_of_engines,
+        replicas,
+        servers,
+        teacher,
+        frozen_models,
+        group_requests,
+        sample_lengths,
+        idle_gpus,
+        ports,
+        gpus,
+        gpus_of_engines,
+        nodes,
+        nodes_of_engines,
+        critic,
+        colocation,
+        mapped_memory,
+    )
 }
-# fmt: on

@@ -2,171 +2,220 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from stretto.config.root import SFTConfig
-from stretto.config.rules.mesh_degrees import VISION_FAMILIES
-from stretto.config.rules.rule import Each, Idle, Rule, Rules, value_of
-from stretto.config.rules.slurm import ON_ONE_MACHINE
+from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, value_of
 from stretto.config.sections.model import ActivationCheckpointSection, ModelSection, ScratchSection, VisionSection
 from stretto.config.sections.run import RunKeys
 from stretto.config.sections.trainer import TrainerSection, num_steps
-from stretto.families.table import traits_of
+from stretto.families.table import VISION_FAMILIES, traits_of
+
+# -- what trains --
 
 
-def schedule_faults(section: Any) -> Iterator[tuple[str, str]]:
+def schedule(s: Any, at: At) -> Problems:
     """A falling schedule needs an end and must fit before it, after steps of the critic alone."""
-    scheduler, last = section.scheduler, section.max_steps
-    shares = [key for key in ("warmup_steps", "decay_steps") if isinstance(getattr(scheduler, key, None), float)]
-    if shares and last is None:
-        message = "{0} is a share of max_steps; give {1.path}, or a number of steps"
-        yield f"scheduler.{shares[0]} max_steps", message
+    scheduler, last, end = s.scheduler, s.max_steps, at("max_steps")
+    for key in ("warmup_steps", "decay_steps"):
+        if last is None and isinstance(getattr(scheduler, key, None), float):
+            share = at(f"scheduler.{key}")
+            yield Problem((share, end), f"{share} is a share of max_steps; give {end.path}, or a number of steps")
+            return
+    if scheduler.type == "constant" or (isinstance(s, SFTConfig) and last is None):
         return
-    if scheduler.type == "constant" or (isinstance(section, SFTConfig) and last is None):
-        return
-    frozen = value_of(section, "critic.num_critic_only_steps") or 0
-    room = "{2}" + f" without the {frozen} of {{3.path}}" * bool(frozen)
-    warmup, decay = num_steps(scheduler.warmup_steps, last), None
-    if hasattr(scheduler, "decay_steps"):
-        decay = num_steps(scheduler.decay_steps, last)
+    frozen, whole = value_of(s, "critic.num_critic_only_steps") or 0, at("scheduler")
+    room = f"{end} without the {frozen} of {at('critic.num_critic_only_steps').path}" if frozen else str(end)
+    warmup, rise = num_steps(scheduler.warmup_steps, last), at("scheduler.warmup_steps")
+    decay = num_steps(scheduler.decay_steps, last) if hasattr(scheduler, "decay_steps") else None
     if decay == 0:
         if warmup == 0:
-            message = 'neither rises nor falls with warmup_steps = decay_steps = 0; use type = "constant"'
-            yield "scheduler", f"{{0.path}}: a linear schedule {message}"
+            rule = 'neither rises nor falls with warmup_steps = decay_steps = 0; use type = "constant"'
+            yield Problem(whole, f"{whole.path}: a linear schedule {rule}")
     elif last is None:
-        message = 'falls towards max_steps; give {1.path}, or use type = "constant"'
-        yield "scheduler max_steps", f"{{0.path}}: a {scheduler.type} schedule {message}"
-    elif warmup + (decay or 0) + (decay is None) > last - frozen:
-        message = f"{{0}} must be under {room}, or nothing is left to fall"
-        if decay is not None:
-            rule = f"warmup_steps + decay_steps = {warmup} + {decay} must fit into {room}"
-            message = f"{{4.path}}: {rule}; lower one of them"
-        second = "scheduler.warmup_steps" if decay is None else "scheduler.decay_steps"
-        yield f"scheduler.warmup_steps {second} max_steps | critic.num_critic_only_steps scheduler", message
+        rule = f'a {scheduler.type} schedule falls towards max_steps; give {end.path}, or use type = "constant"'
+        yield Problem((whole, end), f"{whole.path}: {rule}")
+    elif decay is None:
+        if warmup + 1 > last - frozen:
+            yield Problem((rise, end), f"{rise} must be under {room}, or nothing is left to fall")
+    elif warmup + decay > last - frozen:
+        rule = f"warmup_steps + decay_steps = {warmup} + {decay} must fit into {room}; lower one of them"
+        yield Problem((rise, at("scheduler.decay_steps"), end), f"{whole.path}: {rule}")
 
 
-def other_count(cfg: SFTConfig) -> int:
-    """The number of GPUs in trainer_gpu_ids, if num_train_gpus is another number."""
-    ids = cfg.trainer_gpu_ids or ()
-    return len(ids) if cfg.deployment.num_train_gpus not in (None, len(ids)) else 0
+def optimizer(s: Any, at: At) -> Problems:
+    """Rates, adapters and where the optimizer computes."""
+    lowest, peak = at("scheduler.min_lr"), at("optim.lr")
+    if getattr(s.scheduler, "min_lr", 0.0) > s.optim.lr:
+        yield Problem((lowest, peak), f"{lowest} is above the peak {peak}; lower it")
+    if s.model.lora is None:
+        key = "ckpt.weights.save_adapter_separately"
+        yield from idle(at, key, "model.lora", "add [model.lora]", why="no adapter is trained")
+    offload, kind = at("model.fsdp_cpu_offload"), at("optim.type")
+    if s.model.fsdp_cpu_offload and s.optim.type == "muon":
+        rule = "updates on the CPU, where orthogonalising matrices takes too long; use optim_cpu_offload"
+        yield Problem((offload, kind), f"{offload} with {kind} {rule}")
 
 
-def other_hosts(cfg: SFTConfig) -> str | None:
-    """The number of hosts, if there are not as many nodes."""
-    hosts = getattr(cfg.deployment, "hosts", None)
-    return str(len(hosts)) if hosts is not None and len(hosts) != cfg.num_nodes else None
+def sft_run(s: SFTConfig, at: At) -> Problems:
+    """Length, roles, evals and GPUs of `sft`."""
+    if s.max_steps is None and s.max_epochs is None:
+        keys = at("max_steps"), at("max_epochs")
+        yield Problem(keys, "the run would never end; give max_steps or max_epochs")
+    mask = at("loss_mask")
+    if not any(s.loss_mask.model_dump().values()):
+        yield Problem(mask, f"{mask.path} trains no role; set at least {mask.path}.assistant = true")
+    ids, count = at("trainer_gpu_ids"), at("deployment.num_train_gpus")
+    given = s.trainer_gpu_ids or []
+    if len(set(given)) < len(given):
+        yield Problem(ids, f"{ids}: a GPU is named twice")
+    if given and s.deployment.num_train_gpus not in (None, len(given)):
+        yield Problem((ids, count), f"{ids} are {len(given)}, not {count}")
+    again = at("eval.retrigger_on_resume")
+    if s.eval is not None and s.eval.retrigger_on_resume:
+        rule = "is for `rl`: here a version that was evaluated is not published again; leave it out"
+        yield Problem(again, f"{again} {rule}")
+    kind = at("deployment.type")
+    if s.deployment.type == "multi_node" and s.trainer_gpu_ids is not None:
+        yield Problem((ids, kind), f"{ids.path} names what is on one machine; with {kind} leave it out")
+    hosts, nodes = at("deployment.hosts"), at("deployment.num_train_nodes")
+    if hosts.held is not None and len(hosts.held) != s.num_nodes:
+        yield Problem((hosts, nodes), f"{hosts.path}: {len(hosts.held)} are given, and {nodes}; make them agree")
 
 
-# fmt: off
-def whole_layers(axis: str) -> Rule:
-    """A rule: models of transformers' are not cut along an axis."""
-    return Rule(f"impl {axis}", lambda m: m.impl == "hf" and getattr(m, axis) not in (1, "auto"),
-                f"{{1}} with {{0}}: only our own modules have {axis}; models of transformers' are sharded only, so "
-                f"leave {axis} out")
+# -- a network from scratch --
 
 
-def fixed_module(key: str) -> Rule:
-    """A rule: a key of [model.vlm] names the module that our own models have."""
-    place = VisionSection.model_fields[key].default
-    return Rule(f"vlm.{key}", lambda m: m.vlm is not None and getattr(m.vlm, key) != place,
-                f'{{0}}: in our own modules it is "{place}"; leave {{0.path}} out')
+def scratch_length(s: RunKeys, at: At) -> Problems:
+    """A network has positions for every token of a row."""
+    length, most = at("seq_len"), at("model.scratch.max_position_embeddings")
+    if s.model.scratch is not None and s.model.scratch.max_position_embeddings < s.seq_len:
+        yield Problem((length, most), f"{length} is longer than {most}; raise the latter or lower seq_len")
 
 
-TRAINS = (
-    Each(schedule_faults),
-    Rule("scheduler.min_lr optim.lr", lambda s: getattr(s.scheduler, "min_lr", 0.0) > s.optim.lr,
-         "{0} is above the peak {1}; lower it"),
-    Idle("ckpt.weights.save_adapter_separately", "model.lora",
-         lambda s: s.model.lora is None and "no adapter is trained", "add [model.lora]"),
-    Rule("model.fsdp_cpu_offload optim.type", lambda s: s.model.fsdp_cpu_offload and s.optim.type == "muon",
-         "{0} with {1} updates on the CPU, where orthogonalising matrices takes too long; use optim_cpu_offload"),
-)
+def scratch_shape(s: ScratchSection, at: At) -> Problems:
+    """Numbers of a network that must divide each other, and its vision tower."""
+    family, vision = at("family"), at("vision")
+    if s.vision is None and s.family in VISION_FAMILIES:
+        way = f"add [{vision.path}], or choose a family of text"
+        yield Problem((family, vision), f"{family} has a vision tower; {way}")
+    if s.vision is not None and s.family not in VISION_FAMILIES:
+        rule = f"[{vision.path}] is for {', '.join(VISION_FAMILIES)}, and {family}; leave it out"
+        yield Problem((vision, family), rule)
+    width, num_heads = at("vision.hidden_size"), at("vision.num_heads")
+    if s.vision is not None and s.vision.hidden_size % (4 * s.vision.num_heads):
+        yield Problem((width, num_heads), f"{width} must be a multiple of 4 x {num_heads}")
+    inner, hidden = at("moe_intermediate_size"), at("hidden_size")
+    is_square = s.hidden_size in (s.moe_intermediate_size, 2 * s.moe_intermediate_size)
+    if traits_of(s.family).may_be_transposed and is_square:
+        yield Problem(
+            (inner, hidden, family),
+            f"{inner} with {hidden}: experts of {family} may be stored either way round, and a square matrix does not "
+            f"say which; {hidden.path} must be neither {inner.path} nor twice that",
+        )
+    heads, kv_heads = at("num_heads"), at("num_kv_heads")
+    if s.num_heads % s.num_kv_heads:
+        yield Problem((heads, kv_heads), f"{heads} must be a multiple of {kv_heads}")
+    chosen, experts = at("num_experts_per_tok"), at("num_experts")
+    if s.num_experts_per_tok > s.num_experts:
+        yield Problem((chosen, experts), f"{chosen} is more than {experts}; lower the one or raise the other")
+
+
+# -- [model] --
+
+
+def expert_backend(m: ModelSection, at: At) -> Problems:
+    """Code of a model's authors, and how experts travel."""
+    if m.impl == "custom":
+        yield from idle(at, "trust_remote_code", "impl", 'use impl = "hf"')
+    backend, dtype = at("ep_comm_backend"), at("dtype")
+    if m.ep_comm_backend != "deepep":
+        yield from idle(at, ("deepep_num_sms", "deepep_token_chunk_size"), "ep_comm_backend", 'use "deepep"')
+    if m.ep == 1:
+        yield from idle(at, "ep_comm_backend", "ep", "raise ep")
+    if m.ep_comm_backend == "deepep" and m.dtype == "float32":
+        yield Problem((backend, dtype), f'{backend} carries bfloat16, and {dtype}; use dtype = "bfloat16", or "torch"')
+
+
+def frozen_base(m: ModelSection, at: At) -> Problems:
+    """An adapter leaves all other weights as they are."""
+    lora, moved, taught = at("lora"), at("moe_bias_update_rate"), at("indexer_kl_coeff")
+    if m.lora is not None and m.moe_bias_update_rate is not None:
+        rule = f"moves a weight of the base model, and with {lora} only the adapter changes; leave one of them out"
+        yield Problem((moved, lora), f"{moved} {rule}")
+    if m.lora is not None and m.indexer_kl_coeff is not None:
+        rule = f"trains weights of the base model, and with {lora} only the adapter changes; leave one of them out"
+        yield Problem((taught, lora), f"{taught} {rule}")
+
+
+def whole_layers(m: ModelSection, at: At) -> Problems:
+    """Models of transformers' are not cut."""
+    impl = at("impl")
+    for axis in ("tp", "cp", "ep"):
+        if m.impl == "hf" and getattr(m, axis) not in (1, "auto"):
+            what = f"only our own modules have {axis}; models of transformers' are sharded only, so leave {axis} out"
+            yield Problem((impl, at(axis)), f"{at(axis)} with {impl}: {what}")
+    mode = at("ac.mode")
+    if m.ac is not None and m.ac.mode == "selective" and m.impl == "hf":
+        yield Problem((mode, impl), f'{mode} knows the parts of our own modules only, not {impl}; use mode = "full"')
+
+
+def vision(m: ModelSection, at: At) -> Problems:
+    """[model.vlm] goes with a model that has a vision tower, of our own modules."""
+    vlm, family, impl, lora = at("vlm"), at("scratch.family"), at("impl"), at("lora")
+    if m.scratch is not None:
+        if m.vlm is None and m.scratch.family in VISION_FAMILIES:
+            what = f"{family} has a vision tower; add [{vlm.path}], which says whether to train it"
+            yield Problem((family, vlm), what)
+        if m.vlm is not None and m.scratch.family not in VISION_FAMILIES:
+            what = f"[{vlm.path}] is for models with a vision tower, and {family}; leave it out"
+            yield Problem((vlm, family), what)
+    if m.vlm is None:
+        return
+    if m.impl == "hf":
+        what = f"{vlm.path} is for models that our own modules compute; {impl} trains models of text only"
+        yield Problem((vlm, impl), what)
+    for name in ("vision_encoder_attr", "language_model_attr"):
+        module, place = at(f"vlm.{name}"), VisionSection.model_fields[name].default
+        if getattr(m.vlm, name) != place:
+            yield Problem(module, f'{module}: in our own modules it is "{place}"; leave {module.path} out')
+    frozen = at("vlm.freeze_vision_encoder")
+    if m.lora is not None and not m.vlm.freeze_vision_encoder:
+        yield Problem(
+            (frozen, lora),
+            f"{frozen} with {lora.path}: an adapter leaves all other weights as they are, so the vision tower would "
+            "not be trained; leave one of them out",
+        )
+
+
+def eight_bits(m: ModelSection, at: At) -> Problems:
+    """What does not go with products in 8 bits, and what keeps state on the CPU twice."""
+    fp8, impl, grouped, graph = at("fp8"), at("impl"), at("moe_use_grouped_mm"), at("compile.fullgraph")
+    if m.fp8 and m.impl == "hf":
+        yield Problem((fp8, impl), f"{fp8.path} replaces layers of our own modules, not {impl}")
+    if m.fp8 and not m.moe_use_grouped_mm:
+        yield Problem((fp8, grouped), f"{fp8.path} computes experts in grouped products; leave {grouped} out")
+    if m.fp8 and m.compile is not None and m.compile.fullgraph:
+        yield Problem((fp8, graph), f"{fp8.path} multiplies outside of compiled graphs; leave {graph} out")
+    weights, state = at("fsdp_cpu_offload"), at("optim_cpu_offload")
+    if m.fsdp_cpu_offload and m.optim_cpu_offload:
+        yield Problem((weights, state), f"{weights} keeps optimizer state on the CPU already; drop {state.path}")
+
+
+def checkpointed_parts(ac: ActivationCheckpointSection, at: At) -> Problems:
+    """The parts that are computed again are named where parts are chosen."""
+    parts = at("targets")
+    if ac.mode == "full":
+        yield from idle(at, "targets", "mode", 'use "selective"', why="whole blocks are computed again")
+    if ac.mode == "selective" and not ac.targets:
+        yield Problem(parts, f"{parts.path} is empty: nothing would be computed again; name some parts")
+
 
 RULES: Rules = {
-    TrainerSection: TRAINS,
-    SFTConfig: (
-        *TRAINS,
-        Rule("max_steps max_epochs", lambda s: s.max_steps is None and s.max_epochs is None,
-             "the run would never end; give max_steps or max_epochs"),
-        Rule("loss_mask", lambda s: not any(s.loss_mask.model_dump().values()),
-             "{0.path} trains no role; set at least {0.path}.assistant = true"),
-        Rule("trainer_gpu_ids",
-             lambda s: s.trainer_gpu_ids and len(set(s.trainer_gpu_ids)) < len(s.trainer_gpu_ids),
-             "{0.path} = {0.value}: a GPU is named twice"),
-        Rule("trainer_gpu_ids deployment.num_train_gpus",
-             other_count,
-             "{0.path} = {0.value} are {it}, not {1}"),
-        Rule("eval.retrigger_on_resume", lambda s: s.eval is not None and s.eval.retrigger_on_resume,
-             "{0} is for `rl`: here a version that was evaluated is not published again; leave it out"),
-        Rule("trainer_gpu_ids deployment.type",
-             lambda s: s.deployment.type == "multi_node" and s.trainer_gpu_ids is not None, ON_ONE_MACHINE),
-        Rule("deployment.hosts deployment.num_train_nodes", other_hosts,
-             "{0.path}: {it} are given, and {1}; make them agree"),
-    ),
-    RunKeys: (
-        Rule("seq_len model.scratch.max_position_embeddings",
-             lambda s: s.model.scratch is not None and s.model.scratch.max_position_embeddings < s.seq_len,
-             "{0} is longer than {1}; raise the latter or lower seq_len"),
-    ),
-    ScratchSection: (
-        Rule("family vision", lambda s: s.vision is None and s.family in VISION_FAMILIES,
-             "{0} has a vision tower; add [{1.path}], or choose a family of text"),
-        Rule("vision family", lambda s: s.vision is not None and s.family not in VISION_FAMILIES,
-             f"[{{0.path}}] is for {', '.join(VISION_FAMILIES)}, and {{1}}; leave it out"),
-        Rule("vision.hidden_size vision.num_heads",
-             lambda s: s.vision is not None and s.vision.hidden_size % (4 * s.vision.num_heads),
-             "{0} must be a multiple of 4 x {1}"),
-        Rule("moe_intermediate_size hidden_size family",
-             lambda s: traits_of(s.family).may_be_transposed
-             and s.hidden_size in (s.moe_intermediate_size, 2 * s.moe_intermediate_size),
-             "{0} with {1}: experts of {2} may be stored either way round, and a square matrix does not say which; "
-             "{1.path} must be neither {0.path} nor twice that"),
-        Rule("num_heads num_kv_heads", lambda s: s.num_heads % s.num_kv_heads, "{0} must be a multiple of {1}"),
-        Rule("num_experts_per_tok num_experts", lambda s: s.num_experts_per_tok > s.num_experts,
-             "{0} is more than {1}; lower the one or raise the other"),
-    ),
-    ModelSection: (
-        Idle("trust_remote_code", "impl", lambda m: m.impl == "custom", 'use impl = "hf"'),
-        Idle("deepep_num_sms deepep_token_chunk_size", "ep_comm_backend", lambda m: m.ep_comm_backend != "deepep",
-             'use "deepep"'),
-        Idle("ep_comm_backend", "ep", lambda m: m.ep == 1, "raise ep"),
-        Rule("ep_comm_backend dtype", lambda m: m.ep_comm_backend == "deepep" and m.dtype == "float32",
-             '{0} carries bfloat16, and {1}; use dtype = "bfloat16", or "torch"'),
-        Rule("moe_bias_update_rate lora", lambda m: m.lora is not None and m.moe_bias_update_rate is not None,
-             "{0} moves a weight of the base model, and with {1} only the adapter changes; leave one of them out"),
-        Rule("indexer_kl_coeff lora", lambda m: m.lora is not None and m.indexer_kl_coeff is not None,
-             "{0} trains weights of the base model, and with {1} only the adapter changes; leave one of them out"),
-        *map(whole_layers, ("tp", "cp", "ep")),
-        Rule("ac.mode impl", lambda m: m.ac is not None and m.ac.mode == "selective" and m.impl == "hf",
-             '{0} knows the parts of our own modules only, not {1}; use mode = "full"'),
-        Rule("scratch.family vlm",
-             lambda m: m.vlm is None and m.scratch is not None and m.scratch.family in VISION_FAMILIES,
-             "{0} has a vision tower; add [{1.path}], which says whether to train it"),
-        Rule("vlm scratch.family",
-             lambda m: m.vlm is not None and m.scratch is not None and m.scratch.family not in VISION_FAMILIES,
-             "[{0.path}] is for models with a vision tower, and {1}; leave it out"),
-        Rule("vlm impl", lambda m: m.vlm is not None and m.impl == "hf",
-             "{0.path} is for models that our own modules compute; {1} trains models of text only"),
-        *map(fixed_module, ("vision_encoder_attr", "language_model_attr")),
-        Rule("vlm.freeze_vision_encoder lora",
-             lambda m: m.vlm is not None and m.lora is not None and not m.vlm.freeze_vision_encoder,
-             "{0} with {1.path}: an adapter leaves all other weights as they are, so the vision tower would not be "
-             "trained; leave one of them out"),
-        Rule("fp8 impl", lambda m: m.fp8 and m.impl == "hf",
-             "{0.path} replaces layers of our own modules, not {1}"),
-        Rule("fp8 moe_use_grouped_mm", lambda m: m.fp8 and not m.moe_use_grouped_mm,
-             "{0.path} computes experts in grouped products; leave {1} out"),
-        Rule("fp8 compile.fullgraph", lambda m: m.fp8 and m.compile is not None and m.compile.fullgraph,
-             "{0.path} multiplies outside of compiled graphs; leave {1} out"),
-        Rule("fsdp_cpu_offload optim_cpu_offload", lambda m: m.fsdp_cpu_offload and m.optim_cpu_offload,
-             "{0} keeps optimizer state on the CPU already; drop {1.path}"),
-    ),
-    ActivationCheckpointSection: (
-        Idle("targets", "mode", lambda ac: ac.mode == "full" and "whole blocks are computed again",
-             'use "selective"'),
-        Rule("targets", lambda ac: ac.mode == "selective" and not ac.targets,
-             "{0.path} is empty: nothing would be computed again; name some parts"),
-    ),
+    TrainerSection: (schedule, optimizer),
+    SFTConfig: (schedule, optimizer, sft_run),
+    RunKeys: (scratch_length,),
+    ScratchSection: (scratch_shape,),
+    ModelSection: (expert_backend, frozen_base, whole_layers, vision, eight_bits),
+    ActivationCheckpointSection: (checkpointed_parts,),
 }
-# fmt: on

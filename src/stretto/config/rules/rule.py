@@ -1,105 +1,87 @@
-"""Kinds of rules, and how a rule names keys.
+"""What a rule is: a function that takes a section and yields a Problem wherever its keys do not go together.
 
-Each module here has a table `RULES` of rules by class of section. A rule is checked for every such section of a root;
-its paths are relative to the section.
+    def order_of_bounds(s: RatioSection, at: At) -> Problems:
+        low, high = at("low"), at("high")
+        if s.low >= s.high:
+            yield Problem((low, high), f"{low} must be below {high}; lower it")
+
+Each module here has a table `RULES` of such functions by class of section. They are called for every such section of a
+root; `at` names the section's keys as a user writes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.config.section import Section, show
 from stretto.config.sections.run import RunKeys
 
 SHARED_KEYS = frozenset(RunKeys.model_fields) | {"ckpt"}
-At = Callable[[str], str]
-"""From a path in a section to the path that a user writes."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A key in a sentence: `path = value`, or the path alone of a section."""
+
+    path: str
+    held: Any = field(default=None, compare=False)
+
+    @property
+    def value(self) -> str:
+        return show(self.held)
+
+    def __str__(self) -> str:
+        return self.path if isinstance(self.held, Section) else f"{self.path} = {self.value}"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A broken rule: its message, and the dotted paths to blame, for which the loader adds lines."""
+    """A broken rule: the key to blame, or several, and a sentence about them. The loader adds files and lines."""
 
-    paths: tuple[str, ...]
-    message: str
-
-
-@dataclass(frozen=True)
-class Place:
-    """A key in a message: `{0}` is `path = value`; `{0.path}` and `{0.value}` are its parts."""
-
-    path: str
-    raw: Any
+    blamed: Named | tuple[Named, ...]
+    sentence: str
 
     @property
-    def value(self) -> str:
-        return show(self.raw)
-
-    def __str__(self) -> str:
-        return self.path if isinstance(self.raw, Section) else f"{self.path} = {self.value}"
+    def paths(self) -> tuple[str, ...]:
+        """The dotted paths to blame."""
+        return tuple(key.path for key in (self.blamed if isinstance(self.blamed, tuple) else (self.blamed,)))
 
 
-def problem(section: Any, at: At, paths: str, message: str, it: Any = None) -> Problem:
-    """A message in which `{0}`, `{1}`, ... are keys; those after a `|` are not to blame."""
-    blamed, _, named = paths.partition("|")
-    places = [Place(at(path), value_of(section, path)) for path in (blamed + named).split()]
-    return Problem(tuple(place.path for place in places[: len(blamed.split())]), message.format(*places, it=it))
+Problems = Iterator[Problem]
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Keys that do not go together."""
+class At:
+    """A section, and how its keys are named."""
 
-    paths: str
-    when: Callable[[Any], Any]
-    """Takes the section; true if it breaks the rule. What it returns is `{it}` in the message."""
-    message: str
+    section: Any
+    name: Callable[[str], str]
+    """From a path in the section to the path that a user writes."""
 
-    def __call__(self, section: Section, at: At) -> Iterator[Problem]:
-        if it := self.when(section):
-            yield problem(section, at, self.paths, self.message, it)
+    def __call__(self, path: str) -> Named:
+        return Named(self.name(path), value_of(self.section, path))
 
 
-@dataclass(frozen=True)
-class Each:
-    """A rule that can be broken in several ways or places."""
-
-    find: Callable[[Any], Iterator[tuple[str, str] | tuple[str, str, Any]]]
-    """Takes the section; yields paths and message of every breach, and `{it}` if the message has one."""
-
-    def __call__(self, section: Section, at: At) -> Iterator[Problem]:
-        for paths, message, *it in self.find(section):
-            yield problem(section, at, paths, message, *it)
+Rule = Callable[[Any, At], Problems]
+Rules = dict[type[Section], tuple[Rule, ...]]
 
 
-@dataclass(frozen=True)
-class Idle:
-    """Keys that do nothing because of the value of another key; they are refused."""
+def idle(at: At, keys: str | Sequence[str], owner: str, remedy: str = "change that", *, why: str = "") -> Problems:
+    """Keys that do nothing because of the value of another key, its owner; they are refused if they are given.
 
-    keys: str
-    """Paths; `*` is every item of a list and every key of a table."""
-    owner: str
-    """Path of the other key."""
-    is_off: Callable[[Any], Any]
-    """Takes the section; true, or the reason as text, if the keys do nothing."""
-    remedy: str = "change that"
-
-    def __call__(self, section: Section, at: At) -> Iterator[Problem]:
-        if not (off := self.is_off(section)):
-            return
-        owner = Place(at(self.owner), value_of(section, self.owner))
-        found = [each for pattern in self.keys.split() for each in matching(section, pattern)]
-        given = [Place(at(path), value) for path, value, default in found if value not in (None, default)]
-        if given:
-            why = f" ({off})" if isinstance(off, str) else ""
-            what = f"{' and '.join(map(str, given))} {'do' if given[1:] else 'does'} nothing with {owner}{why}"
-            yield Problem((*(place.path for place in given), owner.path), f"{what}; leave out, or {self.remedy}")
-
-
-Check = Callable[[Any, At], Iterator[Problem]]
-Rules = dict[type[Section], tuple[Check, ...]]
+    keys: paths, in which `*` is every item of a list and every key of a table.
+    """
+    patterns = [keys] if isinstance(keys, str) else keys
+    found = [each for pattern in patterns for each in matching(at.section, pattern)]
+    given = [Named(at.name(path), value) for path, value, default in found if value not in (None, default)]
+    if not given:
+        return
+    reason = f" ({why})" if why else ""
+    do = "do" if given[1:] else "does"
+    what = f"{' and '.join(map(str, given))} {do} nothing with {at(owner)}{reason}"
+    yield Problem((*given, at(owner)), f"{what}; leave out, or {remedy}")
 
 
 def value_of(section: Any, path: str) -> Any:
@@ -143,11 +125,11 @@ def walk(section: Section, at: str = "") -> Iterator[tuple[Section, str]]:
     yield section, at
 
 
-def below(path: str) -> At:
-    """How keys of the section at a path are named."""
-    return lambda key: f"{path}.{key}" if path else key
+def below(section: Section, path: str) -> At:
+    """The section at a path."""
+    return At(section, lambda key: f"{path}.{key}" if path else key)
 
 
-def of_part(part: str) -> At:
-    """How keys of a process of `rl` are named: some of them are the run's."""
-    return lambda key: key if key.partition(".")[0] in SHARED_KEYS else f"{part}.{key}"
+def of_part(section: Section, part: str) -> At:
+    """The section of a process of `rl`: some of its keys are the run's."""
+    return At(section, lambda key: key if key.partition(".")[0] in SHARED_KEYS else f"{part}.{key}")

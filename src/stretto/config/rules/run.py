@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from stretto.base.rundir import CHECKPOINT
 from stretto.base.status import STATUS_FD_VAR, SUPERVISED_VAR
 from stretto.config.root import EvalConfig, EvalsConfig, RunRoot, SFTConfig
-from stretto.config.rules.rule import Each, Idle, Rule, Rules, value_of
+from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, value_of
 from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
@@ -18,27 +17,6 @@ from stretto.config.sections.trainer import TrainerKeys
 from stretto.config.sections.transport import ControlSection
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]*")
-
-
-def other_step(resume: ResumeSection) -> str | None:
-    """The step in the directory's name, if another one is given."""
-    named = None if resume.dir is None else CHECKPOINT.search(resume.dir.as_posix())
-    return named[1] if named and resume.step not in (None, int(named[1])) else None
-
-
-def group_faults(root: Any) -> Iterator[tuple[str, str]]:
-    """Groups of nodes that share the weights divide the nodes, and agree with dp_replicate."""
-    key = "deployment.nodes_per_fsdp_group"
-    if (group := value_of(root, key)) is None:
-        return
-    copies, rest = divmod(root.deployment.num_train_nodes, group)
-    if rest:
-        yield f"{key} deployment.num_train_nodes", "{0} must divide {1}"
-    elif copies != root.model.dp_replicate:
-        rule = f"makes {copies} copies of the weights, but {{1}}; leave one of the two out"
-        yield f"{key} model.dp_replicate", f"{{0}} {rule}"
-
-
 PROTECTED = (
     "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", STATUS_FD_VAR,
     SUPERVISED_VAR,
@@ -46,76 +24,128 @@ PROTECTED = (
 """Environment variables that the launcher sets for its processes."""
 
 
-def protected(section: Any) -> Iterator[tuple[str, str]]:
-    """Environment variables that the launcher sets."""
-    for name in section.env_vars:
-        if name in PROTECTED:
-            way = "give GPUs as trainer_gpu_ids and inference_gpu_ids" if "CUDA" in name else "leave it out"
-            yield f"env_vars.{name}", f"{{0.path}} is the launcher's to set; {way}"
+def launcher_variables(s: Any, at: At) -> Problems:
+    """Environment variables that the launcher sets are not a user's."""
+    for name in s.env_vars:
+        key = at(f"env_vars.{name}")
+        if name == "CUDA_VISIBLE_DEVICES":
+            way = "give GPUs as trainer_gpu_ids and inference_gpu_ids"
+            yield Problem(key, f"{key.path} is the launcher's to set; {way}")
+        elif name in PROTECTED:
+            yield Problem(key, f"{key.path} is the launcher's to set; leave it out")
 
 
-def other_lengths(data: FileData) -> Iterator[tuple[str, str]]:
+def nodes_per_fsdp_group(r: RunRoot, at: At) -> Problems:
+    """Groups of nodes that share the weights divide the nodes, and agree with dp_replicate."""
+    shape: Any = getattr(r, "deployment", None)
+    if (group := getattr(shape, "nodes_per_fsdp_group", None)) is None:
+        return
+    key, nodes = at("deployment.nodes_per_fsdp_group"), at("deployment.num_train_nodes")
+    replicas = at("model.dp_replicate")
+    copies, rest = divmod(shape.num_train_nodes, group)
+    if rest:
+        yield Problem((key, nodes), f"{key} must divide {nodes}")
+    elif copies != replicas.held:
+        what = f"{key} makes {copies} copies of the weights, but {replicas}"
+        yield Problem((key, replicas), f"{what}; leave one of the two out")
+
+
+def start_options(r: RunRoot, at: At) -> Problems:
+    """A run's name, and how it starts."""
+    name = at("run.name")
+    if r.run.name is not None and not RUN_NAME.fullmatch(r.run.name):
+        yield Problem(name, f"{name}: letters, digits and . _ + = @ - only, for it names a directory")
+    if r.clean and r.resume is not None and r.resume.dir is None:
+        what = "resume continues the run and clean deletes it; give one of the two"
+        yield Problem((at("resume"), at("clean")), what)
+
+
+def resumed_checkpoint(s: ResumeSection, at: At) -> Problems:
+    """The checkpoint that a run begins from."""
+    directory, step, skip = at("dir"), at("step"), at("skip_progress")
+    named = None if s.dir is None else CHECKPOINT.search(s.dir.as_posix())
+    if named and s.step not in (None, int(named[1])):
+        yield Problem((directory, step), f"{directory.path} is the checkpoint of step {named[1]}, and {step}; give one")
+    if s.skip_progress and s.dir is None:
+        yield Problem(
+            skip,
+            f"{skip} begins a run of its own with what another has learned: give {directory.path} = "
+            '"outputs/OTHER" and another run.name; a run that goes on in its own directory goes on at its step: leave '
+            "the key out",
+        )
+
+
+def heartbeats(s: ControlSection, at: At) -> Problems:
+    """One late heartbeat does not stop a run."""
+    dead_after, interval = at("dead_after_s"), at("heartbeat_s")
+    if s.heartbeat_s * 2 > s.dead_after_s:
+        rule = f"{dead_after} must be at least twice {interval}, or one late heartbeat stops the run"
+        yield Problem((dead_after, interval), rule)
+
+
+def data_sets(s: FileData, at: At) -> Problems:
     """Lists about data sets have one item per data set."""
-    names = [data.name] if isinstance(data.name, str) else data.name
-    shares = None if isinstance(data.probabilities, str) else data.probabilities
-    lists: dict[str, Any] = {"subsets": data.subsets, "splits": data.splits, "probabilities": shares}
+    names = [s.name] if isinstance(s.name, str) else s.name
+    shares = None if isinstance(s.probabilities, str) else s.probabilities
+    lists: dict[str, Any] = {"subsets": s.subsets, "splits": s.splits, "probabilities": shares}
     given = {key: value for key, value in lists.items() if value is not None}
     count = len(names) if len(names) != 1 else max(map(len, given.values()), default=1)
     for key, value in given.items():
         if len(value) != count:
-            yield key, f"{{0.path}} has {len(value)} items and there are {count} data sets; give one for each"
+            what = f"{at(key).path} has {len(value)} items and there are {count} data sets; give one for each"
+            yield Problem(at(key), what)
+    share = at("probabilities")
     if shares and (min(shares) <= 0 or not 0.99 < sum(shares) < 1.01):
-        yield "probabilities", "{0} must be above 0, and 1 together"
+        yield Problem(share, f"{share} must be above 0, and 1 together")
     if not names:
-        yield "name", "{0.path} is empty; give a file or a data set"
+        yield Problem(at("name"), f"{at('name').path} is empty; give a file or a data set")
+    if s.probabilities is None:
+        yield from idle(at, "stopping_strategy", "probabilities", "give them", why="every row comes once")
 
 
-# fmt: off
-ROOM_FOR_EVALS = Rule("eval.sampling.max_completion_tokens seq_len",
-     lambda s: (value_of(s, "eval.sampling.max_completion_tokens") or 0) > s.seq_len,
-     "{0} is more than {1}; lower it or raise seq_len")
-EVALS_COME = Rule("eval.interval max_steps",
-     lambda s: s.eval is not None and None not in (s.eval.interval, s.max_steps) and s.eval.interval > s.max_steps,
-     "{0} is beyond {1}, so nothing would be evaluated; lower it, or leave [eval] out")
-SOMETHING_TO_EVALUATE = Rule("eval.env", lambda s: s.eval is not None and not s.eval.env,
-     '{0.path}: no environment to evaluate; add one, such as [[eval.env]] id = "sort-letters"')
+def room_for_evals(s: Any, at: At) -> Problems:
+    """A reply of an eval fits into seq_len."""
+    reply, length = at("eval.sampling.max_completion_tokens"), at("seq_len")
+    if (value_of(s, "eval.sampling.max_completion_tokens") or 0) > s.seq_len:
+        yield Problem((reply, length), f"{reply} is more than {length}; lower it or raise seq_len")
+
+
+def evals_come(s: SFTConfig, at: At) -> Problems:
+    """A run that evaluates lasts until its first eval."""
+    interval, steps = at("eval.interval"), at("max_steps")
+    if s.eval is not None and s.eval.interval and s.max_steps and s.eval.interval > s.max_steps:
+        rule = f"{interval} is beyond {steps}, so nothing would be evaluated; lower it, or leave [eval] out"
+        yield Problem((interval, steps), rule)
+
+
+def something_to_evaluate(s: Any, at: At) -> Problems:
+    """Evals have environments."""
+    envs = at("eval.env")
+    if s.eval is not None and not s.eval.env:
+        what = f'{envs.path}: no environment to evaluate; add one, such as [[eval.env]] id = "sort-letters"'
+        yield Problem(envs, what)
+
+
+def single_evals(r: EvalConfig, at: At) -> Problems:
+    """What the verb `eval` does not do."""
+    if not isinstance(r, EvalsConfig):
+        keys = ("eval.interval", "eval.env.*.interval", "eval.skip_first_step", "eval.retrigger_on_resume")
+        yield from idle(at, keys, "eval", "use it in a run that trains", why="`eval` evaluates once")
+    model, api = at("model"), at("client.api")
+    if r.model is not None and r.client.api == "chat":
+        rule = f"{model} starts an engine of our own, which has tokens; leave {api.path} out, or model"
+        yield Problem((model, api), rule)
+
 
 RULES: Rules = {
-    TrainerKeys: (Each(protected),),
-    OrchestratorKeys: (Each(protected),),
-    InferenceSection: (Each(protected),),
-    RunRoot: (
-        Each(protected),
-        Each(group_faults),
-        Rule("run.name", lambda r: r.run.name is not None and not RUN_NAME.fullmatch(r.run.name),
-             "{0}: letters, digits and . _ + = @ - only, for it names a directory"),
-        Rule("resume clean", lambda r: r.clean and r.resume is not None and r.resume.dir is None,
-             "resume continues the run and clean deletes it; give one of the two"),
-    ),
-    FileData: (
-        Each(other_lengths),
-        Idle("stopping_strategy", "probabilities",
-             lambda d: d.probabilities is None and "every row comes once", "give them"),
-    ),
-    ResumeSection: (
-        Rule("dir step", other_step, "{0.path} is the checkpoint of step {it}, and {1}; give one"),
-        Rule("skip_progress | dir", lambda s: s.skip_progress and s.dir is None,
-             "{0} begins a run of its own with what another has learned: give {1.path} = \"outputs/OTHER\" and another "
-             "run.name; a run that goes on in its own directory goes on at its step: leave the key out"),
-    ),
-    ControlSection: (
-        Rule("dead_after_s heartbeat_s", lambda s: s.heartbeat_s * 2 > s.dead_after_s,
-             "{0} must be at least twice {1}, or one late heartbeat stops the run"),
-    ),
-    OrchestratorSection: (ROOM_FOR_EVALS,),
-    SFTConfig: (ROOM_FOR_EVALS, EVALS_COME, SOMETHING_TO_EVALUATE),
-    EvalConfig: (
-        ROOM_FOR_EVALS,
-        SOMETHING_TO_EVALUATE,
-        Idle("eval.interval eval.env.*.interval eval.skip_first_step eval.retrigger_on_resume", "eval",
-             lambda r: not isinstance(r, EvalsConfig) and "`eval` evaluates once", "use it in a run that trains"),
-        Rule("model client.api", lambda r: r.model is not None and r.client.api == "chat",
-             "{0} starts an engine of our own, which has tokens; leave {1.path} out, or model"),
-    ),
+    TrainerKeys: (launcher_variables,),
+    OrchestratorKeys: (launcher_variables,),
+    InferenceSection: (launcher_variables,),
+    RunRoot: (launcher_variables, nodes_per_fsdp_group, start_options),
+    FileData: (data_sets,),
+    ResumeSection: (resumed_checkpoint,),
+    ControlSection: (heartbeats,),
+    OrchestratorSection: (room_for_evals,),
+    SFTConfig: (room_for_evals, evals_come, something_to_evaluate),
+    EvalConfig: (room_for_evals, something_to_evaluate, single_evals),
 }
-# fmt: on

@@ -7,14 +7,12 @@ import ipaddress
 import itertools
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
-from stretto.config.rules.rule import Each, Rule, Rules
-from stretto.config.sections.deployment import SlurmSection
+from stretto.config.rules.rule import At, Problem, Problems, Rules
+from stretto.config.sections.deployment import SlurmSection, node_names
 
-Faults = Iterator[tuple[str, str] | tuple[str, str, Any]]
 TIME = re.compile(r"(\d+-\d+(:\d+(:\d+)?)?|\d+(:\d+(:\d+)?)?|UNLIMITED|INFINITE)")
 OPTION = re.compile(r"[a-z][a-z0-9-]*")
 WRITTEN = frozenset(
@@ -24,29 +22,6 @@ WRITTEN = frozenset(
 """Options of sbatch that the script sets, or with which it does not work."""
 HOST = re.compile(r"[\w.-]+|(?=.*:.*:)[\da-fA-F:.]+(%[\w.-]+)?")
 """A name or an address of a machine, those of IPv6 without brackets."""
-NODES = re.compile(r"([^\[\],]+)(?:\[([\d,-]+)\])?(?:,|$)")
-
-
-def node_names(nodelist: str) -> list[str]:
-    """The nodes of a list in Slurm's notation: `a[0-1,07],b` is a0, a1, a07, b.
-
-    Raises: ValueError if it cannot be read.
-    """
-    names: list[str] = []
-    end = 0
-    while end < len(nodelist):
-        if (match := NODES.match(nodelist, end)) is None:
-            raise ValueError(nodelist)
-        stem, numbers = match[1], match[2]
-        names += [stem] if numbers is None else [f"{stem}{number}" for number in _numbers(numbers)]
-        end = match.end()
-    return names
-
-
-def _numbers(text: str) -> Iterator[str]:
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        yield from (str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1))
 
 
 def seconds(time: str) -> float:
@@ -56,56 +31,60 @@ def seconds(time: str) -> float:
     days, _, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     unit = 3600 if days or len(parts) == 3 else 60
-    return 86400 * int(days or 0) + sum(part * unit // 60**index for index, part in enumerate(parts))
+    return float(86400 * int(days or 0) + sum(part * unit // 60**index for index, part in enumerate(parts)))
 
 
-def option_faults(section: SlurmSection) -> Faults:
+def options(s: SlurmSection, at: At) -> Problems:
     """Values that would break the script, or that are not options of sbatch."""
-    for key, value in section:
-        if key != "pre_run_command" and isinstance(value, str) and (not value or re.search(r"\s", value)):
-            yield key, "{0}: one word is needed, for it is an option of sbatch; leave it out for None"
-    for option, value in section.extra.items():
+    for name, value in s:
+        if name != "pre_run_command" and isinstance(value, str) and (not value or re.search(r"\s", value)):
+            rule = "one word is needed, for it is an option of sbatch; leave it out for None"
+            yield Problem(at(name), f"{at(name)}: {rule}")
+    extra, time = at("extra"), at("time")
+    for option, value in s.extra.items():
         own = option.replace("-", "_")
         if not OPTION.fullmatch(option):
-            rule = '{0.path}: "{it}" is no long option of sbatch; write it as in --constraint, without the dashes'
-            yield "extra", rule, option
+            what = f'"{option}" is no long option of sbatch; write it as in --constraint, without the dashes'
+            yield Problem(extra, f"{extra.path}: {what}")
         elif own in SlurmSection.model_fields and own != "extra":
-            yield "extra", "{0.path}: {it} is a key of [slurm]; give it there", option
+            yield Problem(extra, f"{extra.path}: {option} is a key of [slurm]; give it there")
         elif option in WRITTEN:
-            yield "extra", "{0.path}: --{it} is written by stretto, which depends on it; leave it out", option
+            yield Problem(extra, f"{extra.path}: --{option} is written by stretto, which depends on it; leave it out")
         elif isinstance(value, str) and re.search(r"[\r\n]", value):
-            yield "extra", "{0.path}: the value of {it} has several lines; give one", option
-    if section.time is not None and not TIME.fullmatch(section.time):
-        yield "time", "{0} is no time of Slurm; write minutes, H:MM:SS or D-HH:MM:SS"
+            yield Problem(extra, f"{extra.path}: the value of {option} has several lines; give one")
+    if s.time is not None and not TIME.fullmatch(s.time):
+        yield Problem(time, f"{time} is no time of Slurm; write minutes, H:MM:SS or D-HH:MM:SS")
 
 
-def node_list_faults(section: SlurmSection) -> Faults:
+def node_lists(s: SlurmSection, at: At) -> Problems:
     """Lists of nodes that cannot be read, name a node twice, or contradict each other."""
     lists: dict[str, list[str]] = {}
-    for key in ("nodelist", "exclude"):
+    for name in ("nodelist", "exclude"):
+        key = at(name)
         try:
-            lists[key] = names = node_names(getattr(section, key) or "")
+            lists[name] = names = node_names(key.held or "")
         except ValueError:
-            yield key, "{0} cannot be read; write it as Slurm does, such as node[0-3,7],big0"
+            yield Problem(key, f"{key} cannot be read; write it as Slurm does, such as node[0-3,7],big0")
             continue
-        if twice := [name for name, found in itertools.groupby(sorted(names)) if len([*found]) > 1]:
-            yield key, "{0} has {it} twice; name each node once", twice[0]
+        if twice := [node for node, found in itertools.groupby(sorted(names)) if len([*found]) > 1]:
+            yield Problem(key, f"{key} has {twice[0]} twice; name each node once")
     if both := sorted(set(lists.get("nodelist", ())) & set(lists.get("exclude", ()))):
-        yield "nodelist exclude", "{0} and {1} both name {it}; leave it out of one", both[0]
+        wanted, unwanted = at("nodelist"), at("exclude")
+        yield Problem((wanted, unwanted), f"{wanted} and {unwanted} both name {both[0]}; leave it out of one")
 
 
-def host_faults(cfg: Any) -> Faults:
+def hosts(cfg: Any, at: At) -> Problems:
     """Hosts that are not names or addresses of machines, or that others cannot reach."""
-    at = "" if isinstance(cfg, InferenceConfig) else "deployment."
-    hosts = getattr(cfg.deployment if at else cfg, "hosts", None) or ()
-    for host in hosts:
+    key = at("hosts" if isinstance(cfg, InferenceConfig) else "deployment.hosts")
+    given = key.held or ()
+    for host in given:
         if not HOST.fullmatch(host):
             rule = "is no name or address of a machine; give each alone, as node-0, 10.0.0.1 or fd00::1"
-            yield f"{at}hosts", f'{{0.path}}: "{{it}}" {rule}', host
-    for node, host in enumerate(hosts):
-        if is_loopback(host) and not all(map(is_loopback, hosts)):
+            yield Problem(key, f'{key.path}: "{host}" {rule}')
+    for node, host in enumerate(given):
+        if is_loopback(host) and not all(map(is_loopback, given)):
             rule = f"node {node}, {host}, is reached by its own machine alone, and others are elsewhere"
-            yield f"{at}hosts", f"{{0.path}}: {rule}; give the address at which they reach it"
+            yield Problem(key, f"{key.path}: {rule}; give the address at which they reach it")
 
 
 def is_loopback(host: str) -> bool:
@@ -116,56 +95,57 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def placed_faults(cfg: Any, section: str, way_out: str) -> Faults:
+def placed_by_cluster(cfg: Any, at: At, section: str, way_out: str) -> Problems:
     """Keys that name machines, although `section` has a cluster choose them."""
-    at = "" if isinstance(cfg, InferenceConfig) else "deployment."
-    owner = cfg.deployment if at else cfg
-    for key in ("hosts", "node_rank"):
-        if getattr(owner, key, None) is not None:
+    is_inference, owner = isinstance(cfg, InferenceConfig), at(section)
+    for name in ("hosts", "node_rank"):
+        key = at(name if is_inference else f"deployment.{name}")
+        if key.held is not None:
             rule = f"with [{section}] the job's nodes are not known before it starts; leave it out; {way_out}"
-            yield f"{at}{key} {section}", f"{{0.path}}: {rule}"
-    router = getattr(cfg if not at else getattr(cfg, "inference", None), "router", None)
+            yield Problem((key, owner), f"{key.path}: {rule}")
+    router = getattr(cfg if is_inference else getattr(cfg, "inference", None), "router", None)
     if router is not None and router.type == "llm-d" and router.address is not None:
-        path = f"{'inference.' if at else ''}router.address"
+        key = at("router.address" if is_inference else "inference.router.address")
         rule = "llm-d's gateway finds engines by their labels in Kubernetes, and does not see those of this job"
-        yield (f"{path} {section}", f"{{0}} with [{section}]: {rule}; leave it out: vllm-router is started then")
+        yield Problem((key, owner), f"{key} with [{section}]: {rule}; leave it out: vllm-router is started then")
 
 
-def job_faults(cfg: Any) -> Faults:
+def job(cfg: Any, at: At) -> Problems:
     """[slurm] goes with the rest of the command that it submits."""
     if cfg.slurm is None:
         return
-    yield from placed_faults(cfg, "slurm", "slurm.nodelist asks for certain nodes")
+    yield from placed_by_cluster(cfg, at, "slurm", "slurm.nodelist asks for certain nodes")
+    listed = at("slurm.nodelist")
     with contextlib.suppress(ValueError):  # another rule reports a list that cannot be read
         if (more := len(node_names(cfg.slurm.nodelist or "")) - cfg.num_nodes) > 0:
-            rule = f"names {more + cfg.num_nodes} nodes, and the plan has {cfg.num_nodes}"
-            yield "slurm.nodelist deployment", f"{{0}} {rule}; leave {more} out, or raise the deployment"
+            what = f"names {more + cfg.num_nodes} nodes, and the plan has {cfg.num_nodes}"
+            way = f"leave {more} out, or raise the deployment"
+            yield Problem((listed, at("deployment")), f"{listed} {what}; {way}")
+    end, limit, requeue = at("slurm.finish_within_s"), at("slurm.time"), at("slurm.requeue")
     if isinstance(cfg, InferenceConfig):
         if "finish_within_s" in cfg.slurm.model_fields_set:
             rule = "servers have no step to finish and nothing to save, and end with the job's time; leave it out"
-            yield "slurm.finish_within_s", f"{{0}}: {rule}"
+            yield Problem(end, f"{end}: {rule}")
         return
     time = cfg.slurm.time
-    if time is not None and TIME.fullmatch(time) and (limit := seconds(time)) <= cfg.slurm.finish_within_s:
-        rule = "{0} is {it} s, all of which is for the end, {1}; raise it, or lower the latter"
-        yield "slurm.time slurm.finish_within_s", rule, limit
+    if time is not None and TIME.fullmatch(time) and seconds(time) <= cfg.slurm.finish_within_s:
+        rule = f"is {seconds(time):.0f} s, all of which is for the end, {end}; raise it, or lower the latter"
+        yield Problem((limit, end), f"{limit} {rule}")
     if cfg.slurm.requeue and cfg.ckpt is None:
-        rule = "{0} without checkpoints would begin anew every time; set it to false, or keep [ckpt]"
-        yield "slurm.requeue ckpt", rule
+        rule = "without checkpoints would begin anew every time; set it to false, or keep [ckpt]"
+        yield Problem((requeue, at("ckpt")), f"{requeue} {rule}")
 
 
-ON_ONE_MACHINE = "{0.path} names what is on one machine; with {1} leave it out"
-NODE_RANK = Rule(
-    "deployment.node_rank",
-    lambda c: (
-        getattr(c.deployment, "node_rank", None) is not None and c.deployment.node_rank >= c.num_nodes and c.num_nodes
-    ),
-    "{0}: the {it} nodes are counted from 0",
-)
+def node_rank(cfg: Any, at: At) -> Problems:
+    """This node is one of the run's."""
+    key = at("deployment.node_rank")
+    if key.held is not None and cfg.num_nodes and key.held >= cfg.num_nodes:
+        yield Problem(key, f"{key}: the {cfg.num_nodes} nodes are counted from 0")
+
 
 RULES: Rules = {
-    SlurmSection: (Each(option_faults), Each(node_list_faults)),
-    RLConfig: (Each(job_faults), Each(host_faults), NODE_RANK),
-    SFTConfig: (Each(job_faults), Each(host_faults), NODE_RANK),
-    InferenceConfig: (Each(job_faults), Each(host_faults)),
+    SlurmSection: (options, node_lists),
+    RLConfig: (job, hosts, node_rank),
+    SFTConfig: (job, hosts, node_rank),
+    InferenceConfig: (job, hosts),
 }

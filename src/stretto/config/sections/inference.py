@@ -68,6 +68,12 @@ class ParallelSection(Section):
         """Devices of one engine."""
         return self.gpus_per_rank * self.dp
 
+    @property
+    def in_words(self) -> str:
+        """`tp 2 x dp 4`: the degrees that are not 1."""
+        degrees = {axis: getattr(self, axis) for axis in ("tp", "pp", "dp")}
+        return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "tp 1"
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -187,6 +193,20 @@ class InferenceSection(Section):
         if shape.type == "disaggregated":
             counts = [(side.num_engines, side.tp or parallel.tp) for side in shape.sides.values()]
         return sum(engines * tp for engines, tp in counts) * parallel.pp * parallel.dp
+
+    @property
+    def shape_in_words(self) -> str:
+        """`tp 2 x 4 engines`: the engines and their degrees."""
+        engines, parallel = self.deployment.num_engines, self.parallel
+        if self.deployment.type == "groups":
+            shapes = ((g.num_engines, self.of_group(g).parallel) for g in self.deployment.groups)
+            return " + ".join(f"{number} engines of {each.in_words}" for number, each in shapes if number)
+        sides = self.deployment.sides if self.deployment.type == "disaggregated" else {}
+        if len({side.tp for side in sides.values()}) > 1:
+            rest = parallel.model_copy(update={"tp": 1}).in_words.removeprefix("tp 1")
+            counts = (f"{side.num_engines} {kind} x tp {side.tp or parallel.tp}" for kind, side in sides.items())
+            return f"({' + '.join(counts)})" + (f" x {rest}" if rest else "")
+        return parallel.in_words + (f" x {engines} engines" if engines > 1 else "")
 
     @property
     def gpus_with_idle(self) -> int:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
+from stretto.check.vllm_models import CPU_BLOCK_SIZE, ServedModel
 from stretto.config.flags.table import option_of
 from stretto.config.flags.vllm import VLLM
 from stretto.config.model_file import read_model_file
-from stretto.config.rules.vllm_models import CPU_BLOCK_SIZE, ServedModel
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
 from stretto.config.sections.model import dtype_on
 

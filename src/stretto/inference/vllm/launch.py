@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 from stretto.base import keeper
 from stretto.base.errors import ConfigError, EngineError
+from stretto.check.vllm_models import ServedModel
 from stretto.config.flags.table import option_of
-from stretto.config.rules.vllm_models import ServedModel
 from stretto.config.sections.engines import STORE_VARIABLE
 from stretto.config.sections.inference import KEY_VAR
 from stretto.inference.vllm.command import build_command

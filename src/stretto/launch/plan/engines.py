@@ -27,8 +27,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.base.ports import in_url
-from stretto.config.rules.engine import check_node_gpus
-from stretto.config.rules.rule import below
+from stretto.check.devices import check_nodes
 from stretto.config.sections.engines import (
     PEERS_VAR,
     STORE_VARIABLE,
@@ -41,9 +40,9 @@ from stretto.config.sections.engines import (
     SingleNode,
 )
 from stretto.config.sections.inference import InferenceSection
+from stretto.config.vllm_names import VLLM_KEYS
 from stretto.launch.plan.routers import has_unguarded_router, listen_address, plan_registrars, plan_router
 from stretto.launch.plan.specs import EngineSpec, EnginesPlan, HelperSpec, Role
-from stretto_prime.inference import VLLM_KEYS
 
 BACKEND_OFFSET = 100
 NIXL = "NixlConnector"
@@ -57,8 +56,7 @@ def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: boo
     Raises: ConfigError if there are fewer nodes than the shape needs, or if degrees do not divide.
     """
     shape = section.deployment
-    if problems := list(check_node_gpus(section, below("inference"))):
-        raise ConfigError("\n".join(problem.message for problem in problems))
+    check_nodes(section, "inference")
     is_routed = has_router(section)
     match shape:
         case MultiNode():

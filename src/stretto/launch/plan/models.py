@@ -8,8 +8,8 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims
+from stretto.check.models import needs_vllm
 from stretto.config.root import FrozenModelSection, RLConfig
-from stretto.config.rules.engine import shape_of
 from stretto.config.sections.distill import MODEL_KEY_VAR, TEACHER_KEY_VAR, TeacherSection
 from stretto.launch.plan.placement import client_url, free_port, gpu_names, replaced
 
@@ -99,10 +99,23 @@ def assign_model_gpus(cfg: RLConfig, taken: set[str], gpus: Sequence[str]) -> di
         free = [gpu for gpu in gpus if gpu not in taken]
         if len(free) < needed:
             raise ConfigError(
-                f"models.{name} takes {needed} GPUs ({shape_of(section)}), and {len(free)} of this machine's "
+                f"models.{name} takes {needed} GPUs ({section.shape_in_words}), and {len(free)} of this machine's "
                 f"{len(gpus)} are free; lower it, name shared ones as models.{name}.gpu_ids, or set "
                 f'models.{name}.device = "cpu"'
             )
         by_model[name] = free[:needed]
         taken = taken | set(by_model[name])
     return by_model
+
+
+def with_chosen_engines(cfg: RLConfig) -> RLConfig:
+    """The root in which engines for families that the embedded engine lacks are vLLM's, where `auto` may choose."""
+    for key in ("inference", "teacher_inference"):
+        section = getattr(cfg, key)
+        if section is not None and needs_vllm(section, section.model or cfg.model.name):
+            cfg = replaced(cfg, f"{key}.engine", "vllm")
+    for name, section in cfg.models.items():
+        if section.base_url is None and section.model and needs_vllm(section, section.model):
+            models = dict(cfg.models) | {name: section.model_copy(update={"engine": "vllm"})}
+            cfg = replaced(cfg, "models", models)
+    return cfg

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from stretto.base import process
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+from stretto.check.devices import check_served_on_cpu
+from stretto.check.nodes import check_hosts
 from stretto.config.root import InferenceConfig
-from stretto.config.rules.engine import shape_of
 from stretto.config.sections.engines import Disaggregated, MultiNode
 from stretto.config.sections.inference import KEY_VAR
-from stretto.launch.plan.device_check import check_served_on_cpu
 from stretto.launch.plan.engines import plan_engines
-from stretto.launch.plan.nodes import check_hosts, idle_gpus
+from stretto.launch.plan.nodes import idle_gpus
 from stretto.launch.plan.placement import client_host
 from stretto.launch.plan.processes import ProcessSpec, engine_processes
 from stretto.launch.plan.routers import with_reachable_host
@@ -59,7 +59,7 @@ def plan_serving(cfg: InferenceConfig, run: RunDir) -> ServingPlan:
     needed = max(last, sum(engine.num_gpus for engine in engines.engines))
     if gpus and not is_cpu and needed > len(gpus):
         raise ConfigError(
-            f"parallel: {shape_of(cfg)} take {needed} GPUs, and this machine shows "
+            f"parallel: {cfg.shape_in_words} take {needed} GPUs, and this machine shows "
             f"{len(gpus)}; lower a degree or deployment.num_replicas, or set CUDA_VISIBLE_DEVICES"
         )
     shown = cfg.model_copy(update={"device": "cpu"}) if is_cpu else cfg

@@ -24,8 +24,8 @@ from stretto.orchestrator.clients import build_engines
 from stretto.orchestrator.eval.evaluator import standalone_evaluator
 from stretto.orchestrator.eval.results import format_table, write_results
 from stretto.orchestrator.eval.verb import MONITOR_CLOSE_S, serve_model, with_server_address
-from stretto.orchestrator.scores import eval_row
-from stretto.records.weights import WeightManifest, load_manifest
+from stretto.orchestrator.eval_scores import eval_row
+from stretto.records.weight_manifest import WeightManifest, load_manifest
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from stretto.orchestrator.build import build_eval_renderer, open_env, run_info
 from stretto.orchestrator.clients import build_chat, build_engines
 from stretto.orchestrator.eval.evaluator import standalone_evaluator
 from stretto.orchestrator.eval.results import format_table, write_results
-from stretto.orchestrator.scores import EvalScore, eval_row
+from stretto.orchestrator.eval_scores import EvalScore, eval_row
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
 
@@ -160,4 +160,4 @@ async def serve_model(cfg: EvalConfig) -> AsyncIterator[str | None]:
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        return int(probe.getsockname()[1])

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stretto.base.errors import ConfigError, WireError
 from stretto.base.process import TRAIN_NODES_VAR, num_cores
-from stretto.config.rules.mesh_degrees import Degrees, find_degrees, find_plain_degrees
+from stretto.check.degrees import Degrees, find_degrees, find_plain_degrees
 from stretto.config.sections.model import ModelSection
 from stretto.families.shape import ModelConfig
 from stretto.trainer.ranks import exchange, silence
@@ -244,8 +244,8 @@ def process_group(
         meeting = {"store": store, "rank": rank, "world_size": num_ranks()}
     dist.init_process_group(backend, timeout=timeout, **meeting)
     try:
-        store = dist.distributed_c10d._get_default_store()
-        with silence.watched_nodes(store, host, silence.find_node(), silence.find_lost_after_s()):
+        default_store = dist.distributed_c10d._get_default_store()
+        with silence.watched_nodes(default_store, host, silence.find_node(), silence.find_lost_after_s()):
             yield
     finally:
         dist.destroy_process_group()

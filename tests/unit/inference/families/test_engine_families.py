@@ -13,8 +13,8 @@ import pytest
 import torch
 from engine_runs import ask, bits, build_core, build_model, packed_logprobs, prompt, run
 
-from stretto.config.rules.mesh_degrees import VISION_FAMILIES
 from stretto.config.sections.model import LoRASection, ScratchSection
+from stretto.families.table import VISION_FAMILIES
 from stretto.models.attention import PackedLayout
 from stretto.models.decoder import Decoder
 from stretto.models.lm_head import head_logits

@@ -114,7 +114,7 @@ def test_bans_are_not_in_the_support_even_if_top_k_keeps_all():
 def test_bad_words_need_a_tokenizer_and_a_token():
     core = build_core()
     spec = ask("a", [3, 4], bad_words=("ab",))
-    with pytest.raises(Refusal, match="bad_words: they need a tokenizer, and this engine has none"):
+    with pytest.raises(Refusal, match=r"bad_words: .*tokenizer"):
         core.build_request(spec)
     with pytest.raises(Refusal, match="bad_words: 'ab' has no token"):
         core.build_request(spec, lambda text: [])

@@ -242,7 +242,7 @@ def test_a_flag_without_its_value_or_with_one_too_many_is_refused(words):
 
 
 def test_an_unknown_option_names_the_nearest():
-    with pytest.raises(ConfigError, match="no option --max-modle-len; did you mean --max-model-len"):
+    with pytest.raises(ConfigError, match="--max-modle-len; did you mean --max-model-len"):
         VLLM.arguments("max_modle_len", 3, "inference.vllm_extra")
 
 

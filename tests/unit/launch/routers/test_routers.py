@@ -17,11 +17,12 @@ import pytest
 
 from stretto.base.errors import ConfigError
 from stretto.base.ports import address_towards
+from stretto.check.nodes import check_reachable
+from stretto.check.routers import check_router
 from stretto.config.sections.inference import InferenceSection
 from stretto.launch.plan import routers
 from stretto.launch.plan.engines import EnginesPlan, plan_engines, plan_replicas
-from stretto.launch.plan.nodes import check_reachable
-from stretto.launch.plan.routers import check_router, with_reachable_host
+from stretto.launch.plan.routers import with_reachable_host
 from stretto.launch.run import register
 from stretto.launch.run.register import Registrar
 
@@ -150,7 +151,7 @@ def test_a_name_that_leads_to_this_machine_alone_is_refused(monkeypatch, address
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     if not is_refused:
         return check_reachable(["first", "second"], 1)
-    with pytest.raises(ConfigError, match=r"node 1, second: on this machine that name is .* other nodes cannot reach"):
+    with pytest.raises(ConfigError, match=r"node 1, second: .*cannot reach"):
         check_reachable(["first", "second"], 1)
 
 
@@ -253,7 +254,7 @@ def test_a_router_is_looked_at_before_anything_is_started(monkeypatch):
     with running(Router()) as router:
         there = section(router={"address": router.url})
         assert check_router(there) is None
-    with pytest.raises(ConfigError, match=rf"router.address = {router.url}: nothing answers there .* start the router"):
+    with pytest.raises(ConfigError, match=rf"router.address = {router.url}: nothing answers"):
         check_router(there)
     assert "nothing answers there" in (check_router(there, is_dry_run=True) or "")
 
@@ -270,7 +271,7 @@ def test_what_takes_no_engines_is_refused_in_a_dry_run_too(monkeypatch, router, 
 
 def test_dynamo_that_is_not_installed_is_one_message(tmp_path):
     missing = section(router={"type": "dynamo", "interpreter": str(tmp_path / "python")})
-    with pytest.raises(ConfigError, match=r"there is no .*/python. `make dynamo` installs Dynamo beside stretto"):
+    with pytest.raises(ConfigError, match=r"no .*/python.*`make dynamo`"):
         check_router(missing)
     assert "make dynamo" in (check_router(missing, is_dry_run=True) or "")
 

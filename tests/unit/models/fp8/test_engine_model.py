@@ -73,13 +73,13 @@ def test_engines_with_another_tokenizer_are_refused(tmp_path):
         (tmp_path / name / "tokenizer.json").write_text(text)
     dry_run(tmp_path, HF)  # other bytes, the same tokens
     (tmp_path / "served" / "tokenizer.json").write_text(tokenizer(eos=3))
-    with pytest.raises(ConfigError, match=r"has another tokenizer than .*: the id of 'eos' is 3 there and 2 here"):
+    with pytest.raises(ConfigError, match=r"another tokenizer .*'eos' is 3"):
         dry_run(tmp_path, HF)
 
 
 def test_a_quantised_checkpoint_is_not_trained(tmp_path):
     whole = HF | {"quantization_config": QUANTIZATION}
-    with pytest.raises(ConfigError, match=r"\[model\] name = .*quantized weights cannot be trained; give the same"):
+    with pytest.raises(ConfigError, match=r"\[model\] name = .*quantized weights"):
         dry_run(tmp_path, whole, trained=whole)
     expanded = HF | {"quantization_config": {"quant_method": "mxfp4"}}  # transformers expands it
     with pytest.raises(ConfigError, match="quantization_config mxfp4"):

@@ -18,7 +18,7 @@ from stretto.config.sections.transport import DeltaSection, FilesystemWeights, S
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.models import hub
 from stretto.models.fp8.checkpoint import to_8_bits
-from stretto.orchestrator.versions.canary import tolerance_of
+from stretto.orchestrator.versions.canary_check import tolerance_of
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.trainer.build import find_engine_layout
 from stretto.trainer.publish.canary import score_canary
@@ -101,7 +101,7 @@ def test_the_trainer_reads_the_layout_of_the_engines_checkpoint(quantised, tmp_p
     layout = find_engine_layout(config(engine_model=str(quantised), quantize_in_weight_transfer=True))
     assert layout is not None and "model.layers.0.self_attn.q_proj.weight" in layout.names
     assert find_engine_layout(config()) is None
-    with pytest.raises(ConfigError, match=r"quantize_in_weight_transfer = false: the engines' .* takes no others"):
+    with pytest.raises(ConfigError, match=r"quantize_in_weight_transfer = false"):
         find_engine_layout(config(engine_model=str(quantised), quantize_in_weight_transfer=False))
     with pytest.raises(ConfigError, match="engines load the model that is trained"):
         find_engine_layout(config(quantize_in_weight_transfer=True))

@@ -9,14 +9,14 @@ import pytest
 import torch
 from cases.vision import logprobs_alone
 
-from stretto.chat.images import load_image_processor
+from stretto.chat.patches import load_image_processor
 from stretto.chat.placeholders import PLACEHOLDER
 from stretto.chat.render import build_renderer
 from stretto.chat.scratch import build_scratch_files
 from stretto.chat.tokenizer import load_tokenizer
-from stretto.config.rules.mesh_degrees import VISION_FAMILIES
 from stretto.config.sections.model import ScratchSection, ScratchVisionSection
 from stretto.envs.bundled.count_shapes import CountShapes
+from stretto.families.table import VISION_FAMILIES
 from stretto.models import hub
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from stretto.algorithms.credit import hierarchical_grpo
 from stretto.base.errors import ConfigError
 from stretto.config.sections.algorithm import HierarchicalGrpoAlgo
-from stretto.orchestrator.batch.samples import to_samples
-from stretto.orchestrator.groups.credit import assign_advantages
+from stretto.orchestrator.batch import to_samples
+from stretto.orchestrator.groups.advantages import assign_advantages
 from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
 
 ALGO = HierarchicalGrpoAlgo(episode_agents=("solver",))
@@ -70,7 +70,7 @@ def test_an_agent_without_another_to_compare_with_gets_0():
 
 
 def test_a_role_without_an_agent_is_an_error():
-    with pytest.raises(ConfigError, match="'proposer' are \\['a', 'b'\\]; name those that play several times"):
+    with pytest.raises(ConfigError, match="'proposer' are \\['a', 'b'\\]"):
         assign_advantages(group({"a": 1.0, "b": 0.0}), ALGO)
     with pytest.raises(ConfigError, match=r"^orchestrator\.env\.1\.algo\.episode_agents = "):
         assign_advantages(group({"a": 1.0, "b": 0.0}), ALGO, "orchestrator.env.1.algo")

@@ -162,7 +162,7 @@ def test_roles_that_continue_from_different_steps_are_refused(tmp_path):
     cfg = config(tmp_path)
     OtherThread(cfg, step=7)
     remote = RemoteCritic(open_wire(cfg, MESH, is_critic=False, timeout_s=30), MESH, cfg.critic)
-    with pytest.raises(ConfigError, match="the critic continues after step 7, this trainer after step 5"):
+    with pytest.raises(ConfigError, match=r"critic .*step 7, .*trainer .*step 5"):
         remote.wait_ready(5)
 
 

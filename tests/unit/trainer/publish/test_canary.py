@@ -11,14 +11,21 @@ import pytest
 import torch
 
 from stretto.base.errors import EngineError
-from stretto.config.rules.mesh_degrees import VISION_FAMILIES
 from stretto.config.sections.model import ModelSection, ScratchSection, ScratchVisionSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
+from stretto.families.table import VISION_FAMILIES
 from stretto.models.attention import PackedLayout
 from stretto.models.hub import export_tensors, random_model
-from stretto.orchestrator.versions.canary import CanaryCheck, describe_suspects, tolerance_of
+from stretto.orchestrator.versions.canary_check import CanaryCheck, describe_suspects, tolerance_of
 from stretto.orchestrator.versions.loader import VersionLoader
-from stretto.records.weights import BFLOAT16_TOLERANCE, Canary, CanaryImage, TensorEntry, WeightManifest, probe_scale
+from stretto.records.weight_manifest import (
+    BFLOAT16_TOLERANCE,
+    Canary,
+    CanaryImage,
+    TensorEntry,
+    WeightManifest,
+    probe_scale,
+)
 from stretto.trainer.learner import Learner
 from stretto.trainer.publish.canary import fixed_tokens, is_canary_due, scaled, score_canary
 from stretto.transports.engine.client import CanaryScores
@@ -89,7 +96,7 @@ def test_engines_that_agree_are_let_pass_and_the_error_is_known():
 
 
 def test_one_engine_that_does_not_agree_stops_the_run_and_names_the_tensors():
-    with pytest.raises(EngineError, match=r"engine-1 does not compute with version 0.*0\.28 on average") as caught:
+    with pytest.raises(EngineError, match=r"engine-1 does not compute with version 0.*0\.28") as caught:
         load(Engines(CANARY, 0.0, 0.28), TIED)
     assert "the output matrix (model.embed_tokens.weight here)" in str(caught.value)
 
@@ -198,7 +205,7 @@ def noise(seed: int, scale: float) -> np.ndarray:
 def test_an_engine_that_stands_still_is_found_in_16_bits_however_little_the_trainer_moves():
     start = noise(0, 3.0)
     engine = start + noise(1, 0.013)
-    with pytest.raises(EngineError, match=r"stands still: for version 1 .* as for version 0, .* 100% of"):
+    with pytest.raises(EngineError, match=r"stands still: .*version 1 .*version 0, .*100%"):
         checks((start, engine), (start + noise(2, 1e-5), engine))
 
 
@@ -241,7 +248,7 @@ def test_rounding_that_grows_with_the_policy_is_no_lag():
 def test_an_engine_that_samples_with_other_weights_than_it_reads_with_is_found():
     canary = Canary((3, 1, 2), (0.0, -1.0, -2.0))
     told = msgspec.structs.replace(manifest("a"), canary=canary)
-    with pytest.raises(EngineError, match=r"e samples with other weights than version 0: 5 tokens"):
+    with pytest.raises(EngineError, match=r"other weights than version 0: 5 tokens"):
         CanaryCheck()(told, canary, {"http://e": scored(np.array(canary.logprobs), gap=0.2)})
 
 

@@ -1,0 +1,390 @@
+"""Checks the config against the model's config.json before anything starts: mesh degrees, and unused keys.
+
+If a model of the Hub is not here, only its config.json is downloaded. Without a config.json nothing is checked: a
+warm-up may still make the model, or the Hub cannot be reached. A file that cannot be read is reported by the process
+that loads the model, with a better message.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_args
+
+from stretto.base import process
+from stretto.base.errors import ConfigError, meant_path
+from stretto.check.degrees import Shape, check_vision, find_degrees, find_plain_degrees, read_shape
+from stretto.check.vllm_models import ServedModel
+from stretto.config.model_file import ModelFile, has_own_family
+from stretto.config.root import RLConfig
+from stretto.config.sections.inference import InferenceSection
+from stretto.config.sections.model import LORA_TARGETS, Family, ModelSection
+from stretto.data.hub_model import find_config, is_hub_name
+from stretto.families.table import SPARSE_FAMILIES
+
+_SAME = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "n_routed_experts", "num_experts", "num_local_experts",
+    "tie_word_embeddings",
+)  # fmt: skip
+"""Keys that must be the same in both, or in neither."""
+_SAME_IF_BOTH = (
+    "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob",
+    "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk",
+    "rms_norm_eps", "rope_theta", "hidden_act", "sliding_window", "layer_types", "depth", "out_hidden_size",
+    "patch_size", "spatial_merge_size", "num_heads",
+)  # fmt: skip
+"""Keys with a default, which one of the files may leave out; they must be the same if both have them."""
+_NESTED = ("text_config", "vision_config")
+"""Tables with the numbers of the parts of a model with images."""
+
+
+def find_model(name: str) -> ModelFile | None:
+    """The model's config.json, downloaded if need be; None if there is none.
+
+    Raises: ConfigError if it cannot be read.
+    """
+    directory = find_config(name)
+    return None if directory is None else ModelFile.read(directory)
+
+
+def check_shape(cfg: RLConfig) -> None:
+    """Check the model's shape against what trains and serves it."""
+    check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=cfg.trainer.enable_router_replay)
+    if cfg.num_critic_ranks:
+        check_model(cfg.model, cfg.num_critic_ranks, "model, of the ranks in trainer.critic.placement")
+    check_engine_model(cfg)
+    if cfg.inference is not None:
+        is_here = cfg.deployment.type == "single_node" and cfg.slurm is None and cfg.ray is None
+        is_cpu = is_here and not process.visible_gpus() and not cfg.asks_for_gpus
+        check_served(cfg.inference, cfg.inference.model or cfg.model.name, is_cpu=is_cpu)
+
+
+def check_exists(model: ModelSection) -> None:
+    """Raises: ConfigError if there is no such model; called before --clean deletes anything."""
+    name = model.name
+    if model.scratch is not None or find_config(name) is not None:
+        return
+    if Path(name).expanduser().is_dir():
+        raise ConfigError(
+            f"[model] name = {name!r}: there is no config.json in that directory, so it holds no model; give a "
+            "directory with config, safetensors and tokenizer."
+        )
+    if not is_hub_name(name):
+        raise ConfigError(
+            f"[model] name = {name!r}: there is no such directory{meant_path(Path(name), '.')} If a warm-up makes "
+            f"the model, run that first (`sft @ ...`); else give a directory with config, safetensors and tokenizer."
+        )
+
+
+def check_model(model: ModelSection, num_ranks: int, path: str, *, has_replay: bool = False) -> None:
+    """Check parallel degrees and model options against the model; path names its section in messages.
+
+    Raises: ConfigError naming the key, the value and what this model allows.
+    """
+    here = None if model.scratch is not None else find_model(model.name)
+    if here is None:
+        return
+    check_family(here, f"[{path}] name = {model.name!r}")
+    check_trainable(here, model.impl, f"[{path}] name = {model.name!r}")
+    try:
+        shape = read_shape(here)
+    except (OSError, ValueError, KeyError):
+        return
+    if model.impl == "hf":
+        shape = None
+    try:
+        is_other = shape is None and here.found.get("vision_config") is not None
+        name = "model of text" if shape is None else shape.family
+        check_vision(model, here.family if is_other else name, has_other_tower=is_other)
+        if shape is None:
+            find_plain_degrees(model, num_ranks)
+        else:
+            find_degrees(model, num_ranks, shape)
+    except ConfigError as error:
+        raise ConfigError(f"{model.name}: {str(error).replace('[model', f'[{path}')}") from None
+    if model.lora is not None:
+        _check_targets(here.directory, model.lora.target_modules, f"[{path}.lora] target_modules")
+    for key, why in _unused_keys(model, shape, has_replay=has_replay):
+        raise ConfigError(f"{model.name}: {key.format(path=path)} {why}; leave it out")
+
+
+def _check_targets(directory: Path, targets: Sequence[str], where: str) -> None:
+    """Check that adapters are for layers that this model or another one has.
+
+    Raises: ConfigError naming a layer that no model has, and the nearest name.
+    """
+    names = layer_names(directory)
+    if not names:
+        return
+    for target in targets:
+        if target not in names and target not in LORA_TARGETS:
+            near = difflib.get_close_matches(target, sorted(names), n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(names))}"
+            raise ConfigError(f"{where}: {directory} has no layer {target}; {hint}")
+
+
+def layer_names(directory: Path) -> set[str]:
+    """Last parts of the names of a model's linear layers; empty if its files cannot be read."""
+    try:
+        index = directory / "model.safetensors.index.json"
+        if index.is_file():
+            tensors = json.loads(index.read_text())["weight_map"]
+        else:
+            with (directory / "model.safetensors").open("rb") as file:
+                tensors = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    except (OSError, ValueError, KeyError, OverflowError):
+        return set()
+    names = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if name.endswith(".weight")}
+    return {name for name in names if not any(word in name for word in ("norm", "embed", "conv"))}
+
+
+def check_family(model: ModelFile, where: str) -> None:
+    """Check that the model is of a family of stretto or of the installed transformers.
+
+    Raises: ConfigError with the nearest names if it is of neither.
+    """
+    name, ours, file = model.family, get_args(Family), model.path
+    if name in ours or model.found.get("auto_map") or (theirs := _families_of_transformers()) is None:
+        return
+    if name in theirs:
+        return
+    if not name:
+        raise ConfigError(f"{where}: {file} has no model_type; copy the model's config.json here again")
+    near = difflib.get_close_matches(name, sorted({*ours, *theirs}), n=2)
+    meant = f"did you mean {' or '.join(near)}? Else install" if near else "correct it, or install"
+    raise ConfigError(
+        f'{where}: {file} has model_type = "{name}", a family neither of stretto (docs/add_a_model.md) nor of the '
+        f"installed transformers; {meant} a transformers that has it"
+    )
+
+
+def _families_of_transformers() -> set[str] | None:
+    """The families in the tables of the installed transformers, which is not imported; None if there are none."""
+    package = find_spec("transformers")
+    if package is None or package.origin is None:
+        return None
+    folder = Path(package.origin).parent / "models" / "auto"
+    with suppress(OSError):
+        texts = [file.read_text(encoding="utf-8") for file in folder.glob("*.py")]
+        return {name for text in texts for name in re.findall(r'"([a-z0-9_.-]+)"', text)} or None
+    return None
+
+
+def check_trainable(model: ModelFile, impl: str, where: str) -> None:
+    """Check that a model directory has weights that can be trained.
+
+    Raises: ConfigError for quantized ones.
+    """
+    quantization = model.found.get("quantization_config")
+    if not quantization:
+        return
+    method = quantization
+    if isinstance(quantization, dict):
+        is_loaded_so = any(str(key).startswith("load_in_") for key in quantization)
+        method = quantization.get("quant_method", "bitsandbytes" if is_loaded_so else "without quant_method")
+    if method == "mxfp4" and impl != "custom":  # transformers expands mxfp4
+        return
+    raise ConfigError(quantized_refusal(where, f"its config.json has quantization_config {method}", method))
+
+
+def quantized_refusal(where: str, found: str, method: str = "") -> str:
+    """The message about a quantized model that is to be trained."""
+    too = ", and this one as inference.model.name if engines are to compute with it" if method == "fp8" else ""
+    return f"{where}: {found}, and quantized weights cannot be trained; give the same model in bfloat16 here{too}"
+
+
+def check_engine_model(cfg: RLConfig) -> None:
+    """Check the engines' checkpoint, if it is not the one that is trained.
+
+    Raises: ConfigError if it is another network, or does not fit quantize_in_weight_transfer or [model.lora].
+    """
+    wire, served = cfg.weight_broadcast, cfg.weight_broadcast.engine_model
+    if cfg.inference is None or served is None:
+        check_quantize(wire.quantize_in_weight_transfer, served, is_quantized=served is not None)
+        return
+    there, here = None if cfg.model.scratch is not None else find_model(cfg.model.name), find_model(served)
+    if there is None or here is None:
+        return
+    _check_same_network(there.found, here.found, (cfg.model.name, served))
+    _check_tokens(there.directory, here.directory, (cfg.model.name, served))
+    quantization = here.found.get("quantization_config")
+    check_quantize(wire.quantize_in_weight_transfer, served, is_quantized=quantization is not None)
+    if quantization is None:
+        return
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if method != "fp8" or block != [128, 128]:
+        raise ConfigError(
+            f"inference.model = {served!r}: its quantization_config is {method}, and weights can be sent to engines in "
+            "fp8 of 128 x 128 blocks only; give such a checkpoint, or the model that is trained"
+        )
+    if cfg.model.lora is not None:
+        raise ConfigError(
+            f"inference.model = {served!r} has weights in 8 bits, and [model.lora] sends adapters, which engines add "
+            "to the weights that they were started with; leave one of the two out"
+        )
+
+
+def _check_tokens(there: Path, here: Path, names: tuple[str, str]) -> None:
+    """Check that two model directories have the same tokens, if both have a tokenizer on this machine."""
+    files = [directory / "tokenizer.json" for directory in (there, here)]
+    try:
+        texts = [file.read_bytes() for file in files]
+        if texts[0] != texts[1]:
+            _check_same_tokens(json.loads(texts[0]), json.loads(texts[1]), names)
+    except (OSError, ValueError):
+        return
+
+
+def check_quantize(quantizes: bool | None, engine_model: str | None, *, is_quantized: bool) -> None:
+    """Check weight_broadcast.quantize_in_weight_transfer against the engines' checkpoint.
+
+    Raises: ConfigError if the key says otherwise than its config.json.
+    """
+    if quantizes is None or quantizes == is_quantized:
+        return
+    key = f"weight_broadcast.quantize_in_weight_transfer = {str(quantizes).lower()}"
+    if quantizes:
+        what = (
+            f"{engine_model!r} has no quantization_config" if engine_model else "engines load the model that is trained"
+        )
+        raise ConfigError(
+            f"{key}: {what}, so its engines take weights as they are; give inference.model.name of a checkpoint in 8 "
+            "bits, or leave the key out"
+        )
+    raise ConfigError(
+        f"{key}: the engines' {engine_model!r} has weights in 8 bits and takes no others; leave the key out, or let "
+        "inference.model.name be the model that is trained"
+    )
+
+
+def _check_same_network(trained: Mapping[str, Any], served: Mapping[str, Any], names: tuple[str, str]) -> None:
+    """Check that two config.json describe one network; names: of the trained and served model.
+
+    Raises: ConfigError naming the first key that differs.
+    """
+    for table in (None, *_NESTED):
+        ours, theirs = (hf if table is None else hf.get(table) or {} for hf in (trained, served))
+        both = [key for key in _SAME_IF_BOTH if key in ours and key in theirs]
+        for key in (*_SAME, *both):
+            if ours.get(key) != theirs.get(key):
+                name = key if table is None else f"{table}.{key}"
+                raise ConfigError(
+                    f"inference.model = {names[1]!r} is not the network that is trained, {names[0]!r}: its config.json "
+                    f"has {name} = {theirs.get(key)!r}, that of the latter {ours.get(key)!r}; engines may load another "
+                    "precision of the same model only"
+                )
+
+
+def _check_same_tokens(trained: Mapping[str, Any], served: Mapping[str, Any], names: tuple[str, str]) -> None:
+    """Check that two tokenizer.json give texts the same ids; names as above.
+
+    Raises: ConfigError naming a token that differs.
+    """
+    ours, theirs = map(tokens_of, (trained, served))
+    if ours == theirs:
+        return
+    token = min(text for text in ours.keys() | theirs.keys() if ours.get(text) != theirs.get(text))
+    ids = [table.get(token, "none") for table in (theirs, ours)]
+    raise ConfigError(
+        f"inference.model = {names[1]!r} has another tokenizer than {names[0]!r}, which is trained: the id of "
+        f"{token!r} is {ids[0]} there and {ids[1]} here; engines may load another precision of the same model only"
+    )
+
+
+def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Text and id of every token."""
+    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+    # Byte pairs have a table of ids, unigrams a list of texts and scores.
+    ids = dict(vocab) if isinstance(vocab, Mapping) else {text: i for i, (text, _) in enumerate(vocab)}
+    return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+
+
+INSTALL_VLLM = "install vLLM: `pip install 'stretto[vllm]'` on a machine with GPUs, `make vllm` on one without"
+
+
+def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:
+    """Names of the models that a run loads, each with False if it needs only the tokenizer."""
+    teacher, trainer = cfg.teacher_inference, cfg.trainer
+    names = [] if cfg.model.scratch is not None else [cfg.model.name]
+    sections = (cfg.inference, teacher, *(each for each in cfg.models.values() if each.base_url is None))
+    names += [section.model for section in sections if section is not None and section.model]
+    names += [kl.model for kl in [trainer.loss.reference_kl] if kl is not None and kl.model]
+    names += [trainer.advantages.kl_model] if trainer.advantages and trainer.advantages.kl_model else []
+    names = [name for name in names if cfg.model.scratch is None or name != cfg.model.name]
+    tokenizers = [cfg.tokenizer.name] if cfg.tokenizer.name is not None else []
+    remote = {cfg.model.name} if cfg.service is not None else set()
+    models = [(name, name not in remote) for name in dict.fromkeys(names)]
+    return models + [(name, False) for name in tokenizers]
+
+
+def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
+    """Check that the engine supports this model.
+
+    is_cpu: engines run without GPUs.
+
+    Raises: ConfigError with what to do instead.
+    """
+    here = find_model(name)
+    if here is None:
+        return
+    model = ServedModel(here.directory, here.text)
+    if section.chosen_engine(has_gpu=not is_cpu, is_own=here.is_own) == "embedded":
+        if not here.is_own:
+            raise ConfigError(
+                f'{name}: inference.engine = "embedded" has no {model.family}; set "vllm", or leave it out'
+            )
+        return
+    model.check()
+    if is_cpu or section.device == "cpu":
+        model.check_on_cpu()
+
+
+def needs_vllm(section: InferenceSection, name: str) -> bool:
+    """Whether `auto` means vLLM because the embedded engine has no such family."""
+    return section.engine == "auto" and not has_own_family(find_config(name))
+
+
+def foreign_engines(cfg: RLConfig) -> list[str]:
+    """A line for the policy's engines if only transformers and vLLM have its family."""
+    section = cfg.inference
+    if section is None or cfg.model.scratch is not None:
+        return []
+    name = section.model or cfg.model.name
+    if not needs_vllm(section, name):
+        return []
+    here = find_model(name)
+    assert here is not None, "needs_vllm has read its config.json"
+    text = f"vLLM, as the embedded engine has no {here.family}; transformers computes it in the trainer (impl = hf)"
+    is_here = cfg.slurm is None and cfg.ray is None and cfg.deployment.type == "single_node"
+    return [text] if find_spec("vllm") is not None or not is_here else [f"NOT READY: {text}; {INSTALL_VLLM}"]
+
+
+def _unused_keys(model: ModelSection, shape: Shape | None, *, has_replay: bool) -> list[tuple[str, str]]:
+    """Keys that would have no effect on this model, and why."""
+    found = []
+    if model.indexer_kl_coeff is not None and (shape is None or shape.family not in SPARSE_FAMILIES):
+        why = f"has no effect: only {' and '.join(SPARSE_FAMILIES)} have indexers"
+        found.append((f"[{{path}}] indexer_kl_coeff = {model.indexer_kl_coeff:g}", why))
+    if shape is None:
+        why = "has no effect: transformers computes this model family, not our own modules"
+        if not model.moe_use_grouped_mm:
+            found.append(("[{path}] moe_use_grouped_mm = false", why))
+        if model.ep_comm_backend != "torch":
+            found.append((f'[{{path}}] ep_comm_backend = "{model.ep_comm_backend}"', why))
+        if model.fp8:
+            found.append(("[{path}] fp8 = true", why))
+        if has_replay:
+            found.append(("[trainer] enable_router_replay = true", why))
+    elif not shape.num_experts:
+        why = "has no effect: it is for mixtures of experts, and this model has no experts"
+        if model.ep_comm_backend != "torch":
+            found.append((f'[{{path}}] ep_comm_backend = "{model.ep_comm_backend}"', why))
+        if has_replay:
+            found.append(("[trainer] enable_router_replay = true", why))
+    return found

@@ -1,0 +1,129 @@
+"""Known faults of vLLM 0.32 for a model, by its config.json, so that they are reported early.
+
+The faults were found by running every family of docs/add_a_model.md in the CPU build: tests/contract/families. Those of
+CPUs were not tried on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import ConfigError
+from stretto.config.model_file import ModelFile
+from stretto.families.table import family_of, traits_of
+from stretto.families.traits import Traits
+
+CPU_BLOCK_SIZE = 32
+"""vLLM's CPU attention supports multiples of 32 only."""
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+EMBEDDED = 'use inference.engine = "embedded"'
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model directory as vLLM sees it."""
+
+    directory: Path
+    config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, directory: Path) -> ServedModel:
+        return cls(directory, ModelFile.read(directory).text)
+
+    @property
+    def family(self) -> str:
+        return family_of(self.config)
+
+    @property
+    def traits(self) -> Traits:
+        return traits_of(self.family)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether it caches one small vector per token (latent attention)."""
+        return self.config.get("kv_lora_rank") is not None
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some of its layers keep a state."""
+        return self.traits.is_recurrent
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether it has a vision tower."""
+        return self.config.get("vision_config") is not None
+
+    @property
+    def head_dim(self) -> int:
+        width = self.config.get("head_dim")
+        return width or self._number("hidden_size") // self._number("num_attention_heads")
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Numbers in the cache for one token, in all layers."""
+        layers = self._number("num_hidden_layers")
+        heads = self.config.get("num_key_value_heads") or self._number("num_attention_heads")
+        return 2 * layers * heads * self.head_dim
+
+    def _number(self, key: str) -> int:
+        """Raises: ConfigError if config.json does not give it."""
+        value = self.config.get(key)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{self.directory / 'config.json'}: {key} = {value!r} must be a number of 1 or more")
+        return value
+
+    def check(self) -> None:
+        """Check that vLLM computes the same as the model, on any device.
+
+        Raises: ConfigError if not.
+        """
+        if self.config.get("tie_word_embeddings") and self.traits.vllm.has_own_head:
+            raise ConfigError(
+                f"{self.directory}: its output head is the embedding (tie_word_embeddings), but vLLM gives a "
+                f"{self.family} a head of its own, into which nothing would be loaded; {EMBEDDED}, or a model with a "
+                "head (model.scratch.tie_word_embeddings = false)"
+            )
+        if self.has_vision:
+            self._check_vision()
+
+    def _check_vision(self) -> None:
+        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        file, way_out = self.directory / "config.json", f"add it, or {EMBEDDED}"
+        if not rope.get("mrope_interleaved"):
+            raise ConfigError(
+                f"{file}: rope_parameters has no mrope_interleaved = true, without which vLLM turns tokens of images "
+                f"by other positions than the model; {way_out}"
+            )
+        has_experts = self.config.get("num_experts") and not self.traits.vllm.always_normalises_gates
+        if has_experts and not self.config.get("norm_topk_prob"):
+            raise ConfigError(f"{file}: it has no norm_topk_prob = true, without which vLLM does not start; {way_out}")
+
+    def check_on_cpu(self) -> None:
+        """Check that vLLM's CPU build can run the model.
+
+        Raises: ConfigError if it cannot.
+        """
+        family, vllm = self.family, self.traits.vllm
+        faults = (
+            (self.traits.chooses_keys, f"does not let {family} choose the keys that it attends to"),
+            (
+                vllm.is_bfloat16_on_cpu,
+                f"computes the recurrent layers of {family} in bfloat16 only, and heads of some sizes only",
+            ),
+            (vllm.cpu_fault and (vllm.cpu_fault_key is None or self.config.get(vllm.cpu_fault_key)), vllm.cpu_fault),
+            (
+                self.is_latent,
+                "computes other log-probabilities than the model, by a tenth of a nat, with latent attention",
+            ),
+            (
+                self.head_dim not in CPU_HEAD_DIMS,
+                f"supports heads of {', '.join(map(str, CPU_HEAD_DIMS))} dimensions only, and this model's attention "
+                f"heads have {self.head_dim} dimensions",
+            ),
+        )
+        for is_found, what in faults:
+            if is_found:
+                raise ConfigError(f"{self.directory}: on a CPU vLLM {what}; {EMBEDDED}")

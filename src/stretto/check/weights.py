@@ -1,0 +1,284 @@
+"""Checks a model's files before anything starts: headers against config.json, and the tokenizer against the embedding.
+
+What needs no torch is found here. The comparison with the network itself runs once per model in a process of its own
+(models/fit.py). A model that is not on this machine yet is checked when it has been downloaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import ConfigError, DataError
+from stretto.base.files import cache_dir, read_json
+from stretto.check.models import check_trainable, models_of, quantized_refusal, tokens_of
+from stretto.config.model_file import ModelFile, read_model_file
+from stretto.config.root import EvalConfig, InferenceConfig, RLConfig, SFTConfig
+from stretto.config.sections.model import ModelSection
+from stretto.data.hub_model import find_local
+from stretto.data.weight_files import HeaderTensor, find_embedding, find_weight_files, read_weight_files
+from stretto.families.table import FAMILIES, family_of
+
+FIT_TIMEOUT_S = 600.0
+_WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "DistributedDataParallel", "_fsdp_wrapped_module.": "FSDP"}
+"""What wraps a model in a way that changes the names of its weights."""
+_PACKED = (".qweight", ".qzeros", ".absmax", ".quant_map", ".weight_packed")
+"""How names of tensors of quantized weights end."""
+_NUM_SAMPLES, _SAMPLE_BYTES = 256, 1 << 16
+_fits: dict[str, dict[str, list[str]]] = {}
+"""Results of models/fit.py, by config.json and headers: several checks of one command ask for the same model."""
+
+
+def check_weights_of(
+    cfg: RLConfig | SFTConfig | InferenceConfig | EvalConfig, *, is_dry_run: bool = False
+) -> list[str]:
+    """Check the files of the models that a command loads, as far as they are on this machine; returns warnings.
+
+    is_dry_run: a directory with a config.json and no weights is a warning, not an error.
+
+    Raises: ConfigError that says what is wrong with which model, and what to do.
+    """
+    if isinstance(cfg, InferenceConfig | EvalConfig):
+        return check_weights(cfg.model, "[model] name", None, is_dry_run=is_dry_run) if cfg.model else []
+    notes = []
+    model: ModelSection = cfg.model
+    if model.scratch is None and getattr(cfg, "service", None) is None:
+        notes += check_weights(model.name, "[model] name", model, is_dry_run=is_dry_run)
+    if isinstance(cfg, RLConfig):
+        for name, has_weights in models_of(cfg):
+            if has_weights and name != model.name:
+                notes += check_weights(name, "model", None, is_dry_run=is_dry_run)
+    if cfg.tokenizer.name is not None and model.scratch is None:
+        notes += _check_other_tokenizer(model.name, cfg.tokenizer.name)
+    return notes
+
+
+def check_weights(name: str, key: str, trained: ModelSection | None, *, is_dry_run: bool = False) -> list[str]:
+    """Check the files of one model; returns warnings.
+
+    key: the key that names it. trained: [model] if it is trained; None if it is served as it is.
+
+    Raises: ConfigError as `check_weights_of`.
+    """
+    where = f"{key} = {name!r}"
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        raise ConfigError(
+            f"{where}: a GGUF file can neither be trained nor served here; give the directory of safetensors files "
+            "from which it was made"
+        )
+    directory = find_local(name)
+    if directory is None or not (directory / "config.json").is_file():
+        return []
+    if is_dry_run and not _has_files(directory):
+        return [f"NOT READY: {where}: {directory} has a config.json and no weights"]
+    try:
+        found = read_weight_files(directory)
+    except DataError as error:
+        way_out = "" if "; " in str(error) else "; fetch or copy the model again, whole"
+        raise ConfigError(f"{where}: {error}{way_out}") from None
+    tensors = {each: tensor for file in found.values() for each, tensor in file.tensors.items()}
+    model = ModelFile.read(directory)
+    config = model.found
+    if trained is not None:
+        check_trainable(model, trained.impl, where)
+    _check_names(where, tensors, is_trained=trained is not None)
+    _check_embedding(where, config, tensors)
+    notes = check_tokens(where, directory, config, tensors)
+    return notes + _check_fit(where, directory, config, tensors, trained)
+
+
+def _has_files(directory: Path) -> bool:
+    """Whether a directory has files of weights; also those of other kinds, and damaged ones."""
+    try:
+        return bool(find_weight_files(directory))
+    except DataError as error:
+        return "there are no weights" not in str(error) or ", but " in str(error)
+
+
+def _check_names(where: str, tensors: Mapping[str, HeaderTensor], *, is_trained: bool) -> None:
+    """Raises: ConfigError for names of a wrapped model, and for quantized weights that are to be trained."""
+    for prefix, wrapper in _WRAPPERS.items():
+        if wrapped := [name for name in tensors if name.startswith(prefix) or f".{prefix}" in name]:
+            raise ConfigError(
+                f"{where}: {len(wrapped)} of its {len(tensors)} tensors have {prefix!r} in their names "
+                f"({wrapped[0]}): they were saved from a model that {wrapper} wraps; save the model inside of it, or "
+                f"write the files again with {prefix!r} removed from every name"
+            )
+    packed = next((name for name in tensors if name.endswith(_PACKED)), None)
+    if is_trained and packed is not None:
+        raise ConfigError(quantized_refusal(where, f"its tensor {packed!r} is quantized"))
+
+
+def _check_embedding(where: str, config: Mapping[str, Any], tensors: Mapping[str, HeaderTensor]) -> None:
+    """Check the rows of the embedding, and that a model with tied embeddings has no other output head in its files.
+
+    Raises: ConfigError for rows that are not vocab_size, and for a head that would be dropped.
+    """
+    text = dict(config) | (config.get("text_config") or {})
+    head = tensors.get("lm_head.weight")
+    embedding = find_embedding(tensors)
+    rows = text.get("vocab_size")
+    if embedding is not None and isinstance(rows, int) and embedding.shape[0] != rows:
+        raise ConfigError(
+            f"{where}: its embedding has {embedding.shape[0]} rows, and config.json says vocab_size = {rows}; set "
+            f"vocab_size = {embedding.shape[0]} if the weights are the right ones, else copy both from one place again"
+        )
+    if not text.get("tie_word_embeddings") or head is None or embedding is None:
+        return
+    if not _are_equal(head, embedding):
+        raise ConfigError(
+            f"{where}: {head.file.name} has a lm_head.weight that differs from the embedding, and config.json says "
+            "tie_word_embeddings = true, so that it would be dropped; set tie_word_embeddings = false in config.json "
+            "if the head belongs to the model, else remove the tensor from the file"
+        )
+
+
+def _are_equal(one: HeaderTensor, other: HeaderTensor) -> bool:
+    """Whether two tensors are equal, by up to _NUM_SAMPLES parts of them at equal distances."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    step = max(_SAMPLE_BYTES, one.num_bytes // _NUM_SAMPLES)
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        for at in range(0, one.num_bytes, step):
+            length = min(_SAMPLE_BYTES, one.num_bytes - at)
+            first.seek(one.offset + at)
+            second.seek(other.offset + at)
+            if first.read(length) != second.read(length):
+                return False
+    return True
+
+
+# -- the tokenizer --
+
+
+def check_tokens(
+    where: str, directory: Path, config: Mapping[str, Any], tensors: Mapping[str, HeaderTensor]
+) -> list[str]:
+    """Check that every token has a row in the embedding; more rows than tokens are usual. Returns warnings.
+
+    directory: that of the tokenizer. config, tensors: those of the model.
+
+    Raises: ConfigError if tokens without a row are of the vocabulary, or every conversation has them.
+    """
+    num_rows = (dict(config) | (config.get("text_config") or {})).get("vocab_size")
+    if not isinstance(num_rows, int) or not (directory / "tokenizer.json").is_file():
+        return []
+    try:
+        tokenizer = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+        ids = tokens_of(tokenizer)
+        added = {token["content"] for token in tokenizer.get("added_tokens") or ()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []  # `load_tokenizer` says what is wrong with it
+    beyond = sorted((token for token in ids if ids[token] >= num_rows), key=lambda token: ids[token])
+    if not beyond:
+        return []
+    needed = [token for token in beyond if token not in added or token in _conversation_tokens(directory)]
+    shown = (needed or beyond)[-1]
+    text = (
+        f"{where}: its tokenizer has {len(beyond)} token{'s' * (len(beyond) > 1)} without a row in the embedding, "
+        f"which has {num_rows} (vocab_size of config.json): {shown!r} is id {ids[shown]}"
+    )
+    way_out = (
+        "resize the embedding and save the model again (transformers: "
+        "model.resize_token_embeddings(len(tokenizer))), or give the tokenizer that the model was trained with"
+    )
+    if needed:
+        raise ConfigError(f"{text}; {way_out}")
+    return [f"{text}; a prompt with it is refused: {way_out}"]
+
+
+def _conversation_tokens(directory: Path) -> str:
+    """The texts from which a conversation's special tokens come: chat template, first and end token."""
+    config = read_json(directory / "tokenizer_config.json")
+    template = directory / "chat_template.jinja"
+    texts = [config.get(key) for key in ("chat_template", "bos_token", "eos_token")]
+    return json.dumps(texts, ensure_ascii=False) + (
+        template.read_text(encoding="utf-8", errors="replace") if template.is_file() else ""
+    )
+
+
+def _check_other_tokenizer(name: str, tokenizer: str) -> list[str]:
+    """The same for the tokenizer of tokenizer.name; returns warnings."""
+    model, directory = find_local(name), find_local(tokenizer, has_weights=False)
+    if model is None or directory is None or not (model / "config.json").is_file():
+        return []
+    return check_tokens(f"[tokenizer] name = {tokenizer!r}", directory, read_model_file(model), {})
+
+
+# -- the network --
+
+
+def _check_fit(
+    where: str,
+    directory: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, HeaderTensor],
+    trained: ModelSection | None,
+) -> list[str]:
+    """Compare names and shapes with the network of config.json; returns warnings.
+
+    Raises: ConfigError with all differences.
+    """
+    is_ours = family_of(config) in FAMILIES
+    quantization = config.get("quantization_config") or {}
+    if not is_ours and (trained is None or trained.trust_remote_code or quantization):
+        return []  # vLLM, or code of the model's authors, decides
+    if is_ours and trained is None and quantization and quantization.get("quant_method") != "fp8":
+        return []  # vLLM computes with them
+    impl = "auto" if trained is None else trained.impl
+    if quantization and impl != "custom" and trained is not None:
+        return []  # transformers expands them
+    found = _fit(directory, impl, tensors)
+    if faults := found["faults"]:
+        raise ConfigError(f"{where}: {'; '.join(_without_directory(faults, directory))}")
+    return [f"{where}: {note}" for note in found["notes"]]
+
+
+def _without_directory(faults: list[str], directory: Path) -> Iterator[str]:
+    """The faults without the model's directory, which the message names already."""
+    return (fault.removeprefix(f"{directory}: ") for fault in faults)
+
+
+def _fit(directory: Path, impl: str, tensors: Mapping[str, HeaderTensor]) -> dict[str, list[str]]:
+    """The result of models/fit.py, which imports torch, for these headers.
+
+    That nothing is wrong is kept in the user's cache, for as long as the modules of models stay as they are.
+
+    Raises: ConfigError if that process fails.
+    """
+    names = sorted((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+    text = (directory / "config.json").read_text()
+    key = hashlib.sha256(json.dumps([impl, text, names, _newest_module()]).encode()).hexdigest()
+    kept = cache_dir() / "fits" / key
+    if key not in _fits and kept.is_file():
+        _fits[key] = {"faults": [], "notes": []}
+    if (known := _fits.get(key)) is not None:
+        return known
+    words = [sys.executable, "-m", "stretto.models.fit", str(directory), impl]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=FIT_TIMEOUT_S, check=True)
+        _fits[key] = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as cause:
+        last = (getattr(cause, "stderr", "") or str(cause)).strip().splitlines()[-1:]
+        raise ConfigError(
+            f"{directory}: its weights could not be compared with config.json: {' '.join(last)}"
+        ) from cause
+    if not _fits[key]["faults"] and not _fits[key]["notes"]:
+        with contextlib.suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.touch()
+    return _fits[key]
+
+
+def _newest_module() -> list[float | str]:
+    """When a module of models was changed last, and the version of transformers."""
+    modules = (Path(__file__).parents[1] / "models").rglob("*.py")
+    return [max(module.stat().st_mtime for module in modules), version("transformers")]
