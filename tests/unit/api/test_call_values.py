@@ -11,6 +11,7 @@ import pytest
 import stretto
 from stretto.api.given.files import Given
 from stretto.api.given.settings import KEYS, TRL, call_of
+from stretto.api.verbs import in_python
 from stretto.base.errors import ConfigError
 from stretto.config.root import EvalConfig, RLConfig, SFTConfig
 from stretto.config.section import all_paths
@@ -134,3 +135,10 @@ def test_the_columns_of_sft_are_found() -> None:
     assert values_of("sft", dataset=[{"messages": []}])["data"] == {"name": "{given}/rows.jsonl"}
     with pytest.raises(ConfigError, match="sft reads `messages`, or `prompt` and `completion`"):
         stretto.sft(dataset=[{"text": "a"}])
+
+
+def test_messages_name_keywords_in_place_of_flags() -> None:
+    text = "Continue it with --resume from step 3, or --resume.step 2; delete it with --clean, or give --run.name."
+    assert in_python(text) == (
+        "Continue it with resume=True from step 3, or --resume.step 2; delete it with clean=True, or give name=."
+    )
