@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import ledger_runs
 import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from yarl import URL
 
 from stretto.base.paths import RunDir
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
@@ -196,6 +198,14 @@ async def test_files_to_save_are_whole_and_harmless(page: TestClient) -> None:
     assert len(table) == 21 and table[0].startswith("rollout,step,env") and table[1].startswith("g19.0,")
     routes = await (await page.get("/api/view")).json()
     assert {"/api/run/{run}/rollouts", "/api/run/{run}/rollout.html", "/api/view"} <= {row["address"] for row in routes}
+
+
+async def test_every_address_that_the_document_shows_answers(page: TestClient) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "seeing.md").read_text()
+    shown = re.findall(r"curl (?:-OJ )?'http://127\.0\.0\.1:8765(/api/[^']*)'", text)
+    assert len(shown) == 6
+    for address in shown:
+        assert (await page.get(URL(address.replace("/demo/", "/told/"), encoded=True))).status == 200, address
 
 
 async def test_a_chat_is_only_on_a_page_that_asks_for_a_token(page: TestClient) -> None:
