@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -183,7 +184,7 @@ def _sending(name: str, file: export.File) -> Handler:
     async def handler(request: web.Request) -> web.Response:
         run = await _run_of(request)
         body = await asyncio.to_thread(file.write, run, request.query)
-        saved = f"{run.name}-{name}".encode("ascii", "replace").decode().replace("?", "_").replace('"', "_")
+        saved = re.sub(r"[^\w.-]", "_", f"{run.name}-{name}", flags=re.ASCII)
         headers = {"Content-Disposition": f'attachment; filename="{saved}"'}
         return web.Response(text=body, content_type=file.content_type, charset="utf-8", headers=headers)
 

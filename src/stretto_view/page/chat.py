@@ -138,9 +138,7 @@ class Chat:
                 raise ConfigError(f"{run.dir}: the run does not go on, so it has no engines; start one on its weights.")
             addresses, key = run.engines()
             if not addresses:
-                raise ConfigError(
-                    f"{run.dir.config('run')}: orchestrator.client.base_url is missing; it has no engines."
-                )
+                raise ConfigError(f"{run.dir.config('run')}: no orchestrator.client.base_url, or it is another user's.")
             return addresses[0].rstrip("/"), key
         if self._engine is None or not self._engine.run == run.path:
             raise ConfigError("no engine is started on weights of this run.")

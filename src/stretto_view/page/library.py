@@ -54,9 +54,16 @@ class OpenRun(Run):
     def engines(self) -> tuple[list[str], str | None]:
         """Addresses of the engines that the run's config names, and their key: its own, the environment's, or derived.
 
-        The first address answers chats; with a router the others are the engines behind it.
+        The first address answers chats; with a router the others are the engines behind it. None for a run of another
+        user: its config could send our key to any address.
         """
-        settings = json.loads(self.dir.config("run").read_text())  # `config` masks keys
+        file = self.dir.config("run")
+        try:
+            if file.stat().st_uid != os.geteuid():
+                return [], None
+            settings = json.loads(file.read_text())  # `config` masks keys
+        except (OSError, ValueError):  # the views say what is wrong with it
+            return [], None
         client = (settings.get("orchestrator") or {}).get("client") or {}
         named = client.get("base_url") or []
         key = (settings.get("inference") or {}).get("api_key") or os.environ.get(client.get("api_key_var") or _KEY_VAR)

@@ -156,3 +156,13 @@ async def test_each_engine_says_what_it_does_and_one_that_is_gone_breaks_nothing
     assert (busy["running"], busy["waiting"], busy["cache"], busy["version"]) == (3.0, 0.0, 0.25, 7.0)
     assert busy["tokens_per_s"] > 0 and "does not answer" in gone["error"]
     assert sum((await asyncio.to_thread(now.staleness, opened) or {}).values()) == pytest.approx(1.0)
+
+
+async def test_a_run_of_another_user_is_not_told_our_key(
+    page: TestClient, run: RunDir, engine: tuple[SmallEngine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    body = {"place": "live", "messages": [{"role": "user", "content": "x"}]}
+    answer = await page.post("/api/run/talks/chat", json=body)
+    assert answer.status == 400 and "another user's" in (await answer.json())["error"]
+    assert await asyncio.to_thread(now.engines, OpenRun(run.path)) == [] and engine[0].keys == []
