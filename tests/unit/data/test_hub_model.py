@@ -12,7 +12,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from cases.hub_models import GREETING, save_model
-from hub_site import TOKEN, open_hub
+from cases.hub_site import TOKEN, open_hub
 
 from stretto import dry_run
 from stretto.base.errors import ConfigError
