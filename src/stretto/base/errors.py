@@ -19,6 +19,11 @@ cause. The name of another process stands before it."""
 class StrettoError(Exception):
     """Something is wrong outside our own code; the command line prints it without a traceback."""
 
+    def __init__(self, *args: object, reason: str | None = None) -> None:
+        """reason: which reason of records/outcomes.py a rollout ends for; None: that of the error's class."""
+        super().__init__(*args)
+        self.reason = reason
+
 
 class ConfigError(StrettoError):
     """The user must change a setting or a command."""

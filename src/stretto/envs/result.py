@@ -25,6 +25,7 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     agent_rewards: dict[str, float] = {}  # by agent, if several agents have different rewards
     metrics: dict[str, float] = {}
     is_truncated: bool = False  # a limit of the environment (turns, time) ended it; the reward is valid
+    is_timeout: bool = False  # a time limit of the environment ended it: `timeout_is` says what that means
     branch_rewards: tuple[float, ...] = ()  # of the sequences of `ctx.keep`, if each has its own
     note: Any = None  # passed to `score_group`; stored nowhere, None in worker processes
 
@@ -37,8 +38,9 @@ def checked_result(returned: Any, where: str) -> RolloutResult:
     if not isinstance(returned, RolloutResult):
         kind = type(returned).__name__
         raise EnvError(f"{where} returned {kind}, not a RolloutResult(reward=...): {describe_value(returned)}")
-    if not _is_flag(returned.is_truncated):
-        raise EnvError(f"{where}: is_truncated is {describe_value(returned.is_truncated)}; give True or False")
+    for name in ("is_truncated", "is_timeout"):
+        if not _is_flag(flag := getattr(returned, name)):
+            raise EnvError(f"{where}: {name} is {describe_value(flag)}; give True or False")
     return RolloutResult(
         reward=checked_reward(returned.reward, where, "its reward"),
         agent_rewards={
@@ -50,6 +52,7 @@ def checked_result(returned: Any, where: str) -> RolloutResult:
             for name, value in _named_values(returned.metrics, where, "metrics")
         },
         is_truncated=bool(returned.is_truncated),
+        is_timeout=bool(returned.is_timeout),
         branch_rewards=tuple(
             checked_reward(value, where, f"branch_rewards[{index}]")
             for index, value in enumerate(returned.branch_rewards)

@@ -22,6 +22,7 @@ from stretto.ledger.schema import ENV_S, column, scalar
 from stretto.ledger.stored_images import with_patches
 from stretto.ledger.token_file import Payload, Place, load_payload, load_turns
 from stretto.records.images import Image
+from stretto.records.outcomes import Reason
 from stretto.records.partial import PartialRollout, latest_turns, turns_up_to
 from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
 
@@ -281,4 +282,5 @@ def _rollout(
         finished_at=row["finished_at"] or 0.0,
         error=row["error"],
         dropped_by=row["dropped_by"],
+        reason=None if row["reason"] is None else Reason(row["reason"]),
     )

@@ -12,8 +12,9 @@ States of a draw (a task and its group):
 A rewind moves shipped, dropped and failed draws of undone steps back to finished or drawn.
 
 Status of a rollout row: running -> finished | truncated | failed | dropped (cancelled) | lost (its process died, or its
-weights were undone). A finished or truncated one with `dropped_by` was dropped by that filter. A rollout that is run
-again gets a new row; the newest row that is not lost counts.
+weights were undone). `reason` says why it ended (records/outcomes.py); NULL: by itself. A finished or truncated one
+with `dropped_by` was dropped by that filter. A rollout that is run again gets a new row; the newest row that is not
+lost counts.
 
 States of a batch: shipped -> trained, undone. States of a version: published -> loaded, undone.
 """
@@ -48,7 +49,7 @@ CREATE TABLE rollouts (
     status TEXT NOT NULL, version INTEGER, first_version INTEGER, last_version INTEGER,
     reward REAL, advantage REAL, num_turns INTEGER, num_tokens INTEGER, num_sampled_tokens INTEGER,
     started_at REAL, finished_at REAL, error TEXT, metrics TEXT,
-    segment INTEGER, offset INTEGER, length INTEGER, crc INTEGER, dropped_by TEXT
+    segment INTEGER, offset INTEGER, length INTEGER, crc INTEGER, dropped_by TEXT, reason TEXT
 );
 CREATE INDEX rollouts_of_group ON rollouts (group_id);
 CREATE INDEX rollouts_of_segment ON rollouts (segment) WHERE segment IS NOT NULL;
@@ -82,12 +83,8 @@ CREATE TABLE events (
 );
 """
 
-HAS_DROPPED_BY = "SELECT count(*) FROM pragma_table_info('rollouts') WHERE name = 'dropped_by'"
-# For readers of a ledger whose writer did not know the column; temporary views hide what they are named after.
-WITHOUT_DROPPED_BY = """
-CREATE TEMP VIEW rollouts AS SELECT *, NULL AS dropped_by FROM main.rollouts;
-CREATE TEMP VIEW live_rollouts AS SELECT *, NULL AS dropped_by FROM main.live_rollouts;
-"""
+LATER_COLUMNS = ("dropped_by", "reason")
+"""Columns of `rollouts` that a ledger of an older stretto does not have: NULL in its rows."""
 SHOWN_STATUS = "CASE WHEN r.dropped_by IS NULL THEN r.status ELSE 'dropped' END"
 """The status of a row of `rollouts r` as people see it."""
 
@@ -110,8 +107,8 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         if scalar(connection, "SELECT count(*) FROM sqlite_master") == 0:
             connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {SCHEMA}; COMMIT;")
         _check_schema(connection, path)
-        if not scalar(connection, HAS_DROPPED_BY):
-            connection.execute("ALTER TABLE rollouts ADD COLUMN dropped_by TEXT")
+        for name in _missing_columns(connection):
+            connection.execute(f"ALTER TABLE rollouts ADD COLUMN {name} TEXT")
         connection.execute(INDEXES)
         connection.execute(stored_images.TABLE)
     except sqlite3.DatabaseError as cause:
@@ -141,11 +138,18 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         connection = sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True, isolation_level=None, timeout=30.0)
         connection.row_factory = sqlite3.Row
         _check_schema(connection, path)
-        if not scalar(connection, HAS_DROPPED_BY):
-            connection.executescript(WITHOUT_DROPPED_BY)
+        if missing := _missing_columns(connection):
+            nulls = ", ".join(f"NULL AS {name}" for name in missing)
+            for table in ("rollouts", "live_rollouts"):  # a temporary view hides what it is named after
+                connection.execute(f"CREATE TEMP VIEW {table} AS SELECT *, {nulls} FROM main.{table}")
     except sqlite3.DatabaseError as cause:
         raise to_error(path, cause) from cause
     return connection
+
+
+def _missing_columns(connection: sqlite3.Connection) -> list[str]:
+    known = column(connection, "SELECT name FROM pragma_table_info('rollouts')")
+    return [name for name in LATER_COLUMNS if name not in known]
 
 
 def _check_schema(connection: sqlite3.Connection, path: Path) -> None:

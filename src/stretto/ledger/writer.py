@@ -26,6 +26,7 @@ from stretto.base.paths import KEPT, RunDir
 from stretto.ledger import reuse, schema, stored_images
 from stretto.ledger.kept import Limits, deletable_segments, keep_samples, mark_deleted
 from stretto.ledger.token_file import Place, SegmentWriter
+from stretto.records.outcomes import Reason
 from stretto.records.partial import PartialRollout, Turn
 from stretto.records.rollout import Group, Rollout, Task
 
@@ -41,7 +42,7 @@ TURN_COMMIT_INTERVAL_S = 0.05  # turns that end within it are one commit
 _COLUMNS = (
     "row, group_id, member, incarnation, status, version, first_version, last_version, reward, advantage, "
     "num_turns, num_tokens, num_sampled_tokens, started_at, finished_at, error, metrics, "
-    "segment, offset, length, crc, dropped_by"
+    "segment, offset, length, crc, dropped_by, reason"
 )
 _FINISH = f"INSERT OR REPLACE INTO rollouts ({_COLUMNS}) VALUES ({', '.join('?' * (_COLUMNS.count(',') + 1))})"
 
@@ -203,7 +204,8 @@ class Ledger:
             )
             # The plus makes SQLite use the index of the group, which has few rows, not that of all running ones.
             self._db.execute(
-                "UPDATE rollouts SET status = 'dropped' WHERE group_id = ? AND +status = 'running'", (group_id,)
+                "UPDATE rollouts SET status = 'dropped', reason = ? WHERE group_id = ? AND +status = 'running'",
+                (str(Reason.CANCELLED), group_id),
             )
         for member in self._running.pop(group_id, {}):
             self._turns.pop((group_id, member), None)
@@ -394,7 +396,7 @@ class Ledger:
             first_version, max(versions, default=None), float(rollout.reward), float(advantage),
             rollout.num_turns, num_tokens, num_sampled_tokens,
             rollout.started_at or started, rollout.finished_at, rollout.error, _json(_with_env_s(rollout)), *place,
-            rollout.dropped_by,
+            rollout.dropped_by, rollout.reason and str(rollout.reason),
         )  # fmt: skip
 
     def _append_images(self, group: Group) -> list[tuple[Any, ...]]:

@@ -68,6 +68,12 @@ completion/truncated_share | 0 to 1 | Rollouts that reached a limit of tokens. |
 groups/drawn | groups | Groups started since the last batch.
 groups/failed | groups | Groups dropped since the last batch because rollouts failed. | Should be
     0; `stretto rollouts RUN --failed` has the reasons.
+outcomes/<reason> | 0 to 1 | Rollouts that ended for this reason, of all that ended since the last batch. | The reasons
+    are the table in [environments](environments.md#how-a-rollout-can-end).
+outcomes/left_out | 0 to 1 | Rollouts that infrastructure ended: they are not trained and not in the baseline.
+outcomes/left_out_long | 0 to 1 | The same share, of the rollouts with more sampled tokens than the median. | Well above
+    `outcomes/left_out_short`, long rollouts are lost more often, and what is trained is no fair sample.
+outcomes/left_out_short | 0 to 1 | The same share, of the other rollouts.
 groups/rejected | groups | Groups that a filter or a function of yours has rejected since the last batch.
 groups/zero_signal_share | 0 to 1 | Finished groups in which all advantages are 0. | Near 1 tasks are too easy
     or too hard for the policy.

@@ -10,6 +10,7 @@ import numpy as np
 
 from stretto.records.generate import VersionSpan
 from stretto.records.images import Image
+from stretto.records.outcomes import Reason
 from stretto.records.support import Support
 
 
@@ -78,6 +79,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     env_s: float = 0.0  # seconds in which it ran and waited for no engine: its environment's turns and reward
     error: str | None = None
     dropped_by: str | None = None  # the filter that keeps it from training, whatever its status
+    reason: Reason | None = None  # why it ended, of records/outcomes.py; None: by itself
+    num_lost_tokens: int = 0  # sampled ones of a failed rollout, whose branches are not kept
 
     @property
     def is_counted(self) -> bool:

@@ -151,6 +151,10 @@ class TrainEnvSection(EnvSection):
     """Deadline of one of its rollouts; None: the run's."""
     max_rollout_retries: int | None = Field(None, ge=0)
     """Times that one of its failed rollouts is tried again; None: as the run's."""
+    timeout_is: Literal["score", "zero", "fail"] = "score"
+    """What a rollout is worth whose time is over (a time limit of the environment, or rollout_timeout_s during a reply
+    that is not its first). "score": the environment's reward for what is there; "zero": reward 0; both are trained and
+    in the baseline, so that running out of time is nothing to be learned. "fail": neither."""
     curriculum: CurriculumSection | None = None
     """Which of its tasks are drawn, and which of its groups are trained on; None: as [orchestrator.curriculum]."""
 

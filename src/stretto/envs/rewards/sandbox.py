@@ -39,6 +39,7 @@ from typing import Literal
 from stretto.base.errors import ConfigError, EnvError
 from stretto.base.process import num_cores
 from stretto.envs.rewards.sandbox_keeper import remove
+from stretto.records.outcomes import Reason
 
 logger = logging.getLogger(__name__)
 Backend = Literal["bubblewrap", "subprocess"]
@@ -151,14 +152,16 @@ class Sandbox:
             async with asyncio.timeout(self.limits.wall_s + GRACE_S):
                 answer, errors = await keeper.communicate(json.dumps(request).encode())
         except TimeoutError as cause:
-            raise EnvError(f"sandbox: no answer {GRACE_S:g} s after the program's time limit") from cause
+            text = f"sandbox: no answer {GRACE_S:g} s after the program's time limit"
+            raise EnvError(text, reason=Reason.SANDBOX_LOST) from cause
         finally:
             await asyncio.shield(_end(keeper))
         if keeper.returncode != 0 or not answer:
-            raise EnvError(f"the sandbox cannot be built: {errors.decode(errors='replace')[-500:]}")
+            text = f"the sandbox cannot be built: {errors.decode(errors='replace')[-500:]}"
+            raise EnvError(text, reason=Reason.SANDBOX_LOST)
         fields = json.loads(answer)
         if trouble := fields.pop("trouble"):
-            raise EnvError(f"the sandbox cannot be built: {trouble.strip()}")
+            raise EnvError(f"the sandbox cannot be built: {trouble.strip()}", reason=Reason.SANDBOX_LOST)
         return SandboxResult(**fields)
 
 

@@ -128,6 +128,7 @@ class EpisodeSessions:
                 session.is_limited or session.trace.is_truncated or session.trace.is_timeout
                 for session in self._sessions
             ),
+            is_timeout=any(session.trace.is_timeout for session in self._sessions),
         )
 
 

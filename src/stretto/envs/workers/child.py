@@ -193,7 +193,8 @@ class Worker:
         except asyncio.CancelledError:
             data = packed(CallFailed(call=number, kind="EngineError", text="the call was cancelled"))
         except StrettoError as error:
-            data = packed(CallFailed(call=number, kind=error_kind(error), text=str(error)))
+            failure = CallFailed(call=number, kind=error_kind(error), text=str(error), reason=error.reason)
+            data = packed(failure)
         finally:
             self._calls.pop(number, None)
         self._writer.write(data)

@@ -57,6 +57,7 @@ from stretto.envs.workers.wire import (
     receive_blocking,
     task_at,
 )
+from stretto.records.outcomes import Reason
 from stretto.records.rollout import Task
 
 logger = logging.getLogger(__name__)
@@ -255,7 +256,7 @@ class Pool:
             if ready := [each for each in self.workers if each.state is WorkerState.READY and each.writer]:
                 return min(ready, key=lambda worker: len(worker.calls))
             if self._failure is not None:
-                raise EnvError(self._failure)
+                raise EnvError(self._failure, reason=Reason.WORKER_LOST)
             self._has_changed.clear()
             await self._has_changed.wait()
 
@@ -351,7 +352,8 @@ class Pool:
                     if call is None or call.result.done():
                         continue
                     if isinstance(message, CallFailed):
-                        call.result.set_exception(error_from(message.kind, message.text))
+                        error = error_from(message.kind, message.text, message.reason)
+                        call.result.set_exception(error)
                     else:
                         call.result.set_result(message)
         await self._wait_for(worker)
@@ -368,9 +370,11 @@ class Pool:
             if call.result.done():
                 continue
             if number == blamed_call:
-                call.result.set_exception(EnvError(f"environment {self._opening.name}: {reason}"))
+                text = f"environment {self._opening.name}: {reason}"
+                call.result.set_exception(EnvError(text, reason=Reason.WORKER_HUNG))
             else:
-                call.result.set_exception(EngineError(f"lost with its worker: {reason}"))
+                text = f"lost with its worker: {reason}"
+                call.result.set_exception(EngineError(text, reason=Reason.WORKER_LOST))
         worker.calls.clear()
 
     async def close(self) -> None:

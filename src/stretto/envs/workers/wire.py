@@ -156,6 +156,7 @@ class CallFailed(_Message, frozen=True):
     call: int
     kind: str
     text: str
+    reason: str | None = None  # of records/outcomes.py
 
 
 class Heartbeat(_Message, frozen=True):
@@ -173,9 +174,9 @@ def error_kind(error: StrettoError) -> str:
     return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), "EnvError")
 
 
-def error_from(kind: str, text: str) -> StrettoError:
-    """The error that a name and a text from the wire stand for."""
-    return _KINDS.get(kind, EnvError)(text)
+def error_from(kind: str, text: str, reason: str | None = None) -> StrettoError:
+    """The error that a name, a text and a reason from the wire stand for."""
+    return _KINDS.get(kind, EnvError)(text, reason=reason)
 
 
 # -- bytes --

@@ -42,6 +42,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from stretto.ledger.writer import Ledger
+from stretto.orchestrator.groups.ends import Ends
 from stretto.records.partial import PartialRollout
 from stretto.records.rollout import Group, Task
 
@@ -123,6 +124,7 @@ class Counts:
     zero_signal: int = 0
     rejected: int = 0
     stale: int = 0
+    ends: Ends = field(default_factory=Ends)  # of rollouts, by reason and length
     flags: Counter[str] = field(default_factory=Counter)  # rollouts by the filter that flagged them
 
 

@@ -27,6 +27,7 @@ from stretto.envs.base import Environment, OutOfContext, SingleTurnEnv
 from stretto.orchestrator.rollout.continuation import Interruption
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan
 from stretto.records.images import Image
+from stretto.records.outcomes import Reason
 from stretto.records.partial import ABORTED, PartialRollout
 from stretto.records.rollout import Task
 
@@ -199,7 +200,8 @@ class PlaySettings:
         room = self.seq_len - num_prompt_tokens
         if room < 1:
             raise OutOfContext(
-                f"{num_prompt_tokens} prompt tokens leave no room for a reply in seq_len = {self.seq_len}"
+                f"{num_prompt_tokens} prompt tokens leave no room for a reply in seq_len = {self.seq_len}",
+                reason=Reason.CONTEXT_FULL,
             )
         sampling = self.sampling
         max_tokens = overrides.pop("max_tokens", None) or sampling.max_completion_tokens or room

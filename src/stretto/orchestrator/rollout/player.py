@@ -41,7 +41,11 @@ from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_i
 from stretto.orchestrator.rollout.recorder import Budget, Recorder
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest, member_seed
+from stretto.records.outcomes import OUTCOMES, Cause, Reason, TimeoutIs, Treatment, reason_of, treatment_of
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
+
+SCORING_SHARE = 0.1
+"""After rollout_timeout_s, this share of it is left to score what is there."""
 
 
 @dataclass
@@ -54,6 +58,10 @@ class MemberResults:
     started_at: float = field(default_factory=time.time)
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     causes: dict[int, str] = field(default_factory=dict)  # of the latest failed attempt, by member
+    reasons: dict[int, Reason] = field(default_factory=dict)  # of the same
+    num_lost_tokens: dict[int, int] = field(default_factory=dict)  # sampled in the same
+    budgets: dict[int, Budget] = field(default_factory=dict)  # of the latest attempt, by member
+    has_replies: bool = False  # the replies of a group of one turn are there
 
     @property
     def missing(self) -> list[int]:
@@ -67,7 +75,7 @@ class MemberResults:
         result: RolloutResult,
         *,
         rollout_id: str,
-        is_truncated: bool,
+        reason: Reason | None,
         num_turns: int,
         env_s: float,
     ) -> None:
@@ -77,7 +85,8 @@ class MemberResults:
             group_id=self.draw.group_id,
             member=member,
             task=self.draw.task,
-            status=RolloutStatus.TRUNCATED if is_truncated else RolloutStatus.FINISHED,
+            status=RolloutStatus.FINISHED if reason is None else RolloutStatus.TRUNCATED,
+            reason=reason,
             branches=branches,
             reward=result.reward,
             agent_rewards=result.agent_rewards,
@@ -92,18 +101,34 @@ class MemberResults:
         """Store why an attempt of these members failed; `where` explains an error that is not a StrettoError."""
         if not isinstance(error, StrettoError):
             error = EnvError(f"{where}: {type(error).__name__}: {error}")
-        self.causes.update(dict.fromkeys(members, describe(error)))
+        for member in members:
+            self.causes[member] = describe(error)
+            self.reasons[member] = Reason.NO_REPLY if isinstance(error, LimitReached) else reason_of(error)
+            if member in self.budgets:
+                self.num_lost_tokens[member] = self.budgets[member].num_tokens
         if self.failures is not None:
             self.failures.append(error)
 
+    def add_late(self, timeout_s: float) -> None:
+        """Store that the members without a rollout were not done in time: who held them is their reason."""
+        for member in self.missing:
+            before, budget = self.causes.get(member), self.budgets.get(member)
+            earlier = f" (before: {before})" if before else ""
+            self.causes[member] = f"EngineError: not done after {timeout_s:g} s{earlier}"
+            is_held = self.has_replies if budget is None else budget.num_turns and not budget.is_in_turn
+            self.reasons[member] = Reason.ENV_HUNG if is_held else Reason.ENGINE_LATE
+            if budget is not None:
+                self.num_lost_tokens[member] = budget.num_tokens
+
     def build_group(self) -> Group:
         """Build the group; members without a rollout have failed."""
-        rollouts = tuple(
-            self.rollouts.get(member)
-            or failed_rollout(self.draw, member, self.causes.get(member, "unknown"), self.started_at)
-            for member in range(self.draw.num_members)
-        )
+        rollouts = tuple(self.rollouts.get(member) or self._failed(member) for member in range(self.draw.num_members))
         return Group(group_id=self.draw.group_id, task=self.draw.task, rollouts=rollouts)
+
+    def _failed(self, member: int) -> Rollout:
+        rollout = failed_rollout(self.draw, member, self.causes.get(member, "unknown"), self.started_at)
+        num_lost = self.num_lost_tokens.get(member, 0)
+        return msgspec.structs.replace(rollout, reason=self.reasons.get(member), num_lost_tokens=num_lost)
 
 
 @dataclass(frozen=True)
@@ -123,6 +148,7 @@ class Player(PlaySettings):
 
     timeout_s: float | None = None
     max_retries: int = 2
+    timeout_is: TimeoutIs = "score"  # what a rollout is worth whose time is over
     saves_single_turns: bool = False  # because a teacher scores them before the group is done
     failures: list[Exception] | None = None  # gets the errors of failed attempts, for a look at their types
 
@@ -130,19 +156,20 @@ class Player(PlaySettings):
         """Play all members of a draw; errors of environments and engines become failed members."""
         members = MemberResults(draw, self.failures)
         try:
-            async with asyncio.timeout(self.timeout_s):
-                if isinstance(env, SingleTurnEnv) and not draw.partials:
+            if isinstance(env, SingleTurnEnv) and not draw.partials:
+                async with asyncio.timeout(self.timeout_s):
                     await self._play_single_turn(env, members)
-                else:
-                    plays = (self._play_member(env, members, member) for member in members.missing)
+            else:
+                deadline = None if self.timeout_s is None else asyncio.get_running_loop().time() + self.timeout_s
+                # Turns end at the deadline; the rest of the time is the environment's, to score what is there.
+                async with asyncio.timeout(None if self.timeout_s is None else self.timeout_s * (1 + SCORING_SHARE)):
+                    plays = (self._play_member(env, members, member, deadline) for member in members.missing)
                     await asyncio.gather(*plays)
         except TimeoutError as error:
             if self.failures is not None:
                 self.failures.append(error)
-            for member in members.missing:
-                before = members.causes.get(member)
-                earlier = f" (before: {before})" if before else ""
-                members.causes[member] = f"EngineError: not done after {self.timeout_s:g} s{earlier}"
+            assert self.timeout_s is not None, "there was a deadline"
+            members.add_late(self.timeout_s)
         group = members.build_group()
         score = getattr(env, "score_group", None)
         return group if score is None else await self._score_group(env, score, draw, group)
@@ -163,6 +190,8 @@ class Player(PlaySettings):
             if rewards is None:
                 return group
             for member, (reward, by_branch) in zip(members, checked_group_rewards(rewards, len(members), where)):
+                if treatment_of(rollouts[member].reason, self.timeout_is) is Treatment.ZERO:
+                    reward, by_branch = 0.0, [0.0] * len(by_branch)
                 branches = with_rewards(rollouts[member].branches, by_branch, where)
                 rollouts[member] = msgspec.structs.replace(rollouts[member], reward=reward, branches=branches)
         except StrettoError as error:
@@ -170,7 +199,7 @@ class Player(PlaySettings):
                 self.failures.append(error)
             for member in members:
                 rollouts[member] = msgspec.structs.replace(
-                    rollouts[member], status=RolloutStatus.FAILED, error=describe(error)
+                    rollouts[member], status=RolloutStatus.FAILED, error=describe(error), reason=reason_of(error)
                 )
         return msgspec.structs.replace(group, rollouts=tuple(rollouts))
 
@@ -204,6 +233,7 @@ class Player(PlaySettings):
             except StrettoError as error:
                 members.add_failure(missing, error)
                 continue
+            members.has_replies = True
             await self._score_replies(env, members, request, replies)
             if len(members.rollouts) == draw.num_members:
                 return
@@ -255,25 +285,33 @@ class Player(PlaySettings):
             for answer, score in zip(answers, scores.values()):
                 if isinstance(score.result, StrettoError):
                     members.add_failure([answer.member], score.result)
+                    members.num_lost_tokens[answer.member] = int(answer.branch.is_sampled.sum())
+                    continue
+                result, reason = score.result, reason_after(score.result, None, is_cut_off=answer.is_cut_off)
+                treatment = treatment_of(reason, self.timeout_is)
+                if treatment is Treatment.FAIL:
+                    members.add_failure([answer.member], time_is_over(reason))
+                    members.num_lost_tokens[answer.member] = int(answer.branch.is_sampled.sum())
                     continue
                 members.add_rollout(
                     answer.member,
                     (answer.branch,),
-                    score.result,
+                    without_reward(result) if treatment is Treatment.ZERO else result,
                     rollout_id=answer.rollout_id,
-                    is_truncated=answer.is_cut_off or score.result.is_truncated,
+                    reason=reason,
                     num_turns=1,
                     env_s=score.time_s,
                 )
 
     # -- any number of turns: each member is played by itself --
 
-    async def _play_member(self, env: Environment, members: MemberResults, member: int) -> None:
+    async def _play_member(self, env: Environment, members: MemberResults, member: int, deadline: float | None) -> None:
         draw = members.draw
         partial = draw.partials.get(member)
         first = partial.turns[0].attempt if partial else 0
         for attempt in range(first, max(first, self.max_retries) + 1):
-            budget = Budget(getattr(env, "limits", None) or EpisodeLimits())
+            budget = Budget(getattr(env, "limits", None) or EpisodeLimits(), deadline=deadline)
+            members.budgets[member] = budget
             seed = None
             if isinstance(env, SingleTurnEnv):  # the seed of this member in the group's one request
                 seed = member_seed(seed_of(self.seed, draw.name, draw.group_id, attempt), member)
@@ -284,6 +322,13 @@ class Player(PlaySettings):
                 result = await self._play_episode(env, draw.task, recorder, where)
                 if not recorder.num_turns:
                     raise EnvError(f"environment {env.name}: the episode ended before any reply")
+                reason = reason_after(result, budget.limit, is_cut_off=recorder.is_truncated)
+                treatment = treatment_of(reason, self.timeout_is)
+                if treatment is Treatment.FAIL:
+                    members.add_failure([member], time_is_over(reason))
+                    return
+                if treatment is Treatment.ZERO:
+                    result = without_reward(result)
                 with boundary(EnvError, where):
                     branches = with_rewards(recorder.close(), result.branch_rewards, where)
                     check_learnable(branches)
@@ -293,13 +338,15 @@ class Player(PlaySettings):
                     branches,
                     result,
                     rollout_id=draw.rollout_id(member),
-                    is_truncated=recorder.is_truncated or result.is_truncated,
+                    reason=reason,
                     num_turns=recorder.num_turns,
                     env_s=budget.age_s - budget.engine_s,
                 )
                 return
             except StrettoError as error:
                 members.add_failure([member], error)
+                if not OUTCOMES[members.reasons[member]].is_retried:
+                    return
 
     async def _play_episode(self, env: Environment, task: Task, recorder: Recorder, where: str) -> RolloutResult:
         try:
@@ -309,6 +356,36 @@ class Player(PlaySettings):
                 raise
             # The policy reached a limit: an unsuccessful episode, not a failed one.
             return RolloutResult(reward=0.0, is_truncated=True)
+
+
+def reason_after(result: RolloutResult, limit: Reason | None, *, is_cut_off: bool) -> Reason | None:
+    """Why a rollout with a result ended; None: by itself. `limit`: the one that its episode has reached.
+
+    An environment may catch a limit and end the episode well; running out of time is a reason all the same.
+    """
+    if result.is_timeout:
+        return Reason.TIME_LIMIT
+    if limit is not None and (result.is_truncated or OUTCOMES[limit].cause is Cause.TIMEOUT):
+        return limit
+    if is_cut_off:
+        return Reason.REPLY_CUT
+    return Reason.ENV_LIMIT if result.is_truncated else None
+
+
+def without_reward(result: RolloutResult) -> RolloutResult:
+    """The result with all rewards 0."""
+    return msgspec.structs.replace(
+        result,
+        reward=0.0,
+        agent_rewards=dict.fromkeys(result.agent_rewards, 0.0),
+        branch_rewards=(0.0,) * len(result.branch_rewards),
+    )
+
+
+def time_is_over(reason: Reason | None) -> EnvError:
+    """The error of a rollout that fails because its time is over."""
+    assert reason is not None, "only rollouts with a reason fail"
+    return EnvError(f'{OUTCOMES[reason].meaning} (timeout_is = "fail")', reason=reason)
 
 
 def with_rewards(branches: tuple[Branch, ...], rewards: Sequence[float], where: str) -> tuple[Branch, ...]:
@@ -342,7 +419,10 @@ def check_learnable(branches: Sequence[Branch]) -> None:
 def failed_group(group: Group, cause: str) -> Group:
     """The group with all members failed for one cause; their tokens stay in the ledger."""
     rollouts = tuple(
-        msgspec.structs.replace(r, status=RolloutStatus.FAILED, error=r.error or cause) for r in group.rollouts
+        r
+        if r.status is RolloutStatus.FAILED
+        else msgspec.structs.replace(r, status=RolloutStatus.FAILED, error=r.error or cause, reason=Reason.CREDIT_ERROR)
+        for r in group.rollouts
     )
     return msgspec.structs.replace(group, rollouts=rollouts, advantages=(0.0,) * len(rollouts))
 

@@ -8,8 +8,9 @@ token is trained twice. Each agent of an episode has a recorder; all share the e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from stretto.base.errors import EnvError
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.data.messages import checked_messages
-from stretto.envs.base import EpisodeInfo, EpisodeLimits, LimitReached, Message, Reply, RolloutContext
+from stretto.envs.base import EpisodeInfo, EpisodeLimits, LimitReached, Message, OutOfContext, Reply, RolloutContext
 from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.orchestrator.rollout.continuation import (
     build_turn,
@@ -39,6 +40,7 @@ from stretto.orchestrator.rollout.play import (
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.images import Image
+from stretto.records.outcomes import Reason
 from stretto.records.partial import PartialRollout
 from stretto.records.rollout import Branch
 
@@ -58,6 +60,8 @@ class Budget:
     num_turns: int = 0  # completed
     num_tokens: int = 0
     engine_s: float = 0.0  # waited for replies
+    deadline: float | None = None  # the event loop's time at which turns end, from the second one on
+    limit: Reason | None = None  # which limit has ended the episode, if one has
     _num_open_turns: int = 0
     _num_reserved_tokens: int = 0  # of open turns
     _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # first come, first served
@@ -66,6 +70,25 @@ class Budget:
     @property
     def age_s(self) -> float:
         return asyncio.get_running_loop().time() - self.started_at
+
+    @property
+    def is_in_turn(self) -> bool:
+        """Is a reply under way?"""
+        return self._num_open_turns > 0
+
+    def reach(self, reason: Reason, text: str) -> LimitReached:
+        """Note which limit was reached, and build the error to raise."""
+        self.limit = self.limit or reason
+        return LimitReached(text, reason=reason)
+
+    @contextlib.contextmanager
+    def noting_full_context(self) -> Iterator[None]:
+        """Note that no reply fits, if the code inside says so."""
+        try:
+            yield
+        except OutOfContext:
+            self.limit = self.limit or Reason.CONTEXT_FULL
+            raise
 
     async def begin_turn(self, num_requested: int) -> int:
         """Open a turn and return how many tokens it may have; `end_turn` must follow.
@@ -99,7 +122,7 @@ class Budget:
             self._check_limits()
             left = max_tokens - self.num_tokens
             if left < 1:
-                raise LimitReached(f"the episode has had its {max_tokens} tokens (max_tokens)")
+                raise self.reach(Reason.TOKEN_LIMIT, f"the episode has had its {max_tokens} tokens (max_tokens)")
             if num_requested <= left - self._num_reserved_tokens or not self._num_open_turns:
                 return min(num_requested, left)
             self._turn_ended.clear()
@@ -108,9 +131,9 @@ class Budget:
     def _check_limits(self) -> None:
         limits = self.limits
         if limits.max_turns is not None and self.num_turns + self._num_open_turns >= limits.max_turns:
-            raise LimitReached(f"the episode has had its {limits.max_turns} turns (max_turns)")
+            raise self.reach(Reason.TURN_LIMIT, f"the episode has had its {limits.max_turns} turns (max_turns)")
         if limits.timeout_s is not None and self.age_s >= limits.timeout_s:
-            raise LimitReached(f"the episode has had its {limits.timeout_s:g} s (timeout_s)")
+            raise self.reach(Reason.TIME_LIMIT, f"the episode has had its {limits.timeout_s:g} s (timeout_s)")
 
 
 class Recorder(RolloutContext):
@@ -235,20 +258,21 @@ class Recorder(RolloutContext):
         name = "-".join((play.run_id, draw.rollout_id(self._member), *stream))
         temperature = play.behavior_temperature(sampling.get("temperature"))
         branch = self._extended_branch(prompt_ids, temperature, images)
-        request = play.build_request(
-            f"{name}-{self._attempt}-{self._num_turns}",
-            prompt_ids,
-            images,
-            seed,
-            draw.version,
-            is_learned=self._is_learned,
-            session_id=name,
-            routed_experts_start=0 if branch is None else branch.num_known_routes,
-            overrides=sampling,
-        )
+        with self.budget.noting_full_context():
+            request = play.build_request(
+                f"{name}-{self._attempt}-{self._num_turns}",
+                prompt_ids,
+                images,
+                seed,
+                draw.version,
+                is_learned=self._is_learned,
+                session_id=name,
+                routed_experts_start=0 if branch is None else branch.num_known_routes,
+                overrides=sampling,
+            )
         self._is_busy = True
         try:
-            completion = await self._within_limits(request, temperature, branch)
+            completion = await self._before_deadline(request, temperature, branch)
         finally:
             self._is_busy = False
         weights, self._ce_weights = self._ce_weights, None
@@ -340,6 +364,22 @@ class Recorder(RolloutContext):
         return [branch for lane in self._lanes for branch in lane._branches]
 
     # -- one turn --
+
+    async def _before_deadline(
+        self, request: GenerateRequest, temperature: float, branch: OpenBranch | None
+    ) -> Completion:
+        """The reply to a request, if it is there by the episode's deadline; the first reply has none.
+
+        Raises: EngineError; LimitReached as `_within_limits`, and at the deadline.
+        """
+        deadline = self.budget.deadline if self.num_turns else None
+        try:
+            async with asyncio.timeout_at(deadline) as timeout:
+                return await self._within_limits(request, temperature, branch)
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise self.budget.reach(Reason.DEADLINE, "the episode has had its time (rollout_timeout_s)") from None
 
     async def _within_limits(
         self, request: GenerateRequest, temperature: float, branch: OpenBranch | None

@@ -182,6 +182,7 @@ class GroupPipeline:
         env = slot.task.env
         verdict = assess_group(group, self.cfg, self.parts.vocab_size, self.parts.hooks)
         self.ledger.group_finished(verdict.group)
+        self.buffer.counts.ends.add(verdict.group)
         if self.parts.hooks is not None and not verdict.has_failed:
             self.parts.hooks.keep_finished(verdict.group)
         self.parts.watch.progress(f"group {slot.group_id} finished")
@@ -234,4 +235,5 @@ def trained_player(player: Player, cfg: OrchestratorSection, name: str) -> Playe
         max_retries=player.max_retries if own_retries is None else own_retries,
         is_learned=cfg.algo_of(name).type not in WITHOUT_BEHAVIOR,
         max_support=None if replay is None else replay.max_tokens,
+        timeout_is=section.timeout_is,
     )

@@ -234,7 +234,7 @@ def _batch_row(
         "completion/max": float(lengths.max()),
         "completion/truncated_share": truncated / len(rollouts),
     }
-    metrics |= _by_env(played)
+    metrics |= counts.ends.metrics() | _by_env(played)
     return StepRow(metrics, len(rollouts), int(lengths.sum()))
 
 
