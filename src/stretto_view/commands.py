@@ -21,6 +21,7 @@ from stretto.base.status import duration, harmless
 from stretto.config.reading.plain import PlainParser
 from stretto.ledger.audit import report_of
 from stretto.ledger.reader import LedgerReader
+from stretto.records.outcomes import OUTCOMES
 from stretto_view.roles import stretches, without_end
 
 
@@ -212,6 +213,8 @@ def as_text(row: dict[str, Any], *, is_raw: bool = False) -> str:
     lines = [head]
     if row["dropped_by"]:
         lines.append(f"   dropped by filter {row['dropped_by']}")
+    if row["reason"]:
+        lines.append(f"   ended by {row['reason']}: {OUTCOMES[row['reason']].meaning}")
     if row["error"]:
         lines.append(f"   error: {row['error']}")
     if row["prompt"] is None:

@@ -40,9 +40,9 @@ from stretto.records.rollout import Branch, Rollout
 T = TypeVar("T")
 
 _ROWS = f"""
-    SELECT r.group_id, r.member, {SHOWN_STATUS} AS status, r.dropped_by, r.reward, r.advantage, r.first_version,
-           r.last_version, r.num_turns, r.num_tokens, r.num_sampled_tokens, r.started_at, r.finished_at, r.error,
-           r.metrics, d.env, d.task_id, d.state AS group_state, d.reason AS group_reason, b.step
+    SELECT r.group_id, r.member, {SHOWN_STATUS} AS status, r.dropped_by, r.reason, r.reward, r.advantage,
+           r.first_version, r.last_version, r.num_turns, r.num_tokens, r.num_sampled_tokens, r.started_at,
+           r.finished_at, r.error, r.metrics, d.env, d.task_id, d.state AS group_state, d.reason AS group_reason, b.step
     FROM rollouts r JOIN draws d USING (group_id)
     LEFT JOIN batch_rollouts x ON x.row = r.row
     LEFT JOIN batches b ON b.batch = x.batch AND b.state != 'undone'

@@ -19,9 +19,9 @@ PAGE = 50
 _STRETCH = 10_000  # rows that are searched before the time is checked again
 _BUDGET_S = 0.1
 _COLUMNS = f"""
-    r.row, r.group_id, r.member, {SHOWN_STATUS} AS status, r.dropped_by, r.reward, r.advantage, r.first_version,
-    r.last_version, r.num_turns, r.num_tokens, r.num_sampled_tokens, r.started_at, r.finished_at, r.error, d.env,
-    d.task_id, d.state AS group_state, d.reason AS group_reason, r.segment, r.offset, r.length, r.crc
+    r.row, r.group_id, r.member, {SHOWN_STATUS} AS status, r.dropped_by, r.reason, r.reward, r.advantage,
+    r.first_version, r.last_version, r.num_turns, r.num_tokens, r.num_sampled_tokens, r.started_at, r.finished_at,
+    r.error, d.env, d.task_id, d.state AS group_state, d.reason AS group_reason, r.segment, r.offset, r.length, r.crc
 """
 _STEP = """
     (SELECT b.step FROM batch_rollouts x JOIN batches b USING (batch)

@@ -13,13 +13,14 @@ from stretto.base.paths import RunDir
 from stretto.ledger import Ledger, LedgerReader, Limits, audit, schema
 from stretto.ledger.audit import report_of
 from stretto.records.generate import VersionSpan
+from stretto.records.outcomes import Reason
 from stretto.records.rollout import Group, RolloutStatus
 
 
 def same_group(a: Group, b: Group) -> bool:
     def plain(g: Group) -> list:
         return [
-            (r.rollout_id, r.status, r.dropped_by, r.reward, r.metrics, r.error, r.num_turns, r.started_at,
+            (r.rollout_id, r.status, r.dropped_by, r.reason, r.reward, r.metrics, r.error, r.num_turns, r.started_at,
              r.finished_at, r.task,
              [(x.token_ids.tolist(), x.is_sampled.tolist(), x.logprobs.tolist(), x.temperature, x.versions)
               for x in r.branches])
@@ -55,7 +56,7 @@ def test_a_group_is_loaded_as_it_was_written(run_dir: RunDir) -> None:
 def test_what_a_filter_dropped_is_a_column_and_is_not_trained(run_dir: RunDir) -> None:
     run = Run(run_dir).begin()
     sent = group(0, 0, status=RolloutStatus.TRUNCATED)
-    dropped = msgspec.structs.replace(sent.rollouts[1], dropped_by="repetition")
+    dropped = msgspec.structs.replace(sent.rollouts[1], dropped_by="repetition", reason=Reason.TURN_LIMIT)
     sent = msgspec.structs.replace(sent, rollouts=(sent.rollouts[0], dropped, *sent.rollouts[2:]))
     run.start(0)
     run.ledger.group_finished(sent)
@@ -71,17 +72,19 @@ def test_what_a_filter_dropped_is_a_column_and_is_not_trained(run_dir: RunDir) -
     assert any("dropped by filter truncated" in fault for fault in audit(run_dir))
 
 
-def test_a_ledger_from_before_the_column_is_read_and_continued(run_dir: RunDir) -> None:
+@pytest.mark.parametrize("missing", [("dropped_by", "reason"), ("reason",)], ids=" and ".join)
+def test_a_ledger_from_before_a_column_is_read_and_continued(run_dir: RunDir, missing: tuple[str, ...]) -> None:
     steps(run_dir, 2).close()
     with sqlite3.connect(run_dir.ledger) as db:
-        db.execute("ALTER TABLE rollouts DROP COLUMN dropped_by")
+        for name in missing:
+            db.execute(f"ALTER TABLE rollouts DROP COLUMN {name}")
     with LedgerReader(run_dir) as reader:
         assert reader.rollouts_by_status() == {"finished": 4 * MEMBERS}
-        assert all(r.dropped_by is None for r in reader.group(0).rollouts)
+        assert all(r.dropped_by is None and r.reason is None for r in reader.group(0).rollouts)
     assert audit(run_dir) == []
     Run(run_dir).begin().close()
     with sqlite3.connect(run_dir.ledger) as db:
-        assert db.execute(schema.HAS_DROPPED_BY).fetchone() == (1,)
+        assert set(schema.LATER_COLUMNS) <= {row[1] for row in db.execute("PRAGMA table_info(rollouts)")}
 
 
 def test_a_reader_sees_rows_during_the_run(run_dir: RunDir) -> None:

@@ -252,9 +252,6 @@ class Recorder(RolloutContext):
             raise EnvError("two turns of one agent at once: await a reply before you request the next")
         play.renderer.check_images(prompt_ids, images)
         stream = () if self._stream == POLICY else (self._stream,)
-        turn = (self._attempt, self._member, self._num_turns, *stream)
-        seed = seed_of(play.seed, draw.name, draw.group_id, *turn)
-        seed = self._first_seed if self._first_seed is not None and self._num_turns == 0 else seed
         name = "-".join((play.run_id, draw.rollout_id(self._member), *stream))
         temperature = play.behavior_temperature(sampling.get("temperature"))
         branch = self._extended_branch(prompt_ids, temperature, images)
@@ -263,7 +260,7 @@ class Recorder(RolloutContext):
                 f"{name}-{self._attempt}-{self._num_turns}",
                 prompt_ids,
                 images,
-                seed,
+                self._seed_of_turn(stream),
                 draw.version,
                 is_learned=self._is_learned,
                 session_id=name,
@@ -364,6 +361,13 @@ class Recorder(RolloutContext):
         return [branch for lane in self._lanes for branch in lane._branches]
 
     # -- one turn --
+
+    def _seed_of_turn(self, stream: tuple[str, ...]) -> int:
+        """The seed of the next turn."""
+        if self._first_seed is not None and self._num_turns == 0:
+            return self._first_seed
+        turn = (self._attempt, self._member, self._num_turns, *stream)
+        return seed_of(self._play.seed, self._draw.name, self._draw.group_id, *turn)
 
     async def _before_deadline(
         self, request: GenerateRequest, temperature: float, branch: OpenBranch | None
