@@ -235,6 +235,7 @@ def build_arguments(settings: DatasetSettings, run: RunInfo) -> Arguments:
     known = {
         "hf_checkpoint": run.tokenizer,
         "encode": None if encode is None else lambda text: encode(text).tolist(),
+        "model": run.model,
         "prompt_data": settings.path,
         "input_key": settings.input_key,
         "label_key": settings.label_key,

@@ -9,7 +9,7 @@ from pydantic import Field
 from stretto.config.section import Section
 from stretto.config.sections.algorithm import Algo, GrpoAlgo
 from stretto.config.sections.curriculum import CurriculumSection, Filter, Gate, TruncatedFilter
-from stretto.config.sections.distill import RequestsSection, TaughtAlgo, TeacherSection
+from stretto.config.sections.distill import FrozenModelPlace, RequestsSection, TaughtAlgo, TeacherSection
 from stretto.config.sections.hooks import HooksSection
 from stretto.config.sections.model import RendererSection
 from stretto.config.sections.run import RunKeys
@@ -297,7 +297,7 @@ class OrchestratorKeys(Section):
     debug: Literal["rollouts", "training"] | None = None
     """Run only one half. rollouts: there is no trainer, batches are made, counted and dropped, and the engines
     keep the weights they start with. training: there are no engines, and hooks.rollout_function gives saved ones."""
-    frozen_models: dict[str, TeacherSection] = Field({})
+    frozen_models: dict[str, FrozenModelPlace] = Field({})
     """By name: other frozen models that hooks use, and where they run. `rl` fills it in from [models]."""
     teacher: TeacherSection | None = None
     batch_size: int = Field(128, gt=0)

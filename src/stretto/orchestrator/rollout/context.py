@@ -18,6 +18,7 @@ from stretto.base.errors import EnvError
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.data.messages import checked_messages
 from stretto.envs.base import EpisodeInfo, EpisodeLimits, Message, Reply, RolloutContext
+from stretto.envs.models import ChatModel, model_of
 from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.orchestrator.rollout.budget import Budget
 from stretto.orchestrator.rollout.continuation import (
@@ -123,6 +124,9 @@ class Recorder(RolloutContext):
             partial=self._partial,
             lane=lane,
         )
+
+    def model(self, name: str) -> ChatModel:
+        return model_of(self._play.models, name, EnvError)
 
     async def generate(
         self, prompt_ids: Int[np.ndarray, " prompt"], tools: list[dict] | None = None, **sampling: Any

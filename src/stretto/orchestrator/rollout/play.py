@@ -18,6 +18,7 @@ from stretto.chat.placeholders import has_image
 from stretto.chat.render import Message, Renderer
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import OutOfContext
+from stretto.envs.models import ChatModel
 from stretto.orchestrator.rollout.continuation import Interruption
 from stretto.orchestrator.rollout.echo import Echo
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan
@@ -74,6 +75,7 @@ class PlaySettings:
     is_learned: bool = False  # its replies are trained by their log-probabilities
     max_support: int | None = None  # most tokens in a support, if top_p, top_k and min_p are replayed
     system_prompts: Mapping[str, str] = field(default_factory=dict)  # by environment
+    models: Mapping[str, ChatModel] = field(default_factory=dict)  # frozen ones that environments may ask
 
     async def request_completions(
         self, request: GenerateRequest, version: int, *, is_learned: bool
