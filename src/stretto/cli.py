@@ -30,6 +30,7 @@ SUMMARIES = {
     "runs": "list runs with how far they are: stretto runs [DIR ...]",
     "show": "how a run went: stretto show RUN",
     "rollouts": "print rollouts of a run: stretto rollouts RUN --worst 3",
+    "chat": "talk to a checkpoint, a model or a server: stretto chat RUN",
     "init": "write a small project of your own: stretto init DIR",
     "completion": "completion for a shell: source <(stretto completion bash)",
     "pod": "the part of an rl run that belongs to this Kubernetes pod",
@@ -66,6 +67,7 @@ MEANT = {
     "train": "rl", "grpo": "rl", "ppo": "rl", "finetune": "sft", "fine-tune": "sft", "infer": "inference",
     "evaluate": "eval", "list": "runs", "ls": "runs", "ps": "runs", "tail": "logs", "log": "logs", "kill": "stop",
     "dashboard": "view", "ui": "view", "upload": "push", "new": "init", "check": "doctor", "estimate": "plan",
+    "talk": "chat", "generate": "chat",
 }  # fmt: skip
 """Words that other programs have for a verb."""
 

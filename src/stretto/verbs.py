@@ -30,6 +30,7 @@ PLAIN_VERBS = {
     "push": "stretto_view.push:push",
     "plan": "stretto_plan.command:plan",
     "pod": "stretto_clusters.kubernetes.run:main",
+    "chat": "stretto.launch.chat:chat",
     "status": "stretto.launch.control:status",
     "logs": "stretto.launch.control:logs",
     "stop": "stretto.launch.control:stop",
@@ -50,13 +51,14 @@ def _function(path: str) -> Callable[..., int]:
 def run_plain_verb(verb: str, words: list[str]) -> int:
     """Run a verb of PLAIN_VERBS; the exit status."""
     run = _function(PLAIN_VERBS[verb])
-    if verb == "doctor":
+    if verb in ("doctor", "chat"):  # they have started processes
         unwind_at_signals()
     return run(words)
 
 
 READ_BY_PARSER = (
-    "runs", "show", "rollouts", "plot", "view", "push", "plan", "init", "status", "logs", "stop", "stacks", "doctor",
+    "runs", "show", "rollouts", "plot", "view", "push", "plan", "init", "chat", "status", "logs", "stop", "stacks",
+    "doctor",
 )  # fmt: skip
 """Verbs of PLAIN_VERBS whose words a PlainParser reads."""
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from stretto.base.errors import StrettoError
+from stretto.base.errors import EngineError, StrettoError
 
 
 class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +42,16 @@ class ChatModel(Protocol):
 
         Raises: EngineError if the model does not answer, after all retries; EnvError if it refuses the request.
         """
+
+
+class Unreachable(ChatModel):
+    """Stands for a model in a dry run, which asks none."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def chat(self, messages: Sequence[dict[str, Any]], tools: Any = None, **options: Any) -> ModelReply:
+        raise EngineError(f"models.{self.name} is not asked before the run starts")
 
 
 NO_MODELS: Mapping[str, ChatModel] = {}

@@ -22,8 +22,8 @@ from stretto.config.root import EvalConfig, OrchestratorConfig
 from stretto.config.sections.orchestrator import EnvSection, SamplingSection
 from stretto.data.values import describe_value
 from stretto.envs.base import Environment, RunInfo, TaskSource, tasks_of
+from stretto.envs.models import Unreachable
 from stretto.orchestrator.build import open_env, places_of, system_prompts
-from stretto.orchestrator.models import Unreachable
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.generate import Completion, GenerateRequest

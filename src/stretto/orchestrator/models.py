@@ -238,13 +238,3 @@ def key_of(name: str, section: FrozenModelPlace) -> str | None:
         var = section.api_key_var
         raise ConfigError(f"models.{name}.client.api_key_var: the environment variable {var} is not set; export it")
     return key
-
-
-class Unreachable(ChatModel):
-    """Stands for a model in a dry run, which asks none."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    async def chat(self, messages: Sequence[dict[str, Any]], tools: Any = None, **options: Any) -> ModelReply:
-        raise EngineError(f"models.{self.name} is not asked before the run starts")

@@ -17,8 +17,9 @@ from stretto.config.root import AskedModelSection
 from stretto.config.sections.distill import FrozenModelPlace
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import RunInfo, load_environment
+from stretto.envs.models import Unreachable
 from stretto.envs.workers.pool import open_workers
-from stretto.orchestrator.models import ModelClient, Unreachable, chat_url, open_models, wait_for
+from stretto.orchestrator.models import ModelClient, chat_url, open_models, wait_for
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.rollout import RolloutStatus
