@@ -97,7 +97,7 @@ async def measure(cfg: OrchestratorConfig) -> dict:
     from stretto.base.runtime import collect_on_growth
     from stretto.orchestrator.build import build_scratch_renderer
     from stretto.orchestrator.main import build_loop, open_wires
-    from stretto.orchestrator.state.checkpoint import Progress
+    from stretto.orchestrator.state.run_checkpoint import Progress
 
     renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)
     lags: list[tuple[float, float, float]] = []

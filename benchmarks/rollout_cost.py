@@ -105,7 +105,7 @@ async def play_engine(port: int, delay: Callable[[random.Random], float] | None 
 def play_trainer(cfg: OrchestratorConfig) -> None:
     from stretto.base.secret import load_secret
     from stretto.records.control import Bye, Register, StepDone, VersionReady
-    from stretto.records.weights import WeightManifest
+    from stretto.records.weight_manifest import WeightManifest
     from stretto.transports.control import ControlClient
     from stretto.transports.rollouts import build_receiver
 
@@ -149,7 +149,7 @@ async def measure(cfg: OrchestratorConfig) -> tuple[list[float], list[float]]:
 
     from stretto.orchestrator.build import build_scratch_renderer
     from stretto.orchestrator.main import build_loop, open_wires
-    from stretto.orchestrator.state.checkpoint import Progress
+    from stretto.orchestrator.state.run_checkpoint import Progress
 
     renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)
     marks: list[tuple[float, float]] = []

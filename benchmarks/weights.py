@@ -47,7 +47,7 @@ from stretto.config.sections.transport import (
     ShmWeights,
     WeightBroadcast,
 )
-from stretto.records.weights import WeightGroup, WeightManifest
+from stretto.records.weight_manifest import WeightGroup, WeightManifest
 from stretto.transports.weights import build_publisher, receive
 
 LONG_BYTES = 100_000_000

@@ -28,9 +28,9 @@ from stretto.records.control import (
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan, member_seed
 from stretto.records.rollout import Task
 from stretto.records.sample import TrainBatch
-from stretto.records.weights import WeightManifest
+from stretto.records.weight_manifest import WeightManifest
 from stretto.transports.control import Event
-from stretto_plan.simulation.clock import run_virtual as run_virtual
+from stretto.virtual_clock import run_virtual as run_virtual
 
 # -- text --
 

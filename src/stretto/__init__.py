@@ -7,12 +7,17 @@ stretto.compare(["outputs/a", "outputs/b"])   also plot
 
 from __future__ import annotations
 
-from typing import Any
+TYPE_CHECKING = False  # typing is not imported: a command should start fast
+if TYPE_CHECKING:
+    from typing import Any
+
+    from stretto.api.run import Run, compare, plot
+    from stretto.api.verbs import evaluate, rl, sft
 
 __version__ = "0.1.0"
 __all__ = ["Run", "compare", "evaluate", "plot", "rl", "sft"]
 
-_HOMES = {"Run": "run", "compare": "run", "plot": "run", "rl": "script", "sft": "script", "evaluate": "script"}
+_HOMES = {"Run": "run", "compare": "run", "plot": "run", "rl": "verbs", "sft": "verbs", "evaluate": "verbs"}
 
 
 def __getattr__(name: str) -> Any:
@@ -22,3 +27,8 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(f"stretto.api.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """What a notebook offers after `stretto.`"""
+    return [*__all__, "__version__"]

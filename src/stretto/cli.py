@@ -16,33 +16,20 @@ from stretto.signals import end_command, start_command
 SUMMARIES = {
     "rl": "reinforcement learning: inference, orchestrator and trainer together",
     "sft": "supervised fine-tuning",
-    "vime": "the same as rl, by the flags of vime: stretto vime --hf-checkpoint DIR ...",
     "trainer": "the trainer of an rl run alone",
     "critic": "the critic of an rl run alone, where it has ranks of its own",
     "orchestrator": "the orchestrator of an rl run alone",
     "inference": "the inference server alone",
-    "serve": "a training service: one trainer for many runs, behind an HTTP API",
-    "hub": "the hub of a training service alone",
-    "tenants": "a rank of a training service's trainer alone",
     "eval": "evaluate a model on environments",
     "evals": "the process beside an sft run that evaluates its versions",
     "demo": "warm a tiny model up and train it, in a few minutes on a laptop",
-    "runs": "list runs with how far they are: stretto runs [DIR ...]",
-    "show": "how a run went: stretto show RUN",
-    "rollouts": "print rollouts of a run: stretto rollouts RUN --worst 3",
     "chat": "talk to a checkpoint, a model or a server: stretto chat RUN",
     "init": "write a small project of your own: stretto init DIR",
     "completion": "completion for a shell: source <(stretto completion bash)",
-    "pod": "the part of an rl run that belongs to this Kubernetes pod",
-    "push": "upload a run's weights and a model card to the Hub: stretto push RUN",
     "status": "how far a run is, and who runs it: stretto status RUN",
     "logs": "the end of a run's logs: stretto logs RUN --follow",
     "stacks": "what every process of a run is doing now, also when it hangs: stretto stacks RUN",
     "stop": "let a run finish its step, save a checkpoint and end: stretto stop RUN",
-    "plot": "draw metrics of runs: stretto plot RUN [RUN ...] --key entropy/mean",
-    "view": "show runs in a browser, live or finished: stretto view [RUN ...]",
-    "doctor": "what of this machine, and for a config, will go wrong: stretto doctor [CONFIG]",
-    "plan": "foresee memory and time of a run of rl or sft, without a GPU: stretto plan rl.toml",
 }
 
 
@@ -56,18 +43,43 @@ def main(words: list[str] | None = None) -> int:
     if words[0] in ("-V", "--version", "version"):
         return _print_version()
     verb, rest = words[0], words[1:]
-    if verb not in SUMMARIES:
+    if verb not in SUMMARIES and not _is_of_add_on(verb):
         suggestion = _meant_verb(verb)
         print(f"error: stretto has no verb `{verb}`; {suggestion}", file=sys.stderr)
         return 2
     return run_verb(verb, rest, command=f"stretto {verb}")
 
 
+def _is_of_add_on(verb: str) -> bool:
+    from stretto.verbs import is_verb
+
+    return is_verb(verb)
+
+
+def summaries() -> dict[str, str]:
+    """Every verb that is installed, and what it does."""
+    from stretto import addons
+
+    found, offered = dict(SUMMARIES), addons.offers("stretto.config_verbs") | addons.offers("stretto.verbs")
+    for package in dict.fromkeys(map(addons.package_of, offered.values())):
+        found |= addons.object_at(f"{package}:SUMMARIES")
+    return found
+
+
+def _words_meant() -> dict[str, str]:
+    from stretto import addons
+
+    packages = dict.fromkeys(map(addons.package_of, addons.offers("stretto.verbs").values()))
+    found = dict(MEANT)
+    for package in packages:
+        found |= getattr(addons.object_at(package), "MEANT", {})
+    return found
+
+
 MEANT = {
     "train": "rl", "grpo": "rl", "ppo": "rl", "finetune": "sft", "fine-tune": "sft", "infer": "inference",
-    "evaluate": "eval", "list": "runs", "ls": "runs", "ps": "runs", "tail": "logs", "log": "logs", "kill": "stop",
-    "dashboard": "view", "ui": "view", "upload": "push", "new": "init", "check": "doctor", "estimate": "plan",
-    "talk": "chat", "generate": "chat",
+    "evaluate": "eval", "tail": "logs", "log": "logs", "kill": "stop",
+    "new": "init", "talk": "chat", "generate": "chat",
 }  # fmt: skip
 """Words that other programs have for a verb."""
 
@@ -79,26 +91,26 @@ def _meant_verb(word: str) -> str:
     if word.startswith("-"):
         near = difflib.get_close_matches(word, ("--help", "--version"), n=1)
         return f"did you mean {near[0]}?" if near else "a verb comes first, as in `stretto rl @ rl.toml`"
-    if (lower := word.lower()) in (*SUMMARIES, *MEANT):
-        return f"did you mean `{MEANT.get(lower, lower)}`?"
+    verbs, meant = summaries(), _words_meant()
+    if (lower := word.lower()) in (*verbs, *meant):
+        return f"did you mean `{meant.get(lower, lower)}`?"
     if word.endswith((".toml", ".json")):
         return f"a verb comes first, as in `stretto rl @ {word}`"
-    near = difflib.get_close_matches(lower, SUMMARIES, n=1)
-    return f"did you mean `{near[0]}`?" if near else f"the verbs are {', '.join(SUMMARIES)}"
+    near = difflib.get_close_matches(lower, verbs, n=1)
+    return f"did you mean `{near[0]}`?" if near else f"the verbs are {', '.join(verbs)}"
 
 
-def _run_command(verb: str) -> int:
+def run_command(verb: str) -> int:
     """Run a verb as the console script of its name."""
     start_command()
     return end_command(run_verb(verb, sys.argv[1:]))
 
 
-main_rl = partial(_run_command, "rl")
-main_vime = partial(_run_command, "vime")
-main_sft = partial(_run_command, "sft")
-main_trainer = partial(_run_command, "trainer")
-main_orchestrator = partial(_run_command, "orchestrator")
-main_inference = partial(_run_command, "inference")
+main_rl = partial(run_command, "rl")
+main_sft = partial(run_command, "sft")
+main_trainer = partial(run_command, "trainer")
+main_orchestrator = partial(run_command, "orchestrator")
+main_inference = partial(run_command, "inference")
 
 
 def run_verb(verb: str, words: list[str], *, command: str | None = None) -> int:
@@ -116,7 +128,7 @@ def run_verb(verb: str, words: list[str], *, command: str | None = None) -> int:
 
         if verb == "completion":
             return _completion(words)
-        if verb in verbs.PLAIN_VERBS:
+        if verbs.is_plain(verb):
             return verbs.run_plain_verb(verb, words)
         if (word := verbs.word_after_help(words)) is not None:
             return _print_help(verb, command, word)
@@ -189,8 +201,9 @@ def _completion(words: list[str]) -> int:
         return 0
     if len(words) != 1 or words[0] not in SHELLS:
         raise ConfigError(f"stretto completion: {_no_shell(words, SHELLS)}")
-    plain = completions_of_plain_verbs()
-    print(completion_script(words[0], ROOTS, list(SUMMARIES), plain), end="")
+    plain, verbs = completions_of_plain_verbs(), summaries()
+    roots = {verb: cls for verb, cls in ROOTS.items() if verb in verbs}
+    print(completion_script(words[0], roots, list(verbs), plain), end="")
     return 0
 
 
@@ -223,7 +236,7 @@ def _print_version() -> int:
 
 
 def _overview() -> str:
-    verbs = "\n".join(f"  {verb:<13} {summary}" for verb, summary in SUMMARIES.items())
+    verbs = "\n".join(f"  {verb:<13} {summary}" for verb, summary in summaries().items())
     return (
         "usage: stretto VERB [@ FILE.toml ...] [--KEY VALUE ...]\n\n"
         "Asynchronous reinforcement learning of language models.\n\n"

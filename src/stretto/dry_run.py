@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
+from stretto import addons
 from stretto.base import process, rundir
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.root import (
@@ -19,13 +20,13 @@ from stretto.config.root import (
     OrchestratorConfig,
     RLConfig,
     RunRoot,
-    ServeConfig,
     SFTConfig,
     TrainerConfig,
 )
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.monitors import MonitorsSection
 from stretto.data.hub_model import find_config, find_local, look_up, size
+from stretto.launch.launchers import launcher_of
 from stretto.launch.plan.device_check import check_sft_devices, check_trained_on_cpu
 from stretto.launch.plan.model_check import check_model, check_served, check_trainable, foreign_engines, models_of
 from stretto.launch.plan.models import with_model_names
@@ -75,10 +76,9 @@ def _service(cfg: RLConfig) -> Rows:
     """
     if cfg.service is None:
         return []
-    from stretto_service.runs.client import check  # imports aiohttp
-
+    service = addons.load("stretto.services", "client", "[service]")  # imports aiohttp
     try:
-        found = check(cfg.trainer_config(), may_exist=cfg.resume is not None or cfg.clean)
+        found = service.check(cfg.trainer_config(), may_exist=cfg.resume is not None or cfg.clean)
     except ConnectionError as error:
         return [("service", f"NOT CHECKED: {error}")]
     lora = cfg.model.lora
@@ -166,13 +166,9 @@ def inference(cfg: InferenceConfig) -> str:
 
 
 def job(cfg: RLConfig | SFTConfig | InferenceConfig) -> str:
-    """What Slurm would get, or Ray would place; "" without [slurm] and [ray]."""
-    from stretto_clusters.ray import placing
-    from stretto_clusters.slurm import submit
-
-    if cfg.slurm is not None:
-        return submit.screen(cfg)
-    return "" if cfg.ray is None else placing.screen(cfg)
+    """What the launcher of a cluster would get; "" for a command that runs here."""
+    launcher = launcher_of(cfg)
+    return "" if launcher is None else launcher.screen(cfg)
 
 
 def _screen(checked: Rows, *parts: str) -> str:
@@ -370,13 +366,6 @@ def _run_directory(cfg: RunRoot) -> str:
     return f"writes to {cfg.run_path} ({fate})"
 
 
-def serve(cfg: ServeConfig) -> str:
-    """The screen of `serve`, and of its parts."""
-    from stretto.launch.run.service import screen
-
-    return screen(cfg)
-
-
 SCREENS: dict[str, Callable[..., str]] = {
     "rl": rl,
     "sft": sft,
@@ -386,8 +375,5 @@ SCREENS: dict[str, Callable[..., str]] = {
     "inference": inference,
     "eval": evaluate,
     "evals": evaluate,
-    "serve": serve,
-    "hub": serve,
-    "tenants": serve,
 }
-"""By verb."""
+"""By verb of the core."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
+from stretto import addons
 from stretto.base.errors import ConfigError
 from stretto.signals import restore_python_signals, unwind_at_signals
 
@@ -16,62 +17,47 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from stretto.addons import ConfigVerb
     from stretto.config.root import InferenceConfig, RLConfig, RunRoot, SFTConfig, TrainerConfig
 
 PLAIN_VERBS = {
-    "vime": "stretto.verbs:run_vime",
     "init": "stretto.launch.project:init",
     "demo": "stretto.launch.demo:demo",
-    "runs": "stretto_view.commands:runs",
-    "show": "stretto_view.commands:show",
-    "rollouts": "stretto_view.commands:rollouts",
-    "plot": "stretto_view.commands:plot",
-    "view": "stretto_view.page.command:view",
-    "push": "stretto_view.push:push",
-    "plan": "stretto_plan.command:plan",
-    "pod": "stretto_clusters.kubernetes.run:main",
     "chat": "stretto.launch.chat:chat",
     "status": "stretto.launch.control:status",
     "logs": "stretto.launch.control:logs",
     "stop": "stretto.launch.control:stop",
     "stacks": "stretto.launch.stacks:stacks",
-    "doctor": "stretto_doctor.command:doctor",
 }
-"""Verbs that take words of their own, and the function that gets them."""
+"""Verbs of the core that take words of their own, and the function that gets them."""
 
 
-def _function(path: str) -> Callable[..., int]:
-    """The function `module:name`; its module is imported now."""
-    from importlib import import_module
-
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
+def is_plain(verb: str) -> bool:
+    """Whether a verb takes words of its own."""
+    return verb in PLAIN_VERBS or verb in addons.registered("stretto.verbs")
 
 
 def run_plain_verb(verb: str, words: list[str]) -> int:
-    """Run a verb of PLAIN_VERBS; the exit status."""
-    run = _function(PLAIN_VERBS[verb])
-    if verb in ("doctor", "chat"):  # they have started processes
+    """Run a verb that takes words of its own; the exit status.
+
+    Raises: ConfigError if it is that of an add-on which is not installed.
+    """
+    if verb == "chat":  # it has started a process
         unwind_at_signals()
-    return run(words)
-
-
-READ_BY_PARSER = (
-    "runs", "show", "rollouts", "plot", "view", "push", "plan", "init", "chat", "status", "logs", "stop", "stacks",
-    "doctor",
-)  # fmt: skip
-"""Verbs of PLAIN_VERBS whose words a PlainParser reads."""
+    if verb in PLAIN_VERBS:
+        return addons.object_at(PLAIN_VERBS[verb])(words)
+    return addons.load("stretto.verbs", verb, f"`stretto {verb}`")(words)
 
 
 def completions_of_plain_verbs() -> dict[str, list[str]]:
     """Per verb without a configuration its lines for completion, `--flag value value`."""
     from stretto.config.reading.plain import parser_of
-    from stretto_vime.flags.groups import BY_NAME
 
-    parsers = {verb: parser_of(_function(PLAIN_VERBS[verb])) for verb in READ_BY_PARSER}
-    lines = {verb: parser.completions() for verb, parser in parsers.items() if parser is not None}
-    vime = [" ".join([name, *map(str, flag.choices)]) for name, flag in BY_NAME.items() if flag.state != "refused"]
-    return lines | {"vime": vime}
+    lines = {verb: each() for verb, each in addons.load_all("stretto.completions").items()}
+    for verb, path in ({**PLAIN_VERBS} | addons.offers("stretto.verbs")).items():
+        if verb not in (*lines, "demo") and (parser := parser_of(addons.object_at(path))) is not None:
+            lines[verb] = parser.completions()
+    return lines
 
 
 def word_after_help(words: list[str]) -> str | None:
@@ -80,7 +66,8 @@ def word_after_help(words: list[str]) -> str | None:
     return None if index is None else " ".join(words[index + 1 : index + 2]).lstrip("-")
 
 
-def _rl(cfg: RLConfig, words: list[str]) -> int:
+def run_rl(cfg: RLConfig, words: list[str]) -> int:
+    """Check what the run will call, then run it; the exit status."""
     from stretto.launch.run.rl import main as run
 
     if cfg.slurm is None and cfg.ray is None:  # otherwise the functions are on other machines
@@ -112,14 +99,13 @@ def _check_service(cfg: RLConfig) -> None:
 
     Raises: ConfigError with its reason.
     """
-    from stretto_service.runs.client import check, end_earlier
-
+    service = addons.load("stretto.services", "client", "[service]")
     try:
-        check(cfg.trainer_config(), may_exist=cfg.resume is not None or cfg.clean)
+        service.check(cfg.trainer_config(), may_exist=cfg.resume is not None or cfg.clean)
     except ConnectionError as error:
         raise ConfigError(f"{error}; start one with `stretto serve`, or correct service.url") from None
     if cfg.clean:
-        end_earlier(cfg.trainer_config())
+        service.end_earlier(cfg.trainer_config())
 
 
 def _check_trainer_hooks(cfg: RLConfig) -> None:
@@ -162,8 +148,12 @@ def _check_weights(cfg: SFTConfig | InferenceConfig) -> None:
 
 
 def _elsewhere(cfg: SFTConfig | InferenceConfig) -> int:
-    """Run the command on the machines that Slurm or Ray hands out."""
-    return _function(f"stretto_clusters.{'ray.run' if cfg.slurm is None else 'slurm.submit'}:main")(cfg)
+    """Run the command on the machines of a cluster."""
+    from stretto.launch.launchers import launcher_of
+
+    launcher = launcher_of(cfg)
+    assert launcher is not None, "it runs here"
+    return launcher.main(cfg)
 
 
 def _check_first_rows(cfg: SFTConfig) -> None:
@@ -186,7 +176,7 @@ def _process(path: str, *, computes: bool = False) -> Callable[[Any, list[str]],
     def run(cfg: RunRoot, words: list[str]) -> int:
         if computes:
             _let_waiting_threads_sleep()
-        main = _function(path)
+        main = addons.object_at(path)
         restore_python_signals()
         return main(cfg)
 
@@ -195,7 +185,9 @@ def _process(path: str, *, computes: bool = False) -> Callable[[Any, list[str]],
 
 def _trainer(cfg: TrainerConfig, words: list[str]) -> int:
     if cfg.service is not None:
-        return _process("stretto_service.runs.bridge:main")(cfg, words)
+        main = addons.load("stretto.services", "trainer", "[service]")
+        restore_python_signals()
+        return main(cfg)
     return _process("stretto.trainer.rl:main", computes=True)(cfg, words)
 
 
@@ -224,7 +216,7 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
             return served
         cfg = served
     if cfg.dry_run:
-        return _dry_run("inference", cfg)
+        return show_dry_run("inference", cfg)
     from stretto.inference.server import main as run
 
     restore_python_signals()
@@ -238,7 +230,7 @@ def _let_waiting_threads_sleep() -> None:
 
 
 VERBS: dict[str, tuple[str, Callable[[Any, list[str]], int]]] = {
-    "rl": ("RLConfig", _rl),
+    "rl": ("RLConfig", run_rl),
     "sft": ("SFTConfig", _sft),
     "trainer": ("TrainerConfig", _trainer),
     "critic": ("TrainerConfig", _process("stretto.trainer.critic_ranks:main", computes=True)),
@@ -246,18 +238,34 @@ VERBS: dict[str, tuple[str, Callable[[Any, list[str]], int]]] = {
     "inference": ("InferenceConfig", _inference),
     "eval": ("EvalConfig", _process("stretto.orchestrator.eval.verb:main")),
     "evals": ("EvalsConfig", _process("stretto.orchestrator.eval.follow:main")),
-    "serve": ("ServeConfig", lambda cfg, words: _function("stretto.launch.run.service:main")(cfg)),
-    "hub": ("ServeConfig", _process("stretto_service.main:main")),
-    "tenants": ("ServeConfig", _process("stretto_service.tenants.main:main", computes=True)),
 }
-"""The class of a verb's config in config/root.py, and what runs it; words: the command line after the verb."""
+"""The core has these: the class of a verb's config in config/root.py, and what runs it; words: the command line after it."""
+
+
+def is_verb(verb: str) -> bool:
+    """Whether it is a verb of the core, or of an add-on that may be missing here."""
+    return verb in VERBS or verb in addons.registered("stretto.config_verbs") or is_plain(verb)
+
+
+def _of_add_on(verb: str) -> ConfigVerb:
+    """Raises: ConfigError if it is not installed."""
+    return addons.load("stretto.config_verbs", verb, f"`stretto {verb}`")
 
 
 def root_of(verb: str) -> type[RunRoot]:
     """The class of a verb's config."""
     from stretto.config import root
 
-    return getattr(root, VERBS[verb][0])
+    return getattr(root, VERBS[verb][0] if verb in VERBS else _of_add_on(verb).root)
+
+
+def _run(verb: str, cfg: RunRoot, words: list[str]) -> int:
+    if verb in VERBS:
+        return VERBS[verb][1](cfg, words)
+    found = _of_add_on(verb)
+    if found.is_process:
+        return _process(found.run, computes=found.computes)(cfg, words)
+    return addons.object_at(found.run)(cfg)
 
 
 def run_config_verb(verb: str, words: list[str], command: str) -> int:
@@ -277,15 +285,25 @@ def run_config_verb(verb: str, words: list[str], command: str) -> int:
     cfg = load(root_of(verb), _own_flags(verb, words), verb=command)
     os.environ.update(cfg.env_vars)  # before torch is imported
     if cfg.print_config:
-        return _print_config(cfg)
+        return print_config(cfg)
+    _check_add_ons(cfg)
     if cfg.dry_run and verb != "inference":  # its dry run may be a plan of several processes
-        return _dry_run(verb, cfg)
+        return show_dry_run(verb, cfg)
     if bench is not None and not cfg.dry_run:
         from stretto.bench.command import bench as run
 
         unwind_at_signals()
         return run(cfg, bench)
-    return VERBS[verb][1](cfg, words)
+    return _run(verb, cfg, words)
+
+
+def _check_add_ons(cfg: RunRoot) -> None:
+    """Raises: ConfigError if a section needs an add-on that is not installed."""
+    for section in ("slurm", "ray"):
+        if getattr(cfg, section, None) is not None:
+            addons.check("stretto.launchers", section, f"[{section}]")
+    if type(cfg).__name__ in ("RLConfig", "TrainerConfig") and getattr(cfg, "service", None) is not None:
+        addons.check("stretto.services", "client", "[service]")
 
 
 def _own_flags(verb: str, words: list[str]) -> list[str]:
@@ -308,28 +326,8 @@ def _own_flags(verb: str, words: list[str]) -> list[str]:
     return words
 
 
-def run_vime(words: list[str]) -> int:
-    """Run `vime`, which is `rl` with the flags of vime; the exit status."""
-    if (word := word_after_help(words)) is not None:
-        from stretto_vime.flags.pages import help_text
-
-        print(help_text(word), end="")
-        return 0
-    from stretto_vime.flags.command import read_command
-
-    cfg, notes, names, environment = read_command(words)
-    os.environ.update(environment)
-    if cfg.print_config:
-        return _print_config(cfg)
-    for note in notes:
-        sys.stderr.write(f"note: {note}\n")
-    try:
-        return _dry_run("rl", cfg) if cfg.dry_run else _rl(cfg, words)
-    except ConfigError as error:
-        raise ConfigError(names.reword(str(error))) from error
-
-
-def _print_config(cfg: RunRoot) -> int:
+def print_config(cfg: RunRoot) -> int:
+    """Print a resolved config; the exit status."""
     from stretto.config.load import shown_text
 
     print(shown_text(cfg), end="")
@@ -342,8 +340,9 @@ def _print(text: str) -> None:
     print(harmless(text))  # it shows what models and environments have written
 
 
-def _dry_run(verb: str, cfg: RunRoot) -> int:
+def show_dry_run(verb: str, cfg: RunRoot) -> int:
+    """Print what a command would do, and start nothing; the exit status."""
     from stretto.dry_run import SCREENS
 
-    _print(SCREENS[verb](cfg))
+    _print(SCREENS[verb](cfg) if verb in SCREENS else addons.object_at(_of_add_on(verb).screen)(cfg))
     return 0

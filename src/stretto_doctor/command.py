@@ -17,6 +17,7 @@ from pathlib import Path
 
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.config.reading.plain import PlainParser
+from stretto.signals import unwind_at_signals
 from stretto_doctor import machine, software
 from stretto_doctor.finding import Check, Finding, State, as_text, bad, good, guarded, run_checks, verdict
 
@@ -27,6 +28,7 @@ ANY_ADDRESS = "0.0.0.0"
 def doctor(words: Sequence[str]) -> int:
     """Run the checks and print their findings; the exit status, 1 if something will fail."""
     options, rest = _parse(words)
+    unwind_at_signals()
     if options.listen is not None:
         return _listen(options)
     if options.peer is not None:

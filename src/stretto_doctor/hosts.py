@@ -7,7 +7,6 @@ findings, measures the network, and looks for a file that the first host has wri
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,22 +15,24 @@ from pathlib import Path
 
 from stretto.base.errors import ConfigError, WireError
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig
+from stretto.launch.launchers import launcher_of
 from stretto.launch.plan.nodes import find_node_rank
 from stretto.launch.run.node_checks import check_others
-from stretto_clusters.slurm.commands import nodes_of
 from stretto_doctor.configs import Config
 from stretto_doctor.finding import Finding, bad, good, note, warn
 from stretto_doctor.network import PORT, Peer, findings_of, listen, new_token
 
-JOB_VAR = "SLURM_JOB_ID"
 _SHARED = "shared directory"
 
 
 def in_job(cfg: Config) -> Config:
     """Inside a Slurm job, the config with the hosts of that job, as its nodes will get it; else the same config."""
-    if isinstance(cfg, EvalConfig) or JOB_VAR not in os.environ or cfg.slurm is None:
+    if isinstance(cfg, EvalConfig) or cfg.slurm is None:
         return cfg
-    hosts = nodes_of(os.environ[JOB_VAR])[: cfg.num_nodes]
+    launcher = launcher_of(cfg)
+    if launcher is None or (hosts := launcher.job_hosts()) is None:
+        return cfg
+    hosts = hosts[: cfg.num_nodes]
     if cfg.num_nodes == 1 or len(hosts) < cfg.num_nodes:
         return cfg.model_copy(update={"slurm": None})
     if isinstance(cfg, InferenceConfig):

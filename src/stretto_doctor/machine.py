@@ -7,14 +7,13 @@ import os
 import platform
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from stretto.base.process import num_cores, visible_gpus
+from stretto.base.process import num_cores, output_of, visible_gpus
 from stretto.base.runtime import machine_bytes
 from stretto_doctor.finding import Finding, bad, good, note, warn
 
@@ -24,7 +23,6 @@ SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES, MIN_DISK_BYTES = 1 << 30, 10 << 30
 SLOW_DISK_BYTES_PER_S = 100e6
 PROBE_BYTES, PROBE_S = 64 << 20, 1.0
-COMMAND_TIMEOUT_S = 8.0
 RDMA_CLASS = Path("/sys/class/infiniband")
 _ADJTIMEX_ERROR = 5  # state TIME_ERROR: the clock is not synchronized
 _TIMEX_BYTES = 208  # sizeof(struct timex)
@@ -176,11 +174,3 @@ def rdma() -> Iterator[Finding]:
 
 def _is_active(device: Path) -> bool:
     return any("ACTIVE" in state.read_text() for state in device.glob("ports/*/state"))
-
-
-def output_of(argv: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str | None:
-    """The output of a program; None if it is missing, fails or does not end within timeout_s."""
-    try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None

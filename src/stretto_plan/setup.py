@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from stretto.base import process
+from stretto.bench.hardware import Hardware, find_hardware
 from stretto.check.degrees import Degrees, Shape, find_degrees
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.inference import InferenceSection
@@ -19,7 +20,6 @@ from stretto.config.sections.trainer import Optim
 from stretto.families.shape import ModelConfig
 from stretto.launch.plan.engines import plan_replicas
 from stretto.launch.plan.placement import asks_for_gpus
-from stretto_plan.hardware import Hardware, find_hardware
 from stretto_plan.network import NetworkSize
 from stretto_plan.shapes import find_shape, named_shape
 

@@ -1,4 +1,4 @@
-"""prime-rl's keys of inference, and vLLM's own names of our keys."""
+"""prime-rl's keys of inference."""
 
 from __future__ import annotations
 
@@ -6,22 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from stretto.config.spelling import NO_DEFAULT, Nothing, Path, Row, Table, all_same, idle, moved, old, refused, same
+from stretto.config.spelling import NO_DEFAULT, KeyPath, Nothing, Row, Table, all_same, idle, moved, old, refused, same
+from stretto.config.vllm_names import VLLM_KEYS
 from stretto_prime.run import BROADCAST_TYPES, NO_EXPERIMENTS
-
-_SAME_IN_VLLM = (
-    "served_model_name", "dtype", "max_model_len", "gpu_memory_utilization", "block_size", "max_num_seqs",
-    "max_num_batched_tokens", "enable_prefix_caching", "enable_return_routed_experts", "enable_expert_parallel",
-    "enable_sleep_mode", "enable_dbo", "enable_eplb", "enforce_eager", "seed",
-)  # fmt: skip
-VLLM_KEYS = {
-    "tensor_parallel_size": "parallel.tp",
-    "pipeline_parallel_size": "parallel.pp",
-    "data_parallel_size": "parallel.dp",
-    "return_sampling_mask": "enable_return_sampling_mask",
-    **{key: key for key in _SAME_IN_VLLM},
-}
-"""Options of vLLM that are keys of [inference], also when given in vllm_extra: each has one value."""
 
 
 def options(defaults: Mapping[str, Any]) -> tuple[Row, ...]:
@@ -71,9 +58,6 @@ VLLM_OTHERS = Table("inference.vllm", "InferenceSection", (
     *(moved(option, NO_DEFAULT, key) for option, key in VLLM_KEYS.items()),
     moved("", NO_DEFAULT, "vllm_extra"),
 ), below="vllm", is_listed=False)  # fmt: skip
-VLLM_EXTRA = Table("inference.vllm_extra", "InferenceSection", (
-    *(moved(option, NO_DEFAULT, key) for option, key in VLLM_KEYS.items()),
-), below="vllm_extra", is_listed=False)  # fmt: skip
 INFERENCE = Table("inference", "InferenceSection", (
     same("server.host", None, "an engine of `rl` over several machines listens where they reach it"),
     same("server.port", 8000),
@@ -102,11 +86,6 @@ INFERENCE = Table("inference", "InferenceSection", (
         NO_EXPERIMENTS,
     ),
 ))  # fmt: skip
-FLAGS = Table("inference", "InferenceSection", (
-    *(moved(option, NO_DEFAULT, key) for option, key in VLLM_KEYS.items() if "." in key),
-    moved("host", NO_DEFAULT, "server.host"),
-    moved("port", NO_DEFAULT, "server.port"),
-), is_listed=False)  # fmt: skip
 INFERENCE_ALONE = Table("inference", "InferenceConfig", (
     refused("weight_broadcast.type", "filesystem", "engines take what the trainer sends; leave it out",
             unless=("filesystem", "nccl", "collective", "shm", "ipc")),
@@ -144,7 +123,7 @@ DEPLOYMENT = Table("inference.deployment", "InferenceSection", (
 SIDES = (("num_prefill_nodes", "num_prefill_replicas"), ("num_decode_nodes", "num_decode_replicas"))
 
 
-def nodes_of_one(values: Mapping[Path, Any]) -> dict[Path, int]:
+def nodes_of_one(values: Mapping[KeyPath, Any]) -> dict[KeyPath, int]:
     """Nodes of one engine, if a file of 0.6 counts those of all engines of a side.
 
     It does so if deployment.num_infer_nodes is the sum of both sides as given, and not of nodes x engines.
@@ -161,5 +140,5 @@ def nodes_of_one(values: Mapping[Path, Any]) -> dict[Path, int]:
 
 
 TABLES = (
-    INFERENCE, VLLM, VLLM_OTHERS, VLLM_EXTRA, FLAGS, INFERENCE_ALONE, ROUTER, OFFLOAD, DEPLOYMENT,
+    INFERENCE, VLLM, VLLM_OTHERS, INFERENCE_ALONE, ROUTER, OFFLOAD, DEPLOYMENT,
 )  # fmt: skip

@@ -9,8 +9,8 @@ from stretto.config.spelling import (
     NO_DEFAULT,
     GivenName,
     Instead,
+    KeyPath,
     Nothing,
-    Path,
     Table,
     all_same,
     idle,
@@ -253,21 +253,21 @@ _BELOW = 1e-6
 """Our pools end at a threshold and those of prime-rl's buffer began at it: with 1, a mean reward of 1 is easy."""
 
 
-def pools_of_buffer(values: Mapping[Path, Any], spelled: Mapping[Path, str]) -> dict[Path, Any]:
+def pools_of_buffer(values: Mapping[KeyPath, Any], spelled: Mapping[KeyPath, str]) -> dict[KeyPath, Any]:
     """Pools for the thresholds of a buffer: tasks beyond them are not drawn again, others alike.
 
     spelled: how each value was written.
     """
-    at: Path = ("orchestrator", "curriculum", "sampler")
+    at: KeyPath = ("orchestrator", "curriculum", "sampler")
     given = {side: (*at, f"{side}_threshold") for side in ("easy", "hard")}
     if not any(".buffer." in spelled.get(path, "") for path in given.values()):
         return {}
-    found: dict[Path, Any] = {(*at, f"{side}_weight"): float(path not in values) for side, path in given.items()}
+    found: dict[KeyPath, Any] = {(*at, f"{side}_weight"): float(path not in values) for side, path in given.items()}
     easy = values.get(given["easy"])
     return found | ({given["easy"]: easy - _BELOW} if isinstance(easy, int | float) else {})
 
 
-def merge_filters(paths: Sequence[Path]) -> list[Path]:
+def merge_filters(paths: Sequence[KeyPath]) -> list[KeyPath]:
     """The paths of a file, with its two lists of filters as one: pre_batch_filters first."""
     pre, post = "pre_batch_filters", "post_batch_filters"
     num_before = len({path[: path.index(pre) + 2] for path in paths if pre in path[:-1]})

@@ -1,59 +1,18 @@
-"""All tables of spellings, and the search for the row of a path."""
+"""All tables of prime-rl's keys, and what else its files mean."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from functools import cache
+from collections.abc import Mapping
+from typing import Any
 
-from stretto.config.spelling import Path, Row, Table
-from stretto_prime import inference, orchestrator, others, run, sft, trainer
+from stretto.config.spelling import Correction, KeyPath, Row, Spelling, Table
+from stretto_prime import inference, orchestrator, run, sft, trainer
+from stretto_prime.inference import nodes_of_one
+from stretto_prime.orchestrator import merge_filters, pools_of_buffer
 
 PARTS = (run, trainer, orchestrator, inference, sft)
-"""Modules with prime-rl's keys, in the order of the page."""
-TABLES: tuple[Table, ...] = tuple(table for part in (*PARTS, others) for table in part.TABLES)
-
-
-@cache
-def rows_of(section: str) -> tuple[Row, ...]:
-    """Rows of a section, except those of keys that are the same; paths are relative to it."""
-    rows = [_anchored(row, table.below) for table in TABLES if table.section == section for row in table.rows]
-    return tuple(row for row in rows if row.ours is not None or row.is_refused or row.values or row.sets)
-
-
-def _anchored(row: Row, below: str) -> Row:
-    path = ".".join(filter(None, (below, row.theirs)))
-    return row if path == row.theirs else replace(row, theirs=path)
-
-
-@cache
-def _by_first(sections: tuple[str, ...]) -> Mapping[str, tuple[tuple[Path, Row], ...]]:
-    """Rows of sections by the first part of their paths, longest first; later sections win."""
-    found: dict[str, dict[Path, Row]] = {}
-    for section in sections:
-        for row in rows_of(section):
-            path = tuple(row.theirs.split("."))
-            found.setdefault(path[0], {})[path] = row
-    # The longest first; among equally long ones, the one with fewer wildcards.
-    order = lambda item: (-len(item[0]), item[0].count("*"))
-    return {first: tuple(sorted(rows.items(), key=order)) for first, rows in found.items()}
-
-
-def match(sections: Iterable[str], path: Path) -> tuple[int, Row] | None:
-    """The row for the beginning of a path below these sections, and how many parts it covers."""
-    for theirs, row in _by_first(tuple(sections)).get(str(path[0]), ()):
-        if len(theirs) <= len(path) and all(a in ("*", str(b)) for a, b in zip(theirs, path)):
-            return len(theirs), row
-    return None
-
-
-def renamed(row: Row, path: Path) -> Path:
-    """Our path for a path that a row covers: wildcards are filled in from the path."""
-    assert row.ours
-    filled = iter([part for theirs, part in zip(row.theirs.split("."), path) if theirs == "*"])
-    return tuple(next(filled) if part == "*" else part for part in row.ours.removeprefix("/").split("."))
-
-
+"""Modules with its keys, in the order of the page."""
+TABLES: tuple[Table, ...] = tuple(table for part in PARTS for table in part.TABLES)
 LISTS = {"orchestrator.train.source": "orchestrator.env", "orchestrator.eval.source": "orchestrator.eval.env"}
 """Our path of a list of tables, where it is another one."""
 
@@ -63,7 +22,7 @@ def names_of_prime_rl(verb: str, word: str) -> list[str]:
     part = word.replace("-", "_")
     found: dict[str, str] = {}
     for table in TABLES:
-        if table.verb != (verb if verb in ("sft", "eval") else "rl") or table in others.TABLES:
+        if table.verb != (verb if verb in ("sft", "eval") else "rl"):
             continue
         base = table.path.removesuffix(table.below.replace("*", "0")).removesuffix(".")
         for theirs, ours in LISTS.items():
@@ -84,7 +43,12 @@ def _meaning(row: Row, base: str) -> str:
     return f"--{ours.replace('_', '-')}" + (f" ({row.note})" if row.note else "")
 
 
-def aliases_of(sections: Iterable[str]) -> dict[str, str]:
-    """Other names of the keys of sections, for help and documents."""
-    rows = [row for section in sections for row in rows_of(section)]
-    return {row.theirs: row.ours.removeprefix("/") for row in rows if row.ours and row.ours != row.theirs}
+def corrections(root: str, values: Mapping[KeyPath, Any], spelled: Mapping[KeyPath, str]) -> list[Correction]:
+    """What files of 0.6 mean: nodes of all engines of a side, and the thresholds of a buffer."""
+    nodes = nodes_of_one(values) if root == "RLConfig" else {}
+    why = "counts the nodes of all engines, as deployment.num_infer_nodes shows; here it is those of one engine: "
+    found = [Correction(path, number, f"{why}{number}") for path, number in nodes.items()]
+    return found + [Correction(path, value) for path, value in pools_of_buffer(values, spelled).items()]
+
+
+SPELLING = Spelling(TABLES, names_of_prime_rl, merge_filters, corrections)

@@ -25,7 +25,7 @@ import msgspec
 
 from stretto.base.errors import DataError, EngineError
 from stretto.records.generate import Completion, GenerateRequest
-from stretto.records.weights import load_manifest
+from stretto.records.weight_manifest import load_manifest
 from stretto.transports.engine.api import Refusal
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.engine.http import RequestRefused

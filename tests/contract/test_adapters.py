@@ -19,7 +19,7 @@ from stretto.config.sections.transport import DeltaSection
 from stretto.models.hub import export_tensors, random_model
 from stretto.models.lora import Adapter, attach_adapters, save_adapter
 from stretto.records.generate import GenerateRequest, SamplingParams
-from stretto.records.weights import AdapterInfo
+from stretto.records.weight_manifest import AdapterInfo
 from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights.collective import CollectivePublisher

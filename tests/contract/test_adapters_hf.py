@@ -15,7 +15,7 @@ from stretto.config.sections.model import LoRASection
 from stretto.models.hf import load_hf_model
 from stretto.models.hub import export_tensors
 from stretto.models.lora import Adapter, attach_adapters
-from stretto.records.weights import AdapterInfo
+from stretto.records.weight_manifest import AdapterInfo
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights.filesystem import FilesystemPublisher
 

@@ -23,7 +23,7 @@ from stretto.base.paths import RunDir
 from stretto.config.sections.transport import CollectiveWeights, DeltaSection, FilesystemWeights
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest, SamplingParams
-from stretto.records.weights import WeightGroup
+from stretto.records.weight_manifest import WeightGroup
 from stretto.trainer.publish.canary import scaled
 from stretto.transports.engine import api, updates
 from stretto.transports.engine.client import EngineClient

@@ -17,8 +17,7 @@ from servers import VOCAB, needs_vllm, save, scratch, serve_ready
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
-from stretto.orchestrator.batch.packing import to_micro_batch
-from stretto.orchestrator.batch.samples import samples_of
+from stretto.orchestrator.batch import samples_of, to_micro_batch
 from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.records.rollout import Rollout, RolloutStatus, Task

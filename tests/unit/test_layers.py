@@ -16,9 +16,10 @@ PACKAGES = [path for path in sorted(SOURCE.parent.glob("stretto*")) if (path / "
 
 BELOW = {
     "base": set(),
+    "addons": {"base"},
     "records": {"base"},
     "families": {"base"},
-    "config": {"base", "families"},
+    "config": {"addons", "base", "families"},
     "ledger": {"base", "records", "config"},
     "monitors": {"base", "records", "config"},
     "algorithms": {"base", "records", "config"},
@@ -27,7 +28,7 @@ BELOW = {
     "transports": {"base", "records", "config"},
     "data": {"base"},
     "check": {"base", "families", "config"},
-    "vime": {"base", "records", "data"},
+    "vime": {"addons", "base", "records", "data"},
     "envs": {"base", "records", "config", "data", "vime"},
     "orchestrator": {
         "base",
@@ -58,16 +59,18 @@ BELOW = {
         "vime",
     },
     "inference": {"base", "check", "families", "records", "config", "monitors", "chat", "data", "models", "transports"},
-    "api": {"base", "records", "config", "ledger", "monitors", "chat"},
-    "launch": {"base", "check", "families", "records", "config", "ledger", "monitors", "data", "api"},
+    "api": {"base", "records", "config", "ledger", "monitors", "chat", "data", "vime", "envs"},
+    "launch": {"addons", "base", "check", "families", "records", "config", "ledger", "monitors", "data", "api"},
     "stretto_clusters": {"base", "records", "config", "monitors", "launch"},
-    "stretto_vime": {"base", "families", "config", "data", "vime", "stretto_prime"},
+    "stretto_vime": {"base", "families", "config", "data", "vime", "cli", "verbs"},
     "stretto_prime": {"config"},
-    "stretto_service": {"base", "records", "config", "monitors", "transports", "data"},
+    "stretto_service": {"addons", "base", "records", "config", "monitors", "transports", "data", "launch"},
     "stretto_service.tenants": {"base", "records", "config", "algorithms", "chat", "models", "transports", "trainer"},
     "stretto_view": {"base", "records", "config", "ledger", "monitors", "chat", "api"},
     "stretto_plan": {
+        "virtual_clock",
         "base",
+        "bench",
         "check",
         "families",
         "records",
@@ -93,13 +96,15 @@ BELOW = {
         "launch",
         "monitors",
         "orchestrator",
-        "stretto_clusters",
+        "bench",
+        "signals",
         "stretto_plan",
     },
-    "dry_run": {"base", "config", "data", "launch", "monitors", "orchestrator", "trainer"},
+    "dry_run": {"addons", "base", "config", "data", "launch", "monitors", "orchestrator", "trainer"},
     "bench": {"base", "records", "config", "data", "envs", "monitors", "transports"},
     "signals": set(),
     "verbs": {
+        "addons",
         "signals",
         "base",
         "bench",
@@ -111,28 +116,18 @@ BELOW = {
         "trainer",
         "inference",
     },
-    "cli": {"base", "signals", "verbs", "config"},
+    "cli": {"addons", "base", "signals", "verbs", "config"},
     "__main__": {"cli"},
-    "__init__": set(),
+    "virtual_clock": set(),
+    "__init__": {"api"},
 }
 """What a room of the core, or an add-on, may import of ours, besides itself."""
 
-OF_ADD_ONS = {
-    "config": {"stretto_prime"},
-    "orchestrator": {"stretto_vime"},
-    "trainer": {"stretto_vime"},
-    "launch": {"stretto_clusters", "stretto_prime"},
-    "dry_run": {"stretto_clusters", "stretto_service"},
-    "bench": {"stretto_doctor", "stretto_plan"},
-    "verbs": {"stretto_service", "stretto_vime"},
-}
-"""What rooms of the core import of add-ons."""
-
 HOMES = {
     "torch": ("algorithms", "models", "trainer", "inference", "transports/weights", "stretto_service/tenants"),
-    "transformers": ("models", "trainer", "inference"),
+    "transformers": ("models", "trainer", "inference", "api/verbs.py"),  # the last for types
     "vllm": ("inference/vllm",),
-    "datasets": ("data/hub.py",),
+    "datasets": ("data/hub.py", "api/rows.py", "api/verbs.py"),
     "verifiers": ("envs/verifiers",),
     "reasoning_gym": ("envs/bundled/reasoning_gym.py",),
     "ray": ("stretto_clusters/ray/cluster.py",),
@@ -209,9 +204,11 @@ def place_of(file: Path) -> str:
 
 def test_every_room_that_is_spoken_of_here_exists() -> None:
     rooms = {room for _, room in files()}
-    assert set(BELOW) == rooms and set().union(*BELOW.values()) <= rooms
+    missing = {room for room in BELOW if room.startswith("stretto_")} - rooms  # add-ons may be taken away
+    assert set(BELOW) == rooms | missing and set().union(*BELOW.values()) <= rooms | missing
     places = {place for homes in (*HOMES.values(), *EXCEPT.values()) for place in homes}
     found = {place_of(file) for file, _ in files()}
+    places = {place for place in places if place.partition("/")[0] not in missing}
     assert not [place for place in sorted(places) if not any(f"{file}/".startswith(f"{place}/") for file in found)]
 
 
@@ -220,7 +217,7 @@ def test_packages_import_only_what_is_below_them() -> None:
     for file, package in files():
         assert package in BELOW, f"{file}: give {package} a place in BELOW"
         for imported, line in own_imports(file):
-            if imported != package and imported not in BELOW[package] | OF_ADD_ONS.get(package, set()):
+            if imported != package and imported not in BELOW[package]:
                 wrong.append(f"{file}:{line}: {package} may not import {imported}")
     assert not wrong, "\n".join(wrong)
 
@@ -364,6 +361,8 @@ def test_the_floors_that_the_documents_tell_are_those_of_the_imports() -> None:
     for room, floors in told_rooms.items():
         height = {name.removesuffix("/"): number for number, floor in enumerate(floors) for name in floor}
         where = SOURCE.parent / room if room.startswith("stretto_") else SOURCE / room
+        if not where.exists() and room.startswith("stretto_"):
+            continue  # an add-on that was taken away
         there = {path.stem + "/" * path.is_dir() for path in where.iterdir()}
         told = {name for floor in floors for name in floor}
         wrong += [f"{room}: there is no {name}" for name in sorted(told - there)]
@@ -425,7 +424,7 @@ def test_the_command_line_imports_a_verb_only_in_its_branch() -> None:
         tree = syntax.tree_of(SOURCE / name)
         at_top = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
         modules = {node.module for node in at_top if (node.module or "").startswith("stretto")}
-        assert modules == {"stretto.base.errors", "stretto.signals"}
+        assert modules <= {"stretto", "stretto.base.errors", "stretto.signals"}
 
 
 def test_there_is_no_utils() -> None:

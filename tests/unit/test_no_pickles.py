@@ -23,8 +23,12 @@ OBJECTS = {
     "recv_pyobj",
 }
 """Functions of torch and pyzmq whose messages are pickles."""
-EXCEPTIONS = {"stretto/trainer/state/slice_files.py": {"pickle.UnpicklingError"}}
-"""Names of such modules that open nothing: errors of torch's checkpoint reader, which reads files of the user."""
+EXCEPTIONS = {
+    "stretto/trainer/state/slice_files.py": {"pickle.UnpicklingError"},
+    "stretto/api/given/pickled.py": {"cloudpickle.dumps", "pickle.loads"},
+}
+"""Names of such modules that may be used: errors of torch's checkpoint reader, which reads files of the user; and for
+objects that the user passed to a call in Python, which come from his own process and are opened by their SHA-256."""
 
 
 def uses(tree: ast.AST) -> Iterator[str]:

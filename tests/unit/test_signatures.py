@@ -16,7 +16,7 @@ import torch
 from processes import forked
 from syntax import tree_of
 
-from stretto.orchestrator.batch.packing import Cost
+from stretto.orchestrator.batch import Cost
 from stretto.trainer.optim.muon import orthogonalise
 
 pytest.importorskip("beartype")

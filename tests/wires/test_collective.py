@@ -29,7 +29,7 @@ from stretto.config.sections.transport import (
     ShmWeights,
     WeightBroadcast,
 )
-from stretto.records.weights import TensorEntry, WeightGroup, WeightManifest
+from stretto.records.weight_manifest import TensorEntry, WeightGroup, WeightManifest
 from stretto.transports.weights import host_copy, receive
 from stretto.transports.weights.board import Board
 from stretto.transports.weights.collective import CollectivePublisher, buckets_of, close_all
@@ -108,7 +108,7 @@ def test_without_a_group_nothing_is_received(publisher):
 RECEIVE = """
 import sys, zlib
 import msgspec, torch
-from stretto.records.weights import WeightGroup, WeightManifest
+from stretto.records.weight_manifest import WeightGroup, WeightManifest
 from stretto.transports.weights import receive
 torch.set_num_threads(1)
 print("ready", flush=True)

@@ -30,7 +30,7 @@ from stretto.records.control import (
     VersionLoaded,
     VersionReady,
 )
-from stretto.records.weights import TensorEntry, WeightManifest
+from stretto.records.weight_manifest import TensorEntry, WeightManifest
 from stretto.transports.control import MAX_POSTED, WIRE, ControlClient, ControlServer, Event
 from stretto.transports.guard import guard_client
 from stretto.transports.stream import MESSAGE, REGISTER, RESEND_AFTER_S, Link

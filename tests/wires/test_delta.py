@@ -25,7 +25,7 @@ from stretto.config.sections.transport import (
     ShmWeights,
     WeightBroadcast,
 )
-from stretto.records.weights import WeightGroup, WeightManifest
+from stretto.records.weight_manifest import WeightGroup, WeightManifest
 from stretto.transports.weights import build_publisher, collective, host_copy, receive
 from stretto.transports.weights.delta import Chain, decode_gaps, encode_gaps, find_changes
 from stretto.transports.weights.layout import HEAD_BYTES
@@ -267,7 +267,7 @@ def test_a_restarted_trainer_starts_a_chain_of_its_own(tmp_path):
 FOLLOW = """
 import sys, zlib
 import msgspec, torch
-from stretto.records.weights import WeightGroup, WeightManifest
+from stretto.records.weight_manifest import WeightGroup, WeightManifest
 from stretto.transports.weights import receive
 torch.set_num_threads(1)
 for line in sys.stdin:

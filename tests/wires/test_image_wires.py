@@ -11,7 +11,7 @@ from ports import free_port
 
 from stretto.base.paths import RunDir
 from stretto.config.sections.transport import FilesystemRollouts, ZmqRollouts
-from stretto.orchestrator.batch.packing import to_micro_batch
+from stretto.orchestrator.batch import to_micro_batch
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.images import Image, image_of
 from stretto.records.sample import TrainBatch, TrainSample

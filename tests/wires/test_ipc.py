@@ -14,7 +14,7 @@ from stretto.base.paths import RunDir
 from stretto.config.load import load
 from stretto.config.root import RLConfig
 from stretto.config.sections.transport import IpcWeights
-from stretto.records.weights import TensorEntry, WeightManifest
+from stretto.records.weight_manifest import TensorEntry, WeightManifest
 from stretto.transports.weights import build_publisher, receive
 from stretto.transports.weights.ipc import Location
 from stretto.transports.weights.layout import buckets_of, tensors_of
@@ -66,7 +66,7 @@ def test_buckets_give_their_tensors_back():
 RECEIVE = """
 import sys, zlib
 import msgspec, torch
-from stretto.records.weights import WeightManifest
+from stretto.records.weight_manifest import WeightManifest
 from stretto.transports.weights import receive
 for line in sys.stdin:
     crc = 0

@@ -16,7 +16,7 @@ from stretto.base.errors import DataError, EngineError, WireError
 from stretto.base.files import remove_unowned
 from stretto.base.paths import RunDir
 from stretto.config.sections.transport import FilesystemWeights, ShmWeights, WeightBroadcast
-from stretto.records.weights import WeightManifest, load_manifest
+from stretto.records.weight_manifest import WeightManifest, load_manifest
 from stretto.transports.weights import Publisher, build_publisher, receive
 from stretto.transports.weights.filesystem import FilesystemPublisher
 from stretto.transports.weights.shm import SHM_DIR, ShmPublisher
@@ -275,7 +275,7 @@ def test_files_of_a_killed_publisher_are_removed_and_those_of_a_live_one_are_not
 READ = """
 import sys
 import msgspec, torch
-from stretto.records.weights import WeightManifest
+from stretto.records.weight_manifest import WeightManifest
 from stretto.transports.weights import receive
 for line in sys.stdin:
     manifest = msgspec.json.decode(line, type=WeightManifest)

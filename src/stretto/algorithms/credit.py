@@ -185,7 +185,8 @@ def whiten(
     squares = reduce({"squares": float(np.square(values).sum())})["squares"]
     if count < 2 or sums["max/high"] == -sums["max/low"]:
         return np.zeros(len(values))
-    return values / np.sqrt(squares / (count - 1) + WHITEN_EPS)
+    whitened: np.ndarray = values / np.sqrt(squares / (count - 1) + WHITEN_EPS)
+    return whitened
 
 
 def length_penalty(
@@ -203,7 +204,8 @@ def length_penalty(
     if not is_counted.any():
         return rewards.astype(np.float64)
     shares = sum(weights[kind] * n / max(n[is_counted].max(), 1) for kind, n in lengths.items())
-    return rewards - rewards[is_counted].mean() * shares
+    penalised: np.ndarray = rewards - rewards[is_counted].mean() * shares
+    return penalised
 
 
 def overlong(

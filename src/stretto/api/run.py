@@ -3,24 +3,32 @@
     run = stretto.Run("outputs/demo")
     run.metrics()[-1]["reward/mean"]
     run.rollouts(step=50, worst=3)[0]["reply"]
+    run.rollouts(step=50).to_pandas()
 
-Each call reads the files anew, so a run may be read while it goes on.
+Each call reads the files anew, so a run may be read while it goes on. A run that this process has started is also
+stopped and waited for here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from stretto.api.live import Live
+from stretto.api.progress import Progress
+from stretto.api.rows import LazyRows, Row, Rows
 from stretto.api.state import describe, no_run_text
-from stretto.base.errors import ConfigError, DataError, reason_of
+from stretto.base.errors import ConfigError, DataError, EngineError, reason_of
 from stretto.base.paths import RunDir
-from stretto.chat.images import ImageProcessor, load_image_processor
+from stretto.chat.patches import ImageProcessor, load_image_processor
 from stretto.chat.placeholders import one_per_image
 from stretto.chat.tokenizer import Tokenizer, find_directory, load_tokenizer
 from stretto.config.load import masked
@@ -45,8 +53,11 @@ _ROWS = f"""
 class Run:
     """The directory of a run of `rl` or `sft`, which may still be running."""
 
-    def __init__(self, path: Path | str) -> None:
-        """Raises: ConfigError when there is no run."""
+    def __init__(self, path: Path | str, live: Live | None = None) -> None:
+        """live: its process, if this one has started it.
+
+        Raises: ConfigError when there is no run.
+        """
         self.dir = RunDir(Path(path))
         try:
             is_run = self.dir.config("run").exists() or self.dir.ledger.exists()
@@ -55,9 +66,60 @@ class Run:
             missing = f"cannot be read: {error.strerror}."
         if missing:
             raise ConfigError(f"{path}: {missing}")
+        self._live = live
 
     def __repr__(self) -> str:
         return f"stretto.Run({str(self.dir)!r})"
+
+    def _repr_html_(self) -> str:
+        progress = Progress(self.dir)
+        progress.refresh()
+        progress.state = self.state
+        return progress._repr_html_()
+
+    # -- while it runs --
+
+    @property
+    def state(self) -> str:
+        """`running`, `done`, `stopped`, `ended` or others, as `stretto runs` shows them."""
+        if self._live is not None and self._live.is_running:
+            return "running"
+        return str(describe(self.dir)["state"])
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process works on it."""
+        return self.state == "running"
+
+    def stop(self, *, now: bool = False) -> None:
+        """Let it finish its step, save a checkpoint and end; now: end at once. `wait` waits for that.
+
+        Raises: EngineError for a run of another process that cannot be stopped from here.
+        """
+        if self._live is not None:
+            for _ in range(2 if now else 1):
+                self._live.started.interrupt()
+            return
+        words = [sys.executable, "-m", "stretto", "stop", str(self.dir), *(["--now"] if now else [])]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise EngineError((done.stderr or done.stdout).strip().removeprefix("error: "))
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has ended; whether it has. Ctrl-C and a kernel's interrupt stop it, as `stop` does.
+
+        timeout_s: wait no longer; None: for as long as it takes.
+
+        Raises: EngineError or ConfigError with the message of a run that has failed.
+        """
+        if self._live is not None:
+            return self._live.wait(timeout_s)
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.is_running and (until is None or time.monotonic() < until):
+            time.sleep(0.5)
+        return not self.is_running
+
+    # -- what it has done --
 
     @property
     def path(self) -> Path:
@@ -78,27 +140,27 @@ class Run:
         """What the run reported at its end; {} before that."""
         return _json(self.dir.summary, dict) if self.dir.summary.exists() else {}
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> Rows:
         """One row per step, in order: `step`, `time` and everything that was logged."""
         rows: dict[int, dict[str, Any]] = {}
         for role in ("trainer", "sft", "orchestrator"):
             for row in read_metrics(self.dir.metrics(role)):
                 rows.setdefault(row["step"], {}).update(row)
-        return [rows[step] for step in sorted(rows)]
+        return Rows(rows[step] for step in sorted(rows))
 
-    def evals(self) -> list[dict[str, Any]]:
+    def evals(self) -> Rows:
         """One row per evaluation: version, environment, mode (sampled or greedy), mean, pass@k and more."""
         files = sorted(self.dir.evals.glob("version_*/results.json"), key=lambda file: _version(file.parent))
-        return [
+        return Rows(
             {**_checked(row, file, dict), "version": _version(file.parent)}
             for file in files
             for row in _json(file, list)
-        ]
+        )
 
-    def eval_samples(self, version: int) -> list[dict[str, Any]]:
+    def eval_samples(self, version: int) -> Rows:
         """One row per rollout of the evaluation of a version, with its text."""
         files = sorted(self.dir.eval(version).glob("*.jsonl"))
-        return [_parsed(line, file, dict) for file in files for line in _text(file).splitlines()]
+        return Rows(_parsed(line, file, dict) for file in files for line in _text(file).splitlines())
 
     def rollouts(
         self,
@@ -110,8 +172,10 @@ class Run:
         best: int | None = None,
         worst: int | None = None,
         limit: int | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> LazyRows:
         """One row per rollout, the newest try of each: rewards, versions, text, tokens and log-probabilities.
+
+        Text and tokens are read as the rows are iterated over, and not kept.
 
         step: of the batch of this step; None takes those that no step trained too. status: finished, truncated,
         failed or dropped. min_reward: with at least this reward. best, worst: so many with the largest or smallest
@@ -140,13 +204,17 @@ class Run:
             self._check_env(ledger, env)
             rows = ledger.rows(_ROWS + where + _order(best, worst, limit), *values)
             rows = rows if best is not None or worst is not None else sorted(rows, key=_place)
-            groups: dict[int, Sequence[Rollout]] = {}
+        return LazyRows(rows, self._with_tokens)
+
+    def _with_tokens(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """Rows with text and tokens; the rollouts of one group at a time are held."""
+        with LedgerReader(self.dir) as ledger:
+            found: tuple[int | None, Sequence[Rollout]] = (None, ())
             for row in rows:
-                if row["group_id"] not in groups:
-                    groups[row["group_id"]] = _rollouts_of(ledger, row["group_id"])
-                found = [rollout for rollout in groups[row["group_id"]] if rollout.member == row["member"]]
-                row.update(self._tokens(found[0].branches if found else ()))
-        return rows
+                if row["group_id"] != found[0]:
+                    found = (row["group_id"], _rollouts_of(ledger, row["group_id"]))
+                own = [rollout for rollout in found[1] if rollout.member == row["member"]]
+                yield {**row, **self._tokens(own[0].branches if own else ())}
 
     def plot(self, *keys: str, path: Path | str | None = None) -> Any:
         """The named metrics over the steps as a matplotlib figure; reward, length, entropy and mismatch without a name.
@@ -207,9 +275,9 @@ class Run:
         return None
 
 
-def compare(runs: Sequence[Run | Path | str]) -> list[dict[str, Any]]:
+def compare(runs: Sequence[Run | Path | str]) -> Rows:
     """One row per run: its name, steps, last rewards, held-out rewards before and after, speed."""
-    rows = []
+    rows = Rows()
     for run in (run if isinstance(run, Run) else Run(run) for run in runs):
         steps = [row for row in run.metrics() if row["step"] > 0]
         rewards = [row["reward/mean"] for row in steps if "reward/mean" in row][-10:]
@@ -239,6 +307,11 @@ def plot(runs: Sequence[Run | Path | str], *keys: str, path: Path | str | None =
     if missing and not any(rows.values()):
         raise ConfigError(f"plot: no step is logged: {'; '.join(missing)}.")
     return plot(rows, keys, path)
+
+
+def read_rows(file: Path) -> Rows:
+    """The rows of a file with a list of them. Raises: DataError when it is damaged."""
+    return Rows(_checked(row, file, dict) for row in _json(file, list))
 
 
 def _label(run: Run, runs: Sequence[Run]) -> str:

@@ -39,7 +39,7 @@ async def wait_for(awaitable: Awaitable[T], timeout_s: float | None, what: str) 
 
 
 async def run_in_slices(work: Generator[None, None, T]) -> T:
-    """Run `work` to its end and return its result; every SLICE_S seconds other tasks get a turn.
+    """Run `work` to its end and return its result; every SLICE_S seconds other tasks run.
 
     `work` yields often, wherever it may be paused. A thread would not help: it would hold the interpreter lock for
     5 ms each time the event loop touches a socket.
@@ -50,7 +50,8 @@ async def run_in_slices(work: Generator[None, None, T]) -> T:
             while time.perf_counter() < slice_end:
                 next(work)
         except StopIteration as end:
-            return end.value
+            result: T = end.value
+            return result
         await asyncio.sleep(0)
 
 

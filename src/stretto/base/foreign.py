@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import hashlib
 import importlib
+import importlib.util
 import inspect
 import logging
 import sys
@@ -40,7 +42,7 @@ REPLACEMENTS = {
 def load_object(path: str, where: str) -> Any:
     """The object that `module:attr` (or `module.attr`) names; `where` is the setting's name.
 
-    Modules are searched on the Python path, then in the working directory.
+    Modules are searched on the Python path, then in the working directory. `dir/file.py:attr` names a file.
 
     Raises: ConfigError if the path is malformed, the module or attribute does not exist, or the import fails.
     """
@@ -57,9 +59,9 @@ def load_object(path: str, where: str) -> Any:
 
 
 def load_module(name: str, what: str) -> ModuleType:
-    """Import a module from the Python path or the working directory; a slow import is logged.
+    """Import a module from the Python path or the working directory, or the file of a path; a slow import is logged.
 
-    what: the setting that needs the module, for messages.
+    name: the module's, or a path that ends in .py. what: the setting that needs the module, for messages.
 
     Raises: ConfigError if the module does not exist or its import fails.
     """
@@ -73,6 +75,8 @@ def load_module(name: str, what: str) -> ModuleType:
         advice = REPLACEMENTS.get((cause.name or "").partition(".")[0], "")
         raise ConfigError(f"{what}: {error_location(cause)}: {cause}{advice}") from cause
     except (Exception, SystemExit) as cause:  # an imported script may call sys.exit
+        if isinstance(cause, FileNotFoundError) and name.endswith(".py") and not Path(name).expanduser().is_file():
+            raise ConfigError(f"{what}: {cause}") from None
         reason: Any = cause
         if isinstance(cause, SyntaxError):
             reason = f"{cause.msg} in `{(cause.text or '').strip()}`; mend that line"
@@ -80,6 +84,8 @@ def load_module(name: str, what: str) -> ModuleType:
 
 
 def _import(name: str) -> ModuleType:
+    if name.endswith(".py"):
+        return _import_file(Path(name).expanduser().resolve())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
@@ -90,12 +96,30 @@ def _import(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
+def _import_file(file: Path) -> ModuleType:
+    """The module of a file, imported once; its name in `sys.modules` is that of the file and a checksum of its path."""
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, "it ends in .py"
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
 def load_function(path: str, kwargs: dict[str, Any], where: str) -> Callable[..., Any]:
     """The function that `path` names; it must accept one argument and these keyword arguments.
 
     Raises: ConfigError if there is no such function or the arguments do not fit.
     """
-    function = load_object(path, where)
+    function: Callable[..., Any] = load_object(path, where)
     if not callable(function):
         raise ConfigError(f"{where} = {path!r} is a {type(function).__name__}, not a function")
     try:

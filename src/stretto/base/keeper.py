@@ -227,7 +227,8 @@ def persistent_caches() -> dict[str, str]:
 def remove_stale() -> int:
     """Remove the temporary directories of keepers that were killed; returns their number."""
     paths = Path(tempfile.gettempdir()).glob(f"{PREFIX}*")
-    return remove_abandoned((path for path in paths if _DIRECTORY.search(path.name)), _remove_directory)
+    num_removed: int = remove_abandoned((path for path in paths if _DIRECTORY.search(path.name)), _remove_directory)
+    return num_removed
 
 
 def _remove_directory(directory: Path) -> None:

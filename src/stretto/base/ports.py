@@ -150,7 +150,8 @@ def open_url(request: str | urllib.request.Request, timeout_s: float) -> Abstrac
 
     Raises: OSError (urllib.error.HTTPError for a status from 400 on).
     """
-    return _DIRECT.open(request, timeout=timeout_s)
+    answer: HTTPResponse = _DIRECT.open(request, timeout=timeout_s)
+    return answer
 
 
 def address_towards(host: str, port: int) -> str | None:
@@ -159,7 +160,7 @@ def address_towards(host: str, port: int) -> str | None:
         for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)
-                return probe.getsockname()[0]
+                return str(probe.getsockname()[0])
     except OSError:
         pass
     return None

@@ -40,6 +40,7 @@ if os.getppid() != int(sys.argv[1]):
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 _LEFTOVER_GRACE_S = 1.0
+OUTPUT_S = 8.0
 TRAIN_NODES_VAR = "STRETTO_TRAIN_NODES"
 """Environment variable of the first rank: the addresses of the trainer's nodes, for messages."""
 LOST_AFTER_VAR = "STRETTO_LOST_AFTER_S"
@@ -315,3 +316,11 @@ def describe_exit(returncode: int) -> str:
         return f"killed by {signal.Signals(-returncode).name} ({-returncode})"
     except ValueError:
         return f"killed by signal {-returncode}"
+
+
+def output_of(argv: list[str], timeout_s: float = OUTPUT_S) -> str | None:
+    """The output of a program; None if it is missing, fails or does not end within timeout_s."""
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 # run is not refused because of them.
 _HARMLESS = frozenset(
     {"configs", "plan.json", "clock.json", "run.lock", "run.orchestrator.lock", "run.trainer.lock", "dry_run", "secret"}
-    | {"logs", "dumps", "tokenizer", "launch.json", "nodes.json", "slurm", "ray"}
+    | {"logs", "dumps", "tokenizer", "launch.json", "nodes.json", "slurm", "ray", "given"}
 )
 # Left, too, by a run that trained no step: a new run of the same name deletes them.
 _UNTRAINED = frozenset(
@@ -405,9 +405,10 @@ def _is_alive(pid: str) -> bool:
 def _empty(run: RunDir) -> None:
     """Delete everything but the lock that is held, the secret, which others may have read, and a job's own files.
 
+    What a Python call gave stays too: the configuration that was read names it.
     The configs, which mark a run directory, are deleted last: an interrupted deletion can then be repeated.
     """
-    kept = [run.lock, run.secret, run.configs]
+    kept = [run.lock, run.secret, run.configs, run.given]
     if JOB_VAR in os.environ:
         kept += [run.launch, run.slurm, run.ray]
     _delete_linked(run)
@@ -426,7 +427,7 @@ def _delete(entries: Iterable[Path]) -> None:
 def _is_run(run: RunDir) -> bool:
     contents = set(_contents(run.path))
     is_just_created = bool(contents) and contents <= {
-        path.name for path in (run.lock, run.secret, run.launch, run.slurm, run.ray)
+        path.name for path in (run.lock, run.secret, run.launch, run.slurm, run.ray, run.given)
     }
     return run.configs.is_dir() or run.ledger.exists() or is_just_created
 

@@ -147,7 +147,7 @@ def prepare_tokens(path: Path, given: Mapping[str, str | None]) -> dict[str, str
     if len({*tokens.values()}) < len(tokens):
         raise ConfigError("[service.users]: two users have the same token; each needs one of his own")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, (json.dumps(tokens, indent=1) + "\n").encode(), mode=0o600)
+    write_atomic(path, (json.dumps(tokens, indent=1) + "\n").encode(), mode=0o600, is_durable=True)
     return tokens
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.paths import RunDir
-from stretto.base.process import bound, num_cores, visible_gpus
+from stretto.base.process import bound, num_cores, output_of, visible_gpus
 from stretto.bench.flops import flops_per_token, peak_flops
 from stretto.bench.memory import MemorySampler
 from stretto.bench.report import as_table, phases
@@ -33,7 +33,6 @@ from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.section import Section
 from stretto.data.hub_model import find_config
 from stretto.monitors.file import read_metrics
-from stretto_doctor.machine import output_of
 
 TAIL_LINES = 15
 END_S = 20.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from stretto.base.process import visible_gpus
-from stretto_doctor.machine import output_of
+from stretto.base.process import output_of, visible_gpus
 
 SAMPLE_S = 0.5
 ROLES = ("orchestrator", "trainer", "inference", "sft", "view")

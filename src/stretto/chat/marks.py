@@ -25,13 +25,13 @@ def unmarked(text: str) -> tuple[str, list[tuple[int, int, int]]]:
     opened: dict[int, int] = {}
     length = 0
     start = 0
-    for place, character in enumerate(text):
+    for position, character in enumerate(text):
         index = ord(character) - _FIRST
         if not 0 <= index < _MOST:
             continue
-        kept.append(text[start:place])
-        length += place - start
-        start = place + 1
+        kept.append(text[start:position])
+        length += position - start
+        start = position + 1
         if index in opened:
             spans.append((index, opened.pop(index), length))
         else:
@@ -43,12 +43,12 @@ def unmarked(text: str) -> tuple[str, list[tuple[int, int, int]]]:
 def owners_of(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int, int]]) -> list[int]:
     """Per token the index of the span that it has a character of, -1 if none."""
     ordered = sorted(spans, key=lambda span: span[1])
-    owners, place = [], 0
+    owners, position = [], 0
     for left, right in offsets:
-        while place < len(ordered) and ordered[place][2] <= left:
-            place += 1
-        is_inside = place < len(ordered) and right > ordered[place][1]
-        owners.append(ordered[place][0] if is_inside else -1)
+        while position < len(ordered) and ordered[position][2] <= left:
+            position += 1
+        is_inside = position < len(ordered) and right > ordered[position][1]
+        owners.append(ordered[position][0] if is_inside else -1)
     return owners
 
 

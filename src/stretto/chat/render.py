@@ -16,8 +16,8 @@ included, and they stand behind exactly the tokens that it would have seen. Wher
 another example begins, as a rollout begins another branch; a reply that the template does not show as it is sampled is
 left out.
 
-Messages may have images (images.py) if the model has an image processor. The prompt has one placeholder token per token
-that the model makes of an image; `images_of` returns the pixels.
+Messages may have images (patches.py) if the model has an image processor. The prompt has one placeholder token per
+token that the model makes of an image; `images_of` returns the pixels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy as np
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.backend import Backend, Message, Rendered, Reply
 from stretto.chat.choice import choose_backend
-from stretto.chat.images import CONFIG_FILES, ImageProcessor
+from stretto.chat.patches import CONFIG_FILES, ImageProcessor
 from stretto.chat.placeholders import PLACEHOLDER, VISION_TOKENS, one_per_image, repeats, with_placeholders
 from stretto.chat.tokenizer import Tokenizer, load_tokenizer
 from stretto.config.sections.model import RendererSection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stretto.chat.images import ImageProcessor
+from stretto.chat.patches import ImageProcessor
 from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.config.sections.model import ScratchSection, ScratchVisionSection
 

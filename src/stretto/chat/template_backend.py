@@ -21,10 +21,10 @@ from stretto.chat.backend import Message, Parsed, Rendered, Reply
 from stretto.chat.conversations import CALL, TOOL
 from stretto.chat.family_backend import from_library
 from stretto.chat.marks import owners_of, unmarked, with_marks
+from stretto.chat.template_traits import Thinking, as_parts, find_traits, shows_at, with_arguments
 from stretto.chat.templates import ChatTemplate
 from stretto.chat.tokenizer import Tokenizer
 from stretto.chat.tool_calls import ALIASES, FORMAT_MARKS, FORMATS, LIBRARY_FORMATS, TEXT_FORMATS, UNMARKED
-from stretto.chat.traits import Thinking, as_parts, find_traits, shows_at, with_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class TemplateBackend:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*own, *tokenizer.eos_ids)))
         self._anchor = next((t for t, is_plain in tokenizer.special_tokens.items() if is_plain), None)
         self._inner = self._find_inner()
-        self._shown_places: set[tuple[str, str | None, bool]] = set()  # of messages whose text is shown
+        self._shown_cases: set[tuple[str, str | None, bool]] = set()  # of messages whose text is shown
         self._known: dict[bytes, bytes] = {}  # digests of prompts -> digests of their texts
         self.thinking = self.traits.thinking
         self.tool_format = self._find_format(tool_parser)
@@ -229,7 +229,7 @@ class TemplateBackend:
         return self.template.render(self._prepared(messages), tools, add_generation_prompt=is_asked)
 
     def _check_shown(self, messages: Sequence[Message], index: int, tools: Sequence[Message] | None) -> None:
-        """Whether the template shows a message at its place: tried once per role and role before it.
+        """Whether the template shows a message where it stands: tried once per role and role before it.
 
         Raises: DataError if not.
         """
@@ -240,11 +240,11 @@ class TemplateBackend:
                 f"{self.name} drops messages of the role {role!r}; leave them out, or give another template as "
                 "renderer.template"
             )
-        place = (role, before, bool(tools))
-        if role == "assistant" or place in self._shown_places or not message.get("content"):
+        case = (role, before, bool(tools))
+        if role == "assistant" or case in self._shown_cases or not message.get("content"):
             return
         if shows_at(self.template, self._prepared(messages), index, tools):
-            self._shown_places.add(place)
+            self._shown_cases.add(case)
             return
         behind = "" if before is None else f" behind one of the role {before!r}"
         raise DataError(
@@ -365,9 +365,9 @@ class TemplateBackend:
 
     def _split_stop(self, ids: Sequence[int]) -> tuple[list[int], int | None]:
         """The tokens of a reply up to its end, and the token that ended it; None if it was cut."""
-        for place, token in enumerate(ids):
+        for number, token in enumerate(ids):
             if int(token) in self.stop_ids:
-                return [int(t) for t in ids[:place]], int(token)
+                return [int(t) for t in ids[:number]], int(token)
         return [int(t) for t in ids], None
 
     # -- the tokenizer --
@@ -432,8 +432,8 @@ class TemplateBackend:
         """The first token that the template writes behind a reply, if it is an added one."""
         text = self.traits.end_text
         added = [t for t in self._tokenizer.added_tokens if t.strip()]  # a line break ends no reply
-        places = [(text.find(token), token) for token in added if token in text]
-        return self._tokenizer.token_id(min(places)[1]) if places else None
+        found = [(text.find(token), token) for token in added if token in text]
+        return self._tokenizer.token_id(min(found)[1]) if found else None
 
     def _add_end_of_calls(self) -> None:
         """Add the token that ends a reply with calls, where it is another one than behind other replies."""

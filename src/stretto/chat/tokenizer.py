@@ -91,19 +91,19 @@ class Tokenizer:
         """A text of `as_text`: its special tokens are encoded as the characters that they consist of."""
         specials = list(self.special_tokens)
         found = _Pieces([], [])
-        place = 0
+        start = 0
         for piece in _PRIVATE.split(text):
             index = ord(piece) - _FIRST_PRIVATE if _PRIVATE.fullmatch(piece) else len(specials)
             is_special = index < len(specials)
             encode = self._text_only.encode if is_special else self._backend.encode
-            is_first = add_special_tokens and place == 0
+            is_first = add_special_tokens and start == 0
             encoding = encode(specials[index] if is_special else piece, add_special_tokens=is_first)
             found.ids.extend(encoding.ids)
             # Offsets are those of the text that was given, in which a special token is one character.
             found.offsets.extend(
-                (place, place + 1) if is_special else (place + left, place + right) for left, right in encoding.offsets
+                (start, start + 1) if is_special else (start + left, start + right) for left, right in encoding.offsets
             )
-            place += len(piece)
+            start += len(piece)
         return found
 
     def as_text(self, text: str, tokens: Sequence[str]) -> str:

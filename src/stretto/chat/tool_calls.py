@@ -173,16 +173,16 @@ def _bare_json(text: str) -> Parsed:
 
 def _json_values(text: str) -> Iterator[Any]:
     """JSON values one after the other, with blanks, commas or semicolons between; None at the first that is none."""
-    decoder, place = json.JSONDecoder(), 0
-    while place < len(text):
+    decoder, position = json.JSONDecoder(), 0
+    while position < len(text):
         try:
-            value, place = decoder.raw_decode(text, place)
+            value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
             yield None
             return
         yield value
-        while place < len(text) and text[place] in " \n\t,;":
-            place += 1
+        while position < len(text) and text[position] in " \n\t,;":
+            position += 1
 
 
 TEXT_FORMATS: dict[str, Parser] = {

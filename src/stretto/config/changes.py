@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 from stretto.config.load import dump, masked
 from stretto.config.reading.toml import is_secret
-from stretto.config.section import Path, Section, dotted, show
+from stretto.config.section import KeyPath, Section, dotted, show
 
 NOT_COMPARED = frozenset({"resume", "run", "output_dir"})
 """Where the run lives and how it starts."""
@@ -19,7 +19,7 @@ CHOSEN_BY_START = frozenset({"port", "router_port", "backend_port", "base_url", 
 _MAX_CHARACTERS = 60
 
 
-def changes(saved: FilePath, given: Section, resolved: Section | None = None) -> list[str]:
+def changes(saved: Path, given: Section, resolved: Section | None = None) -> list[str]:
     """Lines `key: old -> new` for keys that differ from the saved config; [] if it is unreadable.
 
     given: the config of this start; resolved: the same with the launcher's choices (threads, addresses), which do not
@@ -42,7 +42,7 @@ def changes(saved: FilePath, given: Section, resolved: Section | None = None) ->
     ]
 
 
-def _differences(old: Any, new: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
+def _differences(old: Any, new: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, Any]]:
     """Paths with their two values; a table that only one side has is one difference."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(name for name in new if name not in old)]:
@@ -58,7 +58,7 @@ def _are_tables(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
-def _at(data: Any, path: Path) -> Any:
+def _at(data: Any, path: KeyPath) -> Any:
     for part in path:
         if isinstance(data, Mapping):
             data = data.get(part)
@@ -69,7 +69,7 @@ def _at(data: Any, path: Path) -> Any:
     return data
 
 
-def _shown(path: Path, value: Any) -> str:
+def _shown(path: KeyPath, value: Any) -> str:
     if is_secret(str(path[-1])) and value is not None:
         return "(not shown)"
     return textwrap.shorten(show(masked(value)), _MAX_CHARACTERS, placeholder=" ...")

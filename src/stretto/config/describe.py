@@ -11,8 +11,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+from stretto.config.lookup import spellings
 from stretto.config.root import (
     EvalConfig,
     InferenceConfig,
@@ -25,7 +27,6 @@ from stretto.config.root import (
 )
 from stretto.config.section import Key, Section, all_aliases, all_paths, keys, tag_of
 from stretto.config.synonyms import keys_meant
-from stretto_prime.table import names_of_prime_rl
 
 ROOTS: dict[str, type[RunRoot]] = {
     "rl": RLConfig,
@@ -135,9 +136,10 @@ def help_text(verb: str, cls: type[Section], word: str = "", width: int | None =
     found = (["\n".join(lines)] if lines else []) + found
     if not found:  # the word may stand in a description
         found = _help(verb, cls, width, lambda flag, key: word.lower() in key.doc.lower(), flag_part)
-    if word and (named := names_of_prime_rl(verb, word)):
-        rows = [textwrap.fill(f"  {line}", width, subsequent_indent=" " * 6, break_on_hyphens=False) for line in named]
-        found.append("\n".join(["As prime-rl writes it:", *rows]))
+    for framework, spelling in spellings().items() if word else ():
+        if named := spelling.names(verb, word):
+            fill = partial(textwrap.fill, width=width, subsequent_indent=" " * 6, break_on_hyphens=False)
+            found.append("\n".join([f"As {framework} writes it:", *(fill(f"  {line}") for line in named)]))
     if not found:
         return f"no key of `{verb}` contains `{word}`; `{verb} --help all` lists all\n"
     usage = [_USAGE.format(verb=verb, about=_about(cls))] if not word else []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any, TypeVar
 
 from stretto.base.errors import ConfigError
@@ -23,7 +23,7 @@ from stretto.config.reading.toml import chosen_at_start, is_secret, toml_text
 from stretto.config.reading.words import ArgumentProblem, FileArgument, parse_arguments
 from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig, RunRoot, TrainerConfig
 from stretto.config.rules import all as rules
-from stretto.config.section import Path, Section, dotted, leaves
+from stretto.config.section import KeyPath, Section, dotted, leaves
 from stretto.config.sections.deployment import ResumeSection
 
 logger = logging.getLogger(__name__)
@@ -47,11 +47,22 @@ def load(cls: type[Root], arguments: list[str], *, verb: str = "stretto") -> Roo
     if cls in PARTS and names_whole_run(arguments):
         process = RUN_TABLES[list(PARTS).index(cls)]
         draft = Draft(RLConfig, is_resolved=is_supervised(), process=process)
-        return PARTS[cls](_load(draft, arguments, verb))
-    return _load(Draft(cls), arguments, verb)
+        part: Root = PARTS[cls](_load(draft, arguments, verb))
+        return part
+    root: Root = _load(Draft(cls), arguments, verb)
+    return root
 
 
-def _load(draft: Draft, arguments: list[str], verb: str) -> Any:
+def read(cls: type[Root], arguments: list[str], values: Mapping[str, Any], *, verb: str) -> Root:
+    """The root that words and the values of a call from Python describe: values over files, flags over both.
+
+    Logs nothing: the process that is started with the same says it. Raises: ConfigError as `load`.
+    """
+    root: Root = _load(Draft(cls), arguments, verb, values)
+    return root
+
+
+def _load(draft: Draft, arguments: list[str], verb: str, values: Mapping[str, Any] | None = None) -> Any:
     cls = draft.cls
     flags = []
     for argument in parse_arguments(cls, arguments):
@@ -61,6 +72,7 @@ def _load(draft: Draft, arguments: list[str], verb: str) -> Any:
             draft.add_file(argument)
         else:
             flags.append(argument)
+    draft.put([Given(path, value, dotted(path), "") for path, value in leaves(values or {})])
     for flag in sorted(flags, key=lambda flag: flag.path[-1:] != ("type",)):
         draft.assign(flag)
     root = draft.build_root()
@@ -68,6 +80,8 @@ def _load(draft: Draft, arguments: list[str], verb: str) -> Any:
         raise ConfigError(draft.report(verb))
     if not any("resume" in str(part) for flag in flags for part in flag.path):
         root = _resumed_if_begun(root, draft)
+    if values is not None:
+        return root
     for note in draft.notes.values():
         logger.warning("note: %s", note)
     for doubt in () if draft.is_resolved else rules.doubts(root):
@@ -100,7 +114,7 @@ def build(
     cls: type[Root],
     data: dict[str, Any],
     *,
-    sources: Mapping[Path, str] | None = None,
+    sources: Mapping[KeyPath, str] | None = None,
     verb: str | None = None,
     reword: Callable[[str], str] = str,
 ) -> Root:
@@ -126,10 +140,10 @@ def dump(root: Section) -> dict[str, Any]:
     return root.model_dump(mode="json", exclude={"dry_run", "print_config", "clean"})
 
 
-def write_json(path: FilePath, data: dict[str, Any]) -> None:
-    """Write data to a file atomically; with a secret in it, only its owner can read it."""
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write data to a file atomically and durably; with a secret in it, only its owner can read it."""
     mode = 0o644 if masked(data) == data else 0o600
-    write_atomic(path, (json.dumps(data, indent=2) + "\n").encode(), mode=mode)
+    write_atomic(path, (json.dumps(data, indent=2) + "\n").encode(), mode=mode, is_durable=True)
 
 
 def shown_text(root: Section) -> str:

@@ -16,18 +16,18 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from pathlib import Path as FilePath
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
+from stretto.config.lookup import aliases_of, match, renamed
 from stretto.config.spelling import GivenName, Instead, Nothing, Row
 from stretto.config.synonyms import keys_meant
-from stretto_prime import table
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """Place of a value in a config: keys, and indices of lists."""
 
 
@@ -44,8 +44,8 @@ class Section(BaseModel):
     def _accept_spellings(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        values: dict[Path, Any] = {}
-        further: dict[Path, Any] = {}
+        values: dict[KeyPath, Any] = {}
+        further: dict[KeyPath, Any] = {}
         for path, value in leaves(data):
             meaning = meant(cls, path, value)
             if meaning.instead:
@@ -94,8 +94,8 @@ def place_meant(key: Key, value: Any) -> Any:
     """
     if isinstance(value, list) and key.is_list and key.name in NAMES_OF_PLACES:
         return [place_meant(key, each) for each in value]
-    is_path = FilePath in key.members
-    if not isinstance(value, str | FilePath) or not (is_path or key.name in NAMES_OF_PLACES):
+    is_path = Path in key.members
+    if not isinstance(value, str | Path) or not (is_path or key.name in NAMES_OF_PLACES):
         return value
     text = str(value)
     if "\n" not in text and (found := re.search(r"\$(\w+|\{\w+\})", text)) and (is_path or "/" in text):
@@ -109,7 +109,7 @@ def place_meant(key: Key, value: Any) -> Any:
 # -- nested data and paths --
 
 
-def leaves(data: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves(data: Any, at: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Values of nested tables by path; also empty tables, and `[]` before a list's tables."""
     if isinstance(data, dict) and data:
         for key, value in data.items():
@@ -122,7 +122,7 @@ def leaves(data: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield at, data
 
 
-def nest(values: Mapping[Path, Any]) -> dict[str, Any]:
+def nest(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
     """The inverse of leaves."""
     root: dict[str, Any] = {}
     for path, value in values.items():
@@ -139,7 +139,7 @@ def nest(values: Mapping[Path, Any]) -> dict[str, Any]:
     return root
 
 
-def dotted(path: Path) -> str:
+def dotted(path: KeyPath) -> str:
     """`orchestrator.env.0.id`."""
     return ".".join(map(str, path))
 
@@ -269,22 +269,22 @@ def _names_of(level: tuple[type[Section], ...]) -> tuple[str, ...]:
 @cache
 def all_aliases(cls: type[Section]) -> dict[str, str]:
     """Other names of a section's keys, inherited ones included."""
-    return table.aliases_of(_names(cls))
+    return aliases_of(_names(cls))
 
 
 @dataclass(frozen=True)
 class Found:
     """The key that a path in any spelling leads to."""
 
-    path: Path
+    path: KeyPath
     """The part of the path that leads to known keys, in our spelling."""
     key: Any
     """The last key on the way: a Key, or None at an item of a list."""
-    rest: Path
+    rest: KeyPath
     """The rest of the path: keys that users choose, or unknown ones."""
     row: Row | None = None
     """The row of the table of spellings for the path, or for a beginning of it."""
-    row_at: Path = ()
+    row_at: KeyPath = ()
     """Path of the section that the row belongs to."""
     is_row_whole: bool = False
     """Whether the row covers the whole path."""
@@ -303,16 +303,16 @@ class Found:
 
 def find(cls: type[Section], path: Sequence[str | int]) -> Found:
     """Follow a path down from a section, in any spelling."""
-    done: Path = ()
-    rest: Path = tuple(path)
+    done: KeyPath = ()
+    rest: KeyPath = tuple(path)
     key: Key | None = None
-    row: tuple[Row | None, Path, bool] = (None, (), False)
+    row: tuple[Row | None, KeyPath, bool] = (None, (), False)
     level: tuple[type[Section], ...] = (cls,)
     while rest:
         if key is not None and key.item_sections and str(rest[0]).isdigit():
             done, rest, level, key = (*done, int(rest[0])), rest[1:], key.item_sections, None
             continue
-        if matched := table.match(_names_of(level), rest):
+        if matched := match(_names_of(level), rest):
             covered, here = matched
             if here.is_refused or here.ours == "":
                 return Found(done, None, rest, here, done, covered == len(rest))
@@ -320,12 +320,12 @@ def find(cls: type[Section], path: Sequence[str | int]) -> Found:
             if here.sets or (covered == len(rest) and not has_setter):
                 row = (here, done, covered == len(rest))
             if here.ours is not None:
-                renamed = (*table.renamed(here, rest), *rest[covered:])
+                ours = (*renamed(here, rest), *rest[covered:])
                 if here.ours.startswith("/") and done:
                     done, level, key = (), (cls,), None
-                    rest = renamed
+                    rest = ours
                     continue
-                rest = renamed
+                rest = ours
         name = str(rest[0])
         inner = next((keys(section)[name] for section in level if name in keys(section)), None)
         if inner is None:
@@ -338,9 +338,9 @@ def find(cls: type[Section], path: Sequence[str | int]) -> Found:
 class Meaning:
     """The values that one given value sets, or why it sets none."""
 
-    values: dict[Path, Any]
+    values: dict[KeyPath, Any]
     """By path in our spelling; empty for a key that decides nothing here."""
-    further: dict[Path, Any] = field(default_factory=dict)
+    further: dict[KeyPath, Any] = field(default_factory=dict)
     """Further values that it sets, unless they are given too."""
     instead: str = ""
     """If not empty, it is refused: what to write."""
@@ -350,7 +350,7 @@ class Meaning:
     """If not empty, it counts something else here than there: what."""
 
 
-def meant(cls: type[Section], path: Path, value: Any) -> Meaning:
+def meant(cls: type[Section], path: KeyPath, value: Any) -> Meaning:
     """The meaning of a value at a path in any spelling."""
     found = find(cls, path)
     own, row = (*found.path, *found.rest), found.row
@@ -395,7 +395,7 @@ def spellings(cls: type[Section]) -> list[str]:
     return [*keys(cls), *(alias for alias in all_aliases(cls) if "." not in alias)]
 
 
-def suggest(cls: type[Section], path: Path, here: type[Section] | None = None) -> list[Path]:
+def suggest(cls: type[Section], path: KeyPath, here: type[Section] | None = None) -> list[KeyPath]:
     """Keys that an unknown path may mean: a similar one, or up to two of that name elsewhere.
 
     here: the section that the path ends in; None: any variant of it.
@@ -467,7 +467,7 @@ def _is_section(member: Any) -> bool:
     return isinstance(member, type) and issubclass(member, Section)
 
 
-_TYPE_WORDS = {str: "text", FilePath: "path", bool: "true or false", int: "integer", float: "number"}
+_TYPE_WORDS = {str: "text", Path: "path", bool: "true or false", int: "integer", float: "number"}
 
 
 def _type_words(member: Any) -> str:

@@ -1,17 +1,18 @@
-"""Rows of the table of spellings: a key as another framework writes it, and what it is here.
+"""Spellings of keys: a key as another framework or vLLM writes it, and what it is here. lookup.py finds them.
 
-A table belongs to one of our sections, and its paths are relative to that section, wherever it is used. In paths `*` is
-any one part. `ours` is relative to the section too, or with a leading `/` to the root; "" means that the key decides
-nothing here, and None that it has the same name.
+The tables of other frameworks are of add-ons (the group stretto.spellings), each with one `Spelling`. A table belongs
+to one of our sections, and its paths are relative to that section, wherever it is used. In paths `*` is any one part.
+`ours` is relative to the section too, or with a leading `/` to the root; "" means that the key decides nothing here,
+and None that it has the same name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 
 class GivenName:
@@ -108,3 +109,38 @@ def idle(theirs: str, default: Any, note: str, **more: Any) -> Row:
 def old(*rows: Row) -> tuple[Row, ...]:
     """Keys of releases before 0.8."""
     return tuple(replace(row, is_old=True) for row in rows)
+
+
+def no_names(verb: str, word: str) -> list[str]:
+    return []
+
+
+def as_given(paths: Sequence[KeyPath]) -> list[KeyPath]:
+    return list(paths)
+
+
+def nothing_else(root: str, values: Mapping[KeyPath, Any], spelled: Mapping[KeyPath, str]) -> list[Correction]:
+    return []
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A value that follows from several others in a file of another framework."""
+
+    path: KeyPath
+    value: Any
+    why: str = ""
+    """What a note says of the value as it was written; "" if nothing."""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """The keys of another framework, which an add-on offers."""
+
+    tables: tuple[Table, ...]
+    names: Callable[[str, str], list[str]] = no_names
+    """Its keys that contain a word, and what each is here, in the files of a verb: (verb, word)."""
+    merged: Callable[[Sequence[KeyPath]], list[KeyPath]] = as_given
+    """The paths of a file, where two of its lists are one list here."""
+    corrections: Callable[[str, Mapping[KeyPath, Any], Mapping[KeyPath, str]], list[Correction]] = nothing_else
+    """What else its values mean together: (class of the root, values in our spelling, how each was written)."""

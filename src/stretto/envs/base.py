@@ -1,7 +1,7 @@
 """What an environment is, and how one is loaded.
 
 An environment owns its tasks and its rewards and nothing else. The context that it is given records tokens, logprobs
-and policy versions (`orchestrator/rollout/context.py`), so no environment can get them wrong. There are two kinds:
+and policy versions (`orchestrator/rollout/recorder.py`), so no environment can get them wrong. There are two kinds:
 
 * `SingleTurnEnv`: one prompt, one reply, one score. All samples of a group are one request to the engine.
 * any class with `tasks` and `async rollout(task, ctx)`, which may take as many turns as it likes.
@@ -12,6 +12,7 @@ module that holds one environment. find.py says what ids mean.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import inspect
 import numbers
@@ -19,19 +20,21 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 
-from stretto.base.errors import ConfigError, EnvError
+from stretto.base.errors import ConfigError, EnvError, StrettoError
 from stretto.base.foreign import call_async, definition_of, guarded, load_module
 from stretto.data.messages import checked_messages, short_repr
 from stretto.data.values import checked_json, describe_value, with_whole_text
 from stretto.envs import find
-from stretto.envs.arguments import check_argument_types, check_methods, signature_of
 from stretto.envs.models import ChatModel, model_of
-from stretto.envs.result import RolloutResult, checked_result, checked_reward
+from stretto.envs.parameters import check_argument_types, check_methods, signature_of
+from stretto.envs.result import MAX_REWARD, checked_result, checked_reward
+from stretto.envs.result import RolloutResult as RolloutResult  # environments import all from here
 from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Task
 from stretto.records.support import Support
@@ -257,16 +260,16 @@ class SingleTurnEnv(ABC):
         messages = self.prompt(task)
         if inspect.isawaitable(messages):
             messages = await messages
-        messages = checked_prompt(messages, place_of(self, "prompt"))
+        messages = checked_prompt(messages, where_of(self, "prompt"))
         reply = await ctx.chat(messages)
-        return await checked_score(self.score(task, reply.text), place_of(self, "score"))
+        return await checked_score(self.score(task, reply.text), where_of(self, "score"))
 
 
-def place_of(env: Environment, method: str, where: str | None = None) -> str:
+def where_of(env: Environment, method: str, where: str | None = None) -> str:
     """For messages: the environment and its method (or `where`), and file and line of the method."""
     function = getattr(env, method)
-    place = where or f"environment {env.name}: {method}"
-    return f"{place} ({definition_of(getattr(function, '__func__', function))})"
+    where = where or f"environment {env.name}: {method}"
+    return f"{where} ({definition_of(getattr(function, '__func__', function))})"
 
 
 def checked_prompt(prompt: Prompt, where: str) -> list[Message]:
@@ -294,6 +297,43 @@ async def checked_score(score: float | RolloutResult | Awaitable[float | Rollout
     if isinstance(score, RolloutResult):
         return checked_result(score, where)
     return RolloutResult(reward=checked_reward(score, where, "its reward"))
+
+
+async def prompt_of(env: Environment, task: Task, where: str) -> list[Message]:
+    """What the `prompt` of an environment returns for a task, as messages; `where` is for errors.
+
+    Raises: EnvError for whatever the environment raises, or a prompt that is not valid.
+    """
+    named = where_of(env, "prompt", where)
+    return checked_prompt(await call_async(lambda: env.prompt(task), where), named)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an environment says of a reply, or why it says nothing, and the time that it took."""
+
+    result: RolloutResult | StrettoError
+    time_s: float
+
+
+async def score_replies(env: SingleTurnEnv, task: Task, texts: Mapping[str, str], scores: dict[str, Score]) -> None:
+    """Score replies to a task, one after the other, by the rollout that each belongs to.
+
+    scores: gets each score as soon as it is known; it has those so far if this is cancelled.
+    """
+    now = asyncio.get_running_loop().time
+    result: RolloutResult | StrettoError
+    for rollout_id, text in texts.items():
+        where, began = f"environment {env.name}, rollout {rollout_id}, score", now()
+        try:
+            score = await call_async(partial(env.score, task, text), where)
+            if isinstance(score, float | int) and -MAX_REWARD <= score <= MAX_REWARD:
+                result = RolloutResult(reward=float(score))  # nothing is wrong, so no message is made
+            else:
+                result = await checked_score(score, where_of(env, "score", where))
+        except StrettoError as error:
+            result = error
+        scores[rollout_id] = Score(result, now() - began)
 
 
 async def play_episode(env: Environment, task: Task, ctx: RolloutContext, where: str) -> RolloutResult:

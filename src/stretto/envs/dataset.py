@@ -32,7 +32,7 @@ from stretto.envs.base import (
 )
 from stretto.envs.dataset_records import BY_RECORD, GIVEN, DatasetSettings, Records, has_entries, is_built_in
 from stretto.envs.result import listed_rewards
-from stretto.envs.rewards.hub import async_rm
+from stretto.envs.rewards.builtin import async_rm
 from stretto.envs.rewards.math_reward import MathVerifier
 from stretto.envs.rewards.weighted import WeightedRewards
 from stretto.records.rollout import Group, Task

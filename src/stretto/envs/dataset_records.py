@@ -21,7 +21,7 @@ from stretto.data.messages import parse_messages, parse_tools, short_repr
 from stretto.data.records import read_records
 from stretto.data.values import refuse_surrogates
 from stretto.envs.base import Message, RunInfo, Split
-from stretto.envs.pictures import Pictures
+from stretto.envs.picture_store import Pictures
 from stretto.vime.arguments import Arguments
 from stretto.vime.calls import Hook
 from stretto.vime.reward_types import BOXED, LABELLED, RM_TYPES, WITH_ENTRIES, is_rm_type
@@ -83,7 +83,7 @@ class DatasetSettings:
     """True: a new order in every epoch. False: the order of the files."""
     reward: str = "exact"
     """`exact` (the reply equals the label), `math` (the content of its last box equals the label as mathematics, see
-    docs/data.md), another of rewards/hub.py (`dapo`, `deepscaler`, `f1`, `gpqa`, `ifbench`, `remote_rm`, `random`;
+    docs/data.md), another of rewards/builtin.py (`dapo`, `deepscaler`, `f1`, `gpqa`, `ifbench`, `remote_rm`, `random`;
     `boxed_` before it: the last box is the reply), `by_record` (the one that `metadata.rm_type` names), `given`
     (`generate`, or a rollout function, sets sample.reward), or `module:function`: `rm(args, sample)`."""
     rewards: dict[str, float] | None = None
@@ -249,7 +249,7 @@ class Records:
         return self._rows_of(setting, records, split)
 
     def _samples(self, path: str, args: Arguments) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Records made from the first sample of each group of a user's data source, each with its place."""
+        """Records made from the first sample of each group of a user's data source, each with its number."""
         source = Hook.load(path, "dataset: data_source", 1)
         data = source.call_sync(args)
         if missing := [name for name in ("get_samples", "__len__") if not hasattr(data, name)]:
@@ -281,7 +281,7 @@ class Records:
         found, num_long, limit = [], 0, self.settings.max_prompt_tokens
         for where, record in records:
             row = self._row(record, where)
-            encoded = _as_json(row, where)  # first: a tokenizer refuses some texts without their place
+            encoded = _as_json(row, where)  # first: a tokenizer refuses some texts without saying where
             if self._is_too_long(row):
                 num_long += 1
                 continue

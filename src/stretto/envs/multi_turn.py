@@ -29,7 +29,7 @@ from stretto.envs.base import (
     TaskSource,
     checked_prompt,
     checked_score,
-    place_of,
+    where_of,
 )
 from stretto.envs.tools import Toolset
 from stretto.records.rollout import Task
@@ -79,7 +79,7 @@ class MultiTurnEnv(ABC):
         return None
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
-        messages = checked_prompt(self.prompt(task), place_of(self, "prompt"))
+        messages = checked_prompt(self.prompt(task), where_of(self, "prompt"))
         episode = Episode(task, messages)
         tools = self.tool_schemas()
         while True:
@@ -99,7 +99,7 @@ class MultiTurnEnv(ABC):
             if not answer:
                 break
             episode.messages += answer
-        result = await checked_score(self.score(episode), place_of(self, "score"))
+        result = await checked_score(self.score(episode), where_of(self, "score"))
         return replace(result, is_truncated=True) if episode.is_truncated else result
 
     async def _turn_after(self, episode: Episode, reply: Reply) -> list[Message]:
@@ -109,7 +109,7 @@ class MultiTurnEnv(ABC):
             answer = await answer
         if answer is None:
             return []
-        where = place_of(self, "respond")
+        where = where_of(self, "respond")
         if inspect.isawaitable(answer):
             if (close := getattr(answer, "close", None)) is not None:
                 close()  # avoids a second warning, that it was never awaited
@@ -151,4 +151,4 @@ class ToolEnv(MultiTurnEnv):
 
     async def _turn_after(self, episode: Episode, reply: Reply) -> list[Message]:
         answered = await self.answer_tools(episode, reply)
-        return checked_messages(answered, place_of(self, "answer_tools")) or await super()._turn_after(episode, reply)
+        return checked_messages(answered, where_of(self, "answer_tools")) or await super()._turn_after(episode, reply)

@@ -65,9 +65,9 @@ def checked_reward(value: Any, where: str, what: str) -> float:
     """
     reward = checked_number(value, where, what)
     if abs(reward) > MAX_REWARD:
-        place = f"{where}: " if where else ""
+        prefix = f"{where}: " if where else ""
         rule = f"a reward is trained in float32, so give one between -{MAX_REWARD:g} and {MAX_REWARD:g}"
-        raise EnvError(f"{place}{what} is {reward:g}; {rule}")
+        raise EnvError(f"{prefix}{what} is {reward:g}; {rule}")
     return reward
 
 

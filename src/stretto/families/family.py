@@ -120,20 +120,34 @@ BALANCED_SIGMOID: dict[str, Any] = {"is_sigmoid": True, "has_expert_bias": True}
 class Scratch(Protocol):
     """[model.scratch] (config/sections/model.py), as families read it."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    has_expert_bias: bool
-    sliding_window: int
-    index_topk: int
-    max_position_embeddings: int
-    vision: Any
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def num_experts_per_tok(self) -> int: ...
+    @property
+    def moe_intermediate_size(self) -> int: ...
+    @property
+    def has_expert_bias(self) -> bool: ...
+    @property
+    def sliding_window(self) -> int: ...
+    @property
+    def index_topk(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def vision(self) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import os
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import msgspec
@@ -26,6 +27,9 @@ from stretto.transports.engine import api
 from stretto.transports.engine.api import EngineStopping, Refusal
 from stretto.transports.engine.images import VisionSizes
 
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Middleware
+
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -38,7 +42,9 @@ NO_KEY = "the API key is missing or wrong; send `Authorization: Bearer <key>`"
 MAX_ADMIN_BYTES = 64 << 20  # a manifest of 400,000 tensors
 MAX_SETTINGS_BYTES = 1 << 20
 """Size of a body without its prompts."""
-_HOLD = web.RequestKey("hold", Callable[[int], None])  # tells OpenBytes the size of a request for tokens
+_HOLD: web.RequestKey[Callable[[int], None]] = web.RequestKey(
+    "hold"
+)  # tells OpenBytes the size of a request for tokens
 _ID_BYTES = 12  # a token id in JSON, with its separator
 _MAX_ESCAPED_BYTES = 6  # JSON for one byte of text
 _MAX_ID_CHARACTERS = 128
@@ -102,12 +108,12 @@ class OpenBytes:
             self.num_bytes -= held
 
     @web.middleware
-    async def middleware(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Count requests for tokens."""
-        if http.path not in GENERATING:
-            return await handler(http)
-        with self.request(http.content_length) as http[_HOLD]:
-            return await handler(http)
+        if request.path not in GENERATING:
+            return await handler(request)
+        with self.request(request.content_length) as request[_HOLD]:
+            return await handler(request)
 
 
 def hold_pixels(http: web.Request, images: Iterable[Image], *, body_bytes: int = 0) -> None:
@@ -158,7 +164,7 @@ class _ClientErrorFilter(logging.Filter):
         return not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError)
 
 
-RUNNER_SETTINGS = {"handler_cancellation": True, "auto_decompress": False}
+RUNNER_SETTINGS: dict[str, Any] = {"handler_cancellation": True, "auto_decompress": False}
 """aiohttp's settings for our app; `read_body` decompresses bodies, because their size is limited there."""
 _CLIENT_ERROR_FILTER = _ClientErrorFilter()
 
@@ -169,33 +175,33 @@ def build_app(key: str | None, max_open_bytes: int | None = None) -> web.Applica
     return web.Application(client_max_size=0, middlewares=[middleware(key), OpenBytes(max_open_bytes).middleware])
 
 
-def middleware(key: str | None) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def middleware(key: str | None) -> Middleware:
     """Build the middleware that checks the key and answers every exception."""
 
     @web.middleware
-    async def boundary(http: web.Request, handler: Handler) -> web.StreamResponse:
+    async def boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            authorization = http.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-            if not is_allowed(http.path, authorization, key):
+            authorization = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+            if not is_allowed(request.path, authorization, key):
                 raise Refusal(NO_KEY, 401)
-            check_origin(http.method, http.headers, key)
-            return await handler(http)
+            check_origin(request.method, request.headers, key)
+            return await handler(request)
         except Refusal as refusal:
             return _refusal_response(refusal)
         except web.HTTPException as error:  # no such route, or not with this method
-            return _refusal_response(Refusal(f"{http.method} {http.path[:200]}: {error.reason}", error.status))
+            return _refusal_response(Refusal(f"{request.method} {request.path[:200]}: {error.reason}", error.status))
         except ConnectionError as error:
-            logger.debug("%s %s: the caller has disconnected: %s", http.method, http.path, error)
+            logger.debug("%s %s: the caller has disconnected: %s", request.method, request.path, error)
             return web.Response(status=499)
         except EngineStopping as error:
-            logger.info("%s %s: %s", http.method, http.path, error)
+            logger.info("%s %s: %s", request.method, request.path, error)
             return _refusal_response(Refusal(str(error), 500))
         except StrettoError as error:
-            logger.error("%s %s: %s", http.method, http.path, error)
+            logger.error("%s %s: %s", request.method, request.path, error)
             return _refusal_response(Refusal(str(error), 500))
         except Exception as error:
-            request_id = _request_id(http)
-            logger.exception("%s %s failed, request %s", http.method, http.path, request_id)
+            request_id = _request_id(request)
+            logger.exception("%s %s failed, request %s", request.method, request.path, request_id)
             message = f"internal error in request {request_id}: {type(error).__name__}: {error}"
             return _refusal_response(Refusal(message, 500))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,10 +33,11 @@ class StreamPiece:
 
 
 class PieceDecoder:
-    """Decodes one streamed sample; holds back num_held characters, which may be the start of a stop string."""
+    """Decodes one streamed sample; holds back what may be part of a stop string."""
 
-    def __init__(self, decode: Decode, num_held: int) -> None:
-        self._detokenizer, self._num_held = Detokenizer(decode), num_held
+    def __init__(self, decode: Decode, longest_stop: int) -> None:
+        """longest_stop: characters of the longest stop string; 0: there is none."""
+        self._detokenizer, self._longest_stop = Detokenizer(decode), longest_stop
         self._held = ""
         self.returned = ""
         self.has_begun = False
@@ -44,18 +45,21 @@ class PieceDecoder:
     def push(self, ids: list[int]) -> str:
         """The text that these tokens add, up to where a stop string may start."""
         self.has_begun = True
-        text = self._held + "".join(map(self._detokenizer.push, ids))
-        cut = max(len(text) - self._num_held, 0)
+        added = [self._detokenizer.push(each) for each in ids]
+        text = self._held + "".join(added)
+        # The last token may have completed a stop string, which then starts in it or in the characters before it.
+        num_held = len(added[-1]) + self._longest_stop - 1 if self._longest_stop else 0
+        cut = max(len(text) - num_held, 0)
         piece, self._held = text[:cut], text[cut:]
         self.returned += piece
         return piece
 
 
-async def merge_pieces(sources: list[AsyncIterator[StreamPiece]]) -> AsyncIterator[StreamPiece]:
+async def merge_pieces(sources: list[AsyncGenerator[StreamPiece, None]]) -> AsyncGenerator[StreamPiece, None]:
     """Yield the items of all sources as they arrive; if one source fails, all end."""
     queue: asyncio.Queue[StreamPiece | None] = asyncio.Queue()
 
-    async def drain(source: AsyncIterator[StreamPiece]) -> None:
+    async def drain(source: AsyncGenerator[StreamPiece, None]) -> None:
         try:
             async with aclosing(source) as items:
                 async for item in items:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from aiohttp import web
 
 from stretto.base.aio import task_group
 from stretto.base.errors import DataError, StrettoError
-from stretto.chat.images import load_image_processor, refuse_paths
+from stretto.chat.patches import load_image_processor, refuse_paths
 from stretto.chat.placeholders import with_placeholders
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import Tokenizer, load_tokenizer
@@ -179,6 +179,7 @@ class OpenAIRoutes:
         if body.prompt is not None:
             [ids] = await self._encode([body.prompt], body.add_special_tokens)
         else:
+            assert body.messages is not None, "there is one of both"
             renderer = await self._renderer(body.chat_template_kwargs)
             ids = (await self._render(renderer, body.messages, body.tools))[0].tolist()
         return json_response({"count": len(ids), "max_model_len": self._engine().core.max_model_len, "tokens": ids})
@@ -220,10 +221,16 @@ class OpenAIRoutes:
 
     async def _prompts(self, body: CompletionsBody) -> list[np.ndarray]:
         prompt = body.prompt
-        is_ids = isinstance(prompt, list) and all(isinstance(i, int) for i in prompt)
-        prompts = [prompt] if isinstance(prompt, str) or is_ids else prompt
-        if any(isinstance(each, int) for each in prompts):
+        numbers = [] if isinstance(prompt, str) else [each for each in prompt if isinstance(each, int)]
+        prompts: list[str | list[int]]
+        if isinstance(prompt, str):
+            prompts = [prompt]
+        elif len(numbers) == len(prompt):
+            prompts = [numbers]
+        elif numbers:
             raise Refusal("prompt: send one text, one list of token ids, or a list of texts or of such lists")
+        else:
+            prompts = [each for each in prompt if not isinstance(each, int)]
         texts = [each for each in prompts if isinstance(each, str)]
         ids = iter(await self._encode(texts, body.add_special_tokens))
         return [api.token_array(next(ids) if isinstance(each, str) else each, "prompt") for each in prompts]
@@ -291,7 +298,7 @@ class OpenAIRoutes:
         return [task.result() for task in tasks]
 
     def _completion_choice(self, body: CompletionsBody, done: EngineRequest, member: int, index: int) -> dict[str, Any]:
-        completion, reason = done.completions[member], done.stop_reasons[member]
+        completion, reason = done.results[member], done.stop_reasons[member]
         ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
         text = cut_at_stop(self._text(body, ids), reason, min_tokens=done.spec.sampling.min_tokens)
         if body.echo:
@@ -314,7 +321,7 @@ class OpenAIRoutes:
             choice["prompt_token_ids"] = done.spec.prompt_ids.tolist()
         return choice
 
-    def _completion_logprobs(self, ids: list[int], logprobs: list[float | None]) -> dict[str, Any]:
+    def _completion_logprobs(self, ids: list[int], logprobs: Sequence[float | None]) -> dict[str, Any]:
         detokenizer = Detokenizer(self.tokenizer.decode)
         tokens = [detokenizer.push(i) for i in ids]
         offsets = np.cumsum([0, *map(len, tokens)])[:-1].tolist()
@@ -322,7 +329,7 @@ class OpenAIRoutes:
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
     def _chat_choice(self, body: ChatBody, renderer: Renderer, done: EngineRequest, member: int) -> dict[str, Any]:
-        completion, reason = done.completions[member], done.stop_reasons[member]
+        completion, reason = done.results[member], done.stop_reasons[member]
         message = dict(renderer.parse(completion.token_ids, done.spec.prompt_ids, body.tools))
         message["content"] = cut_at_stop(message.get("content") or "", reason, min_tokens=done.spec.sampling.min_tokens)
         finish = completion.finish_reason
@@ -366,12 +373,12 @@ class OpenAIRoutes:
 
     async def _pieces(
         self, first_index: int, ticket: Ticket, body: TextBody, done: list[EngineRequest]
-    ) -> AsyncIterator[StreamPiece]:
+    ) -> AsyncGenerator[StreamPiece, None]:
         """Yield one request as pieces of text; text that may be the start of a stop string is held back."""
         engine, spec = self._engine(), ticket.request.spec
         decode = lambda ids: self._text(body, list(ids))
-        num_held = max(map(len, spec.sampling.stop), default=1) - 1
-        decoders = [PieceDecoder(decode, num_held) for _ in range(spec.n)]
+        longest_stop = max(map(len, spec.sampling.stop), default=0)
+        decoders = [PieceDecoder(decode, longest_stop) for _ in range(spec.n)]
         async with aclosing(engine.stream(ticket)) as lists:
             async for events in lists:
                 pieces: dict[int, StreamPiece] = {}
@@ -384,8 +391,9 @@ class OpenAIRoutes:
                     piece.text = decoders[member].push(piece.ids)
                     yield piece
         request = await ticket.future
-        for member, (completion, reason) in enumerate(zip(request.completions, request.stop_reasons)):
-            text = cut_at_stop(decode(completion.token_ids.tolist()), reason)
+        for member, (completion, reason) in enumerate(zip(request.results, request.stop_reasons)):
+            text = decode(completion.token_ids.tolist())
+            text = cut_at_stop(text, reason, min_tokens=spec.sampling.min_tokens)
             rest = text[len(decoders[member].returned) :]
             yield StreamPiece(first_index + member, rest, finish_reason=completion.finish_reason, stop_reason=reason)
         done.append(request)
@@ -441,7 +449,7 @@ async def _offload(size: int, work: Callable[[], T]) -> T:
 
 
 def _num_tokens(done: list[EngineRequest]) -> int:
-    return sum(len(completion.token_ids) for request in done for completion in request.completions)
+    return sum(len(completion.token_ids) for request in done for completion in request.results)
 
 
 def _usage(done: list[EngineRequest]) -> dict[str, Any]:

@@ -71,6 +71,7 @@ class Server:
         self._loaded_version: str | None = None  # of the last weight update
         self.order = UpdateOrder()
         self.directory = model_directory(cfg)
+        assert cfg.model is not None, "refused by model_directory"
         self.model_name = cfg.served_model_name or cfg.model
         self.openai = OpenAIRoutes(self.directory, self.model_name, self.ready_engine)
 
@@ -171,7 +172,7 @@ class Server:
     async def generate(self, http: web.Request) -> web.Response:
         request = await self._read_generate(http)
         done = await self.ready_engine().generate(request)
-        return json_response(encode_completions(request, done.completions, done.stop_reasons))
+        return json_response(encode_completions(request, done.results, done.stop_reasons))
 
     async def _read_generate(self, http: web.Request) -> GenerateRequest:
         """Decode a body; requests with equal images share their pixels."""

@@ -1,7 +1,7 @@
 """`stretto status|logs|stop RUN`: shows how far a run is, and ends it, wherever it was started.
 
-RUN/launch.json says who runs it: a launcher on some host (base/rundir.py writes it), a Slurm job (slurm/submit.py), or
-a command on a Ray cluster (ray/run.py). The latter writes its state to RUN/ray/state.json, and looks for RUN/ray/stop.
+RUN/launch.json says who runs it: a launcher on some host (base/rundir.py writes it), or that of a cluster, such as a
+Slurm job or a command on Ray (launchers.py).
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from stretto.api.state import describe, no_run_text, runs_here
 from stretto.base.errors import ConfigError
-from stretto.base.files import holder, read_json, write_atomic
+from stretto.base.files import holder, read_json
 from stretto.base.paths import RunDir
 from stretto.base.status import duration
 from stretto.config.reading.plain import PlainParser
+from stretto.launch.launchers import FINISHES, launcher_of_run
 from stretto.launch.queues import queue_text
 from stretto.monitors.file import read_metrics
-from stretto_clusters.slurm import commands as slurm
 
 FOLLOW_S = 0.5
-FINISHES = "finishes its step, saves a checkpoint and ends; --now ends it at once"
 DEFAULT_LOGS = ("job", "orchestrator", "sft", "inference")
 """If no log is named, the first of these that exists is shown."""
 
@@ -70,13 +68,8 @@ def stop(words: list[str]) -> int:
     options = parser.parse_args(words)
     run = find_run(options.run)
     record = read_json(run.launch)
-    match record.get("by"):
-        case "slurm":
-            message = _stop_job(run, record, now=options.now)
-        case "ray":
-            message = _stop_on_ray(run, now=options.now)
-        case _:
-            message = _stop_local(run, now=options.now)
+    launcher = launcher_of_run(run, record)
+    message = _stop_local(run, now=options.now) if launcher is None else launcher.stop(run, record, now=options.now)
     sys.stdout.write(message + "\n")
     return 0
 
@@ -117,37 +110,11 @@ def launcher_pid(run: RunDir, verb: str) -> int | None:
 
 def _launcher(run: RunDir) -> dict[str, str]:
     record = read_json(run.launch)
-    if record.get("by") == "slurm":
-        return {"job": _job_text(record["job"]), "state": describe(run)["state"]}
-    if record.get("by") == "ray":
-        text = _ray_text(run, record)
-        return {"state": describe(run)["state"], "ray": text} if text.startswith("ended") else {"state": text}
+    if (launcher := launcher_of_run(run, record)) is not None:
+        return launcher.status(run, record, describe(run)["state"])
     if (pid := holder(run.lock)) is None:
         return {"state": describe(run)["state"]}
     return {"state": f"running: process {pid} on {record.get('host', 'this host')}"}
-
-
-def _job_text(job: str) -> str:
-    queued = slurm.find_job(job)
-    if queued is None:
-        return f"{job} on Slurm: no longer in the queue"
-    if queued.is_running:
-        return f"{job} on Slurm: {queued.state} for {queued.elapsed} on {queued.nodes}, {queued.left} left"
-    why = f" ({queued.reason})" if queued.reason not in ("", "None") else ""
-    return f"{job} on Slurm: {queued.state}{why}"
-
-
-def _ray_text(run: RunDir, record: dict[str, Any]) -> str:
-    status = read_json(run.ray / "state.json") or {"state": "starting", "text": "", "restarts": 0}
-    text = f"{status['state']} on Ray{': ' if status['text'] else ''}{status['text']}"
-    if status["restarts"]:
-        text += f"; started again {status['restarts']} times"
-    who = f"job {record['job']}" if "job" in record else f"process {record['pid']}"
-    if status["state"] == "ended":
-        return text
-    if holder(run.ray / "lock") is None:
-        return f"ended: {who} on {record['host']}, which waited for it, is gone; it was {text}"
-    return f"{text}; {who} on {record['host']} waits for it"
 
 
 # -- how far it is --
@@ -196,27 +163,6 @@ def _show(path: Path, num_lines: int, *, follow: bool) -> None:
 
 
 # -- stop --
-
-
-def _stop_job(run: RunDir, record: dict[str, Any], *, now: bool) -> str:
-    job = record["job"]
-    queued = slurm.find_job(job)
-    if not slurm.is_live(queued):
-        return f"job {job} has ended already"
-    assert queued is not None
-    if now or not queued.is_running or record.get("verb") == "inference":
-        slurm.cancel(job)
-        return f"job {job}, which was {queued.state}, is cancelled"
-    write_atomic(run.finish_marker, b"")
-    slurm.ask_to_finish(job)
-    return f"job {job} {FINISHES}"
-
-
-def _stop_on_ray(run: RunDir, *, now: bool) -> str:
-    if holder(run.ray / "lock") is None:
-        return f"{run} is not running"
-    write_atomic(run.ray / "stop", b"now\n" if now else b"finish\n")
-    return f"{run}, on Ray, {'ends at once' if now else FINISHES}"
 
 
 def _stop_local(run: RunDir, *, now: bool) -> str:

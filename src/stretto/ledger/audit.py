@@ -14,8 +14,8 @@ import msgspec
 from stretto.base.errors import DataError, WireError
 from stretto.base.paths import RunDir
 from stretto.ledger import schema
-from stretto.ledger.images import damaged_images, hashes_in
-from stretto.ledger.resume import first_draw, first_step
+from stretto.ledger.reuse import first_draw, first_step
+from stretto.ledger.stored_images import damaged_images, hashes_in
 from stretto.ledger.token_file import Place, load_payload, load_turns
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from stretto.base.errors import DataError, WireError
 from stretto.base.paths import KEPT, RunDir
-from stretto.ledger import images, resume, schema
+from stretto.ledger import reuse, schema, stored_images
 from stretto.ledger.token_file import Place, SegmentWriter, load_payload
 
 _UPDATE = "UPDATE rollouts SET segment = ?, offset = ?, length = ?, crc = ? WHERE row = ?"
@@ -47,7 +47,7 @@ def deletable_segments(db: sqlite3.Connection, limits: Limits) -> Iterator[tuple
     for segment, closed_at_step, num_bytes in rows:
         is_old = limits.steps is not None and closed_at_step <= trained - limits.steps
         horizon = newest if excess > 0 or limits.steps is None else min(newest, trained - limits.steps)
-        if not (is_old or excess > 0) or closed_at_step > newest or resume.is_needed(db, segment, horizon):
+        if not (is_old or excess > 0) or closed_at_step > newest or reuse.is_needed(db, segment, horizon):
             continue
         excess -= num_bytes
         yield segment, horizon
@@ -62,17 +62,17 @@ def keep_samples(db: sqlite3.Connection, run_dir: RunDir, segment: int, samples:
     if not rows:
         return 0
     writer = SegmentWriter(run_dir, KEPT, _end(db))
-    known = images.hashes_in(db, KEPT)
+    known = stored_images.hashes_in(db, KEPT)
     try:
         for row, rollout_id, place in rows:
             try:
                 payload = load_payload(run_dir, place, rollout_id)
                 names = {image.hash for branch in payload.branches for image in branch.images} - known
-                shown = [images.load(db, run_dir, segment, name) for name in sorted(names)]
+                shown = [stored_images.load(db, run_dir, segment, name) for name in sorted(names)]
             except (DataError, WireError):
                 continue
             places = writer.append_images(shown)
-            db.executemany(images.INSERT, [(image.hash, *at) for image, at in zip(shown, places)])
+            db.executemany(stored_images.INSERT, [(image.hash, *at) for image, at in zip(shown, places)])
             known |= names
             db.execute(_UPDATE, (*writer.append_payload(payload), row))
     finally:
@@ -107,7 +107,7 @@ def _chosen(db: sqlite3.Connection, segment: int, samples: int) -> list[tuple[in
 
 def _end(db: sqlite3.Connection) -> int:
     """Where the rows of the kept file end."""
-    ends = [
+    ends: list[int] = [
         schema.scalar(db, f"SELECT coalesce(max(offset + length), 0) FROM {table} WHERE segment = ?", KEPT)
         for table in ("rollouts", "images")
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from stretto.base.paths import RunDir
-from stretto.ledger import images, resume, schema
+from stretto.ledger import reuse, schema, stored_images
 from stretto.records.images import Image
 from stretto.records.rollout import Group
 
@@ -66,7 +66,7 @@ class LedgerReader:
         Raises: DataError if its payload is damaged or was deleted.
         """
         with schema.guarded(self._run_dir.ledger):
-            return resume.load_group(self._db, self._run_dir, group_id)
+            return reuse.load_group(self._db, self._run_dir, group_id)
 
     def image(self, name: str) -> Image:
         """The image of this hash, with its pixels.
@@ -74,7 +74,7 @@ class LedgerReader:
         Raises: DataError if it is damaged, or no rollout that is kept shows it.
         """
         with schema.guarded(self._run_dir.ledger):
-            return images.find_image(self._db, self._run_dir, name)
+            return stored_images.find_image(self._db, self._run_dir, name)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Events of one kind, in order."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import DataError, EngineError, StrettoError, meant_path
-from stretto.ledger import images
+from stretto.ledger import stored_images
 
 SCHEMA = 1
 ENV_S = "env_s"
@@ -113,7 +113,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         if not scalar(connection, HAS_DROPPED_BY):
             connection.execute("ALTER TABLE rollouts ADD COLUMN dropped_by TEXT")
         connection.execute(INDEXES)
-        connection.execute(images.TABLE)
+        connection.execute(stored_images.TABLE)
     except sqlite3.DatabaseError as cause:
         connection.close()
         raise to_error(path, cause) from cause

@@ -1,9 +1,9 @@
 """Token payloads beside the database: append-only files of checksummed records.
 
-The branches of a rollout (tokens, logprobs, versions; images by name, see images.py) and the rewards of its agents are
-one blob (`records.codec`) in the segment that was open when its group finished. The row that names the place is written
-after the bytes, so every row has its payload. Bytes after the last row of a segment were left by a killed process, and
-are cut off.
+The branches of a rollout (tokens, logprobs, versions; images by name, see stored_images.py) and the rewards of its
+agents are one blob (`records.codec`) in the segment that was open when its group finished. The row that names the place
+is written after the bytes, so every row has its payload. Bytes after the last row of a segment were left by a killed
+process, and are cut off.
 """
 
 from __future__ import annotations

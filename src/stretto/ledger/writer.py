@@ -3,7 +3,7 @@
 Every call is one row or one transaction, committed before it returns. Call it before what it records takes effect. A
 commit is a write to the WAL file, not a disk flush: it takes tens of microseconds, and a killed process loses nothing;
 `flush` protects against power cuts. `with ledger.transaction():` makes several calls one commit. What a resume does
-with the rows is in `resume.py`; states and tables are in `schema.py`.
+with the rows is in `reuse.py`; states and tables are in `schema.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.files import flush, flush_parents, try_lock
 from stretto.base.paths import KEPT, RunDir
-from stretto.ledger import images, resume, schema
+from stretto.ledger import reuse, schema, stored_images
 from stretto.ledger.kept import Limits, deletable_segments, keep_samples, mark_deleted
 from stretto.ledger.token_file import Place, SegmentWriter
 from stretto.records.partial import PartialRollout, Turn
@@ -86,13 +86,13 @@ class Ledger:
         self._turns: dict[tuple[int, int], Place] = {}  # unfinished member -> its newest turn
         self._unwritten: dict[int, Place] = {}  # row -> its newest turn, if that is not committed yet
         self._next_row = self._scalar("SELECT coalesce(max(row), 0) + 1 FROM rollouts")
-        self._incarnation = self._scalar("SELECT coalesce(max(incarnation), 0) FROM incarnations")
+        self._incarnation: int = self._scalar("SELECT coalesce(max(incarnation), 0) FROM incarnations")
         self._step = self._scalar("SELECT coalesce(max(step), 0) FROM batches WHERE state != 'undone'")
         self._segments = self._open_segment()
         self._flushed_segment = self._segments.segment  # all segments before it are on the disk
         with self.transaction():
-            images.forget_damaged(self._db, self._run_dir, self._segments.segment)
-        self._stored_images = images.hashes_in(self._db, self._segments.segment)  # in the open segment
+            stored_images.forget_damaged(self._db, self._run_dir, self._segments.segment)
+        self._stored_images = stored_images.hashes_in(self._db, self._segments.segment)  # in the open segment
 
     def close(self) -> None:
         self.write_turns()
@@ -156,7 +156,7 @@ class Ledger:
             self._db.executemany(_INSERT_RUNNING, rows)
 
     def turn_played(self, group_id: int, member: int, turn: Turn) -> None:
-        """Store a turn of a running member, for `resume.partial_rollouts` if it is interrupted.
+        """Store a turn of a running member, for `reuse.partial_rollouts` if it is interrupted.
 
         Inside an event loop turns are committed together, after TURN_COMMIT_INTERVAL_S or with the next commit before
         that. A process that is killed meanwhile loses them, and plays them again.
@@ -177,14 +177,16 @@ class Ledger:
 
         Advantages must be assigned. A group must not be recorded twice.
         """
-        new_images = self._append_images(group)
+        has_images = any(branch.images for rollout in group.rollouts for branch in rollout.branches)
+        new_images = self._append_images(group) if has_images else []
         places = self._segments.append(group.rollouts)
         advantages = group.advantages or (0.0,) * len(group.rollouts)
-        rows = [self._row(*each) for each in zip(group.rollouts, advantages, places)]
+        sizes = [(r.first_version, r.num_tokens, r.num_sampled_tokens) for r in group.rollouts]
         state = "finished" if any(rollout.is_counted for rollout in group.rollouts) else "failed"
+        rows = [self._row(*each) for each in zip(group.rollouts, sizes, advantages, places)]
         with self.transaction():
             self._db.executemany(_FINISH, rows)
-            self._db.executemany(images.INSERT, new_images)
+            self._db.executemany(stored_images.INSERT, new_images)
             self._db.execute(
                 "UPDATE draws SET state = ?, finished_at = ?, reason = NULL WHERE group_id = ?",
                 (state, time.time(), group.group_id),
@@ -215,7 +217,7 @@ class Ledger:
             )
             groups = [(group_id,) for group_id in group_ids]
             self._db.executemany(
-                f"INSERT INTO batch_rollouts SELECT {cursor.lastrowid}, row FROM ({resume.NEWEST_ROWS}) "
+                f"INSERT INTO batch_rollouts SELECT {cursor.lastrowid}, row FROM ({reuse.NEWEST_ROWS}) "
                 "WHERE status IN ('finished', 'truncated') AND dropped_by IS NULL",
                 groups,
             )
@@ -230,7 +232,7 @@ class Ledger:
                 "WHERE step = ? AND state = 'shipped' AND state != 'undone'",
                 (time.time(), _json(metrics), step),
             )
-            resume.mark_trained(self._db, step)
+            self._db.execute(reuse.MARK_TRAINED, (step,))
 
     def version_published(self, version: int) -> None:
         """Record that the weights of `version` exist."""
@@ -265,10 +267,10 @@ class Ledger:
 
     # -- resume: call in this order, before run_started --
 
-    def rewind(self, step: int) -> resume.Rewound:
-        """Undo everything after `step`; see `resume.rewind`."""
+    def rewind(self, step: int) -> reuse.Rewound:
+        """Undo everything after `step`; see `reuse.rewind`."""
         with self.transaction():
-            rewound = resume.rewind(self._db, step)
+            rewound = reuse.rewind(self._db, step)
         self._running.clear()
         self._step = step
         return rewound
@@ -276,27 +278,27 @@ class Ledger:
     def lost_steps(self, step: int) -> list[int]:
         """Steps up to `step` whose rollouts the ledger has lost; call it after `rewind`."""
         with schema.guarded(self._run_dir.ledger):
-            return resume.lost_steps(self._db, step)
+            return reuse.lost_steps(self._db, step)
 
     def missing_draws(self, next_draw: int) -> list[int]:
         """Draws below the checkpoint's next_draw that the ledger has lost."""
         with schema.guarded(self._run_dir.ledger):
-            return resume.missing_draws(self._db, next_draw)
+            return reuse.missing_draws(self._db, next_draw)
 
     def give_up(self, step: int, draws: Iterable[int], steps: Iterable[int]) -> None:
         """Never train these draws again: the ledger lost them, the checkpoint of `step` counts them."""
         with self.transaction():
-            resume.give_up(self._db, step, draws, steps)
+            reuse.give_up(self._db, step, draws, steps)
 
     def resumable(self, step: int, oldest_version: int) -> list[Group]:
-        """Finished groups that the next step may train on; see `resume.resumable`."""
+        """Finished groups that the next step may train on; see `reuse.resumable`."""
         with self.transaction():
-            return resume.resumable(self._db, self._run_dir, step, oldest_version)
+            return reuse.resumable(self._db, self._run_dir, step, oldest_version)
 
     def partial_rollouts(self, step: int, oldest_version: int) -> dict[tuple[int, int], PartialRollout]:
-        """The stored turns of unfinished draws, by group and member; see `resume.partial_rollouts`."""
+        """The stored turns of unfinished draws, by group and member; see `reuse.partial_rollouts`."""
         with self.transaction():
-            partials = resume.partial_rollouts(self._db, self._run_dir, step, oldest_version)
+            partials = reuse.partial_rollouts(self._db, self._run_dir, step, oldest_version)
             self._turns = {key: each.place for key, each in partials.items()}
             for key, each in partials.items():
                 if each.is_cut:  # stored anew without undone tokens: their versions will be other weights
@@ -308,11 +310,11 @@ class Ledger:
     def unfinished_draws(self) -> list[tuple[int, Task]]:
         """Draws to run again under their number, in draw order; call it after `resumable`."""
         with schema.guarded(self._run_dir.ledger):
-            return resume.unfinished_draws(self._db)
+            return reuse.unfinished_draws(self._db)
 
     def next_draw(self) -> int:
         """The first draw number that was never used."""
-        return self._scalar("SELECT coalesce(max(group_id) + 1, 0) FROM draws")
+        return int(self._scalar("SELECT coalesce(max(group_id) + 1, 0) FROM draws"))
 
     def open_draws(self) -> list[int]:
         """Draws that are neither trained nor dropped nor failed, in order."""
@@ -380,20 +382,24 @@ class Ledger:
         self._next_row += 1
         return _Start(self._next_row - 1, None, None)
 
-    def _row(self, rollout: Rollout, advantage: float, place: Place) -> tuple[Any, ...]:
+    def _row(
+        self, rollout: Rollout, sizes: tuple[int | None, int, int], advantage: float, place: Place
+    ) -> tuple[Any, ...]:
+        """The row of a rollout; sizes: its first version, and its numbers of tokens and of sampled ones."""
+        first_version, num_tokens, num_sampled_tokens = sizes
         row, version, started = self._pop_start(rollout.group_id, rollout.member)
         versions = [span.version for branch in rollout.branches for span in branch.versions]
         return (
             row, rollout.group_id, rollout.member, self._incarnation, str(rollout.status), version,
-            rollout.first_version, max(versions, default=None), float(rollout.reward), float(advantage),
-            rollout.num_turns, rollout.num_tokens, rollout.num_sampled_tokens,
+            first_version, max(versions, default=None), float(rollout.reward), float(advantage),
+            rollout.num_turns, num_tokens, num_sampled_tokens,
             rollout.started_at or started, rollout.finished_at, rollout.error, _json(_with_env_s(rollout)), *place,
             rollout.dropped_by,
         )  # fmt: skip
 
     def _append_images(self, group: Group) -> list[tuple[Any, ...]]:
         """Write the images of a group that the open segment does not have yet; the rows to commit."""
-        new = [image for image in images.images_of(group.rollouts) if image.hash not in self._stored_images]
+        new = [image for image in stored_images.images_of(group.rollouts) if image.hash not in self._stored_images]
         self._stored_images.update(image.hash for image in new)
         return [(image.hash, *place) for image, place in zip(new, self._segments.append_images(new))]
 

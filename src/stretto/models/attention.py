@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ class PackedLayout:
     @cached_property
     def attend(self) -> Attend:
         """Attention over these segments."""
-        if not self.has_parents:
+        if self.parents is None or not self.has_parents:
             return packed_attention(self.cu_seqlens, self.device)
         return prefix_attention(self.cu_seqlens, self.parents, self.device)
 
@@ -176,7 +176,7 @@ class _CallPlan:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         if sinks is None and self.short.calls and q.dtype is torch.float32 and not q.is_cuda:
             out = self.short(q, k, v)
-            if self.long:
+            if self.long_index is not None:
                 out = torch.cat((out, *(_run_call(call, q, k, v) for call in self.long)))
                 out = out.index_select(0, self.long_index)
             return out
@@ -299,7 +299,9 @@ def _varlen_kernel() -> Callable[..., Tensor] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
+    if "window_size" not in inspect.signature(varlen_attn).parameters:
+        return None
+    return cast("Callable[..., Tensor]", varlen_attn)  # its other results are for other options
 
 
 def _supports_varlen(q: Tensor) -> bool:

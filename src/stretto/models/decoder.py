@@ -8,7 +8,7 @@ except for the rules of a family (tensor_map.py). The engine runs the same pass 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stretto.families.shape import RECURRENT_MIXERS, AttentionGate, ModelConfig, Rope
 from stretto.families.table import FAMILIES
 from stretto.models.attention import PackedLayout
-from stretto.models.moe import MoE, Routing
+from stretto.models.moe import MoE
 from stretto.models.parts.initial import build_embedding
 from stretto.models.parts.mixers.attend import Attend, Limits
 from stretto.models.parts.mixers.carried import CarriedDocuments
@@ -29,8 +29,9 @@ from stretto.models.parts.mixers.sparse_mla import SparseLatentAttention
 from stretto.models.parts.mlp import MLP, PlainMLP
 from stretto.models.parts.norm import CentredRMSNorm, RMSNorm
 from stretto.models.parts.rope import Angles, angle_table, rotate
+from stretto.models.parts.router import Routing
 from stretto.models.parts.vision import ImageBatch, ImageVectors, VisionTower
-from stretto.models.tensor_map import TensorMap
+from stretto.models.tensor_map import CheckpointReader, TensorMap
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -143,6 +144,7 @@ class Attention(nn.Module):
         self, attended: Float[Tensor, "rows q_size"], gate: Float[Tensor, "rows gates"]
     ) -> Float[Tensor, "rows q_size"]:
         """Attended values times the activation of the gate's product."""
+        assert self.gate is not None
         is_sigmoid = self.gate.activation == "sigmoid"
         gate = gate.sigmoid() if is_sigmoid else F.softplus(gate.float()).to(gate.dtype)
         if not self.gate.is_per_head:
@@ -173,10 +175,14 @@ class Block(nn.Module):
     post norms, the results of both are normalised as well.
     """
 
+    linear_attn: GatedDelta | Mamba2
+    self_attn: Attention | LatentAttention
+    mlp: MLP | PlainMLP | MoE | None
+
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        kind, self.mlp = cfg.mixer_of(layer), None
+        kind = cfg.mixer_of(layer)
         self.is_recurrent = kind in RECURRENT_MIXERS
         if self.is_recurrent:
             self.linear_attn = GatedDelta(cfg) if kind == "gated_delta" else Mamba2(cfg)
@@ -188,6 +194,7 @@ class Block(nn.Module):
             self.self_attn = (PairedAttention if kind == "paired" else Attention)(cfg, layer)
         if kind != "none":
             self.input_layernorm = build_norm(cfg, cfg.hidden_size)
+        self.mlp = None
         if layer not in cfg.layers_without_mlp:
             self.mlp = MoE(cfg) if cfg.is_sparse(layer) else build_mlp(cfg)
             self.post_attention_layernorm = build_norm(cfg, cfg.hidden_size)
@@ -217,7 +224,8 @@ class Block(nn.Module):
     ) -> Float[Tensor, "rows dim"]:
         mixer, mixed = self.mixer, None
         if self.is_recurrent:
-            mixed = mixer(self.input_layernorm(x), documents.at(self.layer), rows)
+            assert documents is not None, "recurrent mixers need documents"
+            mixed = self.linear_attn(self.input_layernorm(x), documents.at(self.layer), rows)
         elif isinstance(mixer, SparseLatentAttention):
             mixed = mixer(self.input_layernorm(x), angles, self.layer, attend, rows, routing)
         elif mixer is not None:
@@ -246,6 +254,11 @@ class Stack(nn.Module):
         if cfg.vision is not None:
             self.visual = VisionTower(cfg.vision)
 
+    @property
+    def blocks(self) -> list[Block]:
+        """`layers` as what they are; a ModuleList has modules of any kind."""
+        return cast("list[Block]", list(self.layers))
+
 
 class Decoder(nn.Module):
     """token ids -> hidden states; logits are hidden @ output_weight.T (lm_head.py)."""
@@ -254,6 +267,8 @@ class Decoder(nn.Module):
     """In an engine: which weights the checkpoint has in 8 bits; None: none of them."""
     logit_cap: float | None = None
     """The soft cap of `head_logits`; none of our families has one."""
+    checkpoint_reader: CheckpointReader
+    """Reads the weights of a model on the meta device; set by hub.build_meta_model."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -334,7 +349,8 @@ class Decoder(nn.Module):
 
     def angles(self, position_ids: Int[Tensor, "*axes tokens"], dtype: torch.dtype) -> list[Angles | None]:
         """cos and sin of these positions by layer; None for a layer that does not rotate."""
-        cfg, by_rope = self.config, {None: None}
+        cfg = self.config
+        by_rope: dict[Rope | None, Angles | None] = {None: None}
         for rope in cfg.ropes:
             table = self._angle_tables.get(rope)
             if table is None or table.cos.device != position_ids.device or table.cos.dtype != dtype:

@@ -17,6 +17,7 @@ import torch
 from stretto.base.errors import ConfigError, DataError
 from stretto.models import hub
 from stretto.models.fp8.checkpoint import lazily_from_8_bits
+from stretto.models.hf import load_with_report
 
 MOST_NAMES = 3
 EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "lm_head.weight")
@@ -57,12 +58,8 @@ def _own_faults(directory: Path) -> list[str]:
 
 def _transformers_faults(directory: Path) -> tuple[list[str], list[str]]:
     """The faults, and a note about tensors that transformers leaves out."""
-    from transformers import AutoModelForCausalLM
-
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            directory, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True
-        )
+        model, found = load_with_report(directory, device_map="meta")
     except (OSError, ValueError, KeyError, ImportError) as cause:
         raise DataError(f"{directory}: transformers cannot load it: {cause}") from cause
     shapes = [(name, tuple(theirs), tuple(ours)) for name, theirs, ours in found["mismatched_keys"]]

@@ -19,15 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.models.decoder import Block, Decoder, RMSNorm
-from stretto.models.moe import MoE, Routing
+from stretto.models.decoder import Attention, Block, Decoder
+from stretto.models.moe import MoE
 from stretto.models.native.kernels import Kernels
 from stretto.models.native.products import Products
 from stretto.models.parts.mixers.attend import Attend
 from stretto.models.parts.mixers.carried import CarriedDocuments
 from stretto.models.parts.mixers.sparse_mla import RowMatrices, SparseLatentAttention
 from stretto.models.parts.mlp import MLP
+from stretto.models.parts.norm import RMSNorm
 from stretto.models.parts.rope import Angles, rotate
+from stretto.models.parts.router import Routing
 from stretto.models.parts.vision import ImageVectors
 
 if TYPE_CHECKING:
@@ -99,9 +101,10 @@ class _Layer:
 
     def computed_by(self, products: Products) -> _Layer:
         """The same layer with these products."""
-        one = lambda linear: None if linear is None else replace(linear, products=products)
+        one = lambda linear: replace(linear, products=products)
+        gate = None if self.gate is None else one(self.gate)
         pair = None if self.mlp is None else (one(self.mlp[0]), one(self.mlp[1]))
-        return _Layer(one(self.qkv), one(self.gate), one(self.output_proj), pair, self.experts)
+        return _Layer(one(self.qkv), gate, one(self.output_proj), pair, self.experts)
 
 
 class _Norms:
@@ -150,14 +153,15 @@ class FusedDecoder:
         """
         cfg, self.model, self.kernels = model.config, model, kernels
         self.heads, self.kv_heads, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-        blocks = list(model.model.layers)
+        blocks = model.model.blocks
         self.layers = [_fuse(block, f"model.layers.{i}") for i, block in enumerate(blocks)]
         self.products = None
         if kernels is not None:
             self.products = Products.find([*(one.weight for one in self.linears), model.output_weight])
         if self.products is not None:
             self.layers = [layer.computed_by(self.products) for layer in self.layers]
-        self.blocks, self.scale, self.has_post_norms = blocks, cfg.embedding_scale, cfg.has_post_norms
+        self.attentions = [_attention_of(block) for block in blocks]
+        self.scale, self.has_post_norms = cfg.embedding_scale, cfg.has_post_norms
         norms = [norm for b in blocks for norm in (b.input_layernorm, b.post_attention_layernorm)]
         if cfg.has_post_norms:
             norms += [norm for b in blocks for norm in (b.post_self_attn_layernorm, b.post_mlp_layernorm)]
@@ -165,7 +169,7 @@ class FusedDecoder:
         self.is_varied = cfg.is_attention_varied
         self.qk_norms = None
         if cfg.has_qk_norm and not self.is_varied:
-            pairs = [norm for b in blocks for norm in (b.self_attn.q_norm, b.self_attn.k_norm)]
+            pairs = [norm for each in self.attentions for norm in (each.q_norm, each.k_norm)]
             self.qk_norms = _Norms(pairs, (cfg.num_heads, cfg.num_kv_heads), kernels)
 
     @property
@@ -201,7 +205,7 @@ class FusedDecoder:
             before = normed(x, weights[2 * i])
             attended = project(i, layer.qkv(before, adapt))
             if layer.gate is not None:
-                attended = self.blocks[i].self_attn.gated(attended, layer.gate(before, adapt))
+                attended = self.attentions[i].gated(attended, layer.gate(before, adapt))
             if self.has_post_norms:
                 after_attention, after_mlp = weights[2 * (len(self.layers) + i) :][:2]
                 x = x + normed(layer.output_proj(attended, adapt), after_attention)
@@ -221,15 +225,18 @@ class FusedDecoder:
 
     def _attention(self, attend: Attend, angles: Sequence[Angles | None]) -> Callable[[int, Tensor], Tensor]:
         """(layer, q, k and v [rows, columns]) -> attended values [rows, heads * head_dim]."""
-        qk_weights = None if self.qk_norms is None else self.qk_norms.scaled()
+        norms = self.qk_norms
+        qk_weights = () if norms is None else norms.scaled()
         num_turned = self.heads + self.kv_heads
 
         def project(layer: int, qkv: Tensor) -> Tensor:
             qkv = qkv.view(len(qkv), num_turned + self.kv_heads, self.head_dim)
             qk, v = qkv[:, :num_turned], qkv[:, num_turned:]
-            if qk_weights is not None:
-                qk = self.qk_norms.apply(qk, qk_weights[layer])
-            qk = rotate(qk, angles[layer])
+            if norms is not None:
+                qk = norms.apply(qk, qk_weights[layer])
+            turn = angles[layer]
+            assert turn is not None, "a layer without a rotation is varied"
+            qk = rotate(qk, turn)
             return attend(layer, qk[:, : self.heads], qk[:, self.heads :], v).flatten(1)
 
         return project
@@ -238,9 +245,9 @@ class FusedDecoder:
         """`_attention` by the modules, for layers that differ."""
 
         def project(layer: int, columns: Tensor) -> Tensor:
-            module = self.blocks[layer].self_attn
-            parts = [columns[:, part] for _, part in self.layers[layer].qkv.columns]
-            return module.mix(layer, *module.turn(*parts, angles[layer]), attend)
+            module = self.attentions[layer]
+            q, k, v = (columns[:, part] for _, part in self.layers[layer].qkv.columns)
+            return module.mix(layer, *module.turn(q, k, v, angles[layer]), attend)
 
         return project
 
@@ -256,6 +263,7 @@ class FusedDecoder:
         """The results of a block's experts and MLP, without the residual stream."""
         out = None if layer.experts is None else layer.experts.route(x, number, routing, None)
         if layer.mlp is None:
+            assert out is not None, "a block has experts or an MLP"
             return out
         gate_up, down = layer.mlp
         dense = down(self._gated(gate_up(x, adapt)), adapt)
@@ -281,7 +289,7 @@ class ModuleDecoder:
         # kv_b_proj is not applied to the rows of a pass, so adapters are added to its matrix.
         self.expansions = {
             f"model.layers.{block.layer}.self_attn.kv_b_proj.weight": block.mixer
-            for block in model.model.layers
+            for block in model.model.blocks
             if isinstance(block.mixer, SparseLatentAttention)
         }
         for path, module in model.model.named_modules(prefix="model"):
@@ -328,8 +336,14 @@ def build_pass(model: Decoder, kernels: Kernels | None = None) -> FusedDecoder |
     return ModuleDecoder(model) if cfg.mixers or model.layout is not None else FusedDecoder(model, kernels)
 
 
+def _attention_of(block: Block) -> Attention:
+    """The attention of a block that can be fused."""
+    assert isinstance(block.self_attn, Attention), type(block.self_attn)
+    return block.self_attn
+
+
 def _fuse(block: Block, name: str) -> _Layer:
-    attention, mlp = block.self_attn, block.mlp
+    attention, mlp = _attention_of(block), block.mlp
     qkv = _fuse_linears(attention, f"{name}.self_attn", "q_proj", "k_proj", "v_proj")
     gate = None
     if attention.gate is not None:
@@ -346,7 +360,8 @@ def _fuse(block: Block, name: str) -> _Layer:
 
 
 def _fuse_linears(parent: nn.Module, path: str, *names: str) -> FusedLinear:
-    layers = [parent.get_submodule(name) for name in names]
+    layers = [layer for name in names if isinstance(layer := parent.get_submodule(name), nn.Linear)]
+    assert len(layers) == len(names), f"{path}: linear layers only"
     biases = [layer.bias for layer in layers if layer.bias is not None]
     columns, start = [], 0
     for name, layer in zip(names, layers):
@@ -356,7 +371,7 @@ def _fuse_linears(parent: nn.Module, path: str, *names: str) -> FusedLinear:
     return FusedLinear(weight, pack_parameters(biases) if biases else None, tuple(columns))
 
 
-def pack_parameters(parts: Sequence[nn.Parameter]) -> Float[Tensor, "rows ..."]:
+def pack_parameters(parts: Sequence[Float[Tensor, "_ ..."]]) -> Float[Tensor, "rows ..."]:
     """Stack parameters in one tensor, of which they become views.
 
     Their memory is copied only if they are not stacked already: two engines may share a model.

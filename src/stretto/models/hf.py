@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -27,12 +27,14 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.families.table import TRAITS
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
+from stretto.models.decoder import Decoder
 from stretto.models.lm_head import head_logits
 from stretto.models.lora import MergedWeights, is_adapter_parameter
-from stretto.models.tensor_map import LazyTensor, SharedSlice, TensorMap
+from stretto.models.tensor_map import CheckpointReader, LazyTensor, SharedSlice, TensorMap
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+    from transformers import PreTrainedModel
 
 PACKED_FAMILIES = frozenset(name for name, traits in TRAITS.items() if traits.packs_in_transformers)
 """model_type of families whose packed rows equal each document alone (tests/unit/models/test_models_hf.py)."""
@@ -49,10 +51,12 @@ class HFDecoder(nn.Module):
     """Where every weight is in a checkpoint; set by `prepare_for_sharding`."""
     unsharded_names: frozenset[str]
     """Names of parameters that every rank has whole; set by `prepare_for_sharding`."""
-    checkpoint_reader: hub.CheckpointReader
+    checkpoint_reader: CheckpointReader
     """Reads the weights of a model on the meta device; set by `build_meta_hf_model`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    model: PreTrainedModel
+
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
         self.config = _HFModelConfig(model.config)
@@ -64,7 +68,7 @@ class HFDecoder(nn.Module):
             model.set_attn_implementation("eager")  # scaled_dot_product_attention has no soft cap
 
     @property
-    def wrapped(self) -> nn.Module:
+    def wrapped(self) -> PreTrainedModel:
         """The transformers model."""
         return self.model
 
@@ -128,6 +132,10 @@ class HFDecoder(nn.Module):
         return hidden if self.logit_factor == 1.0 else hidden * self.logit_factor
 
 
+Policy = Decoder | HFDecoder
+"""What a trainer trains: our decoder, or a model of transformers."""
+
+
 def _logit_factor(config: Any) -> float:
     """By what a family multiplies its logits (granite, cohere); its hidden states are multiplied instead."""
     scale, divisor = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "logits_scaling"))
@@ -162,7 +170,7 @@ def build_meta_hf_model(
         """The tensors of the files that transformers would write too."""
         return (tensor for tensor in hub.read_tensors(Path(directory)) if tensor[0] in known)
 
-    decoder.checkpoint_reader = hub.CheckpointReader(Path(directory), read)
+    decoder.checkpoint_reader = CheckpointReader(Path(directory), read)
     return decoder if {name for name, _, _ in read()} == known.keys() else None
 
 
@@ -198,16 +206,16 @@ def _weights_on_meta() -> Iterator[None]:
     """
     register = nn.Module.register_parameter
 
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]  # put back below
     try:
         yield
     finally:
-        nn.Module.register_parameter = register
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def find_adaptable_layers(directory: str | Path) -> TensorMap:
@@ -284,6 +292,19 @@ def _check_complete(directory: str | Path, loading_info: Mapping[str, Any]) -> N
         raise DataError(f"{directory}: weights and config.json do not fit: {'; '.join(faults[:3])}{more}")
 
 
+def load_with_report(directory: str | Path, **how: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A directory's transformers model, and which tensors are missing, unknown or of another shape.
+
+    how: the other arguments of `from_pretrained`, which raises the errors.
+    """
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(
+        directory, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **how
+    )
+    return cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)  # its annotation is for calls without the report
+
+
 def load_hf_model(
     directory: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", trust_remote_code: bool = False
 ) -> HFDecoder:
@@ -292,8 +313,6 @@ def load_hf_model(
     Raises: DataError when transformers does not know the architecture, the directory is incomplete, or its weights
     stay quantized, which cannot be trained (transformers expands those of mxfp4 where it has no kernels for them).
     """
-    from transformers import AutoModelForCausalLM
-
     path = Path(directory) / "config.json"
     method = (hub.read_json(path).get("quantization_config") or {}).get("quant_method")
     refusal = DataError(
@@ -302,20 +321,14 @@ def load_hf_model(
     if method not in (None, "mxfp4"):
         raise refusal
     try:
-        model, loading_info = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused here, with their names
-        )
+        model, loading_info = load_with_report(directory, dtype=dtype, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as cause:
         raise _unloadable(directory, cause) from cause
     _check_complete(directory, loading_info)
     if getattr(model, "is_quantized", False):
         raise refusal
-    decoder = HFDecoder(model.to(device).train())
+    model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of `to` hides its self
+    decoder = HFDecoder(model.train())
     check_output_head(decoder, str(directory))
     return decoder
 

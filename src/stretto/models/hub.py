@@ -12,10 +12,9 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -32,7 +31,7 @@ from stretto.models.fp8.checkpoint import BlockLayout, from_8_bits, lazily_from_
 from stretto.models.lora import MergedWeights
 from stretto.models.parts.initial import initialise
 from stretto.models.safetensors_file import read_file
-from stretto.models.tensor_map import LazyTensor, TensorMap, TensorSlice, as_whole_slices
+from stretto.models.tensor_map import CheckpointReader, LazyTensor, TensorMap, TensorSlice, as_whole_slices
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -122,17 +121,6 @@ def build_model(cfg: ModelConfig, dtype: torch.dtype, device: torch.device | str
     return model.to(dtype).to_empty(device=device)
 
 
-@dataclass(frozen=True)
-class CheckpointReader:
-    """The checkpoint of a module on the meta device.
-
-    read: returns the name, shape and lazy tensor of every weight.
-    """
-
-    directory: Path
-    read: Callable[[], Iterator[tuple[str, tuple[int, ...], LazyTensor]]]
-
-
 def build_meta_model(directory: str | Path, dtype: torch.dtype) -> Decoder:
     """A decoder on the meta device with a `checkpoint_reader` of its weights (`load_slices`)."""
     directory = Path(directory)
@@ -197,9 +185,27 @@ def random_model(scratch: ScratchSection, vocab_size: int, **token_ids: int | li
     return model
 
 
-def export_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+class OtherConfig(Protocol):
+    """What is needed of the config of a model that is not ours."""
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def hf(self) -> dict[str, Any]: ...
+
+
+class SelfExporting(Protocol):
+    """A model that knows itself how its weights are saved (hf.py)."""
+
+    @property
+    def config(self) -> OtherConfig: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def export_tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+def export_tensors(model: Decoder | SelfExporting) -> Iterator[tuple[str, Tensor]]:
     """Every weight by Hugging Face name, detached, in a fixed order; adapters are merged."""
-    if hasattr(model, "export_tensors"):
+    if not isinstance(model, Decoder):
         return model.export_tensors()
     return model.tensor_map.export(MergedWeights(model))
 
@@ -218,7 +224,7 @@ def load_slices(
     table: TensorMap,
     targets: Mapping[str, TensorSlice],
     sources: Iterable[tuple[str, tuple[int, ...], LazyTensor]],
-    cfg: ModelConfig,
+    cfg: ModelConfig | OtherConfig,
     where: str,
 ) -> None:
     """Copy checkpoint tensors (name, shape, lazy tensor) into slices of parameters.
@@ -231,7 +237,7 @@ def load_slices(
     missing = set(needed)
     for name, shape, source in sources:
         if name not in table.their_shapes:
-            if is_redundant(name, cfg):
+            if isinstance(cfg, ModelConfig) and is_redundant(name, cfg):
                 continue
             raise DataError(f"{where}: tensor {name!r} is not part of a {cfg.family} of this config.json")
         if name not in needed:
@@ -271,7 +277,7 @@ def map_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.mapped()
 
 
-def save_hf(model: nn.Module, directory: str | Path, tokenizer_dir: str | Path | None = None) -> None:
+def save_hf(model: Decoder | SelfExporting, directory: str | Path, tokenizer_dir: str | Path | None = None) -> None:
     """Write a model directory for transformers and vLLM; tokenizer_dir: its files are copied."""
     dtype = next(model.parameters()).dtype
     save_model_directory(dtype, directory, tokenizer_dir, model.config.hf, export_tensors(model))
@@ -369,7 +375,7 @@ def _save_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None
     if len(shards) == 1:
         (directory / "shard-0.tmp").replace(directory / _SINGLE)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         (directory / f"shard-{i}.tmp").replace(directory / file)

@@ -85,6 +85,8 @@ class LoRAExperts(Experts):
     the weight as it is stored: B A is added to it. Columns are inputs, unless the family stores its experts transposed.
     """
 
+    gate_up_proj_lora_A: nn.Parameter
+
     def __init__(self, base: Experts, lora: LoRASection) -> None:
         self.share_weights_of(base)
         self.kernels = getattr(base, "kernels", None)
@@ -211,11 +213,11 @@ def is_adapter_parameter(name: str) -> bool:
     return name.endswith(_HALVES)
 
 
-def _adapters_of(module: nn.Module) -> Iterator[tuple[str, str, str]]:
+def _adapters_of(module: LoRALinear | LoRAExperts) -> Iterator[tuple[str, str, str]]:
     """(weight, A, B) by parameter name for the adapter pairs of one layer."""
     if isinstance(module, LoRALinear):
         yield "weight", *_HALVES
-    elif isinstance(module, LoRAExperts):
+    else:
         for name in EXPERT_PARAMETERS:
             yield name, f"{name}_lora_A", f"{name}_lora_B"
 
@@ -223,8 +225,9 @@ def _adapters_of(module: nn.Module) -> Iterator[tuple[str, str, str]]:
 def pair_names(policy: nn.Module) -> Iterator[tuple[str, str, str, float]]:
     """(weight, A, B, scaling) for every adapter pair of a policy, by parameter names."""
     for path, module in policy.named_modules():
-        for names in _adapters_of(module):
-            yield *(f"{path}.{name}" for name in names), module.scaling
+        if isinstance(module, LoRALinear | LoRAExperts):
+            for weight, a, b in _adapters_of(module):
+                yield f"{path}.{weight}", f"{path}.{a}", f"{path}.{b}", module.scaling
 
 
 def initial_values(
@@ -258,8 +261,9 @@ def peft_name(policy: nn.Module, name: str) -> str:
 
 def _pairs_of(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, Tensor, float]]]:
     """(parameter name, (A, B, scaling)) for the adapter pairs of one layer."""
-    for name, a, b in _adapters_of(module):
-        yield name, (getattr(module, a).detach(), getattr(module, b).detach(), module.scaling)
+    if isinstance(module, LoRALinear | LoRAExperts):
+        for name, a, b in _adapters_of(module):
+            yield name, (getattr(module, a).detach(), getattr(module, b).detach(), module.scaling)
 
 
 def merge_pair(
@@ -312,10 +316,10 @@ class Adapter:
                 raise DataError(f"{where}: tensor {name!r} is not a LoRA matrix of a linear layer or of experts")
             halves.setdefault(path.removeprefix(_PREFIX), {})[half] = tensor
         pairs = {}
-        for path, half in halves.items():
-            if len(half) < 2:
-                raise DataError(f"{where}: {path} has {next(iter(half))} only; A and B belong together")
-            a, b = half["lora_A"], half["lora_B"]
+        for path, found in halves.items():
+            if len(found) < 2:
+                raise DataError(f"{where}: {path} has {next(iter(found))} only; A and B belong together")
+            a, b = found["lora_A"], found["lora_B"]
             if a.dim() != 2 or b.dim() != 2 or len(a) % rank or b.shape[1] != len(a):
                 shape = f"A {list(a.shape)} and B {list(b.shape)}"
                 raise DataError(f"{where}: {path} has {shape}, which are not a pair of rank {rank}")

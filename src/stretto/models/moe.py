@@ -34,6 +34,9 @@ class Experts(nn.Module):
     down_proj: [experts, dim, inter]. If they are stored transposed, the last two dims are swapped.
     """
 
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
     def __init__(self, hidden_size: int, shape: MoEShape) -> None:
         super().__init__()
         num, inter, self.shape = shape.num_experts, shape.intermediate_size, shape
@@ -127,15 +130,15 @@ class Experts(nn.Module):
                 out.append(torch.cat([self._mlp(tile, *expert) for tile in tiles])[: len(rows)])
         return torch.cat(out)
 
-    def _unbind(self) -> list[tuple[Tensor | None, ...]]:
+    def _unbind(self) -> list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]]:
         """By expert: both weights [out, in], both biases.
 
         They are unbound, because the gradient of a weight[e] would be as large as the whole stack.
         """
-        weights = [self.matrix(name).unbind() for name in EXPERT_PARAMETERS]
-        if not self.shape.has_product_biases:
-            return [(*pair, None, None) for pair in zip(*weights)]
-        return list(zip(*weights, *(self.bias(name).unbind() for name in EXPERT_PARAMETERS)))
+        gate_up, down = (self.matrix(name).unbind() for name in EXPERT_PARAMETERS)
+        both = (self.bias(name) for name in EXPERT_PARAMETERS)
+        gate_up_bias, down_bias = ([None] * len(down) if bias is None else bias.unbind() for bias in both)
+        return list(zip(gate_up, down, gate_up_bias, down_bias))
 
     def _mlp(
         self, rows: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None
@@ -155,6 +158,8 @@ class Experts(nn.Module):
 
 class MoE(nn.Module):
     """A mixture instead of a block's MLP: router, experts, and perhaps an MLP for all tokens."""
+
+    shared_experts: MLP | PlainMLP | None
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -180,6 +185,7 @@ class MoE(nn.Module):
 
     def share(self, x: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
         """The output of the MLP that every token uses."""
+        assert self.shared_experts is not None
         shared = self.shared_experts(x)
         if self.gate.shape.has_shared_gate:
             # In two columns, so that 16 rows are 32 numbers: torch rounds the rest of a vector of 32 in another way.
@@ -220,4 +226,4 @@ def update_expert_bias(model: nn.Module, loads: Float[Tensor, "mixtures experts"
     """
     for mixture, load in zip(mixtures(model).values(), loads, strict=True):
         step = torch.sign(load.mean() - load).to(mixture.gate.expert_bias)
-        mixture.gate.expert_bias += rate * (step - step.mean())
+        mixture.gate.expert_bias.add_(rate * (step - step.mean()))

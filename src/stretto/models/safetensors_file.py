@@ -117,7 +117,7 @@ class StreamWriter:
         """Write the next tensor."""
         entry = next(self._entries)
         assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), entry
-        self._file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        self._file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
         """Flush the file to the disk; all tensors must have been written."""

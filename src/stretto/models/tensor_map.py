@@ -9,8 +9,9 @@ of a parameter (`TensorSlice`) reads only the bytes of that slice. hub.py reads 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,6 +35,17 @@ class LazyTensor(Protocol):
     """A checkpoint's tensor that can be read by slices: a Tensor, or one in a file."""
 
     def __getitem__(self, region: Region) -> Shaped[Tensor, " ..."]: ...
+
+
+@dataclass(frozen=True)
+class CheckpointReader:
+    """The checkpoint of a module on the meta device.
+
+    read: returns the name, shape and lazy tensor of every weight.
+    """
+
+    directory: Path
+    read: Callable[[], Iterator[tuple[str, Shape, LazyTensor]]]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from stretto.records.control import Bye, Message, Register, StepDone, Stop, VersionReady
 from stretto.records.sample import TrainBatch
-from stretto.records.weights import WeightManifest
+from stretto.records.weight_manifest import WeightManifest
 from stretto.transports.control import Event
 
 

@@ -15,14 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stretto.base.errors import ConfigError, DataError, EnvError, boundary
-from stretto.base.foreign import (
-    blocked_text,
-    call_async,
-    load_function,
-    load_object,
-    warn_when_blocked,
-    without_tracebacks,
-)
+from stretto.base.foreign import blocked_text, load_function, load_object, warn_when_blocked, without_tracebacks
 from stretto.chat.placeholders import with_placeholders
 from stretto.chat.render import Renderer
 from stretto.config.model_file import read_model_file
@@ -33,17 +26,7 @@ from stretto.config.sections.sft import FileData
 from stretto.config.sections.trainer import TrainerHooksSection
 from stretto.data.hub_model import find_config
 from stretto.data.records import read_records
-from stretto.envs.base import (
-    Environment,
-    Message,
-    RunInfo,
-    SingleTurnEnv,
-    Split,
-    checked_prompt,
-    needs_worker,
-    place_of,
-    tasks_of,
-)
+from stretto.envs.base import Environment, Message, RunInfo, SingleTurnEnv, Split, needs_worker, prompt_of, tasks_of
 from stretto.envs.dataset import Dataset
 from stretto.envs.find import missing_plugins
 from stretto.envs.multi_turn import MultiTurnEnv
@@ -348,8 +331,7 @@ async def first_prompt(env: Environment, task: Task, where: str) -> tuple[Prompt
         return task.data["prompt"], task.data["tools"]
     if not isinstance(env, SingleTurnEnv | MultiTurnEnv):  # a `prompt` of another class may be anything
         return None, None
-    given = await call_async(lambda: env.prompt(task), where)
-    messages = checked_prompt(given, place_of(env, "prompt", where))
+    messages = await prompt_of(env, task, where)
     return messages, env.tool_schemas() if hasattr(env, "tool_schemas") else None
 
 

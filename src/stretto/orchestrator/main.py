@@ -38,23 +38,23 @@ from stretto.envs.models import NO_MODELS, ChatModel
 from stretto.ledger import Ledger, Limits
 from stretto.monitors import build_monitors
 from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
-from stretto.orchestrator.batch.packing import cost_of_model
+from stretto.orchestrator.batch import cost_of_model
+from stretto.orchestrator.batch_hooks import BatchHooks, arguments_of
 from stretto.orchestrator.build import (
+    build_engines,
     build_policy_renderer,
+    build_teacher_client,
     open_env,
     run_info,
     system_prompts,
     untrained_tokens,
     urls_of,
 )
-from stretto.orchestrator.clients import build_engines, build_teacher_client
 from stretto.orchestrator.dry_run import check_first_tasks, check_sampling
 from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
-from stretto.orchestrator.groups.baselines import Baselines
+from stretto.orchestrator.groups.advantages import Baselines, check_overlong
 from stretto.orchestrator.groups.buffer import Bounds, Buffer
-from stretto.orchestrator.groups.credit import check_overlong
 from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
-from stretto.orchestrator.hooks import BatchHooks, arguments_of
 from stretto.orchestrator.models import ModelClient, open_models
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.rollout.teacher import (
@@ -67,12 +67,12 @@ from stretto.orchestrator.rollout.teacher import (
 )
 from stretto.orchestrator.run.loop import Loop
 from stretto.orchestrator.run.parts import RunParts
-from stretto.orchestrator.state.checkpoint import Progress, summary_of
 from stretto.orchestrator.state.resume import prepare_cursor, starting_point, with_fingerprints
-from stretto.orchestrator.tasks.curriculum import Curriculum, DifficultyPools
+from stretto.orchestrator.state.run_checkpoint import Progress, summary_of
+from stretto.orchestrator.tasks.difficulty import Curriculum, DifficultyPools
 from stretto.orchestrator.tasks.order import TaskMix
 from stretto.orchestrator.versions.loader import VersionLoader
-from stretto.orchestrator.versions.turns import Turns
+from stretto.orchestrator.versions.shared_devices import SharedDevices
 from stretto.transports.control import ControlServer
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.meeting import announce, at_all_addresses
@@ -301,7 +301,7 @@ def build_versions(cfg: OrchestratorSection, engines: EngineClient, ledger: Ledg
         timeout_s=cfg.weight_broadcast.timeout_s,
         tolerance=cfg.weight_broadcast.canary_tolerance,
         generation=lambda: engines.generation,
-        turns=Turns(engines, cfg.colocate if cfg.debug is None else None),  # debug runs have one side only
+        devices=SharedDevices(engines, cfg.colocate) if cfg.colocate is not None and cfg.debug is None else None,
     )
 
 

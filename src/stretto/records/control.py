@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stretto.records.weights import WeightManifest
+from stretto.records.weight_manifest import WeightManifest
 
 
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True):

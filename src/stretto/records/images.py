@@ -1,7 +1,7 @@
 """Images beside tokens: pixel patches, and their positions in a token sequence.
 
 An image takes as many tokens as the model makes of its patches; all of them are the same token, the placeholder. A
-sequence lists its images in the order of their placeholders. chat/images.py makes the patches.
+sequence lists its images in the order of their placeholders. chat/patches.py makes the patches.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from stretto.base.errors import ConfigError
 from stretto.chat.tokenizer import load_tokenizer
 from stretto.check.checkpoints import check_quantize
@@ -19,6 +17,7 @@ from stretto.data.hub_model import fetch
 from stretto.models import hub
 from stretto.models.decoder import Decoder
 from stretto.models.fp8.checkpoint import BlockLayout
+from stretto.models.hf import Policy
 from stretto.trainer.batch.token_export import export_tokens
 from stretto.trainer.critic import Critic, load_critic, with_value_head
 from stretto.trainer.hooks import TrainerHooks
@@ -99,7 +98,7 @@ def find_reference_model(cfg: TrainerConfig) -> tuple[str, str | None] | None:
 
 
 def build_critic(
-    cfg: TrainerConfig, section: CriticSection, policy: nn.Module, tokens: dict[str, Any], mesh: Mesh
+    cfg: TrainerConfig, section: CriticSection, policy: Policy, tokens: dict[str, Any], mesh: Mesh
 ) -> Critic:
     """The critic, from trainer.critic.load or from the model that the policy starts from.
 
@@ -120,7 +119,9 @@ def load_critic_network(cfg: TrainerConfig, section: CriticSection, tokens: dict
     """The critic's network, from trainer.critic.load or from the model that the policy starts from."""
     model = _unadapted(cfg)
     if section.load is None and model.scratch is not None:
-        return with_value_head(load_policy(model, **tokens))
+        network = load_policy(model, **tokens)
+        assert isinstance(network, Decoder), "a scratch model is ours"
+        return with_value_head(network)
     dtype = hub.dtype_of(model.dtype, training_device())
     return load_critic(section.load or model.name, dtype=dtype, may_be_meta=True)
 

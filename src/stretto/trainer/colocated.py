@@ -1,7 +1,7 @@
 """The trainer's memory in a run with [colocate]: here while it trains and saves, away while engines sample.
 
 States: HERE <-> AWAY. AWAY before a published version is announced, HERE when a batch or a Stop has come; the
-orchestrator (orchestrator/versions/turns.py) has put the engines to sleep by then. Put away are weights, optimizer
+orchestrator (versions/shared_devices.py there) has put the engines to sleep by then. Put away are weights, optimizer
 state, the frozen reference and a critic on the same ranks; gradients are freed. Communicators of NCCL stay.
 """
 

@@ -26,7 +26,7 @@ from stretto.data.hub_model import fetch
 from stretto.families.table import FAMILIES
 from stretto.models import hub
 from stretto.models.decoder import Decoder
-from stretto.models.tensor_map import LazyTensor, TensorSlice, as_whole_slices
+from stretto.models.tensor_map import CheckpointReader, LazyTensor, TensorSlice, as_whole_slices
 from stretto.records.sample import MicroBatch
 from stretto.records.token_counts import ComponentWeights
 from stretto.trainer.batch.metrics import StepSums
@@ -97,7 +97,7 @@ def load_critic(directory: str | Path, *, dtype: torch.dtype, may_be_meta: bool 
         logger.info("critic from %s, with %s", directory, "its own output" if is_scorer else "a new output that is 0")
 
     if may_be_meta and num_ranks() > 1:
-        critic.checkpoint_reader = hub.CheckpointReader(directory, read)
+        critic.checkpoint_reader = CheckpointReader(directory, read)
         return critic
     critic = critic.to_empty(device=training_device())
     targets = as_whole_slices((name, p) for name, p in critic.named_parameters())

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from itertools import islice
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -30,7 +31,7 @@ from stretto.trainer.updates import parts_of_step
 
 logger = logging.getLogger(__name__)
 
-ROLE = "critic"
+ROLE: Final = "critic"
 
 
 def main(cfg: TrainerConfig) -> int:
@@ -68,7 +69,7 @@ class CriticProcess:
         """Train and follow commands until the run is over; wire: None on ranks that are not batch leads."""
         self.wire = wire
         if self.mesh.is_lead:
-            self.wire.send(Ready(self.critic.step), 0)
+            self._lead_wire.send(Ready(self.critic.step), 0)
         freeze_objects()
         while (message := self.receive()) != Command("end"):
             if isinstance(message, Command):
@@ -79,6 +80,11 @@ class CriticProcess:
             self.saver.wait()
         logger.info("done at step %d", self.critic.step)
 
+    @property
+    def _lead_wire(self) -> CriticWire:
+        assert self.wire is not None, "the lead is a batch lead"
+        return self.wire
+
     def receive(self) -> Command | list[Batch]:
         """The next command, or the next batches of all ranks of the policy that this rank follows."""
         messages: list[Batch | Command] | None = None
@@ -87,11 +93,13 @@ class CriticProcess:
             messages = [self.wire.receive(Batch | Command, peer) for peer in peers]
         messages = self.mesh.broadcast_to_cp_tp(messages, list[Batch | Command] | None)
         assert messages, "the batch lead has received them"
-        if all(isinstance(message, Batch) for message in messages):
-            return messages
-        if any(message != messages[0] for message in messages):
+        batches = [message for message in messages if isinstance(message, Batch)]
+        if len(batches) == len(messages):
+            return batches
+        command = messages[0]
+        if isinstance(command, Batch) or any(message != command for message in messages):
             raise WireError(f"the policy's ranks sent different commands: {messages}")
-        return messages[0]
+        return command
 
     def execute(self, command: Command) -> None:
         """Execute a command other than `end`."""
@@ -109,7 +117,7 @@ class CriticProcess:
                 if self.saver is not None:
                     self.saver.wait()
                 if self.mesh.is_lead:
-                    self.wire.send(Flushed(self.pop_written()), 0)
+                    self._lead_wire.send(Flushed(self.pop_written()), 0)
 
     def train(self, batches: list[Batch]) -> None:
         """One step on the batches of the policy's ranks."""
@@ -138,7 +146,7 @@ class CriticProcess:
             self.saver.check()
         metrics = self.critic.pop_metrics()
         if self.mesh.is_lead:
-            self.wire.send(Trained(step, metrics, self.pop_written()), 0)
+            self._lead_wire.send(Trained(step, metrics, self.pop_written()), 0)
 
     def _exchange(self, values: list[list[np.ndarray]]) -> list[Targets]:
         """Send each of the policy's ranks its values; what each of them sends back."""

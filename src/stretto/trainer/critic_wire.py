@@ -171,6 +171,7 @@ def open_wire(cfg: TrainerConfig, mesh: Mesh, *, is_critic: bool, timeout_s: flo
     """
     if not mesh.is_batch_lead:
         return None
+    assert cfg.critic is not None and cfg.critic.placement is not None, "checked by the caller"
     placement = cfg.critic.placement
     host, port = placement.host, placement.port
     if mesh.is_lead and not is_critic:
@@ -207,6 +208,7 @@ class RemoteCritic:
         Raises: ConfigError if it continues from another step.
         """
         if self._mesh.is_lead:
+            assert self._wire is not None, "the lead is a batch lead"
             ready = self._wire.receive(Ready, self._peer)
             if ready.step != step:
                 raise ConfigError(
@@ -246,6 +248,7 @@ class RemoteCritic:
         """Wait until the critic has trained the step; its metrics, on the lead."""
         if not self._mesh.is_lead:
             return {}
+        assert self._wire is not None, "the lead is a batch lead"
         start = time.perf_counter()
         trained = self._wire.receive(Trained, self._peer)
         self.saved |= set(trained.saved)
@@ -261,4 +264,5 @@ class RemoteCritic:
         """Wait until all files of the critic are written."""
         self.command("flush")
         if self._mesh.is_lead:
+            assert self._wire is not None, "the lead is a batch lead"
             self.saved |= set(self._wire.receive(Flushed, self._peer).saved)

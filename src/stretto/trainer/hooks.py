@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -35,14 +35,15 @@ from stretto.algorithms.losses import TokenStreams, UserFunctions
 from stretto.base.errors import ConfigError, EnvError
 from stretto.config.sections.trainer import TrainerHooksSection
 from stretto.records.sample import MicroBatch
-from stretto.vime.arguments import Arguments
+from stretto.vime.arguments import Arguments, attributes_of
 from stretto.vime.calls import TRAINER_HOOKS, Hook, load_trainer_hooks
-from stretto_vime.flags.resolved import resolved
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
     from stretto.base.paths import RunDir
+
+M = TypeVar("M", bound=nn.Module)
 
 SETTING = "trainer.hooks"
 DATA_HOOKS = ("advantages", "data_postprocess")
@@ -86,7 +87,7 @@ class TrainerHooks:
         """True if a function is called in a step."""
         return bool(self._hooks.keys() - {"model"})
 
-    def provide(self, build: Callable[[], nn.Module]) -> nn.Module:
+    def provide(self, build: Callable[[], M]) -> M:
         """The model that the user's function makes from the result of `build`; without a function, that result.
 
         On several ranks the model may be on the meta device: its weights are loaded later, by their names.
@@ -95,9 +96,9 @@ class TrainerHooks:
         """
         if (hook := self._hooks.get("model")) is None:
             return build()
-        built: list[tuple[type, dict[str, str]]] = []
+        built: list[tuple[type[M], dict[str, str]]] = []
 
-        def build_once() -> nn.Module:
+        def build_once() -> M:
             if built:
                 raise ConfigError(f"{hook.where} called build() twice; change the model that the first call gives")
             model = build()
@@ -131,9 +132,11 @@ class TrainerHooks:
     @property
     def in_loss(self) -> UserFunctions:
         """The functions that are called in every training pass."""
-        functions = {"correct": ("tis", self._correct), "reduce": ("pg_loss_reducer", self._reduce)}
-        functions["loss"] = ("loss", self._loss)
-        return UserFunctions(**{key: call for key, (name, call) in functions.items() if name in self._hooks})
+        return UserFunctions(
+            correct=self._correct if "tis" in self._hooks else None,
+            reduce=self._reduce if "pg_loss_reducer" in self._hooks else None,
+            loss=self._loss if "loss" in self._hooks else None,
+        )
 
     def _loss(
         self,
@@ -289,7 +292,7 @@ def _check_sum(value: Any, where: str) -> None:
 
 def _table(run_dir: RunDir | None) -> dict[str, Any]:
     path = None if run_dir is None else run_dir.config("run")
-    return resolved(json.loads(path.read_text()) if path is not None and path.exists() else {})
+    return attributes_of(json.loads(path.read_text()) if path is not None and path.exists() else {})
 
 
 def batch_as_lists(micro_batches: Sequence[MicroBatch]) -> dict[str, list[Any]]:

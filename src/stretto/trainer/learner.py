@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stretto.algorithms.custom import load_loss
-from stretto.algorithms.losses import TokenCounts, UserFunctions, needs_samples, total_loss
+from stretto.algorithms.losses import UserFunctions, needs_samples, total_loss
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.chat.placeholders import PLACEHOLDER
@@ -33,10 +33,11 @@ from stretto.config.sections.model import ModelSection, TokenizerSection
 from stretto.config.sections.trainer import Optim, Scheduler
 from stretto.data.hub_model import fetch
 from stretto.models import hub
+from stretto.models.hf import Policy, build_meta_hf_model, load_hf_model
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
-from stretto.records.token_counts import counts_of_step, has_signal, weigh_by_rollout
-from stretto.records.weights import AdapterInfo
+from stretto.records.token_counts import TokenCounts, counts_of_step, has_signal, weigh_by_rollout
+from stretto.records.weight_manifest import AdapterInfo
 from stretto.trainer.batch.metrics import StepSums, ratio_sums, sums_by_env
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.batch.routing import build_routers
@@ -63,7 +64,7 @@ def load_policy(
     vocab_size: int | None = None,
     may_be_meta: bool = False,
     **token_ids: int | list[int] | None,
-) -> nn.Module:
+) -> Policy:
     """The model of [model] on this rank's device, from its directory or random.
 
     may_be_meta: on several ranks the model may be on the meta device; the learner then loads its shards.
@@ -82,8 +83,6 @@ def load_policy(
     if section.impl != "hf":
         check_vision(section, hub.read_json(directory / "config.json").get("model_type", "model of text"))
     if section.impl == "hf" or (section.impl == "auto" and not hub.has_custom_module(directory)):
-        from stretto.models.hf import build_meta_hf_model, load_hf_model
-
         remote = section.trust_remote_code
         if is_meta:
             model = build_meta_hf_model(directory, dtype=dtype, trust_remote_code=remote)
@@ -143,14 +142,14 @@ class Learner:
 
     def __init__(
         self,
-        policy: nn.Module,
+        policy: Policy,
         *,
         model: ModelSection,
         optim: Optim,
         scheduler: Scheduler,
         max_steps: int | None,
         loss: LossSection | None = None,
-        reference: nn.Module | None = None,
+        reference: Policy | None = None,
         observe: Observer | None = None,
         enable_router_replay: bool = False,
         mesh: Mesh | None = None,
@@ -211,25 +210,28 @@ class Learner:
         if self._loss.reduction == "rollout":
             micro_batches, _ = weigh_by_rollout(micro_batches)
         if self._index_coeff is not None:
+            assert self._routers is not None, "a model with indexers has experts"
             self._routers.index_loss_scale = self._index_coeff / num_tokens
         counts = TokenCounts(**sums)
         if not any(counts):
             raise DataError(f"the batch of step {self.step + 1} trains no token: every loss mask and weight is 0")
         if self._is_replaying:
+            assert self._routers is not None, "refused by build_routers"
             for mb in micro_batches:
                 self._routers.check(mb)
-        how = {"with_samples": with_samples, "with_routes": self._is_replaying}
-        for index, inputs in self.network.passes(micro_batches, passes, **how):
+        for index, inputs in self.network.passes(
+            micro_batches, passes, with_samples=with_samples, with_routes=self._is_replaying
+        ):
             if index is None:
                 self._run_idle_pass(inputs)
                 continue
             mb = micro_batches[index]
-            user, logits = self.user, []
+            user, logits = self.user, list[Tensor]()
             logprobs, entropy = self._logprobs(inputs, entropy_grad=self._loss.entropy_coef is not None, logits=logits)
             if user.loss is not None:
                 user = replace(user, loss=partial(user.loss, mb, inputs.sources, *logits))
             inputs = replace(inputs, streams=inputs.streams.filled_in(logprobs))
-            loss, sums = total_loss(
+            loss, token_sums = total_loss(
                 logprobs,
                 inputs.streams,
                 counts,
@@ -240,11 +242,11 @@ class Learner:
             )
             loss.backward()
             entropy = entropy.detach()
-            sums |= ratio_sums(inputs, logprobs.detach()) | {"loss": loss.detach()}
-            sums["entropy"] = (entropy * inputs.streams.is_sampled).sum()
+            token_sums |= ratio_sums(inputs, logprobs.detach()) | {"loss": loss.detach()}
+            token_sums["entropy"] = (entropy * inputs.streams.is_sampled).sum()
             if len(set(mb.envs)) > 1:
-                sums |= sums_by_env(mb, inputs, logprobs.detach(), entropy)
-            self._sums.add(sums)
+                token_sums |= sums_by_env(mb, inputs, logprobs.detach(), entropy)
+            self._sums.add(token_sums)
             if self._observe is not None:
                 self._observe(self.step + 1, mb, inputs, logprobs, entropy)
         self.network.weights.collect_gradients()
@@ -299,7 +301,7 @@ class Learner:
         self.step = self._schedule_start = 0
 
     @property
-    def reference(self) -> nn.Module | None:
+    def reference(self) -> Policy | None:
         """The frozen model that the policy is compared with."""
         return self._reference
 
@@ -331,6 +333,7 @@ class Learner:
         They are those of the current policy, or of the reference. All ranks must call it.
         """
         policy = self._reference if is_reference else None
+        assert not is_reference or policy is not None, "there is no reference"
         by_micro_batch = [np.zeros(len(mb.token_ids), np.float32) for mb in micro_batches]
         for index, inputs in self.network.passes(micro_batches, with_routes=self._is_replaying):
             logprobs = self._logprobs(inputs, policy)[0]
@@ -454,7 +457,7 @@ class Learner:
     def _logprobs(
         self,
         inputs: PassInputs,
-        policy: nn.Module | None = None,
+        policy: Policy | None = None,
         *,
         entropy_grad: bool = False,
         is_measured: bool = True,
@@ -467,9 +470,9 @@ class Learner:
         is_measured = is_measured and torch.is_grad_enabled()
         if self.user.loss is None:
             logits = None
-        routing = None
-        if policy is None and self._routers is not None:
-            routing = self._routers.routing(inputs, is_measured=is_measured)
+        routing, routers = None, self._routers
+        if policy is None and routers is not None:
+            routing = routers.routing(inputs, is_measured=is_measured)
         scores = compute_logprobs(
             policy or self.policy,
             inputs,
@@ -479,8 +482,8 @@ class Learner:
             entropy_grad=entropy_grad,
             logits=logits,
         )
-        if routing is not None and is_measured:
-            self._routers.add(routing)
+        if routing is not None and routers is not None and is_measured:
+            routers.add(routing)
         return scores
 
     @torch.no_grad()

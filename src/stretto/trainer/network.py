@@ -6,12 +6,11 @@ blocks, the same number of passes on every rank, updates, and state. What a pass
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 import numpy as np
 import torch
-from torch import nn
 
 from stretto.base.errors import EngineError
 from stretto.check.degrees import cp_style
@@ -19,10 +18,17 @@ from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import Optim
 from stretto.models import hub
 from stretto.models.decoder import Decoder
+from stretto.models.hf import Policy
 from stretto.models.lora import attach_adapters
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
-from stretto.trainer.batch.pass_inputs import IDLE_MICRO_BATCH, PassInputs, build_pass_inputs, has_trained_tokens
+from stretto.trainer.batch.pass_inputs import (
+    IDLE_MICRO_BATCH,
+    PassInputs,
+    PassOptions,
+    build_pass_inputs,
+    has_trained_tokens,
+)
 from stretto.trainer.optim.build import (
     MasterWeights,
     TrainedWeights,
@@ -57,7 +63,7 @@ class Network:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Policy,
         *,
         model: ModelSection,
         optim: Optim,
@@ -71,7 +77,8 @@ class Network:
         self.mesh = mesh or Mesh.single_rank(module.output_weight.device)
         apply_fp8(module, model)
         self.vision = module.config.vision if isinstance(module, Decoder) else None
-        if self.vision is not None and (model.vlm is None or model.vlm.freeze_vision_encoder):
+        is_frozen = model.vlm is None or model.vlm.freeze_vision_encoder
+        if isinstance(module, Decoder) and self.vision is not None and is_frozen:
             module.model.visual.requires_grad_(False)
         if model.lora is not None:
             attach_adapters(module, model.lora, seed=torch.initial_seed() % 2**63)
@@ -88,9 +95,9 @@ class Network:
 
     # -- passes --
 
-    def build_inputs(self, mb: MicroBatch, **how: object) -> PassInputs | None:
+    def build_inputs(self, mb: MicroBatch, **how: Unpack[PassOptions]) -> PassInputs | None:
         """`build_pass_inputs` for this network."""
-        how = {"share_prefixes": self.shares_prefixes, "vision": self.vision} | how
+        how = {"share_prefixes": self.shares_prefixes, "vision": self.vision, **how}
         return build_pass_inputs(mb, self.module.config.vocab_size, self.mesh.device, **how)
 
     def count_passes(
@@ -111,24 +118,32 @@ class Network:
         counts: PassCounts | None = None,
         *,
         token_mask: Callable[[MicroBatch], Bool[np.ndarray, " tokens"]] | None = None,
-        **how: object,
+        with_samples: bool = False,
+        with_routes: bool = False,
     ) -> Iterator[tuple[int | None, PassInputs]]:
         """(index, inputs) per micro batch to score, then (None, inputs) for passes without a result.
 
         Ranks gather each other's shards in every pass, so all do the same: counts, over all ranks (None: computed
-        here). token_mask: gives bool [tokens] for a micro batch; None: its trained tokens.
+        here). token_mask: gives bool [tokens] for a micro batch; None: its trained tokens. with_samples and
+        with_routes are those of `build_pass_inputs`.
         """
         if counts is None:
             counts = PassCounts.of(self.mesh.reduce(self.count_passes(micro_batches, token_mask)))
         num_passes = counts.num_passes
-        how |= {"with_unused_image": counts.has_images and self.mesh.world_size > 1}
+        with_unused_image = counts.has_images and self.mesh.world_size > 1
         for i, mb in enumerate(micro_batches):
-            inputs = self.build_inputs(mb, is_scored=None if token_mask is None else token_mask(mb), **how)
+            inputs = self.build_inputs(
+                mb,
+                is_scored=None if token_mask is None else token_mask(mb),
+                with_samples=with_samples,
+                with_routes=with_routes,
+                with_unused_image=with_unused_image,
+            )
             if inputs is not None:
                 num_passes -= 1
                 yield i, inputs
         for _ in range(num_passes):
-            inputs = self.build_inputs(IDLE_MICRO_BATCH, with_unused_image=how["with_unused_image"])
+            inputs = self.build_inputs(IDLE_MICRO_BATCH, with_unused_image=with_unused_image)
             assert inputs is not None
             yield None, inputs
 
@@ -177,7 +192,7 @@ class Network:
         optimizer = optimizer_slices(self.optimizer, self.weights)
         return add_prefix("model", self.weights.slices()) | add_prefix("optim", optimizer)
 
-    def targets(self, saved: dict[str, TensorInfo]) -> dict[str, TensorSlice]:
+    def targets(self, saved: Mapping[str, TensorInfo]) -> dict[str, TensorSlice]:
         """The slices for saved state; the caller fills them, then calls weights.copy_to_model.
 
         Raises: DataError when the state belongs to another model.

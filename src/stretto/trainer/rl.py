@@ -32,7 +32,7 @@ from stretto.monitors import build_monitors
 from stretto.monitors.steps import StepClock
 from stretto.records.control import Bye, CheckpointBegun, CheckpointSaved, Register, StepMetrics, VersionReady
 from stretto.records.sample import TrainBatch
-from stretto.records.weights import Canary
+from stretto.records.weight_manifest import Canary
 from stretto.trainer.batch.token_export import delete_after
 from stretto.trainer.build import build_learner, find_engine_layout
 from stretto.trainer.colocated import TrainerMemory
@@ -191,8 +191,8 @@ class Trainer:
         start = time.perf_counter()
         metrics = self.updates.train(batch.micro_batches)
         train_s = time.perf_counter() - start
-        counts = {"tokens": sum(mb.num_tokens for mb in batch.micro_batches), "micro_batches": len(batch.micro_batches)}
-        counts = self.mesh.reduce(counts)
+        num_tokens = sum(mb.num_tokens for mb in batch.micro_batches)
+        counts = self.mesh.reduce({"tokens": num_tokens, "micro_batches": len(batch.micro_batches)})
         metrics |= self.clock.end_step(
             num_tokens=int(counts["tokens"]),
             num_micro_batches=counts["micro_batches"],

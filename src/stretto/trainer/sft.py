@@ -34,7 +34,7 @@ from stretto.base.files import read_json, write_atomic
 from stretto.base.paths import RunDir
 from stretto.base.runtime import freeze_objects
 from stretto.base.status import SUPERVISED_VAR, stop_signals, was_asked_to_finish
-from stretto.chat.images import load_image_processor
+from stretto.chat.patches import load_image_processor
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.templates import fix_clock
 from stretto.chat.tokenizer import load_tokenizer
@@ -43,6 +43,7 @@ from stretto.config.load import dump, write_json
 from stretto.config.root import SFTConfig
 from stretto.config.sections.sft import FileData
 from stretto.config.sections.trainer import CkptSection, num_kept
+from stretto.models.hf import Policy
 from stretto.models.tracing.snapshots import MemorySnapshots
 from stretto.models.tracing.tracer import Tracer
 from stretto.monitors.base import Monitors, build_monitors
@@ -169,7 +170,8 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
         mesh=build_mesh(cfg.model, policy.config),
     )
     session = Session(cfg, run, learner, examples, order, validation, max_steps, tokenizer_dir)
-    session.saver = checkpoint.build_saver(cfg, lambda step: complete_checkpoint(run, cfg.ckpt, step))
+    if (ckpt := cfg.ckpt) is not None:
+        session.saver = checkpoint.build_saver(cfg, lambda step: complete_checkpoint(run, ckpt, step))
     if start is not None:
         session.is_new = start[0] != run
         session.resumed_step = checkpoint.resume(cfg, learner, *start)
@@ -186,7 +188,7 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     return session
 
 
-def _load_model(cfg: SFTConfig) -> tuple[torch.nn.Module, Renderer, Path]:
+def _load_model(cfg: SFTConfig) -> tuple[Policy, Renderer, Path]:
     """The policy, its renderer, and the directory of its tokenizer."""
     tokenizer_dir = find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)
     tokenizer = load_tokenizer(tokenizer_dir)
@@ -424,17 +426,18 @@ def read_position(start: ResumePoint) -> dict[str, Any]:
 def export(session: Session) -> None:
     """Write weights/step_N, unless it is written already."""
     if session.exported_step != session.learner.step:
-        weights = session.cfg.ckpt.weights
+        ckpt = session.cfg.ckpt
+        assert ckpt is not None, "only [ckpt] asks for exports"
         session.learner.check_finite()
         export_weights(
             session.run,
             session.learner.network.weights,
             session.learner.step,
             session.tokenizer_dir,
-            session.cfg.model if weights is not None and weights.save_adapter_separately else None,
+            session.cfg.model if ckpt.weights is not None and ckpt.weights.save_adapter_separately else None,
         )
         session.exported_step = session.learner.step
-        prune_exports(session.run.weights, session.cfg.ckpt, session.learner.step, session.learner.network.weights.mesh)
+        prune_exports(session.run.weights, ckpt, session.learner.step, session.learner.network.weights.mesh)
 
 
 def end_run(session: Session, monitors: Monitors) -> None:
@@ -447,7 +450,7 @@ def end_run(session: Session, monitors: Monitors) -> None:
     if cfg.val is not None and session.validated_step != learner.step and not is_stopped_early:
         monitors.log(learner.step, validate(session))
         logger.info("step %d: val %.4f", learner.step, session.val_loss)
-    if cfg.ckpt is not None:
+    if cfg.ckpt is not None and session.saver is not None:
         save_checkpoint(session)
         if cfg.ckpt.weights is not None:
             export(session)

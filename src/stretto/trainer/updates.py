@@ -21,7 +21,7 @@ from stretto.algorithms.advantages import discounted_returns, gae, token_rewards
 from stretto.algorithms.credit import whiten
 from stretto.config.sections.algorithm import Advantages, GaeAdvantages, ReturnsAdvantages
 from stretto.config.sections.trainer import TrainerSection
-from stretto.records.rows import pack_rows
+from stretto.records.row_packing import pack_rows
 from stretto.records.sample import MicroBatch, images_by_document
 from stretto.records.support import concat_supports
 from stretto.records.token_counts import find_documents
@@ -168,7 +168,7 @@ def estimate_advantages(
     A sample's score is the advantage that it has on arrival. Whitening is over the batch of all ranks.
     """
     tokens = [np.flatnonzero(rl_token_mask(mb)) for mb in micro_batches]
-    values = [None] * len(micro_batches) if values is None else values
+    known: Sequence[np.ndarray | None] = [None] * len(micro_batches) if values is None else values
     advantages, returns, kl_sum = [], [], 0.0
     for i, mb in enumerate(micro_batches):
         token_kl = None
@@ -176,7 +176,7 @@ def estimate_advantages(
             old, reference = old_logprobs[i][tokens[i]], reference_logprobs[i][tokens[i]]
             token_kl = _kl_to_reference(old, reference, cfg.kl_estimator)
             kl_sum += float(token_kl.sum())
-        of_tokens = _advantages_and_returns(mb, tokens[i], cfg, token_kl, values[i])
+        of_tokens = _advantages_and_returns(mb, tokens[i], cfg, token_kl, known[i])
         advantages.append(of_tokens[0])
         returns.append(of_tokens[1])
     if cfg.whiten:
@@ -187,7 +187,7 @@ def estimate_advantages(
     metrics = {}
     if reference_logprobs is not None:
         metrics["reference_kl/mean"] = sums["kl"] / max(sums["tokens"], 1.0)
-    return list(map(_replace_streams, micro_batches, values, tokens, advantages, returns)), metrics
+    return list(map(_replace_streams, micro_batches, known, tokens, advantages, returns)), metrics
 
 
 def _advantages_and_returns(

@@ -217,4 +217,5 @@ class ControlClient(RankClient[Message]):
         return self._pop_messages(timeout_s)
 
     def _decode_message(self, body: Sequence[BytesLike]) -> Message:
-        return decode(body, Message)
+        message: Message = decode(body, Message)
+        return message

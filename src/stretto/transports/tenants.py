@@ -171,4 +171,5 @@ class TenantClient(RankClient[Operation]):
         return self._post(encode(answer), timeout_s)
 
     def _decode_message(self, body: Sequence[BytesLike]) -> Operation:
-        return decode(body, Operation)
+        operation: Operation = decode(body, Operation)
+        return operation

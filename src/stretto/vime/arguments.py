@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+from stretto.addons import load_all
 from stretto.base.errors import EnvError
 
 POLICY = "actor"
@@ -22,6 +23,14 @@ class Arguments(SimpleNamespace):
             raise AttributeError(name)
         known = ", ".join(sorted(vars(self)))
         raise AttributeError(f"args has no {name!r}; it has {known}. Add your own to `hook_args`.")
+
+
+def attributes_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Further attributes of `args` by a resolved config, from add-ons, such as the value of every flag of vime."""
+    found: dict[str, Any] = {}
+    for attributes in load_all("stretto.arguments").values():
+        found |= attributes(config)
+    return found
 
 
 def addresses_of(urls: Sequence[str], others: Mapping[str, str], policy: str = POLICY) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What rollout functions written for vime import besides `post`: GET requests, loading of functions, an event loop.
 
 vime.utils.http_utils.get        get             vime.utils.misc.load_function     load_function
-vime.utils.async_utils.run       run             vime.rollout.rm_hub.async_rm      stretto.envs.rewards.hub.async_rm
+vime.utils.async_utils.run       run             vime.rollout.rm_hub.async_rm      stretto.envs.rewards.builtin.async_rm
 """
 
 from __future__ import annotations

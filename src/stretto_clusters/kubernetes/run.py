@@ -77,6 +77,11 @@ def main(words: Sequence[str]) -> int:
     return asyncio.run(_run(cfg, pod))
 
 
+def completions() -> list[str]:
+    """Nothing: a pod's words are written by the chart."""
+    return []
+
+
 def _dry_run(cfg: RLConfig, pod: Pod) -> str:
     plan = plan_pods(cfg, pod, cfg.run_dir)
     mine = own_processes(plan, pod)

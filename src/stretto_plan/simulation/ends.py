@@ -22,11 +22,11 @@ from stretto.records.control import Bye, Register, StepDone, Stop, VersionReady
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
 from stretto.records.rollout import Task
 from stretto.records.sample import TrainBatch
-from stretto.records.weights import WeightManifest
+from stretto.records.weight_manifest import WeightManifest
 from stretto.transports.control import Event
+from stretto.virtual_clock import Cores, Job
 from stretto_plan.costs import Costs
 from stretto_plan.setup import EngineSetup
-from stretto_plan.simulation.clock import Cores, Job
 from stretto_plan.workload import Workload
 
 _EPSILON = 1e-6

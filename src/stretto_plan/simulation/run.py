@@ -31,10 +31,11 @@ from stretto.config.sections.hooks import HooksSection
 from stretto.config.sections.monitors import MonitorsSection
 from stretto.envs.base import RunInfo
 from stretto.ledger.reader import LedgerReader
-from stretto.orchestrator.main import UserCode, Wires, build_loop, starting_point
-from stretto.records.rows import pack_rows
+from stretto.orchestrator.main import UserCode, Wires, build_loop
+from stretto.orchestrator.state.resume import starting_point
+from stretto.records.row_packing import pack_rows
+from stretto.virtual_clock import Cores, run_virtual
 from stretto_plan.costs import Costs
-from stretto_plan.simulation.clock import Cores, run_virtual
 from stretto_plan.simulation.ends import (
     OrchestratorThread,
     SimulatedEngine,

@@ -33,7 +33,7 @@ from stretto.records.control import Bye, CheckpointBegun, CheckpointSaved, Regis
 from stretto.records.sample import MicroBatch, TrainBatch
 from stretto.records.tenants import TenantWork
 from stretto.records.token_counts import counts_of_step
-from stretto.records.weights import WeightManifest
+from stretto.records.weight_manifest import WeightManifest
 from stretto.transports.orchestrator import Orchestrator
 from stretto.transports.service import CreateRun, ServiceRun, encode_work, find_token
 from stretto_service.runs.client import spec_of

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.config.sections.trainer import Optim, Scheduler
 from stretto.models.decoder import Decoder
+from stretto.models.hf import Policy
 from stretto.records.tenants import TenantSpec
 from stretto.trainer.ranks.mesh import Mesh
 from stretto_service.tenants.layers import AdaptableLayers
@@ -21,10 +22,10 @@ from stretto_service.tenants.tenant import Place, Tenant
 class BaseWeights:
     """A copy of the weights with which a backbone was loaded, in host memory."""
 
-    def __init__(self, policy: nn.Module, model: ModelSection) -> None:
+    def __init__(self, policy: Policy, model: ModelSection) -> None:
         self.policy = policy
-        has_vision = isinstance(policy, Decoder) and policy.config.vision is not None
-        if has_vision and (model.vlm is None or model.vlm.freeze_vision_encoder):
+        is_frozen = model.vlm is None or model.vlm.freeze_vision_encoder
+        if isinstance(policy, Decoder) and policy.config.vision is not None and is_frozen:
             policy.model.visual.requires_grad_(False)
         self._tensors: dict[str, Tensor] = {
             name: parameter.detach().to("cpu", copy=True)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from stretto.models.decoder import Decoder
 from stretto.models.fp8.reference import product
+from stretto.models.hf import Policy
 from stretto.models.lora import LoRAExperts, Times, adapted_rows, dropped
 from stretto.models.moe import Experts
 from stretto.models.parts.router import Routing
@@ -82,6 +83,7 @@ class TenantLinear(nn.Linear):
             return out
         if len(pairs) == 1:
             pair = pairs[0]
+            assert pair is not None
             return out + adapted_rows(x, pair.a, pair.b, pair.scaling, pair.dropout)
         if x.dim() == 2:
             return add_rows(out, x, pairs, self.turn.counts(len(x)))
@@ -128,9 +130,9 @@ class TenantExperts(LoRAExperts):
             return out
         if len(pairs) == 1:
             pair = pairs[0]
+            assert pair is not None
             first, second = self._oriented(pair)
             return out + pair.scaling * times(times(dropped(x, pair.dropout), first), second)
-        assert self._groups is not None
         groups = [None if pair is None else self._oriented(pair) for pair in pairs]
         return self._mixed(out, x, groups, [pair.scaling if pair else 0.0 for pair in pairs])
 
@@ -142,6 +144,7 @@ class TenantExperts(LoRAExperts):
         self, out: Tensor, x: Tensor, groups: list[tuple[Tensor, Tensor] | None], scalings: list[float]
     ) -> Tensor:
         """`out` with the adapters' part of rows that are sorted by expert, then by tenant."""
+        assert self._groups is not None
         num_experts = self.gate_up_proj.shape[0]
         if not (_use_grouped_mm(x, out.shape[1]) and self.use_grouped_mm):
             return add_products(out, x, groups, scalings, self._groups.tolist())
@@ -210,7 +213,7 @@ class AdaptableLayers:
     by_path: dict[str, TenantLinear | TenantExperts] = field(default_factory=dict)
 
 
-def prepare_layers(policy: nn.Module) -> AdaptableLayers:
+def prepare_layers(policy: Policy) -> AdaptableLayers:
     """Freeze a policy, and let its linear layers and experts have adapters; names of weights stay.
 
     The output head and a vision tower have none.
@@ -226,8 +229,12 @@ def prepare_layers(policy: nn.Module) -> AdaptableLayers:
             continue
         if isinstance(module, nn.Linear) and module.weight is policy.output_weight:
             continue
-        kind = TenantLinear if isinstance(module, nn.Linear) else TenantExperts
-        layer = layers.by_path[path] = kind(module, layers.turn)
+        layer: TenantLinear | TenantExperts
+        if isinstance(module, nn.Linear):
+            layer = TenantLinear(module, layers.turn)
+        else:
+            layer = TenantExperts(module, layers.turn)
+        layers.by_path[path] = layer
         parent, _, name = path.rpartition(".")
         policy.get_submodule(parent).add_module(name, layer)
     return layers

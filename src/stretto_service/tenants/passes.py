@@ -19,16 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stretto.algorithms.losses import TokenCounts, needs_samples, total_loss
+from stretto.algorithms.losses import needs_samples, total_loss
 from stretto.base.errors import DataError, StrettoError, boundary
 from stretto.config.sections.algorithm import LossSection
 from stretto.config.sections.model import ModelSection
 from stretto.models.attention import PackedLayout
 from stretto.models.decoder import Decoder
+from stretto.models.hf import Policy
 from stretto.records.sample import MicroBatch
 from stretto.records.support import concat_supports
 from stretto.records.tenants import Pass, TenantResult, TenantWork
-from stretto.records.token_counts import counts_of_step, weigh_by_rollout
+from stretto.records.token_counts import TokenCounts, counts_of_step, weigh_by_rollout
 from stretto.trainer.batch.metrics import StepSums
 from stretto.trainer.batch.pass_inputs import IDLE_MICRO_BATCH, PassInputs, build_pass_inputs
 from stretto.trainer.parallel.scores import compute_logprobs
@@ -73,14 +74,13 @@ class Passes:
     """Executes `Pass` operations on one rank."""
 
     def __init__(
-        self, policy: nn.Module, turn: Turn, mesh: Mesh, model: ModelSection, reshard: Callable[[], None]
+        self, policy: Policy, turn: Turn, mesh: Mesh, model: ModelSection, reshard: Callable[[], None]
     ) -> None:
         """reshard: frees the weights that a pass without a backward pass has gathered."""
         self.policy, self.turn, self.mesh = policy, turn, mesh
         self._model, self._reshard = model, reshard
-        is_own = isinstance(policy, Decoder)
-        self._vision = policy.config.vision if is_own else None
-        self._can_mix = is_own
+        self._vision = policy.config.vision if isinstance(policy, Decoder) else None
+        self._can_mix = isinstance(policy, Decoder)
         self._shares_prefixes = mesh.device.type == "cpu" and policy.shares_prefixes
         if mesh.world_size > 1:
             embedding = next(module for module in policy.modules() if isinstance(module, nn.Embedding))
@@ -135,12 +135,14 @@ class Passes:
             raise DataError("loss.reference_kl: the model that it compares with is what is trained here; remove it")
         checked = _Work(work, tenant, loss, micro_batches=work.micro_batches)
         vocab_size = self.policy.config.vocab_size
-        targets = work.targets or [None] * len(work.micro_batches)
+        targets: Sequence[np.ndarray | None] = work.targets or [None] * len(work.micro_batches)
         for mb, target in zip(work.micro_batches, targets, strict=True):
             check_micro_batch(mb, target, vocab_size)
         if loss is not None and loss.reduction == "rollout":
             checked.micro_batches, _ = weigh_by_rollout(work.micro_batches)
-        with_samples = needs_samples(loss) if loss is not None else needs_sample_index(work.sum_loss)
+        with_samples = loss is not None and needs_samples(loss)
+        if work.sum_loss is not None:
+            with_samples = needs_sample_index(work.sum_loss)
         for index, (mb, target) in enumerate(zip(checked.micro_batches, targets)):
             inputs = build_pass_inputs(
                 mb,
@@ -163,9 +165,10 @@ class Passes:
         """Set the denominators of works, where the hub gave none; the most passes of each kind on any rank."""
         local_counts: list[dict[str, float]] = []
         for work in works:
-            has_counts = work.loss is None or work.request.counts is not None
-            counts = {} if has_counts else counts_of_step(work.request.micro_batches, work.loss.reduction)._asdict()
-            local_counts.append(counts)
+            if work.loss is None or work.request.counts is not None:
+                local_counts.append({})
+                continue
+            local_counts.append(counts_of_step(work.request.micro_batches, work.loss.reduction)._asdict())
         most = {f"max/{kind}": float(num) for kind, num in num_passes.items()}
         *sums, most = self.mesh.reduce_each([*local_counts, most])
         for work, counts in zip(works, sums):
@@ -234,7 +237,8 @@ class Passes:
             if len(group) == 1:
                 stack.enter_context(tenants[0].random_numbers(has_gradient=has_gradient))
             logprobs, entropy = self._forward(inputs, entropy_grad=entropy_grad)
-            total, start = None, 0
+            start = 0
+            total: Tensor | None = None
             for piece in group:
                 end = start + len(piece.inputs.targets)
                 # Not a slice of a single piece: it is computed as in a run with one tenant.
@@ -242,6 +246,7 @@ class Passes:
                 loss = self._loss(works[piece.work], piece, *scores)
                 total, start = loss if total is None else total + loss, end
             if has_gradient:
+                assert total is not None, "a group has pieces"
                 total.backward()
 
     def _loss(self, work: _Work, piece: Piece, logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -249,8 +254,10 @@ class Passes:
         streams = inputs.streams.filled_in(logprobs)
         entropy_value = entropy.detach()
         if work.loss is None:
+            assert work.request.sum_loss is not None
             loss, sums = sum_loss(logprobs, streams, work.request.sum_loss)
         else:
+            assert work.counts is not None, "set by _exchange_counts"
             loss, sums = total_loss(
                 logprobs, streams, work.counts, work.loss, entropy=entropy, reference_logprobs=piece.reference
             )
@@ -282,9 +289,9 @@ class Passes:
             if not work.request.is_forward_only and total:
                 tenant.num_passes += 1
                 tenant.sums.add(total)
-            logprobs = ()
+            logprobs: tuple[np.ndarray | None, ...] = ()
             if work.request.wants_logprobs:
-                by_index = {piece.index: piece.logprobs for piece in work.pieces}
+                by_index = {piece.index: piece.logprobs for piece in work.pieces if piece.logprobs is not None}
                 logprobs = tuple(
                     by_index.get(i, np.zeros(len(mb.token_ids), np.float32)) for i, mb in enumerate(work.micro_batches)
                 )
@@ -317,7 +324,8 @@ def join_inputs(parts: Sequence[PassInputs]) -> PassInputs:
     """The inputs of one pass over the rows of several; they have no images."""
     first = parts[0]
     device = first.token_ids.device
-    bounds, parents, rows, predictors = [0], [], [], []
+    bounds, rows, predictors = [0], [], []
+    parents: list[int] = []
     num_tokens = num_rows = 0
     for part in parts:
         layout, num_segments = part.layout, len(parents)

@@ -22,7 +22,8 @@ from stretto.base.errors import ConfigError, DataError, EngineError
 from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.config.sections.trainer import AdamWOptim, Optim, Scheduler
 from stretto.models import hub
-from stretto.models.lora import EXPERT_PARAMETERS, Adapter, fill_uniform, peft_name
+from stretto.models.lora import Adapter, fill_uniform, peft_name
+from stretto.models.moe import EXPERT_PARAMETERS
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.tenants import AdamSettings, TenantMemory, TenantSpec
 from stretto.trainer.batch.metrics import StepSums
@@ -52,7 +53,8 @@ class Tenant:
         """
         self.spec, self._mesh, self._layers = spec, mesh, layers
         self.lora, self._optim, self._scheduler = sections
-        self.step, self.place = 0, "device"
+        self.step = 0
+        self.place: Place = "device"
         self._schedule_start = 0  # the step after which the schedule began
         self.num_passes = 0
         """Passes with a gradient since the last step, over all ranks."""
@@ -85,7 +87,7 @@ class Tenant:
             if path.rpartition(".")[2] not in self.lora.target_modules:
                 continue
             if isinstance(layer, TenantLinear):
-                names = {"weight": (layer.out_features, layer.in_features)}
+                names: dict[str, tuple[int, ...]] = {"weight": (layer.out_features, layer.in_features)}
             else:
                 names = {name: tuple(getattr(layer, name).shape) for name in EXPERT_PARAMETERS}
             for name, (*lead, rows, columns) in names.items():
@@ -105,6 +107,7 @@ class Tenant:
         """Add the adapter to the backbone's layers."""
         scaling, dropout = self.scaling, self.lora.dropout
         for weight, (a, b) in self._halves.items():
+            assert scaling is not None
             path, _, name = weight.rpartition(".")
             layer, pair = self._layers.by_path[path], Pair(a, b, scaling, dropout)
             if isinstance(layer, TenantLinear):
@@ -172,16 +175,17 @@ class Tenant:
     def _sum_over_ranks(self) -> None:
         if self._mesh.world_size == 1:
             return
-        parameters = self.weights.parameters
-        for parameter in parameters:
+        grads: list[Tensor] = []
+        for parameter in self.weights.parameters:
             if parameter.grad is None:  # no pass of this rank had rows for it
                 parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat([p.grad.flatten() for p in parameters])
+            grads.append(parameter.grad)
+        flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat)
         offset = 0
-        for parameter in parameters:
-            size = parameter.numel()
-            parameter.grad.copy_(flat[offset : offset + size].view_as(parameter))
+        for grad in grads:
+            size = grad.numel()
+            grad.copy_(flat[offset : offset + size].view_as(grad))
             offset += size
 
     def drop_gradients(self) -> None:
@@ -208,6 +212,7 @@ class Tenant:
 
     def adapter(self, policy: nn.Module) -> Adapter:
         """The current weights, by PEFT's names."""
+        assert self.scaling is not None, "a tenant with an adapter"
         pairs = {peft_name(policy, name): (a.detach(), b.detach()) for name, (a, b) in self._halves.items()}
         return Adapter(pairs, self.lora.rank, self.scaling)
 
@@ -328,7 +333,7 @@ class Tenant:
 
     def memory(self) -> TenantMemory:
         """The memory that the tenant uses."""
-        tensors = [p for _, _, p in self._parameters()]
+        tensors: list[Tensor] = [p for _, _, p in self._parameters()]
         tensors += [p.grad for p in tensors if p.grad is not None]
         state = [v for values in self.optimizer.state.values() for v in values.values()]
         return TenantMemory(
@@ -352,7 +357,7 @@ class _Weights(nn.Module):
         for part in path.split("."):
             if part not in module._modules:
                 module.add_module(part, nn.Module())
-            module = module._modules[part]
+            module = module.get_submodule(part)
         module.register_parameter(name, parameter)
 
 

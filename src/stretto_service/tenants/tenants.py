@@ -15,11 +15,11 @@ from typing import TypeVar
 
 import msgspec
 import torch
-from torch import nn
 
 from stretto.base.errors import ConfigError, DataError, StrettoError, boundary
 from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.models import hub
+from stretto.models.hf import Policy
 from stretto.models.lora import save_adapter
 from stretto.records.tenants import (
     CreateTenant,
@@ -39,7 +39,7 @@ from stretto.records.tenants import (
     TenantResult,
     TenantSpec,
 )
-from stretto.records.weights import MANIFEST
+from stretto.records.weight_manifest import MANIFEST
 from stretto.trainer.parallel.memory import prepare_blocks
 from stretto.trainer.parallel.precision import apply_fp8
 from stretto.trainer.parallel.shard import ShardedWeights, local_tensor, parallelise
@@ -59,6 +59,7 @@ T = TypeVar("T")
 
 _ADVICE = "save the tenant again, or load an earlier state"
 _DAMAGED = (StrettoError, OSError)
+_OfOneTenant = OptimStep | DropGradients | SaveTenant | LoadTenant | ExportAdapter | SwapOut
 
 
 class Tenants:
@@ -66,7 +67,7 @@ class Tenants:
 
     def __init__(
         self,
-        policy: nn.Module,
+        policy: Policy,
         *,
         model: ModelSection,
         mesh: Mesh | None = None,
@@ -143,7 +144,7 @@ class Tenants:
         except StrettoError as error:
             return TenantResult(error=str(error))
 
-    def _for_tenant(self, operation: Operation) -> TenantResult:
+    def _for_tenant(self, operation: _OfOneTenant) -> TenantResult:
         tenant = self[operation.tenant]
         if isinstance(operation, SwapOut):
             self._move(tenant, operation.place)
@@ -265,7 +266,7 @@ class Tenants:
 
         Raises: DataError with the first rank's error, on all ranks.
         """
-        result, reason = None, None
+        reason = None
         try:
             result = function()
         except _DAMAGED as error:

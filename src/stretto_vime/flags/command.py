@@ -10,8 +10,7 @@ from stretto.base.errors import ConfigError, StrettoError, meant_path
 from stretto.config.load import build, dump
 from stretto.config.reading.draft import dotted_to_path
 from stretto.config.root import RLConfig
-from stretto.config.section import Path as KeyPath
-from stretto.config.section import nest
+from stretto.config.section import KeyPath, nest
 from stretto.data.records import read_records
 from stretto_vime.files.models import read_models
 from stretto_vime.flags.clashes import clashes, notes

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from stretto.config.root import RLConfig
-from stretto_prime.inference import VLLM_KEYS
+from stretto.config.vllm_names import VLLM_KEYS
 from stretto_vime.flags.flag import Setting, Values
 from stretto_vime.flags.groups import BY_NAME
 

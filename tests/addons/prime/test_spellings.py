@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 
 from stretto.base.errors import ConfigError
-from stretto.config.describe import ROOTS
+from stretto.config.describe import ROOTS, help_text
 from stretto.config.load import load
+from stretto.config.lookup import rows_of
 from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from stretto.config.section import all_paths, keys, meant
 from stretto.config.sections.orchestrator import ClientSection
 from stretto.launch.plan.engines import plan_engines
-from stretto.orchestrator.clients import headers_of
+from stretto.orchestrator.build import headers_of
 from stretto.orchestrator.main import build_bounds
 from stretto_prime.spelled import Entry, State, entries, follow, markdown
-from stretto_prime.table import TABLES, rows_of
+from stretto_prime.table import TABLES
 
 ROOT = Path(__file__).parents[3]
 LISTED = (ROOT / "tests" / "cases" / "prime_rl" / "keys.txt").read_text().splitlines()
@@ -402,3 +403,22 @@ def test_top_k_of_a_request_is_trained_as_it_was_sampled(tmp_path):
     train = rl(tmp_path, f"orchestrator.train.sampling.extra_body = {{ top_k = 20 }}\n{ENV}").orchestrator.train
     assert train.sampling.top_k == 20 and train.replay is not None
     assert rl(tmp_path, f"orchestrator.train.sampling.extra_body.top_k = -1\n{ENV}").orchestrator.train.replay is None
+
+
+@pytest.mark.parametrize(
+    ("verb", "word", "line"),
+    [
+        ("rl", "rollouts_per_example", "orchestrator.rollouts_per_example: --orchestrator.group-size"),
+        ("rl", "max-inflight-requests", "orchestrator.max_inflight_requests: --orchestrator.max-inflight-rollouts"),
+        ("rl", "full_offload", "trainer.model.full_offload: --"),
+        ("rl", "student", "orchestrator.student.model.name: --model.name"),
+        ("rl", "post_batch_filters", "orchestrator.post_batch_filters: --orchestrator.filters"),
+        ("rl", "max_concurrent_runs", "trainer.max_concurrent_runs: refused: "),
+        ("rl", "micro_batch", "decides nothing: "),
+        ("rl", "sampling.source", "orchestrator.algo.sampling.source.name: --orchestrator.algo.teacher.model"),
+        ("sft", "data.source", "data.source.0.dataset: --data.name"),
+        ("inference", "use_pd_kv_transfer", "refused: caches travel"),
+    ],
+)
+def test_help_knows_the_words_of_prime_rl(verb: str, word: str, line: str) -> None:
+    assert line in " ".join(help_text(verb, ROOTS[verb], word, width=400).split())

@@ -12,7 +12,7 @@ from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims
 from stretto.config.load import load
 from stretto.config.root import ServeConfig
-from stretto.launch.run.service import ServicePlan, plan, screen
+from stretto_service.launch import ServicePlan, plan, screen
 
 REFUSED = {
     "two ranks": (["--trainer.num-ranks", "2"], "all weights are trained on one rank"),

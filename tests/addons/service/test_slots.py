@@ -15,7 +15,7 @@ import pytest
 
 from stretto.base.errors import EngineError
 from stretto.records.generate import Completion, VersionSpan
-from stretto.records.weights import MANIFEST, WeightManifest
+from stretto.records.weight_manifest import MANIFEST, WeightManifest
 from stretto.transports.engine.api import Refusal
 from stretto.transports.engine.http import RequestRefused
 from stretto_service.engines import AdapterSlots, WeightSlot, adapter_name, hash_salt

@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from PIL import Image as pillow
 
 from stretto.base.paths import RunDir
-from stretto.chat.images import ImageProcessor
+from stretto.chat.patches import ImageProcessor
 from stretto.chat.scratch import build_scratch_files, image_processor_of
 from stretto.config.sections.model import ScratchSection, ScratchVisionSection
 from stretto.records.images import Image

@@ -186,7 +186,7 @@ def test_a_reward_without_labels_is_zero_and_a_note_says_so(reward, files):
     command = read_command(words)
     assert any("every reward is 0" in note for note in command.notes)
     [env], [evals] = command.config.orchestrator.env, command.config.orchestrator.eval.env
-    assert env.args["reward"] == evals.args["reward"] == "stretto.envs.rewards.hub.unlabelled"
+    assert env.args["reward"] == evals.args["reward"] == "stretto.envs.rewards.builtin.unlabelled"
     command = read_command([*words, "--eval-label-key", "label"])
     [evals] = command.config.orchestrator.eval.env
     assert (evals.args["reward"], evals.args["label_key"]) == (reward, "label")

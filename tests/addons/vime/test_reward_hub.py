@@ -11,7 +11,7 @@ from cases.dataset import RUN, play
 
 from stretto.base.errors import ConfigError, DataError, EnvError
 from stretto.envs.base import load_environment
-from stretto.envs.rewards.hub import async_rm, batched_async_rm
+from stretto.envs.rewards.builtin import async_rm, batched_async_rm
 from stretto.envs.rewards.instructions import CHECKS, follows
 from stretto.vime import Sample
 

@@ -19,7 +19,7 @@ from stretto.config.sections.model import LoRASection, ScratchSection
 from stretto.models.hub import export_tensors, random_model
 from stretto.models.lora import Adapter, attach_adapters
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
-from stretto.records.weights import AdapterInfo
+from stretto.records.weight_manifest import AdapterInfo
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights.filesystem import FilesystemPublisher
 

@@ -16,7 +16,7 @@ from cases.vision import END, IMAGE, START, image
 from servers import VOCAB, needs_vllm, save, scores_of, serve
 from transformers import AutoConfig
 
-from stretto.chat.images import ImageProcessor
+from stretto.chat.patches import ImageProcessor
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.config import parse_config, to_hf

@@ -12,7 +12,7 @@ from argparse import Namespace
 
 from transformers import AutoTokenizer
 
-from stretto.envs.rewards.hub import async_rm, batched_async_rm
+from stretto.envs.rewards.builtin import async_rm, batched_async_rm
 from stretto.vime import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, get_model_url, post
 from stretto.vime.functions import get, load_function, run
 

@@ -12,7 +12,7 @@ from stretto.algorithms.custom import custom_credit
 from stretto.base.errors import ConfigError
 from stretto.base.foreign import load_object
 from stretto.config.sections.algorithm import CustomAlgo, CustomLoss, GspoLoss, RlooAlgo
-from stretto.orchestrator.groups.credit import assign_advantages
+from stretto.orchestrator.groups.advantages import assign_advantages
 from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
 
 OWN = """

@@ -11,7 +11,8 @@ import pytest
 
 from stretto.base.files import atomic_path, put_in_place, read_rows, write_atomic
 from stretto.base.paths import RunDir
-from stretto.base.secret import load_secret
+from stretto.base.secret import load_secret, prepare_tokens
+from stretto.config.load import write_json
 
 
 @pytest.mark.parametrize("is_durable", [False, True])
@@ -64,10 +65,22 @@ def test_a_list_of_rows_that_was_cut_anywhere_is_no_list(tmp_path: Path) -> None
         assert read_rows(path) is None
 
 
-def test_a_new_secret_is_on_disk_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushed: list[int] = []
+@pytest.fixture
+def flushed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The inodes that fsync was called for."""
+    inodes: list[int] = []
     fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (flushed.append(os.fstat(fd).st_ino), fsync(fd)))
+    monkeypatch.setattr(os, "fsync", lambda fd: (inodes.append(os.fstat(fd).st_ino), fsync(fd)))
+    return inodes
+
+
+def test_a_new_secret_is_on_disk_before_it_is_used(tmp_path: Path, flushed: list[int]) -> None:
     run = RunDir(tmp_path / "run")
     load_secret(run)
     assert {run.secret.stat().st_ino, run.path.stat().st_ino} <= {*flushed}
+
+
+def test_what_a_resume_reads_is_on_disk_before_a_run_begins(tmp_path: Path, flushed: list[int]) -> None:
+    prepare_tokens(tmp_path / "tokens.json", {"anna": None})
+    write_json(tmp_path / "trainer.json", {"max_steps": 3})
+    assert {(tmp_path / name).stat().st_ino for name in ("tokens.json", "trainer.json")} <= {*flushed}

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image as pillow
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.chat.images import ImageProcessor, load_image_processor, refuse_paths
+from stretto.chat.patches import ImageProcessor, load_image_processor, refuse_paths
 from stretto.chat.placeholders import VISION_TOKENS
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer

@@ -26,7 +26,7 @@ from stretto.config.sections.orchestrator import SamplingSection
 from stretto.config.sections.sft import LossMaskSection
 from stretto.envs.base import RolloutResult, TaskSource
 from stretto.envs.tools import Toolset
-from stretto.orchestrator.batch.samples import to_samples
+from stretto.orchestrator.batch import to_samples
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.generate import Completion, VersionSpan

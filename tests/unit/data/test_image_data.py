@@ -14,7 +14,7 @@ import pytest
 from PIL import Image as pillow
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.chat.images import ImageProcessor
+from stretto.chat.patches import ImageProcessor
 from stretto.chat.placeholders import VISION_TOKENS
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer

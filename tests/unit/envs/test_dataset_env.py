@@ -26,13 +26,13 @@ from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import SingleTurnEnv, load_environment
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
-from stretto.orchestrator.batch.samples import to_samples
+from stretto.orchestrator.batch import to_samples
 from stretto.orchestrator.build import build_env, run_info
 from stretto.orchestrator.eval.evaluator import eval_envs
 from stretto.orchestrator.eval.verb import with_server_address
-from stretto.orchestrator.groups.credit import assign_advantages
-from stretto.orchestrator.state.checkpoint import Progress
+from stretto.orchestrator.groups.advantages import assign_advantages
 from stretto.orchestrator.state.resume import check_fingerprints
+from stretto.orchestrator.state.run_checkpoint import Progress
 from stretto.orchestrator.tasks.order import TaskMix
 from stretto.records.rollout import RolloutStatus
 from stretto.vime import Arguments, Sample, get_model_url, post

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from stretto.base.errors import ConfigError
-from stretto.envs.arguments import check_methods
 from stretto.envs.base import SingleTurnEnv, TaskSource, load_environment
 from stretto.envs.multi_turn import MultiTurnEnv
+from stretto.envs.parameters import check_methods
 from stretto.records.rollout import Task
 
 

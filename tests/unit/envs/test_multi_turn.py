@@ -28,8 +28,8 @@ from stretto.envs.base import EpisodeLimits, LimitReached, Reply, RolloutResult
 from stretto.envs.multi_turn import MultiTurnEnv, ToolEnv
 from stretto.envs.tools import MAX_CALLS, MAX_STUCK, Tool, Toolset
 from stretto.ledger import Ledger, LedgerReader
-from stretto.orchestrator.batch.samples import to_samples
-from stretto.orchestrator.groups.credit import assign_advantages
+from stretto.orchestrator.batch import to_samples
+from stretto.orchestrator.groups.advantages import assign_advantages
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.codec import decode_blob, encode_blob

@@ -43,6 +43,7 @@ MADE_UP = Family(
 """
 ASKED = """
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from stretto.families import own
@@ -54,11 +55,8 @@ from stretto.families.table import FAMILIES
 from stretto.check.vllm_models import ServedModel
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.families.table import FAMILIES, traits_of
-from stretto_plan.shapes import KNOWN
 from stretto.models.config import scratch_config
 from stretto.models.hf import PACKED_FAMILIES
-from stretto_vime.flags import mixture
-from stretto_vime.flags.shape import _has_qk_norm
 
 
 def message(check, *arguments):
@@ -77,8 +75,15 @@ assert "cannot cut its unreal layers (made_up)" in message(find_degrees, ModelSe
 served = ServedModel(Path("there"), {"model_type": "made_up_too", "head_dim": 64})
 assert served.family == "made_up" and "on a CPU vLLM knows no such thing" in message(served.check_on_cpu)
 assert traits_of("made_up").renderer == "qwen3" and traits_of("made_up_too").renderer is None
-assert mixture.expert_scores({"model_type": "made_up"}) == "sigmoid" and _has_qk_norm({"model_type": "made_up"})
-assert KNOWN["nobody/made-up"] == {"model_type": "made_up", "hidden_size": 64}
+if find_spec("stretto_vime"):
+    from stretto_vime.flags import mixture
+    from stretto_vime.flags.shape import _has_qk_norm
+
+    assert mixture.expert_scores({"model_type": "made_up"}) == "sigmoid" and _has_qk_norm({"model_type": "made_up"})
+if find_spec("stretto_plan"):
+    from stretto_plan.shapes import KNOWN
+
+    assert KNOWN["nobody/made-up"] == {"model_type": "made_up", "hidden_size": 64}
 print("found everywhere")
 """
 

@@ -17,7 +17,7 @@ from stretto.inference.embedded.engine import Engine, running
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.lora import Adapter, attach_adapters, save_adapter
-from stretto.records.weights import AdapterInfo, WeightGroup
+from stretto.records.weight_manifest import AdapterInfo, WeightGroup
 from stretto.transports.engine.api import Refusal
 from stretto.transports.weights.collective import CollectivePublisher
 from stretto.transports.weights.filesystem import FilesystemPublisher

@@ -276,6 +276,23 @@ async def test_streamed_completions_add_up_to_the_whole(site):
     assert events[-1]["usage"] == whole["usage"]
 
 
+@pytest.mark.parametrize("length", [1, 3])
+async def test_a_stop_text_is_not_streamed_unless_it_came_too_early_to_count(site, length):
+    base = {"prompt": "abc", "max_tokens": 200, "seed": 3, "ignore_eos": True}
+    _, free = await site.post(api.COMPLETIONS, base)
+    text = free["choices"][0]["text"]
+    late = text[60 : 60 + length]
+    early = next(each for each in text[:4] if each in text[20:])
+    for stops, min_tokens in (([late], 0), ([early, late], 8)):
+        body = base | {"stop": stops, "min_tokens": min_tokens}
+        _, whole = await site.post(api.COMPLETIONS, body)
+        (choice,) = whole["choices"]
+        assert choice["finish_reason"] == "stop" and text.startswith(choice["text"])
+        assert not min_tokens or early in choice["text"]
+        events = await site.events(api.COMPLETIONS, body | {"stream": True})
+        assert "".join(event["choices"][0]["text"] for event in events) == choice["text"]
+
+
 async def test_chat_completions_stop_at_the_turns_end_and_stream_the_same(site):
     body = {"messages": MESSAGES, "max_tokens": 40, "n": 4, "seed": 2, "logprobs": True, "return_token_ids": True}
     _, whole = await site.post(api.CHAT_COMPLETIONS, body)

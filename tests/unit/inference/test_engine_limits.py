@@ -12,7 +12,7 @@ from stretto.base.errors import EngineError, WireError
 from stretto.inference import limits
 from stretto.inference.embedded.engine import Engine, EngineState, running
 from stretto.models.hub import export_tensors
-from stretto.records.weights import WeightGroup
+from stretto.records.weight_manifest import WeightGroup
 from stretto.transports.weights.collective import CollectivePublisher
 from stretto.transports.weights.filesystem import FilesystemPublisher
 

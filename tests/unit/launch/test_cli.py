@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto import cli, verbs
+from stretto import addons, cli, verbs
 from stretto.base import keeper
 from stretto.config.describe import COMMON_KEYS, ROOTS, help_text, markdown
 from stretto.config.load import dump, load
@@ -51,8 +51,7 @@ def test_every_console_script_exists() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert set(scripts) == {"stretto", "vime", *ROOTS} - {"serve", "eval"}  # too common a word, and a shell's own
     for target in scripts.values():
-        module, _, name = target.partition(":")
-        assert module == "stretto.cli" and callable(getattr(cli, name))
+        assert callable(addons.object_at(target))
 
 
 @pytest.mark.parametrize("verb", ROOTS)
@@ -76,6 +75,8 @@ def test_every_verb_with_a_configuration_has_help(verb: str, capsys: pytest.Capt
 
 def test_the_overview_has_every_verb() -> None:
     assert set(cli.SUMMARIES) == {*verbs.VERBS, *verbs.PLAIN_VERBS, "completion"}
+    offered = addons.offers("stretto.verbs") | addons.offers("stretto.config_verbs")
+    assert set(cli.summaries()) == {*cli.SUMMARIES, *offered}
 
 
 def test_every_verb_with_a_configuration_has_a_dry_run() -> None:
@@ -278,25 +279,6 @@ def test_help_finds_a_key_by_the_name_that_others_give_it_and_by_its_description
     assert "--profile STEPS" in help_text("rl", ROOTS["rl"], "profile")
     assert "--bench" in help_text("inference", ROOTS["inference"], "bench")
     assert "no key of `rl` contains `xyzzy`" in help_text("rl", ROOTS["rl"], "xyzzy")
-
-
-@pytest.mark.parametrize(
-    ("verb", "word", "line"),
-    [
-        ("rl", "rollouts_per_example", "orchestrator.rollouts_per_example: --orchestrator.group-size"),
-        ("rl", "max-inflight-requests", "orchestrator.max_inflight_requests: --orchestrator.max-inflight-rollouts"),
-        ("rl", "full_offload", "trainer.model.full_offload: --"),
-        ("rl", "student", "orchestrator.student.model.name: --model.name"),
-        ("rl", "post_batch_filters", "orchestrator.post_batch_filters: --orchestrator.filters"),
-        ("rl", "max_concurrent_runs", "trainer.max_concurrent_runs: refused: "),
-        ("rl", "micro_batch", "decides nothing: "),
-        ("rl", "sampling.source", "orchestrator.algo.sampling.source.name: --orchestrator.algo.teacher.model"),
-        ("sft", "data.source", "data.source.0.dataset: --data.name"),
-        ("inference", "use_pd_kv_transfer", "refused: caches travel"),
-    ],
-)
-def test_help_knows_the_words_of_prime_rl(verb: str, word: str, line: str) -> None:
-    assert line in " ".join(help_text(verb, ROOTS[verb], word, width=400).split())
 
 
 def test_every_key_that_another_name_points_at_exists() -> None:

@@ -23,7 +23,7 @@ from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig,
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.table import process_table, table
-from stretto.records.weights import BFLOAT16_TOLERANCE
+from stretto.records.weight_manifest import BFLOAT16_TOLERANCE
 
 
 @pytest.fixture(autouse=True)

@@ -20,9 +20,9 @@ from stretto.config.root import OrchestratorConfig, SFTConfig
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
-from stretto.orchestrator.state import checkpoint
-from stretto.orchestrator.state.checkpoint import Progress, carry_over, summary_of
+from stretto.orchestrator.state import run_checkpoint
 from stretto.orchestrator.state.resume import starting_point
+from stretto.orchestrator.state.run_checkpoint import Progress, carry_over, summary_of
 from stretto.trainer import sft
 
 pytestmark = pytest.mark.heavy
@@ -123,7 +123,7 @@ def test_a_run_begun_at_a_checkpoint_draws_what_the_other_would_have(tmp_path):
 def test_unfinished_draws_are_made_again_with_their_numbers(tmp_path):
     cfg = config(tmp_path / "first", max_async_level=2, max_steps=6)
     train(cfg, FakeEngine(parrot(0.3)), FakeTrainer(max_steps=6, checkpoint_every=1))
-    saved = checkpoint.load(cfg.run_dir, 3)
+    saved = run_checkpoint.load(cfg.run_dir, 3)
     assert saved.open_draws and saved.next_draw > max(saved.open_draws)
 
     fork = started_from(cfg, tmp_path / "fork", cfg.run_dir, 3)

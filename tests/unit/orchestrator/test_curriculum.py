@@ -16,8 +16,8 @@ from stretto.config.sections.sft import OnlineEvalSection
 from stretto.envs.base import TaskSource
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
-from stretto.orchestrator.state.checkpoint import Progress, snapshot
-from stretto.orchestrator.tasks.curriculum import Curriculum, DifficultyPools
+from stretto.orchestrator.state.run_checkpoint import Progress, snapshot
+from stretto.orchestrator.tasks.difficulty import Curriculum, DifficultyPools
 from stretto.orchestrator.tasks.order import TaskMix
 from stretto.records.rollout import Task
 

@@ -17,8 +17,7 @@ from stretto.config.root import EvalConfig
 from stretto.config.sections.orchestrator import EvalSection, SamplingSection
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.eval.evaluator import Evaluator
-from stretto.orchestrator.eval.examples import shortened
-from stretto.orchestrator.eval.results import build_eval_score, format_table, pass_all_k, pass_at_k
+from stretto.orchestrator.eval.results import build_eval_score, format_table, pass_all_k, pass_at_k, shortened
 from stretto.orchestrator.eval.verb import evaluate_engine
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
@@ -45,7 +44,7 @@ def test_by_hand():
 
 
 def test_the_best_the_worst_and_others_of_an_eval_go_to_the_log_in_short(caplog):
-    caplog.set_level("INFO", logger="stretto.orchestrator.eval.examples")
+    caplog.set_level("INFO", logger="stretto.orchestrator.eval.results")
     each = evaluator([EchoEnv()], FakeEngine(parrot(0.5)), group_size=5, greedy=True, log_samples=3)
     run_virtual(each.evaluate(4))
     sampled = [row for row in each.examples if row["mode"] == "sampled"]

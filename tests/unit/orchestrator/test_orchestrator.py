@@ -25,8 +25,8 @@ from stretto.monitors.file import read_metrics
 from stretto.orchestrator.eval import verb as eval_verb
 from stretto.orchestrator.groups.buffer import SlotState
 from stretto.orchestrator.run.loop import Loop
-from stretto.orchestrator.state import checkpoint
-from stretto.orchestrator.state.checkpoint import summary_of
+from stretto.orchestrator.state import run_checkpoint
+from stretto.orchestrator.state.run_checkpoint import summary_of
 from stretto.records.rollout import Task
 
 
@@ -266,7 +266,7 @@ def test_one_interrupt_finishes_the_step_and_saves(tmp_path):
     done = loop.progress.step
     assert 3 <= done <= 6
     assert cfg.run_dir.complete_checkpoints() == [done]
-    assert checkpoint.load(cfg.run_dir, done).step == done
+    assert run_checkpoint.load(cfg.run_dir, done).step == done
     assert audit(cfg.run_dir) == []
 
 
@@ -280,12 +280,12 @@ def test_an_interrupt_before_the_first_step_ends_in_good_order(tmp_path):
 
 def test_a_checkpoint_without_its_marker_does_not_exist(tmp_path):
     cfg = config(tmp_path)
-    progress = checkpoint.Progress(step=3, num_tokens=7, sampled={0: 0.25}, greedy={0: 0.5})
-    checkpoint.save(cfg.run_dir, progress)
-    assert checkpoint.load(cfg.run_dir, 3) == progress
+    progress = run_checkpoint.Progress(step=3, num_tokens=7, sampled={0: 0.25}, greedy={0: 0.5})
+    run_checkpoint.save(cfg.run_dir, progress)
+    assert run_checkpoint.load(cfg.run_dir, 3) == progress
     cfg.run_dir.complete_marker(3).unlink()
     with pytest.raises(StrettoError, match="not complete"):
-        checkpoint.load(cfg.run_dir, 3)
+        run_checkpoint.load(cfg.run_dir, 3)
 
 
 def test_a_step_whose_end_is_heard_right_after_another_is_no_faster_than_the_trainer_says(tmp_path):

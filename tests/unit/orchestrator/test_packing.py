@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.base.errors import DataError
-from stretto.orchestrator.batch.packing import Cost, assign_rows, cost_of_model, pack, split_to_multiple
+from stretto.orchestrator.batch import Cost, assign_rows, cost_of_model, pack, split_to_multiple
 from stretto.records.images import image_of
-from stretto.records.rows import pack_rows
+from stretto.records.row_packing import pack_rows
 from stretto.records.sample import TrainSample
 
 SEQ_LEN = 64

@@ -17,8 +17,8 @@ from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import RolloutResult, TaskSource
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
-from stretto.orchestrator.batch.samples import samples_of
-from stretto.orchestrator.hooks import _apply_row
+from stretto.orchestrator.batch import samples_of
+from stretto.orchestrator.batch_hooks import _apply_row
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.run.pipeline import trained_player

@@ -15,7 +15,7 @@ from stretto.config.load import load
 from stretto.config.root import RLConfig
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import Reply, RolloutResult, SingleTurnEnv, TaskSource
-from stretto.orchestrator.batch.samples import samples_of
+from stretto.orchestrator.batch import samples_of
 from stretto.orchestrator.dry_run import check_sampling
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player

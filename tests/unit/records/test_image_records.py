@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stretto.orchestrator.batch.packing import to_micro_batch
+from stretto.orchestrator.batch import to_micro_batch
 from stretto.records.codec import decode, decode_blob, encode, encode_blob
 from stretto.records.images import Image, image_hash, image_of, placeholder_spans
 from stretto.records.sample import MicroBatch, TrainSample

@@ -7,8 +7,7 @@ from engine_runs import ask, build_core, run
 from msgspec.structs import replace
 from tiny import build_policy, documents
 
-from stretto.orchestrator.batch.packing import to_micro_batch
-from stretto.orchestrator.batch.samples import samples_of
+from stretto.orchestrator.batch import samples_of, to_micro_batch
 from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.records.rollout import Rollout, RolloutStatus, Task
 

@@ -15,8 +15,7 @@ from stretto.config.sections.model import ModelSection
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.moe import Routing, mixtures, update_expert_bias
-from stretto.orchestrator.batch.packing import to_micro_batch
-from stretto.orchestrator.batch.samples import samples_of
+from stretto.orchestrator.batch import samples_of, to_micro_batch
 from stretto.orchestrator.rollout.branch import OpenBranch, merge_expert_choices
 from stretto.records.rollout import Rollout, RolloutStatus, Task
 from stretto.trainer.batch.routing import build_routers

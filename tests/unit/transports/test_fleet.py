@@ -13,7 +13,7 @@ from fakes import run_virtual
 
 from stretto.base.errors import EngineError
 from stretto.records.generate import GenerateRequest
-from stretto.records.weights import WeightManifest
+from stretto.records.weight_manifest import WeightManifest
 from stretto.transports.engine import api, updates
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.engine.fleet import EngineState, Fleet

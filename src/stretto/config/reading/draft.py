@@ -12,11 +12,12 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from stretto.config.lookup import spellings
 from stretto.config.reading.lines import read_file
 from stretto.config.reading.words import Assignment, FileArgument
 from stretto.config.root import RLConfig
@@ -24,7 +25,7 @@ from stretto.config.rules import all as rules
 from stretto.config.rules.rule import Problem
 from stretto.config.section import (
     Key,
-    Path,
+    KeyPath,
     Section,
     all_paths,
     dotted,
@@ -38,14 +39,12 @@ from stretto.config.section import (
     suggest,
     tag_of,
 )
-from stretto_prime.inference import nodes_of_one
-from stretto_prime.orchestrator import merge_filters, pools_of_buffer
 
 RUN_TABLES = ("trainer", "orchestrator", "inference")
 """A file with one of these tables is that of a whole run, not of one process."""
 OUTPUT_DIR = "{output_dir}/"
 MODEL_NAME = ("model", "name")
-SECOND: dict[Path, tuple[str, Path]] = {
+SECOND: dict[KeyPath, tuple[str, KeyPath]] = {
     MODEL_NAME: ("orchestrator", ("inference", "model")),
     ("seq_len",): ("trainer", ("orchestrator", "row_tokens")),
 }
@@ -55,12 +54,12 @@ TABLE_NEEDED = ("model_type", "model_attributes_type", "dict_type")
 """Errors of pydantic where a table is expected and another value is given."""
 
 
-def dotted_to_path(text: str) -> Path:
+def dotted_to_path(text: str) -> KeyPath:
     """The inverse of dotted; numbers are list indices."""
     return tuple(int(part) if part.isdigit() else part for part in text.split(".")) if text else ()
 
 
-def _is_below(path: Path, table: Path) -> bool:
+def _is_below(path: KeyPath, table: KeyPath) -> bool:
     return path[: len(table)] == table
 
 
@@ -68,7 +67,7 @@ def _is_below(path: Path, table: Path) -> bool:
 class Given:
     """A value of a file or a flag."""
 
-    path: Path
+    path: KeyPath
     value: Any
     spelled: str
     """The path as written there, or the flag."""
@@ -81,15 +80,15 @@ class Draft:
     """The values of a future root, the source of each, and the mistakes found so far."""
 
     cls: type[Section]
-    values: dict[Path, Any] = field(default_factory=dict)
+    values: dict[KeyPath, Any] = field(default_factory=dict)
     """By path in our spelling, as section.leaves yields them."""
-    sources: dict[Path, str] = field(default_factory=dict)
-    written: dict[Path, tuple[str, str]] = field(default_factory=dict)
+    sources: dict[KeyPath, str] = field(default_factory=dict)
+    written: dict[KeyPath, tuple[str, str]] = field(default_factory=dict)
     """Per value its file ("" for a flag) and its path as written there."""
     complaints: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
     """By path as written: what a key of another framework does not do here, or does in another way."""
-    suspects: set[Path] = field(default_factory=set)
+    suspects: set[KeyPath] = field(default_factory=set)
     """Paths left out because they are wrong; problems that result from leaving them out are not reported."""
     is_incomplete: bool = False
     """Whether a file could not be read: what is missing may be in it."""
@@ -98,14 +97,14 @@ class Draft:
     process: str | None = None
     """The process of a whole run that is started: rules broken only in tables of other processes are not reported."""
 
-    def complain(self, message: str, *paths: Path, source: str | None = None) -> None:
+    def complain(self, message: str, *paths: KeyPath, source: str | None = None) -> None:
         """Add a problem once, with the sources of its paths."""
         line = self.placed(message, *paths, source=source)
         if line not in self.complaints:
             self.complaints.append(line)
         self.suspects.update(paths)
 
-    def placed(self, message: str, *paths: Path, source: str | None = None) -> str:
+    def placed(self, message: str, *paths: KeyPath, source: str | None = None) -> str:
         """A message, preceded by the places where its paths were given."""
         found = [self.sources.get(path) for path in paths] if source is None else [source]
         if paths and not any(found):
@@ -113,7 +112,7 @@ class Draft:
         places = ", ".join(dict.fromkeys(place for place in found if place))
         return f"{places}: {message}" if places else message
 
-    def source_near(self, path: Path) -> str | None:
+    def source_near(self, path: KeyPath) -> str | None:
         """The source of a key in the table at a path, or else of the nearest table above it."""
         if inside := [source for other, source in self.sources.items() if _is_below(other, path)]:
             return inside[0]
@@ -134,7 +133,7 @@ class Draft:
         tables = {file.prefix: file.path} | {self.own_path(path): place for path, place in places.items()}
         self.sources |= {path: place for path, place in tables.items() if path and path not in self.values}
 
-    def own_path(self, path: Path) -> Path:
+    def own_path(self, path: KeyPath) -> KeyPath:
         """A path in our spelling."""
         found = find(self.cls, path)
         return (*found.path, *found.rest)
@@ -144,7 +143,9 @@ class Draft:
 
         file: the file with the values; "" for flags.
         """
-        paths = merge_filters([each.path for each in given])
+        paths = [each.path for each in given]
+        for spelling in spellings().values():
+            paths = spelling.merged(paths)
         found = [(each, meant(self.cls, path, each.value)) for each, path in zip(given, paths)]
         values = [(each, path, value) for each, meaning in found for path, value in meaning.values.items()]
         named = {path for _, path, _ in values} | set(self.values)
@@ -163,7 +164,7 @@ class Draft:
             if note := meaning.beware or (meaning.idle and f"decides nothing here: {meaning.idle}"):
                 self.notes[each.spelled] = f"{each.source}: {each.spelled}{':' * bool(meaning.beware)} {note}"
 
-    def _put_values(self, values: list[tuple[Given, Path, Any]], file: str) -> None:
+    def _put_values(self, values: list[tuple[Given, KeyPath, Any]], file: str) -> None:
         for each, path, value in values:
             if path in SECOND and value != self.values.get(path, value):
                 path = self._place_of(path, each.spelled)
@@ -171,7 +172,7 @@ class Draft:
                 self._set(path, value, each.source)
                 self.written[path] = (file, each.spelled)
 
-    def _place_of(self, path: Path, spelled: str) -> Path:
+    def _place_of(self, path: KeyPath, spelled: str) -> KeyPath:
         """Where a second value of a key of SECOND goes.
 
         A second name of the model from the orchestrator is the name of the engines' model; a second length from the
@@ -191,7 +192,7 @@ class Draft:
         self._put_values([(Given(path, value, held, source), other, value)], held_in)
         return path
 
-    def _set(self, path: Path, value: Any, source: str) -> None:
+    def _set(self, path: KeyPath, value: Any, source: str) -> None:
         """Set one value at a path in our spelling."""
         table = find(self.cls, path[:-1]).key if path[-1] == "type" else None
         if table and len(table.sections) > 1 and value != self.values.get(path, table.default_tag):
@@ -226,7 +227,7 @@ class Draft:
         found = leaves(flag.value, flag.path)
         self.put([Given(path, value, spelled(path), flag.flag) for path, value in found])
 
-    def _disagrees(self, given: Given, path: Path, new: Any, file: str) -> bool:
+    def _disagrees(self, given: Given, path: KeyPath, new: Any, file: str) -> bool:
         """Report two values of one key in two spellings: in flags, a file, or files of two processes.
 
         A later file or flag may change a value, but the files of two processes have no order.
@@ -242,9 +243,9 @@ class Draft:
         self.complain(message, path, source=f"{self.sources[path]}, {given.source}")
         return True
 
-    def _clear(self, table: Path) -> None:
+    def _clear(self, table: KeyPath) -> None:
         """Remove the value at a path, and everything below it."""
-        held: dict[Path, Any]
+        held: dict[KeyPath, Any]
         for held in (self.values, self.sources, self.written):
             for path in [path for path in held if _is_below(path, table)]:
                 del held[path]
@@ -254,28 +255,22 @@ class Draft:
         given = self.values.get(("output_dir",), "outputs")
         for path, value in self.values.items() if isinstance(given, str) else ():
             if isinstance(value, str) and value.startswith(OUTPUT_DIR):
-                self.values[path] = str(FilePath(given, value.removeprefix(OUTPUT_DIR)))
+                self.values[path] = str(Path(given, value.removeprefix(OUTPUT_DIR)))
 
-    def _divide_nodes(self) -> None:
-        """Divide nodes among engines, if a file of prime-rl 0.6 counts those of all engines."""
-        for path, nodes in (nodes_of_one(self.values) if self.cls is RLConfig else {}).items():
-            name = dotted(path)
-            self.notes[name] = (
-                f"{self.sources[path]}: {name} = {self.values[path]} counts the nodes of all engines, as "
-                f"deployment.num_infer_nodes shows; here it is those of one engine: {nodes}"
-            )
-            self.values[path] = nodes
-
-    def _make_pools(self) -> None:
-        """Turn the thresholds of a buffer of prime-rl 0.6 into pools of tasks."""
+    def _correct(self) -> None:
+        """Put in what values of another framework's file mean together."""
         spelled = {path: f".{name}" for path, (_, name) in self.written.items()}
-        self.values |= pools_of_buffer(self.values, spelled)
+        for spelling in spellings().values():
+            for found in spelling.corrections(self.cls.__name__, self.values, spelled):
+                if found.why:
+                    name = dotted(found.path)
+                    self.notes[name] = f"{self.sources[found.path]}: {name} = {self.values[found.path]} {found.why}"
+                self.values[found.path] = found.value
 
     def build_root(self) -> Section | None:
         """The root with the values; None if there are complaints."""
         self._fill_in_output_dir()
-        self._divide_nodes()
-        self._make_pools()
+        self._correct()
         for path, value in list(self.values.items()):
             found = find(self.cls, path)
             if isinstance(value, bool) and found.is_known and not found.key.accepts_bool:
@@ -295,7 +290,7 @@ class Draft:
                 self._report_rule(problem)
         return None if self.complaints else root
 
-    def _check_place(self, path: Path, key: Key, value: Any) -> None:
+    def _check_place(self, path: KeyPath, key: Key, value: Any) -> None:
         """Report a variable of the shell in a path; the value without it stands in, so that nothing is missing."""
         try:
             place_meant(key, value)
@@ -304,7 +299,7 @@ class Draft:
             items = [str(each).replace("$", "") for each in (value if isinstance(value, list) else [value])]
             self.values[path] = items if isinstance(value, list) else items[0]
 
-    def _leave_out(self, path: Path) -> bool:
+    def _leave_out(self, path: KeyPath) -> bool:
         """Remove a value, or the whole list that contains it; returns whether there was one."""
         while path and isinstance(path[-1], int):
             path = path[:-1]
@@ -324,9 +319,9 @@ class Draft:
         if not any(_is_below(a, b) or _is_below(b, a) for a in paths for b in self.suspects):
             self.complain(problem.sentence, *paths)
 
-    def _report_errors(self, error: ValidationError) -> list[Path]:
+    def _report_errors(self, error: ValidationError) -> list[KeyPath]:
         """Report pydantic's errors; returns the paths to leave out before validating again."""
-        found: dict[Path, list[tuple[Any, Key | None, type[Section]]]] = {}
+        found: dict[KeyPath, list[tuple[Any, Key | None, type[Section]]]] = {}
         for item in sorted(error.errors(include_url=False), key=lambda item: item["type"] != UNKNOWN):
             path, key, cls = self._locate(item["loc"])
             path = (*path, item["loc"][-1]) if item["type"] == UNKNOWN else path
@@ -339,9 +334,9 @@ class Draft:
         messages = {path: [_plain(str(item["msg"])) for item, _, _ in items] for path, items in found.items()}
         return [self._report_value(path, *items[0], messages[path]) for path, items in found.items()]
 
-    def _locate(self, location: tuple[str | int, ...]) -> tuple[Path, Key | None, type[Section]]:
+    def _locate(self, location: tuple[str | int, ...]) -> tuple[KeyPath, Key | None, type[Section]]:
         """Path, key and section of a location of pydantic, which also has union tags and type names."""
-        path: Path = ()
+        path: KeyPath = ()
         key: Key | None = None
         cls = self.cls
         level: tuple[type[Section], ...] = (cls,)
@@ -357,7 +352,9 @@ class Draft:
                 break
         return path, key, level[0] if len(level) == 1 else cls
 
-    def _report_value(self, path: Path, item: Any, key: Key | None, cls: type[Section], messages: list[str]) -> Path:
+    def _report_value(
+        self, path: KeyPath, item: Any, key: Key | None, cls: type[Section], messages: list[str]
+    ) -> KeyPath:
         """Report what is wrong with one value; returns the path to leave out.
 
         messages: one per type that the value might have had, in words for users.
@@ -392,7 +389,7 @@ class Draft:
             self.suspects.add(path)
         return path[:-1] if kind == "missing" else path
 
-    def _guess(self, cls: type[Section], path: Path) -> str:
+    def _guess(self, cls: type[Section], path: KeyPath) -> str:
         """What an unknown key may mean: a similar key, or one of another variant or section."""
         here = dotted(tuple("0" if isinstance(part, int) else part for part in path))
         for known, section, _ in all_paths(self.cls):
@@ -448,7 +445,7 @@ def _json_problem(text: str) -> str | None:
     return None
 
 
-def _as_table(path: Path, key: Key) -> str:
+def _as_table(path: KeyPath, key: Key) -> str:
     """How to write a table, for a message."""
     tag = f'type = "{tag_of(key.sections[0])}", ' if len(key.sections) > 1 else ""
     first = next((name for name in keys(key.sections[0]) if name != "type"), "...")

@@ -10,11 +10,11 @@ import json
 import re
 import tomllib
 from bisect import bisect_right
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import meant_path, reason_of
-from stretto.config.section import Path
+from stretto.config.section import KeyPath
 
 _BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -29,9 +29,9 @@ _TOML_REASONS = {
 """Beginnings of messages of tomllib, and what a user should read instead."""
 
 
-def read_file(name: str) -> tuple[dict[str, Any], dict[Path, int]] | str:
+def read_file(name: str) -> tuple[dict[str, Any], dict[KeyPath, int]] | str:
     """Data of a TOML or JSON file and the line of each key; or a text that says what is wrong."""
-    path = FilePath(name).expanduser()
+    path = Path(name).expanduser()
     if path.suffix not in (".toml", ".json"):
         return f"{name}: {_not_a_config(path)}"
     try:
@@ -60,7 +60,7 @@ def read_file(name: str) -> tuple[dict[str, Any], dict[Path, int]] | str:
     return data, (toml_lines(text) if path.suffix == ".toml" else json_lines(text))
 
 
-def _not_a_config(path: FilePath) -> str:
+def _not_a_config(path: Path) -> str:
     """What is wrong with a path whose name does not end in .toml or .json."""
     if not path.is_dir():
         near = next((each for end in (".toml", ".json") if (each := path.with_name(path.name + end)).is_file()), None)
@@ -83,12 +83,12 @@ def _toml_advice(line: list[str]) -> str:
     return f"{shown}; a line is `key = value` or `[table]`, a text has quotes, a list is [1, 2]"
 
 
-def toml_lines(text: str) -> dict[Path, int]:
+def toml_lines(text: str) -> dict[KeyPath, int]:
     """Line of every key, table and list item of a valid TOML document."""
     return _Scanner(text).toml()
 
 
-def json_lines(text: str) -> dict[Path, int]:
+def json_lines(text: str) -> dict[KeyPath, int]:
     """Line of every key and list item of a valid JSON document."""
     scanner = _Scanner(text)
     scanner.value(())
@@ -100,11 +100,11 @@ class _Scanner:
         self.text = text
         self.position = 0
         self.newlines = [match.start() for match in re.finditer("\n", text)]
-        self.lines: dict[Path, int] = {}
+        self.lines: dict[KeyPath, int] = {}
 
-    def toml(self) -> dict[Path, int]:
-        table: Path = ()
-        last_index: dict[Path, int] = {}
+    def toml(self) -> dict[KeyPath, int]:
+        table: KeyPath = ()
+        last_index: dict[KeyPath, int] = {}
         while self.skip_blank() < len(self.text):
             if not self.take("["):
                 self.pair(table)
@@ -127,7 +127,7 @@ class _Scanner:
             self.position = self.text.index("]", self.position) + (2 if is_list else 1)
         return self.lines
 
-    def pair(self, table: Path) -> None:
+    def pair(self, table: KeyPath) -> None:
         """`key = value` of TOML, or `"key": value` of JSON."""
         path = table
         for part in self.key():
@@ -137,7 +137,7 @@ class _Scanner:
         self.position += 1
         self.value(path)
 
-    def value(self, path: Path) -> None:
+    def value(self, path: KeyPath) -> None:
         self.skip_blank()
         if self.take("["):
             index = 0
@@ -171,7 +171,7 @@ class _Scanner:
             if not self.take("."):
                 return parts
 
-    def mark(self, path: Path) -> None:
+    def mark(self, path: KeyPath) -> None:
         self.lines.setdefault(path, bisect_right(self.newlines, self.position - 1) + 1)
 
     def skip_blank(self) -> int:

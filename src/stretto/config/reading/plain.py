@@ -32,7 +32,8 @@ def parser_of(run: Callable[[list[str]], int]) -> PlainParser | None:
     try:
         run([])
     except _Parsing as found:
-        return found.args[0]
+        parser: PlainParser = found.args[0]
+        return parser
     finally:
         _asked.reset(token)
     return None
@@ -65,7 +66,7 @@ class PlainParser(ArgumentParser):
             raise ConfigError(f"{self.prog}: {rest[0]}: one word too many; {takes}. {self._help()}")
         return given
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does, but for `parser_of`, which wants the parser alone."""
         if _asked.get():
             raise _Parsing(self)

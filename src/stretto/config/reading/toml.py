@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from stretto.config.section import Path, Section, find
+from stretto.config.section import KeyPath, Section, find
 
 SECRETS = frozenset({"api_key", "hf_token"})
 """Keys of any section whose values are not shown."""
@@ -23,12 +23,12 @@ _SECRET_VARIABLE = re.compile(r"([A-Z0-9_]*_)?(KEY|TOKEN|SECRET|PASSWORD)")
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def toml_text(cls: type[Section], data: dict[str, Any], unwritten: Collection[Path] = ()) -> str:
+def toml_text(cls: type[Section], data: dict[str, Any], unwritten: Collection[KeyPath] = ()) -> str:
     """JSON data of a root of this class as TOML; keys in `unwritten` become comments."""
     return "\n".join(_table(cls, (), data, unwritten)) + "\n"
 
 
-def chosen_at_start(root: Section, at: Path = ()) -> Iterator[Path]:
+def chosen_at_start(root: Section, at: KeyPath = ()) -> Iterator[KeyPath]:
     """Paths of keys that are not given and that a start may choose by itself."""
     for name, value in root:
         if name in CHOSEN_AT_START and name not in root.model_fields_set:
@@ -40,7 +40,7 @@ def chosen_at_start(root: Section, at: Path = ()) -> Iterator[Path]:
                 yield from chosen_at_start(section, path)
 
 
-def _table(cls: type[Section], path: Path, data: dict[str, Any], unwritten: Collection[Path]) -> Iterator[str]:
+def _table(cls: type[Section], path: KeyPath, data: dict[str, Any], unwritten: Collection[KeyPath]) -> Iterator[str]:
     """Lines of a table: first its values, then its tables."""
     for name, value in data.items():
         if (*path, name) in unwritten:
@@ -56,7 +56,7 @@ def _table(cls: type[Section], path: Path, data: dict[str, Any], unwritten: Coll
                 yield from ("", f"[[{header}]]", *_table(cls, (*path, name, index), item, unwritten))
 
 
-def _line(cls: type[Section], path: Path, name: str, value: Any) -> str:
+def _line(cls: type[Section], path: KeyPath, name: str, value: Any) -> str:
     if value is not None and is_secret(name):
         return f"# {_key(name)} is given and not shown"
     if _has_null(value) and not (value is None and find(cls, path).is_known):

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
-from stretto.config.section import Key, Path, Section, all_paths, dotted, find, members, suggest
+from stretto.config.section import Key, KeyPath, Section, all_paths, dotted, find, members, suggest
 from stretto.config.synonyms import keys_meant
 
 
@@ -21,7 +21,7 @@ from stretto.config.synonyms import keys_meant
 class FileArgument:
     """A file and the section that it fills."""
 
-    prefix: Path
+    prefix: KeyPath
     path: str
 
 
@@ -29,7 +29,7 @@ class FileArgument:
 class Assignment:
     """A value given by a flag: the path as typed, the value, and the whole flag."""
 
-    path: Path
+    path: KeyPath
     value: Any
     flag: str
 
@@ -40,7 +40,7 @@ class ArgumentProblem:
 
     message: str
     source: str
-    paths: tuple[Path, ...] = ()
+    paths: tuple[KeyPath, ...] = ()
     """Keys that they may mean."""
 
 
@@ -52,7 +52,7 @@ Argument = FileArgument | Assignment | ArgumentProblem
 class Target:
     """The key that a flag's name leads to; None in a table in which users choose the keys."""
 
-    path: Path
+    path: KeyPath
     """As written."""
     key: Key | None
     is_negated: bool = False
@@ -121,7 +121,7 @@ def _assignment(target: Target, words: list[str], flag: str) -> Assignment:
     return Assignment(target.path, value, flag)
 
 
-def _file(prefix: Path, word: str, rest: list[str]) -> FileArgument | ArgumentProblem:
+def _file(prefix: KeyPath, word: str, rest: list[str]) -> FileArgument | ArgumentProblem:
     name = word[1:] or (rest.pop(0) if rest and not rest[0].startswith("--") else "")
     missing = ArgumentProblem("a file name must follow, as in `@ rl.toml`", "@")
     return FileArgument(prefix, name) if name else missing
@@ -141,7 +141,7 @@ def read_value(key: Key | None, words: list[str]) -> Any:
     if key is None:
         return _json_or_text(text)
     if not key.is_list:
-        is_text = any(member in (str, FilePath) for member in key.members) or bool(key.choices)
+        is_text = any(member in (str, Path) for member in key.members) or bool(key.choices)
         return text if is_text else _json_or_text(text)
     if len(words) == 1 and text.lstrip().startswith("["):
         return _json_or_text(text)

@@ -138,7 +138,7 @@ def sampled_as_trained(s: OrchestratorKeys, at: At) -> Problems:
     def add(path: str, sentence: str) -> None:
         found.setdefault(path, Problem(at(path), sentence))
 
-    for index, env in enumerate(s.env or [None]):  # type: ignore[list-item]
+    for index, env in enumerate(s.env or [None]):
         algo = (env and env.algo) or s.algo
         own_size, own = (None, None) if env is None else (env.group_size, env.sampling)
         sampling = s.train.sampling if own is None else own.over(s.train.sampling)

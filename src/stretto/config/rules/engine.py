@@ -23,7 +23,7 @@ from stretto.config.sections.engines import (
     cache_aware_options,
 )
 from stretto.config.sections.inference import GROUP_KEYS, InferenceSection, misfit
-from stretto_prime.inference import VLLM_KEYS
+from stretto.config.vllm_names import VLLM_KEYS
 
 PLANNED = (
     "data_parallel_size_local", "data_parallel_start_rank", "data_parallel_rank", "data_parallel_address",

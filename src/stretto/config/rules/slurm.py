@@ -31,7 +31,7 @@ def seconds(time: str) -> float:
     days, _, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     unit = 3600 if days or len(parts) == 3 else 60
-    return 86400 * int(days or 0) + sum(part * unit // 60**index for index, part in enumerate(parts))
+    return float(86400 * int(days or 0) + sum(part * unit // 60**index for index, part in enumerate(parts)))
 
 
 def options(s: SlurmSection, at: At) -> Problems:

@@ -28,7 +28,7 @@ import struct
 import subprocess
 import sys
 import time
-from typing import NoReturn
+from typing import IO, Any, NoReturn
 
 POLL_S = 0.05
 BLOCK_BYTES = 4096
@@ -139,27 +139,27 @@ def _write(path: str, text: str) -> None:
 
 
 def _watch(
-    process, request: bytes, limits: dict, started: float, watched: str | None
+    process: subprocess.Popen[bytes], request: bytes, limits: dict[str, Any], started: float, watched: str | None
 ) -> tuple[list[bytearray], str | None, int]:
     """Write the request, read output and measure until the program ends or exceeds a limit.
 
     `watched` is a directory whose size is limited too. Returns the output, the limit that ended it, the peak memory.
     """
-    output = {process.stdout: bytearray(), process.stderr: bytearray()}
+    stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
+    assert stdin is not None and stdout is not None and stderr is not None, "they are pipes"
+    output = {stdout: bytearray(), stderr: bytearray()}
     open_pipes = list(output)
     unsent = memoryview(request)
-    for pipe in (process.stdin, *open_pipes):
+    for pipe in (stdin, *open_pipes):
         os.set_blocking(pipe.fileno(), False)
     peak, killed_for, checked = 0, None, started
     while killed_for is None and (open_pipes or process.poll() is None):
         is_done = process.poll() is not None
-        readable, writable, _ = select.select(
-            open_pipes, [process.stdin] if unsent else [], [], 0 if is_done else POLL_S
-        )
+        readable, writable, _ = select.select(open_pipes, [stdin] if unsent else [], [], 0 if is_done else POLL_S)
         if is_done and not readable:
             break  # processes that the program left running hold the pipes open; they are killed next
         if writable:
-            unsent = _write_some(process.stdin, unsent)
+            unsent = _write_some(stdin, unsent)
         for pipe in readable:
             if not (chunk := pipe.read(65536)):
                 open_pipes.remove(pipe)
@@ -185,7 +185,7 @@ def _watch(
     return list(output.values()), killed_for, peak
 
 
-def _write_some(stdin, unsent: memoryview) -> memoryview:
+def _write_some(stdin: IO[bytes], unsent: memoryview) -> memoryview:
     try:
         unsent = unsent[os.write(stdin.fileno(), unsent) :]
     except BlockingIOError:

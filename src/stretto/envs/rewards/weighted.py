@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from stretto.base.errors import ConfigError
 from stretto.data.values import checked_number
-from stretto.envs.rewards.hub import async_rm
+from stretto.envs.rewards.builtin import async_rm
 from stretto.envs.rewards.math_reward import MathVerifier
 from stretto.vime.arguments import Arguments
 from stretto.vime.calls import Hook

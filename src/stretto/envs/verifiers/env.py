@@ -1,7 +1,7 @@
 """Tasksets of verifiers 0.4 as environments; imported in worker processes only.
 
 verifiers plays the task: its harness sends requests to a server of verifiers, which passes them to the
-`RolloutClient` of client.py instead of an engine, and that asks the context of the rollout for a turn. So tokens,
+`RolloutClient` of policy.py instead of an engine, and that asks the context of the rollout for a turn. So tokens,
 logprobs and versions are recorded as for every other environment, and what is trained is what the engine saw.
 The run of one agent (a trace) is one stream of samples; where a harness changes earlier messages, the recorder
 opens a branch.
@@ -33,8 +33,8 @@ from verifiers.v1.utils import loaders
 from stretto.base.errors import ConfigError, EnvError
 from stretto.envs.base import RolloutContext, RolloutResult, Split, TaskSource
 from stretto.envs.find import OWN_HARNESS
-from stretto.envs.verifiers.client import EpisodeSessions, RolloutClient, RolloutClientConfig
 from stretto.envs.verifiers.harness import InProcess
+from stretto.envs.verifiers.policy import EpisodeSessions, RolloutClient, RolloutClientConfig
 from stretto.records.rollout import Task
 
 logger = logging.getLogger(__name__)

@@ -45,8 +45,8 @@ from stretto.envs.base import (
     checked_prompt,
     checked_score,
     load_environment,
-    place_of,
     tasks_of,
+    where_of,
 )
 from stretto.envs.models import ChatModel, ModelReply, model_of
 from stretto.envs.result import checked_result
@@ -220,8 +220,8 @@ class Worker:
 
         A group that was drawn before the run had workers brings the environment's own task.
         """
-        place = split_and_index(start.task)
-        return start.task if place is None else self._task(*place)
+        found = split_and_index(start.task)
+        return start.task if found is None else self._task(*found)
 
     async def _play(self, start: StartCall) -> CallResult:
         result: object = self._env.rollout(self._task_of(start), RemoteContext(self, start.call))
@@ -235,12 +235,12 @@ class Worker:
         messages = self._env.prompt(self._task_of(start))
         if inspect.isawaitable(messages):
             messages = await messages
-        return PromptResult(call=start.call, messages=checked_prompt(messages, place_of(self._env, "prompt")))
+        return PromptResult(call=start.call, messages=checked_prompt(messages, where_of(self._env, "prompt")))
 
     async def _score(self, start: StartCall) -> CallResult:
         assert isinstance(self._env, SingleTurnEnv)
         score = self._env.score(self._task_of(start), start.text)
-        result = await checked_score(score, place_of(self._env, "score"))
+        result = await checked_score(score, where_of(self._env, "score"))
         return CallResult(call=start.call, result=msgspec.structs.replace(result, note=None))
 
     # -- turns --

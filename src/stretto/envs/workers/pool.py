@@ -9,8 +9,8 @@ the messages, workers/handle.py one process. A rollout goes to the worker that r
                 READY -> DRAINING      its memory has grown, or it has reached its number of calls: it gets no more, and
                                        is ENDED with its last one; a new process takes its place
 
-A rollout waits for a READY worker. A place is given up if its processes end MAX_BAD_STARTS times in a row before
-they are READY; when the last place is given up, every rollout fails with the reason.
+A rollout waits for a READY worker. A worker is given up if its processes end MAX_BAD_STARTS times in a row before
+they are READY; when the last one is given up, every rollout fails with the reason.
 
 Building the environment starts the processes and waits for them, so that errors of the environment end the start of
 the run.
@@ -155,9 +155,9 @@ class Pool:
         self._opening, self._worker_limits, self._models = opening, worker_limits, models
         self._log_dir = log_dir or Path(tempfile.mkdtemp(prefix="stretto-env-", dir=keeper.start().directory))
         self._remove_logs = weakref.finalize(self, _remove, None if log_dir else self._log_dir)
-        self._places: list[WorkerHandle | None] = [None] * num_workers
+        self._workers: list[WorkerHandle | None] = [None] * num_workers
         self._numbers = itertools.count()
-        self._place_tasks: list[asyncio.Task[None]] = []
+        self._watching: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_changed = asyncio.Event()
         self._failure: str | None = None  # why no worker will ever be ready
@@ -167,7 +167,7 @@ class Pool:
     @property
     def workers(self) -> list[WorkerHandle]:
         """Workers that have not ended."""
-        return [worker for worker in self._places if worker and worker.state is not WorkerState.ENDED]
+        return [worker for worker in self._workers if worker and worker.state is not WorkerState.ENDED]
 
     def start(self) -> Ready:
         """Start all processes and wait until they are ready.
@@ -175,8 +175,8 @@ class Pool:
         Raises: StrettoError that a worker reports; EnvError if one ends or takes too long.
         """
         try:
-            for place in range(len(self._places)):
-                self._places[place] = self._start(place)
+            for number in range(len(self._workers)):
+                self._workers[number] = self._start(number)
             first, *_ = [self._wait_ready(worker) for worker in self.workers]
             return first
         except BaseException:
@@ -203,12 +203,12 @@ class Pool:
                 f"{worker.name} was not ready within {handle.START_TIMEOUT_S:g} s; see {worker.child.log}"
             ) from cause
 
-    def _start(self, place: int) -> WorkerHandle:
+    def _start(self, number: int) -> WorkerHandle:
         ours, theirs = socket.socketpair()
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
         opening = self._opening
-        name = f"env-{opening.name.replace('/', '_')}-{place}"
+        name = f"env-{opening.name.replace('/', '_')}-{number}"
         code = "from stretto.envs.workers.child import main; main()"
         fds = (theirs.fileno(), write_end)
         argv = (sys.executable, "-c", code, *map(str, fds), name)
@@ -273,14 +273,14 @@ class Pool:
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
-            self._place_tasks = [loop.create_task(self._run_place(place)) for place in range(len(self._places))]
+            self._watching = [loop.create_task(self._keep(number)) for number in range(len(self._workers))]
         assert self._loop is loop, f"environment {self._opening.name} is used in two event loops"
 
-    async def _run_place(self, place: int) -> None:
-        """Watch the worker in this place and replace it when it ends, until `close`."""
+    async def _keep(self, number: int) -> None:
+        """Watch the worker of this number and replace it when it ends, until `close`."""
         num_bad_starts = num_idle_workers = 0  # in a row
         while True:
-            worker = self._places[place]
+            worker = self._workers[number]
             assert worker is not None
             try:
                 blamed_call, reason = await self._serve(worker)
@@ -299,19 +299,19 @@ class Pool:
             num_bad_starts = 0 if was_ready else num_bad_starts + 1
             num_idle_workers = 0 if worker.num_ended else num_idle_workers + 1
             if num_bad_starts >= MAX_BAD_STARTS:
-                self._give_up(place, f"{reason} ({num_bad_starts} times in a row before it was ready)")
+                self._give_up(number, f"{reason} ({num_bad_starts} times in a row before it was ready)")
                 return
             logger.log(logging.INFO if is_drained else logging.WARNING, "%s; a new process takes its place", reason)
             await asyncio.sleep(min(0.25 * (2**num_idle_workers - 1), _LONGEST_BACKOFF_S))
             try:
-                self._places[place] = self._start(place)
+                self._workers[number] = self._start(number)
             except (OSError, StrettoError) as error:
-                self._give_up(place, f"{worker.name} cannot be started: {error}")
+                self._give_up(number, f"{worker.name} cannot be started: {error}")
                 return
 
-    def _give_up(self, place: int, reason: str) -> None:
-        self._places[place] = None
-        left = sum(worker is not None for worker in self._places)
+    def _give_up(self, number: int, reason: str) -> None:
+        self._workers[number] = None
+        left = sum(worker is not None for worker in self._workers)
         logger.error("%s; it is not replaced, workers left: %d", reason, left)
         if not left:
             self._failure = reason
@@ -389,10 +389,10 @@ class Pool:
 
     async def close(self) -> None:
         """Close the sockets, wait for the workers to end, and kill those that do not."""
-        for task in self._place_tasks:
+        for task in self._watching:
             task.cancel()
-        await asyncio.gather(*self._place_tasks, return_exceptions=True)
-        workers = [worker for worker in self._places if worker is not None]
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        workers = [worker for worker in self._workers if worker is not None]
         for worker in workers:
             if worker.state is not WorkerState.ENDED:
                 worker.close()
@@ -402,7 +402,7 @@ class Pool:
             for ending in endings:
                 ending.cancel()
         await process.stop([w.child for w in workers if w.child.pidfd >= 0], grace_s=0.5)
-        self._places = [None] * len(self._places)
+        self._workers = [None] * len(self._workers)
         self._failure = f"environment {self._opening.name} is closed"
         self._has_changed.set()
         self._remove_logs()

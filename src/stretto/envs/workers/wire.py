@@ -42,7 +42,7 @@ _KINDS: dict[str, type[StrettoError]] = {
 
 
 def task_at(env: str, split: Split, index: int) -> Task:
-    """The task as the orchestrator has it where workers play the episodes: its place, without its data."""
+    """The task as the orchestrator has it where workers play the episodes: its split and index, without its data."""
     return Task(env=env, task_id=f"{split}-{index}", data={"split": split, "index": index})
 
 

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.models.lora import Adapter
-from stretto.models.moe import Experts, Routing
+from stretto.models.moe import Experts
+from stretto.models.parts.router import Routing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

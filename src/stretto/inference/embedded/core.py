@@ -42,7 +42,7 @@ from stretto.models.lora import Adapter
 from stretto.models.native.kernels import Kernels
 from stretto.models.native.memory_offload import MemoryOffload, trim
 from stretto.records.generate import GenerateRequest
-from stretto.records.weights import WeightManifest
+from stretto.records.weight_manifest import WeightManifest
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int, UInt64
@@ -220,6 +220,7 @@ class EngineCore:
             return finished
         if plan.is_following and self._latest_batch is not None and self._latest_batch.slots is plan.slots:
             logits = self.runner.run(plan, slots, {})
+            assert logits is not None, "every sequence of a following plan gets a token"
             scheduler.advance(plan)
             self._sample_tokens(self._latest_batch, logits, finished)
             scheduler.drop_finished()
@@ -304,7 +305,7 @@ class EngineCore:
         self.reset_prefix_cache()
         self.cache.running.slabs.clear()
         image_bytes = 0 if self.images is None else self.images.clear()
-        tensors = self.model.parameters()
+        tensors: Iterable[Tensor] = self.model.parameters()
         if keeps_weights:
             tensors = (*tensors, *self.model.buffers())
         freed = self._weights_away.offload(tensors, keeps=keeps_weights)
@@ -371,7 +372,7 @@ class EngineCore:
         with torch.inference_mode():
             if len(batch.adjusted):
                 self._adjust(batch, logits)
-            supports = {} if self.scheduler.returns_supports else None
+            supports: dict[int, np.ndarray] | None = {} if self.scheduler.returns_supports else None
             tokens, logprobs = sample(logits, batch.rows, uniforms(batch.key, at), supports, self.kernels)
         for row, ids in (supports or {}).items():
             self.scheduler.supports[int(chosen[row])].append(ids)
@@ -396,6 +397,7 @@ class EngineCore:
                 request = self.scheduler.request_of[slot]
                 if request is None:  # it failed in this loop, because of another of its samples
                     continue
+                assert request.watcher is not None, f"slot {slot} is watched"
                 try:
                     matched = request.watcher.observe(int(slots.member[slot]), token, float(logprobs[i]))
                 except Exception as error:  # fails this request only: the engine's state is not changed

@@ -23,7 +23,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
@@ -41,7 +41,7 @@ from stretto.inference.text import Decode, TokenWatcher
 from stretto.models.lora import Adapter, load_adapter
 from stretto.models.tracing.tracer import Tracer
 from stretto.records.generate import GenerateRequest
-from stretto.records.weights import WeightGroup, WeightManifest
+from stretto.records.weight_manifest import WeightGroup, WeightManifest
 from stretto.transports.engine import api
 from stretto.transports.engine.api import EngineStopping, Refusal
 from stretto.transports.weights import receive
@@ -72,6 +72,12 @@ class Ticket:
     request: EngineRequest
     future: asyncio.Future[EngineRequest]
     events: asyncio.Queue[list[tuple[int, int, float]] | None] | None = None
+
+    def forward_tokens(self) -> None:
+        """Put the tokens since the last call into `events`."""
+        assert self.events is not None and self.request.watcher is not None, "a streamed request has both"
+        if tokens := self.request.watcher.pop_events():
+            self.events.put_nowait(tokens)
 
 
 class Engine:
@@ -113,10 +119,12 @@ class Engine:
         stops, bad_words = spec.sampling.stop, spec.sampling.bad_words
         encode = self._encoder() if bad_words and self._encoder is not None else None
         request = self.core.build_request(spec, encode)
-        if stops and self._decoder is None:
-            raise Refusal("stop: stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+        decode = None
+        if stops:
+            if self._decoder is None:
+                raise Refusal("stop: stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+            decode = self._decoder()
         if stops or is_streamed:
-            decode = self._decoder() if stops else None
             request.watcher = TokenWatcher(spec, decode, is_streamed=is_streamed)
         ticket = Ticket(request, asyncio.get_running_loop().create_future())
         self._tickets[spec.request_id] = ticket
@@ -142,8 +150,9 @@ class Engine:
             self.cancel(ticket)
             raise
 
-    async def stream(self, ticket: Ticket) -> AsyncIterator[list[tuple[int, int, float]]]:
+    async def stream(self, ticket: Ticket) -> AsyncGenerator[list[tuple[int, int, float]], None]:
         """Yield lists of (sample, token, logprob); when they end, `ticket.future` has the result."""
+        assert ticket.events is not None, "submitted with is_streamed"
         try:
             while (events := await ticket.events.get()) is not None:
                 yield events
@@ -354,8 +363,7 @@ class Engine:
     async def _step(self) -> None:
         finished = await self._in_thread(self._run_steps)
         for ticket in self._streams:
-            if events := ticket.request.watcher.pop_events():
-                ticket.events.put_nowait(events)
+            ticket.forward_tokens()
         self._deliver(finished)
 
     def _run_steps(self) -> list[EngineRequest]:
@@ -409,8 +417,7 @@ class Engine:
                     ticket.future.set_result(request)
             if ticket.events is not None:
                 self._streams.discard(ticket)
-                if events := ticket.request.watcher.pop_events():
-                    ticket.events.put_nowait(events)
+                ticket.forward_tokens()
                 ticket.events.put_nowait(None)
 
     def cancel(self, ticket: Ticket) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from stretto.families.shape import ModelConfig
-from stretto.models.moe import Routing
+from stretto.models.parts.router import Routing
 
 if TYPE_CHECKING:
     from jaxtyping import Int, Int64, UInt

@@ -47,7 +47,7 @@ class Metrics:
     def observe(self, request: EngineRequest) -> None:
         """Count a request that has ended."""
         now = time.monotonic()
-        for completion in request.completions:
+        for completion in request.results:
             self.finished[completion.finish_reason] += 1
         self.request_latency.observe(now - request.arrived_s)
         if request.first_token_s is not None:

@@ -30,8 +30,9 @@ from stretto.inference.embedded.vision.store import ImageStore
 from stretto.models.decoder import Decoder
 from stretto.models.fused import FusedDecoder, ModuleDecoder, build_pass
 from stretto.models.lm_head import head_logits
-from stretto.models.moe import Routing, mixtures
+from stretto.models.moe import EXPERT_PARAMETERS, mixtures
 from stretto.models.parts.mixers.carried import CarriedDocuments
+from stretto.models.parts.router import Routing
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -46,10 +47,10 @@ _PROMPT_ROWS = 256  # prompt rows whose logits are in memory at one time
 
 def find_model_tile(model: FusedDecoder | ModuleDecoder) -> int | None:
     """The row count that a model's products must have; None if any multiple of 16 gives equal bits."""
-    fused = {tuple(product.weight.shape) for product in model.linears}
-    stacks = [mixture.experts for mixture in mixtures(model.model).values()]
-    experts = {tuple(e.matrix(name).shape[1:]) for e in stacks for name in ("gate_up_proj", "down_proj")}
-    return find_tile(fused | experts | {tuple(model.model.output_weight.shape)})
+    weights = [*(product.weight for product in model.linears), model.model.output_weight]
+    for mixture in mixtures(model.model).values():
+        weights += [mixture.experts.matrix(name) for name in EXPERT_PARAMETERS]
+    return find_tile({(weight.shape[-2], weight.shape[-1]) for weight in weights})
 
 
 def find_tile(shapes: set[tuple[int, int]]) -> int | None:
@@ -199,8 +200,8 @@ class Runner:
             rows, documents = layout.rows, whole.documents[i : i + 1]
             tokens = slots.tokens[rows.owners, rows.positions].astype(np.int64)
             ids = torch.from_numpy(tokens).to(self.device)
-            at = rows.positions if rows.rotations is None else rows.rotations
-            at = torch.from_numpy(at).to(self.device)
+            turns = rows.positions if rows.rotations is None else rows.rotations
+            at = torch.from_numpy(turns).to(self.device)
             routing = self._routing()
             adapt = None
             if self.adapters.is_used:

@@ -80,6 +80,13 @@ class EngineRequest:
     def request_id(self) -> str:
         return self.spec.request_id
 
+    @property
+    def results(self) -> list[Completion]:
+        """The completions of a request that has finished; before that some are None."""
+        done = [completion for completion in self.completions if completion is not None]
+        assert len(done) == len(self.completions), f"{self.request_id} has open samples"
+        return done
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -199,7 +206,7 @@ class Scheduler:
             return  # its tokens come after the prompt
         for i in np.flatnonzero(plan.start < slots.num_prompt[plan.slots]).tolist():
             slot, start = int(plan.slots[i]), int(plan.start[i])
-            hashes = self.request_of[slot].prompt_hashes
+            hashes = self._request_in(slot).prompt_hashes
             full = min(int(slots.num_computed[slot]) // self.block_size, len(hashes))
             for b in range(start // self.block_size, full):
                 self.pool.register(int(slots.blocks[slot, b]), hashes[b])
@@ -213,7 +220,7 @@ class Scheduler:
         slots, pool = self.slots, self.pool
         sources, targets, started, from_slots = [], [], [self.running], []
         for leader in leaders:
-            request = self.request_of[leader]
+            request = self._request_in(leader)
             request.is_forked = True
             siblings = np.array(request.slots, np.int64)
             siblings = siblings[slots.state[siblings] == _RESERVED]
@@ -251,7 +258,7 @@ class Scheduler:
 
         The slot and its blocks are freed by `drop_finished`, for all samples that finish in one step.
         """
-        request, slots = self.request_of[slot], self.slots
+        request, slots = self._request_in(slot), self.slots
         member = int(slots.member[slot])
         request.completions[member] = self._completion(slot, request, reason, stop_reason)
         request.stop_reasons[member] = stop_reason
@@ -295,6 +302,12 @@ class Scheduler:
         request.completions = [empty] * request.spec.n
         request.stop_reasons = [None] * request.spec.n
         request.state = RequestState.FINISHED
+
+    def _request_in(self, slot: int) -> EngineRequest:
+        """The request that has this slot."""
+        request = self.request_of[slot]
+        assert request is not None, f"slot {slot} is free"
+        return request
 
     def _divide_budget(self, num_missing: np.ndarray) -> np.ndarray:
         """Tokens that each running sequence computes: single tokens first, then prompts, by arrival."""
@@ -408,7 +421,7 @@ class Scheduler:
 
         Returns the number of tokens that it computes in this step; 0 if too few blocks are free.
         """
-        slots, pool, request = self.slots, self.pool, self.request_of[slot]
+        slots, pool, request = self.slots, self.pool, self._request_in(slot)
         length = int(slots.num_tokens[slot])
         cached_blocks = np.empty(0, np.int64)
         if pool.is_caching and not (request.spec.prompt_logprobs and not request.is_forked):
@@ -440,7 +453,7 @@ class Scheduler:
 
     def _hashes(self, slot: int, length: int) -> list[bytes]:
         """Hashes of the full blocks among the first `length` tokens."""
-        request, full = self.request_of[slot], length // self.block_size
+        request, full = self._request_in(slot), length // self.block_size
         hashes = request.prompt_hashes[:full]
         if full > len(hashes):
             tail = self.slots.tokens[slot, len(hashes) * self.block_size : full * self.block_size]

@@ -56,10 +56,31 @@ class SequenceSlots:
     Every field of _ROW is an attribute too.
     """
 
+    state: np.ndarray
+    order: np.ndarray
+    allocation_id: np.ndarray
+    num_prompt: np.ndarray
+    num_tokens: np.ndarray
+    num_computed: np.ndarray
+    num_blocks: np.ndarray
+    end: np.ndarray
+    member: np.ndarray
+    key: np.ndarray
+    inv_temperature: np.ndarray
+    is_greedy: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    is_filtered: np.ndarray
+    is_watched: np.ndarray
+    is_adjusted: np.ndarray
+    adapter: np.ndarray
+    shift: np.ndarray
+
     def __init__(self, capacity: int, max_len: int, block_size: int) -> None:
         self.capacity, self.max_len, self.block_size = capacity, max_len, block_size
         self.rows = np.zeros(capacity, _ROW)
-        for name in _ROW.names:
+        for name in _ROW.names or ():
             setattr(self, name, self.rows[name])
         self.images: dict[int, ImagePrompt] = {}  # by slot; only prompts with images
         self.stop_ids = np.full((capacity, 1), -1, np.int64)
@@ -105,7 +126,7 @@ class SequenceSlots:
         self.blocks = self._widened("blocks", num_blocks, np.int64)
 
     def _widened(self, name: str, columns: int, dtype: type) -> np.ndarray:
-        new = np.zeros((self.capacity, columns), dtype)
+        new: np.ndarray = np.zeros((self.capacity, columns), dtype)
         if (old := getattr(self, name, None)) is not None:
             new[:, : old.shape[1]] = old
         return new

@@ -37,7 +37,7 @@ from stretto.transports.engine.images import VisionSizes, refusal_reason
 
 MAX_DEPTH = 64
 _TEXT_ROUTES = (api.COMPLETIONS, api.CHAT_COMPLETIONS, api.TOKENIZE, api.DETOKENIZE)
-_KINDS = {
+_KINDS: dict[str, type[Any]] = {
     api.GENERATE: api.GenerateBody,
     api.UPDATE_WEIGHTS: updates.UpdateBody,
     api.FINISH_UPDATE: updates.FinishBody,

@@ -4,6 +4,9 @@ vLLM's /health answers 200 as long as the HTTP process lives, even if the engine
 the contract in transports/engine/api.py are vLLM's own.
 """
 
+# mypy: disable-error-code="untyped-decorator"
+# FastAPI is installed with vLLM only.
+
 from __future__ import annotations
 
 import asyncio

@@ -22,7 +22,7 @@ from stretto.base.errors import ConfigError
 from stretto.inference.vllm.base import BaseWeights
 from stretto.inference.vllm.patches.loaders import keep_copied_weights
 from stretto.inference.vllm.worker import worker_index
-from stretto.records.weights import AdapterInfo, WeightGroup, WeightManifest
+from stretto.records.weight_manifest import AdapterInfo, WeightGroup, WeightManifest
 from stretto.transports.weights import receive
 from stretto.transports.weights.layout import NamedTensor
 
@@ -143,7 +143,10 @@ def _forget_cpu_kernels(model: torch.nn.Module) -> dict[Any, Any]:
     packed copy; a reload keeps an existing kernel, with the old weights (see vllm-project/vllm issue 48312).
     """
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
-    kernels = {each: each.moe_kernel for each in methods if getattr(each, "moe_kernel", None) is not None}
+    kernels: dict[Any, Any] = {}
+    for method in methods:
+        if (kernel := getattr(method, "moe_kernel", None)) is not None:
+            kernels[method] = kernel
     for method in kernels:
         method.moe_kernel = None
     return kernels

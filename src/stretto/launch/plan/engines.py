@@ -40,9 +40,9 @@ from stretto.config.sections.engines import (
     SingleNode,
 )
 from stretto.config.sections.inference import InferenceSection
+from stretto.config.vllm_names import VLLM_KEYS
 from stretto.launch.plan.routers import has_unguarded_router, listen_address, plan_registrars, plan_router
 from stretto.launch.plan.specs import EngineSpec, EnginesPlan, HelperSpec, Role
-from stretto_prime.inference import VLLM_KEYS
 
 BACKEND_OFFSET = 100
 NIXL = "NixlConnector"

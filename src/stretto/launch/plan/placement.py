@@ -20,7 +20,7 @@ from stretto.config.sections.inference import InferenceSection, ServerSection
 from stretto.config.sections.model import dtype_on
 from stretto.launch.plan.engines import BACKEND_OFFSET, has_router, plan_engines
 from stretto.launch.plan.specs import EnginesPlan
-from stretto.records.weights import BFLOAT16_TOLERANCE
+from stretto.records.weight_manifest import BFLOAT16_TOLERANCE
 
 Root = TypeVar("Root", bound=RunRoot)
 

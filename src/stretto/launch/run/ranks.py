@@ -23,6 +23,7 @@ from stretto.base.status import SUPERVISED_VAR
 from stretto.config.root import SFTConfig
 from stretto.config.sections.deployment import NodesDeployment
 from stretto.data.hub_model import fetch
+from stretto.launch.launchers import all_launchers
 from stretto.launch.plan.device_check import check_sft_devices
 from stretto.launch.plan.nodes import check_ports, check_reachable, find_node_rank, on_visible_gpus
 from stretto.launch.plan.placement import free_port
@@ -30,7 +31,6 @@ from stretto.launch.plan.processes import RENDEZVOUS_PORT, ProcessSpec
 from stretto.launch.plan.sft_ranks import HOSTS_KEY, LOOPBACK, find_gpus, plan_ranks, rank_process
 from stretto.launch.run import node_checks
 from stretto.launch.run.supervisor import Supervisor, Timeouts, serve
-from stretto_clusters.slurm import commands as slurm
 
 END_S = 60.0  # between the end of rank 0 and that of the others
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
@@ -107,9 +107,11 @@ def _start_node(cfg: SFTConfig, shape: NodesDeployment, words: Sequence[str]) ->
             try:
                 code = _lead(cfg, mine, claim)
             finally:
-                slurm.end_other_nodes()
+                for launcher in all_launchers():
+                    launcher.end_other_nodes()
             if code == process.EXIT_LOST:
-                slurm.requeue_this()
+                for launcher in all_launchers():
+                    launcher.requeue()
             return code
     if cfg.ckpt is not None:
         node_checks.check_shared(run, hosts, node, "each rank writes its part of a checkpoint there")

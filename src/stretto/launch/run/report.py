@@ -14,7 +14,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         values = [summary.get(before), summary.get(after)]
         return None if None in values else f"{values[0]:.3f} -> {values[1]:.3f}"
 
-    def shown(key: str, form) -> str | None:
+    def shown(key: str, form: Callable[[Any], str]) -> str | None:
         return None if summary.get(key) is None else form(summary[key])
 
     rows = {
@@ -298,7 +298,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _draw_points(axes: Any, points: list[tuple[int, float]], color: str, marker: str, name: str, *, label_above: bool):
+def _draw_points(
+    axes: Any, points: list[tuple[int, float]], color: str, marker: str, name: str, *, label_above: bool
+) -> None:
     """Draw evals as joined markers; the first and the last show their values, which readers compare."""
     if not points:
         return

@@ -21,6 +21,7 @@ from stretto.base.secret import Secret, find_secret, load_secret
 from stretto.config.changes import changes
 from stretto.config.root import RLConfig
 from stretto.data.hub_model import fetch, find_config, is_hub_name
+from stretto.launch.launchers import all_launchers, launcher_of
 from stretto.launch.plan import nodes
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.model_check import (
@@ -40,9 +41,6 @@ from stretto.launch.run import node_checks, page
 from stretto.launch.run.console import Console
 from stretto.launch.run.supervisor import STALL_SLACK_S, Supervisor, Timeouts, serve
 from stretto.monitors.base import find_trackers
-from stretto_clusters.ray import run as on_ray
-from stretto_clusters.slurm import commands as slurm
-from stretto_clusters.slurm import submit
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +59,8 @@ def main(cfg: RLConfig) -> int:
     _check_shape(cfg)
     _check_model(cfg)
     find_trackers(cfg.monitors, is_fed_here=_has_orchestrator(cfg))
-    if cfg.slurm is not None:
-        return submit.main(cfg, check=lambda: _check_weights(cfg))
-    if cfg.ray is not None:
-        return on_ray.main(cfg, check=lambda: _check_weights(cfg))
+    if (launcher := launcher_of(cfg)) is not None:
+        return launcher.main(cfg, check=lambda: _check_weights(cfg))
     if cfg.deployment.type == "multi_node":
         hosts = nodes.node_hosts(cfg)
         node = nodes.find_node_rank(cfg.deployment.node_rank, hosts, "deployment.node_rank")
@@ -239,9 +235,11 @@ def _run(plan: LaunchPlan, claim: rundir.Claim, changed: list[str]) -> int:
         finally:
             console.close()
             if plan.hosts:
-                slurm.end_other_nodes()
+                for launcher in all_launchers():
+                    launcher.end_other_nodes()
     if code == EXIT_LOST:
-        slurm.requeue_this()
+        for launcher in all_launchers():
+            launcher.requeue()
     if supervisor.was_stopped_before_begin:
         if claim.is_new:
             rundir.discard(plan.run)

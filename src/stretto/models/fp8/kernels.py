@@ -5,6 +5,9 @@ and inner sizes of whole blocks, and its scales are float32 on Hopper only. So o
 gradients of weights use the triton kernels. Import this module only if triton is installed.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# What triton compiles has no types of Python.
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.models.moe import Experts, Routing
+from stretto.models.moe import Experts
+from stretto.models.parts.router import Routing
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32, Int, Int32
@@ -162,8 +163,10 @@ class Kernels:
 
     name = "the slow reference"
     quantize_rows = staticmethod(quantize_rows)
-    quantize_blocks = staticmethod(quantize_blocks)
     quantize_columns = staticmethod(quantize_columns)
+
+    def quantize_blocks(self, weight: Float[Tensor, "groups out dim"]) -> Quantized:
+        return quantize_blocks(weight)
 
     def product(
         self, x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -127,6 +127,6 @@ class Kernels:
 
 
 def declare(function: ctypes._NamedFuncPointer, arguments: str) -> ctypes._NamedFuncPointer:
-    types = {"p": c_void_p, "l": c_int64, "f": c_float, "i": c_int}
+    types: dict[str, type[ctypes._SimpleCData[Any]]] = {"p": c_void_p, "l": c_int64, "f": c_float, "i": c_int}
     function.argtypes, function.restype = [types[a] for a in arguments], None
     return function

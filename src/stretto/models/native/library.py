@@ -64,9 +64,11 @@ def _compile(compiler: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         unfinished = Path(directory) / path.name
         command = [*compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(unfinished), "-lm"]
-        options = {"check": True, "capture_output": True, "text": True, "timeout": _COMPILE_S}
+        run = lambda *flags: subprocess.run(
+            [*command, *flags], check=True, capture_output=True, text=True, timeout=_COMPILE_S
+        )
         try:
-            subprocess.run([*command, "-fopenmp"], **options)
+            run("-fopenmp")
         except subprocess.CalledProcessError:
-            subprocess.run(command, **options)
+            run()
         unfinished.replace(path)

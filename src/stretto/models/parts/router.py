@@ -133,13 +133,16 @@ class Router(nn.Module):
         replayed: tuple[Int64[Tensor, "tokens top_k"], Bool[Tensor, " tokens"] | None] | None,
     ) -> Int[Tensor, "tokens top_k"]:
         """The experts to replay; for rows without any, those with the highest scores."""
-        if replayed is not None and replayed[1] is None:
-            return replayed[0]
+        choices, is_missing = replayed or (None, None)
+        if choices is not None and is_missing is None:
+            return choices
         biased = scores + self.expert_bias if self.shape.has_expert_bias else scores
         if self.shape.num_groups > self.shape.top_groups:
             biased = self._hide_groups(biased)
         best = biased.topk(self.shape.top_k, dim=-1).indices
-        return best if replayed is None else torch.where(replayed[1][:, None], best, replayed[0])
+        if choices is None or is_missing is None:
+            return best
+        return torch.where(is_missing[:, None], best, choices)
 
     def _hide_groups(self, scores: Float[Tensor, "tokens experts"]) -> Float[Tensor, "tokens experts"]:
         """-inf outside the top_groups groups with the largest sums of their two best scores.

@@ -198,6 +198,7 @@ class Frames:
             share = torch.from_numpy(shares).to(table.device, table.dtype).unsqueeze(1)
             part = F.embedding(index, table) * share
             x = part if x is None else x + part
+        assert x is not None
         return x
 
     def angles(self, shape: VisionShape, device: torch.device) -> Angles:

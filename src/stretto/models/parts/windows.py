@@ -42,8 +42,8 @@ def cut_segments(
             keys = np.arange(max(start - window + 1, 0), queries[-1] + 1)
             distance = queries[:, None] - keys
             is_seen = (distance >= 0) & (distance < window)
-            shape = tuple(-(-len(x) // pad_step) * pad_step for x in (queries, keys))
-            groups.setdefault(shape, []).append((rows[queries], rows[keys], is_seen))
+            num_queries, num_keys = (-(-len(x) // pad_step) * pad_step for x in (queries, keys))
+            groups.setdefault((num_queries, num_keys), []).append((rows[queries], rows[keys], is_seen))
     return [_build_call(shape, pieces, device) for shape, pieces in groups.items()]
 
 

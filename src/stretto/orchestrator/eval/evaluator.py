@@ -30,19 +30,21 @@ from stretto.config.sections.orchestrator import EvalSection, SamplingSection, i
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.envs.models import NO_MODELS, ChatModel
 from stretto.orchestrator.build import eval_run_info, open_env, system_prompts
-from stretto.orchestrator.eval.examples import Row, example_rows, log_rows
 from stretto.orchestrator.eval.results import (
+    Row,
     build_eval_score,
+    example_rows,
+    log_rows,
     sample_lines,
     user_sample_lines,
     write_results,
     write_samples,
 )
+from stretto.orchestrator.eval_scores import EvalScore
 from stretto.orchestrator.groups.buffer import Slot
 from stretto.orchestrator.groups.user_rollouts import DataSource, UserRolloutFunction
 from stretto.orchestrator.rollout.play import Draw, GenerationClient
 from stretto.orchestrator.rollout.player import Player
-from stretto.orchestrator.scores import EvalScore
 from stretto.records.rollout import Group, Task
 
 logger = logging.getLogger(__name__)

@@ -22,12 +22,11 @@ from stretto.config.sections.inference import KEY_VAR
 from stretto.data.hub_model import fetch
 from stretto.envs.base import tasks_of
 from stretto.monitors import build_monitors
-from stretto.orchestrator.build import build_eval_renderer, open_env, places_of, run_info
-from stretto.orchestrator.clients import build_chat, build_engines
+from stretto.orchestrator.build import build_chat, build_engines, build_eval_renderer, open_env, places_of, run_info
 from stretto.orchestrator.eval.evaluator import standalone_evaluator
 from stretto.orchestrator.eval.results import format_table, write_results
+from stretto.orchestrator.eval_scores import EvalScore, eval_row
 from stretto.orchestrator.models import open_models, wait_for
-from stretto.orchestrator.scores import EvalScore, eval_row
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
 
@@ -163,4 +162,4 @@ async def serve_model(cfg: EvalConfig) -> AsyncIterator[str | None]:
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        return int(probe.getsockname()[1])

@@ -36,6 +36,7 @@ import itertools
 import math
 import time
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -86,7 +87,7 @@ class Slot:
     rejected: str | None = None  # the gate or filter that rejected it
     num_tokens: int = 0  # prompts and replies of the played group
     step: int | None = None  # the step whose batch it is in
-    job: asyncio.Task | None = None  # plays it; cancelled when the group is dropped
+    job: asyncio.Task[None] | None = None  # plays it; cancelled when the group is dropped
 
     def __post_init__(self) -> None:
         # Version of the oldest first token; before the group is played, of what it starts with.
@@ -122,6 +123,7 @@ class Counts:
     zero_signal: int = 0
     rejected: int = 0
     stale: int = 0
+    flags: Counter[str] = field(default_factory=Counter)  # rollouts by the filter that flagged them
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ class Buffer:
     _preferred: list[int] = field(default_factory=list)  # sorted: READY groups, taken first
     _fillers: list[int] = field(default_factory=list)  # sorted: zero-signal groups, which may fill a batch
     _redraw_heap: list[int] = field(default_factory=list)  # heap; draws that were started are removed lazily
-    _waiters: list[asyncio.Future] = field(default_factory=list)
+    _waiters: list[asyncio.Future[None]] = field(default_factory=list)
     _num_played: int = 0  # groups
     _num_tokens: int = 0  # of these groups
     _idle_s: float = 0.0
@@ -320,10 +322,14 @@ class Buffer:
             self._move(slot, SlotState.SHIPPED)
         self.next_step += 1
         self.num_rejected = 0
-        with self.ledger.transaction():
-            for slot in discarded:
-                self._drop(slot, slot.rejected or DropReason.ZERO_SIGNAL)
-            self._drop_stale()
+        dropped = {slot: slot.rejected or DropReason.ZERO_SIGNAL for slot in discarded}
+        for slot in self._in(SlotState.RUNNING, SlotState.READY, SlotState.REPLACED):
+            if self._is_stale(slot):
+                dropped.setdefault(slot, DropReason.STALE)
+        if dropped:
+            with self.ledger.transaction():
+                for slot, reason in dropped.items():
+                    self._drop(slot, reason)
         self.num_replaced = sum(slot.rejected is None for slot in self._in(SlotState.REPLACED))
         self._wake()
 
@@ -464,11 +470,6 @@ class Buffer:
 
     def _is_stale(self, slot: Slot) -> bool:
         return not slot.is_frozen and slot.first_version < self.bounds.oldest_version(self.next_step)
-
-    def _drop_stale(self) -> None:
-        for slot in self._in(SlotState.RUNNING, SlotState.READY, SlotState.REPLACED):
-            if self._is_stale(slot):
-                self._drop(slot, DropReason.STALE)
 
     def _drop(self, slot: Slot, reason: str) -> None:
         self.ledger.group_dropped(slot.group_id, reason)

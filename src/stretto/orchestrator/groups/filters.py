@@ -20,8 +20,8 @@ from stretto.base.errors import StrettoError
 from stretto.config.sections.curriculum import Filter, Gate, GibberishFilter, RepetitionFilter, TruncatedFilter
 from stretto.config.sections.distill import SftAlgo
 from stretto.config.sections.orchestrator import OrchestratorSection
-from stretto.orchestrator.groups.credit import assign_advantages
-from stretto.orchestrator.hooks import BatchHooks
+from stretto.orchestrator.batch_hooks import BatchHooks
+from stretto.orchestrator.groups.advantages import assign_advantages
 from stretto.orchestrator.rollout.player import describe, failed_group
 from stretto.records.rollout import Group, Rollout, RolloutStatus
 
@@ -37,11 +37,7 @@ class Verdict:
     rejected: str | None = None  # why the whole group is not trained
     flags: Mapping[str, int] = field(default_factory=dict)  # number of flagged rollouts by filter
     has_signal: bool = False
-
-    @property
-    def has_failed(self) -> bool:
-        """Has no member succeeded?"""
-        return not any(rollout.is_counted for rollout in self.group.rollouts)
+    has_failed: bool = False  # no member succeeded
 
 
 def apply_filters(
@@ -62,8 +58,9 @@ def apply_filters(
         flags[section.type] = flags.get(section.type, 0) + len(flagged)
         if section.enforce:
             dropped = dict.fromkeys(flagged, section.type) | dropped
-    has_remaining = any(r.is_counted and m not in dropped for m, r in enumerate(group.rollouts))
-    if dropped and not has_remaining:
+    if not dropped:
+        return Verdict(group, None, flags)
+    if not any(r.is_counted and m not in dropped for m, r in enumerate(group.rollouts)):
         return Verdict(group, f"filter {min(dropped.values())}", flags)
     return Verdict(drop_members(group, dropped), None, flags)
 
@@ -77,12 +74,14 @@ def assess_group(
     cause as its members' error.
     """
     env = group.task.env
-    algo, group = cfg.algo_of(env), undo_filters(group)
+    algo, path, gates, filters = cfg.algo_of(env), cfg.algo_path(env), cfg.gates_of(env), cfg.all_filters
+    if any(rollout.dropped_by is not None for rollout in group.rollouts):
+        group = undo_filters(group)
     try:
-        group, has_signal = assign_advantages(group, algo, cfg.algo_path(env))
+        group, has_signal = assign_advantages(group, algo, path)
         if not any(rollout.is_counted for rollout in group.rollouts):
-            return Verdict(group)
-        verdict = apply_filters(group, cfg.gates_of(env), cfg.all_filters, vocab_size)
+            return Verdict(group, has_failed=True)
+        verdict = apply_filters(group, gates, filters, vocab_size)
         verdict = replace(verdict, has_signal=has_signal)
         if isinstance(algo, SftAlgo) and not has_signal:
             verdict = replace(verdict, rejected=verdict.rejected or "min_reward")
@@ -94,7 +93,7 @@ def assess_group(
             return verdict
         answer = hooks.filter_group(verdict.group)
     except StrettoError as error:
-        return Verdict(failed_group(group, describe(error)))
+        return Verdict(failed_group(group, describe(error)), has_failed=True)
     if answer.keep:
         return verdict
     if answer.keep_when_insufficient:
@@ -178,8 +177,6 @@ def longest_run(is_set: Bool[np.ndarray, " tokens"]) -> int:
 
 def drop_members(group: Group, dropped: Mapping[int, str]) -> Group:
     """The group with these members marked as dropped; `dropped` maps them to the filter's name."""
-    if not dropped:
-        return group
     rollouts = list(group.rollouts)
     for member, name in dropped.items():
         rollouts[member] = msgspec.structs.replace(rollouts[member], dropped_by=name)
@@ -188,7 +185,5 @@ def drop_members(group: Group, dropped: Mapping[int, str]) -> Group:
 
 def undo_filters(group: Group) -> Group:
     """The group as it was before filters, so that it can be assessed again."""
-    if all(rollout.dropped_by is None for rollout in group.rollouts):
-        return group
     rollouts = tuple(msgspec.structs.replace(rollout, dropped_by=None) for rollout in group.rollouts)
     return msgspec.structs.replace(group, rollouts=rollouts)

@@ -28,12 +28,12 @@ import msgspec
 
 from stretto.base.errors import EnvError, StrettoError, boundary
 from stretto.config.sections.orchestrator import SamplingSection
-from stretto.data.values import with_whole_text
-from stretto.envs.result import checked_number, checked_reward
+from stretto.data.values import checked_number, with_whole_text
+from stretto.envs.result import checked_reward
+from stretto.orchestrator.eval_scores import EvalScore
 from stretto.orchestrator.groups.buffer import Slot
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import describe, failed_rollout
-from stretto.orchestrator.scores import EvalScore
 from stretto.records.rollout import Group, Rollout, Task
 from stretto.vime import Arguments, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 from stretto.vime.calls import Hook

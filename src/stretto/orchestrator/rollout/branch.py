@@ -28,6 +28,7 @@ class OpenBranch:
         self._sampled: list[tuple[int, int]] = []
         self._versions: list[VersionSpan] = []
         self._supports: list[Support | None] = []  # one per entry of _logprobs
+        self._has_support = False  # is one of them not None?
         self._greedy: list[tuple[int, int]] = []
         self._ce: list[tuple[int, np.ndarray]] = []  # echoed tokens: index of the first, and weights
 
@@ -68,6 +69,7 @@ class OpenBranch:
         self._logprobs.append(np.zeros(start - len(self.token_ids), dtype=np.float32))
         self._logprobs.append(completion.logprobs)
         self._supports += [None, completion.support]
+        self._has_support |= completion.support is not None
         self.token_ids = np.concatenate((prompt_ids, completion.token_ids), dtype=np.int32)
         self._sampled.append((start, len(self.token_ids)))
         if is_greedy:
@@ -89,7 +91,7 @@ class OpenBranch:
             temperature=self.temperature,
             versions=tuple(self._versions),
             routed_experts=self._routes,
-            support=concat_supports(self._supports, list(map(len, self._logprobs))),
+            support=concat_supports(self._supports, list(map(len, self._logprobs))) if self._has_support else None,
             is_greedy=self._mask_of(self._greedy) if self._greedy else None,
             agent=self._agent,
             is_trained=self._is_trained,
@@ -124,10 +126,3 @@ def merge_expert_choices(
         return new if start == 0 else None
     num_final = len(known) - 1
     return np.concatenate((known[:-1], new[num_final - start :])) if start <= num_final else None
-
-
-def sampled_tokens(branch: Branch) -> Bool[np.ndarray, " tokens"]:
-    """Tokens that were sampled from the policy's distribution, without greedy replies; bool [tokens]."""
-    if branch.is_greedy is None or branch.is_frozen:
-        return branch.is_sampled.copy()
-    return branch.is_sampled & ~branch.is_greedy

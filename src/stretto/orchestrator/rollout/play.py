@@ -1,26 +1,31 @@
 """The draw that is played, and the settings, requests and checks of its turns.
 
-Both a turn of one member (context.py) and the one request of a single-turn group (player.py) go this way.
+Both a turn of one member (recorder.py) and the one request of a single-turn group (player.py) go this way. `Echo` has
+the weights of the environment's messages, if these are learned too.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from stretto.base.errors import DataError, EngineError, EnvError, boundary
+from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, boundary
+from stretto.base.foreign import call, load_function
+from stretto.chat.backend import Message
 from stretto.chat.placeholders import has_image
-from stretto.chat.render import Message, Renderer
+from stretto.chat.render import Renderer
+from stretto.config.sections.algorithm import EchoAlgo
 from stretto.config.sections.orchestrator import SamplingSection
-from stretto.envs.base import OutOfContext
+from stretto.envs.base import Environment, OutOfContext, SingleTurnEnv
 from stretto.envs.models import ChatModel
 from stretto.orchestrator.rollout.continuation import Interruption
-from stretto.orchestrator.rollout.echo import Echo
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan
 from stretto.records.images import Image
 from stretto.records.partial import ABORTED, PartialRollout
@@ -35,6 +40,65 @@ POLICY = "policy"
 NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 UNRESTRICTED = {"top_p": 1.0, "top_k": None, "min_p": 0.0, "min_tokens": 0, "bad_words": ()}
 BIASED = "logit_bias: the engine's log-probabilities would be of the changed logits, and the trainer's of the model's"
+
+
+WARN_AFTER_MESSAGES = 64
+"""Messages of an environment after which a warning is logged if none had a weighted role."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The weights of an environment's messages, which are learned too, by cross-entropy.
+
+    An agent that can predict what a tool or a user will say has a model of its world. The renderer finds the tokens of
+    the messages' text; algorithms/losses.py (`ce`) adds them to the loss.
+    """
+
+    weights: Mapping[str, float]
+    """By role."""
+    is_learned: Callable[[Message], bool] | None = None
+    """The user's filter."""
+    env: str = ""
+    path: str = "orchestrator.algo"
+    """Config path of the section, for messages."""
+    _num_messages: Counter[str] = field(default_factory=Counter, compare=False)
+    """Messages of the environment so far, by role."""
+
+    def weight_of(self, message: Message) -> float:
+        """Weight of the text of a message; 0 if it is not learned.
+
+        Raises: ConfigError with file and line if the user's filter raises.
+        """
+        self._count(message["role"])
+        weight, where = self.weights.get(message["role"], 0.0), f"{self.path}.filter"
+        if weight and self.is_learned is not None and not call(self.is_learned, message, {}, where):
+            return 0.0
+        return weight
+
+    def _count(self, role: str) -> None:
+        self._num_messages[role] += 1
+        is_due = self._num_messages.total() == WARN_AFTER_MESSAGES
+        if is_due and not self._num_messages.keys() & self.weights.keys():
+            roles, weighted = " and ".join(sorted(self._num_messages)), " and ".join(self.weights)
+            text = "%s: %s has answered %d times, always as %s, and only %s has a weight: no answer is learned"
+            logger.warning(text, self.path, self.env, WARN_AFTER_MESSAGES, roles, weighted)
+
+
+def build_echo(algo: EchoAlgo, env: Environment, path: str = "orchestrator.algo") -> Echo:
+    """Build the weights of an environment's messages; `path` is the config path of the section.
+
+    Raises: ConfigError for a filter that does not exist, and for a single-turn environment.
+    """
+    if isinstance(env, SingleTurnEnv):
+        raise ConfigError(
+            f'{path}.type = "echo": {env.name} has one turn and never answers, so that there would be '
+            'nothing to learn; use "grpo", or an environment of several turns.'
+        )
+    by_role = {"tool": algo.tool, "user": algo.user, "system": algo.system}
+    is_learned = None if algo.filter is None else load_function(algo.filter, {}, f"{path}.filter")
+    weights = {role: weight for role, weight in by_role.items() if weight is not None}
+    return Echo(weights, is_learned, env.name, path)
 
 
 class GenerationClient(Protocol):
@@ -92,7 +156,7 @@ class PlaySettings:
             else:
                 completions = await self.interruption.generate(self.engine.generate, request)
         check_completions(completions, request.n)
-        if is_learned and request.sampling.is_truncated:
+        if is_learned and request.sampling.top_k is not None:  # `limit_support` sets it if anything cuts the support
             check_supports(completions)
         return [_with_version(completion, version) for completion in completions]
 
@@ -164,6 +228,15 @@ class PlaySettings:
                 "the reply cannot be trained and is sampled again"
             )
 
+    def read_reply(self, request: GenerateRequest, completion: Completion) -> str:
+        """The text of a reply of one turn, up to and including the stop text that ended it.
+
+        Raises: EngineError as `check_reply`.
+        """
+        self.check_reply(completion)
+        text = self.renderer.parse(completion.token_ids, request.prompt_ids).get("content") or ""
+        return text_to_stop(text, completion, request.sampling.min_tokens)
+
     def is_unlearnable(self, temperature: float | None) -> bool:
         """Is a reply at this temperature greedy, so that it cannot be trained?"""
         return self.is_learned and temperature == 0 and self.sampling.temperature > 0
@@ -188,7 +261,7 @@ async def load_images(renderer: Renderer, messages: Sequence[Message]) -> None:
 
     Raises: DataError, ConfigError as `Renderer.images_of`.
     """
-    if any(map(has_image, messages)):
+    if any(has_image(message) for message in messages if not isinstance(message.get("content"), str)):
         await asyncio.to_thread(renderer.images_of, messages)
 
 
@@ -202,10 +275,10 @@ def limit_support(params: SamplingParams, max_support: int | None) -> SamplingPa
             f"a reply that is trained is sampled with {BIASED}; remove it, ban words with bad_words, or let an agent "
             "with is_trained = false reply"
         )
-    if not params.is_truncated:
+    given = {name: getattr(params, name) for name in UNRESTRICTED}
+    if given == UNRESTRICTED or params.temperature == 0:
         return params
     if max_support is None:
-        given = {name: getattr(params, name) for name in UNRESTRICTED}
         settings = ", ".join(
             f"{name} = {list(value) if isinstance(value, tuple) else value}"
             for name, value in given.items()

@@ -28,18 +28,17 @@ from stretto.envs.base import (
     LimitReached,
     OutOfContext,
     RolloutResult,
+    Score,
     SingleTurnEnv,
-    checked_prompt,
-    checked_score,
-    place_of,
     play_episode,
+    prompt_of,
+    score_replies,
 )
 from stretto.envs.result import checked_group_rewards
-from stretto.orchestrator.rollout.branch import OpenBranch, sampled_tokens
-from stretto.orchestrator.rollout.budget import Budget
-from stretto.orchestrator.rollout.context import Recorder
+from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.orchestrator.rollout.continuation import build_turn
-from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images, text_to_stop, with_system_prompt
+from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images, with_system_prompt
+from stretto.orchestrator.rollout.recorder import Budget, Recorder
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest, member_seed
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
@@ -67,13 +66,14 @@ class MemberResults:
         branches: tuple[Branch, ...],
         result: RolloutResult,
         *,
+        rollout_id: str,
         is_truncated: bool,
         num_turns: int,
         env_s: float,
     ) -> None:
         """Store the rollout of a member; its result has been checked."""
         self.rollouts[member] = Rollout(
-            rollout_id=self.draw.rollout_id(member),
+            rollout_id=rollout_id,
             group_id=self.draw.group_id,
             member=member,
             task=self.draw.task,
@@ -88,8 +88,10 @@ class MemberResults:
             env_s=round(max(env_s, 0.0), 3),  # agents may wait for replies side by side
         )
 
-    def add_failure(self, members: Iterable[int], error: StrettoError) -> None:
-        """Store why an attempt of these members failed."""
+    def add_failure(self, members: Iterable[int], error: Exception, where: str = "") -> None:
+        """Store why an attempt of these members failed; `where` explains an error that is not a StrettoError."""
+        if not isinstance(error, StrettoError):
+            error = EnvError(f"{where}: {type(error).__name__}: {error}")
         self.causes.update(dict.fromkeys(members, describe(error)))
         if self.failures is not None:
             self.failures.append(error)
@@ -102,6 +104,17 @@ class MemberResults:
             for member in range(self.draw.num_members)
         )
         return Group(group_id=self.draw.group_id, task=self.draw.task, rollouts=rollouts)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A reply of a group of one turn: what the environment scores, and what is trained."""
+
+    member: int
+    rollout_id: str
+    text: str
+    branch: Branch
+    is_cut_off: bool
 
 
 @dataclass(frozen=True)
@@ -169,15 +182,13 @@ class Player(PlaySettings):
             missing = members.missing
             try:
                 where = f"environment {env.name}, task {draw.task.task_id}, prompt"
-                given = await call_async(lambda: env.prompt(draw.task), where)
-                messages = checked_prompt(given, place_of(env, "prompt", where))
-                messages = with_system_prompt(messages, self.system_prompts.get(env.name))
-                with boundary(EnvError, where):
-                    await load_images(self.renderer, messages)
-                    prompt_ids = self.renderer.render_prompt(messages)
-                    images = self.renderer.images_of(messages)
                 # Another seed per attempt: a retry must not sample the same replies again.
                 seed = seed_of(self.seed, draw.name, draw.group_id, attempt)
+                messages = await prompt_of(env, draw.task, where)
+                with boundary(EnvError, where):
+                    messages = with_system_prompt(messages, self.system_prompts.get(env.name))
+                    await load_images(self.renderer, messages)
+                    prompt_ids, images = self.renderer.render_prompt(messages), self.renderer.images_of(messages)
                 request = self.build_request(
                     f"{self.run_id}-{draw.name}{draw.group_id}-{attempt}",
                     prompt_ids,
@@ -188,19 +199,12 @@ class Player(PlaySettings):
                     num_completions=len(missing),
                 )
                 completions = await self.request_completions(request, draw.version, is_learned=self.is_learned)
-                await self._save_replies(env, draw, attempt, request, dict(zip(missing, completions)))
+                replies = dict(zip(missing, completions))
+                await self._save_replies(env, draw, attempt, request, replies)
             except StrettoError as error:
                 members.add_failure(missing, error)
                 continue
-            scores = [
-                self._score_member(env, members, member, request, completion)
-                for member, completion in zip(missing, completions)
-            ]
-            if inspect.iscoroutinefunction(env.score):
-                await asyncio.gather(*scores)  # all members are scored concurrently
-            else:
-                for scoring in scores:
-                    await scoring
+            await self._score_replies(env, members, request, replies)
             if len(members.rollouts) == draw.num_members:
                 return
 
@@ -220,28 +224,47 @@ class Player(PlaySettings):
         }
         await self.interruption.save_turns(draw.group_id, turns)
 
-    async def _score_member(
-        self, env: SingleTurnEnv, members: MemberResults, member: int, request: GenerateRequest, completion: Completion
+    async def _score_replies(
+        self, env: SingleTurnEnv, members: MemberResults, request: GenerateRequest, replies: dict[int, Completion]
     ) -> None:
-        draw = members.draw
-        now = asyncio.get_running_loop().time
-        began = now()
+        """Make rollouts of the replies: read all, make their branches, then have the environment score them."""
+        draw, texts = members.draw, {}
+        ids = {member: draw.rollout_id(member) for member in replies}
+        for member, completion in replies.items():
+            try:
+                texts[member] = self.read_reply(request, completion)
+            except Exception as error:  # the boundary of a rollout: it fails alone
+                members.add_failure([member], error, f"environment {env.name}, rollout {ids[member]}, score")
+        temperature, answers = self.behavior_temperature(), []
+        for member, text in texts.items():
+            branch = OpenBranch(temperature)
+            branch.add_turn(request.prompt_ids, replies[member], draw.version, images=request.images)
+            is_cut_off = replies[member].finish_reason == "length"
+            answers.append(Answer(member, ids[member], text, branch.close(), is_cut_off))
+        if inspect.iscoroutinefunction(env.score):
+            await asyncio.gather(*(self._score(env, members, [answer]) for answer in answers))  # all concurrently
+        else:
+            await self._score(env, members, answers)
+
+    async def _score(self, env: SingleTurnEnv, members: MemberResults, answers: Sequence[Answer]) -> None:
+        """Have the environment score answers, one after the other; if time runs out, those so far count."""
+        scores: dict[str, Score] = {}
         try:
-            self.check_reply(completion)
-            where = f"environment {env.name}, rollout {draw.rollout_id(member)}, score"
-            with boundary(EnvError, where):
-                content = self.renderer.parse(completion.token_ids, request.prompt_ids).get("content") or ""
-                text = text_to_stop(content, completion, request.sampling.min_tokens)
-            score = await call_async(lambda: env.score(draw.task, text), where)
-            result = await checked_score(score, place_of(env, "score", where))
-            branch = OpenBranch(self.behavior_temperature())
-            branch.add_turn(request.prompt_ids, completion, draw.version, images=request.images)
-            is_truncated = completion.finish_reason == "length" or result.is_truncated
-            members.add_rollout(
-                member, (branch.close(),), result, is_truncated=is_truncated, num_turns=1, env_s=now() - began
-            )
-        except StrettoError as error:
-            members.add_failure([member], error)
+            await score_replies(env, members.draw.task, {each.rollout_id: each.text for each in answers}, scores)
+        finally:
+            for answer, score in zip(answers, scores.values()):
+                if isinstance(score.result, StrettoError):
+                    members.add_failure([answer.member], score.result)
+                    continue
+                members.add_rollout(
+                    answer.member,
+                    (answer.branch,),
+                    score.result,
+                    rollout_id=answer.rollout_id,
+                    is_truncated=answer.is_cut_off or score.result.is_truncated,
+                    num_turns=1,
+                    env_s=score.time_s,
+                )
 
     # -- any number of turns: each member is played by itself --
 
@@ -269,6 +292,7 @@ class Player(PlaySettings):
                     member,
                     branches,
                     result,
+                    rollout_id=draw.rollout_id(member),
                     is_truncated=recorder.is_truncated or result.is_truncated,
                     num_turns=recorder.num_turns,
                     env_s=budget.age_s - budget.engine_s,
@@ -307,8 +331,8 @@ def check_learnable(branches: Sequence[Branch]) -> None:
     Raises: EnvError if all of them are greedy.
     """
     trained = [branch for branch in branches if branch.is_trained]
-    is_greedy = any(branch.is_greedy is not None for branch in trained)
-    if is_greedy and not any(sampled_tokens(branch).any() for branch in trained):
+    masks = [b.is_sampled if b.is_greedy is None else b.is_sampled & ~b.is_greedy for b in trained]
+    if any(branch.is_greedy is not None for branch in trained) and not any(mask.any() for mask in masks):
         raise EnvError(
             "all its replies are greedy (temperature = 0): they are no samples of the policy, so nothing can be "
             "trained; sample some of them, or let an agent with is_trained = false reply"

@@ -74,9 +74,8 @@ class Teachers:
         return env in self._by_env
 
     async def annotate(self, group: Group) -> Group:
-        """The group with its teacher's part; unchanged if its environment has no teacher."""
-        teacher = self._by_env.get(group.task.env)
-        return group if teacher is None else await teacher.annotate(group)
+        """The group with the part of its environment's teacher."""
+        return await self._by_env[group.task.env].annotate(group)
 
 
 class ScoringTeacher:

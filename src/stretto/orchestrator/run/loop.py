@@ -22,17 +22,18 @@ from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, W
 from stretto.base.status import DEVICES_FREE, is_supervised, report
 from stretto.orchestrator.eval.best import BestKeeper, best_of, reason_to_stop
 from stretto.orchestrator.eval.results import format_table
+from stretto.orchestrator.eval_scores import eval_row, mean_over_envs
 from stretto.orchestrator.run import telemetry
-from stretto.orchestrator.run.checkpoints import CheckpointWriter
 from stretto.orchestrator.run.concurrency import EngineLoad, build_limit
 from stretto.orchestrator.run.parts import RunParts
 from stretto.orchestrator.run.pipeline import GroupPipeline
-from stretto.orchestrator.run.ship import BatchShipper
-from stretto.orchestrator.scores import eval_row, mean_over_envs
-from stretto.orchestrator.state.checkpoint import Progress
+from stretto.orchestrator.run.ship import BatchShipper, engine_metrics
+from stretto.orchestrator.state import run_checkpoint
+from stretto.orchestrator.state.run_checkpoint import Progress
 from stretto.records.control import (
     Bye,
     CheckpointBegun,
+    CheckpointComplete,
     CheckpointSaved,
     Failed,
     StepDone,
@@ -45,6 +46,36 @@ from stretto.records.control import (
 logger = logging.getLogger(__name__)
 
 
+class CheckpointWriter:
+    """The checkpoints that the trainer has begun and not yet saved."""
+
+    def __init__(self, run: RunParts) -> None:
+        self._parts = run
+        self._begun: dict[int, Progress] = {}  # by step
+
+    def begin(self, step: int) -> None:
+        """Remember the state at `step`; it is written once the trainer has saved its half."""
+        run, progress = self._parts, self._parts.progress
+        if step != progress.step:
+            raise WireError(f"the trainer began a checkpoint of step {step} after step {progress.step}")
+        progress.curriculum = run.curriculum.state_at(step)
+        progress.baselines = run.baselines.state_at(step)
+        progress.next_draw, progress.open_draws = run.ledger.next_draw(), run.ledger.open_draws()
+        self._begun[step] = run_checkpoint.snapshot(progress)
+
+    async def complete(self, step: int) -> None:
+        """Write our half and the marker: the trainer's half is on disk."""
+        if step not in self._begun:
+            raise WireError(f"the trainer saved a checkpoint of step {step} that it had not begun")
+        run = self._parts
+        await run.ledger.flush()  # a checkpoint needs the rows of all that was trained up to it
+        # The ledger deletes payloads that no checkpoint needs, so it records a checkpoint only once complete.
+        await asyncio.to_thread(run_checkpoint.save, run.run_dir, self._begun.pop(step))
+        run.ledger.checkpoint_saved(step)
+        await run.control.send(CheckpointComplete(step=step))
+        logger.info("checkpoint step=%d complete", step)
+
+
 class Loop:
     """Runs one incarnation of a run until its last step is trained or `stop` is called."""
 
@@ -52,7 +83,7 @@ class Loop:
         self.parts, self.cfg, self.buffer, self.progress = run, run.cfg, run.buffer, run.progress
         self.start = run.progress.step
         self._pipeline = GroupPipeline(run)
-        self._shipper = BatchShipper(run, self._pipeline.pop_filter_flags)
+        self._shipper = BatchShipper(run)
         self._checkpoints = CheckpointWriter(run)
         self._best = BestKeeper(run.run_dir)
         self.stopped_because: str | None = None
@@ -60,8 +91,8 @@ class Loop:
         self._limit = build_limit(run.cfg, run.buffer)
         self._reports = telemetry.StepReports(run, self._limit)
         self._is_stopping = asyncio.Event()
-        self._interrupting: asyncio.Task | None = None
-        self._has_first_version = asyncio.Event()
+        self._interrupting: asyncio.Task[None] | None = None
+        self._drawing: asyncio.Task[None] | None = None  # from the first loaded version on
         # Notified when a step is trained, a version is announced to the trainer, or the trainer ends.
         self._trainer_changed = asyncio.Condition()
         self._announced_version = self.start - 1  # the newest version that the trainer knows to be loaded
@@ -76,20 +107,19 @@ class Loop:
             return self.progress
         async with task_group() as tasks:
             trainer_events = tasks.create_task(self.handle_trainer_events(), name="handle_trainer_events")
-            loading = tasks.create_task(self.load_versions(), name="load_versions")
+            loading = tasks.create_task(self.load_versions(tasks), name="load_versions")
             background = [
                 loading,
-                tasks.create_task(self.draw_groups(tasks), name="draw_groups"),
                 tasks.create_task(self.parts.engines.watch(), name="watch_engines"),
                 tasks.create_task(self.adapt_concurrency(), name="adapt_concurrency"),
             ]
-            await self._shipper.ship_batches()
+            await tasks.create_task(self._shipper.ship_batches(), name="ship_batches")
             await self._wait_for_last_step(loading)
             await trainer_events
             if self._interrupting is not None:
                 await self._interrupting
             self.buffer.close()  # cancels groups that batches counted in tokens have left over
-            for task in background:
+            for task in (*background, *filter(None, [self._drawing])):
                 task.cancel()
         self._reports.count_wall_time()
         self._best.keep_if_there()
@@ -152,13 +182,13 @@ class Loop:
         Raises: WireError for a rank that continues from another step than the orchestrator.
         """
         report("phase", text="waiting for the engine and the trainer", is_early=True)
-        turns = self.parts.versions.turns
-        if turns.are_taken:
+        devices = self.parts.versions.devices
+        if devices is not None:
             await self.parts.engines.wait_ready(self.cfg.client.ready_timeout_s)
-            await turns.begin()
+            await devices.begin()
             report(DEVICES_FREE, is_early=True)
         async with task_group() as tasks:
-            if not turns.are_taken:
+            if devices is None:
                 tasks.create_task(self.parts.engines.wait_ready(self.cfg.client.ready_timeout_s))
             tasks.create_task(self.parts.teachers.wait_ready())
             registering = tasks.create_task(self.parts.control.wait_registered())
@@ -180,22 +210,21 @@ class Loop:
         while True:
             self.buffer.limit_running(max(self._limit.limit // group_size, 1))
             await asyncio.sleep(self._limit.cfg.interval_s)
-            load = EngineLoad.of(await telemetry.engine_metrics(engines), engines.num_ready)
+            load = EngineLoad.of(await engine_metrics(engines), engines.num_ready)
             if load is not None:
                 self._limit.update(load, self.buffer.num_running * group_size, time.monotonic())
 
-    async def draw_groups(self, tasks: asyncio.TaskGroup) -> None:
-        """Draw and play groups once the first version is loaded (pipeline.py)."""
-        await self._has_first_version.wait()
+    def _begin_drawing(self, tasks: asyncio.TaskGroup) -> None:
+        """Draw and play groups from now on: the first version is loaded."""
         report("phase", text="playing the first rollouts")
         self._reports.begin()
         self._shipper.idle_s = self.buffer.idle_s
-        await self._pipeline.run(tasks, self.start)
+        self._drawing = tasks.create_task(self._pipeline.run(tasks, self.start), name="draw_groups")
 
     # -- versions and the trainer --
 
-    async def load_versions(self) -> None:
-        """Load each version as it is published, evaluate it if due, and free slots.
+    async def load_versions(self, tasks: asyncio.TaskGroup) -> None:
+        """Load each version as it is published, evaluate it if due, and free slots; the first one begins the draws.
 
         A slot becomes free only when every engine has loaded the weights into which its group was trained. Ends after
         the last version.
@@ -205,11 +234,13 @@ class Loop:
             self.parts.watch.progress(f"version {version} loaded")
             sending = asyncio.create_task(self._announce_loaded(version))
             is_due = self._should_evaluate(version)
-            self.parts.curriculum.advance(version)
+            if self.parts.curriculum.pools:
+                self.parts.curriculum.advance(version)
             if is_due and self.cfg.max_async_level == 0:  # synchronous: an eval runs alone
                 await self.evaluate(version)
             self.buffer.on_loaded(version)
-            self._has_first_version.set()
+            if self._drawing is None:
+                self._begin_drawing(tasks)
             await sending
             if is_due and self.cfg.max_async_level > 0:
                 await self.evaluate(version)
@@ -326,16 +357,16 @@ class Loop:
 
         Then wait for the last version's eval, or tell the trainer to stop if the run was stopped.
         """
-        turns, shipped = self.parts.versions.turns, self.buffer.next_step - 1
+        devices, shipped = self.parts.versions.devices, self.buffer.next_step - 1
         async with self._trainer_changed:
             await self._trainer_changed.wait_for(lambda: self.progress.step >= shipped or self._is_trainer_gone)
         if not self.was_stopped:
             await asyncio.wait([loading])
         elif self.progress.step != self.cfg.max_steps:
             report("phase", text=f"stopping after step {self.progress.step}")
-            if turns.are_taken and not self._is_trainer_gone:
+            if devices is not None and not self._is_trainer_gone:
                 async with self._trainer_changed:
                     await self._trainer_changed.wait_for(lambda: self._announced_version == self.progress.step)
                 loading.cancel()  # no eval may send requests to engines that sleep
-                await turns.end_rollouts()  # the trainer takes the engines' memory to save
+                await devices.end_rollouts()  # the trainer takes the engines' memory to save
             await self.parts.control.send(Stop(reason="interrupted", save=self.progress.step > self.start))

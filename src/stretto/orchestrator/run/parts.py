@@ -9,16 +9,16 @@ from stretto.base.watch import Watch
 from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.ledger.writer import Ledger
 from stretto.monitors import Monitors
-from stretto.orchestrator.batch.packing import Cost
+from stretto.orchestrator.batch import Cost
+from stretto.orchestrator.batch_hooks import BatchHooks
 from stretto.orchestrator.eval.evaluator import Evaluator
-from stretto.orchestrator.groups.baselines import Baselines
+from stretto.orchestrator.groups.advantages import Baselines
 from stretto.orchestrator.groups.buffer import Buffer
 from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
-from stretto.orchestrator.hooks import BatchHooks
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.rollout.teacher import Teachers
-from stretto.orchestrator.state.checkpoint import Progress
-from stretto.orchestrator.tasks.curriculum import Curriculum
+from stretto.orchestrator.state.run_checkpoint import Progress
+from stretto.orchestrator.tasks.difficulty import Curriculum
 from stretto.orchestrator.tasks.order import Cursor, TaskMix
 from stretto.orchestrator.versions.loader import VersionLoader
 from stretto.transports.control import ControlServer

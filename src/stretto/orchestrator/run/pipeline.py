@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from stretto.base.errors import ConfigError, EnvError, StrettoError
@@ -21,8 +21,7 @@ from stretto.orchestrator.groups.buffer import Slot, SlotState
 from stretto.orchestrator.groups.filters import assess_group
 from stretto.orchestrator.groups.user_rollouts import DataSource, UserRolloutFunction
 from stretto.orchestrator.rollout.continuation import Interruption
-from stretto.orchestrator.rollout.echo import build_echo
-from stretto.orchestrator.rollout.play import Draw
+from stretto.orchestrator.rollout.play import Draw, build_echo
 from stretto.orchestrator.rollout.player import Player, error_type_of
 from stretto.orchestrator.run.parts import RunParts
 from stretto.records.partial import PartialRollout
@@ -31,8 +30,8 @@ from stretto.records.rollout import Group
 logger = logging.getLogger(__name__)
 
 
-MAX_STARTS_PER_TURN = 16
-"""Rollouts started per event-loop turn; starting one takes up to 1 ms (prompt and request)."""
+MAX_STARTS_AT_ONCE = 16
+"""Rollouts started before other tasks run; starting one takes up to 1 ms (prompt and request)."""
 
 
 class GroupPipeline:
@@ -42,9 +41,11 @@ class GroupPipeline:
         self.parts, self.cfg, self.buffer, self.ledger = run, run.cfg, run.buffer, run.ledger
         self.interruption = Interruption(run.ledger)
         self._failed_in_a_row: Counter[str] = Counter()  # groups, by environment
-        self._flags: Counter[str] = Counter()  # flagged rollouts by filter since the last batch
         self._next_start_at = 0.0  # of the next group, by the event loop's clock
         self._players = {name: self._build_player(name, env) for name, env in run.mix.envs.items()}
+        self._group_sizes = {name: run.cfg.group_size_of(name) for name in run.mix.envs}
+        self._frozen = {name for name in run.mix.envs if run.teachers.playing_engine(name) is not None}
+        self._taught = {name for name in run.mix.envs if run.teachers.has_teacher(name)}
 
     def _build_player(self, name: str, env: Environment) -> Player:
         """Build the player of an environment's training rollouts."""
@@ -68,28 +69,23 @@ class GroupPipeline:
         function = self.parts.rollout_function
         await (self._draw_groups(tasks) if function is None else self._call_user_function(function, start))
 
-    def pop_filter_flags(self) -> Counter[str]:
-        """Flagged rollouts by filter since the last call."""
-        flags, self._flags = self._flags, Counter()
-        return flags
-
     async def _draw_groups(self, tasks: asyncio.TaskGroup) -> None:
         """Start a group for every slot that becomes free."""
         while await self.buffer.admit():
-            await self._wait_for_start()
-            with self.ledger.transaction():  # one commit for slots that became free together
-                slots = list(self._draw_slots())
-            for slot in slots:
+            if self.cfg.tasks_per_minute is not None:
+                await self._wait_for_start(60 / self.cfg.tasks_per_minute)
+                if not self.buffer.may_admit():
+                    continue
+            for slot in self._draw_slots():
                 slot.job = tasks.create_task(self._play_group(slot), name=f"group {slot.group_id}")
             await asyncio.sleep(0)  # let them start and other tasks run before the next ones
 
-    async def _wait_for_start(self) -> None:
+    async def _wait_for_start(self, interval_s: float) -> None:
         """Keep to orchestrator.tasks_per_minute: groups start at even distances in time."""
-        if self.cfg.tasks_per_minute is not None:
-            now = asyncio.get_running_loop().time()
-            self._next_start_at = max(self._next_start_at, now)
-            await asyncio.sleep(self._next_start_at - now)
-            self._next_start_at += 60 / self.cfg.tasks_per_minute
+        now = asyncio.get_running_loop().time()
+        self._next_start_at = max(self._next_start_at, now)
+        await asyncio.sleep(self._next_start_at - now)
+        self._next_start_at += interval_s
 
     async def _call_user_function(self, function: UserRolloutFunction, start: int) -> None:
         """Call the user's rollout function whenever a batch has free slots.
@@ -132,24 +128,26 @@ class GroupPipeline:
                     self.buffer.drop(slot, "not returned by rollout_function")
             await asyncio.sleep(0)
 
-    def _draw_slots(self) -> Iterator[Slot]:
-        """Draw groups into free slots, up to MAX_STARTS_PER_TURN rollouts."""
-        num_rollouts = 0
-        max_rollouts = MAX_STARTS_PER_TURN if self.cfg.tasks_per_minute is None else 1  # 1: a single group
-        while self.buffer.may_admit() and num_rollouts < max_rollouts:
-            slot = self._draw()
-            num_rollouts += self.cfg.group_size_of(slot.task.env)
-            yield slot
+    def _draw_slots(self) -> list[Slot]:
+        """Draw groups into free slots, of which there is one, up to MAX_STARTS_AT_ONCE rollouts."""
+        slots: list[Slot] = []
+        num_left = MAX_STARTS_AT_ONCE if self.cfg.tasks_per_minute is None else 1  # 1: a single group
+        with self.ledger.transaction():  # one commit for slots that became free together
+            while True:
+                slots.append(slot := self._draw())
+                num_left -= self._group_sizes[slot.task.env]
+                if num_left <= 0 or not self.buffer.may_admit():
+                    return slots
 
     def _draw(self, *, is_extra: bool = False) -> Slot:
         """Draw the next task: write it to the ledger and put its group into a slot."""
         group_id, task, is_new = self.parts.cursor.next(self.parts.mix)
         if is_new:
             self.ledger.task_drawn(group_id, task)
-        members = range(self.cfg.group_size_of(task.env))
-        partials = self._pop_partials(group_id, members)
+        members = range(self._group_sizes[task.env])
+        partials = self._pop_partials(group_id, members) if self.parts.cursor.partials else {}
         self.ledger.rollouts_started(group_id, members, self.buffer.version)
-        is_frozen = self.parts.teachers.playing_engine(task.env) is not None
+        is_frozen = task.env in self._frozen
         return self.buffer.start(group_id, task, is_frozen=is_frozen, partials=partials, is_extra=is_extra)
 
     def _pop_partials(self, group_id: int, members: Sequence[int]) -> dict[int, PartialRollout]:
@@ -170,12 +168,13 @@ class GroupPipeline:
     async def _play_group(self, slot: Slot) -> None:
         """Play one group, assess it and hand it to the buffer."""
         env = slot.task.env
-        draw = Draw(slot.group_id, slot.task, self.cfg.group_size_of(env), slot.version, slot.partials)
+        draw = Draw(slot.group_id, slot.task, self._group_sizes[env], slot.version, slot.partials)
         group = await self._players[env].play(self.parts.mix.envs[env], draw)
         if self.interruption.has_begun and not all(each.is_counted for each in group.rollouts):
             # Members that failed because of the stop are continued after a resume.
             await self.interruption.wait_for_cancellation()
-        group = await self.parts.teachers.annotate(group)
+        if env in self._taught:
+            group = await self.parts.teachers.annotate(group)
         self._hand_over(slot, group)
 
     def _hand_over(self, slot: Slot, group: Group) -> None:
@@ -191,7 +190,7 @@ class GroupPipeline:
             self.buffer.fail(slot)
             return
         self._failed_in_a_row[env] = 0
-        self._flags.update(verdict.flags)
+        self.buffer.counts.flags.update(verdict.flags)
         self.buffer.complete(slot, verdict.group, has_signal=verdict.has_signal, rejected=verdict.rejected)
         if verdict.rejected is not None:
             self._on_rejected_group(env, verdict.rejected)

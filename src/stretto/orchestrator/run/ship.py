@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+
+import numpy as np
 
 from stretto.base.aio import run_in_slices
-from stretto.base.errors import EnvError, StrettoError
-from stretto.orchestrator.batch.packing import pack
-from stretto.orchestrator.batch.samples import to_samples, whiten_samples
-from stretto.orchestrator.eval.examples import example_rows
+from stretto.base.errors import EngineError, EnvError, StrettoError
+from stretto.monitors.monitor import Values
+from stretto.orchestrator.batch import build_samples, pack, whiten_samples
+from stretto.orchestrator.batch_hooks import BatchHooks
+from stretto.orchestrator.eval.results import example_rows
 from stretto.orchestrator.groups.buffer import Counts, Slot
 from stretto.orchestrator.groups.filters import mean_reward
-from stretto.orchestrator.run import telemetry
 from stretto.orchestrator.run.parts import RunParts
-from stretto.records.rollout import Group
+from stretto.orchestrator.run.telemetry import StepRow
+from stretto.records.rollout import Group, Rollout, RolloutStatus
 from stretto.records.sample import TrainSample
+from stretto.transports.engine.client import EngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -27,16 +31,23 @@ ENGINE_GAUGES_INTERVAL_S = 1.0
 NUM_EXAMPLES = 16
 """Rollouts of a step in a tracker's table."""
 
+ENGINE_METRICS = {
+    "vllm:num_requests_running": "inference/num_requests_running",
+    "vllm:num_requests_waiting": "inference/num_requests_waiting",
+    "vllm:kv_cache_usage_perc": "inference/kv_cache_usage",
+    "vllm:num_preemptions_total": "inference/num_preemptions",
+    "vllm:num_preemptions": "inference/num_preemptions",
+}
+
 
 class BatchShipper:
     """Ships each batch as soon as its groups are ready and max_async_level allows it."""
 
-    def __init__(self, run: RunParts, pop_filter_flags: Callable[[], Counter[str]]) -> None:
-        """pop_filter_flags: returns the flagged rollouts by filter since the last call."""
+    def __init__(self, run: RunParts) -> None:
         self.parts, self.cfg, self.buffer = run, run.cfg, run.buffer
-        self.rows: dict[int, telemetry.StepRow] = {}  # by step, of those shipped and not trained yet
+        self.rows: dict[int, StepRow] = {}  # by step, of those shipped and not trained yet
         self.idle_s = 0.0  # the buffer's, at the last batch
-        self._pop_filter_flags = pop_filter_flags
+        self._filters, self._has_trackers = run.cfg.all_filters, run.monitors.has_trackers
         self._num_lost = 0  # groups in a row that were dropped because a hook raised
         self._next_warning = 0  # the first step that may warn again
         self._gauges: dict[str, float] = {}
@@ -55,48 +66,30 @@ class BatchShipper:
             if slots is None:
                 return
             try:
-                slots = await self._select_slots(slots)
-                samples = await self._samples_of(slots)
-                logged = await self._user_metrics(slots)
+                if (hooks := self.parts.hooks) is not None and hooks.selects_groups:
+                    slots = await self._select_slots(hooks, slots)
+                groups = [slot.played for slot in slots]
+                credited = self.parts.baselines.subtract(groups) if self.parts.baselines.algos else groups
+                samples = await run_in_slices(build_samples(credited))  # chosen slots do not change meanwhile
+                logged: tuple[dict[str, float], bool] = ({}, False)
+                if hooks is not None:
+                    samples = await hooks.transform_samples(self.buffer.next_step, credited, samples)
+                    logged = await hooks.log(self.buffer.next_step, groups)
             except StrettoError as error:
                 self._on_failed_batch(slots, error)
                 continue
             self._num_lost = 0
             await self.ship(slots, samples, logged)
 
-    async def _user_metrics(self, slots: Sequence[Slot]) -> tuple[dict[str, float], bool]:
-        """Metrics of a batch by the user's log function; do they replace ours?
-
-        Raises: EnvError if it raises.
-        """
-        if self.parts.hooks is None:
-            return {}, False
-        groups = [slot.played for slot in slots if slot.group is not None]
-        return await self.parts.hooks.log(self.buffer.next_step, groups)
-
-    async def _select_slots(self, slots: list[Slot]) -> list[Slot]:
-        """The slots that a hook selects from all ready ones; these slots without such a hook.
+    async def _select_slots(self, hooks: BatchHooks, slots: list[Slot]) -> list[Slot]:
+        """The slots that a hook selects from all ready ones.
 
         Raises: EnvError if the hook raises.
         """
-        hooks = self.parts.hooks
-        if hooks is None or not hooks.selects_groups:
-            return slots
         ready = {slot.group_id: slot for slot in self.buffer.ready_slots()}
         groups = [slot.played for slot in ready.values()]
         chosen = await hooks.select_groups(self.buffer.next_step, groups, len(slots))
         return [ready[group_id] for group_id in sorted(chosen)]
-
-    async def _samples_of(self, slots: Sequence[Slot]) -> list[TrainSample]:
-        """The training samples of these groups.
-
-        Raises: EnvError if a hook raises.
-        """
-        groups = self.parts.baselines.subtract([slot.played for slot in slots])
-        samples = await run_in_slices(_build_samples(groups))  # chosen slots do not change meanwhile
-        if self.parts.hooks is None:
-            return samples
-        return await self.parts.hooks.transform_samples(self.buffer.next_step, groups, samples)
 
     def _on_failed_batch(self, slots: Sequence[Slot], error: StrettoError) -> None:
         """Drop these groups because a hook raised; others will be drawn.
@@ -112,7 +105,10 @@ class BatchShipper:
             self.buffer.drop(slot, "a hook failed")
 
     async def ship(self, slots: list[Slot], samples: list[TrainSample], logged: tuple[dict[str, float], bool]) -> None:
-        """Pack the samples, write the ledger and send the batch; logged: of `_user_metrics`."""
+        """Pack the samples, write the ledger and send the batch; logged: the user's metrics, and do they replace ours?
+
+        Each part takes up to tens of milliseconds for a large batch. Between them other tasks run.
+        """
         run, step, started = self.parts, self.buffer.next_step, time.perf_counter()
         if self._whitened:
             samples[:] = whiten_samples(samples, self._whitened)
@@ -128,13 +124,16 @@ class BatchShipper:
             )
         )
         discarded = self.buffer.discarded(slots)
-        row = self._build_row(slots, discarded)
+        staleness = [self.buffer.staleness(slot) for slot in slots]
+        groups, unused = [slot.played for slot in slots], [slot.played for slot in discarded]
+        row = self._build_row(groups, unused, staleness)
         user_metrics, replaces_ours = logged
         row.metrics = ({} if replaces_ours else row.metrics) | user_metrics
-        run.baselines.commit(step)
-        decided = sorted((*slots, *discarded), key=lambda slot: slot.group_id)
-        rewards = [(slot.task.env, slot.task.task_id, mean_reward(slot.played)) for slot in decided]
-        run.curriculum.observe(step, rewards)
+        if run.baselines.algos:
+            run.baselines.commit(step)
+        if run.curriculum.pools:
+            decided = sorted((*groups, *unused), key=lambda group: group.group_id)
+            run.curriculum.observe(step, [(g.task.env, g.task.task_id, mean_reward(g)) for g in decided])
         await asyncio.sleep(0)
         run.ledger.batch_shipped(step, [slot.group_id for slot in slots])
         await asyncio.sleep(0)
@@ -142,9 +141,11 @@ class BatchShipper:
         row.metrics["time/pack"] = time.perf_counter() - started
         row.idle_s, self.idle_s = self.buffer.idle_s - self.idle_s, self.buffer.idle_s
         self.rows[step] = row
-        self._warn_without_signal(step, slots)
+        if self.cfg.filter_zero_advantages and not all(slot.has_signal for slot in slots):
+            self._warn_without_signal(step, slots)
         await asyncio.sleep(0)
-        await run.versions.turns.end_rollouts()
+        if run.versions.devices is not None:
+            await run.versions.devices.end_rollouts()
         await run.sender.send(batches)
         run.watch.progress(f"batch {step} shipped")
         await run_in_slices(_release(slots, samples))
@@ -154,28 +155,28 @@ class BatchShipper:
         """The engines' gauges, at most ENGINE_GAUGES_INTERVAL_S old."""
         if time.monotonic() >= self._next_gauges_at:
             self._next_gauges_at = time.monotonic() + ENGINE_GAUGES_INTERVAL_S
-            self._gauges = telemetry.engine_row(await telemetry.engine_metrics(self.parts.engines))
+            self._gauges = await _engine_gauges(self.parts.engines)
         return self._gauges
 
-    def _build_row(self, slots: Sequence[Slot], discarded: Sequence[Slot]) -> telemetry.StepRow:
+    def _build_row(self, groups: Sequence[Group], unused: Sequence[Group], staleness: Sequence[int]) -> StepRow:
         counts, self.buffer.counts = self.buffer.counts, Counts()
-        row = telemetry.batch_row(slots, discarded, self.buffer, counts)
-        row.metrics |= telemetry.filter_row(self.cfg.all_filters, self._pop_filter_flags(), [*slots, *discarded])
+        row = _batch_row(groups, unused, staleness, counts)
+        total = max(sum(len(group.rollouts) for group in (*groups, *unused)), 1)
+        row.metrics |= {f"filter/{each.type}": counts.flags[each.type] / total for each in self._filters}
         if self.parts.rollout_function is not None:
             row.metrics |= self.parts.rollout_function.metrics
         interval = self.cfg.monitors.samples_interval
         step = self.buffer.next_step
-        if self.parts.monitors.has_trackers and interval is not None and (step - 1) % interval == 0:
-            groups = [slot.played for slot in slots]
+        if self._has_trackers and interval is not None and (step - 1) % interval == 0:
             row.examples = example_rows(
                 groups, self.parts.player.renderer, "train", version=step - 1, count=NUM_EXAMPLES
             )
-            row.distributions = telemetry.distributions_of(slots)
+            row.distributions = _distributions_of(groups)
         return row
 
     def _warn_without_signal(self, step: int, slots: Sequence[Slot]) -> None:
         num_empty = sum(not slot.has_signal for slot in slots)
-        if num_empty and self.cfg.filter_zero_advantages and step >= self._next_warning:
+        if step >= self._next_warning:
             self._next_warning = step + WARN_INTERVAL_STEPS
             logger.info(
                 "step %d: %d of %d groups have equal rewards: max_oversampling = %g is used up; tasks are "
@@ -187,12 +188,78 @@ class BatchShipper:
             )
 
 
-def _build_samples(groups: Sequence[Group]) -> Generator[None, None, list[TrainSample]]:
-    samples = []
-    for group in groups:
-        samples += to_samples([group])
-        yield
-    return samples
+async def engine_metrics(engines: EngineClient) -> dict[str, float]:
+    """The engines' own metrics; empty if they do not answer.
+
+    An error here is not fatal: an engine that is really down fails its next request.
+    """
+    try:
+        return await engines.metrics()
+    except EngineError as error:
+        logger.debug("no engine metrics: %s", error)
+        return {}
+
+
+async def _engine_gauges(engines: EngineClient) -> dict[str, float]:
+    """The engines' gauges that help to read a training curve, under our names."""
+    metrics = await engine_metrics(engines)
+    return {ours: metrics[name] for name, ours in ENGINE_METRICS.items() if name in metrics}
+
+
+def _batch_row(
+    groups: Sequence[Group], discarded: Sequence[Group], staleness: Sequence[int], counts: Counts
+) -> StepRow:
+    """The metrics that are known when a batch is shipped; staleness: of each of its groups.
+
+    Mean rewards include discarded groups: without those of equal rewards the mean would not show how good the
+    policy is.
+    """
+    rollouts = [r for group in groups for r in group.rollouts if r.is_counted]
+    played = rollouts + [r for group in discarded for r in group.rollouts if r.is_counted]
+    lengths = np.array([rollout.num_sampled_tokens for rollout in rollouts])
+    rewards = np.array([rollout.reward for rollout in played])
+    truncated = sum(rollout.status is RolloutStatus.TRUNCATED for rollout in rollouts)
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/trained": float(np.mean([rollout.reward for rollout in rollouts])),
+        "off_policy/mean": float(np.mean(staleness)),
+        "off_policy/max": float(max(staleness)),
+        "off_policy/dropped": float(counts.stale),
+        "groups/drawn": float(counts.drawn),
+        "groups/failed": float(counts.failed),
+        "groups/rejected": float(counts.rejected),
+        "groups/zero_signal_share": counts.zero_signal / max(counts.finished, 1),
+        "completion/mean": float(lengths.mean()),
+        "completion/max": float(lengths.max()),
+        "completion/truncated_share": truncated / len(rollouts),
+    }
+    metrics |= _by_env(played)
+    return StepRow(metrics, len(rollouts), int(lengths.sum()))
+
+
+def _distributions_of(groups: Sequence[Group]) -> dict[str, Values]:
+    """Rewards and sampled tokens of each rollout that counts, for histograms; {} if none does."""
+    rollouts = [r for group in groups for r in group.rollouts if r.is_counted]
+    if not rollouts:
+        return {}
+    return {
+        "reward/distribution": np.array([rollout.reward for rollout in rollouts]),
+        "completion/distribution": np.array([float(rollout.num_sampled_tokens) for rollout in rollouts]),
+    }
+
+
+def _by_env(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    rewards, custom = defaultdict(list), defaultdict(list)
+    for rollout in rollouts:
+        rewards[rollout.task.env].append(rollout.reward)
+        for name, value in rollout.metrics.items():
+            custom[f"env/{rollout.task.env}/{name}"].append(value)
+    row = {name: float(np.mean(values)) for name, values in custom.items()}
+    if len(rewards) > 1:
+        row |= {f"reward/{env}/mean": float(np.mean(values)) for env, values in rewards.items()}
+        row |= {f"batch/{env}": float(len(values)) for env, values in rewards.items()}
+    return row
 
 
 def _release(slots: Sequence[Slot], samples: list[TrainSample]) -> Generator[None, None, None]:

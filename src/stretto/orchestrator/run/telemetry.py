@@ -9,34 +9,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from stretto.base.errors import EngineError
 from stretto.base.status import report
-from stretto.config.sections.curriculum import Filter
 from stretto.monitors.monitor import TableRow, Values
-from stretto.orchestrator.groups.buffer import Buffer, Counts, Slot
+from stretto.orchestrator.eval_scores import EvalScore, mean_over_envs
 from stretto.orchestrator.run.concurrency import AdaptiveLimit
 from stretto.orchestrator.run.diagnosis import Diagnosis
 from stretto.orchestrator.run.parts import RunParts
-from stretto.orchestrator.scores import EvalScore, mean_over_envs
 from stretto.records.control import StepDone
-from stretto.records.rollout import RolloutStatus
-from stretto.transports.engine.client import EngineClient
 
 logger = logging.getLogger(__name__)
 
-ENGINE_METRICS = {
-    "vllm:num_requests_running": "inference/num_requests_running",
-    "vllm:num_requests_waiting": "inference/num_requests_waiting",
-    "vllm:kv_cache_usage_perc": "inference/kv_cache_usage",
-    "vllm:num_preemptions_total": "inference/num_preemptions",
-    "vllm:num_preemptions": "inference/num_preemptions",
-}
 STATUS_METRICS = {
     "time_s": "time/step",
     "reward": "reward/mean",
@@ -65,90 +50,12 @@ class StepRow:
     distributions: Mapping[str, Values] = field(default_factory=dict)
 
 
-async def engine_metrics(engines: EngineClient) -> dict[str, float]:
-    """The engines' own metrics; empty if they do not answer.
-
-    An error here is not fatal: an engine that is really down fails its next request.
-    """
-    try:
-        return await engines.metrics()
-    except EngineError as error:
-        logger.debug("no engine metrics: %s", error)
-        return {}
-
-
-def batch_row(slots: Sequence[Slot], discarded: Sequence[Slot], buffer: Buffer, counts: Counts) -> StepRow:
-    """The metrics that are known when a batch is shipped.
-
-    Mean rewards include discarded groups: without those of equal rewards the mean would not show how good the
-    policy is.
-    """
-    rollouts = [r for slot in slots for r in slot.played.rollouts if r.is_counted]
-    played = rollouts + [r for slot in discarded for r in slot.played.rollouts if r.is_counted]
-    rewards = np.array([rollout.reward for rollout in played])
-    lengths = np.array([rollout.num_sampled_tokens for rollout in rollouts])
-    staleness = [buffer.staleness(slot) for slot in slots]
-    truncated = sum(rollout.status is RolloutStatus.TRUNCATED for rollout in rollouts)
-    metrics = {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/trained": float(np.mean([rollout.reward for rollout in rollouts])),
-        "off_policy/mean": float(np.mean(staleness)),
-        "off_policy/max": float(max(staleness)),
-        "off_policy/dropped": float(counts.stale),
-        "groups/drawn": float(counts.drawn),
-        "groups/failed": float(counts.failed),
-        "groups/rejected": float(counts.rejected),
-        "groups/zero_signal_share": counts.zero_signal / max(counts.finished, 1),
-        "completion/mean": float(lengths.mean()),
-        "completion/max": float(lengths.max()),
-        "completion/truncated_share": truncated / len(rollouts),
-    }
-    metrics |= _by_env(played)
-    return StepRow(metrics, len(rollouts), int(lengths.sum()))
-
-
-def distributions_of(slots: Sequence[Slot]) -> dict[str, Values]:
-    """Rewards and sampled tokens of each rollout that counts, for histograms; {} if none does."""
-    rollouts = [r for slot in slots for r in slot.played.rollouts if r.is_counted]
-    if not rollouts:
-        return {}
-    return {
-        "reward/distribution": np.array([rollout.reward for rollout in rollouts]),
-        "completion/distribution": np.array([float(rollout.num_sampled_tokens) for rollout in rollouts]),
-    }
-
-
-def filter_row(filters: Sequence[Filter], flags: Mapping[str, int], slots: Sequence[Slot]) -> dict[str, float]:
-    """Flags of each filter since the last batch, per rollout of these groups."""
-    total = max(sum(len(slot.played.rollouts) for slot in slots), 1)
-    return {f"filter/{each.type}": flags.get(each.type, 0) / total for each in filters}
-
-
-def _by_env(rollouts: Sequence) -> dict[str, float]:
-    rewards, custom = defaultdict(list), defaultdict(list)
-    for rollout in rollouts:
-        rewards[rollout.task.env].append(rollout.reward)
-        for name, value in rollout.metrics.items():
-            custom[f"env/{rollout.task.env}/{name}"].append(value)
-    row = {name: float(np.mean(values)) for name, values in custom.items()}
-    if len(rewards) > 1:
-        row |= {f"reward/{env}/mean": float(np.mean(values)) for env, values in rewards.items()}
-        row |= {f"batch/{env}": float(len(values)) for env, values in rewards.items()}
-    return row
-
-
 def merge_metrics(row: dict[str, float], trainer: Mapping[str, float]) -> dict[str, float]:
     """The row and the trainer's metrics together.
 
     If both have a name, the orchestrator's keeps it and the trainer's becomes `trainer/<name>`.
     """
     return {(f"trainer/{name}" if name in row else name): value for name, value in trainer.items()} | row
-
-
-def engine_row(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The engine's gauges that help to read a training curve, under our names."""
-    return {ours: metrics[name] for name, ours in ENGINE_METRICS.items() if name in metrics}
 
 
 def report_step(step: int, max_steps: int | None, row: Mapping[str, float], waits: dict[str, float]) -> None:
@@ -195,12 +102,12 @@ class StepReports:
         run, step = self._parts, done.step
         self._count(done, row)
         metrics, waits = self._metrics_of(done, row)
+        report_step(step, run.cfg.max_steps, metrics, waits)
         run.monitors.log(step, metrics)
         if row.examples:
             run.monitors.log_table(step, "train/samples", row.examples)
         if row.distributions:
             run.monitors.log_histograms(step, row.distributions)
-        report_step(step, run.cfg.max_steps, metrics, waits)
         for text in self.diagnosis.add(metrics):
             logger.warning(text)
         run.watch.progress(f"step {step} trained")
@@ -231,8 +138,8 @@ class StepReports:
             "tokens_per_s": row.num_tokens / max(step_s, done.time_s),
             "trainer/step_s": done.time_s,
             "trainer/wait_s": done.wait_s,
-            **run.curriculum.gauges(),
-            **run.baselines.gauges(),
+            **(run.curriculum.gauges() if run.curriculum.pools else {}),
+            **(run.baselines.gauges() if run.baselines.algos else {}),
             "progress/rollouts": float(run.progress.num_rollouts),
             "progress/tokens": float(run.progress.num_tokens),
         }

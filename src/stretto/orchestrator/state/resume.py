@@ -15,12 +15,12 @@ from stretto.base.status import report
 from stretto.config.root import OrchestratorConfig
 from stretto.envs.base import Environment, tasks_of
 from stretto.ledger.writer import Ledger
+from stretto.orchestrator.batch_hooks import BatchHooks
 from stretto.orchestrator.eval.results import load_mean_rewards
 from stretto.orchestrator.groups.buffer import Buffer
 from stretto.orchestrator.groups.filters import assess_group
-from stretto.orchestrator.hooks import BatchHooks
-from stretto.orchestrator.state import checkpoint
-from stretto.orchestrator.state.checkpoint import Progress
+from stretto.orchestrator.state import run_checkpoint
+from stretto.orchestrator.state.run_checkpoint import Progress
 from stretto.orchestrator.tasks.order import Cursor, TaskMix
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def starting_point(cfg: OrchestratorConfig) -> Progress:
     if cfg.resume is None:
         return Progress()
     run, step = rundir.find_checkpoint(cfg.run_dir, cfg.resume.step, cfg.resume.dir)
-    if cfg.resume.dir is not None and not checkpoint.has_orchestrator_half(run, step):
+    if cfg.resume.dir is not None and not run_checkpoint.has_orchestrator_half(run, step):
         raise ConfigError(
             f"resume.dir: {run.checkpoint(step)} is of an `sft` run, whose optimizer learned another loss; start "
             f'from its weights instead, model.name = "{run.weights_step(step)}"'
@@ -42,7 +42,7 @@ def starting_point(cfg: OrchestratorConfig) -> Progress:
     if cfg.resume.skip_progress:
         return Progress(origin=str(run.checkpoint(step)))
     rundir.check_max_steps(cfg.max_steps, step)
-    progress = checkpoint.load(run, step)
+    progress = run_checkpoint.load(run, step)
     if cfg.resume.dir is not None:
         progress.origin = str(run.checkpoint(step))
         return progress
@@ -70,7 +70,7 @@ def with_fingerprints(cfg: OrchestratorConfig, progress: Progress, envs: Sequenc
     ratios = {env.name: section.ratio for env, section in zip(envs, cfg.env, strict=True)}
     if progress.origin is not None and _is_new_run(cfg):
         data = {env.name: tasks_of(env, "train").fingerprint for env in envs}
-        progress = checkpoint.carry_over(progress, data, ratios)
+        progress = run_checkpoint.carry_over(progress, data, ratios)
     progress.ratios = ratios
     check_fingerprints(envs, progress)
     return progress

@@ -3,7 +3,7 @@
 Environments alternate in a fixed cycle of up to 1000 draws, which keeps their ratios exactly and mixes them evenly.
 Tasks of one environment come in index order if there are infinitely many or if it says that they are ordered;
 otherwise in a new shuffle per epoch. A shuffle is computed element by element: it needs no memory, and its cost does
-not depend on the number of tasks. An environment with difficulty pools (curriculum.py) draws from its pools: then a
+not depend on the number of tasks. An environment with difficulty pools (difficulty.py) draws from its pools: then a
 draw depends on its number and on the pools.
 """
 
@@ -22,7 +22,7 @@ from stretto.base.errors import ConfigError
 from stretto.envs.base import Environment, TaskSource, tasks_of
 from stretto.envs.workers.pool import WorkerEnv
 from stretto.envs.workers.wire import split_and_index
-from stretto.orchestrator.tasks.curriculum import DifficultyPools
+from stretto.orchestrator.tasks.difficulty import DifficultyPools
 from stretto.records.partial import PartialRollout
 from stretto.records.rollout import Task
 
@@ -69,13 +69,13 @@ class TaskMix:
     def playable(self, task: Task) -> Task:
         """A recorded task as the environment can play it now.
 
-        The orchestrator has only the place of a task whose episodes worker processes play. A run that is resumed
-        without them takes the environment's own task from that place; workers find their own.
+        The orchestrator has only split and index of a task whose episodes worker processes play. A run that is
+        resumed without them takes the environment's own task there; workers find their own.
         """
-        env, place = self.envs.get(task.env), split_and_index(task)
-        if env is None or place is None or isinstance(env, WorkerEnv):
+        env, found = self.envs.get(task.env), split_and_index(task)
+        if env is None or found is None or isinstance(env, WorkerEnv):
             return task
-        return tasks_of(env, place[0]).task(place[1])
+        return tasks_of(env, found[0]).task(found[1])
 
     def _task(self, source: TaskSource, env: int, index: int) -> Task:
         if source.num_tasks is None:
@@ -124,8 +124,8 @@ def _cycle_of(ratios: Sequence[float]) -> tuple[list[tuple[int, int]], list[int]
     divisor = gcd(*shares)
     counts = [share // divisor for share in shares]
     # The j-th of c draws of an environment falls at (j + 1/2) / c of the cycle; fractions make ties exact.
-    places = [(Fraction(2 * j + 1, 2 * c), env, j) for env, c in enumerate(counts) for j in range(c)]
-    return [(env, j) for _, env, j in sorted(places)], counts
+    midpoints = [(Fraction(2 * j + 1, 2 * c), env, j) for env, c in enumerate(counts) for j in range(c)]
+    return [(env, j) for _, env, j in sorted(midpoints)], counts
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""Versions of the weights in the engines: loaded in order, checked, and in turns with a trainer on the same GPUs."""
+"""Versions of the weights in the engines: loaded in order, checked, and on GPUs shared with a trainer."""

@@ -18,9 +18,9 @@ import numpy as np
 from stretto.base.aio import wait_for
 from stretto.base.errors import WireError
 from stretto.ledger.writer import Ledger
-from stretto.orchestrator.versions.canary import CanaryCheck
-from stretto.orchestrator.versions.turns import Turns
-from stretto.records.weights import Canary, WeightManifest
+from stretto.orchestrator.versions.canary_check import CanaryCheck
+from stretto.orchestrator.versions.shared_devices import SharedDevices
+from stretto.records.weight_manifest import Canary, WeightManifest
 from stretto.transports.engine.client import EngineClient
 
 logger = logging.getLogger(__name__)
@@ -38,9 +38,9 @@ class VersionLoader:
         timeout_s: float,
         tolerance: float | None = None,
         generation: Callable[[], int] = lambda: 0,
-        turns: Turns | None = None,
+        devices: SharedDevices | None = None,
     ) -> None:
-        """tolerance: of the canary check, in nats; None: `canary.tolerance_of` it. turns: of a run with [colocate].
+        """tolerance: of the canary check, in nats; None: `canary.tolerance_of` it. devices: of a run with [colocate].
 
         generation: returns a number that grows whenever an engine goes down or comes back.
         """
@@ -48,7 +48,7 @@ class VersionLoader:
         self.load_s = 0.0  # of the latest load
         self._engines, self._ledger, self._timeout_s = engines, ledger, timeout_s
         self._check_canary, self._generation = CanaryCheck(tolerance), generation
-        self.turns = turns or Turns(engines, None)
+        self.devices = devices
         self._checked_generation: int | None = None  # its engines passed the latest check
         self.canary_error = 0.0  # mean difference to the trainer's logprobs at the latest check, nats
         self._published: asyncio.Queue[WeightManifest] = asyncio.Queue()
@@ -82,11 +82,13 @@ class VersionLoader:
         self._ledger.version_published(version)
         started, generation = time.perf_counter(), self._generation()
         what = f"all engines to load version {version}"
-        await self.turns.begin_loading()
+        if self.devices is not None:
+            await self.devices.begin_loading()
         is_probed = manifest.canary is not None and manifest.canary.probe is not None
         first = msgspec.structs.replace(manifest, is_probe=is_probed)
         await wait_for(self._engines.update_weights(first), self._timeout_s, what)
-        await self.turns.begin_rollouts()
+        if self.devices is not None:
+            await self.devices.begin_rollouts()
         if manifest.canary is not None and is_probed:
             await self._check_probe(manifest, manifest.canary)
             await wait_for(self._engines.update_weights(manifest), self._timeout_s, what)

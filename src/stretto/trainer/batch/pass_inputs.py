@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import torch
@@ -66,6 +66,17 @@ IDLE_MICRO_BATCH = MicroBatch(
     envs=("idle",),
 )
 """Two tokens, for a pass whose result is not used."""
+
+
+class PassOptions(TypedDict, total=False):
+    """The keyword arguments of `build_pass_inputs`."""
+
+    is_scored: np.ndarray | None
+    share_prefixes: bool
+    with_samples: bool
+    with_routes: bool
+    vision: VisionShape | None
+    with_unused_image: bool
 
 
 def has_trained_tokens(mb: MicroBatch) -> bool:
@@ -147,8 +158,11 @@ def _build_streams(
 ) -> TokenStreams:
     """The streams that the loss needs of these tokens; documents: the index of each token's document."""
 
-    def pick(stream: np.ndarray | None, dtype: type = np.float32) -> Tensor | None:
-        return None if stream is None else _to_device(stream[tokens], device, dtype)
+    def pick(stream: np.ndarray, dtype: type = np.float32) -> Tensor:
+        return _to_device(stream[tokens], device, dtype)
+
+    def pick_some(stream: np.ndarray | None) -> Tensor | None:
+        return None if stream is None else pick(stream)
 
     samples = None
     if with_samples:
@@ -158,11 +172,11 @@ def _build_streams(
         is_sampled=pick(mb.loss_mask, np.bool_),
         behavior_logprobs=pick(mb.logprobs),
         advantages=pick(mb.advantages),
-        rl_weights=pick(weights.rl),
-        ce_weights=pick(weights.ce),
-        ref_kl_weights=pick(weights.ref_kl),
-        ref_logprobs=pick(mb.ref_logprobs),
-        old_logprobs=pick(mb.old_logprobs),
+        rl_weights=pick_some(weights.rl),
+        ce_weights=pick_some(weights.ce),
+        ref_kl_weights=pick_some(weights.ref_kl),
+        ref_logprobs=pick_some(mb.ref_logprobs),
+        old_logprobs=pick_some(mb.old_logprobs),
         sample_index=samples,
     )
 

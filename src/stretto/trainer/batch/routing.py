@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import ModelSection
-from stretto.models.moe import Routing, mixtures, update_expert_bias
+from stretto.models.decoder import Decoder
+from stretto.models.hf import Policy
+from stretto.models.moe import mixtures, update_expert_bias
 from stretto.models.parts.mixers.sparse_mla import Indexer
+from stretto.models.parts.router import Routing
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.pass_inputs import PassInputs
@@ -26,11 +29,12 @@ from stretto.trainer.batch.pass_inputs import PassInputs
 class Routers:
     """The routers of one policy."""
 
-    def __init__(self, policy: nn.Module, rate: float | None) -> None:
+    def __init__(self, policy: Decoder, rate: float | None) -> None:
         """rate: step size of the expert biases; None if they do not move."""
         self._policy, self._rate = policy, rate
         self._names, self._mixtures = list(mixtures(policy)), list(mixtures(policy).values())
         shape = policy.config.moe
+        assert shape is not None, "a dense policy has no routers"
         self.num_experts, self.top_k, self.num_layers = (shape.num_experts, shape.top_k, policy.config.num_layers)
         self._loads: Tensor | None = None
         self._confidence: Tensor | None = None
@@ -112,12 +116,12 @@ class Routers:
         }
 
 
-def build_routers(policy: nn.Module, model: ModelSection, *, is_replaying: bool) -> Routers | None:
+def build_routers(policy: Policy, model: ModelSection, *, is_replaying: bool) -> Routers | None:
     """The routers of a policy with experts; None for a dense policy or impl = "hf".
 
     Raises: ConfigError when a setting about experts is on and the policy does not support it.
     """
-    moe = policy.config.moe
+    moe = policy.config.moe if isinstance(policy, Decoder) else None
     if model.indexer_kl_coeff is not None:
         _unfreeze_indexers(policy, model)
     settings = {
@@ -125,7 +129,7 @@ def build_routers(policy: nn.Module, model: ModelSection, *, is_replaying: bool)
         "[model] freeze_moe_router = true": model.freeze_moe_router,
         f"[model] moe_bias_update_rate = {model.moe_bias_update_rate}": model.moe_bias_update_rate is not None,
     }
-    if moe is None:
+    if not isinstance(policy, Decoder) or moe is None:
         for setting, is_on in settings.items():
             if is_on:
                 raise ConfigError(
@@ -146,7 +150,7 @@ def build_routers(policy: nn.Module, model: ModelSection, *, is_replaying: bool)
     return Routers(policy, model.moe_bias_update_rate)
 
 
-def _unfreeze_indexers(policy: nn.Module, model: ModelSection) -> None:
+def _unfreeze_indexers(policy: Policy, model: ModelSection) -> None:
     """Raises: ConfigError if the policy has no indexers."""
     indexers = [module for module in policy.modules() if isinstance(module, Indexer)]
     if not indexers:

@@ -18,14 +18,15 @@ import numpy as np
 
 from stretto.base.errors import ConfigError, DataError, EnvError, StrettoError
 from stretto.base.foreign import guarded
-from stretto.chat.render import Message, Renderer, SftRendering
+from stretto.chat.backend import Message
+from stretto.chat.render import Renderer, SftRendering
 from stretto.config.sections.sft import Data, EnvData, FileData, LossMaskSection
 from stretto.data.image_columns import column_of, with_images
 from stretto.data.messages import parse_messages, parse_tools
 from stretto.data.records import read_records
 from stretto.envs.base import load_environment
 from stretto.records.images import Image
-from stretto.records.rows import pack_rows
+from stretto.records.row_packing import pack_rows
 from stretto.records.sample import MicroBatch, images_by_document
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Examples:
         """A checksum of all tokens and masks, to check that a resumed run has the same data."""
         crc = len(self.examples)
         for example in self.examples:
-            crc = zlib.crc32(example.is_trained, zlib.crc32(example.token_ids, crc))
+            crc = zlib.crc32(example.is_trained.data, zlib.crc32(example.token_ids.data, crc))
             for image in example.images:
                 crc = zlib.crc32(image.hash.encode(), crc)
         return crc
@@ -218,6 +219,7 @@ def _renamed(record: dict[str, Any], data: FileData, where: str) -> dict[str, An
             keys = ", ".join(sorted(map(str, record))) or "nothing"
             raise DataError(f"{where}: no {key!r} ({setting}); the row has {keys}.")
     if data.output_key is not None:
+        assert prompt_key is not None
         columns = {"prompt": record[prompt_key], "completion": record[data.output_key], "tools": tools}
         return columns | column_of(record)
     if data.input_key is None:

@@ -7,6 +7,7 @@ rounded into the model.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.trainer import AdamWOptim, MuonOptim, Optim, SgdOptim, SignSgdOptim
+from stretto.models.decoder import Decoder
+from stretto.models.hf import HFDecoder, Policy
 from stretto.models.tensor_map import Shape, TensorSlice
 from stretto.trainer.optim.muon import Muon, find_matrices
 from stretto.trainer.optim.offload import StreamedOptimizer
@@ -52,7 +55,7 @@ def _build_optimizer(named: dict[str, nn.Parameter], cfg: Optim, weights: Traine
     parameters = list(named.values())
     match cfg:
         case MuonOptim():
-            return Muon(named, cfg, matrices=find_matrices(weights.policy), apply_to_whole=weights.apply_to_whole)
+            return Muon(named, cfg, matrices=find_matrices(weights.module), apply_to_whole=weights.apply_to_whole)
         case AdamWOptim():
             return torch.optim.AdamW(
                 parameters,
@@ -75,24 +78,58 @@ def _build_optimizer(named: dict[str, nn.Parameter], cfg: Optim, weights: Traine
             )
 
 
-class TrainedWeights:
+class TrainedWeights(ABC):
     """The trained weights of a module, as optimizer and files see them.
 
     MasterWeights are those of one rank, ShardedWeights (parallel/shard.py) those of several.
 
-    parameters: this rank's tensors, which the optimizer updates, in the order of `names`. export_dtype: the dtype of
-    weights that are exported or published.
+    module: what has the weights. parameters: this rank's tensors, which the optimizer updates, in the order of `names`.
+    export_dtype: the dtype of weights that are exported or published.
     """
 
-    policy: nn.Module
+    module: nn.Module
     mesh: Mesh
     names: list[str]
     parameters: list[nn.Parameter]
     export_dtype: torch.dtype
 
+    @property
+    def policy(self) -> Policy:
+        """The module as a model; the tenants of a service may train an adapter alone, which is none."""
+        assert isinstance(self.module, (Decoder, HFDecoder)), type(self.module)
+        return self.module
+
+    @abstractmethod
+    def collect_gradients(self) -> None:
+        """Give each parameter its gradient, after all backward passes."""
+
+    @abstractmethod
+    def reshard(self) -> None:
+        """Free the weights that a forward pass gathered; call it if no backward pass follows."""
+
+    @abstractmethod
+    def clip_gradients(self, max_norm: float | None) -> Float[Tensor, ""]:
+        """Scale all gradients so that their joint norm is at most max_norm; returns the norm before."""
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+
+    @abstractmethod
+    def copy_to_model(self) -> None:
+        """Round the weights into the model; call it after an update or a load."""
+
+    @abstractmethod
     def slice_of(self, name: str, value: Shaped[Tensor, " ..."]) -> TensorSlice:
         """This rank's part of a weight, or of its optimizer state, as a slice of the whole tensor."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def apply_to_whole(
+        self,
+        parts: Mapping[str, Tensor],
+        compute: Callable[[str, Float[Tensor, "*stack rows columns"]], Float[Tensor, "*stack rows columns"]],
+    ) -> dict[str, Tensor]:
+        """Apply `compute` to whole matrices; this rank's parts of the results."""
 
     def slices(self) -> dict[str, TensorSlice]:
         """This rank's slice of every trained weight."""
@@ -115,7 +152,7 @@ class MasterWeights(TrainedWeights):
     """The model's own weights, or float32 copies of them."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self.policy, self.export_dtype = model, next(model.parameters()).dtype
+        self.module, self.export_dtype = model, next(model.parameters()).dtype
         self.model_parameters = [p for p in model.parameters() if p.requires_grad]
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         model_dtype = self.model_parameters[0].dtype
@@ -163,7 +200,6 @@ class MasterWeights(TrainedWeights):
         return {name: compute(name, part) for name, part in parts.items()}
 
     def copy_to_model(self) -> None:
-        """Round the weights into the model; call it after an update or a load."""
         if self.are_copies:
             with torch.no_grad():
                 for parameter, master in zip(self.model_parameters, self.parameters):

@@ -11,7 +11,7 @@ equation 4. Differs: on CPUs the iteration runs in float32, on GPUs in bfloat16 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ class Muon(torch.optim.Optimizer):
         self._named, self._cfg, self._matrices, self._apply_to_whole = named, cfg, matrices, apply_to_whole
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # torch's takes a closure
         """One update of every weight that has a gradient."""
         assert closure is None, "Muon takes no closure"
         lr = self.param_groups[0]["lr"]
@@ -101,11 +101,12 @@ class Muon(torch.optim.Optimizer):
     def _step_matrices(self, named: dict[str, nn.Parameter], lr: float) -> None:
         momenta = {}
         for name, parameter in named.items():
-            state = self.state[parameter]
+            state, grad = self.state[parameter], parameter.grad
+            assert grad is not None
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            state["momentum_buffer"].lerp_(parameter.grad, 1 - self._cfg.mu)
-            momenta[name] = parameter.grad.lerp(state["momentum_buffer"], self._cfg.mu)
+            state["momentum_buffer"].lerp_(grad, 1 - self._cfg.mu)
+            momenta[name] = grad.lerp(state["momentum_buffer"], self._cfg.mu)
         updates = self._apply_to_whole(momenta, lambda name, whole: muon_step(whole, self._matrices[name]))
         for name, parameter in named.items():
             parameter.mul_(1 - lr * self._cfg.weight_decay)
@@ -121,8 +122,8 @@ class Muon(torch.optim.Optimizer):
                 }
         states = [self.state[p] for p in parameters]
         adamw(
-            parameters,
-            [p.grad for p in parameters],
+            [*parameters],
+            [p.grad for p in parameters if p.grad is not None],
             [s["exp_avg"] for s in states],
             [s["exp_avg_sq"] for s in states],
             [],

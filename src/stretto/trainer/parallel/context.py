@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from stretto.models.attention import PackedLayout
-from stretto.models.moe import Routing
+from stretto.models.decoder import Decoder
 from stretto.models.parts.mixers.attend import NO_LIMITS, Attend, Limits
 from stretto.models.parts.mixers.documents import Documents
 from stretto.models.parts.mixers.key_choice import VisibleKeys, attend_chosen
+from stretto.models.parts.router import Routing
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.parallel.collectives import all_to_all, gather_rows
 from stretto.trainer.ranks.mesh import Mesh
@@ -61,7 +62,7 @@ def _assign_tokens(num_tokens: int, degree: int, style: str, device: torch.devic
 
 
 def hidden_states(
-    policy: nn.Module, inputs: PassInputs, mesh: Mesh, style: str, routing: Routing | None
+    policy: Decoder, inputs: PassInputs, mesh: Mesh, style: str, routing: Routing | None
 ) -> tuple[Float[Tensor, "trained dim"], list[Int[Tensor, " _"]]]:
     """Hidden states before this rank's trained tokens, and the indices of each rank's trained tokens.
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.models.moe import Experts, Routing, mixtures
+from stretto.models.moe import Experts, mixtures
+from stretto.models.parts.router import Routing
 from stretto.trainer.parallel.token_dispatcher import TokenDispatcher
 from stretto.trainer.ranks.mesh import Mesh
 
@@ -25,7 +26,8 @@ def cut_experts(policy: nn.Module, mesh: Mesh, dispatcher: TokenDispatcher) -> d
             part = parameter.detach().chunk(mesh.degrees.ep)[mesh.ep_rank].clone()
             setattr(experts, key, nn.Parameter(part, requires_grad=parameter.requires_grad))
             cuts[f"{name}.experts.{key}"] = 0
-        experts.forward = _forward(experts, mesh.degrees.ep, dispatcher)
+        forward = _forward(experts, mesh.degrees.ep, dispatcher)
+        experts.forward = forward  # type: ignore[method-assign]  # of these experts alone
     return cuts
 
 

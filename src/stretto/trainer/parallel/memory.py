@@ -29,6 +29,7 @@ from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ACTIVATION_TARGETS, ActivationCheckpointSection, ModelSection
 from stretto.models.decoder import Block, Decoder
 from stretto.models.fp8.reference import Fp8Linear
+from stretto.models.hf import Policy
 from stretto.models.moe import MoE
 from stretto.models.parts.mlp import MLP, PlainMLP
 from stretto.trainer.ranks.mesh import training_device
@@ -42,7 +43,7 @@ MIN_OFFLOAD_BYTES = 1 << 16
 """Smaller tensors stay on the GPU: their copies would cost more than they free."""
 
 
-def prepare_blocks(policy: nn.Module, section: ModelSection) -> None:
+def prepare_blocks(policy: Policy, section: ModelSection) -> None:
     """Apply [model.compile], [model.ac] and [model.ac_offloading] to a policy to be trained.
 
     Raises: ConfigError if this policy or this machine does not support a setting.
@@ -77,7 +78,7 @@ def prepare_blocks(policy: nn.Module, section: ModelSection) -> None:
             _wrap_method((block, "forward"), lambda inner: _with_offload(inner, offload))
 
 
-def find_blocks(policy: nn.Module) -> list[nn.Module]:
+def find_blocks(policy: Policy) -> list[nn.Module]:
     """The blocks of a policy in order, whether it is a Decoder or a transformers model."""
     if isinstance(policy, Decoder):
         return list(policy.model.layers)
@@ -91,10 +92,11 @@ def find_blocks(policy: nn.Module) -> list[nn.Module]:
     return list(lists[0])
 
 
-def find_vision_blocks(policy: nn.Module) -> list[nn.Module]:
+def find_vision_blocks(policy: Policy) -> list[nn.Module]:
     """The blocks of our own vision tower; none for a model of text."""
-    has_tower = isinstance(policy, Decoder) and policy.config.vision is not None
-    return list(policy.model.visual.blocks) if has_tower else []
+    if not isinstance(policy, Decoder) or policy.config.vision is None:
+        return []
+    return list(policy.model.visual.blocks)
 
 
 def _recomputable_methods(block: Block) -> dict[str, list[Method]]:
@@ -127,13 +129,14 @@ def _methods_to_recompute(blocks: list[nn.Module], ac: ActivationCheckpointSecti
         for block in blocks[:: ac.freq]:
             yield block, "forward"
         return
-    if not isinstance(blocks[0], Block):
+    ours = [block for block in blocks if isinstance(block, Block)]
+    if not ours:
         raise ConfigError('[model.ac] mode = "selective" needs impl = "custom"; use mode = "full"')
-    known = {name for block in blocks for name in _recomputable_methods(block)}
+    known = {name for block in ours for name in _recomputable_methods(block)}
     if absent := [name for name in ac.targets if name not in known]:
         valid = ", ".join(name for name in ACTIVATION_TARGETS if name in known)
         raise ConfigError(f'[model.ac] targets: this model has no "{absent[0]}"; use some of {valid}')
-    for block in blocks[:: ac.freq]:
+    for block in ours[:: ac.freq]:
         for name in ac.targets:
             yield from _recomputable_methods(block).get(name, [])
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from stretto.check.degrees import cp_style
 from stretto.config.sections.model import ModelSection
+from stretto.models.decoder import Decoder
+from stretto.models.hf import Policy
 from stretto.models.lm_head import head_logits, token_logprobs
-from stretto.models.moe import Routing
+from stretto.models.parts.router import Routing
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.parallel import context
 from stretto.trainer.parallel.collectives import all_gather_at
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def compute_logprobs(
-    policy: nn.Module,
+    policy: Policy,
     inputs: PassInputs,
     mesh: Mesh,
     model: ModelSection,
@@ -56,20 +58,21 @@ def compute_logprobs(
     return _gather(logprobs, places, mesh), _gather(entropy, places, mesh)
 
 
-def compute_values(critic: nn.Module, inputs: PassInputs, mesh: Mesh, model: ModelSection) -> Float[Tensor, " trained"]:
+def compute_values(critic: Decoder, inputs: PassInputs, mesh: Mesh, model: ModelSection) -> Float[Tensor, " trained"]:
     """The critic's value before every trained token."""
     hidden, places = _hidden_states(critic, inputs, mesh, model, None)
     return _gather(head_logits(hidden, critic.output_weight).squeeze(1), places, mesh)
 
 
 def _hidden_states(
-    policy: nn.Module, inputs: PassInputs, mesh: Mesh, model: ModelSection, routing: Routing | None
+    policy: Policy, inputs: PassInputs, mesh: Mesh, model: ModelSection, routing: Routing | None
 ) -> tuple[Tensor, list[Tensor] | None]:
     """Hidden states before the trained tokens of this rank, and which tokens each rank has; None: it has all."""
     if mesh.degrees.cp > 1:
+        assert isinstance(policy, Decoder), "cp is refused for models of transformers"
         return context.hidden_states(policy, inputs, mesh, cp_style(model, policy.config), routing)
-    more: dict[str, Any] = {} if routing is None else {"routing": routing}
-    hidden = policy.hidden(inputs.token_ids, inputs.layout, inputs.rows, **more, **inputs.options)
+    options: dict[str, Any] = {**inputs.options} if routing is None else {**inputs.options, "routing": routing}
+    hidden = policy.hidden(inputs.token_ids, inputs.layout, inputs.rows, **options)
     return hidden.index_select(0, inputs.predictors), None
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -24,10 +24,10 @@ from stretto.config.sections.model import ModelSection
 from stretto.families.table import FAMILIES
 from stretto.models import hub
 from stretto.models.decoder import Decoder
-from stretto.models.hf import HFDecoder, check_output_head
+from stretto.models.hf import HFDecoder, Policy, check_output_head
 from stretto.models.lora import initial_values, is_adapter_parameter
 from stretto.models.moe import mixtures
-from stretto.models.tensor_map import TensorSlice
+from stretto.models.tensor_map import CheckpointReader, TensorSlice
 from stretto.trainer.optim.build import TrainedWeights
 from stretto.trainer.parallel.collectives import all_gather
 from stretto.trainer.parallel.expert import cut_experts
@@ -40,8 +40,6 @@ from stretto.trainer.ranks.mesh import Mesh
 if TYPE_CHECKING:
     from jaxtyping import Float, Shaped
 
-Policy = Decoder | HFDecoder
-
 
 def parallelise(policy: Policy, mesh: Mesh, section: ModelSection) -> ShardedWeights:
     """Spread a policy over the mesh; its weights for the optimizer.
@@ -53,14 +51,15 @@ def parallelise(policy: Policy, mesh: Mesh, section: ModelSection) -> ShardedWei
     if section.fsdp_cpu_offload and mesh.device.type == "cpu":
         raise ConfigError("[model] fsdp_cpu_offload = true needs a GPU to offload from; remove it")
     is_custom = isinstance(policy, Decoder)
-    if not is_custom and not hasattr(policy, "tensor_map"):
+    if isinstance(policy, HFDecoder) and not hasattr(policy, "tensor_map"):
         policy.prepare_for_sharding()
     _ = policy.tensor_map  # built now, while the parameters have their whole shapes
     for name, parameter in policy.named_parameters():
         # Frozen weights keep their dtype: they are never updated.
         if parameter.requires_grad or (is_custom and name in policy.unsharded_names):
             parameter.data = parameter.data.to(hub.DTYPES[section.optimization_dtype])
-    features, partial = ({}, set())
+    features: dict[str, int] = {}
+    partial: set[str] = set()
     if mesh.degrees.tp > 1:
         features, partial = cut_layers(policy, FAMILIES[policy.config.family].tp_plan, mesh)
     experts = {}
@@ -76,7 +75,7 @@ def parallelise(policy: Policy, mesh: Mesh, section: ModelSection) -> ShardedWei
     shards = ShardedWeights(policy, mesh, features, experts, partial, hub.dtype_of(section.dtype, mesh.device))
     if is_on_meta:
         shards.load(policy.checkpoint_reader)
-    if is_on_meta and not is_custom:
+    if is_on_meta and isinstance(policy, HFDecoder):
         check_output_head(policy, str(policy.checkpoint_reader.directory))
         shards.reshard()
     return shards
@@ -93,7 +92,7 @@ def _shard(policy: Policy, mesh: Mesh, section: ModelSection) -> None:
         "offload_policy": CPUOffloadPolicy() if section.fsdp_cpu_offload else OffloadPolicy(),
         "ignored_params": {p for name, p in policy.named_parameters() if name in policy.unsharded_names},
     }
-    units = []
+    units: list[nn.Module] = []
     if mesh.degrees.ep > 1:
         for mixture in mixtures(policy).values():
             # Dim 0 is the experts of this rank, which may be fewer than the shards; dim 1 is large enough.
@@ -111,6 +110,7 @@ def _shard(policy: Policy, mesh: Mesh, section: ModelSection) -> None:
     # The root is not resharded after forward: the output head is used after the root's forward pass.
     fully_shard(policy, mesh=mesh.dense, reshard_after_forward=False, **common)
     for unit in (*units, policy):
+        assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
 
@@ -127,7 +127,7 @@ class ShardedWeights(TrainedWeights):
         partial: set[str],
         export_dtype: torch.dtype,
     ) -> None:
-        self.policy, self.mesh = policy, mesh
+        self.module, self.mesh = policy, mesh
         self._features, self._experts, self._partial = features, experts, partial
         self.export_dtype = export_dtype
         self.all_parameters: dict[str, nn.Parameter] = dict(policy.named_parameters())
@@ -147,8 +147,8 @@ class ShardedWeights(TrainedWeights):
                 dist.all_reduce(part.grad, group=self.mesh.tp_group)
 
     def reshard(self) -> None:
-        """Free the weights that a forward pass gathered; call it if no backward pass follows."""
-        self.policy.reshard()
+        assert isinstance(self.module, FSDPModule)
+        self.module.reshard()
 
     def clip_gradients(self, max_norm: float | None) -> Float[Tensor, ""]:
         """optim.clip_gradients over all ranks; the norm is the same on each."""
@@ -213,10 +213,10 @@ class ShardedWeights(TrainedWeights):
             return TensorSlice.whole(value)
         start, shape = [0] * parameter.dim(), list(parameter.shape)
         if isinstance(parameter, DTensor):
-            _, start = compute_local_shape_and_global_offset(
+            _, offset = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
-            start = list(start)
+            start = list(offset)
         cuts = ((self._features, mesh.tp_rank, mesh.degrees.tp), (self._experts, mesh.ep_rank, mesh.degrees.ep))
         for dims, rank, degree in cuts:
             if name in dims:
@@ -231,7 +231,7 @@ class ShardedWeights(TrainedWeights):
         return {name: self.slice_of(name, local_tensor(parameter.detach())) for name, parameter in named}
 
     @torch.no_grad()
-    def load(self, reader: hub.CheckpointReader) -> None:
+    def load(self, reader: CheckpointReader) -> None:
         """Read this rank's slice of every weight; adapters get the initial values that they have on one rank."""
         targets = self.all_slices()
         base = {name: part for name, part in targets.items() if not is_adapter_parameter(name)}

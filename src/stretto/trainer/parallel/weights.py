@@ -45,6 +45,7 @@ def gather_peft_adapter(weights: TrainedWeights) -> Adapter:
     """The whole trained adapter by PEFT's names, on every rank; all ranks must call it."""
     if isinstance(weights, MasterWeights):
         return Adapter.of(weights.policy)
+    assert isinstance(weights, ShardedWeights)
     adapter = gather_adapter(weights)
     return replace(adapter, pairs={peft_name(weights.policy, n): pair for n, pair in adapter.pairs.items()})
 
@@ -142,6 +143,7 @@ class Publication:
         """The weights that this rank owns, by Hugging Face name, with the adapter added to them."""
         if isinstance(self._weights, MasterWeights):
             return hub.export_tensors(self._weights.policy)
+        assert isinstance(self._weights, ShardedWeights)
         if self._exchange is None:
             index = ShardIndex(self._weights)
             self._exchange = TensorExchange(index, assign_owners(index))
@@ -155,6 +157,7 @@ class Publication:
         if isinstance(self._weights, MasterWeights):
             yield from Adapter.of(self._weights.policy).tensors()
             return
+        assert isinstance(self._weights, ShardedWeights)
         mesh = self._weights.mesh
         owned_bytes = [0] * _num_owner_ranks(self._weights)
         for name, a, b, scaling in pair_names(self._weights.policy):
@@ -177,9 +180,9 @@ def assign_owners(index: ShardIndex) -> list[list[TensorEntry]]:
     counts = weights.mesh.gather(num_held, list[int])[:num_owners]
     owned: list[list[TensorEntry]] = [[] for _ in range(weights.mesh.world_size)]
     owned_bytes = [0] * num_owners
-    for entry, num_held in zip(entries, zip(*counts, strict=True), strict=True):
+    for entry, by_rank in zip(entries, zip(*counts, strict=True), strict=True):
         # Half is enough: shards of one tensor may differ a little in size.
-        candidates = [rank for rank, count in enumerate(num_held) if 2 * count >= max(num_held)]
+        candidates = [rank for rank, count in enumerate(by_rank) if 2 * count >= max(by_rank)]
         owner = min(candidates, key=lambda rank: owned_bytes[rank])
         owned_bytes[owner] += entry.num_bytes
         owned[owner].append(entry)
@@ -314,16 +317,16 @@ class TensorExchange:
     def _exchange(self, round_: _ExchangeRound, parts: Mapping[str, Tensor], adapter: Adapter | None) -> Tensor:
         """Exchange the slices of a round; the bytes of all that this rank receives, in order."""
         device = self._weights.mesh.device
-        sizes = [
+        out_sizes, sent_sizes = (
             [sum(held.num_bytes for held in of_rank) for of_rank in each] for each in (round_.received, round_.sent)
-        ]
-        out, sent = (torch.empty(sum(each), dtype=torch.uint8, device=device) for each in sizes)
+        )
+        out, sent = (torch.empty(sum(each), dtype=torch.uint8, device=device) for each in (out_sizes, sent_sizes))
         offset = 0
         for held in chain.from_iterable(round_.sent):
             value = self._value(held, parts, adapter).to(held.entry.dtype).contiguous()
             sent[offset : offset + held.num_bytes] = value.view(-1).view(torch.uint8)
             offset += held.num_bytes
-        dist.all_to_all_single(out, sent, *sizes)
+        dist.all_to_all_single(out, sent, out_sizes, sent_sizes)
         return out
 
     def _value(self, held: _HeldSlice, parts: Mapping[str, Tensor], adapter: Adapter | None) -> Tensor:

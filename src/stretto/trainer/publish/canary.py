@@ -1,7 +1,7 @@
 """The trainer's part of the canary: log-probabilities of fixed tokens per version.
 
-orchestrator/versions/canary.py compares them with an engine's after the update. Faults in loading weights appear at
-the start or after a change, so the first versions are all checked, and later ones at an interval or at the
+orchestrator/versions/canary_check.py compares them with an engine's after the update. Faults in loading weights appear
+at the start or after a change, so the first versions are all checked, and later ones at an interval or at the
 orchestrator's request. With a vision tower there is an image among the tokens.
 """
 
@@ -20,7 +20,7 @@ from stretto.base.errors import EngineError
 from stretto.families.shape import VisionShape
 from stretto.models.fp8.checkpoint import BlockLayout, round_inputs, stop_rounding
 from stretto.records.sample import MicroBatch, images_by_document
-from stretto.records.weights import Canary, CanaryImage, probe_scale
+from stretto.records.weight_manifest import Canary, CanaryImage, probe_scale
 from stretto.trainer.learner import Learner
 
 if TYPE_CHECKING:

@@ -244,8 +244,8 @@ def process_group(
         meeting = {"store": store, "rank": rank, "world_size": num_ranks()}
     dist.init_process_group(backend, timeout=timeout, **meeting)
     try:
-        store = dist.distributed_c10d._get_default_store()
-        with silence.watched_nodes(store, host, silence.find_node(), silence.find_lost_after_s()):
+        default_store = dist.distributed_c10d._get_default_store()
+        with silence.watched_nodes(default_store, host, silence.find_node(), silence.find_lost_after_s()):
             yield
     finally:
         dist.destroy_process_group()

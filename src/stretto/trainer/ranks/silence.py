@@ -126,7 +126,8 @@ def find_lost_after_s() -> float:
 def _meet_all(store: dist.Store, address: str, count: int) -> dict[int, socket.socket]:
     """Accept one connection from each further node; a node that does not come is not watched."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    word, guests = secrets.token_hex(NUM_WORD // 2).encode(), {}
+    word = secrets.token_hex(NUM_WORD // 2).encode()
+    guests: dict[int, socket.socket] = {}
     deadline = time.monotonic() + JOIN_S
     with (
         socket.create_server((address, 0), family=family, backlog=1024) as listener,
@@ -140,17 +141,23 @@ def _meet_all(store: dist.Store, address: str, count: int) -> dict[int, socket.s
                 if key.fileobj is listener:
                     _accept(listener, selector)
                     continue
-                selector.unregister(guest := key.fileobj)
+                selector.unregister(guest := _socket_of(key))
                 number = _greeting(guest, word)
                 if number is None or number in guests or not 0 < number <= count:
                     guest.close()
                 else:
                     guests[number] = guest
         for key in [*selector.get_map().values()]:  # these have sent nothing
-            key.fileobj.close()
+            _socket_of(key).close()
     if missing := [each for each in range(1, count + 1) if each not in guests]:
         logger.warning("nodes %s did not connect within %g s: they are not watched", missing, JOIN_S)
     return guests
+
+
+def _socket_of(key: selectors.SelectorKey) -> socket.socket:
+    """What was registered."""
+    assert isinstance(key.fileobj, socket.socket)
+    return key.fileobj
 
 
 def _accept(listener: socket.socket, selector: selectors.BaseSelector) -> None:
@@ -229,8 +236,8 @@ class _Watch:
                 for key, _ in selector.select():
                     if key.fileobj is self._stop_read:
                         return
-                    selector.unregister(key.fileobj)
-                    if reason := self._reason(key.fileobj):
+                    selector.unregister(peer := _socket_of(key))
+                    if reason := self._reason(peer):
                         return self._end(reason)
 
     def _reason(self, peer: socket.socket) -> str | None:

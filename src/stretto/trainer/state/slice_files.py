@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -81,10 +82,13 @@ class _LoadPlanner(LoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
+        assert self.metadata is not None
         for name, part in self.slices.items():
             if part.tensor.numel():
+                saved = self.metadata.state_dict_metadata[name]
+                assert isinstance(saved, TensorStorageMetadata), name
                 chunk = ChunkStorageMetadata(torch.Size(part.start), part.tensor.shape)
-                items += create_read_items_for_chunk_list(name, self.metadata.state_dict_metadata[name], [chunk])
+                items += create_read_items_for_chunk_list(name, saved, [chunk])
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -120,8 +124,8 @@ def write_slices(parts: dict[str, TensorSlice], directory: Path, group: Any = ex
     planner.set_up_planner(parts, writer.storage_meta(), is_coordinator=rank == 0)
     writer.set_up_storage_writer(is_coordinator=rank == 0)
     items = [_item_of(name, part) for name, part in parts.items() if part.tensor.numel()]
-    plans = exchange.gather(items, list[_Item], group)
-    plans, metadata = planner.create_global_plan([SavePlan([_write_item(*i) for i in items]) for items in plans])
+    by_rank = exchange.gather(items, list[_Item], group)
+    plans, metadata = planner.create_global_plan([SavePlan([_write_item(*i) for i in items]) for items in by_rank])
     plan = writer.prepare_global_plan([writer.prepare_local_plan(each) for each in plans])[rank]
 
     def write() -> list[_Written]:
@@ -149,7 +153,7 @@ def _call_on_all(function: Callable[[], T], kind: Any, group: Any) -> list[T]:
     except Exception as cause:
         result, error = None, cause
     answer = None if error is None else _reason(error), result
-    answers = exchange.gather(answer, tuple[str | None, kind], group)
+    answers: list[tuple[str | None, Any]] = exchange.gather(answer, tuple[str | None, kind], group)
     if error is not None:
         raise error
     for rank, (why, _) in enumerate(answers):
@@ -207,7 +211,10 @@ class SliceFiles:
             raise DamagedError(f"{self._directory}: its tensors cannot be read ({_reason(cause)})") from cause
 
 
-def _tensor_info(metadata: TensorStorageMetadata) -> TensorInfo:
+def _tensor_info(metadata: TensorStorageMetadata | BytesStorageMetadata) -> TensorInfo:
+    """Raises: ValueError for what is no tensor; `write_slices` writes nothing else."""
+    if not isinstance(metadata, TensorStorageMetadata):
+        raise ValueError(f"{type(metadata).__name__} is not of a tensor")
     return TensorInfo(tuple(metadata.size), metadata.properties.dtype)
 
 

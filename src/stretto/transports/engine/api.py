@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -54,6 +54,9 @@ ABORT_REQUESTS = "/abort_requests"
 SESSION_HEADER = "X-Session-ID"
 JSON_HEADERS = {"Content-Type": "application/json"}
 PAUSE_MODES = ("abort", "wait", "keep")
+
+
+T = TypeVar("T")
 
 
 class Refusal(StrettoError):
@@ -186,7 +189,7 @@ def require_neutral(body: msgspec.Struct) -> None:
             raise Refusal(f"{name}: {getattr(body, name)!r} is not supported by the embedded engine; leave it out")
 
 
-def decode_json(data: bytes, kind: type[Any]) -> Any:
+def decode_json(data: bytes, kind: type[T]) -> T:
     """Decode a body of this type.
 
     Raises: Refusal that names the field and what is wrong with it.

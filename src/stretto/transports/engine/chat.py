@@ -35,7 +35,7 @@ class ChatClient:
 
     def __init__(
         self, base_url: str, api_key: str | None = None, *, model: str | None = None, timeout_s: float = 600.0,
-        max_retries: int = 3, prepare: Callable[[Sequence[dict]], list[dict]] = list,
+        max_retries: int = 3, prepare: Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]] = list,
     ) -> None:  # fmt: skip
         """prepare: converts the messages of an environment into values that JSON can express."""
         self._prepare = prepare
@@ -47,11 +47,13 @@ class ChatClient:
 
     # -- methods of a renderer --
 
-    def render_prompt(self, messages: Sequence[dict], tools: list[dict] | None = None) -> Int32[np.ndarray, " 1"]:
+    def render_prompt(
+        self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> Int32[np.ndarray, " 1"]:
         """A handle for the conversation, int32 [1]."""
         return self._handle({"messages": self._prepare(messages), "tools": tools}, 1)
 
-    def images_of(self, messages: Sequence[dict]) -> tuple[Any, ...]:
+    def images_of(self, messages: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
         """No images beside the tokens: they travel in the messages."""
         return ()
 

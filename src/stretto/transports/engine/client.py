@@ -20,7 +20,7 @@ import numpy as np
 from stretto.base.aio import task_group
 from stretto.base.errors import EngineError
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
-from stretto.records.weights import CanaryImage, WeightGroup, WeightManifest
+from stretto.records.weight_manifest import CanaryImage, WeightGroup, WeightManifest
 from stretto.transports.engine import api, http, updates
 from stretto.transports.engine.completions import decode_completions
 from stretto.transports.engine.dispatch import FULL_S, Dispatch

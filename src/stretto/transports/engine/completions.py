@@ -81,7 +81,7 @@ def decode_routed_experts(text: str | None, num_tokens: int) -> UInt[np.ndarray,
     if text is None:
         return None
     try:
-        array = np.load(io.BytesIO(b64decode(text, validate=True)), allow_pickle=False)
+        array: np.ndarray = np.load(io.BytesIO(b64decode(text, validate=True)), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise WireError(f"{GENERATE}: routed_experts is not an .npy file in base64: {error}") from error
     if array.ndim != 3 or array.dtype not in (np.uint8, np.uint16) or num_tokens - len(array) not in (0, 1):
@@ -92,7 +92,8 @@ def decode_routed_experts(text: str | None, num_tokens: int) -> UInt[np.ndarray,
     if len(array) == num_tokens:
         return array
     unknown = np.full((1, *array.shape[1:]), np.iinfo(array.dtype).max, array.dtype)
-    return np.concatenate((array, unknown))
+    whole: np.ndarray = np.concatenate((array, unknown))
+    return whole
 
 
 def decode_sampling_mask(request: GenerateRequest, mask: list[list[int]] | None, num_tokens: int) -> Support | None:

@@ -38,7 +38,7 @@ class EngineNode:
     reason: str = ""
     since: float = field(default_factory=time.monotonic)
     """Start of its state, monotonic seconds."""
-    requests: set[asyncio.Task] = field(default_factory=set)
+    requests: set[asyncio.Task[bytes]] = field(default_factory=set)
     """Running requests on it, which are cancelled when it goes down."""
     other_nodes: frozenset[str] = frozenset()
     """Addresses of the other nodes of its engine: they go down and come back together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stretto.records.weights import WeightGroup, WeightManifest
+from stretto.records.weight_manifest import WeightGroup, WeightManifest
 from stretto.transports.engine.api import decode_json
 
 

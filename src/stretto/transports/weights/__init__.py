@@ -18,7 +18,7 @@ from stretto.config.sections.transport import (
     ShmWeights,
     WeightBroadcast,
 )
-from stretto.records.weights import WeightGroup, WeightManifest
+from stretto.records.weight_manifest import WeightGroup, WeightManifest
 from stretto.transports.weights.collective import CollectivePublisher, CollectiveReceiver
 from stretto.transports.weights.delta import DeltaPublisher, DeltaReceiver
 from stretto.transports.weights.filesystem import FilesystemPublisher, MappedReceiver

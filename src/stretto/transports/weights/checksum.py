@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from stretto.base.errors import WireError
-from stretto.records.weights import WeightManifest
+from stretto.records.weight_manifest import WeightManifest
 
 BLOCK = 4096
 WORD = 8
@@ -64,7 +64,8 @@ def checksum_of_bytes(data: Bytes) -> int:
 
 def _sums(view: memoryview) -> bytes:
     """Sums of whole blocks, modulo 2 ** 64."""
-    return np.frombuffer(view, np.int64).reshape(-1, BLOCK // WORD).sum(1).tobytes()
+    sums: np.ndarray = np.frombuffer(view, np.int64).reshape(-1, BLOCK // WORD).sum(1)
+    return sums.tobytes()
 
 
 KIND = "sum64"

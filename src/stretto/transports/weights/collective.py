@@ -43,7 +43,7 @@ import torch
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
 from stretto.base.errors import WireError
-from stretto.records.weights import TensorEntry, WeightGroup, WeightManifest
+from stretto.records.weight_manifest import TensorEntry, WeightGroup, WeightManifest
 from stretto.transports.weights.board import Board
 from stretto.transports.weights.checksum import check_kind, checksum_of_bytes
 from stretto.transports.weights.layout import (
@@ -441,7 +441,7 @@ def _new_group(store: TCPStore, prefix: str, rank: int, size: int, device: torch
     return ProcessGroupNCCL(PrefixStore(prefix, store), rank, size, options)
 
 
-def _broadcast(group: object, tensor: torch.Tensor):
+def _broadcast(group: object, tensor: torch.Tensor) -> Any:
     options = torch._C._distributed_c10d.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0

@@ -33,7 +33,7 @@ import torch
 
 from stretto.base.errors import WireError
 from stretto.config.sections.transport import DeltaSection
-from stretto.records.weights import TensorEntry, WeightGroup, WeightManifest
+from stretto.records.weight_manifest import TensorEntry, WeightGroup, WeightManifest
 from stretto.transports.weights.checksum import KIND, check_kind, checksum_of_bytes
 from stretto.transports.weights.collective import min_over_receivers
 from stretto.transports.weights.host_copy import CopyReader, CopyWriter, HostCopy, open_copy
@@ -242,8 +242,9 @@ def encode_gaps(positions: Int64[np.ndarray, " changed"]) -> UInt8[np.ndarray, "
 
 def decode_gaps(encoded: UInt8[np.ndarray, " gaps"]) -> Int64[np.ndarray, " changed"]:
     """Decode gaps into positions, int64."""
-    sums = np.cumsum(encoded, dtype=np.int64)[encoded != 255]
-    return sums + np.arange(len(sums))
+    sums: np.ndarray = np.cumsum(encoded, dtype=np.int64)[encoded != 255]
+    positions: np.ndarray = sums + np.arange(len(sums))
+    return positions
 
 
 def _bytes_tensor(parts: list[Shaped[np.ndarray, " _"]]) -> Shaped[torch.Tensor, " bytes"]:

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from stretto.base.errors import EngineError, WireError
 from stretto.base.files import put_in_place
-from stretto.records.weights import MANIFEST, TensorEntry, WeightManifest
+from stretto.records.weight_manifest import MANIFEST, TensorEntry, WeightManifest
 from stretto.transports.weights.checksum import Checksum, checksum_function
 from stretto.transports.weights.layout import (
     ONE_RANK,

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from stretto.base.errors import EngineError, WireError
-from stretto.records.weights import TensorEntry, WeightManifest
+from stretto.records.weight_manifest import TensorEntry, WeightManifest
 from stretto.transports.weights.layout import NamedTensor, Receiver, buckets_of, dtype_name, padded, tensors_of
 
 

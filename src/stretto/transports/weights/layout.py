@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from stretto.base.errors import WireError
-from stretto.records.weights import TensorEntry, WeightManifest, probe_scale
+from stretto.records.weight_manifest import TensorEntry, WeightManifest, probe_scale
 from stretto.transports.weights.checksum import KIND
 
 if TYPE_CHECKING:

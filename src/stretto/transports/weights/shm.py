@@ -25,7 +25,7 @@ from pathlib import Path
 
 from stretto.base.errors import EngineError, WireError
 from stretto.base.files import PUBLISHED, open_locked, remove_unowned
-from stretto.records.weights import TensorEntry, WeightManifest
+from stretto.records.weight_manifest import TensorEntry, WeightManifest
 from stretto.transports.weights.checksum import Checksum
 from stretto.transports.weights.filesystem import MappedReceiver
 from stretto.transports.weights.layout import (

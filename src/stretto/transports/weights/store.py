@@ -90,7 +90,7 @@ def find_address(host: str) -> str:
         family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing: the kernel only chooses a route
-            return probe.getsockname()[0]
+            return str(probe.getsockname()[0])
     except OSError as error:
         raise WireError(f"this machine has no route to {host}: {error.strerror or error}.") from error
 

@@ -28,7 +28,7 @@ from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import Optim, Scheduler
 from stretto.models import hub
 from stretto.records.tenants import CreateTenant, ExportAdapter, LoadTenant, OptimStep, RemoveTenant, SaveTenant
-from stretto.records.weights import load_manifest
+from stretto.records.weight_manifest import load_manifest
 from stretto.trainer.learner import Learner
 from stretto.trainer.state.checkpoint import SavedState
 from stretto.transports.weights import receive

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from stretto import cli
+from stretto import addons, cli
 from stretto.config.describe import ROOTS
 from stretto.config.section import all_paths
 from stretto.config.shells.completion import SHELLS
-from stretto.verbs import READ_BY_PARSER
+from stretto.verbs import PLAIN_VERBS
 
 pytestmark = pytest.mark.heavy
 
@@ -137,7 +137,6 @@ def test_a_shell_that_is_not_known_is_one_line(words, said, capsys):
 def test_verbs_without_a_configuration_have_their_flags_and_no_refused_ones(capsys):
     text = script("bash", capsys)
     tables = dict(re.findall(r"^__stretto_(\w+)='([^']*)'", text, re.MULTILINE))
-    assert tables.keys() >= {*READ_BY_PARSER, "vime"}
-    assert "--worst" in tables["rollouts"].split() and "--follow" in tables["logs"].split()
-    assert all(tables[verb] for verb in READ_BY_PARSER)
-    assert "--hf-checkpoint" in tables["vime"].split()
+    expected = {*PLAIN_VERBS, *addons.offers("stretto.verbs")} - {"demo"}
+    assert tables.keys() >= expected and "--follow" in tables["logs"].split()
+    assert all(tables[verb] for verb in expected - {"pod"})

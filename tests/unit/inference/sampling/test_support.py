@@ -18,8 +18,7 @@ from stretto.config.sections.algorithm import CorrectionSection, DefaultLoss, Gs
 from stretto.inference.embedded.sampler import sample, stream_key, uniforms
 from stretto.models import lm_head
 from stretto.models.lm_head import token_logprobs
-from stretto.orchestrator.batch.packing import to_micro_batch
-from stretto.orchestrator.batch.samples import samples_of
+from stretto.orchestrator.batch import samples_of, to_micro_batch
 from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.records.codec import decode, encode
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from http_site import build_directory, open_site
 
-from stretto.chat.images import load_image_processor
+from stretto.chat.patches import load_image_processor
 from stretto.chat.placeholders import PLACEHOLDER
 from stretto.chat.render import build_renderer
 from stretto.config.sections.model import ScratchVisionSection

@@ -18,7 +18,7 @@ from stretto.config.sections.transport import DeltaSection, FilesystemWeights, S
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.models import hub
 from stretto.models.fp8.checkpoint import to_8_bits
-from stretto.orchestrator.versions.canary import tolerance_of
+from stretto.orchestrator.versions.canary_check import tolerance_of
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.trainer.build import find_engine_layout
 from stretto.trainer.publish.canary import score_canary

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases.vision import logprobs_alone
 
-from stretto.chat.images import load_image_processor
+from stretto.chat.patches import load_image_processor
 from stretto.chat.placeholders import PLACEHOLDER
 from stretto.chat.render import build_renderer
 from stretto.chat.scratch import build_scratch_files

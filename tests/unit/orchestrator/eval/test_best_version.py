@@ -14,7 +14,7 @@ from stretto.config.load import load
 from stretto.config.sections.orchestrator import EarlyStopSection
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.eval.best import BestKeeper, best_of, link_directory, reason_to_stop
-from stretto.orchestrator.state.checkpoint import summary_of
+from stretto.orchestrator.state.run_checkpoint import summary_of
 
 SKILLS = {0: 0.1, 1: 0.5, 2: 0.9}  # later versions: 0.3
 

@@ -14,10 +14,9 @@ from stretto.base.errors import EngineError
 from stretto.config.root import OrchestratorConfig
 from stretto.config.sections.algorithm import LengthPenaltySection, OverlongSection, RaeAlgo
 from stretto.envs.base import RolloutResult, TaskSource
-from stretto.orchestrator.batch.samples import to_samples
-from stretto.orchestrator.groups.baselines import Baselines
-from stretto.orchestrator.groups.credit import assign_advantages
-from stretto.orchestrator.state import checkpoint
+from stretto.orchestrator.batch import to_samples
+from stretto.orchestrator.groups.advantages import Baselines, assign_advantages
+from stretto.orchestrator.state import run_checkpoint
 from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
 
 
@@ -127,7 +126,7 @@ def test_a_resumed_run_has_the_baselines_of_an_unbroken_one(tmp_path):
     whole = FakeTrainer(max_steps=6, checkpoint_every=1)
     cfg = config(tmp_path / "whole", **settings)
     train(cfg, FakeEngine(digit), whole)
-    values = checkpoint.load(cfg.run_dir, 6).baselines["duel"]
+    values = run_checkpoint.load(cfg.run_dir, 6).baselines["duel"]
     assert 0 < values["a"] < 1 and 0 < values["b"] < 1
 
     cfg = config(tmp_path / "broken", **settings)
@@ -141,7 +140,7 @@ def test_a_resumed_run_has_the_baselines_of_an_unbroken_one(tmp_path):
     second = FakeTrainer(max_steps=6, start=3, checkpoint_every=1)
     train(again, engine, second)
     assert sampled(first)[:3] + sampled(second) == sampled(whole)
-    assert checkpoint.load(cfg.run_dir, 6).baselines["duel"] == values
+    assert run_checkpoint.load(cfg.run_dir, 6).baselines["duel"] == values
 
 
 def test_groups_that_a_hook_lost_do_not_update_the_baselines_of_those_that_are_trained(tmp_path, monkeypatch):
@@ -165,4 +164,4 @@ def test_groups_that_a_hook_lost_do_not_update_the_baselines_of_those_that_are_t
     baseline = 0.0
     for reward in sys.modules["hooks_of_baselines"].rewards.values():
         baseline = 0.8 * baseline + 0.2 * reward
-    assert checkpoint.load(cfg.run_dir, 1).baselines["duel"]["a"] == pytest.approx(baseline)
+    assert run_checkpoint.load(cfg.run_dir, 1).baselines["duel"]["a"] == pytest.approx(baseline)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from stretto.algorithms.credit import hierarchical_grpo
 from stretto.base.errors import ConfigError
 from stretto.config.sections.algorithm import HierarchicalGrpoAlgo
-from stretto.orchestrator.batch.samples import to_samples
-from stretto.orchestrator.groups.credit import assign_advantages
+from stretto.orchestrator.batch import to_samples
+from stretto.orchestrator.groups.advantages import assign_advantages
 from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
 
 ALGO = HierarchicalGrpoAlgo(episode_agents=("solver",))

@@ -7,7 +7,7 @@ import random
 import numpy as np
 from fakes import FakeEngine
 
-from stretto.chat.images import ImageProcessor
+from stretto.chat.patches import ImageProcessor
 from stretto.chat.placeholders import VISION_TOKENS
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer

@@ -23,8 +23,7 @@ from stretto.envs.bundled.reverse_text import ReverseText
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.main import Wires, build_loop
-from stretto.orchestrator.rollout.echo import build_echo
-from stretto.orchestrator.rollout.play import Draw
+from stretto.orchestrator.rollout.play import Draw, build_echo
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.rollout.teacher import build_privileged_context, demonstration_of
 from stretto.orchestrator.state.resume import starting_point

@@ -16,15 +16,14 @@ from fakes import FakeTrainer, run_virtual
 from image_envs import PROCESSOR, Looks, SeeingEngine, build
 from PIL.Image import Image as Picture
 
-from stretto.chat.images import ImageProcessor
+from stretto.chat.patches import ImageProcessor
 from stretto.config.root import OrchestratorConfig
 from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.bundled.count_shapes import CountShapes
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
-from stretto.orchestrator.batch.packing import to_micro_batch
-from stretto.orchestrator.batch.samples import samples_of
+from stretto.orchestrator.batch import samples_of, to_micro_batch
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.images import Image, image_hash, placeholder_spans
@@ -239,7 +238,7 @@ def test_pictures_are_read_in_another_thread_and_once(renderer, env):
 def test_images_of_examples_are_logged(tmp_path, renderer):
     from stretto.monitors.base import Monitors
     from stretto.monitors.file import MetricsFile
-    from stretto.orchestrator.eval.examples import example_rows
+    from stretto.orchestrator.eval.results import example_rows
 
     group = play(Looks(), SeeingEngine(renderer), renderer, members=2)
     rows = example_rows([group], renderer, "sampled", version=3, count=2)

@@ -18,13 +18,13 @@ from stretto.config.sections.algorithm import (
 )
 from stretto.config.sections.orchestrator import EvalSection, SamplingSection
 from stretto.envs.base import RolloutResult
-from stretto.orchestrator.batch.samples import to_samples, whiten_samples
+from stretto.orchestrator.batch import to_samples, whiten_samples
 from stretto.orchestrator.eval.evaluator import Evaluator
 from stretto.orchestrator.eval.results import format_table
-from stretto.orchestrator.groups.credit import assign_advantages
+from stretto.orchestrator.eval_scores import mean_over_envs
+from stretto.orchestrator.groups.advantages import assign_advantages
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
-from stretto.orchestrator.scores import mean_over_envs
 from stretto.orchestrator.tasks.order import TaskMix, seed_of, shuffled_index
 from stretto.orchestrator.versions.loader import VersionLoader
 from stretto.records.rollout import RolloutStatus

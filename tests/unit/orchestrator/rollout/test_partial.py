@@ -21,7 +21,7 @@ from stretto.config.sections.deployment import ResumeSection
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.ledger.token_file import Place, load_turns
-from stretto.orchestrator.batch.samples import trained_tokens
+from stretto.orchestrator.batch import trained_tokens
 from stretto.records.generate import Completion, VersionSpan
 from stretto.records.partial import PartialRollout, concat_completions, cut_completion, latest_turns, turns_up_to
 from stretto.records.rollout import Branch

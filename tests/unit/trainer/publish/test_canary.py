@@ -16,9 +16,16 @@ from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.families.table import VISION_FAMILIES
 from stretto.models.attention import PackedLayout
 from stretto.models.hub import export_tensors, random_model
-from stretto.orchestrator.versions.canary import CanaryCheck, describe_suspects, tolerance_of
+from stretto.orchestrator.versions.canary_check import CanaryCheck, describe_suspects, tolerance_of
 from stretto.orchestrator.versions.loader import VersionLoader
-from stretto.records.weights import BFLOAT16_TOLERANCE, Canary, CanaryImage, TensorEntry, WeightManifest, probe_scale
+from stretto.records.weight_manifest import (
+    BFLOAT16_TOLERANCE,
+    Canary,
+    CanaryImage,
+    TensorEntry,
+    WeightManifest,
+    probe_scale,
+)
 from stretto.trainer.learner import Learner
 from stretto.trainer.publish.canary import fixed_tokens, is_canary_due, scaled, score_canary
 from stretto.transports.engine.client import CanaryScores

@@ -17,7 +17,7 @@ from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.models.decoder import Decoder
 from stretto.orchestrator.versions.loader import VersionLoader
 from stretto.records.generate import GenerateRequest, SamplingParams
-from stretto.records.weights import Canary, CanaryImage, TensorEntry, WeightManifest
+from stretto.records.weight_manifest import Canary, CanaryImage, TensorEntry, WeightManifest
 from stretto.trainer.learner import Learner
 from stretto.trainer.publish.canary import score_canary
 from stretto.transports.engine.client import CanaryScores

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.families.shape import LatentShape, ModelConfig
-from stretto.inference.embedded.caches.kv_cache import KVCache, PassLayout, PassRows, key_widths
+from stretto.families.shape import IndexerShape, LatentShape, ModelConfig
+from stretto.inference.embedded.caches.kv_cache import BlockPart, KVCache, PassLayout, PassRows, key_widths
 from stretto.inference.embedded.caches.running import RunningKV
 from stretto.models.parts.mixers.attend import Attend, Limits
 from stretto.models.parts.mixers.key_choice import HIDDEN, NOT_A_KEY, attend_rows, key_numbers, rank_codes
@@ -31,14 +31,12 @@ _MAX_ELEMENTS = 1 << 22  # elements of the keys or scores of one product
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Rows [start, stop) of a pass that read `width` keys; if `places` has one row, all are of one sequence.
+class _Part(BlockPart):
+    """Rows that read `width` keys; if `places` has one row, all are of one sequence.
 
     places: where their sequences' tokens are in the cache. is_hidden: True for tokens after the row's own.
     """
 
-    start: int
-    stop: int
     places: Int64[Tensor, "sequences width"]
     is_hidden: Bool[Tensor, "rows width"]
 
@@ -53,20 +51,20 @@ class ChosenKeyCache(KVCache):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.is_exact, self.device = is_exact, device
         self.widths = key_widths(block_size, max_len)
-        latent, self._sources = _shape_of(config)
-        self._rank, self._num_index_heads = latent.rank, latent.indexer.num_heads
+        latent, indexer, self._sources = _shape_of(config)
+        self._rank, self._num_index_heads = latent.rank, indexer.num_heads
         num_tokens = num_blocks * block_size
         zeros = lambda *sizes: torch.zeros(*sizes, dtype=dtype, device=device)
         self.small = zeros(config.num_layers, num_tokens, latent.rank + latent.rotated_dim)
-        self.index = zeros(len(self._sources), num_tokens, latent.indexer.head_dim)
+        self.index = zeros(len(self._sources), num_tokens, indexer.head_dim)
         # No memory for slabs: sequences that are being decoded are read from their blocks too.
         self.running = RunningKV(config, self.widths, max_tokens=0, dtype=dtype, device=device, is_exact=is_exact)
 
     @staticmethod
     def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-        latent, sources = _shape_of(config)
+        latent, indexer, sources = _shape_of(config)
         numbers = config.num_layers * (latent.rank + latent.rotated_dim)
-        return (numbers + len(sources) * latent.indexer.head_dim) * dtype.itemsize
+        return (numbers + len(sources) * indexer.head_dim) * dtype.itemsize
 
     def copy_blocks(self, source: Int64[np.ndarray, " blocks"], target: Int64[np.ndarray, " blocks"]) -> None:
         src, dst = torch.from_numpy(source).to(self.device), torch.from_numpy(target).to(self.device)
@@ -83,7 +81,7 @@ class ChosenKeyCache(KVCache):
             layout.parts += self._cut_width(rows, start, stop, width)
         return layout
 
-    def _chunks(self, rows: PassRows, start: int, stop: int, width: int, *, is_shared: bool) -> Iterator[_Part]:
+    def _chunks(self, rows: PassRows, start: int, stop: int, width: int, *, is_shared: bool) -> Iterator[BlockPart]:
         vector = max(self.small.shape[-1], self.index.shape[-1], self._num_index_heads)
         step = max(_MAX_ELEMENTS // (width * vector), 1)
         numbers, size = np.arange(width), self.block_size
@@ -109,6 +107,7 @@ class ChosenKeyCache(KVCache):
                 self.index[self._sources[layer]].index_copy_(0, layout.write, vectors.keys)
             out = []
             for part in layout.parts:
+                assert isinstance(part, _Part)
                 rows, key = slice(part.start, part.stop), (choice.source, part.start)
                 if vectors is not None:
                     queries, weights = vectors.queries[rows], vectors.weights[rows]
@@ -158,8 +157,8 @@ def _by_row(compute, *parts: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
     return compute(*(part.expand(2, *part.shape[1:]) for part in parts))[:1]
 
 
-def _shape_of(config: ModelConfig) -> tuple[LatentShape, dict[int, int]]:
-    """The shape of the small vectors, and the index of each layer among those with an indexer."""
+def _shape_of(config: ModelConfig) -> tuple[LatentShape, IndexerShape, dict[int, int]]:
+    """The shapes of small vectors and indexers, and the index of each layer among those with an indexer."""
     latent = config.latent
     assert latent is not None and latent.indexer is not None
-    return latent, {layer: n for n, layer in enumerate(sorted(set(latent.indexer.sources)))}
+    return latent, latent.indexer, {layer: n for n, layer in enumerate(sorted(set(latent.indexer.sources)))}

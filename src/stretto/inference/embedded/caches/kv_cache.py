@@ -54,9 +54,11 @@ class PassRows:
     rotations: Int[np.ndarray, "*axes rows"] | None = None
 
     def cut(self, rows: slice) -> PassRows:
-        parts = (x[rows] for x in (self.owners, self.positions, self.width_index, self.places))
+        cut = lambda x: x[rows]
         rotations = None if self.rotations is None else self.rotations[..., rows]
-        return PassRows(*parts, self.tables, rotations)
+        return PassRows(
+            cut(self.owners), cut(self.positions), cut(self.width_index), cut(self.places), self.tables, rotations
+        )
 
     def advance(self) -> None:
         """Move each row one token further; all are behind their prompts."""
@@ -66,11 +68,17 @@ class PassRows:
 
 
 @dataclass(frozen=True, slots=True)
-class _BlockPart:
-    """Rows [start, stop) of a pass that read `width` keys from blocks; is_shared: all are of one sequence."""
+class BlockPart:
+    """Rows [start, stop) of a pass that read keys from blocks."""
 
     start: int
     stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class _KeysPart(BlockPart):
+    """Rows that read `width` keys; is_shared: all are of one sequence."""
+
     width: int
     is_shared: bool
     gather: Tensor  # int64, indices into the flattened [2 * kv_heads * blocks] dim
@@ -84,7 +92,7 @@ class PassLayout:
 
     rows: PassRows
     write: Tensor  # int64 [rows], indices into the flattened [blocks * block_size] dim
-    parts: list[_BlockPart | SlabPart]
+    parts: list[BlockPart | SlabPart]
 
 
 def key_widths(block_size: int, max_len: int) -> Int64[np.ndarray, " widths"]:
@@ -164,7 +172,7 @@ class KVCache:
 
     def layout(self, rows: PassRows) -> PassLayout:
         """Plan what the rows of a pass write and read; `advance` reuses it for the next token."""
-        parts: list[_BlockPart | SlabPart] = []
+        parts: list[BlockPart | SlabPart] = []
         is_placed = rows.places >= 0
         is_cut = (np.diff(rows.width_index) != 0) | (is_placed[1:] != is_placed[:-1])
         cuts = (np.flatnonzero(is_cut) + 1).tolist()
@@ -190,7 +198,7 @@ class KVCache:
             if isinstance(part, SlabPart):
                 part.seek(torch.from_numpy(rows.positions[part.start : part.stop]).to(self.device))
 
-    def _cut_width(self, rows: PassRows, start: int, stop: int, width: int) -> Iterator[_BlockPart]:
+    def _cut_width(self, rows: PassRows, start: int, stop: int, width: int) -> Iterator[BlockPart]:
         """Cut rows of one width into long runs of one sequence, and chunks of all other rows."""
         pending = start
         if stop - start >= _MIN_SHARED_ROWS:
@@ -202,7 +210,7 @@ class KVCache:
                     pending = high
         yield from self._chunks(rows, pending, stop, width, is_shared=False)
 
-    def _chunks(self, rows: PassRows, start: int, stop: int, width: int, *, is_shared: bool) -> Iterator[_BlockPart]:
+    def _chunks(self, rows: PassRows, start: int, stop: int, width: int, *, is_shared: bool) -> Iterator[BlockPart]:
         per_row = width * (self.group * self.num_kv_heads if is_shared else self.num_kv_heads * self.head_dim)
         step = max(_MAX_ELEMENTS // per_row, 16)
         for low in range(start, stop, step):
@@ -214,7 +222,7 @@ class KVCache:
             if self.window is not None:
                 is_hidden = (distance < 0) | (distance >= self.window)
                 window_bias = self._shape_bias(self._bias(is_hidden), is_shared)
-            yield _BlockPart(low, high, width, is_shared, gather, bias, window_bias)
+            yield _KeysPart(low, high, width, is_shared, gather, bias, window_bias)
 
     def _bias(self, is_hidden: np.ndarray) -> Tensor:
         bias = torch.from_numpy(np.where(is_hidden, np.float32(-np.inf), np.float32(0)))
@@ -248,11 +256,13 @@ class KVCache:
         return attend
 
     def _read(
-        self, part: _BlockPart | SlabPart, layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits
+        self, part: BlockPart | SlabPart, layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits
     ) -> Float[Tensor, "rows heads dim"]:
         if q.shape[0] != part.stop - part.start:
             q, k, v = (x[part.start : part.stop] for x in (q, k, v))
+        assert isinstance(part, (SlabPart, _KeysPart))
         bias = part.bias if limits.window is None else part.window_bias
+        assert bias is not None, "a layer with a window has a bias of its own"
         rows, kv_heads = q.shape[0], self.num_kv_heads
         if isinstance(part, SlabPart):
             part.write(layer, k, v)
@@ -272,9 +282,7 @@ class KVCache:
         read = self._read_exactly if self.is_exact else self._read_fused
         return read(q, gathered, part, bias, limits.sinks).transpose(0, 1).flatten(1, 2)
 
-    def _read_exactly(
-        self, q: Tensor, gathered: Tensor, part: _BlockPart, bias: Tensor, sinks: Tensor | None
-    ) -> Tensor:
+    def _read_exactly(self, q: Tensor, gathered: Tensor, part: _KeysPart, bias: Tensor, sinks: Tensor | None) -> Tensor:
         """Softmax attention as one [group, dim] product per row, whatever the shape of the batch."""
         kv_heads, rows, group, dim = q.shape
         k, v = gathered.view(2, -1, part.width, dim)  # dim 1: kv_heads if shared, else kv_heads * rows
@@ -303,7 +311,8 @@ class KVCache:
     ) -> Tensor:
         if q.shape[0] == 1:  # BLAS uses another kernel for a batch of one
             sinks = None if sinks is None else sinks.expand(2, -1, -1)
-            return self._softmax(*(x.expand(2, -1, -1) for x in (q, k, v, bias)), sinks)[:1]
+            twice = lambda x: x.expand(2, -1, -1)
+            return self._softmax(twice(q), twice(k), twice(v), twice(bias), sinks)[:1]
         scores = torch.baddbmm(bias, q, k, alpha=self.scale)
         if sinks is None:
             return torch.bmm(torch.softmax(scores, dim=-1), v)
@@ -311,7 +320,7 @@ class KVCache:
         weights = torch.softmax(torch.cat((sinks, scores), dim=-1), dim=-1)
         return torch.bmm(weights[..., 1:].contiguous(), v)
 
-    def _read_fused(self, q: Tensor, gathered: Tensor, part: _BlockPart, bias: Tensor, sinks: Tensor | None) -> Tensor:
+    def _read_fused(self, q: Tensor, gathered: Tensor, part: _KeysPart, bias: Tensor, sinks: Tensor | None) -> Tensor:
         """PyTorch's fused attention, as in the trainer: scores are float32 for every dtype."""
         kv_heads, rows, group, dim = q.shape
         k, v = gathered.view(2, kv_heads, -1, part.width, dim).transpose(1, 2)
@@ -327,8 +336,8 @@ class KVCache:
         if sinks is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale, enable_gqa=True)
         by_segment = bias.expand(len(q), 1, -1, -1)[:, 0] if bias.dim() == 4 else bias.unsqueeze(0)
-        by_token = (x.transpose(1, 2) for x in (q, k, v))
-        return attend_with_sinks(*by_token, sinks, by_segment).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return attend_with_sinks(q, k, v, sinks, by_segment).transpose(1, 2)
 
 
 def _columns(tables: Int[np.ndarray, "rows blocks"], num_blocks: int) -> Int[np.ndarray, "rows columns"]:

@@ -54,7 +54,8 @@ class NativeCache(KVCache):
         """Nothing to prepare: `attend` reads the rows."""
 
     def attend(self, layout: PassLayout) -> NativeAttend:
-        rows, sizes, turns, tables = layout.rows, self._sizes, layout.rows.rotations, ()
+        rows, sizes, turns = layout.rows, self._sizes, layout.rows.rotations
+        tables: tuple[Tensor, ...] = ()
         if turns is not None and turns.ndim == 2:  # tables of these rows, instead of the tables by position
             angles = self._angles.select(torch.from_numpy(turns), self._sections)
             tables = cos, sin = angles.cos.contiguous(), angles.sin.contiguous()

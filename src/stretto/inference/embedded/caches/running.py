@@ -181,7 +181,7 @@ class RunningKV:
             for new, old in ((grown.keys, slab.keys), (grown.values, slab.values)):
                 new[:, :num_used] = old[:, :num_used]
             grown.bias[:num_used] = slab.bias[:num_used]
-            if slab.window_bias is not None:
+            if slab.window_bias is not None and grown.window_bias is not None:
                 grown.window_bias[:num_used] = slab.window_bias[:num_used]
             grown.allocation_ids, grown.upcoming = slab.allocation_ids, slab.upcoming
         return grown

@@ -20,6 +20,8 @@ import torch
 
 from stretto.models.decoder import Decoder
 from stretto.models.parts.mixers.carried import CarriedDocuments, CarriedRows, LayerStates
+from stretto.models.parts.mixers.gated_delta import GatedDelta
+from stretto.models.parts.mixers.mamba2 import Mamba2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -89,9 +91,9 @@ class StateCache:
             self._layers[layer] = grown
 
 
-def recurrent_mixers(model: Decoder) -> dict[int, torch.nn.Module]:
+def recurrent_mixers(model: Decoder) -> dict[int, GatedDelta | Mamba2]:
     """The mixers that keep a state, by layer."""
-    return {block.layer: block.mixer for block in model.model.layers if block.is_recurrent}
+    return {block.layer: block.linear_attn for block in model.model.blocks if block.is_recurrent}
 
 
 def bytes_per_sequence(model: Decoder) -> int:

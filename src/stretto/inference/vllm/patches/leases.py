@@ -24,7 +24,7 @@ def keep_leases_in_pauses() -> None:
     stop_time_in_pauses(NixlBaseConnectorWorker)
 
 
-def ignore_leases_in_pauses(scheduler: type) -> None:
+def ignore_leases_in_pauses(scheduler: Any) -> None:
     """Make such a pause not wait for finished requests whose caches may still be fetched."""
     from vllm.v1.core.sched.interface import PauseState
 
@@ -45,7 +45,7 @@ def note_pause() -> None:
     _num_pauses += 1
 
 
-def stop_time_in_pauses(worker: type) -> None:
+def stop_time_in_pauses(worker: Any) -> None:
     """Extend leases by the time between the last check before a pause and the first after it.
 
     An engine with leases checks them after each of its steps, or every few milliseconds, but not in a pause.

@@ -28,7 +28,7 @@ def name_loaders() -> None:
     def find_named(tensor: Any) -> Any:
         loader = find(tensor)
         if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
-            loader.__name__ = "partial"
+            loader.__name__ = "partial"  # type: ignore[attr-defined]  # it has a __dict__
         return loader
 
     layerwise._get_weight_loader = find_named
@@ -39,7 +39,7 @@ def keep_copied_weights(model: torch.nn.Module) -> Iterator[None]:
     """A context in which a reload keeps weights that gpt_oss copies itself, after vLLM has cut them for this worker."""
     copying = [module for module in model.modules() if type(module).__name__ == "GptOssModel"]
     for module in copying:
-        module.named_parameters = functools.partial(_with_receivers, module)
+        module.named_parameters = functools.partial(_with_receivers, module)  # type: ignore[method-assign]  # until the context ends
     try:
         yield
     finally:
@@ -50,7 +50,7 @@ def keep_copied_weights(model: torch.nn.Module) -> Iterator[None]:
 class _Receiver:
     """Stands for a placeholder in the table of parameters from which gpt_oss loads; passes copies to the reload."""
 
-    def __init__(self, param: torch.nn.Parameter, keep: Callable[[Any], None]) -> None:
+    def __init__(self, param: Any, keep: Callable[[Any], None]) -> None:
         self.data, self.copy_ = self, keep
         self.weight_loader = param.weight_loader
 

@@ -163,4 +163,5 @@ class CarriedDocuments(AllHeads):
         for rows, factors in zip(taps, weight[:, 0].T.float()):
             product = inputs.index_select(0, rows).float() * factors
             out = product if out is None else out + product
+        assert out is not None, "a convolution has taps"
         return (out if bias is None else out + bias.float()).to(x.dtype)

@@ -124,8 +124,10 @@ def chunk_size(longest: int) -> int:
 class AllHeads:
     """A rank with all tokens and heads; with context parallelism ranks exchange them."""
 
-    degree = 1
-    """Ranks that share the heads."""
+    @property
+    def degree(self) -> int:
+        """Ranks that share the heads."""
+        return 1
 
     def spread(self, x: Float[Tensor, "own channels"], parts: Sequence[int]) -> Float[Tensor, "tokens share"]:
         """All tokens with the channels of this rank's heads; parts: sizes of the channels' parts."""

@@ -100,10 +100,10 @@ class VisibleKeys:
     ) -> VisibleKeys:
         """The keys that these tokens (None: all) of a row see, with segments as in `PackedLayout`."""
         bounds = np.asarray(cu_seqlens, np.int64)
-        parents = np.full(len(bounds) - 1, -1) if parents is None else np.asarray(parents, np.int64)
+        parent_of = np.full(len(bounds) - 1, -1) if parents is None else np.asarray(parents, np.int64)
         tokens = np.arange(bounds[-1]) if tokens is None else tokens
         segments = np.searchsorted(bounds, tokens, side="right") - 1
-        parent = parents[segments]
+        parent = parent_of[segments]
         has_parent = parent >= 0
         prefix = (np.where(has_parent, bounds[parent], 0), np.where(has_parent, bounds[parent + 1], 0))
         return cls(np.stack((bounds[segments], tokens + 1, *prefix), 1).reshape(-1, 4), device)

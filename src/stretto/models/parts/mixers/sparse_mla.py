@@ -72,10 +72,11 @@ class SparseLatentAttention(LatentAttention):
 
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__(cfg)
-        assert self.shape.indexer is not None and self.shape.query_rank is not None
-        self.source = self.shape.indexer.sources[layer]
+        indexer = self.shape.indexer
+        assert indexer is not None and self.shape.query_rank is not None
+        self.source, self.top_k = indexer.sources[layer], indexer.top_k
         if self.source == layer:
-            self.indexer = Indexer(self.shape.indexer, cfg.hidden_size, self.shape.query_rank)
+            self.indexer = Indexer(indexer, cfg.hidden_size, self.shape.query_rank)
 
     def forward(  # type: ignore[override]
         self,
@@ -88,7 +89,7 @@ class SparseLatentAttention(LatentAttention):
     ) -> Float[Tensor, "rows dim"]:
         q, small, from_small, vectors = self.project(x, angles)
         choice = KeyChoice(
-            self.source, self.shape.indexer.top_k, self.key_dim**-0.5, routing.key_choices, vectors,
+            self.source, self.top_k, self.key_dim**-0.5, routing.key_choices, vectors,
             routing.index_loss_scale, routing.index_losses,
         )  # fmt: skip
         keys = small.unsqueeze(1)

@@ -1,0 +1,146 @@
+"""Add-ons: packages beside the core that register what they offer as entry points; the core names none of them.
+
+    [project.entry-points."stretto.verbs"]
+    runs = "stretto_view.commands:runs"
+
+A group is a place where the core asks, a name what it asks for, and the value is the object `module:name`, or a module.
+Nothing is imported before it is asked for. In a source tree the entry points are those of its pyproject.toml; what pip
+wrote at the installation may be older. A distribution with add-ons has a name that begins with `stretto`.
+
+    stretto.verbs         verb -> function of its words
+    stretto.config_verbs  verb with a configuration -> a `ConfigVerb`
+    stretto.completions   verb whose words no PlainParser reads -> function that returns the lines of its completion
+    stretto.launchers     section of a config -> a `launch.launchers.Launcher`
+    stretto.services      client, trainer -> a module: what asks a training service, and what stands for its trainer
+    stretto.spellings     framework -> a `config.spelling.Spelling`: its names of keys
+    stretto.arguments     command line -> function of a resolved config: more attributes of `args` of hooks
+
+The package of a verb has SUMMARIES, and may have MEANT, other programs' words for its verbs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+
+from stretto.base.errors import ConfigError
+
+TYPE_CHECKING = False  # typing is not imported: a command should start fast
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from typing import Any
+
+PREFIX = "stretto."
+_KINDS = (".dist-info", ".egg-info")
+Groups = dict[str, dict[str, str]]
+
+
+class ConfigVerb:
+    """A verb with a configuration. `run` and `screen` are `module:name`, and are imported when the verb is used."""
+
+    def __init__(self, root: str, run: str, screen: str, *, is_process: bool = True, computes: bool = False) -> None:
+        """root: the class of its config in config/root.py; run: function of the config, which returns the exit status;
+        screen: function of the config, which returns the text of `--dry-run`; is_process: it runs in this process
+        alone, which then ends at signals as Python does by itself; computes: it uses torch in this process.
+        """
+        self.root, self.run, self.screen = root, run, screen
+        self.is_process, self.computes = is_process, computes
+
+
+def registered(group: str) -> Mapping[str, str]:
+    """What the entry points of a group say, also of packages which are not there."""
+    return _found().get(group, {})
+
+
+def offers(group: str) -> dict[str, str]:
+    """What add-ons offer in a group, by name; that of packages which are not there is left out."""
+    return {name: value for name, value in registered(group).items() if find_spec(package_of(value)) is not None}
+
+
+def load(group: str, name: str, needed_by: str) -> Any:
+    """The object that an add-on offers.
+
+    needed_by: what needs it, for the message. Raises: ConfigError if no add-on that is installed offers it.
+    """
+    check(group, name, needed_by)
+    return object_at(registered(group)[name])
+
+
+def check(group: str, name: str, needed_by: str) -> None:
+    """Raises: ConfigError if no add-on that is installed offers this; nothing is imported."""
+    value = registered(group).get(name)
+    if value is not None and find_spec(package_of(value)) is not None:
+        return
+    missing = f"the add-on {package_of(value)}" if value else f"an add-on that offers `{name}` ({group})"
+    raise ConfigError(
+        f"{needed_by} needs {missing}, which is not installed; install stretto with its add-ons, "
+        f"`pip install stretto`, or the package that has it"
+    )
+
+
+def load_all(group: str) -> dict[str, Any]:
+    """Every object that add-ons offer in a group, by name."""
+    return {name: object_at(value) for name, value in offers(group).items()}
+
+
+def package_of(value: str) -> str:
+    """The package that `package.module:name` is in."""
+    return value.partition(":")[0].partition(".")[0]
+
+
+def object_at(value: str) -> Any:
+    """The object at `module:name`, or the module; it is imported now."""
+    path, _, name = value.partition(":")
+    module = import_module(path)
+    return getattr(module, name) if name else module
+
+
+@cache
+def _found() -> Groups:
+    """Every entry point of our groups: those of the source tree, then of what is installed, the first of a name."""
+    found: Groups = {}
+    for path in (_of_source_tree(), *_of_installed(sys.path)):
+        try:
+            with open(path, encoding="utf-8") as file:
+                groups = read_groups(file)
+        except OSError:  # no source tree, or a distribution without entry points
+            continue
+        for group, offered in groups.items():
+            found[group] = offered | found.get(group, {})
+    return found
+
+
+def _of_source_tree() -> str:
+    """The pyproject.toml of the tree whose src/ this module is in."""
+    source = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return os.path.join(os.path.dirname(source), "pyproject.toml") if os.path.basename(source) == "src" else ""
+
+
+def _of_installed(folders: Iterable[str]) -> list[str]:
+    """The files with the entry points of distributions whose names begin with stretto; to read all takes too long."""
+    found = []
+    for folder in dict.fromkeys(folders):
+        try:
+            names = os.listdir(folder or ".")
+        except OSError:
+            continue
+        ours = sorted(name for name in names if name.startswith("stretto") and name.endswith(_KINDS))
+        found += [os.path.join(folder, name, "entry_points.txt") for name in ours]
+    return found
+
+
+def read_groups(lines: Iterable[str]) -> Groups:
+    """Our groups in the lines of an entry_points.txt, or of a pyproject.toml."""
+    found: Groups = {}
+    here: dict[str, str] | None = None
+    for line in map(str.strip, lines):
+        if line.startswith("["):
+            group = line.removeprefix("[project.entry-points.").strip('[]"')
+            here = found.setdefault(group, {}) if group.startswith(PREFIX) else None
+        elif here is not None and "=" in line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            here[name.strip().strip('"')] = value.strip().strip('"')
+    return found

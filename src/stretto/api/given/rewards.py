@@ -1,0 +1,146 @@
+"""Reward functions as they are written for TRL, and for one reply, as a function of the environment `dataset`.
+
+    def reward(prompts, completions, **columns) -> list[float]      all replies to a prompt in one call
+    def reward(completion, answer) -> float                         one reply; columns of its record by name
+
+Replies to a prompt that is text are texts; replies to a list of messages are lists of one message, as with TRL.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from stretto.base.errors import ConfigError, EnvError
+from stretto.base.foreign import definition_of
+from stretto.data.values import describe_value
+
+if TYPE_CHECKING:
+    from stretto.vime.sample import Sample
+
+Reward = Callable[..., Any]
+
+_HOOK = {"args", "sample", "samples"}
+"""Arguments of functions in vime's terms, which `dataset` calls as they are."""
+_OF_ONE = ("prompt", "completion", "completion_ids")
+_OF_GROUP = ("prompts", "completions", "completion_ids")
+WRITE = (
+    "write `def reward(completion, answer)`, which gets one reply and columns of its record by their names, or "
+    "`def reward(prompts, completions, **columns)`, which gets all replies to a prompt and returns a list"
+)
+
+
+def is_hook(function: Reward) -> bool:
+    """Whether a function is written for vime: `(args, sample)`, or `(args, samples)` for a whole group."""
+    return bool(names := set(_parameters(function))) and names <= _HOOK
+
+
+def is_for_group(function: Reward) -> bool:
+    """Whether a function gets all replies to a prompt in one call."""
+    return bool({"completions", "samples"} & set(_parameters(function)))
+
+
+def check(function: Reward, columns: Sequence[str], key: str) -> None:
+    """Check that records have what a function asks for.
+
+    Raises: ConfigError for an argument that is neither the prompt, the reply, nor a column.
+    """
+    if is_hook(function):
+        return
+    parameters = _parameters(function)
+    known = _OF_GROUP if is_for_group(function) else _OF_ONE
+    where = f"{key} ({definition_of(function)})"
+    if not {"completion", "completions"} & set(parameters):
+        raise ConfigError(f"{where} takes {', '.join(parameters) or 'nothing'}, but no reply; {WRITE}")
+    for name, parameter in parameters.items():
+        is_filled = name in known or name in columns or parameter.default is not parameter.empty
+        if is_filled or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        raise ConfigError(
+            f"{where} takes {name}, and the records have no such column; they have {', '.join(columns)}. Rename the "
+            "argument, or give it a default"
+        )
+
+
+def rewards_of(
+    functions: Sequence[Reward], weights: Sequence[float], columns: Sequence[str], prompt: str = "prompt"
+) -> Reward:
+    """The sum of these functions with their weights, as a function that `dataset` calls.
+
+    columns: names of what each record's metadata has for them; prompt: that of the column with the prompt.
+    """
+    calls = [_call(function, columns, prompt) for function in functions]
+
+    async def reward(args: Any, samples: list[Sample]) -> list[float]:
+        totals: list[list[float]] = [[] for _ in samples]
+        for call, weight in zip(calls, weights, strict=True):
+            for total, value in zip(totals, await call(samples), strict=True):
+                total += [] if value is None else [weight * float(value)]
+        if not all(totals):
+            raise EnvError("all reward functions returned None for a reply; one of them must say what it is worth")
+        return [sum(total) for total in totals]
+
+    async def reward_of_one(args: Any, sample: Sample) -> float:
+        [value] = await reward(args, [sample])
+        return value
+
+    return reward if any(map(is_for_group, functions)) else reward_of_one
+
+
+def _call(function: Reward, columns: Sequence[str], prompt: str) -> Callable[[list[Sample]], Any]:
+    """The function, for samples of one prompt; it gets what it names, or all if it takes `**columns`."""
+    parameters = _parameters(function)
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    where, others = definition_of(function), [each for each in columns if each not in _OF_ONE]
+
+    def of_names(row: dict[str, Any]) -> dict[str, Any]:
+        return row if takes_all else {name: value for name, value in row.items() if name in parameters}
+
+    async def of_group(samples: list[Sample]) -> list[Any]:
+        rows = [_row(sample, others, prompt) for sample in samples]
+        given = {name: [row[name] for row in rows] for name in ("completion_ids", *others)}
+        given |= {f"{name}s": [row[name] for row in rows] for name in ("prompt", "completion")}
+        values = await _awaited(function(**of_names(given)))
+        values = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(values, list | tuple) or len(values) != len(samples):
+            raise EnvError(
+                f"{where} returned {describe_value(values)} for {len(samples)} replies; return a list with a number "
+                "for each"
+            )
+        return [_number(value, where) for value in values]
+
+    async def of_each(samples: list[Sample]) -> list[Any]:
+        rows = [of_names(_row(sample, others, prompt)) for sample in samples]
+        return [_number(await _awaited(function(**row)), where) for row in rows]
+
+    return of_group if is_for_group(function) else of_each
+
+
+def _row(sample: Sample, columns: Sequence[str], prompt: str) -> dict[str, Any]:
+    """What functions may ask for about one reply, by name."""
+    asked = sample.metadata.get(prompt, sample.prompt)
+    reply = sample.response if isinstance(asked, str) else [{"role": "assistant", "content": sample.response}]
+    start = len(sample.tokens) - sample.response_length
+    ids = sample.tokens[start:] if sample.tokens else []
+    return {name: sample.metadata.get(name) for name in columns} | dict(zip(_OF_ONE, (asked, reply, ids), strict=True))
+
+
+def _number(value: Any, where: str) -> float | None:
+    if value is None:
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise EnvError(f"{where} returned {describe_value(value)}; return a number for a reply") from None
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _parameters(function: Reward) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError) as cause:
+        raise ConfigError(f"reward = {function!r} has no readable signature: {cause}; {WRITE}") from None

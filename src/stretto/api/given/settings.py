@@ -1,0 +1,333 @@
+"""The arguments of `stretto.rl`, `sft` and `evaluate` as the words and values of a configuration.
+
+In: files, dicts, flags, and keywords. Out: `Call`: the words after the verb, and one tree of values whose leaves may
+still be objects (given.py). A keyword is a short name of KEYS, `env`, `dataset` and `reward`, or a key of the
+configuration: a section as a dict, or a dotted name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.api.given import models, rewards
+from stretto.api.given.files import Given, as_list
+from stretto.api.given.records import LABELS, PROMPTS, columns_of, first_of
+from stretto.base.errors import ConfigError
+from stretto.config.section import Section
+
+Tree = dict[str, Any]
+
+KEYS: dict[str, dict[str, str]] = {
+    "rl": {
+        "model": "model.name",
+        "tokenizer": "tokenizer.name",
+        "name": "run.name",
+        "steps": "max_steps",
+        "lr": "trainer.optim.lr",
+        "batch_size": "orchestrator.batch_size",
+        "group_size": "orchestrator.group_size",
+        "max_completion_tokens": "orchestrator.train.sampling.max_completion_tokens",
+        "eval_steps": "orchestrator.eval.interval",
+    },
+    "sft": {
+        "model": "model.name",
+        "tokenizer": "tokenizer.name",
+        "name": "run.name",
+        "steps": "max_steps",
+        "lr": "optim.lr",
+        "batch_size": "batch_size",
+        "eval_steps": "val.interval",
+    },
+    "evaluate": {
+        "model": "model",
+        "tokenizer": "tokenizer.name",
+        "name": "run.name",
+        "group_size": "eval.group_size",
+        "max_completion_tokens": "eval.sampling.max_completion_tokens",
+        "num_examples": "eval.num_examples",
+    },
+}
+"""The key of the configuration for each short name, by verb."""
+TRL = {
+    "args": "the values of the config as keywords, such as lr=1e-5",
+    "reward_funcs": "reward=",
+    "train_dataset": "dataset=",
+    "processing_class": "tokenizer=",
+    "learning_rate": "lr=",
+    "num_generations": "group_size=",
+    "per_device_train_batch_size": "batch_size=, the rollouts of a step on all devices",
+    "gradient_accumulation_steps": "batch_size=; seq_len says how many tokens are computed at a time",
+    "max_completion_length": "max_completion_tokens=",
+    "num_train_epochs": "steps=",
+    "peft_config": 'model={"name": ..., "lora": {"rank": 16, "alpha": 32}}',
+    "report_to": "monitors={'wandb': {}}",
+    "temperature": '**{"orchestrator.train.sampling.temperature": 1.0}',
+    "beta": '**{"trainer.loss.kl_coef": ...}; docs/algorithms.md has the losses',
+    "logging_steps": "nothing: every step is logged",
+    "save_steps": "ckpt={'interval': 10}",
+    "use_vllm": "inference={'engine': 'vllm'}",
+    "environment_factory": "env=",
+    "eval_strategy": "eval_steps=",
+}
+"""What to write for words of TRL's trainers."""
+START = ("clean", "resume", "dry_run", "print_config")
+"""Keys of one start, which are flags."""
+
+
+@dataclass
+class Call:
+    """A call as a configuration: files, then values over them, then flags over both."""
+
+    verb: str
+    files: list[str]
+    values: Tree
+    flags: list[str]
+
+
+def call_of(verb: str, config: Sequence[Any], keywords: Mapping[str, Any], given: Given) -> Call:
+    """Sort the arguments of a call. keywords: those that are not None.
+
+    Raises: ConfigError for what is no configuration, or cannot be combined.
+    """
+    files, values, flags = _positional(verb, config)
+    own = dict(keywords)
+    envs = _environments(verb, own, given)
+    for name in START:
+        flags += _start_flag(name, own.pop(name)) if own.get(name) is not None else []
+        own.pop(name, None)
+    _check_names(verb, own)
+    for name, value in own.items():
+        overlay(values, _tree(verb, name, value))
+    overlay(values, envs)
+    _add_tokenizer(verb, values)
+    return Call(verb, files, given.plain(values), flags)
+
+
+def overlay(base: Tree, other: Mapping[str, Any]) -> None:
+    """Put the values of a tree over those of another; lists are replaced."""
+    for name, value in other.items():
+        if isinstance(value, Mapping) and isinstance(base.get(name), dict):
+            overlay(base[name], value)
+        else:
+            base[name] = _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    return {name: _copied(each) for name, each in value.items()} if type(value) is dict else value
+
+
+def _positional(verb: str, config: Sequence[Any]) -> tuple[list[str], Tree, list[str]]:
+    files: list[str] = []
+    values: Tree = {}
+    for index, each in enumerate(config):
+        if isinstance(each, str) and each.startswith("-"):
+            return files, values, _flags(verb, config[index:])
+        if isinstance(each, str | Path):
+            files.append(str(each))
+        elif isinstance(each, Section):
+            overlay(values, each.model_dump(mode="json", exclude_unset=True))
+        elif isinstance(each, Mapping):
+            for name, value in each.items():
+                overlay(values, nested(str(name), _undotted(value)))
+        else:
+            raise ConfigError(
+                f"stretto.{verb}: argument {index + 1} is a {type(each).__name__}; before the keywords go files "
+                '("rl.toml"), dicts ({"trainer.optim.lr": 1e-5}) and flags ("--max-steps", "20"). Environments are '
+                "env=, records dataset="
+            )
+    return files, values, []
+
+
+def _flags(verb: str, words: Sequence[Any]) -> list[str]:
+    for word in words:
+        if not isinstance(word, str | int | float | Path):
+            raise ConfigError(
+                f"stretto.{verb}: {word!r:.60} follows a flag; there go flags as texts: '--max-steps', '3'"
+            )
+    return [str(word) for word in words]
+
+
+def nested(name: str, value: Any) -> Tree:
+    """The tree of a dotted name: {"trainer": {"optim": {"lr": value}}}."""
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return value
+
+
+def _undotted(value: Any) -> Any:
+    if type(value) is not dict or not any("." in str(name) for name in value):
+        return value
+    found: Tree = {}
+    for name, each in value.items():
+        overlay(found, nested(str(name), each))
+    return found
+
+
+def _tree(verb: str, name: str, value: Any) -> Tree:
+    """The tree of one keyword."""
+    from stretto.api.run import Run
+
+    if isinstance(value, Run):
+        if name != "model":
+            raise ConfigError(f"stretto.{verb}: {name} is a run; model= takes one, for the weights that it has trained")
+        value = value.dir.latest_weights
+    key = KEYS[verb].get(name, name)
+    if isinstance(value, Mapping) and name in KEYS[verb]:
+        key = name  # a whole section: model={"name": ..., "lora": {...}}
+    return nested(key, _undotted(value))
+
+
+def _check_names(verb: str, names: Mapping[str, Any]) -> None:
+    from stretto.config.root import EvalConfig, RLConfig, SFTConfig
+
+    roots: dict[str, type[Section]] = {"rl": RLConfig, "sft": SFTConfig, "evaluate": EvalConfig}
+    known = {*KEYS[verb], *roots[verb].model_fields, "env", "dataset", "eval_dataset", "reward", *START}
+    for name in names:
+        if "." in name or name in known:
+            continue
+        near = difflib.get_close_matches(name, known, n=1)
+        meant = f"did you mean {near[0]}=?" if near else "docs/python.md lists them; docs/config.md has the sections"
+        if name in TRL:
+            meant = f"write {TRL[name]}"
+        raise ConfigError(f"stretto.{verb} takes no {name}=; {meant}")
+
+
+def _start_flag(name: str, value: Any) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return [flag] if value else []
+    if name == "resume" and isinstance(value, int):
+        return ["--resume.step", str(value)]
+    if name == "resume" and isinstance(value, str | Path):
+        return ["--resume.dir", str(value)]
+    raise ConfigError(f"{name} = {value!r:.60}: give True" + ", a step, or the directory of a run" * (name == "resume"))
+
+
+# -- environments and data --
+
+
+def _environments(verb: str, own: Tree, given: Given) -> Tree:
+    """What `env`, `dataset`, `eval_dataset` and `reward` mean; they are taken out of the keywords."""
+    names = ("env", "dataset", "eval_dataset", "reward", "reward_weights")
+    env, dataset, held_out, reward, weights = (own.pop(name, None) for name in names)
+    if verb == "sft":
+        return _sft_data(own, env, dataset, held_out, reward)
+    if env is not None and (reward is not None or dataset is not None):
+        raise ConfigError(
+            f"stretto.{verb}: env= and {'reward' if reward is not None else 'dataset'}= exclude each other: an "
+            "environment has its own tasks and scores its replies itself. Give env=, or dataset= and reward="
+        )
+    if env is None and dataset is None and held_out is None:
+        if reward is not None:
+            raise ConfigError(f"stretto.{verb}: reward= scores replies to records; give dataset= too")
+        return {}
+    if env is None:
+        env = dataset_entry(verb, dataset, held_out, reward, weights, given)
+    elif held_out is not None:
+        raise ConfigError(
+            f"stretto.{verb}: eval_dataset= goes with dataset=; an environment has held-out tasks of its own, "
+            "tasks('eval'), which eval_steps= evaluates"
+        )
+    entries = [dict(each) if isinstance(each, Mapping) else {"id": each} for each in as_list(env)]
+    if any("id" not in entry for entry in entries):
+        raise ConfigError(
+            f"stretto.{verb}: env= has a dict without `id`; an entry is {{'id': MyEnv, 'args': {{...}}}}, and records "
+            "go to dataset="
+        )
+    if verb == "evaluate":
+        return {"eval": {"env": entries}}
+    return {"orchestrator": {"env": entries} | ({"eval": {}} if held_out is not None else {})}
+
+
+def dataset_entry(verb: str, dataset: Any, held_out: Any, reward: Any, weights: Any, given: Given) -> Tree:
+    """Records and a reward as an entry of `env`."""
+    if verb == "evaluate":
+        dataset, held_out = None, held_out if held_out is not None else dataset
+    columns = columns_of(dataset if dataset is not None else held_out, "dataset" if verb == "rl" else "eval_dataset")
+    prompt = first_of(PROMPTS, columns)
+    if prompt is None:
+        raise ConfigError(
+            f"dataset has the columns {', '.join(columns)}; the prompt is looked for in {' and '.join(PROMPTS)}. "
+            'Rename yours: dataset.rename_column("...", "prompt")'
+        )
+    args: Tree = {"input_key": prompt, "label_key": first_of(LABELS, columns) or LABELS[0]}
+    args |= {} if dataset is None else {"path": dataset}
+    args |= {} if held_out is None else {"eval_path": held_out}
+    if reward is not None:
+        args |= _reward_args(reward, weights, columns, prompt, given)
+    return {"id": "dataset", "name": "dataset", "args": args}
+
+
+def _reward_args(reward: Any, weights: Any, columns: list[str], prompt: str, given: Given) -> Tree:
+    functions = as_list(reward)
+    if len(functions) == 1 and isinstance(functions[0], str):
+        return {"reward": functions[0]}
+    for index, each in enumerate(functions):
+        key = "reward" if len(functions) == 1 else f"reward[{index}]"
+        if not callable(each):
+            raise ConfigError(f"{key} is {each!r:.60}; give a function: {rewards.WRITE}")
+        rewards.check(each, columns, key)
+    shares = [1.0] * len(functions) if weights is None else [float(each) for each in weights]
+    if len(shares) != len(functions):
+        raise ConfigError(f"reward_weights has {len(shares)} numbers for {len(functions)} reward functions")
+    if len(functions) == 1 and rewards.is_hook(functions[0]):
+        args: Tree = {"reward": given.named(functions[0], "reward", getattr(functions[0], "__name__", "reward"))}
+    else:
+        args = {"reward": _sum_of(functions, shares, columns, prompt, given)}
+        args["metadata_key"] = columns
+    return args | ({"group_reward": True} if any(map(rewards.is_for_group, functions)) else {})
+
+
+def _sum_of(functions: list[Any], weights: list[float], columns: list[str], prompt: str, given: Given) -> str:
+    if any(map(rewards.is_hook, functions)):
+        raise ConfigError(
+            "reward: functions (args, sample) cannot be summed; give one, or write the others as " + rewards.WRITE
+        )
+    names = [given.define(each, "reward", _label(each)) for each in functions]
+    given.code.imports["from stretto.api.given.rewards import rewards_of"] = None
+    text = f"rewards_of([{', '.join(names)}], {weights}, {columns}, {prompt!r})"
+    return given.last("reward_of_records", text, functions)
+
+
+def _label(function: Any) -> str:
+    name = getattr(function, "__name__", "")
+    return name if name.isidentifier() else "reward"
+
+
+def _sft_data(own: Tree, env: Any, dataset: Any, held_out: Any, reward: Any) -> Tree:
+    for name, value in (("reward", reward), ("env", env)):
+        if value is not None:
+            raise ConfigError(f"stretto.sft takes no {name}=; it trains on the records of dataset=")
+    tree: Tree = {}
+    if dataset is not None:
+        tree["data"] = {"name": dataset} | _conversation_keys(dataset, "dataset")
+    if held_out is not None:
+        tree["val"] = {"data": {"name": held_out} | _conversation_keys(held_out, "eval_dataset")}
+    return tree
+
+
+def _conversation_keys(dataset: Any, key: str) -> Tree:
+    columns = columns_of(dataset, key)
+    if "messages" in columns or {"prompt", "completion"} <= set(columns):
+        return {}
+    prompt, answer = first_of(PROMPTS, columns), first_of(LABELS, columns)
+    if prompt is None or answer is None:
+        raise ConfigError(
+            f"{key} has the columns {', '.join(columns)}; sft reads `messages`, or `prompt` and `completion`"
+        )
+    return {"input_key": prompt, "output_key": answer}
+
+
+def _add_tokenizer(verb: str, values: Tree) -> None:
+    """A model object has no tokenizer: its own is where the model was loaded from."""
+    model = values.get("model")
+    model = model.get("name") if isinstance(model, Mapping) else model
+    if not models.is_model(model) or (values.get("tokenizer") or {}).get("name") is not None:
+        return
+    if (place := models.tokenizer_place(model)) is None:
+        raise ConfigError(f"stretto.{verb}: the model is an object, which has no tokenizer; give tokenizer= too")
+    values["tokenizer"] = {**(values.get("tokenizer") or {}), "name": place}

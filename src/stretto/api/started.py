@@ -1,0 +1,119 @@
+"""A verb in a process of its own: what it prints, how it is asked to stop, and how it ended.
+
+States: RUNNING -> ENDED. A thread reads what the process prints; `follow` hands it on, in the thread that waits for the
+process or in one of its own. The process is in a group of its own, so Ctrl-C reaches only this one, which passes it on.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from stretto.base.errors import ConfigError, EngineError
+from stretto.base.process import EXIT_CONFIG, EXIT_INTERRUPTED
+from stretto.base.status import harmless
+
+_NUM_SAID = 30  # lines of an error that an exception has
+_NUM_KEPT = 200  # lines that `tail` has
+_TICK_S = 0.25
+_MARKS = ("error: ", "FAILED")
+"""Begin the lines that say why a verb failed."""
+
+
+class Started:
+    """A verb that runs, or has run."""
+
+    def __init__(self, verb: str, words: Sequence[str], reword: Callable[[str], str] = str) -> None:
+        """Start `stretto VERB WORDS`. reword: changes its error message into the terms of the caller."""
+        self.verb, self._reword = verb, reword
+        self.started_at = time.time()
+        self.num_interrupts = 0
+        self.tail: deque[str] = deque(maxlen=_NUM_KEPT)
+        self._said: list[str] = []
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._is_read = threading.Event()
+        self._following = threading.Lock()
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "stretto.api.child", verb, *words],
+            stdin=subprocess.PIPE,  # its end tells the verb that this process is gone
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            process_group=0,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+        threading.Thread(target=self._read, name=f"stretto {verb}", daemon=True).start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._popen.poll() is None
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def _read(self) -> None:
+        assert self._popen.stdout is not None
+        for line in self._popen.stdout:
+            text = harmless(line).rstrip("\n")
+            self.tail.append(text)
+            if self._said or text.startswith(_MARKS):
+                self._said = [*self._said[: _NUM_SAID - 1], text]
+            self._lines.put(text)
+        self._popen.wait()
+        self._lines.put(None)
+        self._is_read.set()
+
+    def follow(self, show: Callable[[str], None], tick: Callable[[], object], until: float | None = None) -> bool:
+        """Hand lines to `show` and call `tick` now and then, until the process has ended; whether it has.
+
+        until: monotonic time at which to return all the same. A KeyboardInterrupt is passed on as a wish to stop.
+        """
+        with self._following:
+            while until is None or time.monotonic() < until:
+                try:
+                    line = self._lines.get(timeout=_TICK_S)
+                    if line is None:
+                        self._lines.put(None)
+                        tick()
+                        return True
+                    show(line)
+                except queue.Empty:
+                    tick()
+                except KeyboardInterrupt:
+                    self.interrupt()
+        return self._is_read.is_set()
+
+    def join(self, until: float | None = None) -> bool:
+        """Wait until all that the process has printed is read, while another thread follows it; as `follow`."""
+        while not self._is_read.is_set() and (until is None or time.monotonic() < until):
+            try:
+                self._is_read.wait(_TICK_S)
+            except KeyboardInterrupt:
+                self.interrupt()
+        return self._is_read.is_set()
+
+    def interrupt(self) -> None:
+        """What Ctrl-C does: finish the step and save a checkpoint; the second time, end at once."""
+        self.num_interrupts += 1
+        if self.is_running:
+            self._popen.send_signal(signal.SIGINT)
+
+    def check(self) -> None:
+        """Raises: ConfigError or EngineError with the message of a verb that has failed; nothing if it was stopped."""
+        code = self._popen.poll()
+        if not code or (self.num_interrupts and code in (EXIT_INTERRUPTED, -signal.SIGINT)):
+            return
+        reason = self._reword("\n".join(self._said).strip().removeprefix("error: "))
+        if code == EXIT_CONFIG:
+            raise ConfigError(f"{self.verb}: {reason or 'the configuration is wrong; it said no more'}")
+        last = "\n".join(list(self.tail)[-10:])
+        raise EngineError(f"{self.verb} ended with status {code}: {reason or last}")

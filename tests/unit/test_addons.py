@@ -1,0 +1,133 @@
+"""Add-ons can be taken away: the core names none of them, and finds what is there by entry points."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import syntax
+
+from stretto import addons
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "without.py"))
+ADD_ONS: tuple[str, ...] = SCRIPT["ADD_ONS"]
+NAME = re.compile(rf"\bstretto_({'|'.join(ADD_ONS)})\b")
+PARTS = ("src", "examples", "pyproject.toml")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+RUN = ["rl", "@", "examples/reverse_text/rl.toml"]
+LORA_RUN = ["rl", "@", "examples/service/rl.toml"]
+VERBS, CONFIG_VERBS = "stretto.verbs", "stretto.config_verbs"
+
+
+def strings_of(package: str) -> str:
+    """The code of a package without its docstrings and comments."""
+    found = []
+    for file in sorted((ROOT / "src" / package).rglob("*.py")):
+        tree = syntax.tree_of(file)
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            match node:
+                case ast.Constant(value=str(text)) if id(node) not in docs:
+                    found.append(text)
+                case ast.ImportFrom(module=str(text)):
+                    found.append(text)
+                case ast.Import(names=names):
+                    found += [alias.name for alias in names]
+    return "\n".join(found)
+
+
+def test_the_core_names_no_add_on() -> None:
+    assert len(ADD_ONS) == 7
+    assert not NAME.findall(strings_of("stretto"))
+
+
+@pytest.mark.parametrize("name", ADD_ONS)
+def test_an_add_on_names_only_those_that_it_needs(name: str) -> None:
+    assert set(NAME.findall(strings_of(f"stretto_{name}"))) <= {name, *SCRIPT["NEEDS"].get(name, ())}
+
+
+def test_entry_points_lead_to_what_the_core_can_load() -> None:
+    groups = {group: values for group, values in PROJECT["entry-points"].items() if group.startswith(addons.PREFIX)}
+    assert len(groups) == 7
+    for group, values in groups.items():
+        assert addons.registered(group) == addons.offers(group) == values and f"    {group} " in (addons.__doc__ or "")
+        assert set(addons.load_all(group)) == set(values)
+
+
+def test_the_entry_points_of_an_installation_are_those_that_importlib_finds(tmp_path: Path) -> None:
+    """The slow way is the standard library's."""
+    folder = tmp_path / "stretto_mine-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: stretto-mine\nVersion: 1.0\n")
+    text = "[console_scripts]\nmine = mine:main\n\n# ours\n[stretto.verbs]\nmine = mine.verb:run\nyours=yours\n"
+    (folder / "entry_points.txt").write_text(text)
+    [path] = addons._of_installed([str(tmp_path), str(tmp_path / "missing")])
+    [found] = importlib.metadata.distributions(path=[str(tmp_path)])
+    slow = {each.name: each.value for each in found.entry_points.select(group="stretto.verbs")}
+    assert addons.read_groups(Path(path).read_text().splitlines()) == {"stretto.verbs": slow}
+
+
+SCRIPT_OF_VERBS = """
+import contextlib, io, json, sys
+from stretto import cli
+
+told = {}
+for words in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(words)
+    told[" ".join(words)] = [code, out.getvalue(), err.getvalue()]
+print(json.dumps(told))
+"""
+
+
+def told(source: Path, *commands: list[str]) -> dict[str, tuple[int, str, str]]:
+    """By command: its exit status and what it prints, in a process that has the packages of a copy."""
+    words = [sys.executable, "-c", SCRIPT_OF_VERBS, json.dumps(commands)]
+    env = SCRIPT["environment"](source)
+    done = subprocess.run(words, env=env, cwd=source.parent, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", [*ADD_ONS, "all"])
+def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str, tmp_path: Path) -> None:
+    """`make test-without ADDON=NAME` runs the other tests without it."""
+    gone = {f"stretto_{each}" for each in SCRIPT["with_those_that_need"]([name])}
+    source = SCRIPT["copy_without"](SCRIPT["with_those_that_need"]([name]), tmp_path, PARTS)
+    groups = PROJECT["entry-points"]
+    verbs = {verb: addons.package_of(path) for verb, path in (groups[VERBS] | groups[CONFIG_VERBS]).items()}
+    missing = {verb: package for verb, package in verbs.items() if package in gone}
+    said = told(source, ["--help"], [*RUN, "--dry-run"], *([verb] for verb in missing))
+    assert {verb for verb in verbs if f"\n  {verb} " in said["--help"][1]} == verbs.keys() - missing.keys()
+    for verb, package in missing.items():
+        code, _, err = said[verb]
+        assert code == 2 and f"error: `stretto {verb}` needs the add-on {package}, which is not installed" in err
+    code, out, err = said[" ".join([*RUN, "--dry-run"])]
+    assert code == 0 and "nothing was started" in out, err
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("name", "flags", "said"),
+    [
+        ("clusters", ["--slurm.partition", "p"], "[slurm] needs the add-on stretto_clusters"),
+        ("clusters", ["--ray.address", "auto"], "[ray] needs the add-on stretto_clusters"),
+        ("service", ["--service.url", "http://127.0.0.1:1"], "[service] needs the add-on stretto_service"),
+        ("prime", ["--orchestrator.rollouts-per-example", "4"], "rollouts-per-example 4: unknown flag"),
+    ],
+)
+def test_a_config_that_needs_a_missing_add_on_says_so(name: str, flags: list[str], said: str, tmp_path: Path) -> None:
+    source = SCRIPT["copy_without"]([name], tmp_path, PARTS)
+    command = [*(LORA_RUN if name == "service" else RUN), *flags]
+    [(code, _, err)] = told(source, command).values()
+    assert code == 2 and said in err
