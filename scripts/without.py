@@ -26,8 +26,8 @@ TESTS = {
     "view": ("tests/e2e/test_page_in_browser.py",),
 }
 """Tests of an add-on that are not in its folder of tests/addons/."""
-OF_ALL = ("tests/unit/docs", "tests/e2e/documents")
-"""Tests of documents, which are about the core and all add-ons."""
+OF_ALL = ("tests/unit/docs", "tests/e2e/documents", "tests/unit/test_addons.py", "tests/unit/test_package.py")
+"""Tests about the core and all add-ons together: of the documents, and of the wheel."""
 UNSEEN = '''"""Only the packages of this tree are found, not those of an installation that points to another tree."""
 import sys
 from pathlib import Path
@@ -45,9 +45,8 @@ def copy_without(names: Sequence[str], into: Path, parts: Sequence[str] = (".",)
     """Copy what git knows of these parts of the tree, or would add, less these add-ons; the copy's src/."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", "--", *parts]
     out = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    gone = [*OF_ALL] + [
-        part for name in names for part in (f"src/stretto_{name}", f"tests/addons/{name}", *TESTS.get(name, ()))
-    ]
+    of = lambda name: (f"src/stretto_{name}", f"tests/addons/{name}", *TESTS.get(name, ()))
+    gone = [*OF_ALL, *(part for name in names for part in of(name))]
     for file in filter(None, out.split("\0")):
         if any(file == part or file.startswith(f"{part}/") for part in gone) or not os.path.lexists(ROOT / file):
             continue

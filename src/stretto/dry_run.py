@@ -1,7 +1,7 @@
 """What `--dry-run` shows, on one screen per verb: what was checked, the first task, the processes, where files go.
 
-It starts nothing. orchestrator/dry_run.py checks the user's code and files, launch/plan plans the processes, and this
-file puts their texts together. The resolved config is shown by `--print-config`.
+It starts nothing. check/ looks at models, code and data, orchestrator/dry_run.py makes the first tasks, launch/plan
+plans the processes, and this file puts their texts together. The resolved config is shown by `--print-config`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from typing import Any
 from stretto import addons
 from stretto.base import process, rundir
 from stretto.base.errors import ConfigError, DataError
+from stretto.check.code import Checked, check_sft_records, check_trainer_hooks, check_user_code
+from stretto.check.devices import check_sft_devices, check_trained_on_cpu
+from stretto.check.models import check_model, check_served, check_trainable, find_model, foreign_engines, models_of
+from stretto.check.weights import check_weights, check_weights_of
 from stretto.config.root import (
     EvalConfig,
     InferenceConfig,
@@ -25,20 +29,10 @@ from stretto.config.root import (
 )
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.monitors import MonitorsSection
-from stretto.data.hub_model import find_config, find_local, look_up, size
+from stretto.data.hub_model import find_local, look_up, size
 from stretto.launch.launchers import launcher_of
-from stretto.launch.plan.device_check import check_sft_devices, check_trained_on_cpu
-from stretto.launch.plan.model_check import check_model, check_served, check_trainable, foreign_engines, models_of
 from stretto.launch.plan.models import with_model_names
-from stretto.launch.plan.weights import check_weights, check_weights_of
-from stretto.orchestrator.dry_run import (
-    Checked,
-    FirstTask,
-    check_sft_records,
-    check_trainer_hooks,
-    check_user_code,
-    preview,
-)
+from stretto.orchestrator.dry_run import FirstTask, preview
 from stretto.orchestrator.lengths import Limit, limits_of, smallest
 
 WIDTH = 118
@@ -50,7 +44,7 @@ Rows = list[tuple[str, str]]
 
 def rl(cfg: RLConfig) -> str:
     """The screen of `rl`."""
-    from stretto.launch.plan.routers import check_router
+    from stretto.check.routers import check_router
     from stretto.launch.plan.table import table
     from stretto.launch.run.rl import plan_only
 
@@ -107,8 +101,8 @@ def orchestrator(cfg: OrchestratorConfig) -> str:
 
 def trainer(cfg: TrainerConfig) -> str:
     """The screen of `trainer` alone."""
-    if cfg.model.scratch is None and (directory := find_config(cfg.model.name)) is not None:
-        check_trainable(directory, cfg.model.impl, f"[model] name = {cfg.model.name!r}")
+    if cfg.model.scratch is None and (here := find_model(cfg.model.name)) is not None:
+        check_trainable(here, cfg.model.impl, f"[model] name = {cfg.model.name!r}")
     weights = []
     if cfg.model.scratch is None:
         weights = check_weights(cfg.model.name, "[model] name", cfg.model, is_dry_run=True)

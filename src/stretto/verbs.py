@@ -70,28 +70,9 @@ def run_rl(cfg: RLConfig, words: list[str]) -> int:
     """Check what the run will call, then run it; the exit status."""
     from stretto.launch.run.rl import main as run
 
-    if cfg.slurm is None and cfg.ray is None:  # otherwise the functions are on other machines
-        _check_trainer_hooks(cfg)
-    if cfg.ray is None:
-        _check_plugins(cfg)
     if cfg.service is not None:
         _check_service(cfg)
     return run(cfg)
-
-
-def _check_plugins(cfg: RLConfig) -> None:
-    """Check the packages that environments of verifiers name; on Slurm, whose nodes may have others, only warn.
-
-    Raises: ConfigError for one that this machine lacks, if the orchestrator runs here.
-    """
-    from stretto.orchestrator.dry_run import check_plugins
-
-    try:
-        check_plugins(cfg.orchestrator)
-    except ConfigError as error:
-        if cfg.slurm is None and cfg.deployment.type == "single_node":
-            raise
-        sys.stdout.write(f"warning: {error}\n")
 
 
 def _check_service(cfg: RLConfig) -> None:
@@ -106,18 +87,6 @@ def _check_service(cfg: RLConfig) -> None:
         raise ConfigError(f"{error}; start one with `stretto serve`, or correct service.url") from None
     if cfg.clean:
         service.end_earlier(cfg.trainer_config())
-
-
-def _check_trainer_hooks(cfg: RLConfig) -> None:
-    """Load the functions of [trainer.hooks], which the trainer will call.
-
-    Raises: ConfigError for one that does not exist, or takes other arguments than it is called with.
-    """
-    from stretto.vime.calls import TRAINER_HOOKS, check_in_process
-
-    named = {key: path for key in TRAINER_HOOKS if (path := getattr(cfg.trainer.hooks, key)) is not None}
-    if named:
-        check_in_process(named, os.environ | cfg.env_vars | cfg.trainer.env_vars)
 
 
 def _sft(cfg: SFTConfig, words: list[str]) -> int:
@@ -141,7 +110,7 @@ def _check_weights(cfg: SFTConfig | InferenceConfig) -> None:
 
     Raises: ConfigError for files with which the run would fail.
     """
-    from stretto.launch.plan.weights import check_weights_of
+    from stretto.check.weights import check_weights_of
 
     for text in check_weights_of(cfg):
         sys.stderr.write(f"warning: {text}\n")
@@ -239,7 +208,7 @@ VERBS: dict[str, tuple[str, Callable[[Any, list[str]], int]]] = {
     "eval": ("EvalConfig", _process("stretto.orchestrator.eval.verb:main")),
     "evals": ("EvalsConfig", _process("stretto.orchestrator.eval.follow:main")),
 }
-"""The core has these: the class of a verb's config in config/root.py, and what runs it; words: the command line after it."""
+"""The core has these: the class of a config in config/root.py, and what runs it with the words after the verb."""
 
 
 def is_verb(verb: str) -> bool:

@@ -12,20 +12,21 @@ from urllib.parse import urlsplit
 
 from stretto.base import rundir
 from stretto.base.errors import ConfigError, StrettoError
+from stretto.check import nodes as node_checks
+from stretto.check.code import check_sft_records, check_user_code
+from stretto.check.models import check_model, check_served, check_trainable, models_of
+from stretto.check.weights import check_weights_of
 from stretto.config.load import load, names_whole_run
-from stretto.config.model_file import read_model_file
+from stretto.config.model_file import ModelFile, read_model_file
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig, SFTConfig
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import CkptSection, num_kept
 from stretto.data.hub_model import find_local, look_up, size
-from stretto.launch.plan.model_check import check_model, check_served, check_trainable, models_of
 from stretto.launch.plan.serving import plan_serving
 from stretto.launch.plan.sft_ranks import find_gpus, plan_ranks
-from stretto.launch.plan.weights import check_weights_of
-from stretto.launch.run import node_checks
 from stretto.launch.run.rl import check_here
 from stretto.monitors.base import find_trackers
-from stretto.orchestrator.dry_run import check_sft_records, check_user_code, preview
+from stretto.orchestrator.dry_run import preview
 from stretto_doctor.finding import Finding, State, bad, good, guarded, note, warn
 from stretto_doctor.machine import gib
 from stretto_doctor.model_files import check_files, num_parameters
@@ -147,7 +148,7 @@ def _check_weights(cfg: Config) -> Iterator[Finding]:
     model = cfg.model
     if isinstance(model, ModelSection) and (directory := find_local(model.name)) is not None:
         try:
-            check_trainable(directory, model.impl, "")
+            check_trainable(ModelFile.read(directory), model.impl, "")
         except ConfigError:
             return  # `check_fit` says it
     if not any(has_weights and find_local(name) for name, has_weights in _models(cfg)):

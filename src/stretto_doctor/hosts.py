@@ -14,10 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from stretto.base.errors import ConfigError, WireError
+from stretto.check.nodes import check_others, find_node_rank
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig
 from stretto.launch.launchers import launcher_of
-from stretto.launch.plan.nodes import find_node_rank
-from stretto.launch.run.node_checks import check_others
 from stretto_doctor.configs import Config
 from stretto_doctor.finding import Finding, bad, good, note, warn
 from stretto_doctor.network import PORT, Peer, findings_of, listen, new_token

@@ -19,7 +19,6 @@ from stretto.config.sections.model import ModelSection, dtype_on
 from stretto.config.sections.trainer import Optim
 from stretto.families.shape import ModelConfig
 from stretto.launch.plan.engines import plan_replicas
-from stretto.launch.plan.placement import asks_for_gpus
 from stretto_plan.network import NetworkSize
 from stretto_plan.shapes import find_shape, named_shape
 
@@ -139,7 +138,7 @@ def build_setup(
     is_wide = cfg.deployment.type == "multi_node"
     wants_gpus = is_wide or bool(process.visible_gpus())
     if isinstance(cfg, RLConfig):
-        wants_gpus |= asks_for_gpus(cfg.model_copy(update={"dry_run": True}))
+        wants_gpus |= cfg.model_copy(update={"dry_run": True}).asks_for_gpus
     hardware = hardware or find_hardware(gpu, int(wants_gpus))
     if gpu is None and not hardware.is_cpu:
         notes.append(f"GPUs are {hardware.name}; another kind: --gpu {{H100,H200,B200,A100,L40S}}")

@@ -18,13 +18,13 @@ from stretto.base.errors import ConfigError, meant_path
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims, in_url
 from stretto.base.secret import Secret, load_secret, prepare_tokens
+from stretto.check.devices import check_served_on_cpu, check_trained_on_cpu
+from stretto.check.models import check_model, check_served
 from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig, ServeConfig
 from stretto.config.sections.inference import KEY_VAR, ServedAdaptersSection
 from stretto.data.hub_model import fetch, find_config
-from stretto.launch.plan.device_check import check_served_on_cpu, check_trained_on_cpu
 from stretto.launch.plan.engines import plan_engines
-from stretto.launch.plan.model_check import check_model, check_served
 from stretto.launch.plan.placement import GPU_HOST_THREADS, client_host, free_port, replaced, with_free_port
 from stretto.launch.plan.processes import (
     RENDEZVOUS_PORT,

@@ -46,6 +46,7 @@ def workers_of(pid: int) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_with_workers_trains_what_one_without_trains(tmp_path: Path) -> None:
     model, ended = build_model(tmp_path), []
     for name, num_workers in (("own", {}), ("workers", {"num_workers": 2})):
@@ -87,6 +88,7 @@ def test_an_environment_that_cannot_be_built_ends_the_run_with_its_message(tmp_p
     assert ended.code and "missing a required argument: 'share'" in ended.output, ended.output
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="the extra verifiers is not installed")
 def test_a_taskset_of_verifiers_is_trained_on_exactly_the_tokens_the_engine_saw(tmp_path: Path) -> None:
     """A dialogue of two turns: were one token of it not the engine's, the trainer's log-probabilities would differ."""

@@ -27,7 +27,7 @@ BELOW = {
     "models": {"base", "families", "records", "config"},
     "transports": {"base", "records", "config"},
     "data": {"base"},
-    "check": {"base", "families", "config"},
+    "check": {"base", "families", "config", "data", "monitors", "envs", "vime"},
     "vime": {"addons", "base", "records", "data"},
     "envs": {"base", "records", "config", "data", "vime"},
     "orchestrator": {
@@ -61,10 +61,10 @@ BELOW = {
     "inference": {"base", "check", "families", "records", "config", "monitors", "chat", "data", "models", "transports"},
     "api": {"base", "records", "config", "ledger", "monitors", "chat", "data", "vime", "envs"},
     "launch": {"addons", "base", "check", "families", "records", "config", "ledger", "monitors", "data", "api"},
-    "stretto_clusters": {"base", "records", "config", "monitors", "launch"},
+    "stretto_clusters": {"base", "check", "records", "config", "monitors", "launch"},
     "stretto_vime": {"base", "families", "config", "data", "vime", "cli", "verbs"},
     "stretto_prime": {"config"},
-    "stretto_service": {"addons", "base", "records", "config", "monitors", "transports", "data", "launch"},
+    "stretto_service": {"addons", "base", "check", "records", "config", "monitors", "transports", "data", "launch"},
     "stretto_service.tenants": {"base", "records", "config", "algorithms", "chat", "models", "transports", "trainer"},
     "stretto_view": {"base", "records", "config", "ledger", "monitors", "chat", "api"},
     "stretto_plan": {
@@ -88,6 +88,7 @@ BELOW = {
     },
     "stretto_doctor": {
         "base",
+        "check",
         "records",
         "config",
         "chat",
@@ -100,13 +101,14 @@ BELOW = {
         "signals",
         "stretto_plan",
     },
-    "dry_run": {"addons", "base", "config", "data", "launch", "monitors", "orchestrator", "trainer"},
+    "dry_run": {"addons", "base", "check", "config", "data", "launch", "monitors", "orchestrator", "trainer"},
     "bench": {"base", "records", "config", "data", "envs", "monitors", "transports"},
     "signals": set(),
     "verbs": {
         "addons",
         "signals",
         "base",
+        "check",
         "bench",
         "config",
         "vime",
@@ -425,6 +427,14 @@ def test_the_command_line_imports_a_verb_only_in_its_branch() -> None:
         at_top = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
         modules = {node.module for node in at_top if (node.module or "").startswith("stretto")}
         assert modules <= {"stretto", "stretto.base.errors", "stretto.signals"}
+
+
+def test_rules_are_asked_only_by_the_loader_and_by_checks() -> None:
+    wrong = []
+    for file, package in files():
+        if package not in ("config", "check"):
+            wrong += [f"{file}:{line}" for module, line in imports(file) if module.startswith("stretto.config.rules")]
+    assert not wrong, f"what others need of config/rules belongs to a section, or to check/: {', '.join(wrong)}"
 
 
 def test_there_is_no_utils() -> None:

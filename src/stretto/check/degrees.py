@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from stretto.base.errors import ConfigError
-from stretto.config.model_file import read_model_file
+from stretto.config.model_file import ModelFile
 from stretto.config.sections.model import ModelSection
-from stretto.families.table import FAMILIES, VISION_FAMILIES, family_of, traits_of
+from stretto.families.table import FAMILIES, VISION_FAMILIES, traits_of
 
 
 @dataclass(frozen=True)
@@ -32,22 +31,19 @@ class Shape:
     num_state_heads: int = 0
 
 
-def read_shape(directory: Path) -> Shape | None:
-    """The shape of a model directory of one of our own families; None for any other.
+def read_shape(model: ModelFile) -> Shape | None:
+    """The shape of a model of one of our own families; None for any other.
 
     Raises: ConfigError for a config.json without a number that is needed here.
     """
-    path = directory / "config.json"
-    found = read_model_file(directory)
-    family = family_of(found)
+    family, found = model.family, model.text
     if family not in FAMILIES:
         return None
-    # Models with images have the numbers of their decoder in a table of their own.
-    found = found | (found.get("text_config") or {})
     if traits_of(family).is_all_sparse:
         found.setdefault("intermediate_size", found.get("moe_intermediate_size"))
     if missing := [key for key in ("num_attention_heads", "intermediate_size") if not found.get(key)]:
-        raise ConfigError(f"{path}: no value for {', '.join(missing)}; a {family} config.json must give every one")
+        what = f"no value for {', '.join(missing)}; a {family} config.json must give every one"
+        raise ConfigError(f"{model.path}: {what}")
     heads = math.gcd(*found.get("num_attention_heads_per_layer") or [found["num_attention_heads"]])
     experts = (found.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
     return Shape(

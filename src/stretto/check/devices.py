@@ -1,17 +1,134 @@
-"""Checks what a section asks of devices, after a plan has changed it."""
+"""Checks that the devices of a plan can do what the config asks for, before a process starts.
+
+A plan judges by the devices that it gives to each process, not by this machine: a dry run that names or counts GPUs is
+planned with them. What only shows where a process runs (the kind of a GPU, a package) is checked there.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+
+from stretto.base import process
 from stretto.base.errors import ConfigError
+from stretto.check.vllm_models import CPU_BLOCK_SIZE
+from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.rules.engine import engine_nodes
 from stretto.config.rules.rule import below
 from stretto.config.sections.inference import InferenceSection
+from stretto.config.sections.model import ModelSection
+
+Fault = tuple[str, str]
+"""A key with its value, below its section, and why a CPU does not do it, with what to do."""
+OFFLOADS = "moves tensors from a GPU's memory into the machine's, and here they are there already; leave it out"
+
+
+def check_devices(cfg: RLConfig, on_cpu: Collection[str]) -> None:
+    """Check what processes of `rl` are asked to do that have no GPU; on_cpu: the names of their parts.
+
+    Raises: ConfigError for a setting that needs a GPU, if the plan gives the process none.
+    """
+    shape = cfg.deployment
+    if shape.type == "single_node" and (cfg.slurm is not None or cfg.ray is not None):
+        return  # the job's GPUs are not known here
+    counts = "deployment.num_train_gpus and num_infer_gpus"
+    more = counts if shape.type == "single_node" else "deployment.gpus_per_node"
+    for role in ("trainer", "critic"):
+        if role in on_cpu:
+            check_trained_on_cpu(cfg.model, "trainer.model", more)
+    engines = {"inference": cfg.inference, "teacher_inference": cfg.teacher_inference}
+    engines |= {f"models.{name}": section for name, section in cfg.models.items()}
+    for path, section in engines.items():
+        if path in on_cpu and section is not None:
+            check_served_on_cpu(section, f"{path}.", more)
+
+
+def check_sft_devices(cfg: SFTConfig) -> None:
+    """Check what `sft` is asked to do against the devices of its ranks.
+
+    Raises: ConfigError for a setting that needs a GPU, if there is none; a dry run that counts GPUs has them.
+    """
+    shape = cfg.deployment
+    if shape.type == "multi_node" or cfg.slurm is not None or cfg.ray is not None:
+        return  # each node finds its own
+    is_counted = cfg.dry_run and (cfg.trainer_gpu_ids is not None or shape.num_train_gpus is not None)
+    if not is_counted and not process.visible_gpus():
+        check_trained_on_cpu(cfg.model, "model", "deployment.num_train_gpus")
 
 
 def check_nodes(section: InferenceSection, path: str) -> None:
-    """Check that engines fit into the nodes of a section that has changed since it was loaded.
+    """Check that engines fit into the nodes of a section that a plan has changed; path: of the section.
 
-    Raises: ConfigError if they do not; path: of the section.
+    Raises: ConfigError if they do not.
     """
     if problems := [*engine_nodes(section, below(section, path))]:
         raise ConfigError("\n".join(problem.sentence for problem in problems))
+
+
+def check_trained_on_cpu(model: ModelSection, path: str, counts: str | None = None) -> None:
+    """Check [model] for ranks on the CPU.
+
+    path: the section, as the user names it. counts: keys that count the GPUs of another machine.
+
+    Raises: ConfigError for a setting with which no CPU trains.
+    """
+    for setting, why in _trained_faults(model):
+        raise ConfigError(f"[{path}{setting} {why}. {_where('trains', counts)}")
+
+
+def check_served_on_cpu(section: InferenceSection, prefix: str, counts: str | None = None) -> None:
+    """Check the section of an engine on the CPU.
+
+    prefix: of its keys, as the user names them. counts: keys that count the GPUs of another machine.
+
+    Raises: ConfigError for a setting of vLLM that its CPU build does not have.
+    """
+    if section.chosen_engine(has_gpu=False) != "vllm":
+        return
+    for setting, why in _served_faults(section):
+        raise ConfigError(f"{prefix}{setting}: {why}. {_where('samples', counts)}")
+
+
+def _where(does: str, counts: str | None) -> str:
+    """Where the plan computes, and how to plan for another machine than this one."""
+    others = f" (a dry run plans for a machine with GPUs if {counts} count them)" if counts else ""
+    return f"This plan {does} on the CPU{others}"
+
+
+def _trained_faults(model: ModelSection) -> Iterator[Fault]:
+    if model.fp8 is True:
+        yield (
+            "] fp8 = true",
+            "needs a GPU of compute capability 9.0 or newer (H100, H200, B200); leave it out, or set "
+            'fp8 = "reference", which computes the same rounding on any machine, slowly',
+        )
+    if model.ep_comm_backend == "deepep":
+        yield '] ep_comm_backend = "deepep"', 'needs GPUs; use "torch"'
+    for key in ("optim_cpu_offload", "fsdp_cpu_offload"):
+        if getattr(model, key):
+            yield f"] {key} = true", OFFLOADS
+    if model.ac_offloading is not None:
+        yield ".ac_offloading]", OFFLOADS
+
+
+def _served_faults(section: InferenceSection) -> Iterator[Fault]:
+    if section.kv_cache_offload is not None and section.kv_cache_offload.type == "native":
+        yield 'kv_cache_offload.type = "native"', f"vLLM's own offloading {OFFLOADS}"
+    gpu_only = {
+        "enable_eplb": "vLLM moves experts between GPUs only",
+        "enable_dbo": "vLLM overlaps halves of a batch on GPUs only",
+        "use_deep_gemm": "DeepGEMM multiplies on GPUs only",
+        "enable_sleep_mode": 'vLLM has no sleep mode on a CPU, which [colocate] needs too; use engine = "embedded"',
+    }
+    for key, why in gpu_only.items():
+        if getattr(section, key):
+            yield f"{key} = true", f"{why}; leave it out"
+    if section.lora is not None and "experts" in section.lora.target_modules:
+        yield (
+            "lora.target_modules",
+            'on a CPU vLLM serves no adapters of experts; remove `experts`, or use engine = "embedded"',
+        )
+    if section.block_size is not None and section.block_size % CPU_BLOCK_SIZE:
+        yield (
+            f"block_size = {section.block_size}",
+            f"on a CPU vLLM supports multiples of {CPU_BLOCK_SIZE} only; remove it",
+        )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.config.model_file import read_model_file
+from stretto.config.model_file import ModelFile
 from stretto.families.table import family_of, traits_of
 from stretto.families.traits import Traits
 
@@ -31,8 +31,7 @@ class ServedModel:
 
     @classmethod
     def of(cls, directory: Path) -> ServedModel:
-        found = read_model_file(directory)
-        return cls(directory, found | (found.get("text_config") or {}))
+        return cls(directory, ModelFile.read(directory).text)
 
     @property
     def family(self) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +41,35 @@ def has_own_family(directory: Path | None) -> bool:
     except ConfigError:
         return True  # the process that loads the model says what is wrong with it
     return not family or family in FAMILIES
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A model directory with the contents of its config.json."""
+
+    directory: Path
+    found: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, directory: Path) -> ModelFile:
+        """Raises: ConfigError as `read_model_file`."""
+        return cls(directory, read_model_file(directory))
+
+    @property
+    def path(self) -> Path:
+        return self.directory / "config.json"
+
+    @property
+    def family(self) -> str:
+        """The family that it names; "" if it names none."""
+        return family_of(self.found)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether families/own has its family, or it names none."""
+        return not self.family or self.family in FAMILIES
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """The numbers of its decoder: models with images have them in a table of their own."""
+        return dict(self.found) | (self.found.get("text_config") or {})

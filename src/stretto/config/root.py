@@ -192,6 +192,23 @@ class RLConfig(RunKeys, ClusterRoot):
         return derived | derive_template(values, "orchestrator.renderer")
 
     @property
+    def gpu_ids(self) -> list[list[int] | None]:
+        """The GPU ids that are named for trainer, inference, teacher and critic."""
+        return [self.trainer_gpu_ids, self.inference_gpu_ids, self.teacher_gpu_ids, self.critic_gpu_ids]
+
+    @property
+    def gpu_counts(self) -> list[int | None]:
+        """The number of GPUs that [deployment] gives each of them."""
+        shape = self.deployment
+        return [shape.num_train_gpus, shape.num_infer_gpus, shape.num_teacher_gpus, shape.num_critic_gpus]
+
+    @property
+    def asks_for_gpus(self) -> bool:
+        """Whether this is a dry run whose config names or counts GPUs, which is planned as if they were there."""
+        needs_cuda = self.inference is not None and self.inference.device == "cuda"
+        return self.dry_run and (any(self.gpu_counts) or any(self.gpu_ids) or needs_cuda)
+
+    @property
     def num_train_ranks(self) -> int:
         """Processes of the trainer: a data-parallel rank is cp x tp of them."""
         return self.orchestrator.num_train_workers * self.model.cp * self.model.tp

@@ -15,7 +15,6 @@ from stretto.base.paths import RunDir
 from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.launch.plan.nodes import plan_nodes
-from stretto.launch.plan.placement import gpu_counts, gpu_ids
 from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.serving import plan_serving
 from stretto.launch.plan.sft_ranks import plan_ranks
@@ -81,7 +80,7 @@ def _gpus_of_one(cfg: JobConfig) -> int:
         return 0 if cfg.device == "cpu" else cfg.num_gpus
     if isinstance(cfg, SFTConfig):
         return cfg.num_ranks if cfg.trainer_gpu_ids or cfg.deployment.num_train_gpus else 0
-    ids = gpu_ids(cfg)
+    ids = cfg.gpu_ids
     named = {gpu for each in ids for gpu in each or ()}
-    counted = sum(count or 0 for count, each in zip(gpu_counts(cfg), ids) if each is None)
+    counted = sum(count or 0 for count, each in zip(cfg.gpu_counts, ids) if each is None)
     return max(len(named) + counted, max(named, default=-1) + 1)

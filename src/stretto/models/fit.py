@@ -1,7 +1,7 @@
 """Whether the files of weights are those of config.json's network: names and shapes, without reading weights.
 
 `python -m stretto.models.fit DIRECTORY IMPL` prints faults and notes as JSON, for programs that do not import torch
-(launch/plan/weights.py). Our families are compared with the tensor map of a network without memory; for all others
+(check/weights.py). Our families are compared with the tensor map of a network without memory; for all others
 transformers loads the files onto torch's meta device, with its own rules for names.
 """
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.chat.tokenizer import load_tokenizer
-from stretto.check.checkpoints import check_quantize
+from stretto.check.models import check_quantize
 from stretto.config.root import TrainerConfig
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import CriticSection

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stretto.base.paths import RunDir
-from stretto.launch.plan.nodes import FIRST_NODE_VAR, find_node_rank
+from stretto.check.nodes import FIRST_NODE_VAR, find_node_rank
 from stretto_clusters.slurm import commands, steps
 from stretto_clusters.slurm.steps import Job, StandIn, run_steps
 

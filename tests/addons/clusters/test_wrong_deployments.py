@@ -19,7 +19,8 @@ from cases.config import complaints
 
 from stretto import cli
 from stretto.base import secret
-from stretto.launch.run import node_checks, rl
+from stretto.check import nodes as node_checks
+from stretto.launch.run import rl
 from stretto_clusters.slurm.script import TEMPLATE
 
 HEAD = '[model]\nname = "{model}"\n[[orchestrator.env]]\nid = "sort-letters"\n[run]\nname = "r"\n'

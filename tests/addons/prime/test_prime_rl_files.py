@@ -96,6 +96,7 @@ def test_any_set_of_their_keys_is_printed_as_the_same_run(seed: int, tmp_path: P
     assert_printed_is_the_same(tmp_path, read(tmp_path, RLConfig, "\n".join([*lines, ENV])))
 
 
+@pytest.mark.heavy
 def test_every_line_alone_is_printed_as_the_same_run(tmp_path: Path) -> None:
     for line in LINES:
         assert_printed_is_the_same(tmp_path, read(tmp_path, RLConfig, f"{line}\n{ENV}"))

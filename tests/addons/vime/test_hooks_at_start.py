@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from stretto.base.errors import ConfigError
+from stretto.check.code import check_code
 from stretto.config.root import RLConfig
-from stretto.verbs import _check_trainer_hooks
 
 HOOKS = """
 import os
@@ -49,7 +49,7 @@ def test_a_wrong_function_is_refused_with_its_setting(
     (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        _check_trainer_hooks(with_hooks(hooks=hooks))
+        check_code(with_hooks(hooks=hooks))
 
 
 def test_right_functions_are_imported_with_the_trainers_variables(
@@ -57,15 +57,15 @@ def test_right_functions_are_imported_with_the_trainers_variables(
 ) -> None:
     (tmp_path / "my_hooks.py").write_text(HOOKS)
     monkeypatch.chdir(tmp_path)
-    _check_trainer_hooks(with_hooks())
+    check_code(with_hooks())
     hooks = {"init": "my_hooks:needs_variable"}
-    _check_trainer_hooks(with_hooks(hooks=hooks, env_vars={"HOOK_NAME": "x"}))
+    check_code(with_hooks(hooks=hooks, env_vars={"HOOK_NAME": "x"}))
     with pytest.raises(ConfigError, match="needs_variable"):
-        _check_trainer_hooks(with_hooks(hooks=hooks))
+        check_code(with_hooks(hooks=hooks))
 
 
 def test_code_that_imports_vime_is_told_where_its_names_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "from_vime.py").write_text("from vime.utils.types import Sample\n\ndef init(args): ...\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"from_vime\.py:1: No module named 'vime'; import its names from stretto"):
-        _check_trainer_hooks(with_hooks(hooks={"init": "from_vime:init"}))
+        check_code(with_hooks(hooks={"init": "from_vime:init"}))

@@ -25,6 +25,7 @@ def test_the_task_of_the_first_hour_is_learned_and_looked_at(workplace: Path) ->
     assert len(printed.splitlines()) >= 4 and ": improved" in output
 
 
+@pytest.mark.slow
 def test_its_settings_do_not_harm_another_task(workplace: Path) -> None:
     """The letters, which the model of the demo sorts right most of the time if the likeliest token is taken."""
     words = ["--orchestrator.env", '[{"id": "sort-letters"}]', "--run.name", "letters", "--orchestrator.eval", "{}"]

@@ -134,6 +134,7 @@ def stop_at_each(command: Command, moments: list[Moment]) -> None:
         assert not command.run.ledger.exists() and not command.run.checkpoints.exists(), what
 
 
+@pytest.mark.slow
 def test_rl_that_is_stopped_while_it_starts_can_be_started_again(rl: Command) -> None:
     moments: list[Moment] = [
         ("imports", takes_signals, [signal.SIGINT], {130, 0}),

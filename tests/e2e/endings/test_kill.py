@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from processes import forked
 from runs import DEADLINE_S, untrained_model
+from waiting import is_running
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
@@ -115,13 +116,6 @@ def kill(popen: subprocess.Popen[str], victim: int) -> None:
         raise AssertionError(f"it had ended by itself: {popen.communicate()[0]}") from None
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.fixture
 def start_job(tmp_path: Path, model: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
@@ -135,6 +129,7 @@ def start_job(tmp_path: Path, model: Path) -> Iterator[Callable[..., Job]]:
         job.close()
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_goes_on_and_trains_no_rollout_twice(start_job: Callable[..., Job]) -> None:
     job = start_job(100_000)
     moments = random.Random(7)

@@ -10,7 +10,8 @@ from runs import MOVING, has_moved, merged, rl, untrained_model
 from stretto.ledger.audit import audit
 
 
-@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.slow), {"rank": 4}])
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
 def test_two_ranks_of_transformers_train_publish_save_and_export(tmp_path: Path, lora):
     model = {"name": untrained_model(tmp_path), "impl": "hf"}
     settings = {

@@ -17,6 +17,7 @@ from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
 import pytest
+from waiting import is_running
 
 from stretto.base import keeper, process
 
@@ -74,13 +75,6 @@ def started(log: Path) -> list[tuple[int, Path, Path]]:
     until(lambda: log.exists() and log.read_text().count("\n") == 2, "two processes")
     lines = [line.split() for line in log.read_text().splitlines()]
     return [(int(pid), Path("/dev/shm") / name, Path(folder)) for pid, name, folder in lines]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def is_left(everything: list[tuple[int, Path, Path]]) -> list[object]:

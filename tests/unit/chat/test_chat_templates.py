@@ -90,6 +90,7 @@ def by_us(template: ChatTemplate, messages, tools, *, add_generation_prompt: boo
         return None
 
 
+@pytest.mark.heavy
 def test_every_published_template_gives_the_bytes_of_transformers():
     num_equal = 0
     for name, source in sources().items():
@@ -106,6 +107,7 @@ def test_every_published_template_gives_the_bytes_of_transformers():
 LARGE = ("gptoss", "gemma2", "gemma3", "deepseek_v3")  # read in some ten seconds
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in TOKENIZERS]
 )
@@ -205,6 +207,7 @@ def play(renderer: Renderer, seed: int) -> tuple[Chain, list[dict]] | None:
     return chain, given
 
 
+@pytest.mark.heavy
 def test_a_rollout_is_extended_as_the_template_shows_it_and_sft_trains_the_same_tokens():
     num_played = num_extended = 0
     for name, source in sources().items():
@@ -520,6 +523,7 @@ def test_the_text_of_a_special_token_in_a_message_is_counted_and_can_stay_text(k
     assert renderer.decode(prompt[owners == 0]) == messages[0]["content"]
 
 
+@pytest.mark.heavy
 def test_the_text_of_each_message_is_found_among_the_tokens():
     for name, source in sources().items():
         renderer = renderer_of(source, name="template")

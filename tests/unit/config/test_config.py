@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from add_ons import needs
 from pydantic import ValidationError
 
 from stretto.base.errors import ConfigError
@@ -57,6 +58,7 @@ def test_a_later_list_of_tables_replaces_an_earlier_one(tmp_path: Path) -> None:
     assert [env.id for env in cfg.orchestrator.env] == ["reverse-text"]
 
 
+@needs("prime")
 def test_files_fill_sections(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text('max_steps = 7\n[model]\nname = "m"\n')
     (tmp_path / "orch.toml").write_text('batch_size = 16\n[model]\nname = "m"\n[[env]]\nid = "reverse-text"\n')
@@ -129,6 +131,7 @@ FLAGS: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("flag", FLAGS)
+@needs("prime")
 def test_a_flag_sets_what_it_says(flag: str, tmp_path: Path) -> None:
     path, expected = FLAGS[flag]
     value: Any = rl(tmp_path, ENV, flags=flag)
@@ -142,6 +145,7 @@ def test_a_list_item_is_refined_without_losing_the_others(tmp_path: Path) -> Non
     assert [(env.id, env.ratio) for env in cfg.orchestrator.env] == [("sort-letters", 3.0), ("b", 1.0)]
 
 
+@needs("prime")
 def test_none_in_a_file_is_none_where_none_is_allowed(tmp_path: Path) -> None:
     cfg = rl(tmp_path, 'inference = "None"\n[trainer]\nckpt = "None"\n' + ENV + 'args = { word = "None" }\n')
     assert cfg.inference is None and cfg.trainer_config().ckpt is None and cfg.ckpt is None
@@ -171,6 +175,7 @@ ALIASES = {
 
 
 @pytest.mark.parametrize("line", ALIASES)
+@needs("prime")
 def test_other_spellings_are_accepted_in_files_and_flags(line: str, tmp_path: Path) -> None:
     path, expected = ALIASES[line]
     key, _, text = line.partition(" = ")
@@ -182,12 +187,14 @@ def test_other_spellings_are_accepted_in_files_and_flags(line: str, tmp_path: Pa
         assert value == expected
 
 
+@needs("prime")
 def test_a_bare_flag_is_true_where_a_key_takes_words_too(tmp_path: Path) -> None:
     assert rl(tmp_path, ENV, flags="--trainer.model.fp8").model.fp8 is True
     assert rl(tmp_path, ENV, flags="--trainer.model.fp8 reference").model.fp8 == "reference"
     assert rl(tmp_path, ENV, flags="--no-trainer.model.fp8").model.fp8 is False
 
 
+@needs("prime")
 def test_an_alias_in_one_file_is_overridden_by_its_key_in_a_later_one(tmp_path: Path) -> None:
     first = "[orchestrator]\nrollouts_per_example = 4\n" + ENV
     assert rl(tmp_path, first, "[orchestrator]\ngroup_size = 16\n").orchestrator.group_size == 16
@@ -211,6 +218,7 @@ SPEC_COMMANDS = (
 
 
 @pytest.mark.parametrize("command", SPEC_COMMANDS)
+@needs("prime")
 def test_commands_of_other_frameworks_documents_load(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +238,7 @@ EXAMPLES = sorted((Path(__file__).parents[3] / "examples").rglob("*.toml"))
 @pytest.mark.parametrize(
     "file", [file for file in EXAMPLES if file.parent.name != "broken" and file.stem in ROOTS], ids=str
 )
+@needs("prime")
 def test_every_example_loads(file: Path) -> None:
     assert load(ROOTS[file.stem], ["@", str(file)])
 
@@ -257,6 +266,7 @@ def test_root_keys_fill_the_sections(tmp_path: Path) -> None:
     assert (inference.model, inference.dtype, inference.seed, inference.log) == ("m", "bfloat16", 3, cfg.log)
 
 
+@needs("prime")
 def test_what_a_section_says_of_the_run_holds_for_all(tmp_path: Path) -> None:
     toml = '[trainer]\nseed = 9\nmax_steps = 4\n[trainer.model]\nname = "m"\nimpl = "hf"\n'
     toml += "[orchestrator]\nseq_len = 50\n"
@@ -267,6 +277,7 @@ def test_what_a_section_says_of_the_run_holds_for_all(tmp_path: Path) -> None:
     assert (cfg.seed, orchestrator.seed, cfg.model.impl, orchestrator.model.impl) == (9, 9, "hf", "hf")
 
 
+@needs("prime")
 def test_equal_values_in_several_places_are_fine(tmp_path: Path) -> None:
     assert rl(tmp_path, "max_steps = 4\n[trainer]\nmax_steps = 4\n" + ENV, flags="--orchestrator.max-steps 4")
 
@@ -277,6 +288,7 @@ def test_sections_may_be_given_as_objects() -> None:
     assert (cfg.trainer_config().max_steps, cfg.trainer.optim) == (6, SgdOptim(lr=0.5))
 
 
+@needs("prime")
 def test_files_of_two_processes_that_disagree_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text("max_steps = 20\n")
     (tmp_path / "orch.toml").write_text('max_steps = 40\n[[env]]\nid = "a"\n')
@@ -286,6 +298,7 @@ def test_files_of_two_processes_that_disagree_are_refused(tmp_path: Path) -> Non
     assert f"{tmp_path}/train.toml:1, {tmp_path}/orch.toml:1: {words}" in str(caught.value)
 
 
+@needs("prime")
 def test_the_engine_may_start_from_another_precision_of_the_model_that_is_trained(tmp_path: Path) -> None:
     """The trainer is told; a name that only the engine has is that of both."""
     both = rl(tmp_path, '[trainer.model]\nname = "org/GLM"\n[inference.model]\nname = "org/GLM-FP8"\n' + ENV)
@@ -297,6 +310,7 @@ def test_the_engine_may_start_from_another_precision_of_the_model_that_is_traine
     assert (same.inference.model, same.weight_broadcast.engine_model) == ("org/GLM", None)
 
 
+@needs("prime")
 def test_a_flag_overrides_a_file_in_any_spelling(tmp_path: Path) -> None:
     cfg = rl(
         tmp_path, '[trainer]\nmax_steps = 4\n[model]\nname = "a"\n' + ENV, flags="--max-steps 5 --trainer.model.name b"
@@ -304,6 +318,7 @@ def test_a_flag_overrides_a_file_in_any_spelling(tmp_path: Path) -> None:
     assert (cfg.max_steps, cfg.model.name, cfg.inference.model) == (5, "b", "b")
 
 
+@needs("prime")
 def test_raw_data_given_to_a_root_is_not_changed() -> None:
     data = {"max_steps": 3, "orchestrator": {"env": [{"id": "a"}], "rollouts_per_example": 4}, "inference": "None"}
     before = json.dumps(data)
@@ -335,6 +350,7 @@ EVERYTHING = (
 )
 
 
+@needs("prime")
 def test_a_dumped_config_loads_to_an_equal_one(tmp_path: Path) -> None:
     for number, toml in enumerate((ENV, EVERYTHING)):
         cfg = rl(tmp_path, toml, flags="--seq-len 128")
@@ -345,6 +361,7 @@ def test_a_dumped_config_loads_to_an_equal_one(tmp_path: Path) -> None:
         assert dump(again) == dump(cfg)
 
 
+@needs("prime")
 def test_each_process_gets_its_section_and_the_runs_whereabouts(tmp_path: Path) -> None:
     cfg = rl(tmp_path, EVERYTHING, flags="--seq-len 128 --output-dir o --run.name r --resume.step 3")
     parts = {
@@ -363,6 +380,7 @@ def test_each_process_gets_its_section_and_the_runs_whereabouts(tmp_path: Path) 
         assert load(cls, ["@", str(file)]) == child
 
 
+@needs("prime")
 def test_the_other_roots_load_again_too(tmp_path: Path) -> None:
     sft = load(
         SFTConfig,

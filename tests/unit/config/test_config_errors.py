@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from add_ons import needs
 from cases.config import ENV, complaints
 
 from stretto.base.errors import ConfigError
@@ -144,7 +145,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         '[orchestrator]\ngroup_size = 1\nbatch_size = 4\n[orchestrator.algo]\ntype = "reinforce_plus_plus"\n'
         + ENV
         + '[[orchestrator.env]]\nid = "reverse-text"\nalgo = { type = "rloo" }\n',
-        ["c.toml:2: orchestrator.group_size = 1", "every advantage"],
+        ["c.toml:2: orchestrator.group_size = 1", "every advantage", "rloo"],
     ),
     "a filter of advantages that rae does not know yet": (
         '[orchestrator]\nfilters = [{ type = "zero_advantage" }]\n[orchestrator.algo]\ntype = "rae"\n' + ENV,
@@ -600,6 +601,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
 
 
 @pytest.mark.parametrize("mistake", WRONG_RL)
+@needs("prime")
 def test_one_mistake_is_one_message_with_place_rule_and_way_out(mistake: str, tmp_path: Path) -> None:
     toml, parts, *flags = WRONG_RL[mistake]
     (line,) = complaints(tmp_path, toml, " ".join(flags))
@@ -783,6 +785,7 @@ NEWCOMERS = dict(line.split(" => ", 1) for line in LINES if not line.startswith(
 
 
 @pytest.mark.parametrize("written", NEWCOMERS)
+@needs("prime")
 def test_a_mistake_of_somebody_new_is_one_line_with_what_to_write(written, tmp_path):
     path = tmp_path / "c.toml"
     path.write_text(written.replace("\\n", "\n") + "\n" + ENV)

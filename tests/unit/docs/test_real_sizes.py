@@ -13,12 +13,12 @@ from typing import Any, get_args
 import pytest
 from huggingface_hub import constants
 
+from stretto.check.models import check_model, models_of
 from stretto.cli import main
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.model import Family
 from stretto.data.hub_model import is_hub_name
-from stretto.launch.plan.model_check import check_model, models_of
 from stretto.launch.run.rl import plan_only
 from stretto.models.config import parse_config
 from stretto_plan.shapes import KNOWN

@@ -11,12 +11,13 @@ import torch
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.check.degrees import find_degrees, read_shape
+from stretto.check.models import check_model
 from stretto.config.load import load
+from stretto.config.model_file import ModelFile
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.envs.base import load_environment
 from stretto.envs.multi_turn import Episode
 from stretto.inference.vllm.command import build_command
-from stretto.launch.plan.model_check import check_model
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.plan import plan
 from stretto.launch.run.rl import plan_only
@@ -153,7 +154,7 @@ def test_each_size_of_model_is_planned_as_its_file_says(example, tmp_path):
         (tmp_path / "model" / "config.json").write_text(json.dumps(hf))
         section = cfg.model.model_copy(update={"name": str(tmp_path / "model")})
         check_model(section, train_gpus, "model", has_replay=cfg.trainer.enable_router_replay)
-        found = find_degrees(section, train_gpus, read_shape(tmp_path / "model"))
+        found = find_degrees(section, train_gpus, read_shape(ModelFile.read(tmp_path / "model")))
         assert {axis: getattr(found, axis) for axis in degrees} == degrees
     text = path.read_text()
     assert "Not yet run on" in text.partition("max_steps")[0]

@@ -10,10 +10,11 @@ import pytest
 
 from stretto.base.errors import ConfigError
 from stretto.base.secret import load_secret
+from stretto.check.nodes import find_node_rank
 from stretto.config.load import load
 from stretto.config.root import OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.launch.plan import plan as planning
-from stretto.launch.plan.nodes import find_node_rank, plan_nodes
+from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.serving import plan_serving
 
 # The last example of disaggregation in the documents: 3 x (2 x 2 + 1 x 2) inference nodes, 4 trainer nodes.

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from stretto.base.errors import ConfigError
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
+from stretto.check.weights import check_weights
 from stretto.cli import main
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.data.weight_files import untrained_rows
-from stretto.launch.plan.weights import check_weights
 from stretto.models.hub import random_model, save_hf
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 48}
@@ -170,6 +170,7 @@ def test_a_directory_without_weights_is_not_ready_in_a_dry_run_and_refused_at_a_
         check(model)
 
 
+@pytest.mark.heavy
 def test_families_of_transformers_are_compared_with_its_own_model(tmp_path: Path) -> None:
     from transformers import GraniteConfig, GraniteForCausalLM
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stretto.check.degrees import read_shape
+from stretto.config.model_file import ModelFile
 from stretto.config.sections.model import ScratchSection
 from stretto.families.shape import MoEShape
 from stretto.families.table import FAMILIES, SPARSE_FAMILIES, VISION_FAMILIES
@@ -268,7 +269,7 @@ def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path):
     build_theirs("deepseek_v3").save_pretrained(tmp_path)
     same, path = hub.load_model(tmp_path, dtype=torch.float32), tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "kimi_k2"}))
-    assert hub.has_custom_module(tmp_path) and read_shape(tmp_path).family == "deepseek_v3"
+    assert hub.has_custom_module(tmp_path) and read_shape(ModelFile.read(tmp_path)).family == "deepseek_v3"
     kimi = hub.load_model(tmp_path, dtype=torch.float32)
     assert kimi.config.family == "deepseek_v3"
     assert all(map(torch.equal, kimi.parameters(), same.parameters()))

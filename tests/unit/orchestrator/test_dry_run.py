@@ -14,14 +14,15 @@ from processes import forked
 
 from stretto.base.errors import ConfigError, EnvError
 from stretto.chat.tokenizer import build_letters_tokenizer
+from stretto.check.code import check_sft_records, check_user_code
+from stretto.check.models import check_model
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.model import ModelSection, VisionSection
 from stretto.dry_run import SCREENS
 from stretto.envs.bundled.count_shapes import draw_shapes
 from stretto.families.table import FAMILIES
-from stretto.launch.plan.model_check import check_model
-from stretto.orchestrator.dry_run import check_sft_records, check_user_code, preview
+from stretto.orchestrator.dry_run import preview
 
 MOE = {
     "model_type": "qwen3_moe",

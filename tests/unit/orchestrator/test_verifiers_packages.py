@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from stretto.base.errors import ConfigError
+from stretto.check.code import check_plugins
 from stretto.config.load import load
 from stretto.config.root import OrchestratorConfig
 from stretto.envs.find import missing_plugins
-from stretto.orchestrator.dry_run import check_plugins, preview
+from stretto.orchestrator.dry_run import preview
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("verifiers") is None, reason="the extra verifiers is not installed"

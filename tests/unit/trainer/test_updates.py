@@ -639,3 +639,8 @@ def test_a_function_in_the_trainer_that_fails_is_named(named, path, message):
 def test_a_coroutine_function_in_the_trainer_is_refused_as_nothing_awaits_it(named):
     with pytest.raises(ConfigError, match=r"trainer.hooks.before_train_step = .*`async def`"):
         TrainerHooks(named(before_train_step="awaited"))
+
+
+def test_without_a_reference_the_policy_is_never_scored_in_its_place():
+    with pytest.raises(AssertionError, match="no reference"):
+        build_learner(policy=build_policy()).trained_logprobs([pack(documents())], is_reference=True)

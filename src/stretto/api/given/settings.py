@@ -190,7 +190,7 @@ def _check_names(verb: str, names: Mapping[str, Any]) -> None:
         if "." in name or name in known:
             continue
         near = difflib.get_close_matches(name, known, n=1)
-        meant = f"did you mean {near[0]}=?" if near else "docs/python.md lists them; docs/config.md has the sections"
+        meant = f"did you mean {near[0]}=?" if near else "docs/python.md lists them; `rl --help` has the sections"
         if name in TRL:
             meant = f"write {TRL[name]}"
         raise ConfigError(f"stretto.{verb} takes no {name}=; {meant}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims
+from stretto.check.models import needs_vllm
 from stretto.config.root import FrozenModelSection, RLConfig
 from stretto.config.sections.distill import MODEL_KEY_VAR, TEACHER_KEY_VAR, FrozenModelPlace
 from stretto.launch.plan.placement import client_url, free_port, gpu_names, replaced
@@ -107,3 +108,16 @@ def assign_model_gpus(cfg: RLConfig, taken: set[str], gpus: Sequence[str]) -> di
         by_model[name] = free[:needed]
         taken = taken | set(by_model[name])
     return by_model
+
+
+def with_chosen_engines(cfg: RLConfig) -> RLConfig:
+    """The root in which engines for families that the embedded engine lacks are vLLM's, where `auto` may choose."""
+    for key in ("inference", "teacher_inference"):
+        section = getattr(cfg, key)
+        if section is not None and needs_vllm(section, section.model or cfg.model.name):
+            cfg = replaced(cfg, f"{key}.engine", "vllm")
+    for name, section in cfg.models.items():
+        if section.base_url is None and section.model and needs_vllm(section, section.model):
+            models = dict(cfg.models) | {name: section.model_copy(update={"engine": "vllm"})}
+            cfg = replaced(cfg, "models", models)
+    return cfg

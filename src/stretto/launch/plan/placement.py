@@ -106,7 +106,7 @@ def local_engines(cfg: RLConfig) -> EnginesPlan | None:
             + ("inference.deployment.is_local = true" if shape.type == "disaggregated" else "num_replicas")
         )
     host = client_host(cfg.inference.server.host)
-    return plan_engines(cfg.inference, [host], is_cpu=not process.visible_gpus() and not asks_for_gpus(cfg))
+    return plan_engines(cfg.inference, [host], is_cpu=not process.visible_gpus() and not cfg.asks_for_gpus)
 
 
 def with_engine_ports(
@@ -175,34 +175,17 @@ def client_url(server: ServerSection) -> str:
 # -- devices and threads --
 
 
-def gpu_ids(cfg: RLConfig) -> list[list[int] | None]:
-    """The GPU ids that the config names for each of PARTS."""
-    return [cfg.trainer_gpu_ids, cfg.inference_gpu_ids, cfg.teacher_gpu_ids, cfg.critic_gpu_ids]
-
-
-def gpu_counts(cfg: RLConfig) -> list[int | None]:
-    """The number of GPUs that [deployment] gives each of PARTS."""
-    shape = cfg.deployment
-    return [shape.num_train_gpus, shape.num_infer_gpus, shape.num_teacher_gpus, shape.num_critic_gpus]
-
-
-def asks_for_gpus(cfg: RLConfig) -> bool:
-    """Whether this is a dry run whose config names or counts GPUs, which is planned as if they were there."""
-    needs_cuda = cfg.inference is not None and cfg.inference.device == "cuda"
-    return cfg.dry_run and (any(gpu_counts(cfg)) or any(gpu_ids(cfg)) or needs_cuda)
-
-
 def planned_gpus(cfg: RLConfig, engines: EnginesPlan | None, notes: list[str]) -> list[str]:
     """This machine's GPUs; in a dry run that asks for more, also the missing ones, with a note."""
     gpus = process.visible_gpus()
-    if not asks_for_gpus(cfg):
+    if not cfg.asks_for_gpus:
         return gpus
     models = [each for each in cfg.models.values() if each.base_url is None and each.device != "cpu"]
-    ids = [id for ids in (*gpu_ids(cfg), *(each.gpu_ids for each in models)) for id in ids or ()]
+    ids = [id for ids in (*cfg.gpu_ids, *(each.gpu_ids for each in models)) for id in ids or ()]
     teacher = 0 if cfg.teacher_inference is None else cfg.teacher_inference.parallel.num_gpus
     defaults = (cfg.num_train_ranks, _engine_gpus(cfg, engines), teacher, cfg.num_critic_ranks)
     num_unnamed = sum(each.num_gpus for each in models if each.gpu_ids is None)
-    for part, named, count, default in zip(PARTS, gpu_ids(cfg), gpu_counts(cfg), defaults):
+    for part, named, count, default in zip(PARTS, cfg.gpu_ids, cfg.gpu_counts, defaults):
         if named is None and not (part == "trainer" and cfg.colocate is not None):
             num_unnamed += default if count is None else count
     total = max(len(set(ids)) + num_unnamed, max(ids, default=-1) + 1)

@@ -19,13 +19,13 @@ from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
 from stretto.base.secret import Secret
+from stretto.check.devices import check_devices
 from stretto.config.load import dump, write_json
 from stretto.config.root import EvalConfig, RLConfig
 from stretto.config.section import Section
 from stretto.config.sections.distill import MODEL_KEY_VAR
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
 from stretto.config.sections.orchestrator import EnvSection, EvalSection
-from stretto.launch.plan.device_check import check_devices
 from stretto.launch.plan.models import assign_model_gpus, role_of, started_models, with_model_ports
 from stretto.launch.plan.placement import (
     assign_critic_gpus,
@@ -131,7 +131,9 @@ class LaunchPlan:
                 f'trainer.memory_profiler_path = "{snapshots}": torch records the memory of GPUs only, and this '
                 "trainer has none; leave it out (`stretto plan` says what a run needs)"
             )
-        check_devices(cfg, processes)
+        on_cpu = {spec.role for spec in processes} - {spec.role for spec in processes if spec.devices}
+        parts = {"teacher": "teacher_inference", **{role_of(name): f"models.{name}" for name, _ in started_models(cfg)}}
+        check_devices(cfg, {parts.get(role, role) for role in on_cpu})
         every = (*notes, *loss_notes(cfg))
         return cls(run, cfg, engines, tuple(processes), batch, every, tuple(hosts))
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from stretto.base import process
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+from stretto.check.devices import check_served_on_cpu
+from stretto.check.nodes import check_hosts
 from stretto.config.root import InferenceConfig
 from stretto.config.sections.engines import Disaggregated, MultiNode
 from stretto.config.sections.inference import KEY_VAR
-from stretto.launch.plan.device_check import check_served_on_cpu
 from stretto.launch.plan.engines import plan_engines
-from stretto.launch.plan.nodes import check_hosts, idle_gpus
+from stretto.launch.plan.nodes import idle_gpus
 from stretto.launch.plan.placement import client_host
 from stretto.launch.plan.processes import ProcessSpec, engine_processes
 from stretto.launch.plan.routers import with_reachable_host

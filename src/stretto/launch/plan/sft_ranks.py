@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from stretto.base import process
 from stretto.base.errors import ConfigError
+from stretto.check.nodes import check_hosts
 from stretto.config.root import SFTConfig
 from stretto.config.sections.deployment import NodesDeployment
-from stretto.launch.plan.nodes import check_hosts
 from stretto.launch.plan.processes import ProcessSpec, nodes_env, rank_env
 from stretto.launch.plan.table import process_table
 

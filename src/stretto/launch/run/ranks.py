@@ -20,16 +20,17 @@ from stretto.base import log, process, rundir
 from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims
 from stretto.base.status import SUPERVISED_VAR
+from stretto.check import nodes as node_checks
+from stretto.check.devices import check_sft_devices
+from stretto.check.nodes import check_ports, check_reachable, find_node_rank
 from stretto.config.root import SFTConfig
 from stretto.config.sections.deployment import NodesDeployment
 from stretto.data.hub_model import fetch
 from stretto.launch.launchers import all_launchers
-from stretto.launch.plan.device_check import check_sft_devices
-from stretto.launch.plan.nodes import check_ports, check_reachable, find_node_rank, on_visible_gpus
+from stretto.launch.plan.nodes import on_visible_gpus
 from stretto.launch.plan.placement import free_port
 from stretto.launch.plan.processes import RENDEZVOUS_PORT, ProcessSpec
 from stretto.launch.plan.sft_ranks import HOSTS_KEY, LOOPBACK, find_gpus, plan_ranks, rank_process
-from stretto.launch.run import node_checks
 from stretto.launch.run.supervisor import Supervisor, Timeouts, serve
 
 END_S = 60.0  # between the end of rank 0 and that of the others

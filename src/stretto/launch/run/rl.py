@@ -8,64 +8,45 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
-from stretto.base import log, process, rundir
-from stretto.base.errors import ConfigError, meant_path
+from stretto.base import log, rundir
+from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
 from stretto.base.process import EXIT_LOST
 from stretto.base.secret import Secret, find_secret, load_secret
+from stretto.check import nodes as node_checks
+from stretto.check.models import check_shape, models_of
+from stretto.check.routers import check_router
+from stretto.check.start import check_files, check_node, check_processes, check_run, check_trackers
 from stretto.config.changes import changes
 from stretto.config.root import RLConfig
-from stretto.data.hub_model import fetch, find_config, is_hub_name
+from stretto.data.hub_model import fetch
 from stretto.launch.launchers import all_launchers, launcher_of
 from stretto.launch.plan import nodes
 from stretto.launch.plan import plan as planning
-from stretto.launch.plan.model_check import (
-    check_engine_model,
-    check_model,
-    check_served,
-    foreign_engines,
-    models_of,
-    with_chosen_engines,
-)
-from stretto.launch.plan.placement import asks_for_gpus
+from stretto.launch.plan.models import with_chosen_engines
 from stretto.launch.plan.plan import LaunchPlan
-from stretto.launch.plan.processes import ProcessSpec
-from stretto.launch.plan.routers import check_router
-from stretto.launch.plan.weights import check_weights_of
-from stretto.launch.run import node_checks, page
+from stretto.launch.run import page
 from stretto.launch.run.console import Console
 from stretto.launch.run.supervisor import STALL_SLACK_S, Supervisor, Timeouts, serve
-from stretto.monitors.base import find_trackers
 
 logger = logging.getLogger(__name__)
 
-PORT_KEYS = (
-    "control.port, rollout_transport.port, weight_broadcast.port, deployment.rendezvous_port, "
-    "inference.server.port, trainer.critic.placement.port"
-)
-NOT_READY = "NOT READY: "
-GPU_KEYS = "deployment.gpus_per_node or inference.parallel"
 SECRET_TIMEOUT_S = 60.0  # another node may be started this long before the first one
 
 
 def main(cfg: RLConfig) -> int:
     """Run the processes of `rl` to the end; the exit status of the command."""
     run = cfg.run_dir
-    _check_shape(cfg)
-    _check_model(cfg)
-    find_trackers(cfg.monitors, is_fed_here=_has_orchestrator(cfg))
+    check_run(cfg)
     if (launcher := launcher_of(cfg)) is not None:
-        return launcher.main(cfg, check=lambda: _check_weights(cfg))
+        return launcher.main(cfg, check=lambda: _check_files(cfg))
     if cfg.deployment.type == "multi_node":
         hosts = nodes.node_hosts(cfg)
-        node = nodes.find_node_rank(cfg.deployment.node_rank, hosts, "deployment.node_rank")
-        nodes.check_reachable(hosts, node)
-        node_checks.check_others(hosts, node, "deployment.hosts")
+        node = check_node(cfg.deployment.node_rank, hosts, probes=True)
         if node > 0:
             return _run_other_node(cfg, run, node)
     check_router(cfg.inference)
@@ -78,9 +59,9 @@ def main(cfg: RLConfig) -> int:
     ):
         plan = _plan(cfg, run, claim.resume_step, ports, load_secret(run))
         if plan.hosts:
-            _check_node([spec for spec in plan.processes if spec.node == 0], 0, plan.hosts)
+            check_processes([spec for spec in plan.processes if spec.node == 0], 0, plan.hosts)
             node_checks.announce(run, plan.hosts)
-        _check_weights(cfg)
+        _check_files(cfg)
         changed = changes(run.config("run"), cfg, plan.config) if not claim.is_new else []
         planning.write(plan, run.path)
         log.setup("launcher", run, cfg.log.level, cfg.log.json_logging, is_quiet=True)
@@ -113,7 +94,7 @@ def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
     who = f"node {node}, {nodes.node_hosts(cfg)[node]},"
     plan = nodes.plan_nodes(cfg, run, step, find_secret(run, SECRET_TIMEOUT_S, who))
     mine = [spec for spec in plan.processes if spec.node == node]
-    _check_node(mine, node, plan.hosts)
+    check_processes(mine, node, plan.hosts)
     _fetch_models(cfg)
     if (why := node_checks.needs_shared(plan.config, mine)) is not None:
         node_checks.check_shared(run, plan.hosts, node, why)
@@ -128,27 +109,20 @@ def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
     return serve(specs, node_dir, title, cfg.orchestrator.stall_timeout_s)
 
 
-def _check_node(specs: Sequence[ProcessSpec], node: int, hosts: Sequence[str]) -> None:
-    """Raises: ConfigError if this node lacks GPUs or ports for its processes."""
-    nodes.check_ports(specs, node, hosts[node], PORT_KEYS)
-    node_checks.check_num_gpus(node_checks.num_gpus(specs), node, hosts[node], GPU_KEYS)
-
-
 def check_here(cfg: RLConfig) -> LaunchPlan:
     """The plan of a run, after checking that this machine (or this node of several) could start it now.
 
     Starts and writes nothing. Raises: ConfigError with the first reason why the run could not start.
     """
-    _check_shape(cfg)
-    find_trackers(cfg.monitors, is_fed_here=_has_orchestrator(cfg))
+    check_shape(cfg)
+    check_trackers(cfg)
     if cfg.slurm is not None or cfg.ray is not None:  # other machines run it
         return _plan(cfg.model_copy(update={"dry_run": True}), cfg.run_dir, None)
     plan = _plan(cfg, cfg.run_dir, None)
     if plan.hosts:
         assert cfg.deployment.type == "multi_node"
-        node = nodes.find_node_rank(cfg.deployment.node_rank, plan.hosts, "deployment.node_rank")
-        nodes.check_reachable(plan.hosts, node)
-        _check_node([spec for spec in plan.processes if spec.node == node], node, plan.hosts)
+        node = check_node(cfg.deployment.node_rank, plan.hosts, probes=False)
+        check_processes([spec for spec in plan.processes if spec.node == node], node, plan.hosts)
     check_router(cfg.inference)
     return plan
 
@@ -156,7 +130,7 @@ def check_here(cfg: RLConfig) -> LaunchPlan:
 def plan_only(cfg: RLConfig) -> tuple[LaunchPlan, Path]:
     """Plan a run without starting it; the plan, and the directory to which configs and plan.json are written."""
     run = cfg.run_dir
-    _check_shape(cfg)
+    check_shape(cfg)
     plan = _plan(cfg, run, rundir.check(run, **cfg.start_options))
     # A dry run does not overwrite the configs of an existing run, which record how that was started.
     directory = run.path / "dry_run" if rundir.is_used(run) else run.path
@@ -164,44 +138,10 @@ def plan_only(cfg: RLConfig) -> tuple[LaunchPlan, Path]:
     return plan, directory
 
 
-def _check_shape(cfg: RLConfig) -> None:
-    """Check the model's shape against what trains and serves it."""
-    has_replay = cfg.trainer.enable_router_replay
-    check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=has_replay)
-    if cfg.num_critic_ranks:
-        check_model(cfg.model, cfg.num_critic_ranks, "model, of the ranks in trainer.critic.placement")
-    check_engine_model(cfg)
-    if cfg.inference is not None:
-        is_here = cfg.deployment.type == "single_node" and cfg.slurm is None and cfg.ray is None
-        is_cpu = is_here and not process.visible_gpus() and not asks_for_gpus(cfg)
-        name = cfg.inference.model or cfg.model.name
-        check_served(cfg.inference, name, is_cpu=is_cpu)
-
-
-def _check_model(cfg: RLConfig) -> None:
-    """Raises: ConfigError if there is no such model; called before --clean deletes anything."""
-    name = cfg.model.name
-    if cfg.model.scratch is not None or find_config(name) is not None:
-        return
-    if Path(name).expanduser().is_dir():
-        raise ConfigError(
-            f"[model] name = {name!r}: there is no config.json in that directory, so it holds no model; give a "
-            "directory with config, safetensors and tokenizer."
-        )
-    if not is_hub_name(name):
-        raise ConfigError(
-            f"[model] name = {name!r}: there is no such directory{meant_path(Path(name), '.')} If a warm-up makes "
-            f"the model, run that first (`sft @ ...`); else give a directory with config, safetensors and tokenizer."
-        )
-
-
-def _check_weights(cfg: RLConfig) -> None:
+def _check_files(cfg: RLConfig) -> None:
     """Check the files of the models that are here, and print warnings about them."""
-    for text in check_weights_of(cfg):
+    for text in check_files(cfg):
         _write_line(f"warning: {text}")
-    for text in foreign_engines(cfg):
-        if text.startswith(NOT_READY):
-            raise ConfigError(f"inference.engine: {text.removeprefix(NOT_READY)}")
 
 
 def _fetch_models(cfg: RLConfig) -> None:
@@ -261,12 +201,6 @@ def _supervisor(plan: LaunchPlan, claim: rundir.Claim, console: Console) -> Supe
         pass_fds=(claim.lock_fd,),
         likely_causes=likely_causes(plan),
     )
-
-
-def _has_orchestrator(cfg: RLConfig) -> bool:
-    """Whether the orchestrator runs here, or on a machine with this one's environment and home, as on Slurm."""
-    shape = cfg.deployment
-    return cfg.ray is None and not (shape.type == "multi_node" and shape.node_rank)
 
 
 def likely_causes(plan: LaunchPlan) -> dict[str, str]:

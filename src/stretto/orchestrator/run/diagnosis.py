@@ -103,7 +103,8 @@ class Diagnosis:
             if name not in VITAL and math.isnan(value):
                 yield (
                     "nan",
-                    f"the metric {name} is nan at step {self.step}: look at what measures it (docs/metrics.md).",
+                    f"the metric {name} is nan at step {self.step}; `python -m stretto.monitors.catalog` says what "
+                    "it is.",
                 )
                 break
         yield from self._about_first_steps()

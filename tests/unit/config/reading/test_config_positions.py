@@ -6,6 +6,7 @@ import json
 import tomllib
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,6 +74,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.heavy
 @settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=5), VALUES, max_size=4), st.sampled_from([None, 2]))
 def test_every_path_of_a_json_document_is_found(data: dict[str, Any], indent: int | None) -> None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from add_ons import skip_without_verb
 
 from stretto.cli import main
 
@@ -16,6 +17,7 @@ VERBS = ("runs", "show", "rollouts", "plot", "view", "push", "init", "plan", "do
 
 def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line that a command says, which ends with 2."""
+    skip_without_verb(words[0])
     assert main(words) == 2
     text = capsys.readouterr().err
     assert text.startswith("error: ") and text.count("\n") == 1, text

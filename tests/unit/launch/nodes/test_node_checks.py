@@ -11,12 +11,12 @@ from stretto import cli
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import in_url, is_ipv6
+from stretto.check import nodes as node_checks
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.launch.plan import sft_ranks
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.plan import LaunchPlan
-from stretto.launch.run import node_checks
 
 RL = """
 [model]

@@ -1,4 +1,4 @@
-"""launch/plan/device_check.py: what needs a GPU is refused where the plan has none, before a process starts."""
+"""check/devices.py: what needs a GPU is refused where the plan has none, before a process starts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from cases.plans import config_builder, isolate
 
 from stretto.base.errors import ConfigError
+from stretto.check.devices import check_sft_devices
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.launch.plan import plan as planning
-from stretto.launch.plan.device_check import check_sft_devices
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.run.serve import plan_serving
 

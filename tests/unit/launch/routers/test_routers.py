@@ -17,11 +17,12 @@ import pytest
 
 from stretto.base.errors import ConfigError
 from stretto.base.ports import address_towards
+from stretto.check.nodes import check_reachable
+from stretto.check.routers import check_router
 from stretto.config.sections.inference import InferenceSection
 from stretto.launch.plan import routers
 from stretto.launch.plan.engines import EnginesPlan, plan_engines, plan_replicas
-from stretto.launch.plan.nodes import check_reachable
-from stretto.launch.plan.routers import check_router, with_reachable_host
+from stretto.launch.plan.routers import with_reachable_host
 from stretto.launch.run import register
 from stretto.launch.run.register import Registrar
 

@@ -97,6 +97,8 @@ class ChosenKeyCache(KVCache):
     def attend(self, layout: PassLayout) -> Attend:
         """The attention function of one pass; choices are kept for the layers that share them."""
         chosen: dict[tuple[int, int], Tensor] = {}
+        parts = [part for part in layout.parts if isinstance(part, _Part)]
+        assert len(parts) == len(layout.parts)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> Tensor:
             choice = limits.keys
@@ -106,8 +108,7 @@ class ChosenKeyCache(KVCache):
             if vectors is not None:
                 self.index[self._sources[layer]].index_copy_(0, layout.write, vectors.keys)
             out = []
-            for part in layout.parts:
-                assert isinstance(part, _Part)
+            for part in parts:
                 rows, key = slice(part.start, part.stop), (choice.source, part.start)
                 if vectors is not None:
                     queries, weights = vectors.queries[rows], vectors.weights[rows]

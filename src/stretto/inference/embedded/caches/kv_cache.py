@@ -246,21 +246,22 @@ class KVCache:
 
     def attend(self, layout: PassLayout) -> Attend:
         """The attention function of one pass: it writes the rows' keys and values, then attends."""
+        parts = [part for part in layout.parts if isinstance(part, (SlabPart, _KeysPart))]
+        assert len(parts) == len(layout.parts)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
             layer = self._nth[layer]
             self._tokens[layer].index_copy_(0, layout.write, torch.cat((k, v), dim=1))
-            out = [self._read(part, layer, q, k, v, limits) for part in layout.parts]
+            out = [self._read(part, layer, q, k, v, limits) for part in parts]
             return out[0] if len(out) == 1 else torch.cat(out)
 
         return attend
 
     def _read(
-        self, part: BlockPart | SlabPart, layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits
+        self, part: _KeysPart | SlabPart, layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits
     ) -> Float[Tensor, "rows heads dim"]:
         if q.shape[0] != part.stop - part.start:
             q, k, v = (x[part.start : part.stop] for x in (q, k, v))
-        assert isinstance(part, (SlabPart, _KeysPart))
         bias = part.bias if limits.window is None else part.window_bias
         assert bias is not None, "a layer with a window has a bias of its own"
         rows, kv_heads = q.shape[0], self.num_kv_heads

@@ -10,23 +10,76 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from stretto.base.errors import ConfigError
-from stretto.check.checkpoints import check_quantize, check_same_network, check_same_tokens
+from stretto.base import process
+from stretto.base.errors import ConfigError, meant_path
 from stretto.check.degrees import Shape, check_vision, find_degrees, find_plain_degrees, read_shape
 from stretto.check.vllm_models import ServedModel
-from stretto.config.model_file import has_own_family, read_model_file
+from stretto.config.model_file import ModelFile, has_own_family
 from stretto.config.root import RLConfig
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import LORA_TARGETS, Family, ModelSection
-from stretto.data.hub_model import find_config
-from stretto.families.table import SPARSE_FAMILIES, family_of
-from stretto.launch.plan.placement import replaced
+from stretto.data.hub_model import find_config, is_hub_name
+from stretto.families.table import SPARSE_FAMILIES
+
+_SAME = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "n_routed_experts", "num_experts", "num_local_experts",
+    "tie_word_embeddings",
+)  # fmt: skip
+"""Keys that must be the same in both, or in neither."""
+_SAME_IF_BOTH = (
+    "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob",
+    "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk",
+    "rms_norm_eps", "rope_theta", "hidden_act", "sliding_window", "layer_types", "depth", "out_hidden_size",
+    "patch_size", "spatial_merge_size", "num_heads",
+)  # fmt: skip
+"""Keys with a default, which one of the files may leave out; they must be the same if both have them."""
+_NESTED = ("text_config", "vision_config")
+"""Tables with the numbers of the parts of a model with images."""
+
+
+def find_model(name: str) -> ModelFile | None:
+    """The model's config.json, downloaded if need be; None if there is none.
+
+    Raises: ConfigError if it cannot be read.
+    """
+    directory = find_config(name)
+    return None if directory is None else ModelFile.read(directory)
+
+
+def check_shape(cfg: RLConfig) -> None:
+    """Check the model's shape against what trains and serves it."""
+    check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=cfg.trainer.enable_router_replay)
+    if cfg.num_critic_ranks:
+        check_model(cfg.model, cfg.num_critic_ranks, "model, of the ranks in trainer.critic.placement")
+    check_engine_model(cfg)
+    if cfg.inference is not None:
+        is_here = cfg.deployment.type == "single_node" and cfg.slurm is None and cfg.ray is None
+        is_cpu = is_here and not process.visible_gpus() and not cfg.asks_for_gpus
+        check_served(cfg.inference, cfg.inference.model or cfg.model.name, is_cpu=is_cpu)
+
+
+def check_exists(model: ModelSection) -> None:
+    """Raises: ConfigError if there is no such model; called before --clean deletes anything."""
+    name = model.name
+    if model.scratch is not None or find_config(name) is not None:
+        return
+    if Path(name).expanduser().is_dir():
+        raise ConfigError(
+            f"[model] name = {name!r}: there is no config.json in that directory, so it holds no model; give a "
+            "directory with config, safetensors and tokenizer."
+        )
+    if not is_hub_name(name):
+        raise ConfigError(
+            f"[model] name = {name!r}: there is no such directory{meant_path(Path(name), '.')} If a warm-up makes "
+            f"the model, run that first (`sft @ ...`); else give a directory with config, safetensors and tokenizer."
+        )
 
 
 def check_model(model: ModelSection, num_ranks: int, path: str, *, has_replay: bool = False) -> None:
@@ -34,22 +87,21 @@ def check_model(model: ModelSection, num_ranks: int, path: str, *, has_replay: b
 
     Raises: ConfigError naming the key, the value and what this model allows.
     """
-    directory = None if model.scratch is not None else find_config(model.name)
-    if directory is None:
+    here = None if model.scratch is not None else find_model(model.name)
+    if here is None:
         return
-    check_family(directory, f"[{path}] name = {model.name!r}")
-    check_trainable(directory, model.impl, f"[{path}] name = {model.name!r}")
+    check_family(here, f"[{path}] name = {model.name!r}")
+    check_trainable(here, model.impl, f"[{path}] name = {model.name!r}")
     try:
-        shape = read_shape(directory)
+        shape = read_shape(here)
     except (OSError, ValueError, KeyError):
         return
     if model.impl == "hf":
         shape = None
     try:
-        found = read_model_file(directory)
-        is_other = shape is None and found.get("vision_config") is not None
+        is_other = shape is None and here.found.get("vision_config") is not None
         name = "model of text" if shape is None else shape.family
-        check_vision(model, family_of(found) if is_other else name, has_other_tower=is_other)
+        check_vision(model, here.family if is_other else name, has_other_tower=is_other)
         if shape is None:
             find_plain_degrees(model, num_ranks)
         else:
@@ -57,7 +109,7 @@ def check_model(model: ModelSection, num_ranks: int, path: str, *, has_replay: b
     except ConfigError as error:
         raise ConfigError(f"{model.name}: {str(error).replace('[model', f'[{path}')}") from None
     if model.lora is not None:
-        _check_targets(directory, model.lora.target_modules, f"[{path}.lora] target_modules")
+        _check_targets(here.directory, model.lora.target_modules, f"[{path}.lora] target_modules")
     for key, why in _unused_keys(model, shape, has_replay=has_replay):
         raise ConfigError(f"{model.name}: {key.format(path=path)} {why}; leave it out")
 
@@ -92,18 +144,16 @@ def layer_names(directory: Path) -> set[str]:
     return {name for name in names if not any(word in name for word in ("norm", "embed", "conv"))}
 
 
-def check_family(directory: Path, where: str) -> None:
+def check_family(model: ModelFile, where: str) -> None:
     """Check that the model is of a family of stretto or of the installed transformers.
 
     Raises: ConfigError with the nearest names if it is of neither.
     """
-    found = read_model_file(directory)
-    name, ours = family_of(found), get_args(Family)
-    if name in ours or found.get("auto_map") or (theirs := _families_of_transformers()) is None:
+    name, ours, file = model.family, get_args(Family), model.path
+    if name in ours or model.found.get("auto_map") or (theirs := _families_of_transformers()) is None:
         return
     if name in theirs:
         return
-    file = directory / "config.json"
     if not name:
         raise ConfigError(f"{where}: {file} has no model_type; copy the model's config.json here again")
     near = difflib.get_close_matches(name, sorted({*ours, *theirs}), n=2)
@@ -126,16 +176,12 @@ def _families_of_transformers() -> set[str] | None:
     return None
 
 
-def check_trainable(directory: Path, impl: str, where: str) -> None:
+def check_trainable(model: ModelFile, impl: str, where: str) -> None:
     """Check that a model directory has weights that can be trained.
 
     Raises: ConfigError for quantized ones.
     """
-    try:
-        found = json.loads((directory / "config.json").read_text())
-        quantization = found.get("quantization_config")
-    except (OSError, ValueError, AttributeError, TypeError):
-        return
+    quantization = model.found.get("quantization_config")
     if not quantization:
         return
     method = quantization
@@ -162,17 +208,12 @@ def check_engine_model(cfg: RLConfig) -> None:
     if cfg.inference is None or served is None:
         check_quantize(wire.quantize_in_weight_transfer, served, is_quantized=served is not None)
         return
-    there = None if cfg.model.scratch is not None else find_config(cfg.model.name)
-    here = find_config(served)
+    there, here = None if cfg.model.scratch is not None else find_model(cfg.model.name), find_model(served)
     if there is None or here is None:
         return
-    try:
-        trained, other = (json.loads((path / "config.json").read_text()) for path in (there, here))
-    except (OSError, ValueError):
-        return
-    check_same_network(trained, other, (cfg.model.name, served))
-    _check_tokens(there, here, (cfg.model.name, served))
-    quantization = other.get("quantization_config")
+    _check_same_network(there.found, here.found, (cfg.model.name, served))
+    _check_tokens(there.directory, here.directory, (cfg.model.name, served))
+    quantization = here.found.get("quantization_config")
     check_quantize(wire.quantize_in_weight_transfer, served, is_quantized=quantization is not None)
     if quantization is None:
         return
@@ -195,9 +236,73 @@ def _check_tokens(there: Path, here: Path, names: tuple[str, str]) -> None:
     try:
         texts = [file.read_bytes() for file in files]
         if texts[0] != texts[1]:
-            check_same_tokens(json.loads(texts[0]), json.loads(texts[1]), names)
+            _check_same_tokens(json.loads(texts[0]), json.loads(texts[1]), names)
     except (OSError, ValueError):
         return
+
+
+def check_quantize(quantizes: bool | None, engine_model: str | None, *, is_quantized: bool) -> None:
+    """Check weight_broadcast.quantize_in_weight_transfer against the engines' checkpoint.
+
+    Raises: ConfigError if the key says otherwise than its config.json.
+    """
+    if quantizes is None or quantizes == is_quantized:
+        return
+    key = f"weight_broadcast.quantize_in_weight_transfer = {str(quantizes).lower()}"
+    if quantizes:
+        what = (
+            f"{engine_model!r} has no quantization_config" if engine_model else "engines load the model that is trained"
+        )
+        raise ConfigError(
+            f"{key}: {what}, so its engines take weights as they are; give inference.model.name of a checkpoint in 8 "
+            "bits, or leave the key out"
+        )
+    raise ConfigError(
+        f"{key}: the engines' {engine_model!r} has weights in 8 bits and takes no others; leave the key out, or let "
+        "inference.model.name be the model that is trained"
+    )
+
+
+def _check_same_network(trained: Mapping[str, Any], served: Mapping[str, Any], names: tuple[str, str]) -> None:
+    """Check that two config.json describe one network; names: of the trained and served model.
+
+    Raises: ConfigError naming the first key that differs.
+    """
+    for table in (None, *_NESTED):
+        ours, theirs = (hf if table is None else hf.get(table) or {} for hf in (trained, served))
+        both = [key for key in _SAME_IF_BOTH if key in ours and key in theirs]
+        for key in (*_SAME, *both):
+            if ours.get(key) != theirs.get(key):
+                name = key if table is None else f"{table}.{key}"
+                raise ConfigError(
+                    f"inference.model = {names[1]!r} is not the network that is trained, {names[0]!r}: its config.json "
+                    f"has {name} = {theirs.get(key)!r}, that of the latter {ours.get(key)!r}; engines may load another "
+                    "precision of the same model only"
+                )
+
+
+def _check_same_tokens(trained: Mapping[str, Any], served: Mapping[str, Any], names: tuple[str, str]) -> None:
+    """Check that two tokenizer.json give texts the same ids; names as above.
+
+    Raises: ConfigError naming a token that differs.
+    """
+    ours, theirs = map(tokens_of, (trained, served))
+    if ours == theirs:
+        return
+    token = min(text for text in ours.keys() | theirs.keys() if ours.get(text) != theirs.get(text))
+    ids = [table.get(token, "none") for table in (theirs, ours)]
+    raise ConfigError(
+        f"inference.model = {names[1]!r} has another tokenizer than {names[0]!r}, which is trained: the id of "
+        f"{token!r} is {ids[0]} there and {ids[1]} here; engines may load another precision of the same model only"
+    )
+
+
+def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Text and id of every token."""
+    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+    # Byte pairs have a table of ids, unigrams a list of texts and scores.
+    ids = dict(vocab) if isinstance(vocab, Mapping) else {text: i for i, (text, _) in enumerate(vocab)}
+    return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
 
 
 INSTALL_VLLM = "install vLLM: `pip install 'stretto[vllm]'` on a machine with GPUs, `make vllm` on one without"
@@ -225,16 +330,12 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
 
     Raises: ConfigError with what to do instead.
     """
-    directory = find_config(name)
-    if directory is None:
+    here = find_model(name)
+    if here is None:
         return
-    try:
-        model = ServedModel.of(directory)
-    except (OSError, ValueError):
-        return
-    is_own = has_own_family(directory)
-    if section.chosen_engine(has_gpu=not is_cpu, is_own=is_own) == "embedded":
-        if not is_own:
+    model = ServedModel(here.directory, here.text)
+    if section.chosen_engine(has_gpu=not is_cpu, is_own=here.is_own) == "embedded":
+        if not here.is_own:
             raise ConfigError(
                 f'{name}: inference.engine = "embedded" has no {model.family}; set "vllm", or leave it out'
             )
@@ -242,19 +343,6 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
     model.check()
     if is_cpu or section.device == "cpu":
         model.check_on_cpu()
-
-
-def with_chosen_engines(cfg: RLConfig) -> RLConfig:
-    """The root in which engines for families that the embedded engine lacks are vLLM's, where `auto` may choose."""
-    for key in ("inference", "teacher_inference"):
-        section = getattr(cfg, key)
-        if section is not None and needs_vllm(section, section.model or cfg.model.name):
-            cfg = replaced(cfg, f"{key}.engine", "vllm")
-    for name, section in cfg.models.items():
-        if section.base_url is None and section.model and needs_vllm(section, section.model):
-            models = dict(cfg.models) | {name: section.model_copy(update={"engine": "vllm"})}
-            cfg = replaced(cfg, "models", models)
-    return cfg
 
 
 def needs_vllm(section: InferenceSection, name: str) -> bool:
@@ -270,10 +358,9 @@ def foreign_engines(cfg: RLConfig) -> list[str]:
     name = section.model or cfg.model.name
     if not needs_vllm(section, name):
         return []
-    directory = find_config(name)
-    assert directory is not None, "needs_vllm has read its config.json"
-    family = family_of(read_model_file(directory))
-    text = f"vLLM, as the embedded engine has no {family}; transformers computes it in the trainer (impl = hf)"
+    here = find_model(name)
+    assert here is not None, "needs_vllm has read its config.json"
+    text = f"vLLM, as the embedded engine has no {here.family}; transformers computes it in the trainer (impl = hf)"
     is_here = cfg.slurm is None and cfg.ray is None and cfg.deployment.type == "single_node"
     return [text] if find_spec("vllm") is not None or not is_here else [f"NOT READY: {text}; {INSTALL_VLLM}"]
 

@@ -18,14 +18,13 @@ from typing import Any
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.files import cache_dir, read_json
-from stretto.check.checkpoints import tokens_of
-from stretto.config.model_file import read_model_file
+from stretto.check.models import check_trainable, models_of, quantized_refusal, tokens_of
+from stretto.config.model_file import ModelFile, read_model_file
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig, SFTConfig
 from stretto.config.sections.model import ModelSection
 from stretto.data.hub_model import find_local
 from stretto.data.weight_files import HeaderTensor, find_embedding, find_weight_files, read_weight_files
 from stretto.families.table import FAMILIES, family_of
-from stretto.launch.plan.model_check import check_trainable, models_of, quantized_refusal
 
 FIT_TIMEOUT_S = 600.0
 _WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "DistributedDataParallel", "_fsdp_wrapped_module.": "FSDP"}
@@ -86,9 +85,10 @@ def check_weights(name: str, key: str, trained: ModelSection | None, *, is_dry_r
         way_out = "" if "; " in str(error) else "; fetch or copy the model again, whole"
         raise ConfigError(f"{where}: {error}{way_out}") from None
     tensors = {each: tensor for file in found.values() for each, tensor in file.tensors.items()}
-    config = read_model_file(directory)
+    model = ModelFile.read(directory)
+    config = model.found
     if trained is not None:
-        check_trainable(directory, trained.impl, where)
+        check_trainable(model, trained.impl, where)
     _check_names(where, tensors, is_trained=trained is not None)
     _check_embedding(where, config, tensors)
     notes = check_tokens(where, directory, config, tensors)
@@ -280,5 +280,5 @@ def _fit(directory: Path, impl: str, tensors: Mapping[str, HeaderTensor]) -> dic
 
 def _newest_module() -> list[float | str]:
     """When a module of models was changed last, and the version of transformers."""
-    modules = (Path(__file__).parents[2] / "models").rglob("*.py")
+    modules = (Path(__file__).parents[1] / "models").rglob("*.py")
     return [max(module.stat().st_mtime for module in modules), version("transformers")]

@@ -1,0 +1,160 @@
+"""Checks the code and the data that a config names: imports functions, and reads the first record of each file.
+
+Only what the config names is imported. orchestrator/dry_run.py makes the first tasks of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from stretto.base.errors import ConfigError
+from stretto.base.foreign import load_function, load_object
+from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.sections.hooks import ENVIRONMENTS
+from stretto.config.sections.orchestrator import EnvSection, OrchestratorKeys
+from stretto.config.sections.sft import FileData
+from stretto.config.sections.trainer import TrainerHooksSection
+from stretto.data.records import read_records
+from stretto.envs.find import missing_plugins
+from stretto.vime.saved import load as load_saved
+
+NUM_ARGUMENTS = {
+    "dynamic_sampling_filter": 2,
+    "buffer_filter": 4,
+    "sample_filter": 2,
+    "reward_post_process": 2,
+    "convert_samples_to_train_data": 2,
+    "all_samples_process": 3,
+    "rollout_log": 5,
+    "eval_log": 4,
+    "rollout_function": 3,
+    "eval_function": 3,
+}
+"""Number of arguments of each function in [orchestrator.hooks]."""
+Checked = tuple[str, str]
+"""What was done (`imported` or `read`), and the name of the function or file."""
+
+
+def check_user_code(cfg: OrchestratorKeys) -> list[Checked]:
+    """Import the functions and read a record of each file that the section names.
+
+    Raises: ConfigError or DataError for a path without an object, and for a file that cannot be read.
+    """
+    return list(_check_user_code(cfg))
+
+
+def _check_user_code(cfg: OrchestratorKeys) -> Iterator[Checked]:
+    for key, count in NUM_ARGUMENTS.items():
+        if (path := getattr(cfg.hooks, key)) is not None and path != ENVIRONMENTS:
+            yield _check_hook(path, f"orchestrator.hooks.{key}", count)
+    if (pattern := cfg.hooks.args.get("load_debug_rollout_data")) is not None:
+        load_saved(pattern, 0)  # the first of the saved rollouts that are trained on
+        yield "read", str(pattern)
+    held_out = cfg.eval.env if cfg.eval is not None else ()
+    named: list[tuple[str, EnvSection]]
+    named = [(f"orchestrator.env.{index}", env) for index, env in enumerate(cfg.env)]
+    named += [(f"orchestrator.eval.env.{index}", env) for index, env in enumerate(held_out)]
+    for place, env in named:
+        yield from _check_environment(place, env)
+        yield from _check_algo(getattr(env, "algo", None), f"{place}.algo.import_path")
+    yield from _check_algo(cfg.algo, "orchestrator.algo.import_path")
+
+
+def check_code(cfg: RLConfig) -> None:
+    """Load the functions of [trainer.hooks], and look for the packages that environments name, where `rl` is given.
+
+    On Slurm, whose nodes may have other packages, a missing one is a warning; with [ray] all is on other machines.
+
+    Raises: ConfigError for a function that does not exist, or takes other arguments, and for a package that is missing.
+    """
+    from stretto.vime.calls import TRAINER_HOOKS, check_in_process
+
+    named = {key: path for key in TRAINER_HOOKS if (path := getattr(cfg.trainer.hooks, key)) is not None}
+    if named and cfg.slurm is None and cfg.ray is None:
+        check_in_process(named, os.environ | cfg.env_vars | cfg.trainer.env_vars)
+    try:
+        if cfg.ray is None:
+            check_plugins(cfg.orchestrator)
+    except ConfigError as error:
+        if cfg.slurm is None and cfg.deployment.type == "single_node":
+            raise
+        sys.stdout.write(f"warning: {error}\n")
+
+
+def check_plugins(cfg: OrchestratorKeys) -> None:
+    """Check that the packages of verifiers' environments are installed, before anything is started.
+
+    Raises: ConfigError that names the environment, the key and the package.
+    """
+    for env in (*cfg.env, *(cfg.eval.env if cfg.eval is not None else ())):
+        for text in missing_plugins(env.id, env.args):
+            raise ConfigError(f"environment {env.name or env.id}: {text}")
+
+
+def check_trainer_hooks(hooks: TrainerHooksSection) -> list[Checked]:
+    """Import the functions of [trainer.hooks].
+
+    Raises: ConfigError for one that does not exist, or takes other arguments.
+    """
+    from stretto.vime.calls import TRAINER_HOOKS, load_trainer_hooks
+
+    named = {key: path for key in TRAINER_HOOKS if (path := getattr(hooks, key)) is not None}
+    load_trainer_hooks(named)
+    return [("imported", path) for path in named.values()]
+
+
+def check_sft_records(cfg: SFTConfig) -> list[Checked]:
+    """Read the first record of each file that `sft` trains or validates on; returns the files' names.
+
+    Raises: ConfigError or DataError for a file that cannot be read.
+    """
+    checked = []
+    for setting, section in (("data.name", cfg), ("val.data.name", cfg.val)):
+        if section is not None and isinstance(data := section.data, FileData):
+            for source in data.sources:
+                next(read_records(source, setting, is_streamed=data.streaming, convert=data.convert))
+                checked.append(("read", source))
+    return checked
+
+
+def _check_algo(algo: Any, setting: str) -> Iterator[Checked]:
+    if getattr(algo, "import_path", None) is not None:
+        load_function(algo.import_path, algo.kwargs, setting)
+        yield "imported", algo.import_path
+
+
+def _check_hook(path: str, setting: str, num_arguments: int) -> Checked:
+    from stretto.vime.calls import Hook
+
+    Hook.load(path, setting, num_arguments)
+    return "imported", path
+
+
+def _check_environment(place: str, env: EnvSection) -> Iterator[Checked]:
+    """Import an environment's class, or read the files and import the functions of a dataset."""
+    if env.id == "dataset":
+        yield from _check_dataset(env.args)
+    elif ":" in env.id:
+        load_object(env.id, f"{place}.id")
+        yield "imported", env.id
+
+
+def _check_dataset(args: dict[str, Any]) -> Iterator[Checked]:
+    for key in ("path", "eval_path"):
+        sources, convert = args.get(key) or [], args.get("convert")
+        for source in [sources] if isinstance(sources, str) else sources:
+            records = read_records(
+                source,
+                f"dataset: {key}",
+                is_streamed=args.get("streaming") is True,
+                convert=convert if isinstance(convert, str) else None,
+            )
+            next(records)
+            yield "read", source
+    for key, count in (("data_source", 1), ("reward", 2), ("generate", 3)):
+        path = args.get(key)
+        if isinstance(path, str) and (":" in path or "." in path):
+            yield _check_hook(path, f"dataset: {key}", count)
