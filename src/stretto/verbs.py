@@ -208,7 +208,7 @@ VERBS: dict[str, tuple[str, Callable[[Any, list[str]], int]]] = {
     "eval": ("EvalConfig", _process("stretto.orchestrator.eval.verb:main")),
     "evals": ("EvalsConfig", _process("stretto.orchestrator.eval.follow:main")),
 }
-"""The core has these: the class of a config in config/root.py, and what runs it with the words after the verb."""
+"""The core's: the class of a verb's config in config/root.py, and what runs it with the words after the verb."""
 
 
 def is_verb(verb: str) -> bool:

@@ -41,15 +41,14 @@ from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch import cost_of_model
 from stretto.orchestrator.batch_hooks import BatchHooks, arguments_of
 from stretto.orchestrator.build import (
-    build_engines,
     build_policy_renderer,
-    build_teacher_client,
     open_env,
     run_info,
     system_prompts,
     untrained_tokens,
     urls_of,
 )
+from stretto.orchestrator.clients import build_engines, build_teacher_client
 from stretto.orchestrator.dry_run import check_first_tasks, check_sampling
 from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
 from stretto.orchestrator.groups.advantages import Baselines, check_overlong

@@ -14,7 +14,7 @@ from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig,
 from stretto.config.section import all_paths, keys, meant
 from stretto.config.sections.orchestrator import ClientSection
 from stretto.launch.plan.engines import plan_engines
-from stretto.orchestrator.build import headers_of
+from stretto.orchestrator.clients import headers_of
 from stretto.orchestrator.main import build_bounds
 from stretto_prime.spelled import Entry, State, entries, follow, markdown
 from stretto_prime.table import TABLES

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from add_ons import needs
+from processes.add_ons import needs
 from pydantic import ValidationError
 
 from stretto.base.errors import ConfigError

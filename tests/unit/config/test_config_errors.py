@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from add_ons import needs
 from cases.config import ENV, complaints
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.config.describe import ROOTS

@@ -312,7 +312,7 @@ def test_a_record_that_is_not_valid_is_refused_with_its_place(tmp_path, mistake)
         ({"paths": "x"}, "got an unexpected keyword argument 'paths'"),
         ({"path": 5}, "dataset: path = 5 must be a file, or a list of files; change `args`"),
         ({"path": ["a.jsonl", 5]}, "must be a file, or a list of files"),
-        ({"path": []}, "eval_path"),
+        ({"path": []}, "for evals as eval_path"),
         ({"shuffle": "no"}, "dataset: shuffle = 'no' must be true or false"),
         ({"max_prompt_tokens": "100"}, "dataset: max_prompt_tokens = '100' must be a whole number > 0"),
         ({"max_prompt_tokens": 0}, "dataset: max_prompt_tokens = 0 must be a whole number > 0"),

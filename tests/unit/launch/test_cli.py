@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from add_ons import is_here, needs, skip_without_verb
+from processes.add_ons import is_here, needs, skip_without_verb
 
 from stretto import addons, cli, verbs
 from stretto.base import keeper

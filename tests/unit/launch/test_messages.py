@@ -249,7 +249,7 @@ CASES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
         ["tasks('train') returned a list; return a TaskSource(make, num_tasks)"],
     ),
     "tasks that fail in an eval": (
-        "eval", 'client = { api = "chat" }\n[[env]]\nid = "my_env:Mine"\n',
+        "eval", 'client = { api = "chat" }\n[[eval.env]]\nid = "my_env:Mine"\n',
         {"my_env.py": mine("pass", "open('no-such-file')")},
         ["environment 'my_env:Mine', tasks('eval'): ", "my_env.py:7 in tasks: FileNotFoundError"],
     ),

@@ -129,7 +129,7 @@ def job(cfg: Any, at: At) -> Problems:
         return
     time = cfg.slurm.time
     if time is not None and TIME.fullmatch(time) and seconds(time) <= cfg.slurm.finish_within_s:
-        rule = f"is {seconds(time)} s, all of which is for the end, {end}; raise it, or lower the latter"
+        rule = f"is {seconds(time):.0f} s, all of which is for the end, {end}; raise it, or lower the latter"
         yield Problem((limit, end), f"{limit} {rule}")
     if cfg.slurm.requeue and cfg.ckpt is None:
         rule = "without checkpoints would begin anew every time; set it to false, or keep [ckpt]"

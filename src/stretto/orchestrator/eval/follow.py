@@ -19,7 +19,8 @@ from stretto.base.files import read_rows
 from stretto.base.foreign import warn_when_blocked
 from stretto.config.root import EvalsConfig
 from stretto.monitors import build_monitors
-from stretto.orchestrator.build import build_engines, build_eval_renderer, open_env, run_info
+from stretto.orchestrator.build import build_eval_renderer, open_env, run_info
+from stretto.orchestrator.clients import build_engines
 from stretto.orchestrator.eval.evaluator import standalone_evaluator
 from stretto.orchestrator.eval.results import format_table, write_results
 from stretto.orchestrator.eval.verb import MONITOR_CLOSE_S, serve_model, with_server_address

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from add_ons import skip_without_verb
+from processes.add_ons import skip_without_verb
 
 from stretto.cli import main
 

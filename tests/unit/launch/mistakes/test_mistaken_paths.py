@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from processes.add_ons import is_here, needs, skip_without_verb
 
 from stretto import cli
 from stretto.base.errors import near_path, reason_of
@@ -106,6 +107,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_path_or_name_that_is_not_there_is_told_with_the_one_that_is(mistake, place, capsys):
     command, said, way_out = MISTAKES[mistake]
+    skip_without_verb(command.split()[0])
+    if "--slurm" in command and not is_here("clusters"):
+        pytest.skip("without stretto_clusters")
     assert cli.main(command.split()) in (1, 2)
     text = " ".join(capsys.readouterr().err.split())
     assert said in text and way_out in text, text
@@ -190,6 +194,7 @@ def test_a_task_of_a_wrong_shape_is_told_what_to_give(place, made, said, capsys,
     assert said in text and "bug" not in text, text
 
 
+@needs("view")
 def test_an_empty_ledger_is_not_called_old(place, capsys):
     (place / "outputs/warm/ledger.sqlite").write_bytes(b"")
     assert cli.main(["rollouts", "outputs/warm"]) in (1, 2)
