@@ -77,7 +77,7 @@ NOT_RUN = {
     ("docs/security.md", "export STRETTO_RUN_SECRET="): _SHELL,
     ("docs/inference.md", "export VLLM_API_KEY="): _SHELL,
     ("docs/inference.md", "from openai import"): "asks a server that runs: tests/contract",
-    ("docs/inference.md", "stretto chat"): "tests/unit/launch/verbs/test_chat.py",
+    ("docs/inference.md", "chat "): "tests/unit/launch/verbs/test_chat.py",
     ("docs/inference.md", "curl -s http"): "asks a server that runs: tests/contract",
     ("docs/inference.md", "curl -s -H"): "tests/unit/launch/console/test_queues.py reads it",
     ("docs/data.md", "openai/gsm8k"): "the data set is on the Hub: tests/unit/data",
