@@ -206,6 +206,7 @@ def test_a_hub_that_swallows_requests_is_waited_for_once_and_not_long(tmp_path, 
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and nobody answers
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(hub_model, "_ANSWER_S", 0.2)
         for _ in range(2):
             with pytest.raises(ConfigError, match=r"the Hub is not reached: no answer from http://127.*in 0.2 s"):
