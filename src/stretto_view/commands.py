@@ -162,7 +162,7 @@ def rollouts(words: Sequence[str]) -> int:
         limit=args.limit,
     )
     if args.json:
-        _print_json(rows)
+        _print_json(list(rows))
         return 0
     if not rows and args.failed and not (args.step or args.env):
         print(harmless(f"{run.dir}: no rollout failed. {_what_there_is(run)}"))

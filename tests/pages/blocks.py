@@ -71,6 +71,7 @@ NOT_RUN = {
     ("examples/gsm8k/README.md", "examples/gsm8k"): _RECIPE,
     ("examples/multi_turn_tools/README.md", "multi"): _RECIPE,
     ("examples/smollm2/README.md", "smollm2"): _REAL,
+    ("examples/notebooks/README.md", "test_notebook"): "these tests",
     ("examples/smollm2/README.md", "SmolLM2"): "needs the Hub",
     ("docs/first_hour.md", "make demo"): _DEMO,
     ("docs/first_hour.md", "source .venv/bin/activate"): _SHELL,

@@ -7,6 +7,7 @@ with them (started.py, live.py) as it is from a shell: `rl @ RUN/given/config.js
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -147,7 +148,7 @@ def evaluate(
     root, words, _ = _prepared(call, given)
     file = root.run_path / "eval.json"
     file.unlink(missing_ok=True)
-    live = Live(Started("eval", words), root.run_dir, is_shown=progress, has_steps=False)
+    live = Live(Started("eval", words, in_python), root.run_dir, is_shown=progress, has_steps=False)
     live.wait()
     return read_rows(file) if file.exists() else Rows()
 
@@ -162,12 +163,19 @@ def _train(verb: str, config: Sequence[Any], keywords: Mapping[str, Any], wait: 
     given = Given()
     call = call_of(verb, config, keywords, given)
     root, words, is_start = _prepared(call, given)
-    live = Live(Started(verb, words), root.run_dir, is_shown=progress, has_steps=is_start)
+    live = Live(Started(verb, words, in_python), root.run_dir, is_shown=progress, has_steps=is_start)
     if wait or not is_start:
         live.wait()
     else:
         live.begin()
     return Run(root.run_dir.path, live)
+
+
+def in_python(text: str) -> str:
+    """A message with keywords in place of the flags that a run is started with."""
+    for flag, keyword in (("--resume", "resume=True"), ("--clean", "clean=True"), ("--run.name", "name=")):
+        text = re.sub(rf"(?<!\S){re.escape(flag)}(?=[\s,;.]|$)(?!\.\w)", keyword, text)
+    return text
 
 
 def _prepared(call: Call, given: Given) -> tuple[RunRoot, list[str], bool]:
@@ -186,7 +194,10 @@ def _prepared(call: Call, given: Given) -> tuple[RunRoot, list[str], bool]:
     is_start = not (root.dry_run or root.print_config)
     run = root.run_dir
     if is_start and verb != "evaluate":
-        rundir.check(run, **root.start_options)
+        try:
+            rundir.check(run, **root.start_options)
+        except ConfigError as error:
+            raise ConfigError(in_python(str(error))) from None
         if (pid := holder(run.lock)) is not None:
             raise ConfigError(f"{run} is the directory of a run that goes on, process {pid}; stop it, or give name=")
     if root.clean or (is_start and root.resume is None):

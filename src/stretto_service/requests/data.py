@@ -54,9 +54,7 @@ class Batch:
         """Tokens of each micro batch."""
         return tuple(len(micro_batch.token_ids) for micro_batch in self.micro_batches)
 
-    def per_sequence(
-        self, logprobs: Sequence[Float32[np.ndarray, " tokens"]]
-    ) -> list[Float32[np.ndarray, " positions"]]:
+    def per_sequence(self, logprobs: Sequence[Float32[np.ndarray, " _"]]) -> list[Float32[np.ndarray, " _"]]:
         """Split logprobs of micro batches into an array per sequence."""
         parts = []
         for micro_batch, scores in zip(self.micro_batches, logprobs):

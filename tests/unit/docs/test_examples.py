@@ -18,6 +18,7 @@ OTHERS = (
     "broken",
     "gsm8k",
     "judge",
+    "notebooks",
     "service",
     "smollm2",
     *LARGE,

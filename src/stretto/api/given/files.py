@@ -30,6 +30,7 @@ _CODE = f"{HERE}code.py:"
 _DATASET = "dataset"
 _ROWS_KEYS = ("path", "eval_path")
 _RESERVED = {"opened", "functools", "rewards_of", "sys"}
+_STRETTO = Path(__file__).resolve().parents[3]
 _HEADER = "# What a script or notebook gave to this run. Its processes import it.\n"
 
 
@@ -226,7 +227,7 @@ def own_paths() -> list[str]:
 
 def _belongs_to_python(path: Path) -> bool:
     places = [Path(each).resolve() for each in (sys.prefix, sys.base_prefix)]
-    return any(path.is_relative_to(each) for each in places) or "site-packages" in path.parts
+    return any(path.is_relative_to(each) for each in places) or "site-packages" in path.parts or path == _STRETTO
 
 
 def _is_everywhere(module: str) -> bool:

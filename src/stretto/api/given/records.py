@@ -75,8 +75,9 @@ def columns_of(sources: Any, key: str) -> list[str]:
         return Records.of(sources, key).columns
     from stretto.data.records import read_records
 
-    first = sources if isinstance(sources, str | Path) else next(iter(sources))
-    return [str(name) for _, row in islice(read_records(str(first), key, is_streamed=True), 1) for name in row]
+    first = str(sources if isinstance(sources, str | Path) else next(iter(sources)))
+    is_here = Path(first.partition("@")[0]).expanduser().exists()
+    return [str(name) for _, row in islice(read_records(first, key, is_streamed=not is_here), 1) for name in row]
 
 
 def first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:

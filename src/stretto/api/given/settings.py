@@ -18,6 +18,7 @@ from stretto.api.given.files import Given, as_list
 from stretto.api.given.records import LABELS, PROMPTS, columns_of, first_of
 from stretto.base.errors import ConfigError
 from stretto.config.section import Section
+from stretto.data.values import describe_value
 
 Tree = dict[str, Any]
 
@@ -135,7 +136,7 @@ def _positional(verb: str, config: Sequence[Any]) -> tuple[list[str], Tree, list
                 overlay(values, nested(str(name), _undotted(value)))
         else:
             raise ConfigError(
-                f"stretto.{verb}: argument {index + 1} is a {type(each).__name__}; before the keywords go files "
+                f"stretto.{verb}: argument {index + 1} is {describe_value(each)}; before the keywords go files "
                 '("rl.toml"), dicts ({"trainer.optim.lr": 1e-5}) and flags ("--max-steps", "20"). Environments are '
                 "env=, records dataset="
             )

@@ -61,7 +61,7 @@ class Text:
         elif (home := importable(value)) is not None:
             module, attr = home
             self.imports[f"from {module} import {attr}" + f" as {name}" * (attr != name)] = None
-        elif isinstance(value, type | FunctionType):
+        elif isinstance(value, type | FunctionType) or isinstance(inspect.unwrap(value), FunctionType):
             self._add_definition(name, value)
         else:
             self.definitions[name] = f"{name} = {self._literal(value)}"
@@ -177,8 +177,8 @@ def functions_of(value: type | FunctionType) -> list[FunctionType]:
 
     Raises: NoText for a class without any.
     """
-    if isinstance(value, FunctionType):
-        return [value]
+    if not isinstance(value, type):
+        return [inspect.unwrap(value)]
     found = []
     for each in vars(value).values():
         inner = getattr(each, "fget", None) or getattr(each, "__func__", None) or getattr(each, "func", None) or each

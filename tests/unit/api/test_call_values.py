@@ -1,0 +1,144 @@
+"""Arguments of `stretto.rl`, `sft` and `evaluate` become a configuration; what it cannot hold is refused by its key."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stretto
+from stretto.api.given.files import Given
+from stretto.api.given.settings import KEYS, TRL, call_of
+from stretto.api.verbs import in_python
+from stretto.base.errors import ConfigError
+from stretto.config.root import EvalConfig, RLConfig, SFTConfig
+from stretto.config.section import all_paths
+from stretto.envs.bundled.sort_letters import SortLetters
+
+ROWS = [{"prompt": "a", "answer": "b", "level": 1}]
+LOCK = threading.Lock()
+
+
+def values_of(verb: str, *config: Any, **keywords: Any) -> dict[str, Any]:
+    return call_of(verb, config, keywords, Given()).values
+
+
+def close(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+def test_every_short_name_is_a_key() -> None:
+    for verb, root in {"rl": RLConfig, "sft": SFTConfig, "evaluate": EvalConfig}.items():
+        for name, key in KEYS[verb].items():
+            assert key in {path for path, _, _ in all_paths(root)}, f"{verb}: {name} = {key}"
+
+
+def test_keywords_lie_over_dicts_and_dicts_over_one_another() -> None:
+    values = values_of("rl", {"trainer.optim.lr": 1.0, "max_steps": 3}, {"trainer": {"optim": {"lr": 2.0}}}, lr=3.0)
+    assert values == {"trainer": {"optim": {"lr": 3.0}}, "max_steps": 3}
+
+
+def test_files_and_flags_stay_words() -> None:
+    call = call_of("rl", ["a.toml", Path("b.toml"), "--max-steps", 3], {"clean": True, "resume": 4}, Given())
+    assert call.files == ["a.toml", "b.toml"]
+    assert call.flags == ["--max-steps", "3", "--clean", "--resume.step", "4"]
+
+
+def test_an_environment_of_a_module_is_its_name() -> None:
+    [entry] = values_of("rl", env=SortLetters)["orchestrator"]["env"]
+    assert entry == {"id": "stretto.envs.bundled.sort_letters:SortLetters", "name": "sort-letters"}
+    [entry] = values_of("evaluate", env={"id": SortLetters, "args": {"num_letters": 3}})["eval"]["env"]
+    assert entry["args"] == {"num_letters": 3}
+
+
+def test_records_and_a_function_are_the_environment_dataset() -> None:
+    values = values_of("rl", dataset=ROWS, eval_dataset=ROWS, reward=close)["orchestrator"]
+    args = values["env"][0]["args"]
+    assert values["eval"] == {} and values["env"][0]["id"] == "dataset"
+    assert args["label_key"] == "answer" and args["metadata_key"] == ["prompt", "answer", "level"]
+    assert args["path"] == "{given}/records.jsonl" and args["eval_path"] == "{given}/held_out.jsonl"
+    assert args["reward"] == "{given}/code.py:reward_of_records" and "group_reward" not in args
+
+
+def test_the_names_of_trl_are_told_what_they_are_here() -> None:
+    for name in TRL:
+        with pytest.raises(ConfigError, match=f"takes no {name}=; write "):
+            stretto.rl(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"modle": "x"}, "did you mean model="),
+        ({"env": ROWS}, "a dict without `id`"),
+        ({"env": object()}, "orchestrator.env.0.id is a object, which has no `tasks` and `rollout`"),
+        ({"env": {"id": SortLetters(), "args": {"num_letters": 3}}}, "an instance, which has its arguments already"),
+        ({"env": SortLetters, "reward": close}, "env= and reward= exclude each other"),
+        ({"reward": close}, "give dataset= too"),
+        ({"dataset": [{"text": "a"}], "reward": close}, "the prompt is looked for in prompt and question"),
+        ({"dataset": [], "reward": close}, "it is empty"),
+        ({"dataset": [*ROWS, 3], "reward": close}, "its entry 1 is a int"),
+        (
+            {"dataset": ROWS, "reward": lambda completion, anwser: 0},
+            "takes anwser, and the records have no such column",
+        ),
+        ({"dataset": ROWS, "reward": lambda text: 0}, "takes text, but no reply; write `def reward"),
+        ({"dataset": ROWS, "reward": 3}, "reward is 3; give a function"),
+        ({"dataset": ROWS, "reward": [close], "reward_weights": [1, 2]}, "has 2 numbers for 1 reward"),
+        ({"trainer": {"optim": {"lr": LOCK}}}, "trainer.optim.lr is a lock"),
+        ({"orchestrator": {"env": [{"id": "dataset", "args": {"path": {1, 2}}}]}}, "its entry 0 is a int"),
+        ({"resume": [1]}, "give True, a step, or the directory of a run"),
+    ],
+)
+def test_what_cannot_be_taken_is_refused_by_its_name(keywords: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        stretto.rl(**keywords)
+
+
+def test_what_holds_a_lock_is_refused_with_what_to_do() -> None:
+    def locked(completion: str) -> float:
+        with LOCK:
+            return 0.0
+
+    held = LOCK
+
+    def closed(completion: str) -> float:
+        with held:
+            return locked(completion)
+
+    with pytest.raises(ConfigError, match=r"cannot be given to the processes of a run: .* Make locks, files"):
+        stretto.rl(dataset=ROWS, reward=closed)
+
+
+def test_a_word_among_the_files_is_told_where_it_belongs() -> None:
+    with pytest.raises(ConfigError, match=r"argument 2 is .*SortLetters.*; before the keywords go files"):
+        stretto.rl("rl.toml", SortLetters)
+
+
+def test_a_mistake_in_the_configuration_is_the_message_of_the_exception() -> None:
+    with pytest.raises(ConfigError, match=r"orchestrator.groop_size: unknown key; did you mean `group_size`"):
+        stretto.rl({"orchestrator": {"groop_size": 3}}, env="sort-letters", model="x")
+
+
+def test_the_names_of_the_package_are_those_it_has() -> None:
+    assert set(stretto.__all__) < set(dir(stretto)) and all(hasattr(stretto, name) for name in dir(stretto))
+
+
+def test_the_columns_of_sft_are_found() -> None:
+    assert values_of("sft", dataset=ROWS)["data"] == {
+        "name": "{given}/rows.jsonl",
+        "input_key": "prompt",
+        "output_key": "answer",
+    }
+    assert values_of("sft", dataset=[{"messages": []}])["data"] == {"name": "{given}/rows.jsonl"}
+    with pytest.raises(ConfigError, match="sft reads `messages`, or `prompt` and `completion`"):
+        stretto.sft(dataset=[{"text": "a"}])
+
+
+def test_messages_name_keywords_in_place_of_flags() -> None:
+    text = "Continue it with --resume from step 3, or --resume.step 2; delete it with --clean, or give --run.name."
+    assert in_python(text) == (
+        "Continue it with resume=True from step 3, or --resume.step 2; delete it with clean=True, or give name=."
+    )

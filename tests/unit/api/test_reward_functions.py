@@ -1,0 +1,79 @@
+"""Reward functions as users write them, called as the environment `dataset` calls its own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from stretto.api.given.rewards import check, is_for_group, rewards_of
+from stretto.base.errors import EnvError
+from stretto.vime.sample import Sample
+
+COLUMNS = ["prompt", "answer", "level"]
+
+
+def sample(reply: str, answer: str = "b", prompt: Any = "a") -> Sample:
+    metadata = {"prompt": prompt, "answer": answer, "level": 2}
+    return Sample(prompt="rendered", response=reply, tokens=[1, 2, 3, 4], response_length=2, metadata=metadata)
+
+
+def called(function: Any, given: Any) -> Any:
+    return asyncio.run(function(None, given))
+
+
+def exact(completion, answer):
+    return completion == answer
+
+
+def of_all(prompts, completions, **columns):
+    assert prompts == ["a", "a"] and columns == {"answer": ["b", "b"], "level": [2, 2], "completion_ids": [[3, 4]] * 2}
+    return [float(len(each)) for each in completions]
+
+
+def nothing(completions, level):
+    return [None] * len(completions)
+
+
+async def waits(completion, completion_ids, level=5):
+    await asyncio.sleep(0)
+    return len(completion_ids) * level
+
+
+def test_one_reply_gets_its_columns_by_name() -> None:
+    reward = rewards_of([exact], [1.0], COLUMNS)
+    assert called(reward, sample("b")) == 1.0 and called(reward, sample("c")) == 0.0
+    assert called(rewards_of([waits], [0.5], COLUMNS), sample("b")) == 2.0
+
+
+def test_all_replies_to_a_prompt_are_one_call_and_sums_have_weights() -> None:
+    assert called(rewards_of([of_all, exact, nothing], [0.1, 2.0, 1.0], COLUMNS), [sample("b"), sample("ccc")]) == [
+        pytest.approx(2.1),
+        pytest.approx(0.3),
+    ]
+    assert is_for_group(of_all) and not is_for_group(exact)
+
+
+def test_a_prompt_of_messages_has_replies_of_messages() -> None:
+    seen = []
+    called(rewards_of([lambda completion: seen.append(completion) or 0.0], [1.0], COLUMNS), sample("b", prompt=[{}]))
+    assert seen == [[{"role": "assistant", "content": "b"}]]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda completions, **_: 1.0, "returned 1.0 for 2 replies; return a list with a number for each"),
+        (lambda completions, **_: [1.0], "for 2 replies"),
+        (lambda completions, **_: ["high", 1], "returned 'high'; return a number"),
+        (nothing, "all reward functions returned None"),
+    ],
+)
+def test_what_is_no_reward_fails_with_what_to_return(function: Any, words: str) -> None:
+    with pytest.raises(EnvError, match=words):
+        called(rewards_of([function], [1.0], COLUMNS), [sample("a"), sample("b")])
+
+
+def test_arguments_with_a_default_need_no_column() -> None:
+    check(waits, ["prompt"], "reward")
