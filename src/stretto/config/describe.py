@@ -199,7 +199,7 @@ def _short_about(forms: Sequence[Key]) -> str:
 def _help(verb: str, cls: type[Section], width: int, is_shown: Callable[[str, Key], bool], flag_part: str) -> list[str]:
     """One text per table with its keys that match."""
     parts = []
-    # Of a section with several forms, the form that it has where none is given.
+    # The form that a section of several forms has where none is given.
     chosen = {path: keys(s)["type"].default_text() for path, note, s in tables(cls) if note.endswith("the default")}
     for path, note, section in tables(cls):
         prefix = f"--{path.replace('[]', '.0')}." if path else "--"

@@ -165,8 +165,8 @@ def best_is_exported(c: RLConfig, at: At) -> Problems:
         yield Problem((keep, named), f"{keep} needs exported weights; keep [ckpt] and [ckpt.weights]")
         return
     every = c.ckpt.weights.interval or c.ckpt.interval
-    evals = {own.interval for own in section.env if own.interval} or {section.interval}
-    for steps in filter(None, evals):
+    evals = {own.interval for own in section.env if own.interval} or {section.interval or 0}
+    for steps in sorted(filter(None, evals)):
         if every is None or steps % every:
             key = at("ckpt.weights.interval")
             now = "none but the last is" if every is None else f"only every {every} steps one is"

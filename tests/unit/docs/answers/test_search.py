@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from pages.blocks import ROOT
@@ -61,7 +60,7 @@ def found(tmp_path_factory) -> dict[str, list[list[str]]]:
     site = tmp_path_factory.mktemp("site")
     build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(site)]
     subprocess.run(build, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=True, capture_output=True)
-    script = Path(__file__).parents[2] / "pages" / "search.js"
+    script = ROOT / "tests" / "pages" / "search.js"
     asked = subprocess.run(
         [str(NODE), str(script), str(site)], input="\n".join(QUESTIONS), capture_output=True, text=True, check=True
     )
