@@ -194,7 +194,8 @@ def _talk(server: Server, options: Namespace, source: TextIO | None = None, out:
     """Read messages and write replies until the end of `source`."""
     source, out = source or sys.stdin, out or sys.stdout
     is_terminal = source.isatty()
-    system, messages = options.system, []
+    system: str | None = options.system
+    messages: list[Message] = []
     if is_terminal:
         out.write(f"{server.model()}: {HELP}\n")
     while (line := _next_line(source, out, is_terminal)) is not None:
