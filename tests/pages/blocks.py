@@ -96,6 +96,7 @@ NOT_RUN = {
     ("docs/orchestrator.md", "--client.base_url http"): _ELSEWHERE,
     ("README.md", "stretto view"): _PAGE,
     ("docs/seeing.md", "stretto view"): _PAGE,
+    ("docs/seeing.md", "curl"): "tests/addons/view/test_page_texts.py asks for each of these addresses",
     ("docs/deployment.md", "[slurm]"): _CLUSTER,
     ("docs/deployment.md", "[ray]"): _CLUSTER,
     ("docs/deployment.md", "helm install"): _CHART,
