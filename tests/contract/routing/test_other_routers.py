@@ -22,7 +22,7 @@ from processes import forked
 from servers import logprobs_of, save, scratch, serve, stop
 from waiting import until
 
-from stretto.launch.plan.routers import DYNAMO
+from stretto.check.routers import DYNAMO
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
 

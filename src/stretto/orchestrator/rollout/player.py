@@ -191,7 +191,7 @@ class Player(PlaySettings):
                 return group
             for member, (reward, by_branch) in zip(members, checked_group_rewards(rewards, len(members), where)):
                 if treatment_of(rollouts[member].reason, self.timeout_is) is Treatment.ZERO:
-                    reward, by_branch = 0.0, [0.0] * len(by_branch)
+                    reward, by_branch = 0.0, (0.0,) * len(by_branch)
                 branches = with_rewards(rollouts[member].branches, by_branch, where)
                 rollouts[member] = msgspec.structs.replace(rollouts[member], reward=reward, branches=branches)
         except StrettoError as error:
