@@ -61,6 +61,7 @@ class MemberResults:
     reasons: dict[int, Reason] = field(default_factory=dict)  # of the same
     num_lost_tokens: dict[int, int] = field(default_factory=dict)  # sampled in the same
     budgets: dict[int, Budget] = field(default_factory=dict)  # of the latest attempt, by member
+    given_up: set[int] = field(default_factory=set)  # members that are not tried again
     has_replies: bool = False  # the replies of a group of one turn are there
 
     @property
@@ -111,7 +112,7 @@ class MemberResults:
 
     def add_late(self, timeout_s: float) -> None:
         """Store that the members without a rollout were not done in time: who held them is their reason."""
-        for member in self.missing:
+        for member in set(self.missing) - self.given_up:
             before, budget = self.causes.get(member), self.budgets.get(member)
             earlier = f" (before: {before})" if before else ""
             self.causes[member] = f"EngineError: not done after {timeout_s:g} s{earlier}"
@@ -325,8 +326,7 @@ class Player(PlaySettings):
                 reason = reason_after(result, budget.limit, is_cut_off=recorder.is_truncated)
                 treatment = treatment_of(reason, self.timeout_is)
                 if treatment is Treatment.FAIL:
-                    members.add_failure([member], time_is_over(reason))
-                    return
+                    raise time_is_over(reason)
                 if treatment is Treatment.ZERO:
                     result = without_reward(result)
                 with boundary(EnvError, where):
@@ -346,7 +346,8 @@ class Player(PlaySettings):
             except StrettoError as error:
                 members.add_failure([member], error)
                 if not OUTCOMES[members.reasons[member]].is_retried:
-                    return
+                    break
+        members.given_up.add(member)
 
     async def _play_episode(self, env: Environment, task: Task, recorder: Recorder, where: str) -> RolloutResult:
         try:
