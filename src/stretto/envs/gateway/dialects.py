@@ -356,7 +356,7 @@ def stream_responses(answer: Answer, model: str, request: Request) -> Iterator[E
     yield event("in_progress", response=begun)
     for index, item in enumerate(whole["output"]):
         place = {"output_index": index, "item_id": item["id"]}
-        hollow = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        hollow: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         yield event("output_item.added", output_index=index, item=item | hollow)
         match item["type"]:
             case "message":

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 256 * 2**20
 _PRESETS = ("temperature", "top_p", "top_k", "stop", "stop_sequences", "tool_choice", "response_format", "seed")
 """Settings that have an effect at a provider, and none here."""
-_NOTHING = (None, "auto", "none", [], {}, {"type": "auto"})
+_NOTHING: tuple[Any, ...] = (None, "auto", "none", [], {}, {"type": "auto"})
 _SHUTDOWN_S = 1.0
 
 
