@@ -9,7 +9,7 @@ import os
 import sys
 import urllib.request
 
-TEXT = "The value of a product of two whole numbers."
+TEXT = "The value of an expression of whole numbers, + - * and brackets."
 SCHEMA = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
 TOOL = {"name": "calculate", "description": TEXT}
 
@@ -23,11 +23,10 @@ def calculate(expression):
 
 
 def send(url, body, headers):
-    """The reply to a request; of a stream, the last whole response, or the pieces put together."""
+    """The reply to a request; if it is streamed, its events."""
     data = json.dumps(body | {"model": "any"}).encode()
-    with urllib.request.urlopen(
-        urllib.request.Request(url, data, {"Content-Type": "application/json"} | headers)
-    ) as http:
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"} | headers)
+    with urllib.request.urlopen(request) as http:
         if not body["stream"]:
             return json.load(http)
         lines = [line[6:] for line in http.read().decode().splitlines() if line.startswith("data: ")]

@@ -59,9 +59,8 @@ def agent(
     Raises: ConfigError for arguments that do not fit; DataError for records that do not fit, with file and line.
     """
     if not isinstance(command, list) or not command or not all(isinstance(word, str) and word for word in command):
-        raise ConfigError(
-            f'agent: command = {command!r} must be a list of texts, such as ["claude", "-p", "{{prompt}}"]'
-        )
+        example = '["claude", "-p", "{prompt}"]'
+        raise ConfigError(f"agent: command = {command!r} must be a list of texts, such as {example}")
     if answer not in ANSWERS:
         raise ConfigError(f'agent: answer = {answer!r} must be "reply" or "output"')
     for name, value in {"max_turns": max_turns, "max_tokens": max_tokens, "timeout_s": timeout_s}.items():

@@ -87,7 +87,7 @@ class Session:
 
     @property
     def last_text(self) -> str:
-        """The text of the last reply in the first conversation that reached furthest."""
+        """The text of the last reply."""
         return self.answers[-1].text if self.answers else ""
 
     async def answer(self, request: Request) -> Answer:

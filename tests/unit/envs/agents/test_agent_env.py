@@ -22,6 +22,7 @@ pytestmark = pytest.mark.heavy
 
 PROGRAM = str(Path(__file__).parents[4] / "examples/agent/program.py")
 CALL, RESULT = '!calculate{"expression": "47*86"}', "4042"
+CALCULATES = scripted(CALL, RESULT)
 CLIENT = """
 import json, os, sys, urllib.request
 def ask(messages, **more):
@@ -50,7 +51,7 @@ def records(tmp_path):
     return str(path)
 
 
-def play(command, records, policy=scripted(CALL, RESULT), members=1, **args):
+def play(command, records, policy=CALCULATES, members=1, **args):
     async def run():
         env = load_environment("agent", {"command": command, "path": records, **args})
         settings = {"sampling": SamplingSection(), "seq_len": 2000, "seed": 1, "max_retries": 0}
