@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from generated import PAGES, generated
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -124,3 +125,20 @@ def _file(path: str, config: MkDocsConfig) -> File:
     head = f"---\ntitle: {path}\nsearch:\n  exclude: true\n---\n# {path}\n\n"
     text = f"{head}{FENCE}{language}\n{(ROOT / path).read_text()}\n{FENCE}\n"
     return File.generated(config, _uri(path), content=text)
+
+
+_SPLIT = r"split(/\s+/g).reduce("
+_UNSAID = "a|an|and|are|can|do|for|from|how|i|in|is|it|my|of|on|or|the|to|what|which|with"
+"""Words of a question that name nothing. The theme's search takes each word as the beginning of others: `a` finds every
+page with a word that begins so, and before all others the pages that have one in their title."""
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Leave such words out of what is searched for, unless there are no others."""
+    unsaid = f"/^({_UNSAID})$/i"
+    asked = _SPLIT.replace("reduce(", f"filter((x,i,w)=>!{unsaid}.test(x)||w.every(y=>{unsaid}.test(y))).reduce(")
+    for path in Path(config.site_dir, "assets/javascripts/workers").glob("search.*.js"):
+        text = path.read_text(encoding="utf-8")
+        if _SPLIT not in text:
+            raise PluginError(f"{path.name} of the theme has no {_SPLIT!r}: look how it reads a question now")
+        path.write_text(text.replace(_SPLIT, asked, 1), encoding="utf-8")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from stretto.envs.base import RunInfo
 from stretto.envs.bundled.sort_letters import SortLetters
 from stretto.records.rollout import Task
-from stretto.vime import Arguments, get_model_url, post
-from stretto.vime.arguments import addresses_of
 
 
 class Judged(SortLetters):
@@ -15,18 +13,11 @@ class Judged(SortLetters):
     def __init__(self, run: RunInfo | None = None) -> None:
         super().__init__()
         self.name = "judged"
-        run = run or RunInfo()
-        self.args = Arguments(**addresses_of(run.engine_urls, run.model_urls))
-        self.answers: dict[str, str] = {}  # the judge's, by prompt: it is asked once for each
+        self.judge = (run or RunInfo()).model("judge")
 
     async def score(self, task: Task, text: str) -> float:
-        letters = task.data["letters"]
-        if letters not in self.answers:
-            url = get_model_url(self.args, "judge", "/v1/chat/completions")
-            messages = [{"role": "user", "content": letters}]
-            body = {"model": "judge", "messages": messages, "temperature": 0, "max_tokens": 8}
-            output = await post(url, body)
-            self.answers[letters] = output["choices"][0]["message"]["content"].strip()
-        ours, theirs = text.strip(), self.answers[letters]
+        # Greedy by default, so that the replies of a group ask the judge once.
+        reply = await self.judge.chat([{"role": "user", "content": task.data["letters"]}], max_tokens=8)
+        ours, theirs = text.strip(), reply.text.strip()
         same = sum(left == right for left, right in zip(ours, theirs))
         return same / max(len(ours), len(theirs), 1)

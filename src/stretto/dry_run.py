@@ -260,12 +260,16 @@ def _code(checked: Sequence[Checked]) -> Rows:
 
 
 def _monitors(section: MonitorsSection, *, is_fed_here: bool = True) -> Rows:
+    from stretto.monitors import swanlab, wandb
     from stretto.monitors.base import find_trackers
-    from stretto.monitors.wandb import check_login
 
     names = find_trackers(section, is_fed_here=is_fed_here)
     rows = [("monitors", f"{_listed(names)}: installed")] if names else []
-    return rows + ([("W&B", check_login(section.wandb))] if section.wandb is not None and is_fed_here else [])
+    if section.wandb is not None and is_fed_here:
+        rows.append(("W&B", wandb.check_login(section.wandb)))
+    if section.swanlab is not None and is_fed_here:
+        rows.append(("SwanLab", swanlab.check_login(section.swanlab)))
+    return rows
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PLAIN_VERBS = {
     "init": "stretto.launch.project:init",
     "demo": "stretto.launch.demo:demo",
+    "chat": "stretto.launch.chat:chat",
     "status": "stretto.launch.control:status",
     "logs": "stretto.launch.control:logs",
     "stop": "stretto.launch.control:stop",
@@ -41,6 +42,8 @@ def run_plain_verb(verb: str, words: list[str]) -> int:
 
     Raises: ConfigError if it is that of an add-on which is not installed.
     """
+    if verb == "chat":  # it has started a process
+        unwind_at_signals()
     if verb in PLAIN_VERBS:
         return addons.object_at(PLAIN_VERBS[verb])(words)
     return addons.load("stretto.verbs", verb, f"`stretto {verb}`")(words)

@@ -28,6 +28,8 @@ EXTRAS = {
     "wandb": "'stretto[wandb]'",
     "tensorboard": "'stretto[tensorboard]'",
     "trackio": "'stretto[trackio]'",
+    "mlflow": "'stretto[mlflow]'",
+    "swanlab": "'stretto[swanlab]'",
     "ray": "'stretto[ray]'",
     "verifiers": "'stretto[verifiers]'",
     "datasets": "'stretto[hub]'",

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,8 +21,7 @@ from stretto.base.status import duration, harmless
 from stretto.config.reading.plain import PlainParser
 from stretto.ledger.audit import report_of
 from stretto.ledger.reader import LedgerReader
-
-_TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\n?|\Z)", re.DOTALL)
+from stretto_view.roles import stretches, without_end
 
 
 def _count(text: str) -> int:
@@ -219,17 +217,20 @@ def as_text(row: dict[str, Any], *, is_raw: bool = False) -> str:
     if row["prompt"] is None:
         lines.append("   (its tokens are no longer kept)")
     for branch in row["branches"]:
-        lines.extend(_conversation(branch, is_raw=is_raw or not _TURN.search(branch["prompt"])))
+        lines.extend(_conversation(branch, is_raw=is_raw))
     return "\n".join(lines)
 
 
 def _conversation(branch: dict[str, Any], *, is_raw: bool) -> list[str]:
     who = "" if branch["agent"] == "policy" else f"   [{branch['agent']}]"
-    if is_raw:
-        return [*([who] if who else []), _indented(branch["prompt"] + "▶" + branch["reply"], "   ")]
     lines = [who] if who else []
-    for role, text in _TURN.findall(branch["prompt"] + branch["reply"]):
-        lines.append(_indented(text.strip(), f"   {role:>9}: "))
+    text = branch["prompt"] + branch["reply"]
+    turns = [] if is_raw else list(stretches(text))
+    if not turns:
+        return [*lines, _indented(branch["prompt"] + "▶" + branch["reply"], "   ")]
+    for turn in turns:
+        if own := without_end(text[turn.body : turn.end]):
+            lines.append(_indented(own, f"   {turn.role:>9}: "))
     return lines
 
 

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: apt install chromium"),
 ]
 
-VIEWS = ("now", "curves", "rollouts", "timeline", "evals", "config", "logs")
+VIEWS = ("now", "curves", "rollouts", "timeline", "evals", "config", "logs", "chat")
 WIDTHS = {"desk": (1280, 800), "phone": (390, 800)}
 HOSTILE = "<img src=x onerror=document.title='taken'><script>document.title='taken'</script>"
 
@@ -154,9 +154,50 @@ def test_the_rollouts_of_a_filter_are_those_of_the_ledger(tab: Any, address: str
     tab.locator(".detail .turn").first.wait_for()
     assert tab.locator(".detail p").first.inner_text().startswith("sort-letters, task")
     assert f"reward {best['reward']:g}" in tab.locator(".detail").inner_text()
-    tab.locator(".detail select").select_option("logprob")
     colours = tab.locator(".detail .text span").evaluate_all("spans => spans.map((span) => span.style.backgroundColor)")
-    assert any(colours) and not all(colours)
+    assert any(colours)  # by log-probability, unless something else is chosen
+    tab.locator(".detail select").select_option("none")
+    assert tab.locator(".detail .text span").count() == 0
+    assert tab.locator(".detail select option[disabled]").all_inner_texts()[0].endswith("not kept")
+
+
+def test_text_is_searched_and_what_is_found_is_saved(tab: Any, address: str) -> None:
+    tab.goto(f"{address}#/rollouts?run=live")
+    tab.locator("tr.beginning mark").first.wait_for()
+    asked = tab.locator("tr.beginning div").first.inner_text()
+    tab.locator("input[name=text]").fill(asked)
+    tab.keyboard.press("Enter")
+    tab.locator("mark.found").first.wait_for()
+    assert asked.lower() in tab.locator("mark.found").first.inner_text().lower()
+    tab.locator("tr[data-rollout]").first.click()
+    tab.locator(".detail .turn").first.wait_for()
+    with tab.expect_download() as saved:
+        tab.get_by_text("HTML file").click()
+    text = Path(saved.value.path()).read_text()
+    assert asked in text and "<mark>" in text and "<script" not in text
+    tab.get_by_text("this task over the versions").click()
+    tab.locator("input[name=task]:not([value=''])").wait_for()
+    tab.locator("tr[data-rollout]").first.wait_for()
+    tab.goto(f"{address}#/curves?run=live&key=reward/mean")
+    tab.locator("figure canvas").first.wait_for()
+    for text, ending in (("PNG", ".png"), ("CSV", ".csv")):
+        with tab.expect_download() as saved:
+            tab.locator("main").get_by_text(text, exact=True).click()
+        assert saved.value.suggested_filename.endswith(ending)
+
+
+def test_a_view_that_waits_for_its_answer_says_so(tab: Any, address: str) -> None:
+    held: list[Any] = []
+    asked = re.compile(r"/api/run/live/timeline")
+    tab.route(asked, lambda route: held.append(route))
+    tab.goto(f"{address}#/timeline?run=live")
+    tab.locator("#loading").wait_for()
+    assert "loading" in tab.locator("#loading").inner_text()
+    for route in held:
+        route.continue_()
+    tab.unroute(asked)
+    tab.locator("canvas").first.wait_for()
+    tab.locator("#loading").wait_for(state="hidden")
 
 
 def test_a_search_ends_when_its_view_is_left(tab: Any, address: str) -> None:

@@ -136,6 +136,8 @@ HOMES = {
     "wandb": ("monitors/wandb.py",),
     "tensorboard": ("monitors/tensorboard.py",),
     "trackio": ("monitors/trackio.py",),
+    "mlflow": ("monitors/mlflow.py",),
+    "swanlab": ("monitors/swanlab.py",),
 }
 """The only places that may import a heavy library: in the core, or below src/."""
 

@@ -157,6 +157,7 @@ class RunDir:
     def weights_step(self, step: int) -> Path:
         return self.weights / f"step_{step}"
 
+    best_weights = _Below("weights/best")
     latest_weights = _Below("weights/latest")
     """Link to the newest export."""
 

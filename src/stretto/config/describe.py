@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -121,6 +121,11 @@ COMMON_KEYS: dict[type[Section], str] = {
 """The keys of each root that are set most often: `--help` alone shows these."""
 
 
+_WIDE = 110
+"""Columns from which on flags and texts stand side by side."""
+_FLAG_COLUMNS = 46
+
+
 def help_text(verb: str, cls: type[Section], word: str = "", width: int | None = None) -> str:
     """The text of `<verb> --help [word]`: common keys, keys that match the word, or all for `all`."""
     width = width or max(60, min(shutil.get_terminal_size().columns, 120))
@@ -153,12 +158,17 @@ def _command_flags(cls: type[Section], width: int) -> list[str]:
 
 
 def _common_help(verb: str, cls: type[Section], width: int) -> str:
-    known = {path: key for path, _, key in reversed(list(all_paths(cls)))}
+    known: dict[str, list[Key]] = {}
+    for path, _, key in all_paths(cls):
+        known.setdefault(path, []).append(key)
     lines = [_USAGE.format(verb=verb, about=_about(cls)), "", "Set most often:"]
     for path in next(COMMON_KEYS[base] for base in cls.__mro__ if base in COMMON_KEYS).split():
-        flag = f"  --{path.replace('_', '-')}"
-        about = " ".join(known[path].doc.split()).partition(". ")[0].removesuffix(".")
-        lines += textwrap.wrap(f"{flag:<52}{about}", width, subsequent_indent=" " * 54)
+        flag, about = f"  --{path.replace('_', '-')}", _short_about(known[path])
+        if width < _WIDE or len(flag) >= _FLAG_COLUMNS:
+            lines += [flag, *_wrapped(about, 8, width)]
+        else:
+            indent = " " * (_FLAG_COLUMNS + 2)
+            lines += textwrap.wrap(f"{flag:<{_FLAG_COLUMNS}}{about}", width, subsequent_indent=indent)
     count = sum(1 for _ in all_paths(cls))
     end = f"`{verb} --help all` shows all {count} keys with their types and defaults"
     if others := [flag.partition(" ")[0] for flag in COMMAND_FLAGS.get(cls, {})]:
@@ -166,9 +176,31 @@ def _common_help(verb: str, cls: type[Section], width: int) -> str:
     return "\n".join([*lines, "", f"{end}."]) + "\n"
 
 
+def _short_about(forms: Sequence[Key]) -> str:
+    """The first sentence about a key, its values if they are few, and its default.
+
+    forms: the key in each form of its section.
+    """
+    first = forms[0]
+    about = " ".join(first.doc.split()).partition(". ")[0].removesuffix(".")
+    if first.name == "type" and len(forms) > 1:
+        choices = ", ".join(dict.fromkeys(form.default_text().strip('"') for form in forms))
+        return f"One of {choices} (default: {first.default_text().strip(chr(34))})"
+    if first.sections or first.item_sections:
+        return about
+    choices = first.type_text().replace('"', "") if '"' in first.type_text() else ""
+    default = "required" if first.field.is_required() else f"default: {first.default_text()}"
+    if default in ("default: None", "default: false"):  # the text says what None means, and a switch is off
+        default = ""
+    more = "; ".join(filter(None, (choices, default)))
+    return f"{about} ({more})" if more else about
+
+
 def _help(verb: str, cls: type[Section], width: int, is_shown: Callable[[str, Key], bool], flag_part: str) -> list[str]:
     """One text per table with its keys that match."""
     parts = []
+    # The form that a section of several forms has where none is given.
+    chosen = {path: keys(s)["type"].default_text() for path, note, s in tables(cls) if note.endswith("the default")}
     for path, note, section in tables(cls):
         prefix = f"--{path.replace('[]', '.0')}." if path else "--"
         flags = [(f"{prefix}{name}".replace("_", "-"), key) for name, key in keys(section).items()]
@@ -180,6 +212,8 @@ def _help(verb: str, cls: type[Section], width: int, is_shown: Callable[[str, Ke
             lines = [title, *_wrapped(about, 2, width - 2)]
             for flag, key in rows:
                 default = "required" if key.field.is_required() else f"default: {key.default_text()}"
+                if key.name == "type" and path in chosen:
+                    default = f"default: {chosen[path]}"
                 lines.append(f"  {flag}" + ("" if key.sections else f" <{key.type_text()}>"))
                 lines += _wrapped(f"{key.doc} ({default})".strip(), 8, width)
             aliases = [f"  {prefix}{old} is {prefix}{new}" for old, new in all_aliases(section).items()]

@@ -28,6 +28,7 @@ from stretto.config.sections.deployment import (
     SingleNodeDeployment,
     SlurmSection,
 )
+from stretto.config.sections.distill import FrozenModelPlace, ModelClientSection
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import ModelSection, RendererSection, TokenizerSection
 from stretto.config.sections.monitors import LogSection, MonitorsSection
@@ -143,11 +144,14 @@ GpuIds = Annotated[list[int] | None, BeforeValidator(comma_list)]
 
 
 class FrozenModelSection(InferenceSection):
-    """[models.NAME]: a model beside the policy whose weights never change. Functions get its address from
-    `get_model_url(args, NAME)`. It has the keys of [inference], for engines of its own."""
+    """[models.NAME]: a model beside the policy whose weights never change. Environments ask it by
+    `ctx.model(NAME).chat(...)`, functions in vime's terms at `get_model_url(args, NAME)`. It has the keys of
+    [inference], for engines of its own."""
 
     base_url: str | None = None
-    """Address of engines that serve it already; None: the run starts them."""
+    """Address of engines that serve it already, or of an API such as https://host/v1, where served_model_name is the
+    model that is asked for; None: the run starts them."""
+    client: ModelClientSection = ModelClientSection()
     gpu_ids: GpuIds = None
     """GPUs of its engines; None: the first that policy, trainer and teacher do not use."""
 
@@ -305,7 +309,9 @@ class RLConfig(RunKeys, ClusterRoot):
     def model_config_of(self, name: str) -> InferenceConfig:
         """The root of the engines of a frozen model."""
         data = self._process_data(self.models[name]) | {"run": {}}
-        return InferenceConfig.model_validate({k: v for k, v in data.items() if k not in ("base_url", "gpu_ids")})
+        return InferenceConfig.model_validate(
+            {k: v for k, v in data.items() if k not in ("base_url", "gpu_ids", "client")}
+        )
 
     def _default_name(self) -> str:
         envs = "+".join(env.name or re.split("[:/]", env.id)[-1] for env in self.orchestrator.env)
@@ -398,6 +404,22 @@ class ServeConfig(RunRoot):
         return InferenceConfig.model_validate(self._process_data(self.inference) | model)
 
 
+class AskedModelSection(Section):
+    """[models.NAME] of `eval`: a model that environments ask, and that runs already."""
+
+    base_url: str
+    """Address of its engine, or of an API such as https://host/v1."""
+    served_model_name: str | None = None
+    """The model that is asked for; None: the first one that the server lists."""
+    client: ModelClientSection = ModelClientSection()
+
+    @property
+    def place(self) -> FrozenModelPlace:
+        """Where it runs, and how it is asked."""
+        asked = {key: value for key, value in self.client.model_dump().items() if value is not None}
+        return FrozenModelPlace(base_url=self.base_url, model=self.served_model_name, **asked)
+
+
 class EvalConfig(RunRoot):
     """`eval`: environments' held-out tasks against running engines, or against one started for `model`."""
 
@@ -407,6 +429,8 @@ class EvalConfig(RunRoot):
     eval: EvalSection = EvalSection()
     inference: InferenceSection = InferenceSection()
     """The engine started for `model`."""
+    models: dict[str, AskedModelSection] = Field({})
+    """By name: models that environments ask by `ctx.model(NAME).chat(...)`; they run already."""
     tokenizer: TokenizerSection = TokenizerSection()
     renderer: RendererSection = RendererSection()
     seq_len: int = Field(2048, gt=1)

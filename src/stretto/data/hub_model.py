@@ -41,6 +41,8 @@ _IGNORED = ["*/*", "consolidated*"]
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FIRST_REPORT_S, _REPORT_S, _LOCK_TRY_S = 2.0, 15.0, 5.0
 _RETRY_S = 60.0
+_ANSWER_S = 8.0
+"""Longest wait for the Hub's first answer: a network that swallows requests gives none."""
 
 
 @dataclass(frozen=True)
@@ -139,14 +141,29 @@ def look_up(name: str, *, has_weights: bool = True) -> HubModel:
 
 
 def _model_info(name: str) -> Any:
-    """huggingface_hub's ModelInfo of a model that this user may read; raises that library's errors."""
-    from huggingface_hub import HfApi
+    """huggingface_hub's ModelInfo of a model that this user may read; raises that library's errors.
 
+    A Hub that gave no answer is not asked again for a while: the error is the same.
+    """
+    from huggingface_hub import HfApi, constants
+
+    failed_at, failure = _no_answer.get(constants.ENDPOINT, (0.0, None))
+    if failure is not None and time.monotonic() < failed_at + _RETRY_S:
+        raise failure
     api = HfApi()
-    info = api.model_info(name, files_metadata=True)
+    try:
+        info = api.model_info(name, files_metadata=True, timeout=_ANSWER_S)
+    except Exception as error:
+        if _status_of(error) is None and type(error).__name__.endswith("Timeout"):
+            _no_answer[constants.ENDPOINT] = (time.monotonic(), error)
+        raise
     if info.gated:
         api.auth_check(name)
     return info
+
+
+_no_answer: dict[str, tuple[float, Exception]] = {}
+"""By address of a Hub: when it last gave no answer, and the error."""
 
 
 def fetch(name: str, *, has_weights: bool = True, report: Report = logger.info) -> Path:
@@ -308,6 +325,8 @@ def _reason(cause: BaseException) -> str:
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
+    if type(cause).__name__.endswith("Timeout"):
+        return f"no answer from {constants.ENDPOINT} in {_ANSWER_S:g} s"
     text = next(iter(str(cause).strip().splitlines()), "") or type(cause).__name__
     return text.rstrip(".")
 

@@ -31,6 +31,7 @@ from stretto.base.foreign import call_async, definition_of, guarded, load_module
 from stretto.data.messages import checked_messages, short_repr
 from stretto.data.values import checked_json, describe_value, with_whole_text
 from stretto.envs import find
+from stretto.envs.models import ChatModel, model_of
 from stretto.envs.parameters import check_argument_types, check_methods, signature_of
 from stretto.envs.result import MAX_REWARD, checked_result, checked_reward
 from stretto.envs.result import RolloutResult as RolloutResult  # environments import all from here
@@ -162,12 +163,18 @@ class RolloutContext(Protocol):
         The same number gives the same conversation. Turns of several may be awaited at once.
         """
 
+    def model(self, name: str) -> ChatModel:
+        """A frozen model beside the policy, [models.NAME]: `await ctx.model("judge").chat(messages)`.
+
+        Raises: EnvError if the run has no model of this name.
+        """
+
 
 @dataclass(frozen=True)
 class RunInfo:
     """What an environment may know of its run; passed as the argument `run` if the environment takes one.
 
-    In worker processes all fields have their defaults.
+    In worker processes all fields but `models` have their defaults.
     """
 
     tokenizer: str | None = None
@@ -176,6 +183,8 @@ class RunInfo:
     """Addresses of the policy's engines, or of the router in front of them."""
     model_urls: Mapping[str, str] = field(default_factory=dict)
     """Addresses of other models, by name."""
+    models: Mapping[str, ChatModel] = field(default_factory=dict)
+    """Frozen models beside the policy, [models.NAME]."""
     encode: Callable[[str], np.ndarray] | None = None
     """Turns a text into int32 tokens, without special tokens or a template."""
     prompt_ids: Callable[[list[Message], list[dict] | None], np.ndarray] | None = None
@@ -193,6 +202,13 @@ class RunInfo:
     top_p: float = 1.0
     top_k: int | None = None
     max_completion_tokens: int | None = None
+
+    def model(self, name: str) -> ChatModel:
+        """A frozen model beside the policy, for code that has no `ctx`, such as `score` of a single turn.
+
+        Raises: ConfigError if the run has no model of this name.
+        """
+        return model_of(self.models, name, ConfigError)
 
 
 @dataclass(frozen=True)

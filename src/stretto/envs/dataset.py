@@ -34,6 +34,7 @@ from stretto.envs.dataset_records import BY_RECORD, GIVEN, DatasetSettings, Reco
 from stretto.envs.result import listed_rewards
 from stretto.envs.rewards.builtin import async_rm
 from stretto.envs.rewards.math_reward import MathVerifier
+from stretto.envs.rewards.weighted import WeightedRewards
 from stretto.records.rollout import Group, Task
 from stretto.vime.arguments import Arguments, addresses_of
 from stretto.vime.calls import Hook
@@ -54,7 +55,7 @@ def dataset(path: str | list[str] | None = None, *, run: RunInfo | None = None, 
     settings.check()
     source = Records(settings, run, build_arguments(settings, run))
     is_plain = settings.apply_chat_template and settings.generate is None and not settings.sample_hooks
-    if is_plain and is_built_in(settings.reward) and not source.has_tools:
+    if is_plain and all(map(is_built_in, settings.reward_names)) and not source.has_tools:
         return SingleTurnDataset(settings, source)
     return Dataset(settings, source)
 
@@ -74,6 +75,7 @@ class Dataset:
         self.args = build_arguments(settings, records.run)
         self.verifier = MathVerifier() if is_rm_type(settings.reward) or settings.reward == BY_RECORD else None
         self._reward = self._generate = None
+        self._weighted = None if settings.rewards is None else WeightedRewards(settings.rewards, self.args)
         if not is_built_in(settings.reward) and settings.reward != GIVEN:
             if not {":", "."} & set(settings.reward):
                 names = ("exact", *RM_TYPES, BY_RECORD, GIVEN)
@@ -84,7 +86,9 @@ class Dataset:
                     f'dataset: reward = "{settings.reward}": {meant} {known}, or a function as `module:function`'
                 )
             self._reward = Hook.load(settings.reward, "dataset: reward", 2)
-        elif settings.group_reward or (settings.reward_key is not None and not has_entries(settings.reward)):
+        elif settings.group_reward or (
+            settings.reward_key is not None and settings.rewards is None and not has_entries(settings.reward)
+        ):
             key = "group_reward" if settings.group_reward else "reward_key"
             raise ConfigError(f'dataset: {key} does nothing with reward = "{settings.reward}"; remove it')
         self._sample_hooks = [Hook.load(path, "dataset: sample_hooks", 2) for path in settings.sample_hooks or ()]
@@ -114,13 +118,15 @@ class Dataset:
         is_truncated = any(each.status is Status.TRUNCATED for each in samples)
         if self.settings.group_reward:  # `score_group` gives the reward when the group is complete
             return RolloutResult(reward=0.0, is_truncated=is_truncated, note=samples)
-        rewards = [await self._reward_of(each) for each in samples]
+        scored = [await self._scored(each) for each in samples]
+        rewards = [reward for reward, _ in scored]
+        metrics = {name: sum(each[name] for _, each in scored) / len(scored) for name in scored[0][1]}
         if self._sample_hooks:
             samples = [await self._call_sample_hooks(each, task) for each in samples]
             rewards = [each.get_reward_value(self.args) for each in samples]
         branch_rewards = tuple(rewards) if len(rewards) > 1 else ()
         reward = sum(rewards) / len(rewards)
-        return RolloutResult(reward=reward, branch_rewards=branch_rewards, is_truncated=is_truncated)
+        return RolloutResult(reward=reward, branch_rewards=branch_rewards, metrics=metrics, is_truncated=is_truncated)
 
     async def score_group(self, group: Group, notes: Sequence[list[Sample]]) -> list[float | list[float]] | None:
         """With group_reward, the rewards of all members, from the function; otherwise None.
@@ -161,7 +167,7 @@ class Dataset:
 
     def _sample(self, task: Task, episode: EpisodeInfo | None) -> Sample:
         """A pending sample; its prompt is text, unless it has images or the tokenizer is elsewhere."""
-        is_read_by_function = self.settings.reward not in ("exact", "math") or self._generate is not None
+        is_read_by_function = not {"exact", "math"}.issuperset(self.settings.reward_names) or self._generate is not None
         prompt, metadata = prompt_of(task.data, self.records.run.render if is_read_by_function else None)
         sample = Sample(prompt=prompt, label=task.data["label"], metadata=metadata)
         if episode is not None:
@@ -193,12 +199,21 @@ class Dataset:
             reply = await ctx.generate(self.records.encode(prompt))
         else:
             reply = await ctx.chat(self.records.pictures.restore(prompt), tools)
-        if self._reward is not None and (given := self.records.prompt_ids(prompt, tools)) is not None:
+        if (self._reward or self._weighted) is not None and (
+            given := self.records.prompt_ids(prompt, tools)
+        ) is not None:
             sample.tokens = [*given.tolist(), *reply.token_ids.tolist()]
         sample.response = reply.text
         sample.response_length = len(reply.token_ids)
         sample.status = STATUS_OF.get(reply.finish_reason, Status.COMPLETED)
         return sample
+
+    async def _scored(self, sample: Sample) -> tuple[float, dict[str, float]]:
+        """The reward of a sample, and with several rewards each of them as a metric."""
+        if self._weighted is None or sample.reward is not None:
+            return await self._reward_of(sample), {}
+        sample.reward, metrics = await self._weighted.score(sample)
+        return sample.reward, metrics
 
     async def _reward_of(self, sample: Sample) -> float:
         if sample.reward is None:
@@ -226,7 +241,8 @@ class SingleTurnDataset(Dataset, SingleTurnEnv):
     async def score(self, task: Task, text: str) -> RolloutResult:
         sample = self._sample(task, None)
         sample.response, sample.status = text, Status.COMPLETED
-        return await checked_score(await self._reward_of(sample), f"environment {self.name}: score")
+        reward, metrics = await self._scored(sample)
+        return await checked_score(RolloutResult(reward=reward, metrics=metrics), f"environment {self.name}: score")
 
 
 def build_arguments(settings: DatasetSettings, run: RunInfo) -> Arguments:
@@ -235,6 +251,7 @@ def build_arguments(settings: DatasetSettings, run: RunInfo) -> Arguments:
     known = {
         "hf_checkpoint": run.tokenizer,
         "encode": None if encode is None else lambda text: encode(text).tolist(),
+        "model": run.model,
         "prompt_data": settings.path,
         "input_key": settings.input_key,
         "label_key": settings.label_key,

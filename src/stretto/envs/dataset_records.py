@@ -45,6 +45,7 @@ TYPE_NAMES = {
     "bool": "true or false",
     "int | None": "a whole number > 0",
     "dict[str, Any] | None": "a table",
+    "dict[str, float] | None": "a table of weights by reward, such as { math = 1.0 }",
     "list[str] | None": "a list of texts",
 }
 """What an error message calls the types of arguments."""
@@ -85,6 +86,8 @@ class DatasetSettings:
     docs/data.md), another of rewards/builtin.py (`dapo`, `deepscaler`, `f1`, `gpqa`, `ifbench`, `remote_rm`, `random`;
     `boxed_` before it: the last box is the reply), `by_record` (the one that `metadata.rm_type` names), `given`
     (`generate`, or a rollout function, sets sample.reward), or `module:function`: `rm(args, sample)`."""
+    rewards: dict[str, float] | None = None
+    """Several rewards instead of `reward`: weights by name, or by `module:function`. The reward is the weighted sum."""
     group_reward: bool = False
     """The function gets all samples of a group at once, `rm(args, samples)`, and returns one reward for each."""
     reward_key: str | None = None
@@ -120,6 +123,26 @@ class DatasetSettings:
         if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
             raise ConfigError("dataset: prompt_template has no {prompt}, in the place of the record's prompt; add it")
         self.check_label_pattern()
+        self.check_rewards()
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """The rewards that are computed."""
+        return (self.reward,) if self.rewards is None else tuple(self.rewards)
+
+    def check_rewards(self) -> None:
+        """Raises: ConfigError for weights that are none, or with keys that are about a single reward."""
+        if self.rewards is None:
+            return
+        wrong = [name for name, weight in self.rewards.items() if not math.isfinite(weight) or weight == 0]
+        if not self.rewards or wrong:
+            which = f"the weight of {wrong[0]!r} is {self.rewards[wrong[0]]}" if wrong else "it is empty"
+            raise ConfigError(f"dataset: rewards: {which}; give weights that are not 0, as in {{ math = 1.0 }}")
+        if named := [name for name in self.rewards if name in (BY_RECORD, GIVEN, "random")]:
+            raise ConfigError(f"dataset: rewards: {named[0]!r} is not one of several; use reward for it")
+        if self.reward != "exact" or self.group_reward:
+            key = "group_reward" if self.group_reward else f'reward = "{self.reward}"'
+            raise ConfigError(f"dataset: {key} does nothing beside rewards; leave one of them out of `args`")
 
     def check_label_pattern(self) -> None:
         """Raises: ConfigError if it is no regular expression with one group."""
@@ -286,8 +309,8 @@ class Records:
         if settings.label_pattern is not None and label is not None:
             label = self._label_within(label, where)
         metadata = self._metadata(record, where) | (settings.metadata_overrides or {})
-        reward = self._reward_name(metadata, where)
-        if reward.removeprefix(BOXED) in ("exact", *LABELLED):
+        names = settings.reward_names if settings.rewards else (self._reward_name(metadata, where),)
+        if reward := next((name for name in names if name.removeprefix(BOXED) in ("exact", *LABELLED)), ""):
             rule = f'reward = "{reward}" compares replies with it'
             if label is None:
                 raise DataError(

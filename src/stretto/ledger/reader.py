@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -10,8 +11,10 @@ import msgspec
 
 from stretto.base.paths import RunDir
 from stretto.ledger import reuse, schema, stored_images
+from stretto.ledger.token_file import Place, load_payload, load_turns
 from stretto.records.images import Image
-from stretto.records.rollout import Group
+from stretto.records.partial import Turn, latest_turns
+from stretto.records.rollout import Branch, Group
 
 
 class LedgerReader:
@@ -68,6 +71,22 @@ class LedgerReader:
         with schema.guarded(self._run_dir.ledger):
             return reuse.load_group(self._db, self._run_dir, group_id)
 
+    def branches(self, row: Mapping[str, Any]) -> tuple[Branch, ...]:
+        """The tokens of a row of `rollouts` that has ended, images without pixels; () if it has none.
+
+        Raises: DataError if its payload is damaged or was deleted.
+        """
+        if row["segment"] is None:
+            return ()
+        return load_payload(self._run_dir, *_place(row)).branches
+
+    def turns(self, row: Mapping[str, Any]) -> list[Turn]:
+        """The turns so far of a row of `rollouts` that has not ended; [] before its first one ends.
+
+        Raises: DataError if one is damaged or was deleted.
+        """
+        return [] if row["segment"] is None else latest_turns(load_turns(self._run_dir, *_place(row)))
+
     def image(self, name: str) -> Image:
         """The image of this hash, with its pixels.
 
@@ -83,6 +102,11 @@ class LedgerReader:
     def _all(self, query: str, *values: Any) -> list[sqlite3.Row]:
         with schema.guarded(self._run_dir.ledger):
             return self._db.execute(query, values).fetchall()
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Place, str]:
+    place = Place(row["segment"], row["offset"], row["length"], row["crc"])
+    return place, f"g{row['group_id']}.{row['member']}"
 
 
 def _decoded(row: sqlite3.Row) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """One `log(step, metrics)` for all monitors; none of them can stop or stall a run.
 
-The metrics file is written at once by the caller (tens of microseconds). Each tracker (`wandb`, `tensorboard`,
-`trackio`) has a thread that builds it and feeds it from a bounded queue, so that neither its seconds of start-up nor a
-slow network delays the loop that logs. A monitor that raises is removed with one error
-line, but a tracker that cannot start ends the start of a new run. `file.py` defines the
-format of the metrics file and reads it.
+The metrics file is written at once by the caller (tens of microseconds). Each tracker (`TRACKERS`) has a thread that
+builds it and feeds it from a bounded queue, so that neither its seconds of start-up nor a slow network delays the loop
+that logs. A monitor that raises is removed with one error line, but a tracker that cannot start ends the start of a new
+run. `file.py` defines the format of the metrics file and reads it.
 """
 
 from __future__ import annotations
@@ -24,8 +23,11 @@ from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import MonitorsSection
 from stretto.monitors.file import MetricsFile
 from stretto.monitors.heartbeat import HeartbeatMonitor
+from stretto.monitors.mlflow import MlflowMonitor
 from stretto.monitors.monitor import Monitor, Source, TableRow, Values
 from stretto.monitors.prometheus import PrometheusMonitor
+from stretto.monitors.swanlab import SwanlabMonitor
+from stretto.monitors.swanlab import check_login as check_swanlab
 from stretto.monitors.tensorboard import TensorboardMonitor
 from stretto.monitors.trackio import TrackioMonitor
 from stretto.monitors.wandb import WandbMonitor, check_login
@@ -159,6 +161,8 @@ TRACKERS: dict[str, Callable[[Any, Source], Monitor]] = {
     "wandb": WandbMonitor,
     "tensorboard": TensorboardMonitor,
     "trackio": TrackioMonitor,
+    "mlflow": MlflowMonitor,
+    "swanlab": SwanlabMonitor,
 }
 """By the name of their section, which is also the name of the package that they need."""
 WITHOUT_PACKAGE: dict[str, Callable[[Any, Source], Monitor]] = {
@@ -172,7 +176,7 @@ def find_trackers(section: MonitorsSection, *, is_fed_here: bool = True) -> list
 
     is_fed_here: False where other machines feed them, whose login is not known here.
 
-    Raises: ConfigError if the package of one is missing, or W&B has no key.
+    Raises: ConfigError if the package of one is missing, or W&B or SwanLab has no key.
     """
     names = [name for name in TRACKERS if getattr(section, name) is not None]
     for name in names:
@@ -183,6 +187,8 @@ def find_trackers(section: MonitorsSection, *, is_fed_here: bool = True) -> list
             )
     if section.wandb is not None and is_fed_here:
         check_login(section.wandb)
+    if section.swanlab is not None and is_fed_here:
+        check_swanlab(section.swanlab)
     return names
 
 
@@ -233,7 +239,7 @@ def _check_started(monitors: Mapping[str, Monitor]) -> None:
             continue
         Monitors({other: each for other, each in monitors.items() if other != name}).close()
         cause = f"{type(error).__name__}: {error}".rstrip(". \n")
-        advice = " (WANDB_MODE=offline writes to files)" if name == "wandb" else ""
+        advice = f" ({name.upper()}_MODE=offline writes to files)" if name in ("wandb", "swanlab") else ""
         raise ConfigError(
             f"[monitors.{name}] cannot start: {cause}; mend this{advice} or remove the section."
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from stretto.chat.scratch import build_scratch_files
 from stretto.chat.tokenizer import find_directory, load_tokenizer
 from stretto.config.model_file import read_model_file
 from stretto.config.root import EvalConfig, OrchestratorConfig
-from stretto.config.sections.distill import TeacherSection
+from stretto.config.sections.distill import FrozenModelPlace, TeacherSection
 from stretto.config.sections.model import RendererSection, ScratchSection
 from stretto.config.sections.orchestrator import (
     ClientSection,
@@ -35,13 +35,18 @@ from stretto.config.sections.orchestrator import (
 from stretto.data.hub_model import find_config, find_local
 from stretto.data.weight_files import untrained_rows
 from stretto.envs.base import Environment, Message, RunInfo, checked_prompt, load_environment, needs_worker
+from stretto.envs.models import NO_MODELS, ChatModel
 from stretto.envs.workers.handle import WorkerLimits
 from stretto.envs.workers.pool import open_workers
 from stretto.vime.arguments import attributes_of
 
 
 def run_info(
-    cfg: OrchestratorConfig | EvalConfig, renderer: Renderer | None, sampling: SamplingSection, tokenizer: str | None
+    cfg: OrchestratorConfig | EvalConfig,
+    renderer: Renderer | None,
+    sampling: SamplingSection,
+    tokenizer: str | None,
+    models: Mapping[str, ChatModel] = NO_MODELS,
 ) -> RunInfo:
     """What environments may know of the run; `tokenizer` is its directory or its name on the Hub."""
 
@@ -55,7 +60,8 @@ def run_info(
     return RunInfo(
         tokenizer=tokenizer,
         engine_urls=urls_of(cfg.client),
-        model_urls=other_models(cfg) if isinstance(cfg, OrchestratorConfig) else {},
+        model_urls=other_models(cfg),
+        models=models,
         policy_name=cfg.client.name,
         table=table_of(cfg),
         seed=cfg.seed,
@@ -113,9 +119,18 @@ def urls_of(section: ClientSection | TeacherSection) -> tuple[str, ...]:
     return (urls,) if isinstance(urls, str) else tuple(urls)
 
 
-def other_models(cfg: OrchestratorSection) -> dict[str, str]:
+def places_of(cfg: OrchestratorSection | EvalConfig) -> dict[str, FrozenModelPlace]:
+    """Where the frozen models beside the policy run, by name."""
+    if isinstance(cfg, EvalConfig):
+        return {name: section.place for name, section in cfg.models.items()}
+    return cfg.frozen_models
+
+
+def other_models(cfg: OrchestratorSection | EvalConfig) -> dict[str, str]:
     """Addresses of the models that are not trained, by the names that hooks use."""
-    sections = ({} if cfg.teacher is None else {"teacher": cfg.teacher}) | cfg.frozen_models
+    teacher = getattr(cfg, "teacher", None)
+    sections: dict[str, TeacherSection] = {} if teacher is None else {"teacher": teacher}
+    sections |= places_of(cfg)
     return {name: urls[0] for name, section in sections.items() if (urls := urls_of(section))}
 
 
@@ -140,6 +155,7 @@ def build_env(section: EnvSection, logs: Path | None = None, run: RunInfo | None
             section.worker_memory_bytes or machine_bytes() // 2, section.worker_growth_bytes, section.worker_max_calls
         ),
         log_dir=logs,
+        models={} if run is None else run.models,
     )
 
 

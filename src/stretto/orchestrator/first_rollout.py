@@ -22,7 +22,8 @@ from stretto.config.root import EvalConfig, OrchestratorConfig
 from stretto.config.sections.orchestrator import EnvSection, SamplingSection
 from stretto.data.values import describe_value
 from stretto.envs.base import Environment, RunInfo, TaskSource, tasks_of
-from stretto.orchestrator.build import open_env, system_prompts
+from stretto.envs.models import Unreachable
+from stretto.orchestrator.build import open_env, places_of, system_prompts
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.generate import Completion, GenerateRequest
@@ -96,6 +97,7 @@ async def play(
         timeout_s=timeout_s,
         max_retries=0,
         system_prompts=system_prompts(section),
+        models={name: Unreachable(name) for name in places_of(cfg)},
         failures=failures,
     )
     group = await player.play(env, Draw(group_id=0, task=task, num_members=1, version=0))
@@ -121,7 +123,8 @@ def same_task(env: Environment, source: TaskSource, split: str) -> Task:
 
 def without_engines(info: RunInfo) -> RunInfo:
     """The facts of a run, with addresses at which nobody answers: a dry run sends nothing to engines."""
-    return replace(info, engine_urls=(NOBODY,), model_urls=dict.fromkeys(info.model_urls, NOBODY))
+    models = {name: Unreachable(name) for name in info.model_urls}
+    return replace(info, engine_urls=(NOBODY,), model_urls=dict.fromkeys(info.model_urls, NOBODY), models=models)
 
 
 def fault_of(name: str, played: Played) -> str:

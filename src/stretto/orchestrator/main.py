@@ -34,6 +34,7 @@ from stretto.config.sections.distill import OpdAlgo, OpsdAlgo, SftAlgo
 from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.data.hub_model import fetch, find_config
 from stretto.envs.base import Environment, RunInfo, tasks_of
+from stretto.envs.models import NO_MODELS, ChatModel
 from stretto.ledger import Ledger, Limits
 from stretto.monitors import build_monitors
 from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
@@ -53,8 +54,10 @@ from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
 from stretto.orchestrator.groups.advantages import Baselines, check_overlong
 from stretto.orchestrator.groups.buffer import Bounds, Buffer
 from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
+from stretto.orchestrator.models import ModelClient, open_models
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.rollout.teacher import (
+    Awaited,
     PlayingTeacher,
     ScoringTeacher,
     Teacher,
@@ -116,7 +119,7 @@ async def run(cfg: OrchestratorConfig) -> int:
         progress = await loop.run()
     if (verdict := loop.verdict) is not None:
         report("note", text=verdict)
-    summary = summary_of(progress, max_steps=cfg.max_steps)
+    summary = summary_of(progress, max_steps=cfg.max_steps, stopped_because=loop.stopped_because)
     cfg.run_dir.summary.write_text(json.dumps(summary, indent=2) + "\n")
     report("summary", **summary)
     logger.info("done steps=%d in %.1fs: %s", progress.step, progress.wall_s, cfg.run_dir.summary)
@@ -140,7 +143,8 @@ def open_user_code(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExit
 
     Raises: ConfigError, DataError that name the wrong name, argument, file or function.
     """
-    info = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name)
+    models = open_models_of(cfg, stack)
+    info = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name, models)
     hooks = None if cfg.hooks.is_empty else BatchHooks(cfg, renderer)
     rollouts, evals = (load_rollout_function(cfg, key) for key in ("rollout_function", cfg.hooks.eval_setting))
     for name in (env.name or env.id for env in cfg.env):
@@ -163,7 +167,6 @@ class Wires:
     control: ControlServer
     sender: Sender
     teacher_engines: Mapping[str, EngineClient] = field(default_factory=dict)  # by environment
-    model_engines: Mapping[str, EngineClient] = field(default_factory=dict)  # of other frozen models, by name
 
 
 async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack) -> Wires:
@@ -174,7 +177,7 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
         engines = await stack.enter_async_context(build_engines(cfg.client))
     if cfg.debug == "rollouts":
         trainer: Any = AbsentTrainer(cfg.num_train_workers, start, cfg.max_steps)
-        return Wires(engines, trainer, trainer, model_engines=await _open_models(cfg, stack))
+        return Wires(engines, trainer, trainer)
     cfg = at_all_addresses(cfg)
     control = ControlServer(
         cfg.control,
@@ -197,18 +200,15 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
             if key not in clients:
                 clients[key] = await stack.enter_async_context(build_teacher_client(section))
             teachers[env.name or env.id] = clients[key]
-    return Wires(engines, control, sender, teachers, await _open_models(cfg, stack))
+    return Wires(engines, control, sender, teachers)
 
 
-async def _open_models(cfg: OrchestratorConfig, stack: AsyncExitStack) -> dict[str, EngineClient]:
-    """Clients of the frozen models to which hooks send requests; registers their API keys for `post`."""
+def open_models_of(cfg: OrchestratorConfig, stack: AsyncExitStack) -> dict[str, ModelClient]:
+    """Clients of the frozen models that environments ask; also registers their API keys for `post` of hooks."""
     for section in cfg.frozen_models.values():
         if key := os.environ.get(section.api_key_var):
             give_key(urls_of(section), key)
-    return {
-        name: await stack.enter_async_context(build_teacher_client(section))
-        for name, section in cfg.frozen_models.items()
-    }
+    return open_models(cfg.frozen_models, stack)
 
 
 def build_loop(
@@ -224,7 +224,7 @@ def build_loop(
     user_code = user_code or open_user_code(cfg, renderer, stack)
     envs = user_code.envs
     progress = with_fingerprints(cfg, progress, envs)
-    player = build_player(cfg, wires.engines, renderer)
+    player = build_player(cfg, wires.engines, renderer, user_code.info.models)
     kept = cfg.ledger
     limits = Limits(kept.keep_steps, kept.keep_bytes, kept.keep_samples)
     ledger = Ledger(run_dir, limits=limits, segment_bytes=cfg.ledger.segment_bytes)
@@ -267,13 +267,15 @@ def build_loop(
         evaluator=build_evaluator(cfg, user_code, player, watch, run_dir),
         curriculum=curriculum,
         baselines=build_baselines(cfg, envs, progress),
-        teachers=build_teachers(cfg, wires, envs, renderer),
+        teachers=build_teachers(cfg, wires, envs, renderer, user_code.info.models),
         vocab_size=vocab_size,
     )
     return Loop(parts)
 
 
-def build_player(cfg: OrchestratorConfig, engine: EngineClient, renderer: Renderer) -> Player:
+def build_player(
+    cfg: OrchestratorConfig, engine: EngineClient, renderer: Renderer, models: Mapping[str, ChatModel] = NO_MODELS
+) -> Player:
     """Build what plays the rollouts of training, and of the run's evals."""
     return Player(
         engine=engine,
@@ -285,6 +287,7 @@ def build_player(cfg: OrchestratorConfig, engine: EngineClient, renderer: Render
         timeout_s=cfg.rollout_timeout_s,
         max_retries=cfg.max_rollout_retries,
         system_prompts=system_prompts(*cfg.env, *(() if cfg.eval is None else cfg.eval.env)),
+        models=models,
     )
 
 
@@ -325,7 +328,13 @@ def build_curriculum(cfg: OrchestratorSection, envs: Sequence[Environment], prog
     return curriculum
 
 
-def build_teachers(cfg: OrchestratorSection, wires: Wires, envs: Sequence[Environment], renderer: Renderer) -> Teachers:
+def build_teachers(
+    cfg: OrchestratorSection,
+    wires: Wires,
+    envs: Sequence[Environment],
+    renderer: Renderer,
+    models: Mapping[str, ChatModel] = NO_MODELS,
+) -> Teachers:
     """Build the teacher of each environment that is distilled.
 
     Raises: ConfigError for an environment that needs demonstrations and has none.
@@ -343,12 +352,12 @@ def build_teachers(cfg: OrchestratorSection, wires: Wires, envs: Sequence[Enviro
         elif isinstance(algo, SftAlgo):
             by_env[env.name] = PlayingTeacher(algo.min_reward)
             players[env.name] = wires.teacher_engines[env.name]
-    engines: dict[str, EngineClient] = {}
+    engines: dict[str, Awaited] = {}
     for name, engine in wires.teacher_engines.items():
         if engine not in engines.values():
             is_of_algo = getattr(cfg.algo_of(name), "teacher", None) is not None
             engines[f"orchestrator.env {name}, algo.teacher" if is_of_algo else "orchestrator.teacher"] = engine
-    engines |= {f"models.{name}": engine for name, engine in wires.model_engines.items()}
+    engines |= {f"models.{name}": model for name, model in models.items() if isinstance(model, ModelClient)}
     sections = [section for name in wires.teacher_engines if (section := cfg.teacher_of(name)) is not None]
     sections += cfg.frozen_models.values()
     longest = max((section.ready_timeout_s for section in sections), default=0.0)

@@ -1,8 +1,8 @@
 """The HTTP routes of the page: files of the page itself, JSON about runs, and a stream of what has changed.
 
-Requests only read. Answers are computed in threads, so that a slow one does not delay the others. Text of rollouts is
-untrusted: it is sent as JSON and inserted into the page as text, never as markup, and the content security policy
-allows only the page's own files to run.
+Requests only read, but for those of a chat, which only a page with a token has. Answers are computed in threads, so
+that a slow one does not delay the others. Text of rollouts is untrusted: it is sent as JSON and inserted into the page
+as text, never as markup, and the content security policy allows only the page's own files to run.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import asyncio
 import hashlib
 import hmac
 import logging
-import math
+import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from importlib import resources
 from typing import Any
@@ -23,10 +23,9 @@ import numpy as np
 from aiohttp import web
 
 from stretto.api import state
-from stretto.base.errors import ConfigError, StrettoError, reason_of
+from stretto.base.errors import ConfigError, DataError, EngineError, StrettoError, reason_of
 from stretto.base.ports import refusal_of
-from stretto.ledger.reader import LedgerReader
-from stretto_view.page import conversation, curves, logs, now, rollouts, timeline
+from stretto_view.page import chat, conversation, export, routes
 from stretto_view.page.library import Library, OpenRun
 
 logger = logging.getLogger(__name__)
@@ -34,6 +33,7 @@ logger = logging.getLogger(__name__)
 LIBRARY = web.AppKey("library", Library)
 TOKEN = web.AppKey("token", str)
 """The token that a request must have; "": none is needed, and only this machine is served."""
+CHAT = web.AppKey("chat", chat.Chat)
 COOKIE = "stretto-view"
 POLL_S = 1.0
 _PING_S = 15.0
@@ -68,8 +68,9 @@ class _Cached:
 STAMPS = web.AppKey("stamps", _Cached)
 
 
-def build(library: Library, token: str = "") -> web.Application:
-    """The application; with a token, requests without it are refused."""
+def build(library: Library, token: str = "", *, has_chat: bool = False) -> web.Application:
+    """The application; with a token, requests without it are refused. has_chat: needs a token."""
+    assert token or not has_chat, "a chat without a token would give a run's engines to every user of the machine"
     app = web.Application(middlewares=[_guard])
     app[LIBRARY], app[TOKEN] = library, token
     app[STAMPS] = _Cached(lambda: {name: run.stamp() for name, run in library.runs().items()})
@@ -78,8 +79,17 @@ def build(library: Library, token: str = "") -> web.Application:
     app.router.add_get("/api/runs", _runs)
     app.router.add_get("/api/changes", _changes)
     app.router.add_get("/api/run/{run}/image/{hash:[0-9a-f]{32}}", _image)
-    for name, answer in ROUTES_PER_RUN.items():
-        app.router.add_get(f"/api/run/{{run}}/{name}", _answering(answer))
+    app.router.add_get("/api/view", _view)
+    if has_chat:
+        app[CHAT] = chat.Chat()
+        app.cleanup_ctx.append(_chatting)
+    app.router.add_get("/api/run/{run}/chat", _chat_places)
+    app.router.add_post("/api/run/{run}/chat/start", _chat_start)
+    app.router.add_post("/api/run/{run}/chat", _chat_reply)
+    for name, route in routes.PER_RUN.items():
+        app.router.add_get(f"/api/run/{{run}}/{name}", _answering(route.answer))
+    for name, file in export.FILES.items():
+        app.router.add_get(f"/api/run/{{run}}/{name}", _sending(name, file))
     return app
 
 
@@ -148,122 +158,45 @@ async def _runs(request: web.Request) -> web.Response:
     return _json(rows)
 
 
+async def _view(request: web.Request) -> web.Response:
+    """Every address of this page that a script may read, and its parameters."""
+    return _json(routes.described())
+
+
 async def _image(request: web.Request) -> web.Response:
     """An image of a run, always as PNG: it is made from the patches in the ledger."""
-    run = await asyncio.to_thread(request.app[LIBRARY].get, request.match_info["run"])
-    if run is None:
-        raise web.HTTPNotFound()
+    run = await _run_of(request)
     png = await asyncio.to_thread(conversation.picture, run, request.match_info["hash"])
     return web.Response(body=png, content_type="image/png")
 
 
 def _answering(answer: Callable[[OpenRun, Any], Any]) -> Handler:
     async def handler(request: web.Request) -> web.Response:
-        run = await asyncio.to_thread(request.app[LIBRARY].get, request.match_info["run"])
-        if run is None:
-            return _json(
-                {"error": f"there is no run {request.match_info['run']!r}; it may have been deleted."}, status=404
-            )
+        run = await _run_of(request)
         return await asyncio.to_thread(lambda: _json(answer(run, request.query)))
 
     return handler
 
 
-def _metrics(run: OpenRun, query: Any) -> Any:
-    return curves.names(run.rows())
+def _sending(name: str, file: export.File) -> Handler:
+    """A handler that sends a file to be saved."""
+
+    async def handler(request: web.Request) -> web.Response:
+        run = await _run_of(request)
+        body = await asyncio.to_thread(file.write, run, request.query)
+        saved = re.sub(r"[^\w.-]", "_", f"{run.name}-{name}", flags=re.ASCII)
+        headers = {"Content-Disposition": f'attachment; filename="{saved}"'}
+        return web.Response(text=body, content_type=file.content_type, charset="utf-8", headers=headers)
+
+    return handler
 
 
-def _curve(run: OpenRun, query: Any) -> Any:
-    if (axis := query.get("axis", "step")) not in curves.AXES:
-        raise ConfigError(f"axis {axis!r}: the axes are {', '.join(curves.AXES)}.")
-    smooth, points = (_number(query, "smooth", float) or 0.0, _number(query, "points", int) or curves.MOST_POINTS)
-    rows = run.rows()
-    keys = query.getall("key", [])
-    return {key: curves.curve(rows, key, axis=axis, smooth=smooth, points=max(10, points)) for key in keys}
-
-
-def _rollouts(run: OpenRun, query: Any) -> Any:
-    filters = rollouts.Filters(
-        step=_number(query, "step", int),
-        env=query.get("env") or None,
-        status=query.get("status") or None,
-        min_reward=_number(query, "min_reward", float),
-        max_reward=_number(query, "max_reward", float),
-        min_tokens=_number(query, "min_tokens", int),
-        max_tokens=_number(query, "max_tokens", int),
-        version=_number(query, "version", int),
-        sort=query.get("sort") or "newest",
-    )
-    if not run.dir.ledger.exists():
-        return {"rows": [], "next": None, "searched": 0, "choices": None}
-    with LedgerReader(run.dir) as ledger:
-        found = rollouts.page(ledger, filters, before=_number(query, "before", int))
-        return {**found, **({} if "before" in query else {"choices": rollouts.choices(ledger)})}
-
-
-def _rollout(run: OpenRun, query: Any) -> Any:
-    group, member = _number(query, "group", int), _number(query, "member", int)
-    if group is None or member is None:
-        raise ConfigError("a request for a rollout needs the numbers `group` and `member`.")
-    return conversation.conversation(run, group, member)
-
-
-def _evals(run: OpenRun, query: Any) -> Any:
-    if (version := _number(query, "version", int)) is not None:
-        return run.eval_samples(version)[: rollouts.PAGE * 10]
-    return run.evals()
-
-
-def _logs(run: OpenRun, query: Any) -> Any:
-    if (level := query.get("level") or "debug") not in logs.LEVELS:
-        raise ConfigError(f"level {level!r}: the levels are {', '.join(logs.LEVELS)}.")
-    found = logs.merged(
-        run.dir,
-        processes=query.getall("process", []),
-        level=level,
-        text=query.get("text", ""),
-        before=_number(query, "before", float),
-    )
-    return {**found, "processes": list(logs.files(run.dir))}
-
-
-ROUTES_PER_RUN: dict[str, Callable[[OpenRun, Any], Any]] = {
-    "now": lambda run, query: now.now(run),
-    "metrics": _metrics,
-    "curve": _curve,
-    "rollouts": _rollouts,
-    "rollout": _rollout,
-    "timeline": lambda run, query: timeline.timeline(
-        run, start=_number(query, "start", float), end=_number(query, "end", float)
-    ),
-    "evals": _evals,
-    "config": lambda run, query: _flat(run.config),
-    "logs": _logs,
-}
-
-
-def _number(query: Any, name: str, kind: type[int] | type[float]) -> Any:
-    """A number of the query; None if it is missing. Raises: ConfigError if it is not a finite number."""
-    text = query.get(name)
-    if text in (None, ""):
-        return None
-    try:
-        value = kind(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or abs(value) >= 2**62:
-        raise ConfigError(f"{name}: {text!r} is not a number.")
-    return value
-
-
-def _flat(config: Any, path: str = "") -> dict[str, Any]:
-    """Every value of a config by its dotted key."""
-    if isinstance(config, dict) and (config or not path):
-        found: dict[str, Any] = {}
-        for key, value in config.items():
-            found |= _flat(value, f"{path}.{key}" if path else key)
-        return found
-    return {path: config}
+async def _run_of(request: web.Request) -> OpenRun:
+    """Raises: DataError if there is no such run."""
+    run = await asyncio.to_thread(request.app[LIBRARY].get, request.match_info["run"])
+    if run is None:
+        raise DataError(f"there is no run {request.match_info['run']!r}; it may have been deleted.")
+    return run
 
 
 def _json(value: Any, status: int = 200) -> web.Response:
@@ -274,6 +207,64 @@ def _json(value: Any, status: int = 200) -> web.Response:
 def _plain(value: Any) -> Any:
     """Numbers and arrays of numpy as Python's, anything else as text."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+
+
+# -- a chat --
+
+
+async def _chatting(app: web.Application) -> AsyncIterator[None]:
+    """Ends the chat's engine when it is idle, and with the page."""
+    waiting = asyncio.create_task(app[CHAT].close_idle())
+    yield
+    waiting.cancel()
+    await app[CHAT].close()
+
+
+async def _chat_of(request: web.Request) -> tuple[chat.Chat, OpenRun, list[str]]:
+    """The chat, the run, and the runs that go on. Raises: ConfigError if this page has no chat."""
+    run = await _run_of(request)
+    if CHAT not in request.app:
+        raise ConfigError(chat.OFF.format(run=run.dir))
+    runs = await asyncio.to_thread(request.app[LIBRARY].runs)
+    return request.app[CHAT], run, await asyncio.to_thread(chat.running, runs)
+
+
+async def _chat_places(request: web.Request) -> web.Response:
+    if CHAT not in request.app:
+        run = await _run_of(request)
+        return _json({"is_on": False, "why": chat.OFF.format(run=run.dir)})
+    talking, run, others = await _chat_of(request)
+    return _json(await talking.places(run, others))
+
+
+async def _chat_start(request: web.Request) -> web.Response:
+    talking, run, others = await _chat_of(request)
+    return _json(await talking.start(run, await _words_of(request), others))
+
+
+async def _chat_reply(request: web.Request) -> web.StreamResponse:
+    talking, run, others = await _chat_of(request)
+    pieces = talking.reply(run, await _words_of(request), others)
+    first = await anext(pieces, b"")  # an engine that refuses says so before the answer begins
+    answer = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
+    await answer.prepare(request)
+    await answer.write(first)
+    try:
+        async for piece in pieces:
+            await answer.write(piece)
+    except EngineError as error:
+        await answer.write(b"data: " + msgspec.json.encode({"error": str(error)}) + b"\n\n")
+    return answer
+
+
+async def _words_of(request: web.Request) -> dict[str, Any]:
+    try:
+        words = await request.json()
+    except ValueError as error:
+        raise ConfigError(f"the body is not JSON: {error}") from error
+    if not isinstance(words, dict):
+        raise ConfigError("the body must be a JSON object.")
+    return words
 
 
 # -- what has changed --

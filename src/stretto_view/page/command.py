@@ -42,6 +42,11 @@ def view(words: Sequence[str]) -> int:
     )
     parser.add_argument("--port", type=int, help=f"port ({PORT}, or the next that is free; 0: any)")
     parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="let the page talk to a run's engines and weights; it then asks for the token that is printed",
+    )
+    parser.add_argument(
         "--listen-fd", type=int, help=argparse.SUPPRESS
     )  # passed by a launcher, which has printed the address
     given = parser.parse_args(list(words))
@@ -50,19 +55,19 @@ def view(words: Sequence[str]) -> int:
     if not state.find(places):
         raise ConfigError(state.no_runs_text(places))
     if given.listen_fd is not None:
-        asyncio.run(serve(Library(places), socket.socket(fileno=given.listen_fd), ""))
+        asyncio.run(serve(build(Library(places)), socket.socket(fileno=given.listen_fd)))
         return 0
     listener = listen(given.host, given.port)
-    token = "" if is_loopback(given.host) else secrets.token_urlsafe(24)
+    token = "" if is_loopback(given.host) and not given.chat else secrets.token_urlsafe(24)
     print(f"view  {address(listener, token)}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(Library(places), listener, token))
+        asyncio.run(serve(build(Library(places), token, has_chat=given.chat), listener))
     return 0
 
 
-async def serve(library: Library, listener: socket.socket, token: str) -> None:
+async def serve(app: web.Application, listener: socket.socket) -> None:
     """Answer requests until SIGTERM or Ctrl-C."""
-    runner = web.AppRunner(build(library, token), access_log=None, shutdown_timeout=_SHUTDOWN_S)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
     await runner.setup()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,14 +13,17 @@ import numpy as np
 
 from stretto.base.errors import DataError, StrettoError
 from stretto.base.paths import RunDir
-from stretto.chat.tokenizer import TURN_START, Tokenizer
+from stretto.chat.tokenizer import Tokenizer
 from stretto.ledger.reader import LedgerReader
 from stretto.ledger.schema import SHOWN_STATUS
 from stretto.records.rollout import Branch
 from stretto_view.page.library import OpenRun
+from stretto_view.page.texts import open_branches
+from stretto_view.roles import mark_of, stretches
 
 MOST_TOKENS = 20_000
 """Most tokens of a branch that are shown; the page says how many more there are."""
+_LOADING_S = 120.0
 _BROKEN = "\ufffd"  # a token ends inside a character
 _LONGEST_CHARACTER = 4  # bytes, so tokens that one character may need
 _MEMBER = f"""
@@ -27,7 +31,7 @@ _MEMBER = f"""
            d.reason AS group_reason,
            (SELECT b.step FROM batch_rollouts x JOIN batches b USING (batch)
             WHERE x.row = r.row AND b.state != 'undone') AS step
-    FROM rollouts r JOIN draws d USING (group_id) WHERE r.group_id = ? AND r.status NOT IN ('running', 'lost')
+    FROM rollouts r JOIN draws d USING (group_id) WHERE r.group_id = ? AND r.status != 'lost'
     ORDER BY r.member, r.row
 """
 
@@ -40,24 +44,40 @@ def conversation(run: OpenRun, group_id: int, member: int) -> dict[str, Any]:
     with LedgerReader(run.dir) as ledger:
         newest = {row["member"]: row | {"status": row["shown"]} for row in ledger.rows(_MEMBER, group_id)}
         if member not in newest:
-            raise DataError(f"{run.dir}: no rollout g{group_id}.{member}; it may not have ended yet.")
+            raise DataError(f"{run.dir}: no rollout g{group_id}.{member}.")
         row = newest[member]
         try:
-            group = ledger.group(group_id)
-            branches = next(each.branches for each in group.rollouts if each.member == member)
+            branches = open_branches(ledger.turns(row)) if row["finished_at"] is None else ledger.branches(row)
             lost = None
         except StrettoError as error:  # the tokens were deleted, or have the format of another version
             branches, lost = (), str(error)
     trained = _trained(run.dir, row)
+    tokenizer = run.tokenizer_within(_LOADING_S)
     return {
         **{key: value for key, value in row.items() if key not in ("segment", "offset", "length", "crc")},
-        "branches": [_branch(run.tokenizer, branch, trained.get(number)) for number, branch in enumerate(branches)],
+        "branches": [
+            _branch(tokenizer, branch, trained.get(number), row["advantage"]) for number, branch in enumerate(branches)
+        ],
         "no_tokens": lost,
+        "not_kept": _not_kept(row, is_exported=bool(trained)),
         "group": [
             {key: each[key] for key in ("member", "status", "reward", "advantage", "num_sampled_tokens")}
             for _, each in sorted(newest.items())
         ],
     }
+
+
+def _not_kept(row: dict[str, Any], *, is_exported: bool) -> dict[str, str]:
+    """What tokens cannot be coloured by, and why; by the name of the column."""
+    if is_exported:
+        return {}
+    if row["finished_at"] is None:
+        why = "the rollout has not ended, and the engines do not report it"
+    elif row["step"] is None:
+        why = "no step trained on this rollout, and the engines do not report it"
+    else:
+        why = "the trainer wrote no tokens of this step down: trainer.enable_token_export = true lets it"
+    return dict.fromkeys(("entropy", "ratio"), why)
 
 
 def picture(run: OpenRun, name: str) -> bytes:
@@ -75,26 +95,38 @@ def picture(run: OpenRun, name: str) -> bytes:
         raise DataError(f"{run.dir}: image {name} does not fit the model's image processor: {cause}") from cause
 
 
-def _branch(tokenizer: Tokenizer | None, branch: Branch, trained: dict[int, dict[str, float]] | None) -> dict[str, Any]:
+def _branch(
+    tokenizer: Tokenizer | None, branch: Branch, trained: dict[int, dict[str, float]] | None, advantage: float | None
+) -> dict[str, Any]:
     """Tokens as columns, and turns as stretches of them.
 
-    `ratio` is the trainer's probability over the engine's, where the trainer wrote it down.
+    advantage: of the whole rollout, for tokens that the trainer did not write down. `ratio` is the trainer's
+    probability over the engine's; it and `entropy` are there where the trainer wrote them. `trained` is the loss mask.
     """
     shown = slice(0, MOST_TOKENS)
     ids = branch.token_ids[shown]
     texts = token_texts(tokenizer, ids)
+    is_trained = branch.is_sampled & branch.is_trained
+    if branch.is_greedy is not None:
+        is_trained = is_trained & ~branch.is_greedy
     columns: dict[str, Any] = {
         "text": texts,
         "sampled": branch.is_sampled[shown].astype(int).tolist(),
         "logprob": [_rounded(value) for value in branch.logprobs[shown].tolist()],
         "version": _versions(branch)[shown],
+        "trained": is_trained[shown].astype(int).tolist(),
     }
+    if branch.ref_logprobs is not None:
+        columns["teacher"] = [_rounded(value) for value in (branch.ref_logprobs - branch.logprobs)[shown].tolist()]
     if trained:
-        columns["ratio"] = [_rounded(trained.get(at, {}).get("ratio")) for at in range(len(ids))]
-        columns["advantage"] = [_rounded(trained.get(at, {}).get("advantage")) for at in range(len(ids))]
+        for name in ("ratio", "entropy", "advantage"):
+            columns[name] = [_rounded(trained.get(at, {}).get(name)) for at in range(len(ids))]
+    elif advantage is not None:
+        columns["advantage"] = [_rounded(advantage) if each else None for each in is_trained[shown].tolist()]
     return {
         "agent": branch.agent,
         "is_trained": branch.is_trained,
+        "reward": branch.reward,
         "temperature": branch.temperature,
         "images": [image.hash for image in branch.images],
         "tokens": columns,
@@ -119,30 +151,31 @@ def token_texts(tokenizer: Tokenizer | None, token_ids: np.ndarray) -> list[str]
 
 
 def turns(texts: Sequence[str], is_sampled: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Stretches of tokens with one role: by the chat's markers, or policy and context where there are none."""
-    if TURN_START in texts:
-        starts = [at for at, text in enumerate(texts) if text == TURN_START]
-        bounds = [0, *starts, len(texts)] if starts[0] else [*starts, len(texts)]
-        for start, end in itertools.pairwise(bounds):
-            text = "".join(texts[start:end])
-            role, _, rest = text.removeprefix(TURN_START).partition("\n")
-            is_marked = text.startswith(TURN_START) and role.isidentifier()
-            head = _num_tokens_of(texts[start:end], len(text) - len(rest)) if is_marked else 0
-            yield {"role": role if is_marked else "text", "start": start, "body": start + head, "end": end}
+    """Stretches of tokens with one role: by the chat's marks, or policy and context where there are none.
+
+    A mark counts only if its first tag is one token: text that spells a mark is no mark.
+    """
+    text = "".join(texts)
+    ends = list(itertools.accumulate(map(len, texts)))
+    starts = [0, *ends[:-1]]
+    found = [
+        stretch
+        for stretch in stretches(text)
+        if stretch.role == "text" or texts[bisect_right(starts, stretch.start) - 1] == mark_of(text, stretch)
+    ]
+    if any(stretch.role != "text" for stretch in found):
+        bounds = [bisect_left(ends, stretch.start + 1) for stretch in found] + [len(texts)]
+        if bounds[0]:
+            yield {"role": "text", "start": 0, "body": 0, "end": bounds[0]}
+        for stretch, start, end in zip(found, bounds, bounds[1:]):
+            body = min(end, bisect_left(ends, stretch.body) + 1) if stretch.body > stretch.start else start
+            yield {"role": stretch.role, "start": start, "body": body, "end": end}
         return
     edges = np.flatnonzero(np.diff(is_sampled.astype(np.int8))) + 1
     for start, end in itertools.pairwise([0, *edges.tolist(), len(texts)]):
         if end > start:
             role = "policy" if is_sampled[start] else "context"
             yield {"role": role, "start": start, "body": start, "end": end}
-
-
-def _num_tokens_of(texts: Sequence[str], num_characters: int) -> int:
-    """How many tokens make up the first num_characters characters."""
-    for number, end in enumerate(itertools.accumulate(map(len, texts)), 1):
-        if end >= num_characters:
-            return number
-    return len(texts)
 
 
 def _versions(branch: Branch) -> list[int | None]:
@@ -164,11 +197,14 @@ def _trained(run: RunDir, row: dict[str, Any]) -> dict[int, dict[int, dict[str, 
             if f'"{name}' in line[:200] and (sample := json.loads(line))["sample_id"].partition("/")[0] == name:
                 branch = int(sample["sample_id"].partition("/")[2] or 0)
                 pairs = zip(
-                    sample["position"], sample["trainer_logprob"], sample["sampler_logprob"], sample["advantage"]
+                    *(
+                        sample[name]
+                        for name in ("position", "trainer_logprob", "sampler_logprob", "advantage", "entropy")
+                    )
                 )
                 found[branch] = {
-                    at: {"ratio": float(np.exp(trainer - sampler)), "advantage": advantage}
-                    for at, trainer, sampler, advantage in pairs
+                    at: {"ratio": float(np.exp(trainer - sampler)), "advantage": advantage, "entropy": entropy}
+                    for at, trainer, sampler, advantage, entropy in pairs
                 }
     return found
 

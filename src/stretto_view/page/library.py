@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from stretto.api import state
 from stretto.api.run import Run
 from stretto.base.files import holder
 from stretto.base.paths import RunDir
+from stretto.base.secret import load_secret
+from stretto.chat.tokenizer import Tokenizer
 from stretto.monitors.file import MetricsTail
 from stretto_view.page import logs
 
+_KEY_VAR = "VLLM_API_KEY"
 _RESCAN_S = 5.0
 ROLES = ("orchestrator", "trainer", "sft", "evals", "eval")
 """The metrics files of a run; if two have the same metric, the first of them in this list is used."""
@@ -31,7 +35,42 @@ class OpenRun(Run):
         super().__init__(path)
         self.made_of = made_of(self.dir)
         self.lock = threading.Lock()  # requests are answered by several threads
+        self.sampled: dict[str, tuple[float, float]] = {}
+        """By engine: tokens sampled so far, and when that was asked."""
+        self._loading = _Loading(lambda: self.tokenizer)
         self.tails = {role: MetricsTail(self.dir.metrics(role), max_rows=MOST_ROWS) for role in ROLES}
+
+    def tokenizer_within(self, seconds: float) -> Tokenizer | None:
+        """The tokenizer, if it is loaded by then: a large one takes longer than a list may (`is_loading`)."""
+        self._loading.start_once()
+        self._loading.done.wait(seconds)
+        return self.tokenizer if self._loading.done.is_set() else None
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the tokenizer is not loaded yet."""
+        return not self._loading.done.is_set()
+
+    def engines(self) -> tuple[list[str], str | None]:
+        """Addresses of the engines that the run's config names, and their key: its own, the environment's, or derived.
+
+        The first address answers chats; with a router the others are the engines behind it. None for a run of another
+        user: its config could send our key to any address.
+        """
+        file = self.dir.config("run")
+        try:
+            if file.stat().st_uid != os.geteuid():
+                return [], None
+            settings = json.loads(file.read_text())  # `config` masks keys
+        except (OSError, ValueError):  # the views say what is wrong with it
+            return [], None
+        client = (settings.get("orchestrator") or {}).get("client") or {}
+        named = client.get("base_url") or []
+        key = (settings.get("inference") or {}).get("api_key") or os.environ.get(client.get("api_key_var") or _KEY_VAR)
+        if not key and self.dir.secret.exists():
+            key = load_secret(self.dir).text_key("inference.api_key")
+        own = [named] if isinstance(named, str) else list(named)
+        return [*own, *(client.get("admin_base_url") or [])], key
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """The rows of each metrics file, by role; a role without rows is left out."""
@@ -51,6 +90,26 @@ class OpenRun(Run):
             "evals": _sizes([self.dir.evals, *sorted(self.dir.evals.glob("version_*"))]),
             "state": f"{_sizes([self.dir.summary])} {holder(self.dir.lock)}",  # a killed run changes no file
         }
+
+
+class _Loading:
+    """A load in a thread of its own, begun at most once."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load, self._lock, self._has_begun = load, threading.Lock(), False
+        self.done = threading.Event()
+
+    def start_once(self) -> None:
+        with self._lock:
+            if not self._has_begun:
+                self._has_begun = True
+                threading.Thread(target=self._run, name="load", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._load()
+        finally:
+            self.done.set()
 
 
 class Library:

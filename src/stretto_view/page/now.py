@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import shutil
 import subprocess
 import threading
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +41,19 @@ _OPEN_DRAWS = """
 
 def now(run: OpenRun) -> dict[str, Any]:
     """State, latest metrics, shares of waiting, queues, machine, warnings."""
+    run.tokenizer_within(0.0)  # the view of rollouts, which may come next, needs it
     rows = run.rows()
+    about = state.describe(run.dir)
     own = next((rows[role] for role in state.ROLES if role in rows), [])
     steps = [row for row in own if row["step"] > 0]
     return {
-        **state.describe(run.dir),
+        **about,
         "metrics": _metrics(steps),
         "waits": waits(steps[-_RECENT:]),
         "left_s": _left(steps, run.config.get("max_steps")),
         **_queues(run),
-        "machine": machine(run.path),
+        "engines": engines(run) if about["state"] == "running" and run.dir.ledger.exists() else [],
+        "machine": machine(run.path) if about["state"] == "running" else None,
         "warnings": warnings(run.dir),
     }
 
@@ -54,11 +61,11 @@ def now(run: OpenRun) -> dict[str, Any]:
 def _queues(run: OpenRun) -> dict[str, Any]:
     """`queues`, or why there are none: a ledger that cannot be read must not break the rest of the view."""
     if not run.dir.ledger.exists():
-        return {"queues": None, "no_queues": None}
+        return {"queues": None, "no_queues": None, "staleness": None}
     try:
-        return {"queues": queues(run), "no_queues": None}
+        return {"queues": queues(run), "no_queues": None, "staleness": staleness(run)}
     except StrettoError as error:
-        return {"queues": None, "no_queues": str(error)}
+        return {"queues": None, "no_queues": str(error), "staleness": None}
 
 
 def _metrics(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -122,6 +129,76 @@ def queues(run: OpenRun) -> dict[str, Any]:
         "loaded": max((row["version"] for row in loaded if row["state"] == "loaded"), default=None),
         "tokens_per_s": sum(row["tokens"] or 0 for row in recent) / _WINDOW_S,
     }
+
+
+def staleness(run: OpenRun) -> dict[int, float] | None:
+    """Shares of the last steps' rollouts by how many versions old their first token was; None before a step."""
+    with LedgerReader(run.dir) as ledger:
+        rows = ledger.rows(_STALENESS, _RECENT)
+    total = sum(row["n"] for row in rows)
+    return {row["age"]: row["n"] / total for row in rows} or None
+
+
+_STALENESS = """
+    SELECT b.step - 1 - r.first_version AS age, count(*) AS n
+    FROM (SELECT batch, step FROM batches WHERE state != 'undone' ORDER BY step DESC LIMIT ?) b
+    JOIN batch_rollouts x USING (batch) JOIN rollouts r USING (row)
+    WHERE r.first_version IS NOT NULL GROUP BY age ORDER BY age
+"""
+
+
+def engines(run: OpenRun) -> list[dict[str, Any]]:
+    """What each engine of the run does at this moment: requests, cache, version, sampled tokens per second.
+
+    An engine that does not answer at once has `error` alone.
+    """
+    addresses, key = run.engines()
+    admin = addresses[1:] or addresses  # behind a router
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        return list(pool.map(lambda address: _engine(run, address, key), admin[:_MOST_ENGINES]))
+
+
+def _engine(run: OpenRun, address: str, key: str | None) -> dict[str, Any]:
+    request = urllib.request.Request(address.rstrip("/").removesuffix("/v1") + "/metrics")
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with _no_proxy.open(request, timeout=_ENGINE_TIMEOUT_S) as answer:
+            text = answer.read(1_000_000).decode(errors="replace")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return {"address": address, "error": f"does not answer: {error}"}
+    totals: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line.startswith("#") and "_bucket" not in line:
+            name, _, value = line.rpartition(" ")
+            name = name.partition("{")[0].removeprefix("vllm:").removesuffix("_total")
+            with suppress(ValueError):
+                totals[name] = totals.get(name, 0.0) + float(value)
+    return {
+        "address": address,
+        "running": totals.get("num_requests_running"),
+        "waiting": totals.get("num_requests_waiting"),
+        "cache": totals.get("kv_cache_usage_perc"),
+        "version": totals.get("weight_version"),
+        "tokens_per_s": _rate(run, address, totals.get("generation_tokens")),
+        "error": None,
+    }
+
+
+def _rate(run: OpenRun, address: str, sampled: float | None) -> float | None:
+    """Tokens per second since the engine was last asked; None the first time, or if it has begun anew."""
+    if sampled is None:
+        return None
+    at, before = time.monotonic(), run.sampled.get(address)
+    run.sampled[address] = sampled, at
+    if before is None or at <= before[1] or sampled < before[0]:
+        return None
+    return (sampled - before[0]) / (at - before[1])
+
+
+_MOST_ENGINES = 64
+_ENGINE_TIMEOUT_S = 0.5
+_no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def machine(path: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ _BUDGET_S = 0.1
 _COLUMNS = f"""
     r.row, r.group_id, r.member, {SHOWN_STATUS} AS status, r.dropped_by, r.reward, r.advantage, r.first_version,
     r.last_version, r.num_turns, r.num_tokens, r.num_sampled_tokens, r.started_at, r.finished_at, r.error, d.env,
-    d.task_id, d.state AS group_state, d.reason AS group_reason
+    d.task_id, d.state AS group_state, d.reason AS group_reason, r.segment, r.offset, r.length, r.crc
 """
 _STEP = """
     (SELECT b.step FROM batch_rollouts x JOIN batches b USING (batch)
@@ -48,12 +48,14 @@ class Filters:
     min_tokens: int | None = None
     max_tokens: int | None = None
     version: int | None = None
+    task: str | None = None
     sort: str = "newest"
 
     def clauses(self) -> tuple[list[str], list[Any]]:
         """Conditions over `rollouts r` and `draws d`, and their values."""
         found = [
             ("d.env = ?", self.env),
+            ("d.task_id = ?", self.task),
             (f"{SHOWN_STATUS} = ?", self.status),
             ("r.reward >= ?", self.min_reward),
             ("r.reward <= ?", self.max_reward),
@@ -78,6 +80,8 @@ def page(ledger: LedgerReader, filters: Filters, *, before: int | None = None, l
         raise ConfigError(f"sort {filters.sort!r}: the orders are {', '.join(SORTS)}.")
     if filters.step is not None:
         return _of_step(ledger, filters, before or 0, limit)
+    if filters.status == "running":
+        return _running(ledger, filters, before or 0, limit)
     clauses, values = filters.clauses()
     where = " AND ".join(["r.row < ?", "r.row >= ?", *clauses])
     query = f"""
@@ -94,6 +98,18 @@ def page(ledger: LedgerReader, filters: Filters, *, before: int | None = None, l
         rows += more
         place = more[-1]["row"] if len(rows) == limit else low
     return {"rows": rows, "next": place if place > 1 else None, "searched": first - place}
+
+
+def _running(ledger: LedgerReader, filters: Filters, skipped: int, limit: int) -> dict[str, Any]:
+    """As `page`, for rollouts under way, the one that began first at the top; `next` counts the rows before."""
+    clauses, values = filters.clauses()
+    query = f"""
+        SELECT {_COLUMNS}, NULL AS step FROM rollouts r JOIN draws d USING (group_id)
+        WHERE r.status = 'running' AND {" AND ".join(clauses)} ORDER BY r.row LIMIT ? OFFSET ?
+    """
+    rows = ledger.rows(query, *values, limit + 1, skipped)
+    following = skipped + limit if len(rows) > limit else None
+    return {"rows": rows[:limit], "next": following, "searched": len(rows)}
 
 
 def _of_step(ledger: LedgerReader, filters: Filters, skipped: int, limit: int) -> dict[str, Any]:
@@ -113,4 +129,4 @@ def choices(ledger: LedgerReader) -> dict[str, Any]:
     """The values to filter by: environments, statuses, the first and the last step."""
     envs = [row["env"] for row in ledger.rows("SELECT env FROM draws GROUP BY env ORDER BY env LIMIT 200")]
     [steps] = ledger.rows("SELECT min(step) AS first, max(step) AS last FROM batches WHERE state != 'undone'")
-    return {"envs": envs, "statuses": ["finished", "truncated", "failed", "dropped"], **steps}
+    return {"envs": envs, "statuses": ["finished", "truncated", "failed", "dropped", "running"], **steps}

@@ -32,7 +32,7 @@ Lane = dict[str, Any]
 def timeline(run: OpenRun, *, start: float | None = None, end: float | None = None) -> dict[str, Any]:
     """Lanes of spans between two times (unix seconds), by default of the last minute.
 
-    first, last: times of the run's first and last event. one_of: one of so many rollouts is shown.
+    first, last: times of the run's first rollout and its last event. one_of: one of so many rollouts is shown.
     """
     rows = run.rows()
     own = rows.get("trainer") or rows.get("sft") or rows.get("orchestrator") or []
@@ -43,9 +43,9 @@ def timeline(run: OpenRun, *, start: float | None = None, end: float | None = No
         start = max(first, end - WINDOW_S) if start is None else start
         return _answer(first, last, start, end, [_trainer_lane(own, start, end)], 1)
     with LedgerReader(run.dir) as ledger:
-        [began] = ledger.rows("SELECT min(started_at) AS at FROM incarnations")
+        began = ledger.rows("SELECT started_at AS at FROM rollouts WHERE started_at > 0 ORDER BY row LIMIT 1")
         [newest] = ledger.rows(_NEWEST)
-        first, last = began["at"] or first, max(last, newest["at"] or last)
+        first, last = began[0]["at"] if began else first, max(last, newest["at"] or last)
         end = last if end is None else end
         start = max(first, end - WINDOW_S) if start is None else start
         rollouts, one_of = _rollout_lanes(ledger, start, end)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases.hub_site import TOKEN, open_hub
 from fakes import FakeEngine, FakeTrainer, parrot
-from hub_site import TOKEN, open_hub
 from orchestrator_runs import config, train
 
 from stretto import __version__

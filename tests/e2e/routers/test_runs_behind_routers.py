@@ -17,7 +17,7 @@ from ports import free_port
 from runs import merged, rl, start_rl, until, wait
 
 from stretto.base.paths import RunDir
-from stretto.launch.plan.routers import DYNAMO
+from stretto.check.routers import DYNAMO
 from stretto.ledger.audit import audit
 from stretto.monitors.file import read_metrics
 

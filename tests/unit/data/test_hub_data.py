@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from cases.dataset import RUN
-from hub_site import open_hub
+from cases.hub_site import open_hub
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.render import build_renderer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import socket
 import threading
 from collections import namedtuple
 
@@ -12,7 +13,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from cases.hub_models import GREETING, save_model
-from hub_site import TOKEN, open_hub
+from cases.hub_site import TOKEN, open_hub
 
 from stretto import dry_run
 from stretto.base.errors import ConfigError
@@ -199,3 +200,24 @@ def test_the_index_decides_whether_a_snapshot_is_complete(site):
     assert len(names) == 2 and find_local(NAME) == directory
     (directory / sorted(names)[0]).unlink()
     assert find_local(NAME) is None
+
+
+def test_a_hub_that_swallows_requests_is_waited_for_once_and_not_long(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and nobody answers
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(hub_model, "_ANSWER_S", 0.2)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=r"the Hub is not reached: no answer from http://127.*in 0.2 s"):
+                look_up("lab/other")
+        silent.settimeout(0.5)
+        connections = []
+        while len(connections) < 9:
+            try:
+                connections.append(silent.accept()[0])
+            except TimeoutError:
+                break
+        for each in connections:
+            each.close()
+        assert len(connections) == 1

@@ -27,6 +27,7 @@ SAYS = {
     "Guess": (lambda prompt: str(prompt.count("A") - 1), 1),
     "Capitals": (lambda prompt: "Paris" if "France" in prompt else "Tokyo", 1),
     "TwoCities": (lambda prompt: "10" if "Lima" in prompt else "37", 1),
+    "Doubled": (lambda prompt: prompt.removeprefix("U").removesuffix(".A") * 2, 1),
     "Auction": (lambda prompt: "7" if "umpire" not in prompt else "first", 2),
 }
 

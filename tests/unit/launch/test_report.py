@@ -79,9 +79,14 @@ def test_a_step_is_one_line_with_all_its_values() -> None:
     )
 
 
-def test_a_narrow_terminal_gets_a_shorter_line() -> None:
-    line = step_line(step(12, loss=0.0123, waits={"trainer": 0.12}), 300, left_s=130.0, is_wide=False)
-    assert line == "step  12/300 | reward 0.410 | 2m10s left"
+@pytest.mark.parametrize("columns", [79, 99, 119, 400])
+def test_a_step_line_fits_the_terminal_and_keeps_what_matters(columns: int) -> None:
+    values = {"entropy": 0.92, "length": 1834.0, "truncated": 0.11, "mismatch_kl": 7.2e-14, "staleness": 1.0}
+    more = {"staleness_max": 2, "tokens_per_s": 21_000.0, "loss": -0.0123, "waits": {"trainer": 0.12, "inference": 0.5}}
+    line = step_line(step(120, **values, **more), 3000, columns=columns)
+    assert len(line) <= columns
+    assert line.startswith("step  120/3000 | reward 0.410 | entropy 0.92 | ") and "mismatch kl 7.2e-14" in line
+    assert ("waits: " in line) == (columns == 400)
 
 
 def test_a_warning_says_whose_it_is() -> None:

@@ -17,7 +17,14 @@ import pytest
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.config.sections.monitors import MonitorsSection, TensorboardSection, TrackioSection, WandbSection
+from stretto.config.sections.monitors import (
+    MlflowSection,
+    MonitorsSection,
+    SwanlabSection,
+    TensorboardSection,
+    TrackioSection,
+    WandbSection,
+)
 from stretto.monitors import Monitors, build_monitors, read_metrics
 from stretto.monitors.base import BackgroundMonitor
 from stretto.monitors.wandb import _run_id
@@ -234,7 +241,13 @@ def test_metrics_are_copied_when_they_are_logged() -> None:
 
 @pytest.mark.parametrize(
     ("name", "section"),
-    [("wandb", WandbSection()), ("tensorboard", TensorboardSection()), ("trackio", TrackioSection())],
+    [
+        ("wandb", WandbSection()),
+        ("tensorboard", TensorboardSection()),
+        ("trackio", TrackioSection()),
+        ("mlflow", MlflowSection()),
+        ("swanlab", SwanlabSection(offline=True)),
+    ],
 )
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(
     run_dir: RunDir, name: str, section: object, monkeypatch: pytest.MonkeyPatch

@@ -151,10 +151,9 @@ def meant_flag(name: str, known: Sequence[str]) -> str:
     """Which flag is meant, or which there are."""
     long = [flag for flag in known if flag.startswith("--")]
     spelled = "--" + name.lstrip("-").replace("_", "-").lower()
-    near = [spelled] if spelled in long else difflib.get_close_matches(spelled, long, n=1)
-    begins = [flag for flag in long if flag.startswith(spelled)]
-    if near or begins:
-        return f"did you mean {(near or begins)[0]}?"
+    begins = [flag for flag in long if flag.startswith(spelled)]  # a shortened one
+    if near := begins if len(spelled) > 4 and begins else difflib.get_close_matches(spelled, long, n=1) or begins:
+        return f"did you mean {near[0]}?"
     return f"there are {', '.join(flag for flag in long if flag != '--listen-fd')}"
 
 

@@ -157,6 +157,9 @@ def frozen_models(c: RLConfig, at: At) -> Problems:
             yield Problem(secret, f"{secret.path}: functions send it no key; leave it out")
         if section.base_url is not None:
             continue
+        if section.client.api_key_var is not None:
+            named = at(f"models.{name}.client.api_key_var")
+            yield Problem(named, f"{named}: engines that the run starts get a key of their own; leave it out")
         if section.model is None:
             yield Problem(key, f"{key.path}: give model, the directory to serve, or base_url of engines that run")
         yield from _nodes_of_model(c, name, at)

@@ -7,11 +7,11 @@ from typing import Any
 
 from stretto.base.rundir import CHECKPOINT
 from stretto.base.status import STATUS_FD_VAR, SUPERVISED_VAR
-from stretto.config.root import EvalConfig, EvalsConfig, RunRoot, SFTConfig
+from stretto.config.root import EvalConfig, EvalsConfig, RLConfig, RunRoot, SFTConfig
 from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, value_of
 from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.inference import InferenceSection
-from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
+from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection, TrainingEvalSection
 from stretto.config.sections.sft import FileData
 from stretto.config.sections.trainer import TrainerKeys
 from stretto.config.sections.transport import ControlSection
@@ -137,7 +137,46 @@ def single_evals(r: EvalConfig, at: At) -> Problems:
         yield Problem((model, api), rule)
 
 
+def scored_evals(s: TrainingEvalSection, at: At) -> Problems:
+    """What follows from scores has scores to follow from."""
+    score_by, greedy, stop, interval = at("score_by"), at("greedy"), at("early_stop"), at("interval")
+    if s.score_by == "greedy" and not s.greedy:
+        yield Problem((score_by, greedy), f"{score_by} needs greedy rollouts, and {greedy}; set it to true")
+    if not s.keep_best and s.early_stop is None:
+        why = "no score is compared"
+        yield from idle(at, "score_by", "keep_best", "set that or early_stop", why=why)
+        return
+    if s.interval is None and not any(env.interval for env in s.env):
+        asked = stop if s.early_stop is not None else at("keep_best")
+        rule = f"{asked.path} compares evals during the run; give {interval.path}, the steps between them"
+        yield Problem((asked, interval), rule)
+    if s.early_stop is not None and s.early_stop.patience is None and s.early_stop.target is None:
+        yield Problem(stop, f"{stop.path} has neither patience nor target, so nothing would end the run; give one")
+
+
+def best_is_exported(c: RLConfig, at: At) -> Problems:
+    """Weights of a version that may be the best are exported when it is evaluated."""
+    section = c.orchestrator.eval
+    if section is None or not section.keep_best:
+        return
+    keep, ckpt = at("orchestrator.eval.keep_best"), at("ckpt")
+    if c.ckpt is None or c.ckpt.weights is None:
+        named = ckpt if c.ckpt is None else at("ckpt.weights")
+        yield Problem((keep, named), f"{keep} needs exported weights; keep [ckpt] and [ckpt.weights]")
+        return
+    every = c.ckpt.weights.interval or c.ckpt.interval
+    evals = {own.interval for own in section.env if own.interval} or {section.interval or 0}
+    for steps in sorted(filter(None, evals)):
+        if every is None or steps % every:
+            key = at("ckpt.weights.interval")
+            now = "none but the last is" if every is None else f"only every {every} steps one is"
+            rule = f"{keep} needs the weights of each version that is evaluated, and {now} exported"
+            yield Problem((keep, key), f"{rule}; set {key.path} = {steps}, as eval.interval")
+
+
 RULES: Rules = {
+    RLConfig: (best_is_exported,),
+    TrainingEvalSection: (scored_evals,),
     TrainerKeys: (launcher_variables,),
     OrchestratorKeys: (launcher_variables,),
     InferenceSection: (launcher_variables,),

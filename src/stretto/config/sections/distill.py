@@ -47,6 +47,33 @@ class TeacherSection(RequestsSection):
     api_key_var: str = TEACHER_KEY_VAR
 
 
+class ModelLimits(Section):
+    """How functions may ask a frozen model: `ctx.model(NAME).chat(...)`."""
+
+    max_concurrent: int = Field(64, gt=0)
+    """Requests at the same time; others wait for their turn."""
+    requests_per_minute: float | None = Field(None, gt=0)
+    """Requests begun per minute, as an API may limit them; None: no limit."""
+    cache_size: int = Field(10_000, ge=0)
+    """Replies that are kept in memory, the latest used. Only requests with temperature = 0 are answered from them."""
+
+
+class ModelClientSection(ModelLimits):
+    """[models.NAME.client]: how a frozen model is asked."""
+
+    api_key_var: str | None = None
+    """Environment variable with the API key, for a model at base_url; None: TEACHER_API_KEY, if that is set."""
+    timeout_s: float = Field(120.0, gt=0)
+    """Longest wait for one reply, retries included, after its turn has come."""
+    max_retries: int = Field(4, ge=0)
+    """Retries of a request that failed for reasons of infrastructure. A server that says "too many requests" (429) or
+    is not available (503) is asked again until timeout_s."""
+
+
+class FrozenModelPlace(TeacherSection, ModelLimits):
+    """Where a frozen model runs, and how it is asked."""
+
+
 class TaughtAlgo(Section):
     """Keys of the algos with a teacher."""
 

@@ -173,7 +173,7 @@ class ModelSection(Section):
     """The policy network. All keys but name, impl, dtype, trust_remote_code, lora and scratch are for training only."""
 
     name: str = "Qwen/Qwen3-0.6B"
-    """Directory with Hugging Face safetensors, config and tokenizer (or the name of a cached hub model)."""
+    """Directory with Hugging Face safetensors, config and tokenizer (or the name of a model of the Hub)."""
     impl: Literal["auto", "custom", "hf"] = "auto"
     """`custom`: our module, for the families of docs/add_a_model.md; `hf`: transformers'; `auto`: custom where there is
     one."""

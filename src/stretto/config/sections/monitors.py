@@ -38,6 +38,31 @@ class TrackioSection(Section):
     """Project name."""
 
 
+class MlflowSection(Section):
+    """MLflow (extra `mlflow`)."""
+
+    experiment: str = "stretto"
+    """Name of the experiment."""
+    name: str | None = None
+    """Name of the run there; None: the run's name."""
+    uri: str | None = None
+    """Address of a server, or of a database such as `sqlite:///runs.db`. None: as MLFLOW_TRACKING_URI says, else a
+    database in RUN/mlflow."""
+
+
+class SwanlabSection(Section):
+    """SwanLab (extra `swanlab`)."""
+
+    project: str = "stretto"
+    """Project name."""
+    name: str | None = None
+    """Name of the experiment there; None: the run's name."""
+    workspace: str | None = None
+    """Team or user; None: the default of the login."""
+    offline: bool | None = None
+    """Write to RUN/swanlab without a network; `swanlab sync` uploads later. None: as SWANLAB_MODE says, else online."""
+
+
 class HeartbeatSection(Section):
     """A request after every step, to a service that raises an alarm when none comes."""
 
@@ -65,6 +90,8 @@ class MonitorsSection(Section):
     wandb: WandbSection | None = None
     tensorboard: TensorboardSection | None = None
     trackio: TrackioSection | None = None
+    mlflow: MlflowSection | None = None
+    swanlab: SwanlabSection | None = None
     heartbeat: HeartbeatSection | None = None
     prometheus: PrometheusSection | None = None
 

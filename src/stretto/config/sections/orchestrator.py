@@ -9,7 +9,7 @@ from pydantic import Field
 from stretto.config.section import Section
 from stretto.config.sections.algorithm import Algo, GrpoAlgo
 from stretto.config.sections.curriculum import CurriculumSection, Filter, Gate, TruncatedFilter
-from stretto.config.sections.distill import RequestsSection, TaughtAlgo, TeacherSection
+from stretto.config.sections.distill import FrozenModelPlace, RequestsSection, TaughtAlgo, TeacherSection
 from stretto.config.sections.hooks import HooksSection
 from stretto.config.sections.model import RendererSection
 from stretto.config.sections.run import RunKeys
@@ -227,6 +227,28 @@ class EvalSection(Section):
         return any(is_at_interval(interval, version, end=end) for interval in intervals)
 
 
+class EarlyStopSection(Section):
+    """End the run when held-out reward no longer rises. The run then saves and ends as one that was stopped."""
+
+    patience: int | None = Field(5, ge=1)
+    """Evals in a row without a better score after which the run ends; None: only `target` ends it."""
+    min_delta: float = Field(0.0, ge=0)
+    """How much higher a score must be to count as better, in reward units."""
+    target: float | None = None
+    """End the run as soon as a version has this score; None: no such end."""
+
+
+class TrainingEvalSection(EvalSection):
+    """The evals of an `rl` run, and what follows from them. A score is a version's mean reward over environments."""
+
+    keep_best: bool = False
+    """Keep the weights of the version with the best score as RUN/weights/best. It needs exports at the evals: see
+    ckpt.weights.interval."""
+    early_stop: EarlyStopSection | None = None
+    score_by: Literal["sampled", "greedy"] = "sampled"
+    """Whose mean is the score: that of sampled rollouts, or of greedy ones."""
+
+
 def is_at_interval(interval: int | None, version: int, *, end: int | None) -> bool:
     """Whether a version is at the interval, or the first or last one."""
     is_interval = interval is not None and version % interval == 0
@@ -290,14 +312,14 @@ class OrchestratorKeys(Section):
     train: TrainSection = TrainSection()
     env: list[TrainEnvSection] = Field([])
     """Training environments, `[[orchestrator.env]]`."""
-    eval: EvalSection | None = None
+    eval: TrainingEvalSection | None = None
     algo: Algo = GrpoAlgo()
     curriculum: CurriculumSection = CurriculumSection()
     """The curriculum of environments that have none of their own."""
     debug: Literal["rollouts", "training"] | None = None
     """Run only one half. rollouts: there is no trainer, batches are made, counted and dropped, and the engines
     keep the weights they start with. training: there are no engines, and hooks.rollout_function gives saved ones."""
-    frozen_models: dict[str, TeacherSection] = Field({})
+    frozen_models: dict[str, FrozenModelPlace] = Field({})
     """By name: other frozen models that hooks use, and where they run. `rl` fills it in from [models]."""
     teacher: TeacherSection | None = None
     batch_size: int = Field(128, gt=0)
@@ -401,7 +423,7 @@ class OrchestratorKeys(Section):
         """The curriculum of an environment."""
         return (section and section.curriculum) or self.curriculum
 
-    def eval_as_trained(self) -> EvalSection | None:
+    def eval_as_trained(self) -> TrainingEvalSection | None:
         """[eval] with the reply length of training, unless it has its own."""
         if self.eval is None:
             return None

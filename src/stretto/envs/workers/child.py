@@ -38,6 +38,7 @@ from stretto.envs.base import (
     Message,
     Reply,
     RolloutContext,
+    RunInfo,
     SingleTurnEnv,
     Split,
     TaskSource,
@@ -47,6 +48,7 @@ from stretto.envs.base import (
     tasks_of,
     where_of,
 )
+from stretto.envs.models import ChatModel, ModelReply, model_of
 from stretto.envs.result import checked_result
 from stretto.envs.workers.wire import (
     HEARTBEAT_S,
@@ -54,6 +56,8 @@ from stretto.envs.workers.wire import (
     CallResult,
     CancelCall,
     Heartbeat,
+    ModelAnswer,
+    ModelRequest,
     Open,
     OpenFailed,
     PromptResult,
@@ -101,7 +105,9 @@ def main() -> None:
         logger.exception("cannot build %s", opening.env_id)
         wire.sendall(packed(OpenFailed(kind=error_kind(error), text=str(error))))
         return
-    asyncio.run(Worker(env, sources, alarm, opening.hang_timeout_s).run(wire, ready))
+    worker = Worker(env, sources, alarm, opening.hang_timeout_s, opening.models)
+    RemoteModel.worker = worker
+    asyncio.run(worker.run(wire, ready))
 
 
 def _foreign_error(env_id: str, cause: BaseException) -> StrettoError:
@@ -110,7 +116,8 @@ def _foreign_error(env_id: str, cause: BaseException) -> StrettoError:
 
 def build(opening: Open) -> tuple[Environment, dict[str, TaskSource], Ready]:
     """The environment, its tasks by split, and the facts that the orchestrator needs."""
-    env = load_environment(opening.env_id, opening.args, opening.name, in_worker=True)
+    run = RunInfo(models={name: RemoteModel(name) for name in opening.models})
+    env = load_environment(opening.env_id, opening.args, opening.name, run, in_worker=True)
     sources: dict[str, TaskSource] = {}
     no_tasks: dict[str, str] = {}
     for split in _SPLITS:
@@ -133,10 +140,18 @@ def build(opening: Open) -> tuple[Environment, dict[str, TaskSource], Ready]:
 class Worker:
     """Runs the calls of this process side by side on one event loop."""
 
-    def __init__(self, env: Environment, sources: dict[str, TaskSource], alarm: int, hang_timeout_s: float) -> None:
+    def __init__(
+        self,
+        env: Environment,
+        sources: dict[str, TaskSource],
+        alarm: int,
+        hang_timeout_s: float,
+        models: Sequence[str] = (),
+    ) -> None:
         self._env, self._sources = env, sources
+        self.models = {name: RemoteModel(name) for name in models}
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._turns: dict[int, asyncio.Future[Reply]] = {}
+        self._turns: dict[int, asyncio.Future[Any]] = {}
         self._turn_numbers = itertools.count()
         self._watchdog = Watchdog(alarm, hang_timeout_s)
         self._task = functools.lru_cache(maxsize=1024)(lambda split, index: sources[split].task(index))
@@ -175,7 +190,7 @@ class Worker:
                 if number in self._calls:
                     # Its task may not have begun: it could not end the call if it were cancelled before.
                     asyncio.get_running_loop().call_soon(self._calls[number].cancel)
-            case TurnReply(turn=number, reply=reply):
+            case TurnReply(turn=number, reply=reply) | ModelAnswer(turn=number, reply=reply):
                 if (turn := self._turns.get(number)) and not turn.done():
                     turn.set_result(reply)
             case TurnFailed(turn=number, kind=kind, text=text):
@@ -235,10 +250,21 @@ class Worker:
 
         Raises: LimitReached, EngineError as the orchestrator's recorder does.
         """
+        return await self._request(lambda number: TurnRequest(call=call, turn=number, **request))
+
+    async def request_model(self, call: int, model: str, **request: Any) -> ModelReply:
+        """Ask a frozen model of the run and wait for its reply.
+
+        Raises: EngineError, EnvError as the orchestrator's client of the model does.
+        """
+        return await self._request(lambda number: ModelRequest(call=call, turn=number, model=model, **request))
+
+    async def _request(self, build: Callable[[int], TurnRequest | ModelRequest]) -> Any:
+        """Send the request with this number and wait for what answers it."""
         number = next(self._turn_numbers)
         reply = self._turns[number] = asyncio.get_running_loop().create_future()
         try:
-            self._writer.write(packed_checked(TurnRequest(call=call, turn=number, **request)))
+            self._writer.write(packed_checked(build(number)))
             return await reply
         finally:
             del self._turns[number]
@@ -285,9 +311,27 @@ class RemoteContext(RolloutContext):
     def conversation(self, number: int) -> RemoteContext:
         return RemoteContext(self._worker, self._call, self._name, self._is_trained, number=number)
 
+    def model(self, name: str) -> ChatModel:
+        return model_of(self._worker.models, name, EnvError)
+
     async def _turn(self, **request: Any) -> Reply:
         request |= {"agent": self._name, "is_trained": self._is_trained, "conversation": self._conversation}
         return await self._worker.request_turn(self._call, **request)
+
+
+class RemoteModel(ChatModel):
+    """A frozen model of the run, which the orchestrator asks; so its limit and cache are those of all workers."""
+
+    worker: Worker | None = None  # of this process, once it runs
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def chat(self, messages: Sequence[Message], tools: list[dict] | None = None, **options: Any) -> ModelReply:
+        call = _call.get()
+        if self.worker is None or call is None:
+            raise EnvError(f"models.{self.name}: asked outside of an episode; ask it in prompt, score or rollout")
+        return await self.worker.request_model(call, self.name, messages=list(messages), tools=tools, options=options)
 
 
 class Watchdog:

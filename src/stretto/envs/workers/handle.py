@@ -13,16 +13,20 @@ import os
 import resource
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from stretto.base import process
-from stretto.base.errors import StrettoError
+from stretto.base.errors import EnvError, StrettoError
 from stretto.envs.base import RolloutContext
+from stretto.envs.models import ChatModel, model_of
 from stretto.envs.workers.wire import (
     HEARTBEAT_S,
     CallResult,
+    ModelAnswer,
+    ModelRequest,
     PromptResult,
     TurnFailed,
     TurnReply,
@@ -159,6 +163,21 @@ async def play_turn(worker: WorkerHandle, ctx: RolloutContext, request: TurnRequ
         answer = TurnFailed(turn=request.turn, kind=error_kind(error), text=str(error))
     except Exception as cause:  # the boundary of a rollout
         logger.exception("a turn that a worker requested failed")
+        answer = TurnFailed(turn=request.turn, kind="EngineError", text=f"{type(cause).__name__}: {cause}")
+    if worker.state is not WorkerState.ENDED:
+        worker.send(answer)
+
+
+async def ask_model(worker: WorkerHandle, models: Mapping[str, ChatModel], request: ModelRequest) -> None:
+    """Ask the model that a worker names, and send the worker its reply or the error."""
+    try:
+        model = model_of(models, request.model, EnvError)
+        reply = await model.chat(request.messages, request.tools, **request.options)
+        answer: ModelAnswer | TurnFailed = ModelAnswer(turn=request.turn, reply=reply)
+    except StrettoError as error:
+        answer = TurnFailed(turn=request.turn, kind=error_kind(error), text=str(error))
+    except Exception as cause:  # the boundary of a rollout
+        logger.exception("a request of a worker to a model failed")
         answer = TurnFailed(turn=request.turn, kind="EngineError", text=f"{type(cause).__name__}: {cause}")
     if worker.state is not WorkerState.ENDED:
         worker.send(answer)

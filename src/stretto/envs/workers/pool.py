@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from stretto.base.secret import without_secret
 from stretto.config.sections.distill import MODEL_KEY_VAR, TEACHER_KEY_VAR
 from stretto.config.sections.inference import KEY_VAR
 from stretto.envs.base import Environment, RolloutContext, RolloutResult, SingleTurnEnv, Split, TaskSource
+from stretto.envs.models import NO_MODELS, ChatModel
 from stretto.envs.workers import handle
 from stretto.envs.workers.handle import NO_WORKER_LIMITS, Call, WorkerHandle, WorkerLimits, WorkerState
 from stretto.envs.workers.wire import (
@@ -46,6 +48,7 @@ from stretto.envs.workers.wire import (
     CancelCall,
     FromWorker,
     Heartbeat,
+    ModelRequest,
     Open,
     OpenFailed,
     Ready,
@@ -77,6 +80,7 @@ def open_workers(
     hang_timeout_s: float = 60.0,
     worker_limits: WorkerLimits = NO_WORKER_LIMITS,
     log_dir: Path | None = None,
+    models: Mapping[str, ChatModel] = NO_MODELS,
 ) -> Environment:
     """The environment in num_workers processes, all of them ready.
 
@@ -86,9 +90,9 @@ def open_workers(
 
     Raises: ConfigError, EnvError if the environment cannot be built; EnvError if a worker ends or takes too long.
     """
-    opening = Open(env_id=env_id, args=args, name=name, hang_timeout_s=hang_timeout_s)
+    opening = Open(env_id=env_id, args=args, name=name, hang_timeout_s=hang_timeout_s, models=tuple(models))
     packed(opening)  # arguments that cannot be sent are refused before a process is started
-    pool = Pool(opening, num_workers, log_dir, worker_limits)
+    pool = Pool(opening, num_workers, log_dir, worker_limits, models)
     ready = pool.start()
     return (SingleTurnWorkerEnv if ready.is_single_turn else WorkerEnv)(name, pool, ready)
 
@@ -141,9 +145,14 @@ class Pool:
     """The workers of one environment."""
 
     def __init__(
-        self, opening: Open, num_workers: int, log_dir: Path | None, worker_limits: WorkerLimits = NO_WORKER_LIMITS
+        self,
+        opening: Open,
+        num_workers: int,
+        log_dir: Path | None,
+        worker_limits: WorkerLimits = NO_WORKER_LIMITS,
+        models: Mapping[str, ChatModel] = NO_MODELS,
     ) -> None:
-        self._opening, self._worker_limits = opening, worker_limits
+        self._opening, self._worker_limits, self._models = opening, worker_limits, models
         self._log_dir = log_dir or Path(tempfile.mkdtemp(prefix="stretto-env-", dir=keeper.start().directory))
         self._remove_logs = weakref.finalize(self, _remove, None if log_dir else self._log_dir)
         self._workers: list[WorkerHandle | None] = [None] * num_workers
@@ -344,6 +353,11 @@ class Pool:
                 case TurnRequest(call=number):
                     if (call := worker.calls.get(number)) and call.ctx is not None and not call.result.done():
                         task = asyncio.create_task(handle.play_turn(worker, call.ctx, message))
+                        call.turns.add(task)
+                        task.add_done_callback(call.turns.discard)
+                case ModelRequest(call=number):
+                    if (call := worker.calls.get(number)) and not call.result.done():
+                        task = asyncio.create_task(handle.ask_model(worker, self._models, message))
                         call.turns.add(task)
                         task.add_done_callback(call.turns.discard)
                 case _:

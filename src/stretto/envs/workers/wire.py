@@ -3,7 +3,8 @@
 There is one socket pair per worker; every message is one record in one blob (records/codec.py). The orchestrator
 sends `Open` once; the worker answers `Ready` or `OpenFailed`. Then the orchestrator starts calls (`StartCall`). The
 worker ends each with exactly one `CallResult`, `PromptResult` or `CallFailed`, also after `CancelCall`. During a call
-the worker may send a `TurnRequest` for a turn of the policy; each is answered by one `TurnReply` or `TurnFailed`. A
+the worker may send a `TurnRequest` for a turn of the policy; each is answered by one `TurnReply` or `TurnFailed`; and
+a `ModelRequest` for a reply of a frozen model, which is answered by one `ModelAnswer` or `TurnFailed`. A
 `Heartbeat` per second says that the worker's event loop runs. The orchestrator's end is workers/pool.py, the worker's
 is workers/child.py.
 """
@@ -20,6 +21,7 @@ import numpy as np
 from stretto.base import errors
 from stretto.base.errors import EnvError, StrettoError, WireError
 from stretto.envs.base import EpisodeLimits, LimitReached, Message, OutOfContext, Reply, RolloutResult, Split
+from stretto.envs.models import ModelReply
 from stretto.records.codec import BLOB_HEAD_BYTES, blob_bytes, decode_blob, encode_blob
 from stretto.records.rollout import Task
 
@@ -66,6 +68,7 @@ class Open(_Message, frozen=True):
     args: dict[str, Any]
     name: str
     hang_timeout_s: float
+    models: tuple[str, ...] = ()  # names of the frozen models that it may ask
 
 
 class StartCall(_Message, frozen=True):
@@ -90,15 +93,22 @@ class TurnReply(_Message, frozen=True):
     reply: Reply
 
 
+class ModelAnswer(_Message, frozen=True):
+    """The reply to a `ModelRequest`."""
+
+    turn: int
+    reply: ModelReply
+
+
 class TurnFailed(_Message, frozen=True):
-    """The error that a `TurnRequest` ended with, to be raised in the environment."""
+    """The error that a `TurnRequest` or `ModelRequest` ended with, to be raised in the environment."""
 
     turn: int
     kind: str
     text: str
 
 
-ToWorker = Open | StartCall | CancelCall | TurnReply | TurnFailed
+ToWorker = Open | StartCall | CancelCall | TurnReply | ModelAnswer | TurnFailed
 
 
 # -- from the worker --
@@ -137,6 +147,17 @@ class TurnRequest(_Message, frozen=True):
     conversation: int = 0
 
 
+class ModelRequest(_Message, frozen=True):
+    """Ask a frozen model of the run; `turn` counts with those of TurnRequest."""
+
+    call: int
+    turn: int
+    model: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    options: dict[str, Any]
+
+
 class CallResult(_Message, frozen=True):
     """Ends a call of `rollout` or `score`."""
 
@@ -163,7 +184,7 @@ class Heartbeat(_Message, frozen=True):
     """The worker's event loop runs."""
 
 
-FromWorker = Ready | OpenFailed | TurnRequest | CallResult | PromptResult | CallFailed | Heartbeat
+FromWorker = Ready | OpenFailed | TurnRequest | ModelRequest | CallResult | PromptResult | CallFailed | Heartbeat
 
 
 # -- errors --
@@ -237,6 +258,7 @@ def _contents(message: Any) -> str:
     names: dict[type, str] = {
         Open: "args",
         TurnRequest: "the request for a turn",
+        ModelRequest: "the request to a model",
         CallResult: "the result",
         PromptResult: "the prompt",
     }

@@ -10,7 +10,7 @@ from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims
 from stretto.check.models import needs_vllm
 from stretto.config.root import FrozenModelSection, RLConfig
-from stretto.config.sections.distill import MODEL_KEY_VAR, TEACHER_KEY_VAR, TeacherSection
+from stretto.config.sections.distill import MODEL_KEY_VAR, TEACHER_KEY_VAR, FrozenModelPlace
 from stretto.launch.plan.placement import client_url, free_port, gpu_names, replaced
 
 MODEL_PORT = 8060  # of the first model's engine if none is given: the first free port from here
@@ -67,7 +67,9 @@ def _with_servers(cfg: RLConfig, listen: Callable[[str], tuple[str, int]], optio
     """
     places, models = dict(cfg.orchestrator.frozen_models), dict(cfg.models)
     for name, section in cfg.models.items():
-        known = TeacherSection(base_url=section.base_url, model=section.served_model_name or section.model)
+        asked = {key: value for key, value in section.client.model_dump().items() if value is not None}
+        own_name = section.served_model_name or section.model
+        known = FrozenModelPlace(base_url=section.base_url, model=own_name, **asked)
         if section.base_url is None:
             host, port = listen(name)
             server = section.server.model_copy(update={"host": host, "port": port})

@@ -287,6 +287,10 @@ def _processes(
     return processes
 
 
+ONLY_IN_TRAINING = {"interval", "skip_first_step", "retrigger_on_resume"}
+"""Keys of [eval] that say when a run evaluates."""
+
+
 def eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
     """The config of an eval of this run's newest weights, with the run's eval settings and its own engine."""
     section = cfg.orchestrator.eval_as_trained() or EvalSection(sampling=cfg.orchestrator.train.sampling)
@@ -295,7 +299,7 @@ def eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
     return EvalConfig.model_validate(
         {
             "model": str(run.latest_weights),
-            "eval": section.model_dump(exclude={"interval", "skip_first_step", "retrigger_on_resume"})
+            "eval": section.model_dump(include=set(EvalSection.model_fields) - ONLY_IN_TRAINING)
             | {"env": [env.model_dump(exclude={"interval"}) for env in section.env] or trained},
             # Without the run's port, which may be taken by then: the eval takes a free one.
             "inference": engine.model_dump(exclude={"model": True, "api_key": True, "server": {"port"}}),

@@ -21,7 +21,8 @@ _MIN_INTERVAL_S = 0.5  # between step lines in a pipe
 _REDRAW_S = 0.1
 _TICK_S = 1.0  # between drawings without new lines
 _MIN_PROGRESS_S = 15.0  # between lines about the progress of one part in a pipe
-_WIDE_COLUMNS = 150
+_DROPPED_FIRST = ("waits", "loss", "tokens_per_s", "staleness", "truncated", "length")
+"""Parts of a step's line that are left out, in this order, until it fits the terminal; the footer has most of them."""
 
 
 class Console:
@@ -92,8 +93,8 @@ class Console:
         left_s = None
         if footer.max_steps and not self._is_tty:  # on a terminal the footer shows it
             left_s = time_left(footer.arrivals, footer.max_steps)
-        is_wide = not self._is_tty or shutil.get_terminal_size().columns >= _WIDE_COLUMNS
-        text = step_line(status, footer.max_steps, left_s=left_s, is_wide=is_wide)
+        columns = shutil.get_terminal_size().columns - 1 if self._is_tty else None
+        text = step_line(status, footer.max_steps, left_s=left_s, columns=columns)
         if self._is_tty or now - self._printed_at >= _MIN_INTERVAL_S or footer.step == footer.max_steps:
             self._delayed_line = None
             self._write(text)
@@ -167,14 +168,13 @@ class Console:
 
 
 def step_line(
-    status: Mapping[str, Any], max_steps: int | None, *, left_s: float | None = None, is_wide: bool = True
+    status: Mapping[str, Any], max_steps: int | None, *, left_s: float | None = None, columns: int | None = None
 ) -> str:
-    """`step 12/300 | reward 0.41 | entropy 0.92 | ...`, without missing values; loss and waits only if wide."""
+    """`step 12/300 | reward 0.41 | entropy 0.92 | ...`, without missing values, in at most `columns` if it can be."""
     step = int(status.get("step", 0))
-    parts = [f"step {step:>{len(str(max_steps))}}/{max_steps}" if max_steps else f"step {step}"]
     staleness_max = status.get("staleness_max")
     maximum = "" if staleness_max is None else f" (max {staleness_max:.0f})"
-    shown: dict[str, Callable[[float], str]] = {
+    shown: dict[str, Callable[[Any], str]] = {
         "reward": lambda reward: f"reward {reward:.3f}",
         "entropy": lambda entropy: f"entropy {entropy:.2f}",
         "length": lambda tokens: f"length {quantity(tokens)}",
@@ -182,15 +182,21 @@ def step_line(
         "mismatch_kl": lambda mismatch: f"mismatch kl {mismatch:.1e}",
         "staleness": lambda staleness: f"staleness {staleness:.1f}{maximum}",
         "tokens_per_s": lambda speed: f"{quantity(speed)} tok/s",
+        "left": lambda seconds: f"{duration(seconds)} left",
+        "loss": lambda loss: f"loss {loss:8.5f}",
+        "waits": lambda waits: (
+            "waits: " + " ".join(f"{who} {share:.0%}" for who, share in waits.items()) if waits else ""
+        ),
     }
-    parts += [form(status[key]) for key, form in shown.items() if status.get(key) is not None]
-    if left_s is not None:
-        parts.append(f"{duration(left_s)} left")
-    if is_wide and (loss := status.get("loss")) is not None:
-        parts.append(f"loss {loss:8.5f}")
-    if is_wide and (waits := status.get("waits")):
-        parts.append("waits: " + " ".join(f"{who} {share:.0%}" for who, share in waits.items()))
-    return " | ".join(filter(None, parts))
+    values = {**status, "left": left_s}
+    parts = {key: form(values[key]) for key, form in shown.items() if values.get(key) is not None}
+    head = f"step {step:>{len(str(max_steps))}}/{max_steps}" if max_steps else f"step {step}"
+    for dropped in ("", *_DROPPED_FIRST):
+        parts.pop(dropped, None)
+        line = " | ".join([head, *filter(None, parts.values())])
+        if columns is None or len(line) <= columns:
+            break
+    return line
 
 
 def eval_line(status: Mapping[str, Any]) -> str:

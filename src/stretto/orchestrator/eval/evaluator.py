@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from stretto.chat.render import Renderer
 from stretto.config.root import EvalConfig
 from stretto.config.sections.orchestrator import EvalSection, SamplingSection, is_at_interval
 from stretto.envs.base import Environment, RunInfo, tasks_of
+from stretto.envs.models import NO_MODELS, ChatModel
 from stretto.orchestrator.build import eval_run_info, open_env, system_prompts
 from stretto.orchestrator.eval.results import (
     Row,
@@ -173,7 +174,11 @@ class Evaluator:
 
 
 def standalone_evaluator(
-    cfg: EvalConfig, engine: GenerationClient, renderer: Renderer, envs: Sequence[Environment]
+    cfg: EvalConfig,
+    engine: GenerationClient,
+    renderer: Renderer,
+    envs: Sequence[Environment],
+    models: Mapping[str, ChatModel] = NO_MODELS,
 ) -> Evaluator:
     """Build the evaluator of the verbs `eval` and `evals`, which do not train."""
     player = Player(
@@ -185,6 +190,7 @@ def standalone_evaluator(
         run_id=cfg.run_name,
         timeout_s=cfg.rollout_timeout_s,
         system_prompts=system_prompts(*cfg.eval.env),
+        models=models,
     )
     return Evaluator(envs, cfg.eval, player, max_inflight_rollouts=cfg.max_inflight_rollouts, run_dir=cfg.run_dir)
 

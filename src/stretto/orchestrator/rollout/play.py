@@ -24,6 +24,7 @@ from stretto.chat.render import Renderer
 from stretto.config.sections.algorithm import EchoAlgo
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import Environment, OutOfContext, SingleTurnEnv
+from stretto.envs.models import ChatModel
 from stretto.orchestrator.rollout.continuation import Interruption
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan
 from stretto.records.images import Image
@@ -138,6 +139,7 @@ class PlaySettings:
     is_learned: bool = False  # its replies are trained by their log-probabilities
     max_support: int | None = None  # most tokens in a support, if top_p, top_k and min_p are replayed
     system_prompts: Mapping[str, str] = field(default_factory=dict)  # by environment
+    models: Mapping[str, ChatModel] = field(default_factory=dict)  # frozen ones that environments may ask
 
     async def request_completions(
         self, request: GenerateRequest, version: int, *, is_learned: bool

@@ -20,6 +20,7 @@ from stretto.base.errors import EnvError
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.data.messages import checked_messages
 from stretto.envs.base import EpisodeInfo, EpisodeLimits, LimitReached, Message, Reply, RolloutContext
+from stretto.envs.models import ChatModel, model_of
 from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.orchestrator.rollout.continuation import (
     build_turn,
@@ -203,6 +204,9 @@ class Recorder(RolloutContext):
             partial=self._partial,
             lane=lane,
         )
+
+    def model(self, name: str) -> ChatModel:
+        return model_of(self._play.models, name, EnvError)
 
     async def generate(
         self, prompt_ids: Int[np.ndarray, " prompt"], tools: list[dict[str, Any]] | None = None, **sampling: Any

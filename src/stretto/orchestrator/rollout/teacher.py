@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -26,10 +26,15 @@ from stretto.orchestrator.rollout.play import GenerationClient
 from stretto.orchestrator.rollout.player import failed_group
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.rollout import Branch, Group, Rollout, Task
-from stretto.transports.engine.client import EngineClient
 
 if TYPE_CHECKING:
     from jaxtyping import Int32
+
+
+class Awaited(Protocol):
+    """A server that is ready before a run begins."""
+
+    async def wait_ready(self, timeout_s: float) -> None: ...
 
 
 class Teachers:
@@ -38,7 +43,7 @@ class Teachers:
     def __init__(
         self,
         by_env: Mapping[str, Teacher] | None = None,
-        engines: Mapping[str, EngineClient] | None = None,
+        engines: Mapping[str, Awaited] | None = None,
         players: Mapping[str, GenerationClient] | None = None,
         *,
         ready_timeout_s: float = 600.0,
@@ -54,7 +59,7 @@ class Teachers:
         """
         await asyncio.gather(*(self._wait_for(name, engine) for name, engine in self._engines.items()))
 
-    async def _wait_for(self, name: str, engine: EngineClient) -> None:
+    async def _wait_for(self, name: str, engine: Awaited) -> None:
         try:
             await engine.wait_ready(self._ready_timeout_s)
         except EngineError as error:

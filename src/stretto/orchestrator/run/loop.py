@@ -20,6 +20,7 @@ import time
 from stretto.base.aio import task_group
 from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, WireError
 from stretto.base.status import DEVICES_FREE, is_supervised, report
+from stretto.orchestrator.eval.best import BestKeeper, best_of, reason_to_stop
 from stretto.orchestrator.eval.results import format_table
 from stretto.orchestrator.eval_scores import eval_row, mean_over_envs
 from stretto.orchestrator.run import telemetry
@@ -84,6 +85,9 @@ class Loop:
         self._pipeline = GroupPipeline(run)
         self._shipper = BatchShipper(run)
         self._checkpoints = CheckpointWriter(run)
+        self._best = BestKeeper(run.run_dir)
+        self.stopped_because: str | None = None
+        """Why the run ended before its last step, if early_stop ended it."""
         self._limit = build_limit(run.cfg, run.buffer)
         self._reports = telemetry.StepReports(run, self._limit)
         self._is_stopping = asyncio.Event()
@@ -118,6 +122,9 @@ class Loop:
             for task in (*background, *filter(None, [self._drawing])):
                 task.cancel()
         self._reports.count_wall_time()
+        self._best.keep_if_there()
+        if (missing := self._best.missing) is not None:
+            report("note", text=f"version {missing} was the best, and it was not exported; see eval.keep_best")
         return self.progress
 
     def stop(self) -> None:
@@ -274,6 +281,7 @@ class Loop:
         if (greedy := mean_over_envs(scores, "greedy")) is not None:
             self.progress.greedy[version] = greedy
         user_row, replaces_ours = logged
+        self._act_on_scores(version)
         row = user_row if replaces_ours else evaluator.user_metrics | eval_row(scores) | user_row
         self.parts.ledger.event("eval", {"version": version, **row})
         self.parts.monitors.log(version, row)
@@ -281,6 +289,24 @@ class Loop:
         telemetry.report_eval(version, scores)
         logger.info("eval of version %d:\n%s", version, format_table(scores))
         self.parts.watch.progress(f"version {version} evaluated")
+
+    def _act_on_scores(self, version: int) -> None:
+        """Keep the weights of a version that is the best, and end the run if it stays behind the best."""
+        section = self.cfg.eval
+        assert section is not None, "a version was evaluated"
+        scores = self.progress.greedy if section.score_by == "greedy" else self.progress.sampled
+        if section.keep_best and best_of(scores) == version:
+            self.parts.ledger.event("best", {"version": version, "score": scores[version]})
+            if version > self.progress.first_step:
+                self._best.want(version)
+        stop = section.early_stop
+        if stop is None or version == self.cfg.max_steps or (reason := reason_to_stop(scores, stop)) is None:
+            return
+        logger.info("the run ends early: %s", reason)
+        self.parts.ledger.event("early_stop", {"version": version, "reason": reason})
+        report("note", text=f"the run ends early: {reason}")
+        self.stopped_because = reason
+        self.stop()
 
     async def handle_trainer_events(self) -> None:
         """Handle the messages of all ranks until each has sent Bye."""
@@ -317,6 +343,7 @@ class Loop:
             raise WireError(f"the trainer finished step {done.step} after step {self.progress.step}")
         self.parts.ledger.step_trained(done.step, done.metrics)
         self._reports.report(done, self._shipper.rows.pop(done.step))
+        self._best.keep_if_there()
         async with self._trainer_changed:
             self._trainer_changed.notify_all()
 

@@ -107,7 +107,7 @@ def _path(run_dir: RunDir, step: int) -> Path:
     return run_dir.checkpoint(step) / "orchestrator.json"
 
 
-def summary_of(progress: Progress, *, max_steps: int | None) -> dict[str, Any]:
+def summary_of(progress: Progress, *, max_steps: int | None, stopped_because: str | None = None) -> dict[str, Any]:
     """The contents of summary.json: the results of a run."""
 
     def first_and_last(means: dict[int, float]) -> tuple[float | None, float | None]:
@@ -133,6 +133,7 @@ def summary_of(progress: Progress, *, max_steps: int | None) -> dict[str, Any]:
         "mismatch_kl_max": progress.mismatch_kl_max,
         "resumed": progress.num_resumes > 0,
         "origin": progress.origin,
+        "stopped_because": stopped_because,
         "evals": {
             "sampled": {str(version): mean for version, mean in sorted(progress.sampled.items())},
             "greedy": {str(version): mean for version, mean in sorted(progress.greedy.items())},

@@ -26,6 +26,9 @@ class RequestRefused(EngineError):
 class Transient(Exception):
     """An attempt failed because of the infrastructure; it can be repeated."""
 
+    wait_s: float | None = None
+    """How long the server asks to wait."""
+
 
 class Unavailable(Transient):
     """No engine is available at the moment; wait, without counting an attempt."""
@@ -61,10 +64,10 @@ class Connections:
         message = f"{url}: HTTP {response.status}: {api.error_message(data)}"
         # Dynamo's frontend does not know the model while it has no engine, and lists it before it can serve it.
         has_no_engine = self._has_router and response.status == 404 and any(text in data for text in _NO_ENGINE)
-        if response.status == 503 or has_no_engine:
-            raise Unavailable(message)
-        if response.status == 429:
-            raise Full(message)
+        if response.status in (429, 503) or has_no_engine:
+            busy = Full(message) if response.status == 429 else Unavailable(message)
+            busy.wait_s = _seconds(response.headers.get("Retry-After"))
+            raise busy
         if response.status in _TRY_AGAIN or response.status >= 500:
             raise Transient(message)
         raise (RequestRefused if response.status in _REFUSED else EngineError)(message)
@@ -83,3 +86,12 @@ class Connections:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def _seconds(text: str | None) -> float | None:
+    """The value of a header Retry-After in seconds; None for none, and for a date."""
+    try:
+        seconds = float(text or "")
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < float("inf") else None

@@ -1,7 +1,8 @@
-import { fill, h, message, ofRun, ofRuns, select, short } from "./dom.js";
+import { COLORS, columns, options, savePicture } from "./chart.js";
+import { differences } from "./config.js";
+import { copyLink, fill, h, message, ofRun, ofRuns, saving, select, short } from "./dom.js";
 
 export const SUBJECTS = ["metrics"];
-const COLORS = ["#1f77c9", "#d1495b", "#2a9d6f", "#c98a1b", "#8e5bc0", "#3a8f9e", "#a0643c", "#808080"];
 const FIRST = 6;
 const NAMES = { step: "step", time: "hours", tokens: "tokens" };
 
@@ -26,6 +27,7 @@ export async function render(root, context) {
   const drawn = new Map(); // key -> {plot, box}
 
   const update = async () => {
+    fill(csv, runs.map((run) => [saving(run, "curves.csv", { key: settings.keys }, runs.length > 1 ? `CSV of ${run}` : "CSV"), " "]));
     const answers = await Promise.all(runs.map((run) => ofRun(run, "curve", { key: settings.keys, axis: settings.axis, smooth: settings.smooth }, signal)));
     for (const key of settings.keys) draw(key, answers.map((answer) => answer[key]));
   };
@@ -43,6 +45,7 @@ export async function render(root, context) {
     const place = h("div", { class: "plot" });
     const box = h("figure", { "data-key": key }, h("figcaption", { title: [metric.meaning, metric.reading].join(" ").trim() },
       h("b", {}, key), metric.unit && metric.unit !== "-" ? ` ${metric.unit} ` : " ", last,
+      h("button", { class: "save", title: "save this curve as a picture", onclick: () => drawn.get(key)?.plot && savePicture(drawn.get(key).plot, key, runs) }, "PNG"),
       h("button", { title: "take this curve away", "aria-label": `remove ${key}`, onclick: () => choose(settings.keys.filter((each) => each !== key)) }, "×")), place);
     if (old) old.box.replaceWith(box);
     else panels.append(box);
@@ -51,7 +54,7 @@ export async function render(root, context) {
       drawn.set(key, { box, last });
       return;
     }
-    const plot = new uPlot(options(place, series, settings.axis), data, place);
+    const plot = new uPlot(options(place, series, NAMES[settings.axis]), data, place);
     drawn.set(key, { plot, box, last });
   }
 
@@ -81,11 +84,13 @@ export async function render(root, context) {
     if (metrics.has(event.target.value)) choose([...new Set([...settings.keys, event.target.value])]);
     event.target.value = "";
   } });
+  const csv = h("span");
   fill(root, h("form", { class: "controls", onsubmit: (event) => event.preventDefault() }, adding,
     h("datalist", { id: "metrics" }, [...metrics.keys()].map((key) => h("option", { value: key }))),
     select("over ", [["step", "steps"], ["time", "hours"], ["tokens", "tokens"]], settings.axis, change("axis")),
     select("smoothing ", [["0", "none"], ["0.05", "5 %"], ["0.2", "20 %"]], settings.smooth, change("smooth")),
-    runs.length > 1 ? h("span", { class: "legend" }, runs.map((run, at) => h("span", { style: { color: COLORS[at % COLORS.length] } }, `■ ${run} `))) : null), faults, panels);
+    runs.length > 1 ? h("span", { class: "legend" }, runs.map((run, at) => h("span", { style: { color: COLORS[at % COLORS.length] } }, `■ ${run} `))) : null,
+    h("span", { class: "saves" }, copyLink(), " ", csv)), faults, runs.length > 1 ? differing(runs, signal) : null, panels);
   const resized = new ResizeObserver(() => {
     for (const { plot, box } of drawn.values()) plot?.setSize({ width: Math.max(200, box.clientWidth - 16), height: 220 });
   });
@@ -102,29 +107,15 @@ function renew(plot, data) {
   if (isZoomed) plot.redraw();
 }
 
-// Curves as columns for uPlot, which has one x for all. Light lines are logged values, dark ones their moving mean.
-function columns(runs, curves) {
-  const tables = curves.map((curve) => [curve.x, curve.y, curve.smooth]);
-  const data = tables.length === 1 ? tables[0] : uPlot.join(tables);
-  const series = curves.flatMap((curve, at) => {
-    const color = COLORS[at % COLORS.length];
-    return [
-      { label: runs[at], stroke: `${color}66`, width: 1, spanGaps: true, points: { show: curve.x.length < 3 } },
-      { label: `${runs[at]}, mean`, stroke: color, width: 2, spanGaps: true, points: { show: false } },
-    ];
-  });
-  return { data, series };
-}
-
-function options(place, series, axis) {
-  const style = getComputedStyle(document.documentElement);
-  const ink = style.getPropertyValue("--ink-light").trim(), grid = style.getPropertyValue("--line").trim();
-  const own = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "11px system-ui" };
-  return {
-    width: Math.max(200, place.clientWidth || 400), height: 220, padding: [10, 12, 0, 0], legend: { show: false },
-    scales: { x: { time: false } },
-    cursor: { drag: { x: true, y: false }, sync: { key: "curves" } },
-    series: [{ label: NAMES[axis] }, ...series],
-    axes: [{ ...own, size: 30, values: (plot, values) => values.map(short) }, { ...own, size: 56, values: (plot, values) => values.map(short) }],
-  };
+// What differs in the configs of the runs that are compared, read only when it is asked for.
+function differing(runs, signal) {
+  const body = h("div");
+  return h("details", { class: "differing", ontoggle: async (event) => {
+    if (!event.target.open || body.childNodes.length) return;
+    try {
+      fill(body, await differences(runs, signal));
+    } catch (error) {
+      if (error.name !== "AbortError") fill(body, message(error.message, "error"));
+    }
+  } }, h("summary", {}, "what differs in their configs"), body);
 }

@@ -30,10 +30,43 @@ export async function get(path, query = {}, signal = undefined) {
     }
   }
   const text = words.toString();
-  const answer = await fetch(text ? `${path}?${text}` : path, { signal });
-  const body = await answer.json().catch(() => ({ error: answer.statusText }));
-  if (!answer.ok) throw new Error(body.error || answer.statusText);
-  return body;
+  const done = pending(signal);
+  try {
+    const answer = await fetch(text ? `${path}?${text}` : path, { signal });
+    const body = await answer.json().catch(() => ({ error: answer.statusText }));
+    if (!answer.ok) throw new Error(body.error || answer.statusText);
+    return body;
+  } finally {
+    done();
+  }
+}
+
+// Requests of the view that is shown and not answered yet. A sign shows from SIGN_AFTER_MS on, with the seconds.
+const SIGN_AFTER_MS = 250;
+const waiting = new Set();
+let ticking = null;
+
+function pending(signal) {
+  if (!signal) return () => {};
+  const mine = { since: performance.now() };
+  waiting.add(mine);
+  ticking ??= setInterval(showSign, 100);
+  return () => {
+    waiting.delete(mine);
+    if (waiting.size) return;
+    clearInterval(ticking);
+    ticking = null;
+    showSign();
+  };
+}
+
+function showSign() {
+  const since = Math.min(...[...waiting].map((each) => each.since));
+  const took = waiting.size ? performance.now() - since : 0;
+  const sign = document.getElementById("loading");
+  sign.hidden = took < SIGN_AFTER_MS;
+  const text = took < 1000 ? "loading" : `loading, ${Math.floor(took / 1000)} s`;
+  if (!sign.hidden && sign.lastChild.textContent !== text) sign.lastChild.textContent = text;
 }
 
 export function ofRun(run, what, query = {}, signal = undefined) {
@@ -80,6 +113,28 @@ export function select(label, values, chosen, change) {
 export function input(label, properties, change) {
   const field = h("input", { ...properties, onchange: (event) => change(event.target.value) });
   return h("label", {}, label, field);
+}
+
+// A link that saves a file of the server's.
+export function saving(run, name, query, text) {
+  const words = new URLSearchParams();
+  for (const [key, value] of Object.entries(query)) {
+    for (const each of Array.isArray(value) ? value : [value]) if (each !== null && each !== undefined && each !== "") words.append(key, each);
+  }
+  return h("a", { class: "save", download: true, href: `/api/run/${encodeURIComponent(run)}/${name}?${words}` }, text);
+}
+
+export function copyLink() {
+  const button = h("button", { type: "button", title: "copy the address of what is shown", onclick: async () => {
+    try {
+      await navigator.clipboard.writeText(location.href);
+      fill(button, "copied");
+    } catch {
+      fill(button, "copy it from the address bar"); // not allowed over plain HTTP from another machine
+    }
+    setTimeout(() => fill(button, "copy link"), 2000);
+  } }, "copy link");
+  return button;
 }
 
 export function message(text, kind = "note") {

@@ -7,10 +7,11 @@ import * as timeline from "./timeline.js";
 import * as evals from "./evals.js";
 import * as config from "./config.js";
 import * as logs from "./logs.js";
+import * as chat from "./chat.js";
 
-const VIEWS = { now, curves, rollouts, timeline, evals, config, logs };
+const VIEWS = { now, curves, rollouts, timeline, evals, config, logs, chat };
 const KEYS = [
-  ["1 … 7", "the views, in their order"],
+  ["1 … 8", "the views, in their order"],
   ["r", "choose runs"],
   ["/", "the first field of the view"],
   ["j, k", "next and previous rollout"],
@@ -48,7 +49,7 @@ async function show() {
     current.handle?.close?.();
   }
   document.getElementById("fault").hidden = true;
-  const root = h("div"); // one per view: a view that is left while it loads then draws into a detached element
+  const root = h("div", { "aria-busy": "true" }); // one per view: a view that is left while it loads then draws into a detached element
   fill(document.getElementById("view"), root);
   const controller = new AbortController();
   const mine = { view, runs, query, controller, handle: null, updatedAt: performance.now(), isDue: false, timer: null };
@@ -78,9 +79,11 @@ async function show() {
   };
   try {
     mine.handle = await VIEWS[view].render(root, context);
+    root.removeAttribute("aria-busy");
     if (mine !== current) mine.handle?.close?.();
   } catch (error) {
     if (error.name === "AbortError") return;
+    root.removeAttribute("aria-busy");
     fill(root, message(error.message, "error"));
     mine.handle = { update: show }; // try again when something has changed
   }
@@ -91,6 +94,7 @@ function drawHeader() {
   fill(document.getElementById("views"), Object.keys(VIEWS).map((name, at) =>
     h("a", { href: `#/${name}?${new URLSearchParams(runs.map((id) => ["run", id]))}`, "aria-current": name === view ? "page" : null, title: `key ${at + 1}` }, name)));
   fill(document.querySelector("#runs > summary"), runs.length ? runs.join(", ") : "runs");
+  if (source?.readyState === EventSource.OPEN) fill(document.getElementById("live"), follows());
   drawRuns();
 }
 
@@ -146,7 +150,7 @@ function listen() {
   source = null;
   if (document.hidden) return;
   source = new EventSource("/api/changes");
-  source.onopen = () => fill(live, "live");
+  source.onopen = () => fill(live, follows());
   source.onerror = () => fill(live, "not connected");
   source.onmessage = async (event) => {
     const { run, subjects } = JSON.parse(event.data);
@@ -155,6 +159,11 @@ function listen() {
     if (isNew && (!current || !current.runs.length)) return show();
     if (current?.runs.includes(run)) update(current, subjects);
   };
+}
+
+function follows() {
+  const goesOn = known.some((row) => row.state === "running" && current?.runs.includes(row.id));
+  return goesOn || !current?.runs.length ? "live" : "ended";
 }
 
 // At most one update per MIN_UPDATE_MS, one at a time, and none while text is selected: it would undo the selection.
@@ -171,7 +180,7 @@ async function renew(mine) {
   else if (mine === current && !document.hidden) {
     mine.isDue = false;
     const fault = document.getElementById("fault");
-    if (source?.readyState === EventSource.OPEN) fill(live, "live");
+    if (source?.readyState === EventSource.OPEN) fill(live, follows());
     try {
       const next = await mine.handle.update();
       if (next?.update && mine === current) mine.handle = next; // the view could be drawn only now

@@ -5,7 +5,7 @@ export const SUBJECTS = ["metrics", "ledger", "state", "logs"];
 export async function render(root, context) {
   const update = async () => {
     const found = await ofRuns(context.runs, "now", {}, context.signal);
-    fill(root, found.map((state, at) => (state.error ? message(`${context.runs[at]}: ${state.error}`, "error") : card(state, context.runs.length > 1))));
+    fill(root, found.map((state, at) => (state.error ? message(`${context.runs[at]}: ${state.error}`, "error") : card({ ...state, id: context.runs[at] }, context.runs.length > 1))));
   };
   await update();
   return { update };
@@ -23,8 +23,17 @@ function card(state, isNamed) {
     state.metrics.length ? h("section", { class: "tiles" }, state.metrics.map(tile)) : state.missing ? null : message("No step has ended yet."),
     state.waits ? h("section", {}, h("h3", {}, "who waits, of the last steps' time"), bars(state.waits)) : null,
     state.no_queues ? message(state.no_queues, "error") : null,
-    state.queues ? h("section", {}, h("h3", {}, state.state === "running" ? "under way" : "under way when it ended"), list(queues(state.queues))) : null,
-    h("section", {}, h("h3", {}, `machine ${state.machine.host}`), list(machine(state.machine)), state.machine.gpus.map(gpu)));
+    state.queues ? h("section", {}, h("h3", {}, state.state === "running" ? "under way" : "under way when it ended"), list(queues(state.queues, state.id))) : null,
+    state.staleness ? h("section", {}, h("h3", {}, "weights of the last steps' rollouts"), bars(Object.fromEntries(Object.entries(state.staleness).map(([age, share]) => [age === "0" ? "of the newest" : age === "1" ? "1 version old" : `${age} versions old`, share])))) : null,
+    state.engines.length ? h("section", {}, h("h3", {}, "engines at this moment"), engines(state.engines)) : null,
+    state.machine && h("section", {}, h("h3", {}, `machine ${state.machine.host}`), list(machine(state.machine)), state.machine.gpus.map(gpu)));
+}
+
+function engines(found) {
+  return h("div", { class: "wide" }, h("table", {}, h("thead", {}, h("tr", {}, ["engine", "computes", "wait in it", "cache in use", "version", "tokens per second"].map((name) => h("th", {}, name)))),
+    h("tbody", {}, found.map((each) => h("tr", {}, h("td", {}, each.address.replace(/^https?:\/\/|\/v1$/g, "")), each.error ? h("td", { colspan: 5, class: "error" }, each.error) : [
+      h("td", {}, each.running === 0 && each.waiting === 0 ? h("span", { class: "state truncated" }, "idle") : short(each.running)), h("td", {}, short(each.waiting)),
+      h("td", {}, each.cache === null ? "–" : `${short(Number((100 * each.cache).toFixed(1)))} %`), h("td", {}, short(each.version)), h("td", {}, short(each.tokens_per_s))])))));
 }
 
 function warning(row) {
@@ -46,9 +55,9 @@ function list(pairs) {
   return h("dl", { class: "pairs" }, pairs.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
 }
 
-function queues(found) {
+function queues(found, run) {
   return [
-    ["rollouts being played", short(found.rollouts_running)],
+    ["rollouts being played", found.rollouts_running ? h("a", { href: `#/rollouts?${new URLSearchParams({ run, status: "running" })}` }, `${short(found.rollouts_running)}, turn by turn`) : "0"],
     ["groups being played", short(found.groups_running)],
     ["groups that wait for a batch", short(found.groups_finished)],
     ["groups at the trainer", short(found.groups_shipped)],

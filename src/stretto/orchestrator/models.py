@@ -1,0 +1,240 @@
+"""Clients of the frozen models beside the policy, [models.NAME]: retries, limits, and a cache of greedy replies.
+
+Environments see `ChatModel` of envs/models.py. A model is an engine that the run has started, or any server with
+/chat/completions. A request waits for its turn (max_concurrent, requests_per_minute), then has timeout_s, retries
+included. Two requests at once that are the same are one. What cannot be answered raises: the rollout fails, and is
+played again, unless the environment catches the error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from stretto.base.errors import ConfigError, EngineError, EnvError
+from stretto.config.sections.distill import TEACHER_KEY_VAR, FrozenModelPlace
+from stretto.data.messages import checked_messages
+from stretto.data.pictures import openai_messages
+from stretto.envs.models import ChatModel, ModelReply
+from stretto.transports.engine import api, http
+
+logger = logging.getLogger(__name__)
+
+_BACKOFF_S = 0.25
+_MAX_BACKOFF_S = 10.0
+_POLL_S = 0.5
+_KEY_REFUSED = ("HTTP 401", "HTTP 403")
+
+
+class ModelClient(ChatModel):
+    """One frozen model; it belongs to the event loop that first uses it."""
+
+    def __init__(self, name: str, section: FrozenModelPlace, key: str | None = None) -> None:
+        assert isinstance(section.base_url, str), "one address: checked with the config, or filled in by the launcher"
+        self.name, self._section = name, section
+        self.base_url = chat_url(section.base_url)
+        self._model = section.model
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._http = http.Connections(headers, has_router=True)
+        self._turns = asyncio.Semaphore(section.max_concurrent)
+        self._next_at = 0.0  # when requests_per_minute lets another one begin
+        self._replies: OrderedDict[bytes, asyncio.Task[ModelReply]] = OrderedDict()
+        self.counts: Counter[str] = Counter()
+
+    async def chat(
+        self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **options: Any
+    ) -> ModelReply:
+        checked = openai_messages(checked_messages(messages, f"models.{self.name}: messages of chat"))
+        given = {"temperature": 0.0, "tools": tools or None} | options
+        body = {"model": self._model, "messages": checked} | {k: v for k, v in given.items() if v is not None}
+        try:
+            data = msgspec.json.encode(body)
+        except (TypeError, ValueError) as cause:
+            raise EnvError(
+                f"models.{self.name}: the request cannot be sent: {cause}; give what JSON can hold"
+            ) from None
+        self.counts["requests"] += 1
+        if not self._section.cache_size or given["temperature"] != 0:
+            return await self._reply(data)
+        return await self._cached(data)
+
+    async def _cached(self, body: bytes) -> ModelReply:
+        """The reply to a request, which is sent only if no earlier one was the same."""
+        key = hashlib.sha256(body).digest()
+        is_known = key in self._replies
+        if not is_known:
+            # A task of its own: the request goes on for others if the rollout that began it is cancelled.
+            self._replies[key] = asyncio.create_task(self._reply(body))
+            if len(self._replies) > self._section.cache_size:
+                self._replies.popitem(last=False)
+        task = self._replies[key]
+        self._replies.move_to_end(key)
+        self.counts["cached"] += is_known
+        try:
+            reply = await asyncio.shield(task)
+        except (EngineError, EnvError):
+            if self._replies.get(key) is task:
+                del self._replies[key]
+            raise
+        return msgspec.structs.replace(reply, is_cached=True) if is_known else reply
+
+    async def _reply(self, body: bytes) -> ModelReply:
+        async with self._turns:
+            await self._pace()
+            timeout_s = self._section.timeout_s
+            seen: list[str] = []
+            try:
+                async with asyncio.timeout(timeout_s):
+                    answer = await self._post(body, seen)
+            except TimeoutError:
+                self.counts["failed"] += 1
+                last = f"; the last answer: {seen[-1]}" if seen else ""
+                raise EngineError(f"models.{self.name}: no reply in {timeout_s:g} s (client.timeout_s){last}") from None
+            except http.RequestRefused as error:
+                raise EnvError(f"models.{self.name} refuses the request: {error}") from error
+            except EngineError as error:
+                self.counts["failed"] += 1
+                raise EngineError(f"models.{self.name}: {error}") from error
+        reply = self._parsed(answer)
+        self.counts["prompt tokens"] += reply.num_prompt_tokens
+        self.counts["completion tokens"] += reply.num_completion_tokens
+        return reply
+
+    async def _pace(self) -> None:
+        """Wait until requests_per_minute allows another request."""
+        if (most := self._section.requests_per_minute) is None:
+            return
+        now = asyncio.get_running_loop().time()
+        begins_at = max(now, self._next_at)
+        self._next_at = begins_at + 60.0 / most
+        await asyncio.sleep(begins_at - now)
+
+    async def _post(self, body: bytes, seen: list[str]) -> bytes:
+        """The answer to a request; `seen` gets the errors of attempts that failed.
+
+        Raises: EngineError after max_retries; RequestRefused.
+        """
+        url, num_failed = self.base_url + "/chat/completions", 0
+        while True:
+            try:
+                return await self._http.request("POST", url, body, api.JSON_HEADERS)
+            except http.Transient as error:
+                seen.append(str(error))
+                num_failed += not isinstance(error, http.Full | http.Unavailable)  # those wait until timeout_s
+                if num_failed > self._section.max_retries:
+                    raise EngineError(f"{error} (after {num_failed} attempts)") from error
+                backoff_s = min(_BACKOFF_S * 2 ** (len(seen) - 1), _MAX_BACKOFF_S) * random.uniform(0.5, 1.0)
+                await asyncio.sleep(max(error.wait_s or 0.0, backoff_s))
+
+    def _parsed(self, data: bytes) -> ModelReply:
+        try:
+            answer = msgspec.json.decode(data)
+            choice = answer["choices"][0]
+            message = {key: value for key, value in choice["message"].items() if value is not None}
+            usage = answer.get("usage") or {}
+            return ModelReply(
+                text=message.get("content") or "",
+                message=message,
+                finish_reason=choice.get("finish_reason") or "stop",
+                num_prompt_tokens=int(usage.get("prompt_tokens") or 0),
+                num_completion_tokens=int(usage.get("completion_tokens") or 0),
+            )
+        except (msgspec.DecodeError, KeyError, IndexError, TypeError, AttributeError, ValueError) as cause:
+            raise EngineError(
+                f"models.{self.name}: the answer of {self.base_url} is no chat completion: {cause!r}"
+            ) from None
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Wait until the server lists its models; one that has no such list is taken as it is.
+
+        Raises: EngineError if it does not answer in time, or refuses the key.
+        """
+        cause, url = "no answer yet", self.base_url + "/models"
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        return self._choose(await self._http.request("GET", url))
+                    except http.Transient as error:
+                        cause = str(error)
+                        await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise EngineError(f"not ready after {timeout_s:g} s: {cause}") from None
+        except EngineError as error:
+            if any(f"{url}: {code}" in str(error) for code in _KEY_REFUSED):
+                raise EngineError(f"{error}; correct the key in {self._section.api_key_var}") from None
+            if self._model is None:
+                raise EngineError(f"{error}; name the model as served_model_name") from None
+
+    def _choose(self, data: bytes) -> None:
+        """Ask for the first model of a server's list, unless the config names one."""
+        try:
+            names = [each["id"] for each in msgspec.json.decode(data)["data"]]
+        except (msgspec.DecodeError, KeyError, TypeError):
+            names = []
+        self._model = self._model or next(iter(names), None)
+        if self._model is None:
+            raise EngineError(f"{self.base_url}/models lists no model; name one as served_model_name")
+
+    async def close(self) -> None:
+        """Close the connections, and say what was asked."""
+        for task in self._replies.values():
+            task.cancel()
+        await self._http.close()
+        if self.counts:
+            logger.info("models.%s: %s", self.name, ", ".join(f"{n} {what}" for what, n in self.counts.items()))
+
+
+def chat_url(address: str) -> str:
+    """The address before /chat/completions: /v1 of a server that is named by host and port alone."""
+    address = address.rstrip("/")
+    return address if urlsplit(address).path.strip("/") else f"{address}/v1"
+
+
+def open_models(sections: Mapping[str, FrozenModelPlace], stack: AsyncExitStack) -> dict[str, ModelClient]:
+    """Clients of the frozen models by name; `stack` closes them.
+
+    Raises: ConfigError for an API key whose environment variable is not set.
+    """
+    clients = {}
+    for name, section in sections.items():
+        if section.base_url is not None:
+            urls = [section.base_url] if isinstance(section.base_url, str) else section.base_url
+            one = section.model_copy(update={"base_url": urls[0]})
+            clients[name] = ModelClient(name, one, key_of(name, section))
+            stack.push_async_callback(clients[name].close)
+    return clients
+
+
+async def wait_for(models: Mapping[str, ModelClient], places: Mapping[str, FrozenModelPlace]) -> None:
+    """Wait until all models are ready.
+
+    Raises: EngineError naming the one that is not.
+    """
+    for name, model in models.items():
+        try:
+            await model.wait_ready(places[name].ready_timeout_s)
+        except EngineError as error:
+            raise EngineError(f"[models.{name}] {error}") from error
+
+
+def key_of(name: str, section: FrozenModelPlace) -> str | None:
+    """The API key of a model.
+
+    Raises: ConfigError if the config names an environment variable that is not set.
+    """
+    key = os.environ.get(section.api_key_var)
+    if key is None and section.api_key_var != TEACHER_KEY_VAR and "api_key_var" in section.model_fields_set:
+        var = section.api_key_var
+        raise ConfigError(f"models.{name}.client.api_key_var: the environment variable {var} is not set; export it")
+    return key
