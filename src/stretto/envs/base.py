@@ -49,6 +49,7 @@ Message = dict[str, Any]
 Prompt = list[Message] | str
 
 BUNDLED = {
+    "agent": "stretto.envs.agent:agent",
     "alphabet-sort": "stretto.envs.bundled.alphabet_sort:AlphabetSort",
     "arithmetic": "stretto.envs.bundled.arithmetic:Arithmetic",
     "calculator": "stretto.envs.bundled.calculator:Calculator",
@@ -154,6 +155,12 @@ class RolloutContext(Protocol):
 
         The same name gives the same agent. An agent that is not trained uses the policy's weights too. Agents
         get their rewards from `RolloutResult.agent_rewards`; those that are not named there get `reward`.
+        """
+
+    def conversation(self, number: int) -> RolloutContext:
+        """Another conversation of this agent, with its own history and the same reward; number 0 is this one.
+
+        The same number gives the same conversation. Turns of several may be awaited at once.
         """
 
     def model(self, name: str) -> ChatModel:

@@ -15,6 +15,7 @@ from stretto.orchestrator.build import build_scratch_renderer
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LARGE = ("qwen3_0.6b", "qwen3_30b_a3b", "qwen3_vl_4b", "glm4.5_air", "gpt_oss_20b", "glm5_pd_disag", "glm5_llmd")
 OTHERS = (
+    "agent",
     "broken",
     "gsm8k",
     "judge",

@@ -280,8 +280,11 @@ class Worker:
 class RemoteContext(RolloutContext):
     """The context of one call: passes turns on to the orchestrator."""
 
-    def __init__(self, worker: Worker, call: int, name: str | None = None, is_trained: bool = True) -> None:
+    def __init__(
+        self, worker: Worker, call: int, name: str | None = None, is_trained: bool = True, *, number: int = 0
+    ) -> None:
         self._worker, self._call, self._name, self._is_trained = worker, call, name, is_trained
+        self._conversation = number
 
     @property
     def sampling(self) -> None:
@@ -306,11 +309,15 @@ class RemoteContext(RolloutContext):
     def agent(self, name: str, *, is_trained: bool = True) -> RemoteContext:
         return RemoteContext(self._worker, self._call, name, is_trained)
 
+    def conversation(self, number: int) -> RemoteContext:
+        return RemoteContext(self._worker, self._call, self._name, self._is_trained, number=number)
+
     def model(self, name: str) -> ChatModel:
         return model_of(self._worker.models, name, EnvError)
 
     async def _turn(self, **request: Any) -> Reply:
-        return await self._worker.request_turn(self._call, agent=self._name, is_trained=self._is_trained, **request)
+        request |= {"agent": self._name, "is_trained": self._is_trained, "conversation": self._conversation}
+        return await self._worker.request_turn(self._call, **request)
 
 
 class RemoteModel(ChatModel):

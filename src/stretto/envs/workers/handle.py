@@ -151,6 +151,8 @@ async def play_turn(worker: WorkerHandle, ctx: RolloutContext, request: TurnRequ
     """Play the turn that a worker requests, and send it the reply or the error."""
     try:
         agent = ctx if request.agent is None else ctx.agent(request.agent, is_trained=request.is_trained)
+        if request.conversation:
+            agent = agent.conversation(request.conversation)
         if request.messages is not None:
             reply = await agent.chat(request.messages, request.tools, **request.sampling)
         else:

@@ -144,6 +144,7 @@ class TurnRequest(_Message, frozen=True):
     prompt_ids: np.ndarray | None
     tools: list[dict[str, Any]] | None
     sampling: dict[str, Any]
+    conversation: int = 0
 
 
 class ModelRequest(_Message, frozen=True):

@@ -209,6 +209,11 @@ class Recorder(RolloutContext):
         self._agents[name] = agent
         return agent
 
+    def conversation(self, number: int) -> Recorder:
+        while len(self._lanes) <= number:
+            self._lanes.append(self._build_sibling(self.name, is_trained=self.is_trained, lane=len(self._lanes)))
+        return self._lanes[number]
+
     def _build_sibling(self, name: str, *, is_trained: bool, lane: int = 0) -> Recorder:
         """Build a recorder of the same episode, for another agent or another lane."""
         return Recorder(

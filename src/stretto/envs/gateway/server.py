@@ -1,0 +1,160 @@
+"""An HTTP server on 127.0.0.1 that answers the programs of rollouts with turns of the policy.
+
+Every rollout has a key; a request with it is a request of that rollout, whatever model it names. How the policy
+samples is the run's: of a request's settings only its limit of tokens has an effect, and the log names the others once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from stretto.base.errors import DataError, StrettoError
+from stretto.envs.base import LimitReached, RolloutContext
+from stretto.envs.gateway.dialects import DIALECTS, Dialect, Event
+from stretto.envs.gateway.session import Session
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 256 * 2**20
+_PRESETS = ("temperature", "top_p", "top_k", "stop", "stop_sequences", "tool_choice", "response_format", "seed")
+"""Settings that have an effect at a provider, and none here."""
+_NOTHING: tuple[Any, ...] = (None, "auto", "none", [], {}, {"type": "auto"})
+_SHUTDOWN_S = 1.0
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a program needs to reach the policy."""
+
+    session: Session
+    base_url: str
+    """With `/v1`, as clients of OpenAI want it."""
+    key: str
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Environment variables that clients of OpenAI and Anthropic read."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.key,
+        }
+
+
+class Gateway:
+    """The server; it is started by the first rollout."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+        self._starting = asyncio.Lock()
+        self._named: set[str] = set()
+
+    @contextlib.asynccontextmanager
+    async def open(self, ctx: RolloutContext) -> AsyncIterator[Access]:
+        """A session for a rollout, with a key that is valid until it ends."""
+        async with self._starting:
+            await self._start()
+        key = f"sk-{secrets.token_hex(24)}"
+        session = self._sessions[key] = Session(ctx)
+        try:
+            yield Access(session, f"http://127.0.0.1:{self._port}/v1", key)
+        finally:
+            del self._sessions[key]
+            await session.close()
+
+    async def close(self) -> None:
+        """Stop the server."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _start(self) -> None:
+        if self._runner is not None:
+            return
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        for route, dialect in DIALECTS.items():
+            for prefix in ("/v1", ""):  # ANTHROPIC_BASE_URL has no /v1, and some programs add none
+                app.router.add_post(prefix + route, self._handler(dialect))
+        app.router.add_get("/v1/models", self._models)
+        self._runner = runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self._port = runner.addresses[0][1]
+
+    async def _models(self, http: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "run"}]})
+
+    def _handler(self, dialect: Dialect) -> Any:
+        async def handle(http: web.Request) -> web.StreamResponse:
+            session = self._sessions.get(_key_of(http))
+            if session is None:
+                return _refused(dialect, 401, "authentication_error", "no rollout has this key, or it is over")
+            try:
+                return await self._answer(dialect, session, http)
+            except (DataError, LimitReached) as error:
+                return _refused(dialect, 400, "invalid_request_error", str(error))
+            except StrettoError as error:
+                return _refused(dialect, 400, "api_error", str(error))
+
+        return handle
+
+    async def _answer(self, dialect: Dialect, session: Session, http: web.Request) -> web.StreamResponse:
+        try:
+            body = json.loads(await http.read())
+        except ValueError as cause:
+            raise DataError(f"the body is no JSON: {cause}") from None
+        if not isinstance(body, dict):
+            raise DataError("the body must be an object")
+        self._name_settings(body)
+        try:
+            request = dialect.read(body)
+        except (KeyError, TypeError, AttributeError) as cause:
+            raise DataError(f"the body is no request of {http.path}: {type(cause).__name__}: {cause}") from None
+        model = str(body.get("model") or "policy")
+        answer = await session.answer(request)
+        if not request.is_streamed:
+            return web.json_response(dialect.write(answer, model))
+        stream = b"".join(map(_framed, dialect.stream(answer, model, request)))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        with contextlib.suppress(ConnectionError):  # a program that goes away has its turn all the same
+            await response.prepare(http)
+            await response.write(stream)
+            await response.write_eof()
+        return response
+
+    def _name_settings(self, body: dict[str, Any]) -> None:
+        for name in _PRESETS:
+            if body.get(name) not in _NOTHING and name not in self._named:
+                self._named.add(name)
+                logger.warning(
+                    "a program requests %s = %s: it has no effect, the run's sampling decides", name, body[name]
+                )
+
+
+def _key_of(http: web.Request) -> str:
+    bearer = http.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+    return http.headers.get("x-api-key") or bearer
+
+
+def _refused(dialect: Dialect, status: int, kind: str, text: str) -> web.Response:
+    return web.json_response(dialect.refuse(kind, text), status=status)
+
+
+def _framed(event: Event) -> bytes:
+    name, data = event
+    text = data if isinstance(data, str) else json.dumps(data)
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {text}\n\n".encode()

@@ -1,0 +1,154 @@
+"""Programs as agents: whatever dialect they speak, what the policy sampled for them is trained, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from fakes import FakeEngine
+from turns import CallRenderer, scripted, text_of
+
+from stretto.base.errors import ConfigError
+from stretto.config.sections.orchestrator import SamplingSection
+from stretto.envs.base import load_environment
+from stretto.orchestrator.rollout.play import Draw
+from stretto.orchestrator.rollout.player import Player
+from stretto.records.rollout import RolloutStatus
+
+pytestmark = pytest.mark.heavy
+
+PROGRAM = str(Path(__file__).parents[4] / "examples/agent/program.py")
+CALL, RESULT = '!calculate{"expression": "47*86"}', "4042"
+CALCULATES = scripted(CALL, RESULT)
+CLIENT = """
+import json, os, sys, urllib.request
+def ask(messages, **more):
+    body = json.dumps({"model": "any", "messages": messages} | more).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as http:
+        return json.load(http)["choices"][0]["message"]
+user = lambda text: {"role": "user", "content": text}
+"""
+
+
+class ThoughtRenderer(CallRenderer):
+    """What stands before `~` in a reply is a thought."""
+
+    def parse(self, completion_ids, prompt_ids=None, tools=None):
+        message = super().parse(completion_ids, prompt_ids, tools)
+        thought, mark, text = message["content"].partition("~")
+        return message | {"content": text, "reasoning_content": thought} if mark else message
+
+
+@pytest.fixture
+def records(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps({"prompt": "47*86=", "label": RESULT}))
+    return str(path)
+
+
+def play(command, records, policy=CALCULATES, members=1, **args):
+    async def run():
+        env = load_environment("agent", {"command": command, "path": records, **args})
+        settings = {"sampling": SamplingSection(), "seq_len": 2000, "seed": 1, "max_retries": 0}
+        player = Player(engine=FakeEngine(policy), renderer=ThoughtRenderer(), **settings)
+        try:
+            return await player.play(env, Draw(3, env.tasks("train").task(0), members, version=0))
+        finally:
+            await env.close()
+
+    return asyncio.run(run())
+
+
+def script(text):
+    return [sys.executable, "-c", CLIENT + text, "{prompt}"]
+
+
+@pytest.mark.parametrize("words", [[d, *s] for d in ("chat", "messages", "responses") for s in ([], ["stream"])])
+def test_an_agent_of_any_dialect_trains_the_same_tokens(records, words):
+    answer = scripted("so~" + CALL, "then~" + RESULT)
+    [rollout] = play([sys.executable, PROGRAM, "{prompt}", *words], records, answer).rollouts
+    assert rollout.status is RolloutStatus.FINISHED, rollout.error
+    assert rollout.reward == 1.0
+    [branch] = rollout.branches
+    assert text_of(branch, is_sampled=True) == f"so~{CALL}.then~{RESULT}."
+    assert text_of(branch, is_sampled=False) == f"U47*86=.AT{RESULT}.A"
+
+
+def test_members_of_a_group_have_keys_of_their_own(records):
+    group = play([sys.executable, PROGRAM, "{prompt}"], records, members=3)
+    assert [len(rollout.branches) for rollout in group.rollouts] == [1, 1, 1]
+    assert [rollout.reward for rollout in group.rollouts] == [1.0] * 3
+
+
+def test_side_calls_and_compaction_are_branches_of_their_own(records):
+    text = """
+history = [user("main")]
+history.append(ask(history))
+ask([user("side")])
+history.append(user("more"))
+history.append(ask(history))
+ask([user("summary"), user("last")])
+"""
+    [rollout] = play(script(text), records, lambda prompt, rng, version: "ok").rollouts
+    prompts = [text_of(branch, is_sampled=False) for branch in rollout.branches]
+    assert prompts == ["Umain.AUmore.A", "Uside.A", "Usummary.Ulast.A"]
+    assert [text_of(branch, is_sampled=True) for branch in rollout.branches] == ["ok.ok.", "ok.", "ok."]
+    assert {branch.agent for branch in rollout.branches} == {"policy"}
+
+
+def test_a_request_that_is_sent_twice_has_one_turn(records):
+    text = "assert ask([user('a')]) == ask([user('a')])"
+    [rollout] = play(script(text), records, lambda prompt, rng, version: "ok").rollouts
+    [branch] = rollout.branches
+    assert text_of(branch, is_sampled=True) == "ok."
+    assert rollout.metrics["repeated_requests"] == 1.0
+
+
+def test_requests_side_by_side_are_answered(records):
+    text = """
+from concurrent.futures import ThreadPoolExecutor
+print(len(list(ThreadPoolExecutor().map(lambda n: ask([user(str(n))]), range(4)))))
+"""
+    [rollout] = play(script(text), records, lambda prompt, rng, version: "ok").rollouts
+    assert rollout.status is RolloutStatus.FINISHED and len(rollout.branches) == 4
+
+
+def test_a_program_that_dies_is_a_failed_rollout_with_its_last_lines(records):
+    [rollout] = play(script("ask([user('a')]); sys.exit('no such tool')"), records).rollouts
+    assert rollout.status is RolloutStatus.FAILED
+    assert "exit code 1" in rollout.error and "no such tool" in rollout.error
+
+
+def test_a_program_without_a_request_is_a_failed_rollout(records):
+    [rollout] = play([sys.executable, "-c", "print('hello')"], records).rollouts
+    assert "without one reply" in rollout.error and "hello" in rollout.error
+
+
+def test_a_program_that_does_not_end_is_ended_and_its_rollout_counts(records):
+    text = "ask([user('a')]); import time; time.sleep(600)"
+    [rollout] = play(script(text), records, lambda p, r, v: RESULT, timeout_s=2.0).rollouts
+    assert rollout.status is RolloutStatus.TRUNCATED and rollout.reward == 1.0
+
+
+def test_a_request_beyond_a_limit_is_refused_and_the_rollout_counts(records):
+    text = "ask([user('a')]); ask([user('b')])"
+    [rollout] = play(script(text), records, lambda p, r, v: RESULT, max_turns=1).rollouts
+    assert rollout.status is RolloutStatus.TRUNCATED and rollout.reward == 1.0 and len(rollout.branches) == 1
+
+
+def test_what_a_program_prints_is_kept_and_can_be_the_answer(records, tmp_path):
+    text = f"ask([user('a')]); print({RESULT})"
+    kept = tmp_path / "kept"
+    [rollout] = play(script(text), records, answer="output", output_dir=str(kept)).rollouts
+    assert rollout.reward == 1.0
+    assert [path.read_text() for path in kept.rglob("*.txt")] == [f"{RESULT}\n"]
+
+
+def test_a_program_that_does_not_exist_is_refused(records):
+    with pytest.raises(ConfigError, match=r"command\[0\].*no-such-agent"):
+        load_environment("agent", {"command": ["no-such-agent"], "path": records})
