@@ -8,13 +8,17 @@ import json
 import os
 import sys
 import urllib.request
+from collections.abc import Callable
+from typing import Any
 
+Said = tuple[str, list[tuple[str, Any]]]
+"""A reply's text, and its calls of tools, as (id, arguments)."""
 TEXT = "The value of an expression of whole numbers, + - * and brackets."
 SCHEMA = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
 TOOL = {"name": "calculate", "description": TEXT}
 
 
-def calculate(expression):
+def calculate(expression: str) -> str:
     try:
         first, second = expression.split("*")
         return str(int(first) * int(second))
@@ -22,7 +26,7 @@ def calculate(expression):
         return f"Error: {error}"
 
 
-def send(url, body, headers):
+def send(url: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
     """The reply to a request; if it is streamed, its events."""
     data = json.dumps(body | {"model": "any"}).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"} | headers)
@@ -33,17 +37,17 @@ def send(url, body, headers):
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-def openai(route, body):
+def openai(route: str, body: dict[str, Any]) -> Any:
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     return send(os.environ["OPENAI_BASE_URL"] + route, body, headers)
 
 
-def chat(history, stream):
+def chat(history: list[Any], stream: bool) -> Said:
     """One request of chat completions: the text, and the calls as (id, arguments)."""
     tools = [{"type": "function", "function": TOOL | {"parameters": SCHEMA}}]
     reply = openai("/chat/completions", {"messages": history, "tools": tools, "stream": stream})
     if stream:
-        message = {"role": "assistant", "content": None}
+        message: dict[str, Any] = {"role": "assistant", "content": None}
         for delta in (choice["delta"] for chunk in reply for choice in chunk["choices"]):
             message["content"] = (message["content"] or "") + (delta.get("content") or "")
             message.setdefault("tool_calls", []).extend(delta.get("tool_calls") or ())
@@ -55,7 +59,7 @@ def chat(history, stream):
     return message.get("content") or "", [(each["id"], json.loads(each["function"]["arguments"])) for each in calls]
 
 
-def messages(history, stream):
+def messages(history: list[Any], stream: bool) -> Said:
     """The same as messages of Anthropic."""
     body = {"messages": history, "tools": [TOOL | {"input_schema": SCHEMA}], "stream": stream, "max_tokens": 64}
     url = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages"
@@ -76,7 +80,7 @@ def messages(history, stream):
     return text, [(block["id"], block["input"]) for block in blocks if block["type"] == "tool_use"]
 
 
-def responses(history, stream):
+def responses(history: list[Any], stream: bool) -> Said:
     """The same as responses of OpenAI."""
     tools = [{"type": "function"} | TOOL | {"parameters": SCHEMA}]
     reply = openai("/responses", {"input": history, "tools": tools, "stream": stream, "max_output_tokens": 64})
@@ -87,7 +91,7 @@ def responses(history, stream):
     return text, [(item["call_id"], json.loads(item["arguments"])) for item in calls]
 
 
-def results(dialect, outputs):
+def results(dialect: Callable[..., Said], outputs: list[tuple[str, str]]) -> list[dict[str, Any]]:
     """The messages that answer calls."""
     if dialect is chat:
         return [{"role": "tool", "tool_call_id": call, "content": output} for call, output in outputs]
@@ -97,7 +101,7 @@ def results(dialect, outputs):
     return [{"role": "user", "content": blocks}]
 
 
-def main(prompt, name="chat", stream=""):
+def main(prompt: str, name: str = "chat", stream: str = "") -> None:
     dialect = {"chat": chat, "messages": messages, "responses": responses}[name]
     history = [{"role": "user", "content": prompt}]
     while True:

@@ -245,8 +245,9 @@ def start(
     pass_fds: Iterable[int] = (),
     cwd: Path | None = None,
     is_shown: bool = False,
+    level: int = logging.INFO,
 ) -> Child:
-    """Start a child; `env` extends this process's environment, `log` gets its output.
+    """Start a child; `env` extends this process's environment, `log` gets its output, `level` is of the line about it.
 
     is_shown: its output goes to this process's output instead, and the child writes `log` itself.
     Call it from the main thread: the kernel kills the child when the thread that started it ends.
@@ -268,7 +269,7 @@ def start(
             pass_fds=tuple(pass_fds),
             cwd=cwd,
         )
-    logger.info("started %s pid=%d threads=%s", name, popen.pid, env.get("OMP_NUM_THREADS", "-"))
+    logger.log(level, "started %s pid=%d threads=%s", name, popen.pid, env.get("OMP_NUM_THREADS", "-"))
     return Child(name, popen, log, log_start, os.pidfd_open(popen.pid), mark)
 
 

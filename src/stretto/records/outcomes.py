@@ -85,9 +85,9 @@ OUTCOMES: dict[Reason, Outcome] = {
 }
 
 
-def treatment_of(reason: Reason | None, timeout_is: TimeoutIs = "score") -> Treatment:
-    """What is done with a rollout that has a result; None: it ended by itself."""
-    if reason is None or OUTCOMES[reason].cause is Cause.POLICY:
+def treatment_of(reason: Reason, timeout_is: TimeoutIs = "score") -> Treatment:
+    """What is done with a rollout that has a result, and did not end by itself."""
+    if OUTCOMES[reason].cause is Cause.POLICY:
         return Treatment.SCORE
     return Treatment(timeout_is) if OUTCOMES[reason].cause is Cause.TIMEOUT else Treatment.FAIL
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import tempfile
@@ -52,7 +53,7 @@ async def run_program(
     with tempfile.TemporaryDirectory(prefix="stretto-agent-", ignore_cleanup_errors=True) as folder:
         place, log = cwd or Path(folder, "work"), Path(folder, "output")
         place.mkdir(exist_ok=True)
-        child = process.start(name, argv, env=hidden | dict(env), log=log, cwd=place)
+        child = process.start(name, argv, env=hidden | dict(env), log=log, cwd=place, level=logging.DEBUG)
         returncode: int | None = None
         try:
             async with asyncio.timeout(timeout_s):

@@ -25,8 +25,12 @@ from stretto.envs.gateway.session import Session
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 256 * 2**20
-_PRESETS = ("temperature", "top_p", "top_k", "stop", "stop_sequences", "tool_choice", "response_format", "seed")
-"""Settings that have an effect at a provider, and none here."""
+_HEARD = {
+    "model", "messages", "input", "instructions", "system", "stream", "stream_options", "tools", "n", "user",
+    "previous_response_id", "max_tokens", "max_completion_tokens", "max_output_tokens", "metadata", "store", "include",
+    "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+}  # fmt: skip
+"""What a request is read for, and what changes no reply at a provider either."""
 _NOTHING: tuple[Any, ...] = (None, "auto", "none", [], {}, {"type": "auto"})
 _SHUTDOWN_S = 1.0
 
@@ -136,8 +140,8 @@ class Gateway:
         return response
 
     def _name_settings(self, body: dict[str, Any]) -> None:
-        for name in _PRESETS:
-            if body.get(name) not in _NOTHING and name not in self._named:
+        for name in body.keys() - _HEARD - self._named:
+            if body[name] not in _NOTHING:
                 self._named.add(name)
                 logger.warning(
                     "a program requests %s = %s: it has no effect, the run's sampling decides", name, body[name]

@@ -51,29 +51,25 @@ class BestKeeper:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._wanted: int | None = None  # a version whose export is not there yet
+        self.wanted: int | None = None
+        """The version that should be kept, and whose export is not there yet."""
 
     def want(self, version: int) -> None:
         """Keep this version's weights; its export may come later."""
-        self._wanted = version
+        self.wanted = version
         self.keep_if_there()
 
     def keep_if_there(self) -> None:
         """Copy the export of the version that is wanted, if it is complete."""
-        if self._wanted is None or not (source := self._run.weights_step(self._wanted)).is_dir():
+        if self.wanted is None or not (source := self._run.weights_step(self.wanted)).is_dir():
             return
-        version, self._wanted = self._wanted, None
+        version, self.wanted = self.wanted, None
         try:
             link_directory(source, self._run.best_weights)
         except OSError as error:
             logger.warning("the best version, %d, is not kept as %s: %s", version, self._run.best_weights, error)
             return
         logger.info("version %d is the best so far: %s", version, self._run.best_weights)
-
-    @property
-    def missing(self) -> int | None:
-        """The version that should be kept and has no export."""
-        return self._wanted
 
 
 def link_directory(source: Path, target: Path) -> None:

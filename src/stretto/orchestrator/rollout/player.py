@@ -37,7 +37,7 @@ from stretto.envs.base import (
 from stretto.envs.result import checked_group_rewards
 from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.orchestrator.rollout.continuation import build_turn
-from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images, with_system_prompt
+from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, render_messages
 from stretto.orchestrator.rollout.recorder import Budget, Recorder
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest, member_seed
@@ -191,7 +191,8 @@ class Player(PlaySettings):
             if rewards is None:
                 return group
             for member, (reward, by_branch) in zip(members, checked_group_rewards(rewards, len(members), where)):
-                if treatment_of(rollouts[member].reason, self.timeout_is) is Treatment.ZERO:
+                reason = rollouts[member].reason
+                if reason is not None and treatment_of(reason, self.timeout_is) is Treatment.ZERO:
                     reward, by_branch = 0.0, (0.0,) * len(by_branch)
                 branches = with_rewards(rollouts[member].branches, by_branch, where)
                 rollouts[member] = msgspec.structs.replace(rollouts[member], reward=reward, branches=branches)
@@ -215,10 +216,8 @@ class Player(PlaySettings):
                 # Another seed per attempt: a retry must not sample the same replies again.
                 seed = seed_of(self.seed, draw.name, draw.group_id, attempt)
                 messages = await prompt_of(env, draw.task, where)
-                with boundary(EnvError, where):
-                    messages = with_system_prompt(messages, self.system_prompts.get(env.name))
-                    await load_images(self.renderer, messages)
-                    prompt_ids, images = self.renderer.render_prompt(messages), self.renderer.images_of(messages)
+                prompt = self.system_prompts.get(env.name)
+                prompt_ids, images = await render_messages(self.renderer, messages, prompt, where)
                 request = self.build_request(
                     f"{self.run_id}-{draw.name}{draw.group_id}-{attempt}",
                     prompt_ids,
@@ -289,7 +288,7 @@ class Player(PlaySettings):
                     members.num_lost_tokens[answer.member] = int(answer.branch.is_sampled.sum())
                     continue
                 result, reason = score.result, reason_after(score.result, None, is_cut_off=answer.is_cut_off)
-                treatment = treatment_of(reason, self.timeout_is)
+                treatment = Treatment.SCORE if reason is None else treatment_of(reason, self.timeout_is)
                 if treatment is Treatment.FAIL:
                     members.add_failure([answer.member], time_is_over(reason))
                     members.num_lost_tokens[answer.member] = int(answer.branch.is_sampled.sum())
@@ -324,7 +323,7 @@ class Player(PlaySettings):
                 if not recorder.num_turns:
                     raise EnvError(f"environment {env.name}: the episode ended before any reply")
                 reason = reason_after(result, budget.limit, is_cut_off=recorder.is_truncated)
-                treatment = treatment_of(reason, self.timeout_is)
+                treatment = Treatment.SCORE if reason is None else treatment_of(reason, self.timeout_is)
                 if treatment is Treatment.FAIL:
                     raise time_is_over(reason)
                 if treatment is Treatment.ZERO:

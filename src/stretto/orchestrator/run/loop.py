@@ -122,8 +122,9 @@ class Loop:
             for task in (*background, *filter(None, [self._drawing])):
                 task.cancel()
         self._reports.count_wall_time()
-        self._best.keep_if_there()
-        if (missing := self._best.missing) is not None:
+        if self._best.wanted is not None:
+            self._best.keep_if_there()
+        if (missing := self._best.wanted) is not None:
             report("note", text=f"version {missing} was the best, and it was not exported; see eval.keep_best")
         return self.progress
 
@@ -343,7 +344,8 @@ class Loop:
             raise WireError(f"the trainer finished step {done.step} after step {self.progress.step}")
         self.parts.ledger.step_trained(done.step, done.metrics)
         self._reports.report(done, self._shipper.rows.pop(done.step))
-        self._best.keep_if_there()
+        if self._best.wanted is not None:
+            self._best.keep_if_there()
         async with self._trainer_changed:
             self._trainer_changed.notify_all()
 

@@ -109,6 +109,13 @@ def test_a_request_that_is_sent_twice_has_one_turn(records):
     assert rollout.metrics["repeated_requests"] == 1.0
 
 
+def test_a_setting_without_effect_is_named_once_in_the_log(records, caplog):
+    text = "ask([user('a')], temperature=0.1, mood='good', user='me'); ask([user('b')], temperature=0.1)"
+    play(script(text), records, lambda prompt, rng, version: "ok")
+    named = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+    assert len(named) == 2 and "temperature = 0.1" in "".join(named) and "mood = good" in "".join(named)
+
+
 def test_requests_side_by_side_are_answered(records):
     text = """
 from concurrent.futures import ThreadPoolExecutor

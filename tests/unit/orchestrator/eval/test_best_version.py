@@ -79,11 +79,11 @@ def test_an_export_that_is_later_than_its_eval_is_kept_when_it_comes(tmp_path):
     run = config(tmp_path).run_dir
     keeper = BestKeeper(run)
     keeper.want(4)
-    assert keeper.missing == 4 and not run.best_weights.exists()
+    assert keeper.wanted == 4 and not run.best_weights.exists()
     run.weights_step(4).mkdir(parents=True)
     (run.weights_step(4) / "config.json").write_text("{}")
     keeper.keep_if_there()
-    assert keeper.missing is None and (run.best_weights / "config.json").read_text() == "{}"
+    assert keeper.wanted is None and (run.best_weights / "config.json").read_text() == "{}"
 
 
 def test_a_better_version_replaces_the_directory_whole(tmp_path):

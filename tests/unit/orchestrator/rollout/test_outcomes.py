@@ -17,7 +17,7 @@ from stretto.orchestrator.groups.advantages import assign_advantages
 from stretto.orchestrator.groups.ends import Ends
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
-from stretto.records.outcomes import OUTCOMES, Cause, Reason, Treatment, reason_of, treatment_of
+from stretto.records.outcomes import OUTCOMES, Cause, Reason, reason_of, treatment_of
 from stretto.records.rollout import RolloutStatus
 
 
@@ -129,7 +129,6 @@ def test_limits_and_failures_have_reasons_of_their_own() -> None:
 
 def test_every_reason_has_a_row_and_only_timeouts_ask_what_they_are() -> None:
     assert set(OUTCOMES) == set(Reason)
-    assert treatment_of(None) is Treatment.SCORE
     for reason, outcome in OUTCOMES.items():
         asked = {treatment_of(reason, timeout_is) for timeout_is in ("score", "zero", "fail")}
         assert (len(asked) == 3) == (outcome.cause is Cause.TIMEOUT)
