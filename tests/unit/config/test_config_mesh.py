@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.check import degrees as mesh_degrees
@@ -39,6 +40,7 @@ def ranks_of(cfg: RLConfig) -> list[dict[str, str]]:
     return [spec.env for spec in plan(cfg, cfg.run_dir).processes if spec.role == "trainer"]
 
 
+@needs("prime")
 @pytest.mark.parametrize(
     ("workers", "model", "num_ranks"),
     [
@@ -60,6 +62,7 @@ def test_rl_starts_every_rank_of_the_mesh(tmp_path, workers, model, num_ranks):
         assert {env["WORLD_SIZE"] for env in found} == {str(num_ranks)}
 
 
+@needs("prime")
 def test_ranks_that_share_batches_are_counted_out_of_the_gpus(tmp_path):
     assert rl(tmp_path, gpus=8, cp=2, tp=2).orchestrator.num_train_workers == 2
     assert rl(tmp_path, gpus=2, tp=2).orchestrator.num_train_workers == 1
@@ -75,6 +78,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@needs("prime")
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_mesh_that_cannot_be_is_refused_with_what_can(tmp_path, name):
     settings, words = REFUSED[name]
@@ -123,6 +127,7 @@ def test_transformers_modules_are_sharded_and_not_cut(key):
         mesh.find_plain_degrees(ModelSection(dp_replicate=3), 4)
 
 
+@needs("prime")
 def test_a_step_to_resume_from_can_be_given_with_the_checkpoints(tmp_path):
     settings = {"output_dir": str(tmp_path), "ckpt": {"resume_step": 40, "interval": 20}}
     sft = SFTConfig.model_validate(settings | {"max_steps": 60, "data": {"type": "environment", "id": "sort-letters"}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.config.load import build
@@ -20,6 +21,7 @@ def rl(**settings):
     return build(RLConfig, {"orchestrator": ENV} | settings)
 
 
+@needs("prime")
 def test_replay_has_the_engine_return_its_choices():
     assert not rl().inference.enable_return_routed_experts
     assert rl(trainer={"enable_router_replay": True}).inference.enable_return_routed_experts

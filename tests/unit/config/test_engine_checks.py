@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
@@ -121,6 +122,7 @@ def test_one_complaint_about_a_wire_that_does_not_fit_the_deployment():
     assert 'weight_broadcast.type = "shm": shared memory ends at one machine' in line
 
 
+@needs("prime")
 @pytest.mark.parametrize("typed", [("norm", "mlp"), ("norm,mlp",), ('["norm", "mlp"]',)])
 def test_lists_of_fixed_length_are_typed_like_others(typed):
     cfg = rl("--trainer.model.ac.mode", "selective", "--trainer.model.ac.targets", *typed)

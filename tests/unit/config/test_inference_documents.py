@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from processes.add_ons import needs
 
 from stretto.config.flags.router import rewrite_router_flags
 from stretto.config.flags.vllm import split_vllm_flags
@@ -53,6 +54,7 @@ def read(text: str, tmp_path: Path) -> RLConfig:
     return load(RLConfig, ["@", str(path), *ENV], verb="rl")
 
 
+@needs("prime")
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_taken_as_it_stands(name, tmp_path):
     cfg = read(FILES[name], tmp_path)

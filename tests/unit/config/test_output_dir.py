@@ -6,6 +6,7 @@ from os.path import expanduser
 from pathlib import Path
 
 import pytest
+from processes.add_ons import needs
 
 from stretto.base import rundir
 from stretto.base.errors import ConfigError
@@ -49,6 +50,7 @@ def test_a_wrong_output_directory_is_one_problem(tmp_path: Path) -> None:
 RESUMED = TOML.replace("{output_dir}/warm", "m").replace('path = "{output_dir}/rows.jsonl", words', "words")
 
 
+@needs("prime")
 @pytest.mark.parametrize("table", ["[resume]\n", "[ckpt]\nresume_step = -1\n"])
 def test_a_file_that_resumes_starts_a_run_and_continues_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, table: str

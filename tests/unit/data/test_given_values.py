@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from fakes import FakeEngine, run_virtual
+from processes.add_ons import needs
 from turns import CallRenderer, OneTask, scripted, text_of
 
 from stretto.base.errors import ConfigError, DataError, EnvError
@@ -315,6 +316,7 @@ def test_an_answer_that_is_no_list_of_messages_is_told() -> None:
 # -- echo --
 
 
+@needs("prime")
 def test_a_table_of_roles_of_prime_rl_replaces_the_default() -> None:
     def weights(*roles: str) -> tuple[Any, ...]:
         words = [word for role in roles for word in (f"--orchestrator.algo.roles.{role}.alpha", "0.2")]

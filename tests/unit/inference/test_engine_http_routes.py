@@ -8,6 +8,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from engine_runs import build_core
 from http_site import MESSAGES, build_directory, open_site
+from processes.add_ons import needs
 
 from stretto.base.errors import EngineError
 from stretto.chat.tokenizer import load_tokenizer
@@ -184,6 +185,7 @@ async def test_too_many_requests_are_429_and_the_client_tries_again(site):
         assert len(await asyncio.gather(*tasks)) == 12
 
 
+@needs("prime")
 async def test_the_verb_eval_says_which_version_the_engine_has_and_logs_a_row(site, directory, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     site.engine.core.version = 7

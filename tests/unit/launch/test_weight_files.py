@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes.add_ons import needs
 from safetensors.torch import load_file, save_file
 
 from stretto.base.errors import ConfigError
@@ -196,6 +197,7 @@ def words_of(verb: str, model: Path, tmp_path: Path) -> list[str]:
     return [verb, *shared, *more[verb]]
 
 
+@needs("doctor")
 @pytest.mark.parametrize("verb", ["rl", "sft", "inference"])
 def test_a_start_a_dry_run_and_the_doctor_refuse_with_the_same_line(verb, model, tmp_path, capsys) -> None:
     change(model, FAULTS["wrapped"][0])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fakes import FakeEngine, FakeTrainer, parrot
 from orchestrator_runs import config, train
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.config.load import build
@@ -219,6 +220,7 @@ def test_a_function_that_knows_no_logprobs_has_those_of_the_trainer(tmp_path, ho
     assert all((mb.logprobs[~mb.loss_mask] == 0).all() for mb in batches) and audit(cfg.run_dir) == []
 
 
+@needs("prime")
 def test_functions_see_all_groups_log_a_batch_and_samples_are_saved(tmp_path, hooks):
     named = hooks("""
         seen = []
@@ -530,6 +532,7 @@ def test_an_eval_function_that_gives_nonsense_costs_the_eval_and_not_the_run(
     assert "no eval of version 1: orchestrator.hooks.eval_function" in caplog.text and message in caplog.text
 
 
+@needs("vime")
 def test_vime_s_names_of_hooks_are_understood():
     section = HooksSection.model_validate(
         {

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fakes import EchoEnv, FakeEngine, FakeTrainer
 from orchestrator_runs import ECHO, config, sampled, train
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError, EngineError
 from stretto.config.root import OrchestratorConfig
@@ -259,6 +260,7 @@ def test_batches_hold_the_lengths_that_were_drawn_whoever_finishes_first(tmp_pat
     assert early[1] < early[0]
 
 
+@needs("prime")
 def test_environments_have_their_own_sampling_group_size_and_deadline(tmp_path):
     env = [
         {"id": ECHO, "name": "a", "group_size": 2, "sampling": {"max_tokens": 3, "temperature": 0.5}},

@@ -10,6 +10,7 @@ from fakes import CharRenderer, EchoEnv, FakeEngine, FakeTrainer, GuessEnv, parr
 from hypothesis import given
 from hypothesis import strategies as st
 from orchestrator_runs import ECHO, config, train
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError, DataError, EngineError, EnvError
 from stretto.base.paths import RunDir
@@ -248,6 +249,7 @@ class TextServer:
         return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"
 
 
+@needs("prime")
 def test_the_verb_evaluates_any_server_that_speaks_text(tmp_path):
     async def scenario():
         server = TextServer(refusals=2)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.check.code import check_plugins
@@ -70,6 +71,7 @@ def orchestrator(tmp_path: Path, source: str) -> OrchestratorConfig:
     return load(OrchestratorConfig, ["@", str(file)])
 
 
+@needs("prime")
 def test_a_dry_run_says_what_is_missing_and_a_start_is_refused(tmp_path: Path, taskset: str) -> None:
     cfg = orchestrator(tmp_path, '[[train.source]]\nenv.taskset.id = "owner/gone@0.1"\n')
     assert cfg.env[0].name == "gone"  # a name that metrics can have
@@ -79,6 +81,7 @@ def test_a_dry_run_says_what_is_missing_and_a_start_is_refused(tmp_path: Path, t
         check_plugins(cfg)
 
 
+@needs("prime")
 def test_held_out_environments_are_looked_at_too(tmp_path: Path, taskset: str) -> None:
     held_out = '[[train.source]]\nenv.taskset.id = "my-tasks"\n[[eval.source]]\nenv.taskset.id = "gone"\n'
     cfg = orchestrator(tmp_path, held_out)

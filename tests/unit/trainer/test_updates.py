@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import scored
+from processes.add_ons import needs
 from tiny import VOCAB, build_learner, build_policy, documents, pack, save_checkpoint
 from transformers import AutoModelForSequenceClassification
 
@@ -525,6 +526,7 @@ def named(tmp_path, monkeypatch):
     return section
 
 
+@needs("vime")
 def test_functions_in_the_trainer_are_called_at_their_points_and_change_the_data(named):
     section = named("init", "before_log_prob", "before_train_step", "advantages", "data_postprocess")
     hooks = TrainerHooks(section)

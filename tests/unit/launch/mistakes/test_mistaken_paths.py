@@ -48,8 +48,8 @@ MISTAKES = {
         "--data.name?",
     ),
     "a tracker that is none": (
-        f"{OK} --monitors.mlflow",
-        "--monitors.mlflow: unknown flag",
+        f"{OK} --monitors.comet",
+        "--monitors.comet: unknown flag",
         "wandb, tensorboard, trackio",
     ),
     "a family that is none": (f"{OK} --model.name quen", 'has model_type = "quen3"', "did you mean qwen3"),
@@ -104,6 +104,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@needs("prime")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_path_or_name_that_is_not_there_is_told_with_the_one_that_is(mistake, place, capsys):
     command, said, way_out = MISTAKES[mistake]

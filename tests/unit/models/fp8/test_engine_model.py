@@ -6,6 +6,7 @@ import json
 
 import pytest
 from cases.fp8_checkpoints import QUANTIZATION
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
@@ -29,6 +30,7 @@ def dry_run(tmp_path, served, *words, trained=HF):
     return plan_only(load(RLConfig, words))[0]
 
 
+@needs("prime")
 def test_engines_may_have_the_same_network_in_8_bits(tmp_path):
     told = dry_run(tmp_path, HF | {"quantization_config": QUANTIZATION})
     trainer = next(spec for spec in told.processes if spec.role == "trainer")
@@ -36,6 +38,7 @@ def test_engines_may_have_the_same_network_in_8_bits(tmp_path):
     dry_run(tmp_path, HF)  # and the same in full precision
 
 
+@needs("prime")
 @pytest.mark.parametrize(
     ("served", "words", "message"),
     [
@@ -63,6 +66,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path, served, w
         dry_run(tmp_path, served, *words)
 
 
+@needs("prime")
 def test_engines_with_another_tokenizer_are_refused(tmp_path):
     def tokenizer(**added):
         added_tokens = [{"content": text, "id": number} for text, number in added.items()]
@@ -77,6 +81,7 @@ def test_engines_with_another_tokenizer_are_refused(tmp_path):
         dry_run(tmp_path, HF)
 
 
+@needs("prime")
 def test_a_quantised_checkpoint_is_not_trained(tmp_path):
     whole = HF | {"quantization_config": QUANTIZATION}
     with pytest.raises(ConfigError, match=r"\[model\] name = .*quantized weights"):
