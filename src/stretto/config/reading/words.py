@@ -8,6 +8,7 @@ validated later (draft.py).
 
 from __future__ import annotations
 
+import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,8 +180,10 @@ def _resolve(cls: type[Section], name: str) -> Target | ArgumentProblem:
             return ArgumentProblem(message, "")
     meant = {tuple(key.split(".")) for key in keys_meant(".".join(plain))}
     near = [path for path in suggest(cls, tuple(plain)) if len(path) <= len(plain) + _FAR or path in meant]
+    if beside := _beside(cls, plain):  # then a key of another name is no near one
+        near = [path for path in near if path in meant or not _is_beside(path, plain)]
     flags = " or ".join("--" + dotted(path).replace("_", "-") for path in near)
-    hint = f"did you mean {flags}?" if near else _beside(cls, plain) or _help_hint(name)
+    hint = f"did you mean {flags}?" if near else beside or _help_hint(name)
     return ArgumentProblem(f"unknown flag; {hint}", "", tuple(find(cls, path).path for path in near))
 
 
@@ -197,6 +200,13 @@ def _beside(cls: type[Section], parts: list[str]) -> str:
     paths = [tuple(path.split(".")) for path, _, _ in all_paths(cls)]
     names = dict.fromkeys(path[-1] for path in paths if path[:-1] == level)
     return f"--{dotted(level).replace('_', '-')} has {', '.join(names)}" if level and names else ""
+
+
+def _is_beside(path: KeyPath, parts: list[str]) -> bool:
+    """Whether a path is the section that a flag names, or a key of it with quite another name."""
+    level = tuple(parts[:-1])
+    is_like = bool(difflib.get_close_matches(str(path[-1]), parts[-1:]))
+    return path == level or (path[:-1] == level and not is_like)
 
 
 def _target(cls: type[Section], parts: list[str], raw: list[str]) -> Target | None:
