@@ -52,7 +52,7 @@ def wheel(sdist: Path, tmp_path_factory) -> Path:
     """Built from the source archive, as a package index would have it done."""
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # 3.11.4
     [source] = folder.iterdir()
     return build("wheel", source, folder / "dist")
 
