@@ -136,17 +136,25 @@ def _branch(
 
 
 def token_texts(tokenizer: Tokenizer | None, token_ids: np.ndarray) -> list[str]:
-    """The text of each token. Where several tokens make one character, the first has it and the others are empty."""
+    """The text of each token. Where several tokens make one character, the first has it and the others are empty.
+
+    A token is decoded behind an earlier one: some decoders take the blank away that their text begins with.
+    """
     if tokenizer is None:
         return [f"{token} " for token in token_ids.tolist()]
     ids = token_ids.tolist()
     texts: list[str] = []
+    before: list[int] = []
     while len(texts) < len(ids):
-        at = len(texts)
-        whole = next(
-            (n for n in range(1, _LONGEST_CHARACTER + 1) if _BROKEN not in tokenizer.decode(ids[at : at + n])), 1
-        )
-        texts += [tokenizer.decode(ids[at : at + whole]), *[""] * (whole - 1)]
+        at, begun = len(texts), tokenizer.decode(before)
+        for whole in range(1, _LONGEST_CHARACTER + 1):
+            text = tokenizer.decode(before + ids[at : at + whole]).removeprefix(begun)
+            if _BROKEN not in text:
+                before = ids[at : at + whole]
+                break
+        else:
+            whole, text = 1, tokenizer.decode(ids[at : at + 1])
+        texts += [text, *[""] * (whole - 1)]
     return texts[: len(ids)]
 
 
