@@ -14,22 +14,33 @@ _HEADER = re.compile(
     r"|<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*"
     r"|<start_of_turn>(\w+)\n"
     r"|<\|start_of_role\|>(\w+)<\|end_of_role\|>"
-    r"|<\|start\|>(\w+)[^<\n]*(?:<\|channel\|>[^<\n]*)?(?:<\|constrain\|>[^<\n]*)?<\|message\|>"
+    r"|<\|start\|>(\w+)(?:[^<\n]*(?:<\|channel\|>[^<\n]*)?(?:<\|constrain\|>[^<\n]*)?<\|message\|>|\Z)"
     r"|<\|(system|user|assistant|observation|tool)\|>\n?"
-    r"|<｜(User|Assistant|tool▁outputs▁begin)｜>"
-    r"|(\[INST\]|\[/INST\]|\[TOOL_RESULTS\]) ?"
+    r"|<\|im_(user|assistant)\|>[^<\n]*<\|im_middle\|>"
+    r"|<\|im_system\|>(system|tool_declare)<\|im_middle\|>"
+    r"|<\|(im_system)\|>[^<\n]*<\|im_middle\|>"
+    r"|\]~b\](\w+)[^\n]*\n"
+    r"|<｜(User|Assistant)｜>"
+    r"|(?:<｜tool▁outputs▁begin｜>)?<｜(tool▁output▁begin)｜>"
+    r"|<｜(tool▁output▁end)｜>(?!\s*<｜tool▁output▁begin｜>)(?:\s*<｜tool▁outputs▁end｜>)?"
+    r"|\[(SYSTEM_PROMPT|AVAILABLE_TOOLS|/?INST|TOOL_RESULTS|/TOOL_RESULTS(?!\]\s*\[TOOL_RESULTS\]))\] ?"
 )
 _ROLES = {
-    "model": "assistant", "developer": "system", "ipython": "tool", "observation": "tool", "function": "tool",
-    "functions": "tool", "User": "user", "Assistant": "assistant", "tool▁outputs▁begin": "tool", "[INST]": "user",
-    "[/INST]": "assistant", "[TOOL_RESULTS]": "tool",
+    "model": "assistant", "ai": "assistant", "User": "user", "Assistant": "assistant", "INST": "user",
+    "/INST": "assistant", "developer": "system", "SYSTEM_PROMPT": "system", "AVAILABLE_TOOLS": "system",
+    "tools": "system", "available_tools": "system", "tool_declare": "system", "ipython": "tool", "observation": "tool",
+    "function": "tool", "functions": "tool", "im_system": "tool", "tool_response": "tool",
+    "tool▁output▁begin": "tool", "TOOL_RESULTS": "tool", "tool▁output▁end": "assistant", "/TOOL_RESULTS": "assistant",
 }  # fmt: skip
+"""Names in marks that are no roles. Where nothing marks the reply after a tool's answer, the answer's end does."""
 _TOOLS_ANSWER = re.compile(r"\s*<tool_response>")
 _END_MARK = (
-    r"(?:<\|(?:im_end|eot_id|eom_id|endoftext|end_of_text|end|return|call)\|>|<end_of_turn>|<｜end▁of▁sentence｜>|</s>)"
+    r"(?:<\|(?:im_end|eot_id|eom_id|endoftext|end_of_text|end|return|call)\|>|<end_of_turn>|</s>|\[e~\[|"
+    r"<｜(?:end▁of▁sentence|tool▁output▁end)｜>|\[/(?:SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS)\])"
 )
 _END = re.compile(_END_MARK + r"\s*$")
 _ANY_END = re.compile(_END_MARK)
+_FIRST_TOKEN = re.compile(r"<[^>]*>|\[[^\]]*\]|\]~b\]")
 
 
 class Stretch(NamedTuple):
@@ -56,8 +67,8 @@ def stretches(text: str) -> Iterator[Stretch]:
 
 def mark_of(text: str, stretch: Stretch) -> str:
     """The first special token of a turn's mark, such as `<|im_start|>`."""
-    head = text[stretch.start : stretch.body]
-    return head[: head.index(">") + 1] if head.startswith("<") else head.rstrip()
+    found = _FIRST_TOKEN.match(text, stretch.start, stretch.body)
+    return found[0] if found else ""
 
 
 def without_end(text: str) -> str:
