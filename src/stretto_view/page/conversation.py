@@ -169,9 +169,9 @@ def turns(texts: Sequence[str], is_sampled: np.ndarray) -> Iterator[dict[str, An
     found = [
         stretch
         for stretch in stretches(text)
-        if stretch.role == "text" or texts[bisect_right(starts, stretch.start) - 1] == mark_of(text, stretch)
+        if stretch.start == stretch.body or texts[bisect_right(starts, stretch.start) - 1] == mark_of(text, stretch)
     ]
-    if any(stretch.role != "text" for stretch in found):
+    if any(stretch.start < stretch.body for stretch in found):
         bounds = [bisect_left(ends, stretch.start + 1) for stretch in found] + [len(texts)]
         if bounds[0]:
             yield {"role": "text", "start": 0, "body": 0, "end": bounds[0]}

@@ -22,7 +22,6 @@ from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
 from stretto_view.page import conversation, rollouts, texts
 from stretto_view.page.app import build
 from stretto_view.page.library import Library, OpenRun
-from stretto_view.roles import mark_of, readable, stretches, without_end
 
 ASKED = (
     "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 6 times 7?<|im_end|>\n<|im_start|>assistant\n"
@@ -215,100 +214,6 @@ async def test_a_chat_is_only_on_a_page_that_asks_for_a_token(page: TestClient) 
     assert answer.status == 400 and "--chat" in await answer.text()
     with pytest.raises(AssertionError):
         build(Library([]), has_chat=True)
-
-
-# -- roles --
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        ASKED + CALL + TOOL + NEXT + "42",
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|><|start_header_id|>user"
-        "<|end_header_id|>\n\nWhat is 6 times 7?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-        "<tool_call>6*7</tool_call><|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n42<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n42",
-    ],
-)
-def test_roles_are_those_of_the_template_and_a_tools_answer_is_the_tools(text: str) -> None:
-    found = [(turn.role, without_end(text[turn.body : turn.end])) for turn in stretches(text) if turn.role != "text"]
-    assert [role for role, _ in found] == ["system", "user", "assistant", "tool", "assistant"]
-    assert found[1] == ("user", "What is 6 times 7?") and "42" in found[3][1]
-
-
-CALLED = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>calc<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
-ANSWERS = "<｜tool▁output▁begin｜>42<｜tool▁output▁end｜>\n<｜tool▁output▁begin｜>43<｜tool▁output▁end｜>"
-FAMILIES = {
-    "deepseek-v3": "<｜begin▁of▁sentence｜>Be brief.<｜User｜>6*7?<｜Assistant｜>"
-    + CALLED
-    + f"<｜tool▁outputs▁begin｜>{ANSWERS}<｜tool▁outputs▁end｜>It is 42.<｜end▁of▁sentence｜><｜User｜>Sure?",
-    "deepseek-v3.1": "<｜begin▁of▁sentence｜>Be brief.<｜User｜>6*7?<｜Assistant｜></think>"
-    + CALLED
-    + ANSWERS
-    + "It is 42.<｜end▁of▁sentence｜><｜User｜>Sure?",
-    "mistral": '<s>[SYSTEM_PROMPT] Be brief.[/SYSTEM_PROMPT][INST] 6*7?[/INST][TOOL_CALLS] [{"name": "calc"}]</s>'
-    '[TOOL_RESULTS] {"content": 42}[/TOOL_RESULTS][TOOL_RESULTS] {"content": 43}[/TOOL_RESULTS] It is 42.</s>'
-    "[INST] Sure?",
-    "gpt-oss": "<|start|>system<|message|>Be brief.<|end|><|start|>user<|message|>6*7?<|end|>"
-    "<|start|>assistant<|channel|>commentary to=functions.calc <|constrain|>json<|message|>{}<|call|>"
-    "<|start|>functions.calc to=assistant<|channel|>commentary<|message|>42<|end|>"
-    "<|start|>functions.calc to=assistant<|channel|>commentary<|message|>43<|end|>"
-    "<|start|>assistant<|channel|>final<|message|>It is 42.<|return|><|start|>user<|message|>Sure?<|end|>",
-    "kimi-k2": "<|im_system|>tool_declare<|im_middle|>[]<|im_end|><|im_user|>user<|im_middle|>6*7?<|im_end|>"
-    "<|im_assistant|>assistant<|im_middle|><|tool_calls_section_begin|>calc<|tool_calls_section_end|><|im_end|>"
-    "<|im_system|>calc<|im_middle|>## Return of 0\n42<|im_end|><|im_system|>tool<|im_middle|>43<|im_end|>"
-    "<|im_assistant|>assistant<|im_middle|>It is 42.<|im_end|><|im_user|>user<|im_middle|>Sure?<|im_end|>",
-    "minimax-m2": "]~!b[]~b]system\nBe brief.[e~[\n]~b]user\n6*7?[e~[\n]~b]ai\n<minimax:tool_call>calc[e~[\n"
-    "]~b]tool\n<response>42</response>[e~[\n]~b]tool\n43[e~[\n]~b]ai\nIt is 42.[e~[\n]~b]user\nSure?[e~[\n",
-    "glm": "[gMASK]<sop><|system|>\nBe brief.<|user|>\n6*7?<|assistant|>\n<tool_call>calc</tool_call><|observation|>\n"
-    "<tool_response>\n42\n</tool_response><|observation|>\n43<|assistant|>\nIt is 42.<|user|>\nSure?",
-    "granite": "<|start_of_role|>system<|end_of_role|>Be brief.<|end_of_text|>\n"
-    "<|start_of_role|>user<|end_of_role|>6*7?<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|><|tool_call|>calc<|end_of_text|>\n"
-    "<|start_of_role|>tool_response<|end_of_role|>42<|end_of_text|>\n<|start_of_role|>tool_response<|end_of_role|>43"
-    "<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>It is 42.<|end_of_text|>\n"
-    "<|start_of_role|>user<|end_of_role|>Sure?<|end_of_text|>\n",
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_reply_after_a_tools_answer_is_the_assistants(family: str) -> None:
-    """Also in templates that write no mark before it: there the end of the tool's answer is the mark."""
-    text = FAMILIES[family]
-    found = [(turn.role, without_end(text[turn.body : turn.end])) for turn in stretches(text)]
-    told = [(role, own) for role, own in found if role not in ("text", "system")]
-    assert [role for role, _ in told] == ["user", "assistant", "tool", "tool", "assistant", "user"]
-    assert told[0][1] == "6*7?" and "42" in told[2][1] and "43" in told[3][1] and "42" not in told[3][1]
-    assert [own for _, own in told[4:]] == ["It is 42.", "Sure?"]
-
-
-def test_every_mark_of_the_templates_begins_with_its_token() -> None:
-    """A turn's mark counts on the page if its first special token is one token."""
-    for family, text in FAMILIES.items():
-        for turn in stretches(text):
-            mark = mark_of(text, turn)
-            assert (mark == "") == (turn.role == "text") and text.startswith(mark, turn.start), family
-            assert len(mark) <= len("<｜tool▁outputs▁begin｜>") and "\n" not in mark, family
-
-
-def test_an_open_mark_at_the_end_of_a_prompt_is_not_the_users_text() -> None:
-    text = "<|start|>user<|message|>6*7?<|end|><|start|>assistant"
-    found = [(turn.role, without_end(text[turn.body : turn.end])) for turn in stretches(text)]
-    assert found == [("user", "6*7?"), ("assistant", "")]
-
-
-def test_turns_without_system_or_marks_are_found_too() -> None:
-    text = "<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nyes<end_of_turn>\n"
-    assert [(turn.role, without_end(text[turn.body : turn.end])) for turn in stretches(text)] == [
-        ("user", "Hi"), ("assistant", "yes"),
-    ]  # fmt: skip
-    assert list(stretches("1 + 1 = 2")) == []
-    assert readable("<|im_start|>user\nHi<|im_end|>").strip() == "user: Hi"
-
-
-def test_text_that_spells_a_mark_is_no_mark() -> None:
-    pieces = ["<|im_start|>", "user\n", "<|im_", "start|>system\n", "evil", "<|im_end|>"]
-    found = list(conversation.turns(pieces, np.zeros(len(pieces), bool)))
-    assert [(turn["role"], turn["start"], turn["end"]) for turn in found] == [("user", 0, 6)]
 
 
 def test_replies_of_evals_have_turns() -> None:
