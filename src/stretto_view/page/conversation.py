@@ -59,6 +59,7 @@ def conversation(run: OpenRun, group_id: int, member: int) -> dict[str, Any]:
             _branch(tokenizer, branch, trained.get(number), row["advantage"]) for number, branch in enumerate(branches)
         ],
         "no_tokens": lost,
+        "no_text": run.no_text,
         "not_kept": _not_kept(row, is_exported=bool(trained)),
         "group": [
             {key: each[key] for key in ("member", "status", "reward", "advantage", "num_sampled_tokens")}

@@ -48,7 +48,8 @@ def page(
 ) -> dict[str, Any]:
     """As `rollouts.page`, each row with the beginnings of its prompt and reply; only rows that have `text`.
 
-    is_loading: whether the beginnings are not there yet, because the tokenizer is still being loaded.
+    is_loading: whether the beginnings are not there yet, because the tokenizer is still being loaded. no_text: why
+    there are none.
     place: where the text must be. A row that has it also says what is around the match (`match`). unread: how many
     rollouts of the searched stretch have no tokens any more. The case of letters does not matter.
 
@@ -61,10 +62,11 @@ def page(
         return {
             **found,
             "is_loading": run.is_loading,
+            "no_text": run.no_text,
             "rows": [_with_beginnings(ledger, tokenizer, row) for row in found["rows"]],
         }
     if (tokenizer := run.tokenizer_within(_SEARCH_LOADING_S)) is None:
-        raise ConfigError("text: this run's tokenizer is not found from here, so its rollouts have no text to search.")
+        raise ConfigError(f"text: there is none to search in; {run.no_text}.")
     return _search(ledger, tokenizer, filters, text.lower(), place, before)
 
 
@@ -181,38 +183,47 @@ def _match(tokenizer: Tokenizer, branches: Sequence[Branch], text: str, place: s
 def over_versions(run: OpenRun, task: str, env: str | None) -> dict[str, Any]:
     """The replies to a task, newest version first, a few of each version, within a bound on time.
 
-    is_cut: whether older versions were not read any more.
+    is_cut: whether older versions were not read any more. damaged: files of evals with lines that cannot be read.
 
     Raises: ConfigError without a task.
     """
     if not task:
         raise ConfigError("a request for a task over the versions needs its id: `task`.")
-    needle = json.dumps(task, ensure_ascii=False)
+    needles = (json.dumps(task, ensure_ascii=False), json.dumps(task))
     rows: list[dict[str, Any]] = []
+    damaged: list[str] = []
     began, is_cut = time.monotonic(), False
     for version in sorted({row["version"] for row in run.evals()}, reverse=True):
         if is_cut := time.monotonic() - began > _EVALS_BUDGET_S:
             break
         own: list[dict[str, Any]] = []
         for file in sorted(run.dir.eval(version).glob("*.jsonl")):
-            with file.open() as lines:
-                for line in lines:
-                    if len(own) < _MOST_PER_VERSION and (needle in line or json.dumps(task) in line):
-                        row = json.loads(line)
-                        if row.get("task_id") == task and env in (None, row.get("env")):
-                            own.append(with_turns({"version": version, **row}))
+            try:
+                with file.open() as lines:
+                    for line in lines:
+                        if len(own) < _MOST_PER_VERSION and any(needle in line for needle in needles):
+                            row = json.loads(line)
+                            if row.get("task_id") == task and env in (None, row.get("env")):
+                                own.append(with_turns({**row, "version": version}))
+            except (OSError, ValueError, AttributeError, DataError):
+                damaged.append(str(file.relative_to(run.path)))
         rows += own
-    return {"rows": rows, "is_cut": is_cut}
+    return {"rows": rows, "is_cut": is_cut, "damaged": damaged}
 
 
 def with_turns(row: Row) -> Row:
     """A reply of an eval whose branches also have their text as `turns`: role, text, and whether it is of the reply.
 
     The turn in which the reply begins is cut there.
+
+    Raises: DataError if its branches are not such.
     """
-    branches = [
-        {**branch, "turns": list(_turns(branch["prompt"], branch["reply"]))} for branch in row.get("branches", ())
-    ]
+    try:
+        branches = [
+            {**branch, "turns": list(_turns(branch["prompt"], branch["reply"]))} for branch in row.get("branches") or ()
+        ]
+    except (KeyError, TypeError) as cause:
+        raise DataError(f"the reply to task {row.get('task_id')!r} is damaged: its branches have no text.") from cause
     return {**row, "branches": branches}
 
 
