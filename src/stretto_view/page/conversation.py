@@ -36,8 +36,10 @@ _MEMBER = f"""
 """
 
 
-def conversation(run: OpenRun, group_id: int, member: int) -> dict[str, Any]:
+def conversation(run: OpenRun, group_id: int, member: int, begin: tuple[int, int] = (0, 0)) -> dict[str, Any]:
     """The rollout with its branches, its group's rows, and what the environment reported.
+
+    begin: a branch, and its first token that is shown; of other branches that is the first one.
 
     Raises: DataError if there is no such rollout.
     """
@@ -56,7 +58,8 @@ def conversation(run: OpenRun, group_id: int, member: int) -> dict[str, Any]:
     return {
         **{key: value for key, value in row.items() if key not in ("segment", "offset", "length", "crc")},
         "branches": [
-            _branch(tokenizer, branch, trained.get(number), row["advantage"]) for number, branch in enumerate(branches)
+            _branch(tokenizer, branch, trained.get(number), row["advantage"], begin[1] if number == begin[0] else 0)
+            for number, branch in enumerate(branches)
         ],
         "no_tokens": lost,
         "no_text": run.no_text,
@@ -97,14 +100,19 @@ def picture(run: OpenRun, name: str) -> bytes:
 
 
 def _branch(
-    tokenizer: Tokenizer | None, branch: Branch, trained: dict[int, dict[str, float]] | None, advantage: float | None
+    tokenizer: Tokenizer | None,
+    branch: Branch,
+    trained: dict[int, dict[str, float]] | None,
+    advantage: float | None,
+    begin: int,
 ) -> dict[str, Any]:
-    """Tokens as columns, and turns as stretches of them.
+    """Tokens from `begin` on as columns, and turns as stretches of them.
 
     advantage: of the whole rollout, for tokens that the trainer did not write down. `ratio` is the trainer's
     probability over the engine's; it and `entropy` are there where the trainer wrote them. `trained` is the loss mask.
     """
-    shown = slice(0, MOST_TOKENS)
+    begin = min(begin, max(0, len(branch.token_ids) - 1))
+    shown = slice(begin, begin + MOST_TOKENS)
     ids = branch.token_ids[shown]
     texts = token_texts(tokenizer, ids)
     is_trained = branch.is_sampled & branch.is_trained
@@ -121,7 +129,7 @@ def _branch(
         columns["teacher"] = [_rounded(value) for value in (branch.ref_logprobs - branch.logprobs)[shown].tolist()]
     if trained:
         for name in ("ratio", "entropy", "advantage"):
-            columns[name] = [_rounded(trained.get(at, {}).get(name)) for at in range(len(ids))]
+            columns[name] = [_rounded(trained.get(begin + at, {}).get(name)) for at in range(len(ids))]
     elif advantage is not None:
         columns["advantage"] = [_rounded(advantage) if each else None for each in is_trained[shown].tolist()]
     return {
@@ -131,8 +139,13 @@ def _branch(
         "temperature": branch.temperature,
         "images": [image.hash for image in branch.images],
         "tokens": columns,
-        "num_more": max(0, len(branch.token_ids) - MOST_TOKENS),
-        "turns": list(turns(texts, branch.is_sampled[shown])),
+        "begin": begin,
+        "num_more": max(0, len(branch.token_ids) - begin - MOST_TOKENS),
+        "turns": [
+            # of a turn that began before these tokens nobody here knows whose it is
+            {**turn, "role": "text"} if begin and turn["start"] == turn["body"] == 0 else turn
+            for turn in turns(texts, branch.is_sampled[shown])
+        ],
     }
 
 

@@ -30,6 +30,7 @@ _EVALS_BUDGET_S = 2.0
 _MOST_PER_VERSION = 8
 _LOADING_S, _SEARCH_LOADING_S = 0.3, 120.0  # a list waits for the tokenizer so long, and a search
 _STRETCH = 100  # rollouts between two looks at the clock
+_TURNS_BUDGET_S = 0.3  # of rollouts under way that are left then, a list says only how many turns they have
 _LENGTH = 160  # characters of a beginning, and of what is around a match
 _MOST_PROMPT, _MOST_REPLY = 2000, 200  # tokens that are decoded for a beginning
 _PAYLOAD = ("segment", "offset", "length", "crc")
@@ -63,11 +64,21 @@ def page(
             **found,
             "is_loading": run.is_loading,
             "no_text": run.no_text,
-            "rows": [_with_beginnings(ledger, tokenizer, row) for row in found["rows"]],
+            "rows": list(_listed(ledger, tokenizer, found["rows"])),
         }
     if (tokenizer := run.tokenizer_within(_SEARCH_LOADING_S)) is None:
         raise ConfigError(f"text: there is none to search in; {run.no_text}.")
     return _search(ledger, tokenizer, filters, text.lower(), place, before)
+
+
+def _listed(ledger: LedgerReader, tokenizer: Tokenizer | None, rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows with their beginnings. Turns of rollouts under way are read one by one, so that takes a bounded time."""
+    began = time.monotonic()
+    for row in rows:
+        if row["finished_at"] is None and time.monotonic() - began > _TURNS_BUDGET_S:
+            yield _with_beginnings(ledger, None, row, ()) | {"is_long": True, "num_turns": None}
+        else:
+            yield _with_beginnings(ledger, tokenizer, row)
 
 
 def _search(
