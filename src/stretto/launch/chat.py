@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -18,7 +19,7 @@ import urllib.error
 import urllib.request
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -230,14 +231,26 @@ def _next_line(source: TextIO, out: TextIO, is_terminal: bool) -> str | None:
 def _write_reply(server: Server, messages: Sequence[Message], options: Namespace, out: TextIO) -> str:
     """Write a reply as it comes; its text. Ctrl-C ends it, and what was written of it stays in the conversation."""
     pieces: list[str] = []
+    is_terminal = sys.stdin.isatty()
     try:
-        for piece in server.reply(messages, options):
-            pieces.append(piece)
-            out.write(harmless(piece))
-            out.flush()
+        with _raising_at_ctrl_c() if is_terminal else nullcontext():
+            for piece in server.reply(messages, options):
+                pieces.append(piece)
+                out.write(harmless(piece))
+                out.flush()
     except KeyboardInterrupt:
-        if not sys.stdin.isatty():
+        if not is_terminal:
             raise
     out.write("\n")
     out.flush()
     return "".join(pieces)
+
+
+@contextmanager
+def _raising_at_ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, in each reply anew: the command's own handler ignores all later signals."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

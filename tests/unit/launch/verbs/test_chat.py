@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import threading
+import time
+from argparse import Namespace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
 
+from stretto import signals
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.paths import RunDir
 from stretto.launch import chat as module
@@ -88,6 +93,49 @@ def test_what_a_server_refuses_is_said_with_its_words(url, monkeypatch):
 def test_a_server_that_is_not_there_is_named():
     with pytest.raises(EngineError, match=r"http://127.0.0.1:9/v1 does not answer"):
         Server("http://127.0.0.1:9").model()
+
+
+@pytest.fixture
+def as_command(monkeypatch):
+    """Ctrl-C does what it does to a command that has begun its verb."""
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(signals, "_signals", [signal.SIGINT])
+    signals.unwind_at_signals()
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Terminal(io.StringIO):
+    """Lines that somebody types."""
+
+    def isatty(self):
+        return True
+
+
+def test_ctrl_c_ends_one_reply_after_the_other_and_then_the_command(as_command, monkeypatch, capsys):
+    class Endless:
+        def model(self):
+            return "endless"
+
+        def reply(self, messages, options):
+            yield "begun"
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+            raise AssertionError("Ctrl-C was ignored")
+
+    lines = iter("ab")
+
+    def typed(prompt):
+        if (line := next(lines, None)) is None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        return line
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr("sys.stdin", Terminal())
+    with pytest.raises(KeyboardInterrupt):
+        module._talk(Endless(), Namespace(system=None))
+    assert capsys.readouterr().out.splitlines()[1:] == ["begun", "begun"]
 
 
 def run_with(tmp_path, *steps, latest=None):
