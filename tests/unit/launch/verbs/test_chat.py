@@ -90,6 +90,43 @@ def test_what_a_server_refuses_is_said_with_its_words(url, monkeypatch):
         chat([url])
 
 
+def test_comments_in_the_stream_are_passed_over_and_thoughts_are_shown_before_the_reply():
+    chunk = {"choices": [{"delta": {"reasoning_content": "hm, ", "content": "yes"}, "finish_reason": "stop"}]}
+    stream = f": still working\n\nevent: x\ndata: {json.dumps(chunk)}\n\n"
+    assert "".join(replied(stream.encode())) == "hm, yes"
+
+
+WRONG_STREAMS = {
+    "cut": (b'data: {"choices": [{"delta": {"content": "hel"}}]}\n\n', "broke off before the end"),
+    "no JSON": (b"data: {oops\n\n", "not answer as an OpenAI-compatible server"),
+    "no text": (b"\xff\xfe\n", "not answer as an OpenAI-compatible server"),
+    "no object": (b"data: [1]\n\n", "not answer as an OpenAI-compatible server"),
+    "a page": (b"<html>\n", "broke off before the end"),
+    "an error": (b'data: {"error": "out of memory"}\n\n', "stretto chat: out of memory"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_STREAMS)
+def test_a_stream_that_ends_early_or_is_none_is_an_error_of_the_server(name):
+    stream, message = WRONG_STREAMS[name]
+    with pytest.raises(EngineError, match=message):
+        list(replied(stream))
+
+
+@pytest.mark.parametrize("listed", [b"<html>", b"[1]", b'{"data": [{"name": "a"}]}'])
+def test_a_list_of_models_that_is_none_is_an_error_of_the_server(listed, monkeypatch):
+    monkeypatch.setattr(Server, "_open", lambda *_: io.BytesIO(listed))
+    with pytest.raises(EngineError, match="not answer as an OpenAI-compatible server"):
+        Server("http://h").model()
+
+
+def replied(stream: bytes):
+    """The pieces of a reply that is sent as this stream."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Server, "_open", lambda *_: io.BytesIO(stream))
+        yield from Server("http://h", model="m").reply([], Namespace(temperature=0.0, max_tokens=5))
+
+
 def test_a_server_that_is_not_there_is_named():
     with pytest.raises(EngineError, match=r"http://127.0.0.1:9/v1 does not answer"):
         Server("http://127.0.0.1:9").model()
@@ -184,6 +221,14 @@ def test_a_run_means_its_newest_export_and_a_step_or_the_best_may_be_asked_for(t
         (["outputs/other"], r"outputs/other does not exist\."),
         (["."], "is no run with exported weights, and no model"),
         (["http://h", "--api-key-var", "NOT_SET_HERE"], "NOT_SET_HERE is not set"),
+        (["http://h", "--best"], "--best is for a run"),
+        (["http://h:port"], "http://h:port is no URL"),
+        (["http://"], "it names no host"),
+        (["http://[::1"], "is no URL"),
+        (["outputs/mine", "--served-model", "a"], "--served-model is for a URL"),
+        (["outputs/mine", "--step", "10", "--best"], "leave one of them out"),
+        (["outputs/mine/weights/step_10", "--best"], "--best is for a run, and .*step_10 is a model"),
+        (["lab/model-of-the-hub", "--step", "0"], "--step is for a run"),
         (["outputs/mine", "--tempe", "1"], "did you mean --temperature"),
         ([], "a word is missing: model"),
     ],
