@@ -7,7 +7,6 @@ that loads the model, with a better message.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -120,6 +119,8 @@ def _check_targets(directory: Path, targets: Sequence[str], where: str) -> None:
 
     Raises: ConfigError naming a layer that no model has, and the nearest name.
     """
+    import difflib
+
     names = layer_names(directory)
     if not names:
         return
@@ -156,6 +157,8 @@ def check_family(model: ModelFile, where: str) -> None:
         return
     if not name:
         raise ConfigError(f"{where}: {file} has no model_type; copy the model's config.json here again")
+    import difflib
+
     near = difflib.get_close_matches(name, sorted({*ours, *theirs}), n=2)
     meant = f"did you mean {' or '.join(near)}? Else install" if near else "correct it, or install"
     raise ConfigError(
