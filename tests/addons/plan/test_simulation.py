@@ -49,7 +49,7 @@ def test_an_asynchronous_step_is_the_longer_of_both(tmp_path) -> None:
 
 
 def test_a_batch_in_tokens_is_as_large_as_they_make_it(tmp_path) -> None:
-    """30 tokens a rollout: 240 are two groups of four; a long context is simulated in larger units."""
+    """30 tokens per rollout: 240 are two groups of four; a long context is simulated in larger units."""
     given = costs(tmp_path, max_async_level=0, token_batch_size=240)
     assert simulate(given, Workload(Numbers(10), Numbers(20)), steps=6).rollouts == 8
     ahead = costs(tmp_path, max_async_level=8, token_batch_size=240, batch_size=64)
