@@ -2,7 +2,7 @@
 
 SUITE is a directory of tasks, or a dataset that Harbor knows, such as `terminal-bench@2.0`. Harbor itself plays the
 trial: it makes the environment, runs the agent and the tests. It may have a Python of its own, in which each worker keeps
-one process for all its trials (harbor_side/play_trials.py). The agent's requests go to the gateway, whose address and key
+one process for all its trials (other_python/play_trials.py). The agent's requests go to the gateway, whose address and key
 of the rollout are in its environment variables; the reward is the verifier's.
 """
 
@@ -27,7 +27,7 @@ from stretto.envs.gateway.server import Access, Gateway
 from stretto.envs.hubs.servers import find_python, module_version, split_of
 from stretto.records.rollout import Task
 
-PROGRAM = Path(__file__).parent / "harbor_side" / "play_trials.py"
+PROGRAM = Path(__file__).parent / "other_python" / "play_trials.py"
 LOCAL = "local_environment:LocalEnvironment"
 PYTHON_RULE = "Harbor needs Python 3.12 or later; name a Python that has it: args.python"
 _MAX_LINE_BYTES = 2**26

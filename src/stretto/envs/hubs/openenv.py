@@ -25,7 +25,7 @@ import aiohttp
 from stretto.base.errors import ConfigError, EnvError
 from stretto.data.messages import short_repr
 from stretto.envs.base import EpisodeLimits, LimitReached, Message, RolloutContext, RolloutResult, Split, TaskSource
-from stretto.envs.hubs.servers import LocalServer, answer_of, fetch_json, module_version, split_of
+from stretto.envs.hubs.servers import LocalServer, answer_of, fetch_json, find_python, module_version, split_of
 from stretto.records.rollout import Task
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class OpenEnv:
     def check(self) -> list[str]:
         """What is missing for a run, one sentence each."""
         if self._server is not None:
-            python = self._server.python
+            python = self._server.argv[0]
             if module_version(python, "openenv") is None:
                 return [f"{python} has no package openenv: {python} -m pip install openenv"]
             return []
@@ -184,7 +184,8 @@ def _local_server(what: str, source: str, python: str | None) -> LocalServer:
     app = next((value.strip().strip("'\"") for key, _, value in lines if key.strip() == "app"), "")
     if ":" not in app:
         raise ConfigError(f"{what}: {manifest} has no `app: module:name`, which says what to start; start it yourself")
-    return LocalServer(what, app, place.resolve(), python)
+    argv = [find_python(what, python), "-m", "uvicorn", app, "--host", "127.0.0.1", "--port"]
+    return LocalServer(what, argv, place.resolve())
 
 
 @dataclass(frozen=True)

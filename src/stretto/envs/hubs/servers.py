@@ -11,6 +11,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,10 @@ _VERSION += "sys.exit(1) if u.find_spec(n) is None else print(m.version(n))"
 
 
 class LocalServer:
-    """A web application of a Python that may be another one, served on a free port of 127.0.0.1."""
+    """A server that `argv` and a port as its last word start on 127.0.0.1, often in a Python of its own."""
 
-    def __init__(self, what: str, app: str, directory: Path, python: str | None) -> None:
-        self._what, self._app, self._directory = what, app, directory
-        self.python = find_python(what, python)
+    def __init__(self, what: str, argv: Sequence[str], directory: Path | None = None) -> None:
+        self._what, self.argv, self._directory = what, argv, directory
         self._log = Path(tempfile.mkdtemp(prefix="stretto-hub-"), "server.log")
         self._child: process.Child | None = None
         self._url = ""
@@ -60,7 +60,7 @@ class LocalServer:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        argv = [self.python, "-m", "uvicorn", self._app, "--host", "127.0.0.1", "--port", str(port)]
+        argv = [*self.argv, str(port)]
         self._child = child = process.start(
             self._what, argv, env=without_secret(), log=self._log, cwd=self._directory, level=logging.INFO
         )
