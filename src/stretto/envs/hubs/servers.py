@@ -34,7 +34,7 @@ class LocalServer:
 
     def __init__(self, what: str, argv: Sequence[str], directory: Path | None = None) -> None:
         self._what, self.argv, self._directory = what, argv, directory
-        self._log = Path(tempfile.mkdtemp(prefix="stretto-hub-"), "server.log")
+        self._log: Path | None = None
         self._child: process.Child | None = None
         self._url = ""
         self._starting = asyncio.Lock()
@@ -52,9 +52,12 @@ class LocalServer:
     async def close(self) -> None:
         if self._child is not None:
             await process.stop([self._child], grace_s=_GRACE_S)
-        shutil.rmtree(self._log.parent, ignore_errors=True)
+        if self._log is not None:
+            shutil.rmtree(self._log.parent, ignore_errors=True)
 
     async def _start(self) -> None:
+        if self._log is None:
+            self._log = Path(tempfile.mkdtemp(prefix="stretto-hub-"), "server.log")
         if self._child is not None:
             self._child.close()
         with socket.socket() as probe:
