@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import json
 import logging
+import os
 import shutil
 import socket
 import tempfile
@@ -21,10 +22,9 @@ from typing import Any
 
 from stretto.base import process
 from stretto.base.errors import ConfigError, EnvError
-from stretto.base.secret import without_secret
 from stretto.envs.base import EpisodeLimits, RolloutContext, RolloutResult, Split, TaskSource
 from stretto.envs.gateway.server import Access, Gateway
-from stretto.envs.hubs.servers import find_python, module_version, split_of
+from stretto.envs.hubs.servers import env_for, find_python, module_version, split_of
 from stretto.records.rollout import Task
 
 PROGRAM = Path(__file__).parent / "other_python" / "play_trials.py"
@@ -106,7 +106,8 @@ class Harbor:
         else:
             raise ConfigError(f"{self._what}: there is no directory {source!r}")
         asked = {"suite": suite, "agent": self._agent | {"env": _access_env(None)}, "environment": self._place}
-        answer = process.output_of([self._python, str(PROGRAM), "look", json.dumps(asked)], timeout_s=_LOOK_S)
+        argv, env = [self._python, str(PROGRAM), "look", json.dumps(asked)], os.environ | env_for(self._python)
+        answer = process.output_of(argv, timeout_s=_LOOK_S, env=env)
         if answer is None:
             raise ConfigError(f"{self._what}: {self._python} cannot import Harbor's modules; stretto works with 0.26")
         return json.loads(answer)
@@ -205,7 +206,7 @@ class _TrialPlayer:
         own, other = socket.socketpair()
         argv = [python, str(PROGRAM), "play", str(other.fileno())]
         self._child = process.start(
-            what, argv, env=without_secret(), log=self._log, pass_fds=[other.fileno()], level=logging.INFO
+            what, argv, env=env_for(python), log=self._log, pass_fds=[other.fileno()], level=logging.INFO
         )
         other.close()
         self._own = own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import shutil
 import socket
 import sys
@@ -65,7 +66,7 @@ class LocalServer:
             port = probe.getsockname()[1]
         argv = [*self.argv, str(port)]
         self._child = child = process.start(
-            self._what, argv, env=without_secret(), log=self._log, cwd=self._directory, level=logging.INFO
+            self._what, argv, env=env_for(argv[0]), log=self._log, cwd=self._directory, level=logging.INFO
         )
         self._url = f"http://127.0.0.1:{port}"
         try:
@@ -103,6 +104,11 @@ def find_python(what: str, python: str | None) -> str:
     return str(Path(found).absolute())
 
 
+def env_for(python: str) -> dict[str, str]:
+    """Environment variables for a program of a Python: another one must not find the packages of this one."""
+    return without_secret() | ({} if python == sys.executable else {"PYTHONPATH": ""})
+
+
 def split_of(what: str, count: int, num_eval: int, noun: str) -> tuple[range, range]:
     """The numbers that are trained on, and the held-out ones: the last, or all if none is held out.
 
@@ -116,7 +122,7 @@ def split_of(what: str, count: int, num_eval: int, noun: str) -> tuple[range, ra
 
 def module_version(python: str, name: str) -> str | None:
     """The version of a package in a Python; None if it is not there."""
-    found = process.output_of([python, "-c", _VERSION, name], timeout_s=30.0)
+    found = process.output_of([python, "-c", _VERSION, name], timeout_s=30.0, env=os.environ | env_for(python))
     return found.strip() if found else None
 
 
