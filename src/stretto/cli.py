@@ -24,6 +24,7 @@ SUMMARIES = {
     "evals": "the process beside an sft run that evaluates its versions",
     "demo": "warm a tiny model up and train it, in a few minutes on a laptop",
     "chat": "talk to a checkpoint, a model or a server: stretto chat RUN",
+    "convert": "a checkpoint of Megatron as a Hugging Face directory, or the other way: stretto convert FROM TO",
     "init": "write a small project of your own: stretto init DIR",
     "completion": "completion for a shell: source <(stretto completion bash)",
     "status": "how far a run is, and who runs it: stretto status RUN",

@@ -189,12 +189,7 @@ def _access_env(access: Access | None) -> dict[str, str]:
     if access is not None:
         return access.env
     url, key = "http://127.0.0.1:1", "none"
-    return {
-        "OPENAI_BASE_URL": f"{url}/v1",
-        "OPENAI_API_KEY": key,
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_API_KEY": key,
-    }
+    return {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
 
 
 class _TrialPlayer:

@@ -22,7 +22,16 @@ import aiohttp
 
 from stretto.base.errors import ConfigError, DataError, EnvError
 from stretto.data.records import read_records
-from stretto.envs.base import EpisodeLimits, LimitReached, Message, Reply, RolloutContext, RolloutResult, Split, TaskSource
+from stretto.envs.base import (
+    EpisodeLimits,
+    LimitReached,
+    Message,
+    Reply,
+    RolloutContext,
+    RolloutResult,
+    Split,
+    TaskSource,
+)
 from stretto.envs.gateway.dialects import DIALECTS
 from stretto.envs.gateway.session import Answer, Request
 from stretto.envs.hubs.servers import LocalServer, answer_of, fetch_json, find_python, module_version, split_of
@@ -252,9 +261,7 @@ class _Episode:
 
     def _result(self, reward: Any, numbers: dict[str, Any]) -> RolloutResult:
         metrics = {
-            name: float(value)
-            for name, value in numbers.items()
-            if isinstance(value, int | float) and name != "reward"
+            name: float(value) for name, value in numbers.items() if isinstance(value, int | float) and name != "reward"
         }
         return RolloutResult(
             reward=reward, metrics=metrics | {"turns": float(self.num_turns)}, is_truncated=self.is_truncated

@@ -216,4 +216,3 @@ def instructions(environment_dir: Path) -> list[tuple[str, str]]:
     joined = "\n".join(lines).replace("\\\n", " ")
     parts = [line.strip().split(None, 1) for line in joined.splitlines() if line.strip()]
     return [(part[0].upper(), part[1] if len(part) > 1 else "") for part in parts]
-
