@@ -157,13 +157,11 @@ class Server:
             "object": "model",
             "created": int(time.time()),
             "owned_by": "stretto",
-            "root": str(self.directory),
+            "root": self.model_name,  # vLLM's has the directory, which is no business of a client
             "parent": None,
             "max_model_len": core.max_model_len,
         }
-        adapters = [
-            card | {"id": adapter.name, "root": adapter.path, "parent": self.model_name} for adapter in core.adapters
-        ]
+        adapters = [card | {"id": each.name, "root": each.name, "parent": self.model_name} for each in core.adapters]
         return json_response({"object": "list", "data": [card, *adapters]})
 
     async def metrics(self, _: web.Request) -> web.Response:
