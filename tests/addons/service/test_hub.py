@@ -329,7 +329,7 @@ async def test_links_to_files_begin_with_the_public_address(client: TestClient) 
 
 
 def test_a_public_address_without_a_scheme_is_refused() -> None:
-    with pytest.raises(ConfigError, match="public.url.* is no address"):
+    with pytest.raises(ConfigError, match=r"public.url.* is no address"):
         load(ServeConfig, ["--model.name", "m", "--service.public-url", "tinker.example"])
 
 
