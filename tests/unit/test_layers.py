@@ -26,7 +26,7 @@ BELOW = {
     "chat": {"base", "families", "records", "config", "data"},
     "models": {"base", "families", "records", "config"},
     "transports": {"base", "records", "config"},
-    "data": {"base"},
+    "data": {"base", "families"},
     "check": {"base", "families", "config", "data", "monitors", "envs", "vime"},
     "vime": {"addons", "base", "records", "data"},
     "envs": {"base", "records", "config", "data", "vime"},
