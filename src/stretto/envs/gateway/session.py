@@ -39,7 +39,9 @@ class Answer:
 
     @property
     def text(self) -> str:
-        return self.reply.message.get("content") or ""
+        """Its text, with calls that nobody can read: a program sees them as the model wrote them."""
+        message = self.reply.message
+        return "\n".join(filter(None, (message.get("content"), *message.get("unparsed_tool_calls", ()))))
 
     @property
     def thought(self) -> str:
