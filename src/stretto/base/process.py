@@ -321,9 +321,9 @@ def describe_exit(returncode: int) -> str:
         return f"killed by signal {-returncode}"
 
 
-def output_of(argv: list[str], timeout_s: float = OUTPUT_S) -> str | None:
+def output_of(argv: list[str], timeout_s: float = OUTPUT_S, env: Mapping[str, str] | None = None) -> str | None:
     """The output of a program; None if it is missing, fails or does not end within timeout_s."""
     try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
+        return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=True, env=env).stdout
     except (OSError, subprocess.SubprocessError):
         return None

@@ -62,9 +62,10 @@ class Access:
 
 
 class Gateway:
-    """The server; it is started by the first rollout."""
+    """The server; it is started by the first rollout. `host`: the address of this machine at which programs reach it."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
         self._port = 0
@@ -79,7 +80,7 @@ class Gateway:
         key = f"sk-{secrets.token_hex(24)}"
         session = self._sessions[key] = Session(ctx)
         try:
-            yield Access(session, f"http://127.0.0.1:{self._port}/v1", key)
+            yield Access(session, f"http://{self._host}:{self._port}/v1", key)
         finally:
             del self._sessions[key]
             await session.close()
@@ -100,7 +101,7 @@ class Gateway:
         app.router.add_get("/v1/models", self._models)
         self._runner = runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, self._host, 0)
         await site.start()
         self._port = runner.addresses[0][1]
 
