@@ -91,6 +91,11 @@ class Session:
         return len(self._conversations)
 
     @property
+    def is_limited(self) -> bool:
+        """Was the last request refused by a limit?"""
+        return self.limit is not None
+
+    @property
     def last_text(self) -> str:
         """The text of the last reply."""
         return self.answers[-1].text if self.answers else ""

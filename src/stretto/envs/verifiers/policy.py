@@ -45,7 +45,7 @@ class AgentSession:
     @property
     def is_limited(self) -> bool:
         """Has a limit of the episode ended it?"""
-        return self.requests.limit is not None
+        return self.requests.is_limited
 
     async def answer(self, request: Request) -> Answer:
         try:
