@@ -128,7 +128,8 @@ BELOW = {
 
 HOMES = {
     "torch": ("algorithms", "models", "trainer", "inference", "transports/weights", "stretto_service/tenants"),
-    "transformers": ("models", "trainer", "inference", "api/verbs.py"),  # the last for types
+    # api: types, and what a model object of the user is
+    "transformers": ("models", "trainer", "inference", "api/verbs.py", "api/given/models.py"),
     "vllm": ("inference/vllm",),
     "datasets": ("data/hub.py", "api/rows.py", "api/verbs.py"),
     "verifiers": ("envs/verifiers",),
