@@ -22,7 +22,7 @@ from stretto.base.ports import is_local
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import MetricsFile
 from stretto.records import codec
-from stretto_view.page import conversation, library, logs, now, rollouts
+from stretto_view.page import conversation, library, logs, now, rollouts, timeline
 from stretto_view.page.app import POLL_S, _Cached, build
 from stretto_view.page.library import Library, OpenRun
 
@@ -220,3 +220,45 @@ def test_rollouts_are_chosen_by_length_from_both_sides(run: RunDir) -> None:
         longest = max(row["num_sampled_tokens"] for row in every)
         shorter = rollouts.page(ledger, rollouts.Filters(max_tokens=longest - 1))["rows"]
     assert len(shorter) == sum(row["num_sampled_tokens"] < longest for row in every)
+
+
+# -- engines --
+
+
+def with_engines(run: RunDir, *loads: dict[str, list[float | None]], began: float = 100.0) -> RunDir:
+    """The run after its engines were looked at every five seconds."""
+    with sqlite3.connect(run.ledger) as ledger:
+        for at, load in enumerate(loads):
+            values = (began + 5 * at, json.dumps(load))
+            ledger.execute("INSERT INTO events (at, incarnation, kind, data) VALUES (?, 1, 'engines', ?)", values)
+    ledger.close()
+    return run
+
+
+def test_each_engine_has_a_lane_of_what_it_did(run: RunDir) -> None:
+    idle, busy, full = [0.0, 0.0, 0.0, 3.0], [4.0, 0.0, 0.5, 3.0], [4.0, 2.0, 1.0, None]
+    with_engines(run, {"a:1": idle, "b:1": busy}, {"a:1": idle, "b:1": full}, {"a:1": busy})
+    with_engines(run, {"a:1": busy}, began=1000.0)  # nobody looked for a long time
+    with LedgerReader(run) as ledger:
+        a, b = timeline.engine_lanes(ledger, 100.0, 1000.0)
+    assert (a["name"], b["name"]) == ("engine a:1", "engine b:1")
+    assert [(span["kind"], span["start"], span["end"]) for span in a["spans"]] == [
+        ("idle", 100.0, 110.0), ("busy", 110.0, 110.0), ("busy", 1000.0, 1000.0),
+    ]  # fmt: skip
+    assert [span["kind"] for span in b["spans"]] == ["busy", "full"] and "2 wait" in b["spans"][1]["text"]
+    assert "version 3" in b["spans"][0]["text"] and "version" not in b["spans"][1]["text"]
+
+
+def test_engines_that_wait_and_old_weights_are_told_apart(run: RunDir) -> None:
+    idle, busy, full = [0.0, 0.0, 0.0, 3.0], [4.0, 0.0, 0.5, 1.0], [4.0, 2.0, 1.0, None]
+    with_engines(run, {"a:1": idle, "b:1": busy}, {"a:1": busy, "b:1": busy}, {"a:1": idle, "b:1": full})
+    a, b = now.engine_waits(OpenRun(run.path))
+    assert (a["idle"], a["busy"], a["full"], a["behind"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3), 0.0, 0)
+    assert b["full"] == pytest.approx(1 / 3) and b["looks"] == 3 and b["behind"] is None
+
+
+def test_many_looks_at_engines_are_thinned(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_engines(run, *({"a:1": [1.0, 0.0, 0.1, 1.0]} for _ in range(50)))
+    monkeypatch.setattr(timeline, "_MOST_SEEN", 10)
+    with LedgerReader(run) as ledger:
+        assert len(timeline.seen_engines(ledger, 0.0, 1000.0)) == 10
