@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import time
@@ -46,6 +45,8 @@ def find(places: Sequence[Path]) -> list[RunDir]:
 
 def no_run_text(path: Path) -> str:
     """Why `path` is no run, and which runs there are instead."""
+    import difflib
+
     where = path if path.is_dir() else path.parent
     if path.exists() and not path.is_dir():
         return f"this is a file; a run is a directory, such as outputs/demo. {_runs_text(where)}"
