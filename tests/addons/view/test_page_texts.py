@@ -10,6 +10,7 @@ import ledger_runs
 import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from waiting import until
 from yarl import URL
 
 from stretto.base.paths import RunDir
@@ -19,7 +20,7 @@ from stretto.ledger.reader import LedgerReader
 from stretto.records.generate import Completion, VersionSpan
 from stretto.records.partial import Turn
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
-from stretto_view.page import conversation, rollouts, texts
+from stretto_view.page import conversation, library, rollouts, texts
 from stretto_view.page.app import build
 from stretto_view.page.library import Library, OpenRun
 
@@ -235,3 +236,42 @@ def test_every_row_of_a_deleted_segment_still_lists(tmp_path: Path) -> None:
         rows = texts.page(ledger, run, rollouts.Filters())["rows"]
         found = texts.page(ledger, run, rollouts.Filters(), text="a")
     assert rows and all(row["reply"] is None for row in rows) and found["unread"] == found["num_read"] > 0
+
+
+async def test_a_tokenizer_that_comes_later_is_found_and_until_then_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_RESCAN_S", 0.0)
+    run_dir = RunDir(tmp_path / "early")
+    ledger_runs.steps(run_dir, 1).close()
+    run = OpenRun(run_dir.path)
+    assert run.tokenizer_within(60.0) is None and "tokenizer cannot be loaded" in str(run.no_text)
+    build_letters_tokenizer(run_dir.tokenizer)
+    await until(lambda: run.tokenizer_within(1.0) is not None)
+    assert run.no_text is None
+
+
+def test_of_rollouts_under_way_that_take_too_long_only_their_turns_are_counted(
+    run: OpenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts, "_TURNS_BUDGET_S", -1.0)
+    with LedgerReader(run.dir) as ledger:
+        rows = texts.page(ledger, run, rollouts.Filters(status="running"))["rows"]
+    assert [(row["is_long"], row["num_turns"], row["prompt"]) for row in rows] == [(True, None, None)] * 2
+
+
+def test_a_long_branch_is_given_in_pages(run: OpenRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = conversation.conversation(run, 20, 0)["branches"][0]["tokens"]["text"]
+    monkeypatch.setattr(conversation, "MOST_TOKENS", 50)
+    shown, begin = [], 0
+    while True:
+        [branch] = conversation.conversation(run, 20, 0, (0, begin))["branches"]
+        assert branch["begin"] == begin and branch["turns"][-1]["end"] == len(branch["tokens"]["text"])
+        assert not begin or branch["turns"][0]["role"] in ("text", "assistant", "policy", "context", "tool", "user")
+        shown += branch["tokens"]["text"]
+        begin += 50
+        if not branch["num_more"]:
+            break
+    assert shown == whole
+    [branch] = conversation.conversation(run, 20, 0, (0, 10**9))["branches"]
+    assert branch["begin"] == len(whole) - 1

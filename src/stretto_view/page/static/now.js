@@ -1,4 +1,4 @@
-import { clock, duration, fill, h, message, ofRuns, short, sparkline, words } from "./dom.js";
+import { clock, duration, fill, h, message, noSteps, ofRuns, short, sparkline, words } from "./dom.js";
 
 export const SUBJECTS = ["metrics", "ledger", "state", "logs"];
 
@@ -20,7 +20,7 @@ function card(state, isNamed) {
       state.age_s === null ? "" : `, last step ${duration(state.age_s)} ago`),
     state.warnings.length ? h("section", { class: "warnings" }, h("h3", {}, "warnings"), h("ul", {}, state.warnings.slice(0, 8).map(warning))) : null,
     state.missing ? message(state.missing, "error") : null,
-    state.metrics.length ? h("section", { class: "tiles" }, state.metrics.map(tile)) : state.missing ? null : message("No step has ended yet."),
+    state.metrics.length ? h("section", { class: "tiles" }, state.metrics.map(tile)) : state.missing ? null : noSteps(state),
     state.waits ? h("section", {}, h("h3", {}, "who waits, of the last steps' time"), bars(state.waits)) : null,
     state.no_queues ? message(state.no_queues, "error") : null,
     state.queues ? h("section", {}, h("h3", {}, state.state === "running" ? "under way" : "under way when it ended"), list(queues(state.queues, state.id))) : null,
