@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +111,23 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "outputs"
 
 
-@pytest.fixture(scope="module")
-def address(ended: Path) -> Iterator[str]:
-    words = [sys.executable, "-m", "stretto", "view", str(ended), "--port", "0"]
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a page of the runs in a folder."""
+    words = [sys.executable, "-m", "stretto", "view", str(folder), "--port", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        yield server.stdout.readline().split()[1]
-        server.terminate()
+        try:
+            yield server.stdout.readline().split()[1]
+        finally:
+            server.terminate()
         assert server.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def address(ended: Path) -> Iterator[str]:
+    with served(ended) as found:
+        yield found
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -282,10 +292,7 @@ def test_a_run_without_steps_or_rollouts_says_why_in_one_sentence(tab: Any, tmp_
         run.configs.mkdir(parents=True)
         run.config("run").write_text(config)
     RunDir(tmp_path / "cut").logs.mkdir()
-    words = [sys.executable, "-m", "stretto", "view", str(tmp_path), "--port", "0"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        own = server.stdout.readline().split()[1]
+    with served(tmp_path) as own:
         for run, view, says in (
             ("dry", "now", "It has not started"), ("dry", "curves", "It has not started"),
             ("dry", "rollouts", "It has not started"), ("given", "rollouts", "It trains on given texts"),
@@ -295,5 +302,5 @@ def test_a_run_without_steps_or_rollouts_says_why_in_one_sentence(tab: Any, tmp_
             tab.goto(f"{own}#/{view}?run={run}")
             tab.locator("#view").get_by_text(says).wait_for()
         tab.goto(f"{own}#/curves?run=damaged")
-        tab.locator("#view .error").get_by_text("damaged/configs/run.json").wait_for()
-        server.terminate()
+        tab.locator("#view .error:has-text('damaged/configs/run.json')").wait_for()
+        tab.goto("about:blank")  # the page ends
