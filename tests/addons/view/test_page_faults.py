@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import shutil
 import sqlite3
 import time
@@ -19,6 +20,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from stretto.base.files import open_locked, unlock
 from stretto.base.paths import RunDir
 from stretto.base.ports import is_local
+from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import MetricsFile
 from stretto.records import codec
@@ -57,6 +59,50 @@ async def test_a_ledger_of_a_newer_version_is_one_message_where_it_is_needed(pag
     found = await (await page.get("/api/run/run/now")).json()
     assert found["step"] == 3 and found["metrics"] and found["queues"] is None
     assert "ledger schema 99" in found["no_queues"]
+
+
+ROUTES = (
+    "now", "metrics", "curve?key=reward/mean&axis=time", "curve?key=reward/mean&axis=tokens", "rollouts",
+    "rollouts?text=a", "rollouts?step=2&sort=best", "rollouts?status=running", "rollout?group=1&member=0", "timeline",
+    "evals", "evals?version=2", "eval_task?task=t1&env=e", "config", "logs", "curves.csv", "evals.csv", "rollouts.csv",
+    "rollout.html?group=1&member=0",
+)  # fmt: skip
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("damage", ["emptied", "cut", "other bytes", "other JSON", "a directory", "gone"])
+async def test_a_damaged_file_is_a_message_and_hides_no_other_run(run: RunDir, tmp_path: Path, damage: str) -> None:
+    build_letters_tokenizer(run.tokenizer)
+    run.logs.mkdir(exist_ok=True)
+    run.log("trainer").write_text("10:00:00.000 WARNING trainer | slow\n")
+    run.eval(2).mkdir(parents=True)
+    run.eval_results(2).write_text('[{"env": "e", "mode": "sampled", "mean": 0.5}]')
+    reply = {"task_id": "t1", "env": "e", "reward": 1.0, "branches": [{"prompt": "a", "reply": "b"}]}
+    (run.eval(2) / "e.jsonl").write_text(json.dumps(reply) + "\n")
+    shutil.copytree(run.path, tmp_path / "whole")
+    files = [file for file in sorted(run.path.rglob("*")) if file.is_file() and not file.name.endswith("-shm")]
+    assert len(files) > 7
+    rng = random.Random(damage)
+    for file in files:
+        kept = file.read_bytes()
+        damaged = {
+            "emptied": b"", "cut": kept[: len(kept) // 2], "other JSON": b'[[1], {"a": "\\ud83d"}]\n{"step": "x"}\n3',
+            "other bytes": bytes(rng.randrange(256) if rng.random() < 0.02 else byte for byte in kept),
+        }.get(damage)  # fmt: skip
+        file.unlink()
+        if damaged is not None:
+            file.write_bytes(damaged)
+        elif damage == "a directory":
+            file.mkdir()
+        async with TestClient(TestServer(build(Library([tmp_path])))) as client:
+            answer = await client.get("/api/runs")
+            assert answer.status == 200 and "whole" in [row["id"] for row in await answer.json()], file
+            for route in ROUTES:
+                answer = await client.get(f"/api/run/run/{route}")
+                assert answer.status < 500, (file, route, await answer.text())
+        if file.is_dir():
+            file.rmdir()
+        file.write_bytes(kept)
 
 
 async def test_a_fault_that_nobody_foresaw_is_a_message_too(page: TestClient, run: RunDir) -> None:

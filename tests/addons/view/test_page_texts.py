@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import ledger_runs
+import msgspec
 import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -18,7 +19,7 @@ from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.ledger import Ledger
 from stretto.ledger.reader import LedgerReader
 from stretto.records.generate import Completion, VersionSpan
-from stretto.records.partial import Turn
+from stretto.records.partial import Turn, latest_turns
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
 from stretto_view.page import conversation, library, rollouts, texts
 from stretto_view.page.app import build
@@ -173,6 +174,23 @@ def test_a_turn_that_rewrites_the_history_begins_a_branch() -> None:
     assert first.token_ids.tolist() == [1, 2, 3, 4, 5] and first.is_sampled.tolist() == [0, 0, 1, 0, 1]
     assert second.token_ids.tolist() == [1, 2, 6, 7] and second.is_sampled.tolist() == [0, 0, 0, 1]
     assert [(span.version, span.start, span.end) for span in first.versions] == [(0, 2, 3), (1, 4, 5)]
+
+
+def test_two_thousand_turns_are_one_branch() -> None:
+    spans = (VersionSpan(0, 0, 2),)
+    ids, logprobs = np.array([7, 8], np.int32), np.full(2, -1.0, np.float32)
+    reply = Completion(token_ids=ids, logprobs=logprobs, finish_reason="stop", versions=spans)
+    turns = [
+        Turn(
+            agent="policy", index=index, attempt=0, seed=0, temperature=1.0, num_shared=5 * index,
+            prompt_ids=np.array([1, 2, 3], np.int32), completion=reply,
+        )
+        for index in range(2000)
+    ]  # fmt: skip
+    [branch] = texts.open_branches(latest_turns(turns))
+    assert len(branch.token_ids) == 10_000 and branch.is_sampled.sum() == 4000 and len(branch.versions) == 2000
+    rewritten = [*turns, msgspec.structs.replace(turns[1000], seed=1)]
+    assert len(latest_turns(rewritten)) == 1001
 
 
 def test_what_is_not_kept_is_said_with_its_reason(run: OpenRun) -> None:
