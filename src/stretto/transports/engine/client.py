@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -473,7 +474,8 @@ def _metrics_of(text: str) -> dict[str, float]:
         if not line.startswith("#") and "_bucket" not in line:
             name, _, value = line.rpartition(" ")
             name = name.partition("{")[0]
-            found[name] = found.get(name, 0.0) + float(value)
+            with suppress(ValueError):  # a line of another engine's own kind
+                found[name] = found.get(name, 0.0) + float(value)
     return found
 
 
