@@ -14,7 +14,7 @@ from stretto.base.errors import EngineError
 from stretto.chat.tokenizer import load_tokenizer
 from stretto.config.root import EvalConfig
 from stretto.inference.boundary import build_app
-from stretto.monitors import read_metrics
+from stretto.monitors.file import read_metrics
 from stretto.orchestrator.eval.verb import evaluate_engine
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine import api
