@@ -82,6 +82,7 @@ NOT_RUN = {
     ("docs/inference.md", "curl -s http"): "asks a server that runs: tests/contract",
     ("docs/inference.md", "curl -s -H"): "tests/unit/launch/console/test_queues.py reads it",
     ("docs/agents.md", "claude"): "its program is not installed: tests/unit/envs/agents",
+    ("docs/agents.md", "codex"): "its program is not installed: tests/unit/envs/agents",
     ("docs/data.md", "openai/gsm8k"): "the data set is on the Hub: tests/unit/data",
     ("docs/environments.md", "(McpToolEnv)"): "its servers are the reader's: tests/unit/envs/test_mcp.py",
     ("docs/environments.md", 'id = "null"'): "its harness needs uv: tests/e2e/test_worker_runs.py",
