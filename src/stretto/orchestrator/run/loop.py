@@ -20,7 +20,7 @@ import time
 from stretto.base.aio import task_group
 from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, WireError
 from stretto.base.status import DEVICES_FREE, is_supervised, report
-from stretto.orchestrator.eval.best import BestKeeper, best_of, reason_to_stop
+from stretto.orchestrator.eval.best import BestKeeper, best_of
 from stretto.orchestrator.eval.results import format_table
 from stretto.orchestrator.eval_scores import eval_row, mean_over_envs
 from stretto.orchestrator.run import telemetry
@@ -321,7 +321,7 @@ class Loop:
             if version > self.progress.first_step:
                 self._best.want(version)
         stop = section.early_stop
-        if stop is None or version == self.cfg.max_steps or (reason := reason_to_stop(scores, stop)) is None:
+        if stop is None or version == self.cfg.max_steps or (reason := stop.reason_to_stop(scores)) is None:
             return
         logger.info("the run ends early: %s", reason)
         self.parts.ledger.event("early_stop", {"version": version, "reason": reason})
