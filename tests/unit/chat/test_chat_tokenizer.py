@@ -98,7 +98,7 @@ def test_missing_and_broken_directories_are_named(tmp_path):
         ("tokenizer_config.json", {"unk_token": ["<|unk|>"]}, "unk_token = ['<|unk|>'] must be the text of a token"),
         ("tokenizer_config.json", {"unk_token": {"content": 1}}, "unk_token = 1 must be the text of a token"),
         ("tokenizer_config.json", {"eos_token": "\ud800"}, "eos_token = '\\ud800' must be the text of a token"),
-        ("tokenizer_config.json", [1], "a list where a table of keys and values belongs"),
+        ("tokenizer_config.json", [1], "a list where a JSON object belongs."),
         ("generation_config.json", {"eos_token_id": {}}, "eos_token_id = {} must be the id of a token"),
         ("config.json", {"eos_token_id": [1, "2"]}, "eos_token_id = '2' must be the id of a token"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.config.model_file import read_model_file
+from stretto.data.model_file import read_model_file
 from stretto.families.values import wrong_values
 from stretto.models.config import parse_config
 

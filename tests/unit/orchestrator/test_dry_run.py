@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,6 @@ from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.model import ModelSection, VisionSection
 from stretto.dry_run import SCREENS
 from stretto.envs.bundled.count_shapes import draw_shapes
-from stretto.families.table import FAMILIES
 from stretto.orchestrator.dry_run import preview
 
 MOE = {
@@ -98,6 +98,21 @@ def test_a_dry_run_reads_the_first_record_and_imports_functions(tmp_path, monkey
     cfg = load(SFTConfig, ["--data.name", str(tmp_path / "none.parquet"), "--max-steps", "1"])
     with pytest.raises(ConfigError, match=r"data.name = .*none.parquet"):
         check_sft_records(cfg)
+
+
+def test_long_texts_that_all_rows_have_are_shown_as_phrases_that_shorten_them(tmp_path):
+    def screen(scratch):
+        data = {"type": "environment", "id": "calculator"}
+        return SCREENS["sft"](SFTConfig(data=data, model={"scratch": scratch}, max_steps=1, output_dir=tmp_path))
+
+    def length(text):
+        return int(text.split(", row 0: ")[1].split(" tokens")[0])
+
+    shown = screen({"max_position_embeddings": 4096})
+    pasted = tomllib.loads(shown[shown.index("phrases = [") : shown.index("\n]\n") + 3])
+    foretold = int(shown.split("would make the row about ")[1].split()[0])
+    shorter = screen(pasted)
+    assert abs(length(shorter) - foretold) < 10 and foretold < length(shown) / 4 and "phrases" not in shorter
 
 
 def test_a_row_that_the_model_cannot_take_is_named_with_its_line(tmp_path):
@@ -195,10 +210,6 @@ def test_the_command_line_says_so_with_status_2(tmp_path):
     assert code == 2 and "data.name = 'none.jsonl'" in message
 
 
-def test_our_own_families_are_known_without_torch():
-    assert set(FAMILIES) == set(FAMILIES)
-
-
 @pytest.mark.parametrize(
     ("shape", "model", "message"),
     [
@@ -222,6 +233,25 @@ def test_meshes_and_keys_that_a_model_cannot_have(tmp_path, shape, model, messag
 def test_a_half_known_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe", "intermediate_size": 8}))
     with pytest.raises(ConfigError, match=r"config.json: no value for num_attention_heads"):
+        check_model(ModelSection(name=str(tmp_path)), 8, "trainer.model")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_attention_heads", "8"),
+        ("num_key_value_heads", [4]),
+        ("num_key_value_heads", True),
+        ("intermediate_size", 64.5),
+        ("num_experts", -6),
+        ("linear_num_key_heads", {"a": 1}),
+        ("num_attention_heads_per_layer", 8),
+        ("num_attention_heads_per_layer", [8, "8"]),
+    ],
+)
+def test_a_shape_that_is_no_number_is_named(tmp_path, key, value):
+    (tmp_path / "config.json").write_text(json.dumps(MOE | {key: value}))
+    with pytest.raises(ConfigError, match=rf"config.json: {key} = .* must be (an integer|integers) from 0 on"):
         check_model(ModelSection(name=str(tmp_path)), 8, "trainer.model")
 
 

@@ -1,4 +1,5 @@
 import { copyLink, duration, fill, h, input, message, ofRun, saving, select, short } from "./dom.js";
+import { besides } from "./besides.js";
 import { conversation } from "./conversation.js";
 
 export const SUBJECTS = ["ledger"];
@@ -7,20 +8,21 @@ const COLUMNS = ["rollout", "step", "environment", "status", "reward", "advantag
 const MOST_ALONE = 20; // requests of a search that follow each other by themselves; a button goes on
 
 export async function render(root, context) {
+  if (context.query.has("beside")) return besides(root, context);
   const run = context.runs[0];
   const filters = Object.fromEntries(FILTERS.map((name) => [name, context.query.get(name) || ""]));
   const table = h("tbody");
   const end = h("p", { class: "note", role: "status" });
   const panel = h("section", { class: "detail", "aria-label": "rollout" });
-  const saves = h("span", { class: "saves" });
+  const saves = h("span", { class: "saves" }), notice = h("p", { class: "note", role: "status" });
   let rows = [], next = null, isBusy = false, asked = 0, alone = 0, searched = 0, unread = 0;
-  let opened = context.query.get("rollout") || "", isOpen = false, isLoading = false;
+  let opened = context.query.get("rollout") || "", isOpen = false, isLoading = false, noText = null;
+  let part = {}; // the branch and the first token that are shown of a long rollout
 
   const first = await ofRun(run, "rollouts", filters, context.signal);
   if (!first.choices) {
-    fill(root, message(context.rows[0]?.verb === "rl" ? "There is no ledger.sqlite in this run: it has not started yet, or the file was deleted."
-      : "This run has no rollouts: it is not one of reinforcement learning."));
-    return {};
+    fill(root, message(noLedger(context.rows[0])));
+    return { update: () => render(root, context) };
   }
 
   async function load(isNew, isQuiet = false) {
@@ -50,6 +52,8 @@ export async function render(root, context) {
 
   function take(page, isNew) {
     isLoading = page.is_loading;
+    noText = page.no_text;
+    fill(notice, noText || "");
     if (isNew) {
       rows = [];
       alone = searched = unread = 0;
@@ -69,7 +73,8 @@ export async function render(root, context) {
     const gone = unread ? `; ${unread} of them have no tokens any more` : "";
     const read = filters.text ? `, ${searched} read${gone}` : "";
     if (next !== null) return `${rows.length} shown${read}, looking further back …`;
-    return rows.length ? `all ${rows.length}${read}` : `no such rollouts${read}`;
+    if (rows.length) return `all ${rows.length}${read}`;
+    return FILTERS.some((name) => filters[name]) ? `no such rollouts${read}` : "no rollout has ended yet; those under way have the status running";
   }
 
   function lines(row, at) {
@@ -86,6 +91,8 @@ export async function render(root, context) {
   function beginning(row) {
     if (row.match) return h("div", {}, marked(row.match, filters.text));
     if (row.prompt === null && isLoading) return h("small", {}, "the tokenizer is being loaded …");
+    if (row.is_long) return h("small", {}, "too long to be read here: open it");
+    if (row.prompt === null && noText && row.num_tokens) return h("small", {}, "no text");
     if (row.prompt === null) return h("small", {}, row.status === "running" ? "its first turn is under way" : row.error || "its tokens are no longer kept");
     return [h("div", {}, row.prompt), h("div", {}, row.reply ? h("mark", {}, row.reply) : h("small", {}, "(empty)"))];
   }
@@ -98,22 +105,32 @@ export async function render(root, context) {
   }
 
   async function openNamed(name, isAgain = false) {
+    if (name !== opened) part = {};
     opened = name;
     context.remember({ rollout: name });
     for (const row of table.rows) row.setAttribute("aria-selected", (row.dataset.rollout || row.dataset.of) === name);
     const [group, member] = name.split(".");
     if (!isAgain) panel.setAttribute("aria-busy", "true");
     try {
-      const found = await ofRun(run, "rollout", { group, member }, context.signal);
+      const found = await ofRun(run, "rollout", { group, member, ...part }, context.signal);
       if (opened !== name) return;
       isOpen = found.status === "running";
       const up = isNarrow() ? h("button", { type: "button", onclick: () => scroller.scrollIntoView({ behavior: "smooth" }) }, "↑ the list") : null;
-      fill(panel, up, conversation(found, openNamed, run, context, followTask));
+      fill(panel, up, conversation(found, run, context, { open: openNamed, turnTo, followTask, compare }));
     } catch (error) {
       if (error.name !== "AbortError" && !isAgain) fill(panel, message(error.message, "error"));
     } finally {
       panel.removeAttribute("aria-busy");
     }
+  }
+
+  function turnTo(branch, from) {
+    part = { branch, from };
+    return openNamed(opened);
+  }
+
+  function compare(found) {
+    context.go("rollouts", { beside: found.task_id, env: found.env, left: `${found.group_id}.${found.member}` });
   }
 
   function followTask(found) {
@@ -139,7 +156,7 @@ export async function render(root, context) {
       select("status ", [["", "all that ended"], ...statuses.map((status) => [status, status])], filters.status, change("status")),
       range("reward"), range("tokens"), number("version", "version "),
       select("order ", [["newest", "newest"], ["best", "best of the step"], ["worst", "worst of the step"], ["longest", "longest of the step"]], filters.sort || "newest", change("sort"))))),
-    h("div", { class: "split" }, h("div", { class: "rows" }, h("table", {}, h("thead", {}, h("tr", {},
+    notice, h("div", { class: "split" }, h("div", { class: "rows" }, h("table", {}, h("thead", {}, h("tr", {},
       COLUMNS.map((name) => h("th", {}, name)))), table), end), panel));
 
   const scroller = root.querySelector(".rows");
@@ -166,6 +183,12 @@ export async function render(root, context) {
       return true;
     },
   };
+}
+
+function noLedger(row) {
+  if (row?.verb === "sft") return "It trains on given texts (sft), so it has no rollouts.";
+  return { "not started": "It has not started, so it has no rollouts: only what a dry run or a submission writes is there.", running: "It is starting: it has no rollouts yet." }[row?.state]
+    || "Its ledger.sqlite is missing: it ended before its first rollout, or the file was deleted.";
 }
 
 function isNarrow() {
