@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import tempfile
 import threading
 import urllib.parse
 import uuid
+import weakref
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -43,6 +45,7 @@ from stretto.envs.repair.bank import TaskRow, function_of, load_bank
 from stretto.envs.repair.desk import DESK, Desk
 from stretto.envs.repair.suite import environment, passing_tests
 from stretto.envs.rewards.sandbox import Sandbox, SandboxLimits
+from stretto.envs.rewards.sandbox_keeper import remove
 from stretto.envs.rewards.workspace import Workspace, remove_leftovers
 from stretto.records.rollout import Task
 
@@ -95,7 +98,6 @@ class RepoRepair(ToolEnv):
         self.commands = Sandbox(limits, backend, max_concurrent)
         tests = SandboxLimits(**(asdict(limits) | {"wall_s": test_timeout_s}))
         self.tests = Sandbox(tests, backend, max_concurrent)
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._directory = None if run is None or run.directory is None else Path(run.directory)
         self._is_clean = False  # of directories whose owners were killed
         self._rows: dict[str, dict[str, Any]] = {}  # solved tasks for `sft`
@@ -103,13 +105,12 @@ class RepoRepair(ToolEnv):
     @property
     def directory(self) -> Path:
         """Where the episodes are: below the run directory, else one that ends with this environment."""
-        if self._directory is not None:
-            found = self._directory / urllib.parse.quote(self.name, safe="")
-        else:
-            self._temporary = self._temporary or tempfile.TemporaryDirectory(prefix="stretto-repair-")
-            Path(self._temporary.name).chmod(0o711)
-            found = Path(self._temporary.name)
-        return found
+        if self._directory is None:
+            temporary = tempfile.mkdtemp(prefix="stretto-repair-")
+            os.chmod(temporary, 0o711)  # commands may run as another user
+            weakref.finalize(self, remove, temporary)
+            self._directory = Path(temporary)
+        return self._directory / urllib.parse.quote(self.name, safe="")
 
     def tasks(self, split: Split) -> TaskSource:
         rows = self.bank.of_split(split)
@@ -221,10 +222,7 @@ class RepoRepair(ToolEnv):
 
     async def close(self) -> None:
         """Remove directories that no rollout uses."""
-        if self._directory is not None:
-            await asyncio.to_thread(remove_leftovers, self.directory)
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        await asyncio.to_thread(remove_leftovers, self.directory)
 
 
 class SolvingContext(RolloutContext):
