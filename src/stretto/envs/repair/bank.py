@@ -81,7 +81,10 @@ class Package:
 
         Its changes of tests, of settings and of anything else do not count.
         """
-        files, places = self.mistaken(task), {str(PurePosixPath(path).parent) for path in self.row.modules} - {".", "src"}
+        files, places = (
+            self.mistaken(task),
+            {str(PurePosixPath(path).parent) for path in self.row.modules} - {".", "src"},
+        )
         for path, entry in changes.items():
             is_new = path.endswith(".py") and path not in self.files and str(PurePosixPath(path).parent) in places
             if path not in self.row.modules and not (is_new and not is_test_file(path)):
@@ -120,7 +123,7 @@ def load_bank(folder: Path) -> Bank:
     """
     if not (folder / TASKS).is_file():
         raise ConfigError(
-            f"repo-repair: tasks = {str(folder)!r} holds no tasks ({TASKS}); make some with examples/repo_repair/make_tasks.py"
+            f"repo-repair: tasks = {str(folder)!r} holds no {TASKS}; make tasks with examples/repo_repair/make_tasks.py"
         )
     packages = {}
     for row in _rows(folder / PACKAGES, PackageRow):
@@ -128,7 +131,9 @@ def load_bank(folder: Path) -> Bank:
     tasks = {row.task_id: row for row in _rows(folder / TASKS, TaskRow)}
     for task in tasks.values():
         if task.package not in packages:
-            raise DataError(f"{folder / TASKS}: task {task.task_id} is of {task.package}, which {PACKAGES} does not name")
+            raise DataError(
+                f"{folder / TASKS}: task {task.task_id} is of {task.package}, which {PACKAGES} does not name"
+            )
     return Bank(folder.resolve(), packages, tasks)
 
 
@@ -171,7 +176,7 @@ def function_of(test: str) -> str:
 def without_functions(source: str, names: Iterable[str]) -> str:
     """A file of tests without some functions, which are named as pytest does: `test_a`, `TestB::test_c`."""
     lines, gone = source.splitlines(keepends=True), set(names)
-    for node, name, is_only in _functions(ast.parse(source), gone):
+    for node, is_only in _functions(ast.parse(source), gone):
         first = min([node.lineno, *(each.lineno for each in node.decorator_list)]) - 1
         indent = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
         lines[first : node.end_lineno] = [""] * ((node.end_lineno or 0) - first)
@@ -182,12 +187,12 @@ def without_functions(source: str, names: Iterable[str]) -> str:
 
 def _functions(
     tree: ast.Module | ast.ClassDef, names: set[str], prefix: str = ""
-) -> Iterable[tuple[ast.FunctionDef | ast.AsyncFunctionDef, str, bool]]:
+) -> Iterable[tuple[ast.FunctionDef | ast.AsyncFunctionDef, bool]]:
     """The functions of these names, and whether a function is the last one of what a class then lacks."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     found = [node for node in tree.body if isinstance(node, kinds) and prefix + node.name in names]
-    for number, node in enumerate(found):
-        yield node, prefix + node.name, number == 0 and len(found) == len(tree.body)
+    for number, function in enumerate(found):
+        yield function, number == 0 and len(found) == len(tree.body)
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             yield from _functions(node, names, f"{prefix}{node.name}::")

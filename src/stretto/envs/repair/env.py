@@ -24,12 +24,13 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from stretto.base.errors import ConfigError
 from stretto.envs.base import (
+    EpisodeInfo,
     EpisodeLimits,
     Message,
     Reply,
@@ -89,11 +90,7 @@ class RepoRepair(ToolEnv):
         self.limits = EpisodeLimits(max_turns, max_tokens, timeout_s)
         self.max_output_chars, self.partial, self.instruction = max_output_chars, partial, instruction
         limits = SandboxLimits(
-            wall_s=command_timeout_s,
-            memory_bytes=memory_bytes,
-            max_processes=64,
-            work_bytes=work_bytes,
-            max_depth=64,
+            wall_s=command_timeout_s, memory_bytes=memory_bytes, max_processes=64, work_bytes=work_bytes, max_depth=64
         )
         self.commands = Sandbox(limits, backend, max_concurrent)
         tests = SandboxLimits(**(asdict(limits) | {"wall_s": test_timeout_s}))
@@ -115,7 +112,9 @@ class RepoRepair(ToolEnv):
     def tasks(self, split: Split) -> TaskSource:
         rows = self.bank.of_split(split)
         if not rows:
-            raise ConfigError(f"repo-repair: {self.bank.folder} has no tasks of the split {split!r}; make more of them.")
+            raise ConfigError(
+                f"repo-repair: {self.bank.folder} has no tasks of the split {split!r}; make more of them."
+            )
 
         def make(index: int) -> Task:
             row = rows[index]
@@ -215,9 +214,11 @@ class RepoRepair(ToolEnv):
 
     async def _solve(self, task: Task) -> dict[str, Any]:
         ctx = SolvingContext(self.solution(task))
-        result = await self.rollout(task, ctx)
+        result = await self.rollout(task, cast(RolloutContext, ctx))
         if self.reward_of(result.metrics) != 1.0:
-            raise ConfigError(f"repo-repair: the tests of {task.task_id} fail here without the mistake: make tasks again.")
+            raise ConfigError(
+                f"repo-repair: the tests of {task.task_id} fail here without the mistake: make tasks again."
+            )
         return {"messages": ctx.messages, "tools": self.tool_schemas()}
 
     async def close(self) -> None:
@@ -225,10 +226,10 @@ class RepoRepair(ToolEnv):
         await asyncio.to_thread(remove_leftovers, self.directory)
 
 
-class SolvingContext(RolloutContext):
-    """A policy that makes given calls, one per reply, and then says that it is done."""
+class SolvingContext:
+    """A policy that makes given calls, one per reply, and then says that it is done. It is all that tools need."""
 
-    episode = None
+    episode: EpisodeInfo | None = None
 
     def __init__(self, calls: list[tuple[str, dict[str, Any]]]) -> None:
         self._calls, self.messages = list(calls), list[Message]()

@@ -1,4 +1,4 @@
-"""Runs untrusted code in isolation: `await Sandbox().run(code)`, and `run_in(folder, program)` in a directory that stays.
+"""Runs untrusted code in isolation: `await Sandbox().run(code)`; `run_in(folder, program)` in a directory that stays.
 
 There are two back ends with the same behaviour. `bubblewrap` (Debian package of that name): no network, its own
 processes and IPC, read-only access to the system's libraries and the interpreter only, a work directory in memory.

@@ -116,16 +116,18 @@ class Workspace:
             await self._in_thread(self._make)
             try:
                 answer = await act()
-                return await self._in_thread(lambda: self._append(key, answer))
-            except TooLarge:
-                self._seen = None
-                return await self._in_thread(lambda: self._append(key, f"{answer}\n{UNDONE}".lstrip()))
+                break
             except BaseException as error:
                 self._seen = None  # it may have changed something
                 is_lost = isinstance(error, EnvError) and error.reason == Reason.SANDBOX_LOST
                 if not is_lost or attempt == MAX_LOST:
                     raise
-        raise AssertionError("the last attempt returns or raises")
+        try:
+            await self._in_thread(lambda: self._append(key, answer))
+        except TooLarge:
+            self._seen, answer = None, f"{answer}\n{UNDONE}".lstrip()
+            await self._in_thread(lambda: self._append(key, answer))
+        return answer
 
     async def run(self, program: list[str], *, stdin: str = "", env: dict[str, str] | None = None) -> SandboxResult:
         """Run a program in the directory, within a step. In its output the directory is /sandbox."""
@@ -248,16 +250,18 @@ class Workspace:
             os.chown(self.folder, self._owner, self._owner)
         self._seen = dict(self._scan())
 
-    def _append(self, key: bytes, answer: str) -> str:
-        """Write the row of a step that was made, with what it has changed."""
+    def _append(self, key: bytes, answer: str) -> None:
+        """Write the row of a step that was made, with what it has changed.
+
+        Raises: TooLarge if the directory is over its limits.
+        """
         if self._seen is None:  # what it did to the files is undone
             self._write(Row(key, answer))
-            return answer
+            return
         now = dict(self._scan())
         changed = {name: _entry(self.folder / name) for name, seen in now.items() if self._seen.get(name) != seen}
         self._write(Row(key, answer, changed, [name for name in self._seen if name not in now]))
         self._seen = now
-        return answer
 
     def _scan(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every entry of the directory with what tells whether it has changed; nothing runs there now.

@@ -324,9 +324,7 @@ class Player(PlaySettings):
             seed = None
             if isinstance(env, SingleTurnEnv):  # the seed of this member in the group's one request
                 seed = member_seed(seed_of(self.seed, draw.name, draw.group_id, attempt), member)
-            recorder = Recorder(
-                self, draw, member, attempt, budget=budget, partial=partial, first_seed=seed, life=life
-            )
+            recorder = Recorder(self, draw, member, attempt, budget=budget, partial=partial, first_seed=seed, life=life)
             try:
                 where = f"environment {env.name}, rollout {draw.rollout_id(member)}"
                 result = await self._play_episode(env, draw.task, recorder, where)

@@ -48,7 +48,7 @@ def play(env: RepoRepair, task, calls, episode=None):
 def test_the_solver_gets_1_on_every_task_and_doing_nothing_0(env):
     assert len(env.bank.tasks) == 4
     for number in range(4):
-        row, task = task_of(env, number)
+        _, task = task_of(env, number)
         result, answers = play(env, task, env.solution(task))
         assert result.reward == 1.0 and "failed" in answers[0] and "failed" not in answers[-1].replace("1 failed", "")
         result, _ = play(env, task, [])
@@ -115,7 +115,7 @@ def test_the_tools_say_what_is_wrong(env):
         ("run", {"command": "ls /proc/1/root/root; python -c 'import socket; socket.socket()'"}),
     ]
     answers = play(env, task, calls)[1]
-    assert answers[0] == "4\tdef longest_run(values):\n5\t    \"\"\"Length of the longest run of equal values.\"\"\""
+    assert answers[0] == '4\tdef longest_run(values):\n5\t    """Length of the longest run of equal values."""'
     assert "No such file" in answers[1] and answers[2].startswith("Error: ")
     assert "times" in answers[3] and "0 times" in answers[4]
     assert answers[5] == "a\n[exit code 3]" and answers[6] == "[no output]"
@@ -165,10 +165,9 @@ def test_only_tests_that_pass_count(folder):
 
 
 def test_functions_are_taken_out_of_their_files():
-    source = "import x\n\n\nclass TestA:\n    @x.y(\n        1\n    )\n    def test_b(self):\n        pass\n\n\ndef test_c():\n    return 1\n"
-    assert without_functions(source, ["TestA::test_b"]) == (
-        "import x\n\n\nclass TestA:\n    pass\n\n\ndef test_c():\n    return 1\n"
-    )
+    head, tail = "import x\n\n\nclass TestA:\n", "\n\ndef test_c():\n    return 1\n"
+    source = head + "    @x.y(\n        1\n    )\n    def test_b(self):\n        pass\n" + tail
+    assert without_functions(source, ["TestA::test_b"]) == head + "    pass\n" + tail
     assert "test_c" not in without_functions(source, ["test_c"])
 
 
@@ -183,7 +182,7 @@ async def test_packages_without_use_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no package of this name"):
         await maker.add("no-such-package", 1)
     (package / "fast.c").write_text("")
-    with pytest.raises(ConfigError, match="not pure Python.*fast.c"):
+    with pytest.raises(ConfigError, match=r"not pure Python.*fast\.c"):
         await maker.add(str(package), 1)
     (package / "fast.c").unlink()
     (package / "src" / "counting" / "__init__.py").write_text("")
@@ -197,7 +196,7 @@ def test_an_installed_package_is_found_with_what_it_needs(tmp_path):
 
 
 def test_a_directory_without_tasks_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds no tasks.*make_tasks.py"):
+    with pytest.raises(ConfigError, match=r"holds no tasks\.jsonl.*make_tasks\.py"):
         load_environment("repo-repair", {"tasks": str(tmp_path)})
 
 

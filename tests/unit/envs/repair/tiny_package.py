@@ -42,7 +42,7 @@ def middle(values):
         return ordered[half]
     return (ordered[half - 1] + ordered[half]) / 2
 '''
-TESTS = '''
+TESTS = """
 import unittest
 
 import pytest
@@ -88,7 +88,7 @@ def test_nothing_has_no_middle():
 
 def test_that_is_wrong_from_the_start():
     assert middle([1]) == 7
-'''
+"""
 
 
 def write_package(folder: Path) -> Path:

@@ -128,4 +128,3 @@ def test_kill_9_of_a_worker_changes_no_token(monkeypatch):
     continued, num_lost, num_requests = asyncio.run(played(kills=True))
     assert num_lost == 1 and contents(continued) == contents(whole) != []
     assert num_whole == 18 and num_requests <= num_whole + 2  # a turn that was under way is sampled again
-
