@@ -12,19 +12,22 @@ there (rewards/workspace.py), from which a rollout that is continued after a kil
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
+import re
+import shlex
 import tempfile
-import threading
 import urllib.parse
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
@@ -44,12 +47,13 @@ from stretto.envs.multi_turn import Episode, ToolEnv
 from stretto.envs.repair import desk
 from stretto.envs.repair.bank import TaskRow, function_of, load_bank
 from stretto.envs.repair.desk import DESK, Desk
-from stretto.envs.repair.suite import environment, passing_tests
+from stretto.envs.repair.suite import environment, outcomes_of
 from stretto.envs.rewards.sandbox import Sandbox, SandboxLimits
 from stretto.envs.rewards.sandbox_keeper import remove
 from stretto.envs.rewards.workspace import Workspace, remove_leftovers
 from stretto.records.rollout import Task
 
+T = TypeVar("T")
 INSTRUCTION = (
     "This directory holds the source of {package}, a Python package. One place in it is wrong, and tests fail because "
     "of it: `python -m pytest` runs them. Find the mistake and repair it. Leave the tests as they are; others, which "
@@ -57,8 +61,18 @@ INSTRUCTION = (
 )
 
 
+BLOCKS = (
+    "\nTo run a shell command, reply with it between a line ```sh and a line ```. You are then shown what it prints. "
+    "A reply without such a block ends your work."
+)
+BLOCK = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
 class RepoRepair(ToolEnv):
-    """The tasks of the directory `tasks`, played with at most max_turns replies."""
+    """The tasks of the directory `tasks`, played with at most max_turns replies.
+
+    calls: `tools`, or `blocks` for a model whose template has none: the first block of shell code of a reply is run.
+    """
 
     tools = (desk.run, desk.view, desk.create, desk.str_replace)
     tool_timeout_s = None  # a call waits until the sandbox has room, and has command_timeout_s from then on
@@ -75,6 +89,7 @@ class RepoRepair(ToolEnv):
         work_bytes: int = 64 << 20,
         max_output_chars: int = 4000,
         partial: bool = False,
+        calls: Literal["tools", "blocks"] = "tools",
         backend: Literal["auto", "bubblewrap", "subprocess"] = "auto",
         max_concurrent: int | None = None,
         instruction: str = INSTRUCTION,
@@ -88,7 +103,8 @@ class RepoRepair(ToolEnv):
         self.name = "repo-repair"
         self.bank = load_bank(Path(tasks))
         self.limits = EpisodeLimits(max_turns, max_tokens, timeout_s)
-        self.max_output_chars, self.partial, self.instruction = max_output_chars, partial, instruction
+        self.max_output_chars, self.partial, self.calls = max_output_chars, partial, calls
+        self.instruction = instruction + (BLOCKS if calls == "blocks" else "")
         limits = SandboxLimits(
             wall_s=command_timeout_s, memory_bytes=memory_bytes, max_processes=64, work_bytes=work_bytes, max_depth=64
         )
@@ -97,6 +113,8 @@ class RepoRepair(ToolEnv):
         self.tests = Sandbox(tests, backend, max_concurrent)
         self._directory = None if run is None or run.directory is None else Path(run.directory)
         self._is_clean = False  # of directories whose owners were killed
+        # Not in threads: Python 3.11 cannot parse in two threads at once.
+        self._given = functools.lru_cache(256)(self._files_of)
         self._rows: dict[str, dict[str, Any]] = {}  # solved tasks for `sft`
 
     @property
@@ -136,14 +154,20 @@ class RepoRepair(ToolEnv):
         async with self._desk(self._row(task), name):
             return await super().rollout(task, ctx)
 
+    def _files_of(self, task_id: str) -> dict[str, bytes]:
+        """The files with which a task begins."""
+        row = self.bank.tasks[task_id]
+        return self.bank.packages[row.package].given(row)
+
     @asynccontextmanager
     async def _desk(self, row: TaskRow, name: str) -> AsyncIterator[Desk]:
         """The desk of an episode, which the tools find."""
         package, limits = self.bank.packages[row.package], self.commands.limits
         home = self.directory / urllib.parse.quote(name, safe="")
         origin = blake2b(f"{self.bank.fingerprint} {row.task_id}".encode()).digest()
-        files = await asyncio.to_thread(package.given, row)
-        async with Workspace(home, files, self.commands, origin=origin, readable=[self.bank.lib]) as work:
+        async with Workspace(
+            home, self._given(row.task_id), self.commands, origin=origin, readable=[self.bank.lib]
+        ) as work:
             variables = environment(work.path, self.bank.lib, package.roots)
             token = DESK.set(found := Desk(work, variables, asdict(limits), self.max_output_chars))
             try:
@@ -151,8 +175,13 @@ class RepoRepair(ToolEnv):
             finally:
                 DESK.reset(token)
 
-    def respond(self, episode: Episode, reply: Reply) -> None:
-        """A reply without a call ends the episode."""
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        return super().tool_schemas() if self.calls == "tools" else []
+
+    async def respond(self, episode: Episode, reply: Reply) -> list[Message] | None:
+        """What a block prints; a reply without a call ends the episode."""
+        found = BLOCK.search(reply.text) if self.calls == "blocks" else None
+        return None if found is None else [{"role": "user", "content": await desk.run(found[1])}]
 
     async def score(self, episode: Episode) -> RolloutResult:
         found, row = DESK.get(), self._row(episode.task)
@@ -170,7 +199,8 @@ class RepoRepair(ToolEnv):
         """Which shares of the tests pass now, as JSON: those that the mistake fails, hidden ones among them; others."""
         package = self.bank.packages[row.package]
         files = package.scored(row, await DESK.get().work.changes())
-        passing = await passing_tests(self.tests, package, files, self.bank.lib) or set()
+        outcomes = await outcomes_of(self.tests, package, files, self.bank.lib)
+        passing = {test for test, outcome in outcomes.items() if outcome == "passed"}
         failing, hidden = set(row.failing), set(row.hidden)
         parts: dict[str, list[bool]] = {"failing_passed": [], "hidden_passed": [], "others_passed": []}
         for test in package.row.passing:
@@ -208,18 +238,21 @@ class RepoRepair(ToolEnv):
 
     async def _solve_all(self, tasks: list[Task]) -> list[dict[str, Any]]:
         missing = {task.task_id: task for task in tasks if task.task_id not in self._rows}
-        for task, row in zip(missing.values(), await asyncio.gather(*map(self._solve, missing.values()))):
-            self._rows[task.task_id] = row
+        rows = await asyncio.gather(*map(self._solve, missing.values()), return_exceptions=True)
+        for name, row in zip(missing, rows):
+            if isinstance(row, BaseException):
+                raise row
+            self._rows[name] = row
         return [self._rows[task.task_id] for task in tasks]
 
     async def _solve(self, task: Task) -> dict[str, Any]:
-        ctx = SolvingContext(self.solution(task))
+        ctx = SolvingContext(self.solution(task), as_blocks=self.calls == "blocks")
         result = await self.rollout(task, cast(RolloutContext, ctx))
         if self.reward_of(result.metrics) != 1.0:
             raise ConfigError(
                 f"repo-repair: the tests of {task.task_id} fail here without the mistake: make tasks again."
             )
-        return {"messages": ctx.messages, "tools": self.tool_schemas()}
+        return {"messages": ctx.messages} | ({"tools": schemas} if (schemas := self.tool_schemas()) else {})
 
     async def close(self) -> None:
         """Remove directories that no rollout uses."""
@@ -231,25 +264,33 @@ class SolvingContext:
 
     episode: EpisodeInfo | None = None
 
-    def __init__(self, calls: list[tuple[str, dict[str, Any]]]) -> None:
-        self._calls, self.messages = list(calls), list[Message]()
+    def __init__(self, calls: list[tuple[str, dict[str, Any]]], *, as_blocks: bool = False) -> None:
+        self._calls, self._as_blocks, self.messages = list(calls), as_blocks, list[Message]()
 
     async def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **sampling: Any) -> Reply:
         message: Message = {"role": "assistant", "content": "" if self._calls else "Done."}
         if self._calls:
             name, arguments = self._calls.pop(0)
-            message["tool_calls"] = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+            if self._as_blocks:
+                message["content"] = f"```sh\n{as_command(name, arguments)}\n```"
+            else:
+                message["tool_calls"] = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
         self.messages = [*messages, message]
         text = message["content"]
         return Reply(message=message, text=text, token_ids=np.zeros(0, np.int32), finish_reason="stop")
 
 
-def _in_own_loop(work: Coroutine[Any, Any, Any]) -> Any:
+def as_command(name: str, arguments: dict[str, Any]) -> str:
+    """A call of `solution` as a shell command."""
+    if name == "run":
+        return arguments["command"]
+    if name == "view":
+        return f"sed -n {arguments['first']},{arguments['last']}p {shlex.quote(arguments['path'])}"
+    change = f"path.write_text(path.read_text().replace({arguments['old']!r}, {arguments['new']!r}))"
+    return f"python - <<'END'\nfrom pathlib import Path\npath = Path({arguments['path']!r})\n{change}\nEND"
+
+
+def _in_own_loop(work: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine, for code that is not async and may be called by code that is."""
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(asyncio.run(work)), name="repo-repair")
-    thread.start()
-    thread.join()
-    if not results:
-        raise ConfigError("repo-repair: tasks could not be solved for `sft`; the reason is in the log.")
-    return results[0]
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, work).result()

@@ -45,7 +45,7 @@ from stretto.envs.repair.bank import (
     read_tree,
 )
 from stretto.envs.repair.mutate import Mutation, mutations
-from stretto.envs.repair.suite import passing_tests
+from stretto.envs.repair.suite import outcomes_of
 from stretto.envs.rewards.sandbox import Sandbox, SandboxLimits
 
 logger = logging.getLogger(__name__)
@@ -112,16 +112,16 @@ class Maker:
         tests = [path for path in files if is_test_file(path) and not path.endswith("conftest.py")]
         modules = [path for path in files if is_module(path)]
         row = PackageRow(name=name, modules=modules, tests=tests, passing=[])
-        found = [await passing_tests(self._sandbox, Package(row, files), files, self._lib) for _ in range(2)]
-        whole = {test for test in found[0] or () if test in (found[1] or ())}
-        flaky = {function_of(test) for each in found for test in (each or set()) ^ whole}
-        passing = sorted(test for test in whole if function_of(test) not in flaky)
+        first, second = [await outcomes_of(self._sandbox, Package(row, files), files, self._lib) for _ in range(2)]
+        unsteady = {test for test in first.keys() | second.keys() if first.get(test) != second.get(test)}
+        broken = {function_of(test) for test in unsteady | {test for test, end in first.items() if end == "failed"}}
+        passing = sorted(test for test, end in first.items() if end == "passed" and function_of(test) not in broken)
         if not tests or not modules or not passing:
             raise ConfigError(
                 f"{name}: of {len(modules)} modules and {len(tests)} files of tests no test passes in the sandbox; "
                 "it may need packages that are not installed here, files that its build makes, or the network."
             )
-        row = PackageRow(name=name, modules=modules, tests=tests, passing=passing)
+        row = PackageRow(name=name, modules=modules, tests=tests, passing=passing, broken=sorted(broken))
         return Package(row, files)
 
     async def _add_tasks(self, package: Package, num_tasks: int) -> int:
@@ -167,16 +167,20 @@ class Maker:
             failing=[],
             hidden=[],
         )
-        passing = await passing_tests(self._sandbox, package, package.mistaken(row), self._lib)
+        ends = await outcomes_of(self._sandbox, package, package.mistaken(row), self._lib)
         functions = {function_of(test) for test in package.row.passing}
-        failing = {function_of(test) for test in package.row.passing if passing is not None and test not in passing}
+        failing = {function_of(test) for test in package.row.passing if ends and ends.get(test) != "passed"}
         if len(failing) < 2 or 2 * len(failing) > len(functions):
             return None
         hidden = [*half(failing, rng), *half(functions - failing, rng)]
         row = msgspec.structs.replace(row, failing=sorted(failing), hidden=sorted(hidden))
         shown = {test for test in package.row.passing if function_of(test) not in row.hidden}
-        passing = await passing_tests(self._sandbox, package, package.given(row), self._lib)
-        if passing is None or {function_of(test) for test in shown - passing} != failing - set(hidden):
+        ends = await outcomes_of(self._sandbox, package, package.given(row), self._lib)
+        failed = {function_of(test) for test, end in ends.items() if end == "failed"}
+        is_shown = failed == failing - set(hidden) and all(
+            ends.get(test) == "passed" for test in shown if function_of(test) not in failed
+        )
+        if not is_shown:
             return None
         return row
 

@@ -62,16 +62,14 @@ def environment(work: str, lib: str, roots: Sequence[str]) -> dict[str, str]:
     }
 
 
-async def passing_tests(
-    sandbox: Sandbox, package: Package, files: Mapping[str, bytes], lib: str, *, ends_at_failure: bool = False
-) -> set[str] | None:
-    """The tests that pass with these files of a package; None if they did not come to an end.
+async def outcomes_of(sandbox: Sandbox, package: Package, files: Mapping[str, bytes], lib: str) -> dict[str, str]:
+    """How each test ends with these files of a package: passed, failed or skipped. Empty if the tests do not end.
 
     Raises: EnvError if the sandbox cannot be built.
     """
     word = secrets.token_hex(16)
-    options = [*OPTIONS, "-q", *(["-x"] if ends_at_failure else [])]
-    request = {"word": word, "lib": lib, "roots": package.roots, "options": options, "tests": package.row.tests}
+    options, tests = [*OPTIONS, "-q"], package.row.tests
+    request = {"word": word, "lib": lib, "roots": package.roots, "options": options, "tests": tests}
     program = [interpreter()[0], "-s", "-S", "-B", "-c", RUNNER]
     variables = {"PYTHONHASHSEED": "0", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     report = ""
@@ -86,6 +84,4 @@ async def passing_tests(
         Path(home).chmod(0o711)
         async with Workspace(Path(home), files, sandbox, origin=b"", readable=[lib]) as work:
             await work.step(b"", act)
-    if not report.startswith(word):
-        return None
-    return {test for test, outcome in json.loads(report.removeprefix(word)).items() if outcome == "passed"}
+    return json.loads(report.removeprefix(word)) if report.startswith(word) else {}

@@ -196,15 +196,7 @@ class Sandbox:
         }
 
     async def _keep(self, request: dict[str, Any]) -> SandboxResult:
-        keeper = await asyncio.create_subprocess_exec(
-            interpreter()[0],
-            *("-I", "-S", "-B", str(KEEPER), "keep"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={},
-            process_group=0,
-        )
+        keeper = await self._started()
         try:
             async with asyncio.timeout(self.limits.wall_s + GRACE_S):
                 answer, errors = await keeper.communicate(json.dumps(request).encode())
@@ -220,6 +212,26 @@ class Sandbox:
         if trouble := fields.pop("trouble"):
             raise EnvError(f"the sandbox cannot be built: {trouble.strip()}", reason=Reason.SANDBOX_LOST)
         return SandboxResult(**fields)
+
+    @staticmethod
+    async def _started() -> asyncio.subprocess.Process:
+        """A keeper. One whose start is cancelled is waited for and ended: asyncio may wait for it for ever (3.11)."""
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                interpreter()[0],
+                *("-I", "-S", "-B", str(KEEPER), "keep"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={},
+                process_group=0,
+            )
+        )
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await _end(await starting)
+            raise
 
 
 async def _end(keeper: asyncio.subprocess.Process) -> None:

@@ -50,7 +50,7 @@ def test_the_solver_gets_1_on_every_task_and_doing_nothing_0(env):
     for number in range(4):
         _, task = task_of(env, number)
         result, answers = play(env, task, env.solution(task))
-        assert result.reward == 1.0 and "failed" in answers[0] and "failed" not in answers[-1].replace("1 failed", "")
+        assert result.reward == 1.0 and "failed" in answers[0] and "failed" not in answers[-1]
         result, _ = play(env, task, [])
         assert result.reward == 0.0 and result.metrics["failing_passed"] < 1.0
 
@@ -92,6 +92,15 @@ def test_a_repair_with_a_new_module_counts(env):
         ("create", {"path": row.path, "text": "from counting.own import histogram, longest_run, middle\n"}),
     ]
     assert play(env, task, calls)[0].reward == 1.0
+
+
+def test_without_tools_blocks_of_shell_code_are_run(folder):
+    env = load_environment("repo-repair", {"tasks": str(folder), "calls": "blocks"})
+    [row] = env.sft_rows(1, seed=0)
+    assert "```sh" in row["messages"][0]["content"] and "tools" not in row
+    assert [message["role"] for message in row["messages"]] == ["user", *["assistant", "user"] * 4, "assistant"]
+    assert row["messages"][1]["content"].startswith("```sh\npython -m pytest")
+    assert "failed" in row["messages"][2]["content"] and "failed" not in row["messages"][8]["content"]
 
 
 def test_partial_is_the_share_of_what_failed_and_0_if_something_else_fails(folder):
