@@ -31,7 +31,7 @@ COMMANDS = (
 
 def num_turns_of(rollout_id: str) -> int:
     """Turns of an episode: 2 to 100, most of them short."""
-    return 2 + round(98 * random.Random(f"turns/{rollout_id}").random() ** 4)
+    return 2 + round(98 * random.Random(f"turns/{rollout_id}").random() ** 5)
 
 
 class Scripted(RepoRepair):

@@ -36,7 +36,7 @@ from tiny_package import make_bank  # noqa: E402
 from stretto.base.process import num_cores  # noqa: E402
 
 ROLES = ("sandbox", "workers", "inference", "orchestrator", "trainer", "launcher")
-STEPS, BATCH, GROUP = 25, 8, 4
+BATCH, GROUP = 8, 4
 NUM_STOPS = 56  # tokens that end a reply: half of the vocabulary, so that an untrained network's replies are short
 
 
@@ -49,7 +49,6 @@ def settings(directory: Path) -> dict[str, Any]:
     if not model.exists():
         untrained_model(directory, max_position_embeddings=16384)
     return {
-        "max_steps": STEPS,
         "seq_len": 16384,
         "model": {"name": model},
         "ckpt": {"interval": 1, "keep_last": 2},
@@ -80,11 +79,27 @@ def settings(directory: Path) -> dict[str, Any]:
 class Campaign(faults.Campaign):
     """The lives of this run."""
 
-    def __init__(self, directory: Path, seed: int) -> None:
-        kinds.settings, kinds.model_in = (lambda kind, model: ("rl", merged(settings(directory), {}))), lambda _: None  # type: ignore[assignment]
+    began_at = 0.0  # when the latest one began
+
+    def __init__(self, directory: Path, seed: int, steps: int) -> None:
+        self.steps = steps
+        kinds.settings, kinds.model_in = (
+            (lambda kind, model: ("rl", merged(settings(directory), {"max_steps": steps}))),
+            lambda _: None,
+        )  # type: ignore[assignment]
         super().__init__(directory, "repair", seed)
         own = [Path(__file__).parent, Path(faults.TESTS).parent / "src"]
         self.env["PYTHONPATH"] = ":".join(map(str, own))
+
+
+def is_playing(campaign: Campaign) -> bool:
+    """Does this life play rollouts?"""
+    with suppress(sqlite3.Error), closing(sqlite3.connect(f"file:{campaign.run.ledger}?mode=ro", uri=True)) as rows:
+        [(running,)] = rows.execute(
+            "SELECT count(*) FROM rollouts WHERE status = 'running' AND started_at > ?", [campaign.began_at]
+        )
+        return running > 0
+    return False
 
 
 def kill_one(life: faults.Life, rng: random.Random) -> str | None:
@@ -103,13 +118,14 @@ def kill_one(life: faults.Life, rng: random.Random) -> str | None:
 
 def live(campaign: Campaign, number: int, ends_at: float, results: Path) -> tuple[bool, bool]:
     """One life with kills, until it ends: whether the run is complete, and whether it has ended without reason."""
+    campaign.began_at = time.time()
     life, rng = faults.Life(campaign, number), campaign.rng
     kills: list[str] = []
     while life.popens[0].poll() is None and time.monotonic() < ends_at:
-        if not campaign.step():
-            life.wait(1.0)  # a run without a checkpoint begins anew
+        if not campaign.step() or not is_playing(campaign):
+            life.wait(1.0)  # a run without a checkpoint begins anew; one that starts has nothing to lose
             continue
-        if not life.wait(rng.uniform(4.0, 20.0)):
+        if not life.wait(rng.uniform(5.0, 45.0)):
             break
         if (role := kill_one(life, rng)) is not None:
             kills.append(role)
@@ -133,7 +149,7 @@ def live(campaign: Campaign, number: int, ends_at: float, results: Path) -> tupl
     with results.open("a") as file:
         file.write(json.dumps(row) + "\n")
     print(row, flush=True)
-    is_complete = row["code"] == 0 and campaign.step() >= STEPS
+    is_complete = row["code"] == 0 and campaign.step() >= campaign.steps
     return is_complete, not kills and not is_complete
 
 
@@ -147,8 +163,8 @@ def look(campaign: Campaign) -> list[str]:
     wrong += [
         f"{count} rollouts are {status}: {reason}, {error}" for status, reason, error, count in ends if reason or error
     ]
-    if len({row[:2] for row in trained}) != len(trained) or len(trained) != STEPS * BATCH:
-        wrong.append(f"{len(trained)} rollouts are trained, not {STEPS * BATCH}, or one is trained twice")
+    if len({row[:2] for row in trained}) != len(trained) or len(trained) != campaign.steps * BATCH:
+        wrong.append(f"{len(trained)} rollouts are trained, not {campaign.steps * BATCH}, or one is trained twice")
     for group, member, reward, num_turns, _ in trained:
         wanted = num_turns_of(f"g{group}.{member}")
         if (reward, num_turns) != (float(member % 2 == 1 and wanted >= 3), wanted):
@@ -168,13 +184,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seconds", type=float, default=400.0, help="stop after so long, to go on when called again")
+    parser.add_argument("--steps", type=int, default=25, help="of 8 episodes each")
     args = parser.parse_args()
     ends_at = time.monotonic() + args.seconds
     directory = args.directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
     results = directory / "lives.jsonl"
     number = len(results.read_text().splitlines()) if results.exists() else 0
-    campaign = Campaign(directory, seed=number)
+    campaign = Campaign(directory, number, args.steps)
     while time.monotonic() < ends_at:
         is_complete, is_broken = live(campaign, number, ends_at, results)
         if is_broken:
@@ -187,7 +204,7 @@ def main() -> int:
             wrong = look(campaign)
             print("nothing is lost" if not wrong else f"{len(wrong)} faults: {wrong[:20]}")
             return int(bool(wrong))
-    print(f"at step {campaign.step()} of {STEPS}; call it again to go on")
+    print(f"at step {campaign.step()} of {args.steps}; call it again to go on")
     return 2
 
 
