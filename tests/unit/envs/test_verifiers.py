@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import CharRenderer, FakeEngine, parrot
-from turns import CallRenderer
+from turns import CallRenderer, scripted
 
 from stretto.base.errors import ConfigError
 from stretto.config.sections.orchestrator import EnvSection, SamplingSection
@@ -135,6 +135,18 @@ def test_tools_are_called_wrong_calls_are_answered_and_the_tokens_of_all_turns_a
         assert "validation error" in given
         assert text_of(branch, True) == "".join(f"{call}." for call in (*calls, "6"))
         assert branch.token_ids.tolist() in engine.sequences
+
+
+@needs_extra
+@pytest.mark.parametrize("words", [[d, *s] for d in ("chat", "messages", "responses") for s in ([], ["stream"])])
+def test_a_harness_of_any_dialect_trains_the_same_tokens(words):
+    call = '!calculate{"expression": "47*86"}'
+    args = {"taskset": "dialect-v1", "agent": {"harness": {"id": "dialect-v1", "words": words}}}
+    (group,) = play("verifiers", args, [0], Seen(scripted(call, "4042")), renderer=CallRenderer(), num_members=1)
+    (rollout,) = group.rollouts
+    assert (rollout.status, rollout.reward) == (RolloutStatus.FINISHED, 1.0), rollout.error
+    (branch,) = rollout.branches
+    assert text_of(branch, True) == f"{call}.4042." and text_of(branch, False) == "U47*86=.AT4042.A"
 
 
 @needs_extra

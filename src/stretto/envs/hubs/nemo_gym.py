@@ -135,7 +135,7 @@ def _rows(what: str, path: str, key: str) -> list[dict[str, Any]]:
         if not isinstance(params, dict):
             raise DataError(f"{what}: {place}: a row of NeMo Gym has an object {PARAMS}; this one has none")
         try:
-            _RESPONSES.read(params)
+            _RESPONSES.request(params)
         except DataError as error:
             raise DataError(f"{what}: {place}: {PARAMS}: {error}") from None
         rows.append(row)
@@ -227,9 +227,8 @@ class _Episode:
 
     async def _turn(self, ctx: RolloutContext, messages: list[Message]) -> Answer | None:
         """The next reply, which is added to the messages; None at a limit."""
-        limit = {} if self.request.max_tokens is None else {"max_tokens": self.request.max_tokens}
         try:
-            reply: Reply = await ctx.chat(messages, self.request.tools, **limit)
+            reply: Reply = await ctx.chat(messages, self.request.tools, **self.request.sampling)
         except LimitReached:
             if not self.num_turns:
                 raise
