@@ -56,6 +56,7 @@ BUNDLED = {
     "dataset": "stretto.envs.dataset:dataset",
     "python-code": "stretto.envs.bundled.python_code:PythonCode",
     "reasoning-gym": "stretto.envs.bundled.reasoning_gym:ReasoningGym",
+    "repo-repair": "stretto.envs.repair.env:RepoRepair",
     "reverse-text": "stretto.envs.bundled.reverse_text:ReverseText",
     "sort-letters": "stretto.envs.bundled.sort_letters:SortLetters",
     "tic-tac-toe": "stretto.envs.bundled.tic_tac_toe:TicTacToe",
@@ -139,7 +140,7 @@ class RolloutContext(Protocol):
 
     @property
     def episode(self) -> EpisodeInfo | None:
-        """Which rollout this is; None in worker processes."""
+        """Which rollout this is."""
 
     def keep(self, sequences: Sequence[tuple[Int[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]]) -> None:
         """Train on these sequences only: pairs of tokens (int32) and a mask of those that are trained (bool).
@@ -173,7 +174,7 @@ class RolloutContext(Protocol):
 class RunInfo:
     """What an environment may know of its run; passed as the argument `run` if the environment takes one.
 
-    In worker processes all fields but `models` have their defaults.
+    In worker processes all fields but `models` and `directory` have their defaults.
     """
 
     tokenizer: str | None = None
@@ -190,6 +191,8 @@ class RunInfo:
     """Turns messages and tools into the int32 tokens of a prompt, up to where the reply begins."""
     render: Callable[[list[Message], list[dict] | None], str] | None = None
     """The same as text."""
+    directory: str | None = None
+    """Where environments may keep files that a resumed run finds again: RUN/episodes; None for a look at tasks."""
     policy_name: str = "actor"
     """Name of the policy for hooks."""
     table: Mapping[str, Any] = field(default_factory=dict)

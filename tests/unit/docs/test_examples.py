@@ -20,6 +20,7 @@ OTHERS = (
     "gsm8k",
     "judge",
     "notebooks",
+    "repo_repair",
     "service",
     "smollm2",
     *LARGE,
