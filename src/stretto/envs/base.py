@@ -369,9 +369,7 @@ def load_environment(
     args, path = dict(args or {}), env_id
     if needs_worker(env_id):
         if not in_worker:
-            raise ConfigError(
-                f"environment {env_id!r} is played in worker processes; only rl and eval start those."
-            )
+            raise ConfigError(f"environment {env_id!r} is played in worker processes; only rl and eval start those.")
         path, args = find.worker_factory(env_id, args)
     factory = _find_factory(path)
     signature = signature_of(factory, env_id)

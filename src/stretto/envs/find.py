@@ -53,7 +53,7 @@ def hub_of(env_id: str) -> tuple[str, str] | None:
     if hub not in HUBS or (not source and find_module(env_id) is not None):
         return None
     if not source:
-        raise ConfigError(f"environment {env_id!r} names a hub; say what of it: id = \"{hub}:...\"")
+        raise ConfigError(f'environment {env_id!r} names a hub; say what of it: id = "{hub}:..."')
     return hub, source
 
 

@@ -1,9 +1,9 @@
 """`harbor:SUITE`: tasks of Harbor, each rollout a trial with one of Harbor's agents whose model is the policy.
 
 SUITE is a directory of tasks, or a dataset that Harbor knows, such as `terminal-bench@2.0`. Harbor itself plays the
-trial: it makes the environment, runs the agent and the tests. It may have a Python of its own, in which each worker keeps
-one process for all its trials (other_python/play_trials.py). The agent's requests go to the gateway, whose address and key
-of the rollout are in its environment variables; the reward is the verifier's.
+trial: it makes the environment, runs the agent and the tests. It may have a Python of its own, in which each worker
+keeps one process for all its trials (other_python/play_trials.py). The agent's requests go to the gateway: it finds the
+address and the key of the rollout in its environment variables. The reward is the verifier's.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Harbor:
     """A suite of Harbor.
 
     agent: the name of one of Harbor's agents, or `module:Class`. agent_args: its settings. environment: where tasks are
-    played: `"docker"` and the other names of Harbor, `module:Class`, or `"local"`, without containers. environment_args:
-    its settings. model: the model's name as the agent wants it, with its provider. reward: which of the verifier's
-    rewards counts, if there are several. num_eval: how many of the last tasks are held out (0: training and evaluation
-    use all). max_turns, max_tokens: of one rollout. timeout_multiplier: of all time limits of the tasks. gateway_host:
-    the address of this machine as the agent sees it. python: the Python that has Harbor; None: this one. output_dir:
-    keeps the directories of trials, with logs and trajectories.
+    played: `"docker"` and the other names of Harbor, `module:Class`, or `"local"`, without containers.
+    environment_args: its settings. model: the model's name as the agent wants it, with its provider. reward: which of
+    the verifier's rewards counts, if there are several. num_eval: how many of the last tasks are held out (0: training
+    and evaluation use all). max_turns, max_tokens: of one rollout. timeout_multiplier: of all time limits of the tasks.
+    gateway_host: the address of this machine as the agent sees it. python: the Python that has Harbor; None: this one.
+    output_dir: keeps the directories of trials, with logs and trajectories.
     """
 
     def __init__(
@@ -91,9 +91,8 @@ class Harbor:
     def _look(self, source: str) -> dict[str, Any]:
         """The tasks of the suite, and what is missing for a run."""
         if module_version(self._python, "harbor") is None:
-            raise ConfigError(
-                f"{self._what}: {self._python} has no package harbor: {self._python} -m pip install harbor. {PYTHON_RULE}"
-            )
+            command = f"{self._python} -m pip install harbor"
+            raise ConfigError(f"{self._what}: {self._python} has no package harbor: {command}. {PYTHON_RULE}")
         suite: dict[str, Any] = {}
         if Path(source).is_dir():
             path = Path(source).resolve()
@@ -189,12 +188,7 @@ def _access_env(access: Access | None) -> dict[str, str]:
     if access is not None:
         return access.env
     url, key = "http://127.0.0.1:1", "none"
-    return {
-        "OPENAI_BASE_URL": f"{url}/v1",
-        "OPENAI_API_KEY": key,
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_API_KEY": key,
-    }
+    return {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
 
 
 class _TrialPlayer:

@@ -1,8 +1,8 @@
 """`nemo-gym:SOURCE`: a resources server of NeMo Gym, with the policy in place of its agent and its model.
 
 SOURCE is the URL of a resources server, or the name of one in the package (`resources_servers/NAME`), which each worker
-starts as a process of its own. A task is a row of a .jsonl file as NeMo Gym makes them: `responses_create_params` is the
-first request, all else is for the server. There are two kinds of servers, told apart by their routes:
+starts as a process of its own. A task is a row of a .jsonl file as NeMo Gym makes them: `responses_create_params` is
+the first request, all else is for the server. There are two kinds of servers, told apart by their routes:
 
 * `/seed_session`, a route for each tool, `/verify`, which gets the whole conversation and gives the reward;
 * `/reset` and `/step` (Gymnasium): each reply is a step, and the reward is the sum.
@@ -22,7 +22,16 @@ import aiohttp
 
 from stretto.base.errors import ConfigError, DataError, EnvError
 from stretto.data.records import read_records
-from stretto.envs.base import EpisodeLimits, LimitReached, Message, Reply, RolloutContext, RolloutResult, Split, TaskSource
+from stretto.envs.base import (
+    EpisodeLimits,
+    LimitReached,
+    Message,
+    Reply,
+    RolloutContext,
+    RolloutResult,
+    Split,
+    TaskSource,
+)
 from stretto.envs.gateway.dialects import DIALECTS
 from stretto.envs.gateway.session import Answer, Request
 from stretto.envs.hubs.servers import LocalServer, answer_of, fetch_json, find_python, module_version, split_of
@@ -39,8 +48,8 @@ class NemoGym:
 
     path: rows of a .jsonl file. eval_path: held-out rows; without it the last num_eval of `path` are held out (0:
     training and evaluation use all). max_turns: replies of one episode. timeout_s: for each answer of the server.
-    python: the Python that has NeMo Gym and starts the server; None: this one. server_args: settings of a server that is
-    started here.
+    python: the Python that has NeMo Gym and starts the server; None: this one. server_args: settings of a server that
+    is started here.
     """
 
     def __init__(
@@ -252,9 +261,7 @@ class _Episode:
 
     def _result(self, reward: Any, numbers: dict[str, Any]) -> RolloutResult:
         metrics = {
-            name: float(value)
-            for name, value in numbers.items()
-            if isinstance(value, int | float) and name != "reward"
+            name: float(value) for name, value in numbers.items() if isinstance(value, int | float) and name != "reward"
         }
         return RolloutResult(
             reward=reward, metrics=metrics | {"turns": float(self.num_turns)}, is_truncated=self.is_truncated

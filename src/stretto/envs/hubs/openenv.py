@@ -14,9 +14,10 @@ import asyncio
 import importlib.util
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -318,7 +319,7 @@ class _Episode:
             if reply.finish_reason == "length":
                 return True
             if self.offer.tools is None:
-                content = await self._act(lambda: self.offer.action_of_text(reply.text))
+                content = await self._act(partial(self.offer.action_of_text, reply.text))
                 answers: list[Message] = [{"role": "user", "content": content}]
             else:
                 answers = await self._answer_calls(reply.message)
@@ -337,14 +338,14 @@ class _Episode:
             if self.last.is_done:
                 answers.append(answer | {"content": "Error: the episode has ended."})
                 continue
-            content = await self._act(lambda n=name, a=arguments: self.offer.action_of_call(n, a))
+            content = await self._act(partial(self.offer.action_of_call, name, arguments))
             answers.append(answer | {"content": content})
         for raw in message.get("unparsed_tool_calls") or ():
             self.num_invalid += 1
             answers.append({"role": "tool", "content": f"Error: this is no valid tool call: {raw}"})
         return answers
 
-    async def _act(self, action_of: Any) -> str:
+    async def _act(self, action_of: Callable[[], dict[str, Any]]) -> str:
         """What the policy reads after its action; an action that does not fit is not counted as a step."""
         try:
             step = await self.session.ask("step", action_of())

@@ -100,7 +100,9 @@ def find_python(what: str, python: str | None) -> str:
     if python is None:
         return sys.executable
     if (found := shutil.which(python)) is None:
-        raise ConfigError(f"{what}: python = {python!r} is no program; give the path of a Python, such as venv/bin/python")
+        raise ConfigError(
+            f"{what}: python = {python!r} is no program; give the path of a Python, such as venv/bin/python"
+        )
     return str(Path(found).absolute())
 
 

@@ -36,7 +36,7 @@ def problems_of(settings: dict[str, Any]) -> list[str]:
         harness, runtime = built._harnesses[role], spec.runtime.type
         name = f"{role}.harness = {harness.config.id}"
         if runtime == "subprocess" and harness.NEEDS_CONTAINER and harness.config.id != OWN_HARNESS:
-            found.append(f"{name} installs programs, so it needs {role}.runtime = {{ type = \"docker\" }} or another")
+            found.append(f'{name} installs programs, so it needs {role}.runtime = {{ type = "docker" }} or another')
         if runtime in _ENGINES and (reason := _engine_fault(runtime)):
             found.append(f"{role}.runtime = {runtime}: {reason}")
         if runtime == "subprocess" and harness.config.id in _UV_HARNESSES and shutil.which("uv") is None:

@@ -214,13 +214,13 @@ def test_what_is_missing_is_one_sentence_that_says_what_to_do(tmp_path, rows):
     assert "does not answer" in problem and problem.endswith("start it, or correct the id")
     (tmp_path / "openenv.yaml").write_text("name: x\napp: server.app:app\n")
     python = str(tmp_path / "python")
-    Path(python).write_text(f"#!/bin/sh\nexec {sys.executable} -I -S \"$@\"\n")
+    Path(python).write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     Path(python).chmod(0o755)
     [problem] = missing_for(f"openenv:{tmp_path}", {"python": python})
     assert problem == f"{python} has no package openenv: {python} -m pip install openenv"
     [problem] = missing_for("nemo-gym:blackjack", {"path": rows, "python": python})
     assert problem.startswith(f"{python} has no package nemo_gym")
-    with pytest.raises(ConfigError, match="has no package harbor: .* needs Python 3.12 or later"):
+    with pytest.raises(ConfigError, match=r"has no package harbor: .* needs Python 3.12 or later"):
         missing_for(f"harbor:{tmp_path}", {"python": python})
 
 
