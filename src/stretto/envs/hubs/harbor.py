@@ -128,6 +128,9 @@ class Harbor:
         return TaskSource(make, len(chosen))
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
+        if self._player is not None and self._player.is_over:
+            await self._player.close()
+            self._player = None
         if self._player is None:
             self._player = _TrialPlayer(self._what, self._python)
         trials = Path(tempfile.mkdtemp(prefix="stretto-harbor-")) if self._kept is None else self._kept
@@ -210,6 +213,11 @@ class _TrialPlayer:
         self._reading: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
 
+    @property
+    def is_over(self) -> bool:
+        """The process has ended."""
+        return self._child.returncode is not None
+
     async def play(self, settings: dict[str, Any]) -> dict[str, Any]:
         """The end of a trial. If this is cancelled, so is the trial.
 
@@ -241,7 +249,8 @@ class _TrialPlayer:
         else:
             self._own.close()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._child.wait(), _GRACE_S)
+            async with asyncio.timeout(_GRACE_S):
+                await self._child.wait()
         await process.stop([self._child], grace_s=1.0)
         if self._reading is not None:
             self._reading.cancel()
