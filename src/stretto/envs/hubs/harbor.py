@@ -128,11 +128,11 @@ class Harbor:
         return TaskSource(make, len(chosen))
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
-        if self._player is not None and self._player.is_over:
-            await self._player.close()
-            self._player = None
-        if self._player is None:
-            self._player = _TrialPlayer(self._what, self._python)
+        player = self._player
+        if player is None or player.is_over:
+            old, self._player = player, (player := _TrialPlayer(self._what, self._python))
+            if old is not None:
+                await old.close()
         trials = Path(tempfile.mkdtemp(prefix="stretto-harbor-")) if self._kept is None else self._kept
         try:
             async with self._gateway.open(ctx) as access:
@@ -143,7 +143,7 @@ class Harbor:
                     "agent": self._agent | {"env": _access_env(access)},
                     "environment": self._place,
                 }
-                ended = await self._player.play(settings)
+                ended = await player.play(settings)
         finally:
             if self._kept is None:
                 await asyncio.to_thread(shutil.rmtree, trials, ignore_errors=True)
@@ -160,10 +160,13 @@ class Harbor:
         if session.error is not None:
             raise session.error
         error = f"{ended['error']}: {ended['message']}" if ended["error"] else None
+        if not session.answers and session.limit is not None:
+            raise session.limit
         if not session.answers:
             raise EnvError(f"{where}: the agent ended without one reply of the policy. {error or ''}".rstrip())
         rewards: dict[str, float] = ended["rewards"] or {}
-        if not rewards or not (ended["is_valid"] or session.is_limited):
+        is_limited = session.limit is not None
+        if not rewards or not (ended["is_valid"] or is_limited):
             raise EnvError(f"{where}: {error or 'the verifier gave no reward'}")
         chosen = self._reward if self._reward in rewards or len(rewards) != 1 else next(iter(rewards))
         if chosen not in rewards:
@@ -174,10 +177,7 @@ class Harbor:
         metrics = {f"rewards/{name}": float(value) for name, value in rewards.items() if name != chosen}
         metrics |= {"turns": float(len(session.answers)), "conversations": float(session.num_conversations)}
         return RolloutResult(
-            reward=float(rewards[chosen]),
-            metrics=metrics,
-            is_truncated=is_timeout or session.is_limited,
-            is_timeout=is_timeout,
+            reward=float(rewards[chosen]), metrics=metrics, is_truncated=is_timeout or is_limited, is_timeout=is_timeout
         )
 
 

@@ -236,9 +236,8 @@ class _Episode:
 
     async def _turn(self, ctx: RolloutContext, messages: list[Message]) -> Answer | None:
         """The next reply, which is added to the messages; None at a limit."""
-        limit = {} if self.request.max_tokens is None else {"max_tokens": self.request.max_tokens}
         try:
-            reply: Reply = await ctx.chat(messages, self.request.tools, **limit)
+            reply: Reply = await ctx.chat(messages, self.request.tools, **self.request.sampling)
         except LimitReached:
             if not self.num_turns:
                 raise
