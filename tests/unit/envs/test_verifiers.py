@@ -271,11 +271,16 @@ def test_wrong_settings_give_one_message(env_id, args, message):
         ({"taskset": "echo-v1"}, []),
         ({"taskset": "echo-v1", "agnt": {}}, ["no setting 'agnt'; it has agent, id,"]),
         ({"taskset": {"id": "openenv"}}, ["pass `env` or `base_url`"]),
-        ({"taskset": "echo-v1", "harness": "codex"}, ["agent.harness = codex installs programs"]),
+        ({"taskset": "echo-v1", "harness": "codex"}, ["sends responses of OpenAI", "installs programs, so it needs"]),
+        ({"taskset": "echo-v1", "harness": "mini_swe_agent"}, ["agent.harness = mini_swe_agent installs programs"]),
         ({"taskset": "echo-v1", "harness": "null", "agent": {"harness": {"id": "in_process"}}}, []),
         (
-            {"taskset": "echo-v1", "harness": {"id": "codex"}, "agent": {"runtime": {"type": "podman"}}},
-            ["agent.runtime = podman: "],
+            {
+                "taskset": "echo-v1",
+                "harness": {"id": "pi", "transport": "responses"},
+                "agent": {"runtime": {"type": "podman"}},
+            },
+            ["agent.harness = pi sends responses", "agent.runtime = podman: "],
         ),
     ],
 )
