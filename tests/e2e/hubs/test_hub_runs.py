@@ -17,9 +17,13 @@ from runs import Ended, merged, rl
 from test_ranks import build_model
 from test_worker_runs import SETTINGS
 
+from stretto.base.errors import ConfigError
+from stretto.envs.checks import missing_for
+
 pytestmark = pytest.mark.slow
 MODULES = {"openenv": "openenv", "harbor": "harbor", "nemo-gym": "nemo_gym"}
 NO_MISMATCH = 1e-6
+EXAMPLE = Path(__file__).parents[3] / "examples" / "harbor"
 
 
 def python_of(hub: str) -> str:
@@ -70,13 +74,35 @@ def test_servers_of_nemo_gym_are_trained(tmp_path: Path) -> None:
 
 def test_a_suite_of_harbor_is_trained_without_containers(tmp_path: Path) -> None:
     python = python_of("harbor")
-    for letter in "aei":
-        write_task(tmp_path / "suite" / f"write-{letter}", letter)
-    shutil.copy(Path(__file__).with_name("harbor_agent.py"), tmp_path)
-    args = {"python": python, "agent": "harbor_agent:OneReply", "environment": "local"}
+    shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True)
+    args = {"python": python, "agent": "one_reply:OneReply", "environment": "local", "output_dir": "trials"}
     ended = run_of(tmp_path, {"id": "harbor:suite", "name": "suite", "args": args}, num_steps=2)
     check_steps(ended, 2)
-    assert max(ended.column("reward/mean")) > 0
+    trials = list((tmp_path / "trials").glob("*/result.json"))
+    assert len(trials) >= 32, "each rollout is a trial"
+    assert not list((tmp_path / "trials").glob("*/root")), "what trials have written is removed"
+
+
+def test_what_a_suite_needs_and_does_not_find_is_said_before_a_run(tmp_path: Path) -> None:
+    python = python_of("harbor")
+    shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True)
+    dockerfile = next(tmp_path.glob("suite/*/environment/Dockerfile"))
+    dockerfile.write_text("FROM ubuntu:24.04\nRUN apt-get install -y gcc\n")
+    suite = f"harbor:{tmp_path / 'suite'}"
+    local, wrong = missing_for(suite, {"python": python, "agent": "orackle", "environment": "local"})
+    assert "Agent name orackle is not valid" in local
+    assert "its Dockerfile has `RUN apt-get install -y gcc`, which needs docker" in wrong
+    [settings] = missing_for(
+        suite, {"python": python, "agent": "oracle", "environment": "docker", "environment_args": {"no_such": 1}}
+    )
+    assert "Unknown option 'no_such'" in settings
+    if shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True).returncode:
+        [docker] = missing_for(suite, {"python": python, "agent": "oracle"})
+        assert docker.startswith("environment: Docker")
+    (tmp_path / "empty").mkdir()
+    for name, said in (("empty", "there are no tasks"), ("no/such/place", "there is no directory")):
+        with pytest.raises(ConfigError, match=said):
+            missing_for(f"harbor:{tmp_path / name}", {"python": python})
 
 
 @pytest.mark.parametrize("harness", ["in_process", "null"])
@@ -87,19 +113,3 @@ def test_harnesses_of_verifiers_are_named_in_the_arguments(tmp_path: Path, harne
         pytest.skip("this harness needs the program uv")
     ended = run_of(tmp_path, {"id": "verifiers:vowels-v1", "name": "vowels", "args": {"harness": harness}}, num_steps=2)
     check_steps(ended, 2)
-
-
-def write_task(directory: Path, letter: str) -> None:
-    """A task of Harbor, whose reward is the share of a letter in what the agent has written."""
-    for name in ("environment", "tests"):
-        (directory / name).mkdir(parents=True)
-    (directory / "task.toml").write_text('version = "1.0"\n[agent]\ntimeout_sec = 60.0\n')
-    (directory / "instruction.md").write_text(letter)
-    (directory / "environment" / "Dockerfile").write_text("FROM ubuntu:24.04\nWORKDIR /app\nCOPY letter given\n")
-    (directory / "environment" / "letter").write_text(letter)
-    (directory / "tests" / "test.sh").write_text(
-        "#!/bin/bash\n"
-        'found=$(tr -cd "$(cat /app/given)" < /app/out | wc -c)\n'
-        "all=$(wc -c < /app/out)\n"
-        'awk "BEGIN { print $found / ($all + 1) }" > /logs/verifier/reward.txt\n'
-    )

@@ -24,12 +24,11 @@ from stretto.base import process
 from stretto.base.errors import ConfigError, EnvError
 from stretto.envs.base import EpisodeLimits, RolloutContext, RolloutResult, Split, TaskSource
 from stretto.envs.gateway.server import Access, Gateway
-from stretto.envs.hubs.servers import env_for, find_python, module_version, split_of
+from stretto.envs.hubs.servers import env_for, find_python, missing_package, split_of
 from stretto.records.rollout import Task
 
 PROGRAM = Path(__file__).parent / "other_python" / "play_trials.py"
 LOCAL = "local_environment:LocalEnvironment"
-PYTHON_RULE = "Harbor needs Python 3.12 or later; name a Python that has it: args.python"
 _MAX_LINE_BYTES = 2**26
 _GRACE_S = 10.0
 _LOOK_S = 300.0
@@ -67,7 +66,7 @@ class Harbor:
     ) -> None:
         self.name = f"harbor/{source}"
         self._what = f"harbor:{source}"
-        self._python = find_python(self._what, python)
+        self._python = find_python(python)
         self._reward, self._timeout_multiplier = reward, timeout_multiplier
         self.limits = EpisodeLimits(max_turns, max_tokens)
         self._agent: dict[str, Any] = {"model_name": model, "kwargs": agent_args or {}, **_named(agent, "name")}
@@ -75,24 +74,21 @@ class Harbor:
         if environment == "local":
             self._place = {"import_path": LOCAL, "kwargs": environment_args or {}}
         self._found: dict[str, Any] = self._look(source)
-        tasks: list[dict[str, Any]] = self._found["tasks"]
-        if not tasks:
-            raise ConfigError(
-                f"{self._what}: {self._found.get('no_tasks') or 'there are no tasks'}; "
-                "give a directory whose directories have a task.toml, or a dataset that Harbor knows"
-            )
-        self._tasks, self._num_eval = tasks, num_eval
+        self._tasks: list[dict[str, Any]] = self._found["tasks"]
+        self._num_eval = num_eval
         self.are_tasks_shared = num_eval == 0
-        self._train, self._eval = split_of(self._what, len(tasks), num_eval, "tasks")
         self._kept = None if output_dir is None else Path(output_dir).resolve()
         self._gateway = Gateway(gateway_host)
         self._player: _TrialPlayer | None = None
 
     def _look(self, source: str) -> dict[str, Any]:
-        """The tasks of the suite, and what is missing for a run."""
-        if module_version(self._python, "harbor") is None:
-            command = f"{self._python} -m pip install harbor"
-            raise ConfigError(f"{self._what}: {self._python} has no package harbor: {command}. {PYTHON_RULE}")
+        """The tasks of the suite, and what is missing for a run.
+
+        Raises: ConfigError for a suite without tasks.
+        """
+        rule = " (Python 3.12 or later; args.python names one)"
+        if (missing := missing_package(self._python, "harbor", rule)) is not None:
+            return {"tasks": [], "problems": [missing]}
         suite: dict[str, Any] = {}
         if Path(source).is_dir():
             path = Path(source).resolve()
@@ -109,7 +105,13 @@ class Harbor:
         answer = process.output_of(argv, timeout_s=_LOOK_S, env=env)
         if answer is None:
             raise ConfigError(f"{self._what}: {self._python} cannot import Harbor's modules; stretto works with 0.26")
-        return json.loads(answer)
+        found = json.loads(answer)
+        if not found["tasks"]:
+            raise ConfigError(
+                f"{self._what}: {found.get('no_tasks') or 'there are no tasks'}; "
+                "give a directory whose directories have a task.toml, or a dataset that Harbor knows"
+            )
+        return found
 
     # -- the protocol of environments --
 
@@ -118,7 +120,10 @@ class Harbor:
         return self._found["problems"]
 
     def tasks(self, split: Split) -> TaskSource:
-        chosen = self._train if split == "train" else self._eval
+        if not self._tasks:
+            raise ConfigError(f"{self._what}: {self._found['problems'][0]}")
+        train, held_out = split_of(self._what, len(self._tasks), self._num_eval, "tasks")
+        chosen = train if split == "train" else held_out
 
         def make(index: int) -> Task:
             config = self._tasks[chosen[index]]

@@ -26,7 +26,7 @@ import aiohttp
 from stretto.base.errors import ConfigError, EnvError
 from stretto.data.messages import short_repr
 from stretto.envs.base import EpisodeLimits, LimitReached, Message, RolloutContext, RolloutResult, Split, TaskSource
-from stretto.envs.hubs.servers import LocalServer, answer_of, fetch_json, find_python, module_version, split_of
+from stretto.envs.hubs.servers import LocalServer, answer_of, fetch_json, find_python, missing_package, split_of
 from stretto.records.rollout import Task
 
 logger = logging.getLogger(__name__)
@@ -111,10 +111,8 @@ class OpenEnv:
     def check(self) -> list[str]:
         """What is missing for a run, one sentence each."""
         if self._server is not None:
-            python = self._server.argv[0]
-            if module_version(python, "openenv") is None:
-                return [f"{python} has no package openenv: {python} -m pip install openenv"]
-            return []
+            missing = missing_package(self._server.argv[0], "openenv")
+            return [] if missing is None else [missing]
         schema = fetch_json(f"{self._url}/schema")
         if isinstance(schema, str):
             return [f"the server {self._url} does not answer: {schema}; start it, or correct the id"]
@@ -185,7 +183,7 @@ def _local_server(what: str, source: str, python: str | None) -> LocalServer:
     app = next((value.strip().strip("'\"") for key, _, value in lines if key.strip() == "app"), "")
     if ":" not in app:
         raise ConfigError(f"{what}: {manifest} has no `app: module:name`, which says what to start; start it yourself")
-    argv = [find_python(what, python), "-m", "uvicorn", app, "--host", "127.0.0.1", "--port"]
+    argv = [find_python(python), "-m", "uvicorn", app, "--host", "127.0.0.1", "--port"]
     return LocalServer(what, argv, place.resolve())
 
 

@@ -1,4 +1,4 @@
-"""An agent of Harbor: it asks the model once, and writes the reply into the file `out`."""
+"""An agent of Harbor, without a line of stretto: it asks the model once, and writes the reply into a file."""
 
 import asyncio
 import base64
@@ -22,7 +22,7 @@ class OneReply(BaseAgent):
     async def run(self, instruction, environment, context) -> None:
         reply = await asyncio.to_thread(self.ask, instruction)
         text = base64.b64encode(reply.encode()).decode()
-        await environment.exec(f"echo {text} | base64 -d > out")
+        await environment.exec(f"echo {text} | base64 -d > answer")
 
     def ask(self, instruction: str) -> str:
         body = {"model": self.model_name, "messages": [{"role": "user", "content": instruction}]}
