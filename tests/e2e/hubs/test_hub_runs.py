@@ -1,6 +1,6 @@
 """Runs on environments of hubs, with the packages of the hubs themselves.
 
-STRETTO_HUBS is a directory with a virtual environment for each: `openenv`, `harbor`, `nemo-gym` (docs/contributing.md).
+They are in virtual environments of their own (processes/hubs.py).
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes.hubs import python_of
 from runs import Ended, merged, rl
 from test_ranks import build_model
 from test_worker_runs import SETTINGS
@@ -21,19 +21,8 @@ from stretto.base.errors import ConfigError
 from stretto.envs.checks import missing_for
 
 pytestmark = pytest.mark.slow
-MODULES = {"openenv": "openenv", "harbor": "harbor", "nemo-gym": "nemo_gym"}
 NO_MISMATCH = 1e-6
 EXAMPLE = Path(__file__).parents[3] / "examples" / "harbor"
-
-
-def python_of(hub: str) -> str:
-    """The Python that has the package of a hub; the test is skipped if there is none."""
-    python = Path(os.environ.get("STRETTO_HUBS", "")) / hub / "bin" / "python"
-    if "STRETTO_HUBS" in os.environ and python.exists():
-        return str(python)
-    if importlib.util.find_spec(MODULES[hub]) is None:
-        pytest.skip(f"there is no package {hub}")
-    return sys.executable
 
 
 def check_steps(ended: Ended, num_steps: int) -> None:

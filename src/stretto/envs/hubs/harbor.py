@@ -78,6 +78,7 @@ class Harbor:
         self._num_eval = num_eval
         self.are_tasks_shared = num_eval == 0
         self._kept = None if output_dir is None else Path(output_dir).resolve()
+        self._host = gateway_host
         self._gateway = Gateway(gateway_host)
         self._player: _TrialPlayer | None = None
 
@@ -117,7 +118,12 @@ class Harbor:
 
     def check(self) -> list[str]:
         """What is missing for a run, one sentence each."""
-        return self._found["problems"]
+        problems = list(self._found["problems"])
+        try:
+            socket.create_server((self._host, 0)).close()
+        except OSError as error:
+            problems.append(f"gateway_host = {self._host!r} is no address of this machine: {error.strerror or error}")
+        return problems
 
     def tasks(self, split: Split) -> TaskSource:
         if not self._tasks:

@@ -128,7 +128,7 @@ class OpenEnv:
         if self._server is not None:
             self._url = await self._server.url()
         if self._http is None:
-            self._http = aiohttp.ClientSession()
+            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         address = self._url.replace("http", "ws", 1) + "/ws"
         while True:
             try:

@@ -221,8 +221,9 @@ def test_what_is_missing_is_one_sentence_that_says_what_to_do(tmp_path, rows):
     assert problem.startswith(f"{python} has no package nemo-gym: {python} -m pip install nemo-gym")
     [problem] = missing_for(f"harbor:{tmp_path}", {"python": python})
     assert "has no package harbor" in problem and "Python 3.12 or later" in problem
-    [problem] = missing_for(f"harbor:{tmp_path}", {"python": "no-such-python"})
-    assert problem.startswith("python = 'no-such-python' is no program")
+    missing = missing_for(f"harbor:{tmp_path}", {"python": "no-such-python", "gateway_host": "192.0.2.1"})
+    assert missing[0].startswith("python = 'no-such-python' is no program")
+    assert missing[1].startswith("gateway_host = '192.0.2.1' is no address of this machine")
 
 
 def test_a_server_that_ends_at_once_fails_the_rollout_with_its_last_lines(tmp_path):
