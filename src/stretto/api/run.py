@@ -31,7 +31,7 @@ from stretto.base.paths import RunDir
 from stretto.chat.patches import ImageProcessor, load_image_processor
 from stretto.chat.placeholders import one_per_image
 from stretto.chat.tokenizer import Tokenizer, find_directory, load_tokenizer
-from stretto.config.load import masked
+from stretto.config.masks import masked
 from stretto.ledger.reader import LedgerReader
 from stretto.ledger.schema import SHOWN_STATUS
 from stretto.monitors.file import read_metrics

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import random
 from pathlib import Path
 
 import numpy as np
 
 from stretto.monitors.file import MetricsFile, MetricsTail, newest_row, read_metrics
+from stretto.monitors.file import _merged as merged_rows
 from stretto_view.page import curves
 
 
@@ -127,3 +130,29 @@ def test_a_resume_takes_back_rows_that_were_merged(tmp_path: Path) -> None:
         rows = tail.rows()
         assert rows[-1]["step"] == last and len(rows) <= 1200
         assert all(row["progress/tokens"] == row["step"] for row in rows)
+
+
+def test_a_row_for_several_has_of_each_metric_the_value_that_a_look_at_all_of_them_finds() -> None:
+    rng = random.Random(3)
+
+    def value() -> float | str:
+        return rng.choice([rng.gauss(0.0, 1.0), rng.gauss(0.0, 1.0), rng.randrange(5), math.nan, math.inf, "text"])
+
+    for _ in range(50):
+        sizes = [rng.randrange(1, 5) for _ in range(10)]
+        rows = [
+            {"step": step, "time": float(step), **{key: value() for key in "abc" if rng.random() < 0.7}}
+            for step in range(sum(sizes))
+        ]
+        numbers = {key: [row[key] for row in rows if isinstance(row.get(key), int | float)] for key in "abc"}
+        means = {key: np.mean([x for x in own if math.isfinite(x)] or [math.nan]) for key, own in numbers.items()}
+        for size, found in zip(sizes, merged_rows(rows, sizes)):
+            group, rows = rows[:size], rows[size:]
+            assert found["step"] == group[-1]["step"] and found["time"] == group[-1]["time"]
+            for key in "abc":
+                own = [row[key] for row in group if key in row]
+                away = [abs(x - means[key]) if isinstance(x, int | float) and not math.isnan(x) else -1.0 for x in own]
+                assert (key in found) == bool(own)
+                if own:
+                    wanted = own[away.index(max(away))]
+                    assert found[key] is wanted or found[key] == wanted or math.isnan(found[key])

@@ -98,9 +98,31 @@ def test_loading_imports_neither_torch_nor_transformers(directory):
         "from stretto.chat.tokenizer import load_tokenizer;"
         f"assert 'renderers' not in sys.modules; load_tokenizer({str(directory)!r});"
         f"build_renderer({str(directory)!r}, model_type='qwen3');"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
+        "assert not {'torch', 'transformers', 'openai'} & set(sys.modules);"
+        "from openai import OpenAI; import openai.types, renderers.client; assert openai.__path__ and OpenAI"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.heavy
+def test_a_thread_that_imports_openai_while_the_library_is_imported_gets_the_real_one():
+    code = """
+import sys, threading
+from stretto.chat import family_backend
+
+def import_in_between(event, args):
+    if event == "import" and args[0] == "renderers.base":
+        thread = threading.Thread(target=exec, args=("import openai.types; from openai import OpenAI", given))
+        thread.start()
+        thread.join(60)
+
+given = {}
+sys.addaudithook(import_in_between)
+library = family_backend.import_library()
+import openai
+assert given["OpenAI"] is openai.OpenAI and library.create_renderer
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_phrases_are_one_token_each_and_change_no_other_id(tmp_path):

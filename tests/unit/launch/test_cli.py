@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -215,11 +218,35 @@ def test_a_dry_run_refuses_a_tracker_that_is_not_installed(
 
 
 @pytest.mark.heavy
+def test_a_terminal_says_what_is_done_before_the_first_slow_import() -> None:
+    code = """
+import sys
+from stretto.cli import main
+
+def show(event, args):
+    if event == "import" and args[0] == "pydantic":
+        sys.stderr.write("[import]")
+
+sys.addaudithook(show)
+main(["rl", "--print-config"])
+"""
+    terminal, child = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=child):
+        os.close(child)
+        shown = b""
+        with suppress(OSError):  # what a terminal's end gives when the other one is closed
+            while part := os.read(terminal, 4096):
+                shown += part
+    os.close(terminal)
+    assert shown.startswith(b"reading the configuration\r[import]\x1b[Kerror: 1 problem")
+
+
+@pytest.mark.heavy
 def test_a_dry_run_of_rl_imports_nothing_heavy(tmp_path: Path) -> None:
     words = f"rl --orchestrator.env.0.id sort-letters --max-steps 3 --output-dir {tmp_path} --dry-run".split()
     code = (
         f"import sys; from stretto.cli import main; status = main({words!r});"
-        "heavy = {'torch', 'transformers', 'renderers', 'aiohttp', 'pyarrow', 'matplotlib'};"
+        "heavy = {'torch', 'transformers', 'renderers', 'aiohttp', 'pyarrow', 'matplotlib', 'openai'};"
         "print(status, sorted(heavy"
         " & set(sys.modules)), file=sys.stderr)"
     )

@@ -141,7 +141,7 @@ def _rows(what: str, path: str, key: str) -> list[dict[str, Any]]:
         if not isinstance(params, dict):
             raise DataError(f"{what}: {place}: a row of NeMo Gym has an object {PARAMS}; this one has none")
         try:
-            _RESPONSES.read(params)
+            _RESPONSES.request(params)
         except DataError as error:
             raise DataError(f"{what}: {place}: {PARAMS}: {error}") from None
         rows.append(row)

@@ -22,8 +22,6 @@ from stretto.envs.verifiers.env import VerifiersEnv
 _ENGINES = ("docker", "podman", "apptainer")
 """Runtimes that are programs of this machine."""
 _UV_HARNESSES = ("null", "bash")
-_OTHER_APIS = {"claude_code": "messages of Anthropic", "codex": "responses of OpenAI"}
-"""Harnesses that do not send chat completions, and what they send."""
 _RUN_S = 10.0
 
 
@@ -40,11 +38,6 @@ def problems_of(settings: dict[str, Any]) -> list[str]:
     for role, spec in agent_config_fields(built.config).items():
         harness, runtime = built._harnesses[role], spec.runtime.type
         name = f"{role}.harness = {harness.config.id}"
-        api = _OTHER_APIS.get(harness.config.id) or getattr(harness.config, "transport", "chat_completions")
-        if api != "chat_completions":
-            found.append(
-                f'{name} sends {api}, and harnesses must send chat completions; id = "agent" takes any program'
-            )
         if runtime == "subprocess" and harness.NEEDS_CONTAINER and harness.config.id != OWN_HARNESS:
             found.append(f'{name} installs programs, so it needs {role}.runtime = {{ type = "docker" }} or another')
         if runtime in _ENGINES and (reason := _engine_fault(runtime)):
