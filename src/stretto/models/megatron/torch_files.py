@@ -222,7 +222,6 @@ class _PickleModule:
 
     Unpickler = _Careful
     UnpicklingError = pickle.UnpicklingError
-    load = staticmethod(pickle.load)
 
 
 def _model_of(path: Path) -> dict[str, Tensor]:
