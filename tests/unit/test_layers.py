@@ -102,7 +102,7 @@ BELOW = {
         "signals",
         "stretto_plan",
     },
-    "dry_run": {"addons", "base", "check", "config", "data", "launch", "monitors", "orchestrator", "trainer"},
+    "dry_run": {"addons", "base", "chat", "check", "config", "data", "launch", "monitors", "orchestrator", "trainer"},
     "bench": {"base", "records", "config", "data", "envs", "monitors", "transports"},
     "signals": set(),
     "verbs": {
