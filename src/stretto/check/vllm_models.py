@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.config.model_file import ModelFile
+from stretto.data.model_file import ModelFile
 from stretto.families.table import family_of, traits_of
 from stretto.families.traits import Traits
 

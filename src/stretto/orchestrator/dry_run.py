@@ -17,10 +17,10 @@ from stretto.base.errors import ConfigError, DataError, EnvError, boundary
 from stretto.base.foreign import blocked_text, warn_when_blocked, without_tracebacks
 from stretto.chat.placeholders import with_placeholders
 from stretto.chat.render import Renderer
-from stretto.config.model_file import read_model_file
 from stretto.config.root import EvalConfig, OrchestratorConfig
 from stretto.config.sections.orchestrator import EnvSection, SamplingOverrides
 from stretto.data.hub_model import find_config
+from stretto.data.model_file import read_model_file
 from stretto.data.values import describe_value
 from stretto.envs.base import Environment, Message, RunInfo, SingleTurnEnv, Split, needs_worker, prompt_of, tasks_of
 from stretto.envs.checks import look_into

@@ -16,7 +16,7 @@ from processes import forked
 from stretto.base.errors import ConfigError, EnvError
 from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.check.code import check_sft_records, check_user_code
-from stretto.check.models import check_model, layer_names
+from stretto.check.models import check_model
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.model import ModelSection, VisionSection
@@ -261,12 +261,6 @@ def test_a_shape_that_is_no_number_is_named(tmp_path, key, value):
     (tmp_path / "config.json").write_text(json.dumps(MOE | {key: value}))
     with pytest.raises(ConfigError, match=rf"config.json: {key} = .* must be (an integer|integers) from 0 on"):
         check_model(ModelSection(name=str(tmp_path)), 8, "trainer.model")
-
-
-@pytest.mark.parametrize("index", ['{"weight_map": [1]}', '{"weight_map": 3}', "[]", "{", "{}"])
-def test_targets_of_adapters_are_not_judged_by_a_damaged_index(tmp_path, index):
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    assert layer_names(tmp_path) == set()
 
 
 def test_only_a_model_with_indexers_trains_them(tmp_path):

@@ -27,7 +27,7 @@ from stretto.orchestrator.run import telemetry
 from stretto.orchestrator.run.concurrency import EngineLoad, build_limit
 from stretto.orchestrator.run.parts import RunParts
 from stretto.orchestrator.run.pipeline import GroupPipeline
-from stretto.orchestrator.run.ship import BatchShipper, engine_metrics
+from stretto.orchestrator.run.ship import ENGINE_LOADS_INTERVAL_S, BatchShipper, engine_loads, engine_metrics
 from stretto.orchestrator.state import run_checkpoint
 from stretto.orchestrator.state.run_checkpoint import Progress
 from stretto.records.control import (
@@ -115,6 +115,7 @@ class Loop:
                 loading,
                 tasks.create_task(self.parts.engines.watch(), name="watch_engines"),
                 tasks.create_task(self.adapt_concurrency(), name="adapt_concurrency"),
+                tasks.create_task(self.record_engines(), name="record_engines"),
             ]
             await tasks.create_task(self._shipper.ship_batches(), name="ship_batches")
             await self._wait_for_last_step(loading)
@@ -217,6 +218,17 @@ class Loop:
             load = EngineLoad.of(await engine_metrics(engines), engines.num_ready)
             if load is not None:
                 self._limit.update(load, self.buffer.num_running * group_size, time.monotonic())
+
+    async def record_engines(self) -> None:
+        """Write what each engine does into the ledger from time to time, less often if there are many."""
+        engines = self.parts.engines
+        while True:
+            try:
+                if loads := await engine_loads(engines):
+                    self.parts.ledger.event("engines", loads)
+            except EngineError as error:  # one that is really down fails its next request
+                logger.debug("no loads of engines: %s", error)
+            await asyncio.sleep(max(ENGINE_LOADS_INTERVAL_S, ENGINE_LOADS_INTERVAL_S * engines.num_ready / 10))
 
     def _begin_drawing(self, tasks: asyncio.TaskGroup) -> None:
         """Draw and play groups from now on: the first version is loaded."""
