@@ -174,6 +174,10 @@ class SimulatedEngine:
             "vllm:num_preemptions_total": float(self.preemptions),
         }
 
+    async def metrics_by_engine(self) -> dict[str, dict[str, float]]:
+        """Nobody reads the ledger of a simulation, so it has no loads of single engines."""
+        return {}
+
     @property
     def idle_now_s(self) -> float:
         """Seconds so far in which the engines that write had nothing to do."""
