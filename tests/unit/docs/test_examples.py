@@ -21,6 +21,7 @@ OTHERS = (
     "harbor",
     "judge",
     "notebooks",
+    "repo_repair",
     "service",
     "smollm2",
     *LARGE,
