@@ -103,9 +103,12 @@ class Harbor:
             suite = {"name": name} | ({"version": version} if version else {})
         else:
             raise ConfigError(f"{self._what}: there is no directory {source!r}")
-        if names is not None:
-            suite["task_names"] = names
-        asked = {"suite": suite, "agent": self._agent | {"env": _access_env(None)}, "environment": self._place}
+        chosen = {} if names is None else {"task_names": names}
+        asked = {
+            "suite": {**suite, **chosen},
+            "agent": self._agent | {"env": _access_env(None)},
+            "environment": self._place,
+        }
         argv, env = [self._python, str(PROGRAM), "look", json.dumps(asked)], os.environ | env_for(self._python)
         answer = process.output_of(argv, timeout_s=_LOOK_S, env=env)
         if answer is None:
