@@ -18,7 +18,7 @@ from test_ranks import build_model
 from test_worker_runs import SETTINGS
 
 from stretto.base.errors import ConfigError
-from stretto.envs.checks import missing_for
+from stretto.envs.checks import look_into, missing_for
 
 pytestmark = pytest.mark.slow
 NO_MISMATCH = 1e-6
@@ -81,6 +81,9 @@ def test_what_a_suite_needs_and_does_not_find_is_said_before_a_run(tmp_path: Pat
     local, wrong = missing_for(suite, {"python": python, "agent": "orackle", "environment": "local"})
     assert "Agent name orackle is not valid" in local
     assert "its Dockerfile has `RUN apt-get install -y gcc`, which needs docker" in wrong
+    dockerfile.parent.parent.rename(tmp_path / "suite" / "compiles")
+    asked = {"python": python, "agent": "oracle", "environment": "local", "tasks": ["sort-*"]}
+    assert look_into(suite, asked, "suite")[0].startswith("tasks 2;") and missing_for(suite, asked) == []
     [settings] = missing_for(
         suite, {"python": python, "agent": "oracle", "environment": "docker", "environment_args": {"no_such": 1}}
     )

@@ -38,18 +38,20 @@ _TIMEOUTS = ("AgentTimeoutError",)
 class Harbor:
     """A suite of Harbor.
 
-    agent: the name of one of Harbor's agents, or `module:Class`. agent_args: its settings. environment: where tasks are
-    played: `"docker"` and the other names of Harbor, `module:Class`, or `"local"`, without containers.
-    environment_args: its settings. model: the model's name as the agent wants it, with its provider. reward: which of
-    the verifier's rewards counts, if there are several. num_eval: how many of the last tasks are held out (0: training
-    and evaluation use all). max_turns, max_tokens: of one rollout. timeout_multiplier: of all time limits of the tasks.
-    gateway_host: the address of this machine as the agent sees it. python: the Python that has Harbor; None: this one.
-    output_dir: keeps the directories of trials, with logs and trajectories.
+    tasks: names of tasks, with `*`; None: all. agent: the name of one of Harbor's agents, or `module:Class`.
+    agent_args: its settings. environment: where tasks are played: `"docker"` and the other names of Harbor,
+    `module:Class`, or `"local"`, without containers. environment_args: its settings. model: the model's name as the
+    agent wants it, with its provider. reward: which of the verifier's rewards counts, if there are several. num_eval:
+    how many of the last tasks are held out (0: training and evaluation use all). max_turns, max_tokens: of one
+    rollout. timeout_multiplier: of all time limits of the tasks. gateway_host: the address of this machine as the agent
+    sees it. python: the Python that has Harbor; None: this one. output_dir: keeps the directories of trials, with logs
+    and trajectories.
     """
 
     def __init__(
         self,
         source: str,
+        tasks: list[str] | None = None,
         agent: str = "terminus-2",
         agent_args: dict[str, Any] | None = None,
         environment: str = "docker",
@@ -73,7 +75,7 @@ class Harbor:
         self._place: dict[str, Any] = {**_named(environment, "type"), "kwargs": environment_args or {}}
         if environment == "local":
             self._place = {"import_path": LOCAL, "kwargs": environment_args or {}}
-        self._found: dict[str, Any] = self._look(source)
+        self._found: dict[str, Any] = self._look(source, tasks)
         self._tasks: list[dict[str, Any]] = self._found["tasks"]
         self._num_eval = num_eval
         self.are_tasks_shared = num_eval == 0
@@ -82,7 +84,7 @@ class Harbor:
         self._gateway = Gateway(gateway_host)
         self._player: _TrialPlayer | None = None
 
-    def _look(self, source: str) -> dict[str, Any]:
+    def _look(self, source: str, names: list[str] | None) -> dict[str, Any]:
         """The tasks of the suite, and what is missing for a run.
 
         Raises: ConfigError for a suite without tasks.
@@ -101,7 +103,12 @@ class Harbor:
             suite = {"name": name} | ({"version": version} if version else {})
         else:
             raise ConfigError(f"{self._what}: there is no directory {source!r}")
-        asked = {"suite": suite, "agent": self._agent | {"env": _access_env(None)}, "environment": self._place}
+        chosen = {} if names is None else {"task_names": names}
+        asked = {
+            "suite": {**suite, **chosen},
+            "agent": self._agent | {"env": _access_env(None)},
+            "environment": self._place,
+        }
         argv, env = [self._python, str(PROGRAM), "look", json.dumps(asked)], os.environ | env_for(self._python)
         answer = process.output_of(argv, timeout_s=_LOOK_S, env=env)
         if answer is None:

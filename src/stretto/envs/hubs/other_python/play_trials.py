@@ -26,7 +26,7 @@ from harbor.models.task.task import Task
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TrialConfig
 from harbor.trial.trial import Trial
 
-LOCAL = {"import_path": "local_environment:LocalEnvironment"}
+LOCAL = "local_environment:LocalEnvironment"
 MAX_LINE_BYTES = 2**26
 _NUM_NAMED = 5
 
@@ -38,7 +38,7 @@ def look(asked: dict[str, Any]) -> dict[str, Any]:
         tasks = asyncio.run(DatasetConfig.model_validate(asked["suite"]).get_task_configs())
     except Exception as error:  # whatever a registry's client raises
         return {"tasks": [], "problems": problems, "no_tasks": f"{type(error).__name__}: {error}"}
-    if asked["environment"] == LOCAL:
+    if asked["environment"].get("import_path") == LOCAL:
         problems += _unplayable(tasks)
     return {"tasks": [task.model_dump(mode="json", exclude_none=True) for task in tasks], "problems": problems}
 
