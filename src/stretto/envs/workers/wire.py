@@ -20,7 +20,16 @@ import numpy as np
 
 from stretto.base import errors
 from stretto.base.errors import EnvError, StrettoError, WireError
-from stretto.envs.base import EpisodeInfo, EpisodeLimits, LimitReached, Message, OutOfContext, Reply, RolloutResult, Split
+from stretto.envs.base import (
+    EpisodeInfo,
+    EpisodeLimits,
+    LimitReached,
+    Message,
+    OutOfContext,
+    Reply,
+    RolloutResult,
+    Split,
+)
 from stretto.envs.models import ModelReply
 from stretto.records.codec import BLOB_HEAD_BYTES, blob_bytes, decode_blob, encode_blob
 from stretto.records.rollout import Task
