@@ -14,8 +14,8 @@ A rewind moves shipped, dropped and failed draws of undone steps back to finishe
 Status of a rollout row: running -> finished | truncated | failed | dropped (cancelled) | lost (its process died, or its
 weights were undone). `reason` says why it ended (records/outcomes.py); NULL: by itself. A finished or truncated one
 with `dropped_by` was dropped by that filter. `turns` has a JSON object per turn if the environment scored turns: agent,
-reward, value, state, and the advantage that the turn has beside its rollout's. A rollout that is run again gets a new row; the newest row that is not
-lost counts.
+reward, value, state, and the advantage that the turn has beside its rollout's. A rollout that is run again gets a new
+row; the newest row that is not lost counts.
 
 States of a batch: shipped -> trained, undone. States of a version: published -> loaded, undone.
 """

@@ -51,12 +51,14 @@ def conversation(run: OpenRun, group_id: int, member: int) -> dict[str, Any]:
             lost = None
         except StrettoError as error:  # the tokens were deleted, or have the format of another version
             branches, lost = (), str(error)
-    trained = _trained(run.dir, row)
+    trained, scored = _trained(run.dir, row), json.loads(row["turns"] or "[]")
     tokenizer = run.tokenizer_within(_LOADING_S)
     return {
         **{key: value for key, value in row.items() if key not in ("segment", "offset", "length", "crc")},
+        "turns": scored,
         "branches": [
-            _branch(tokenizer, branch, trained.get(number), row["advantage"]) for number, branch in enumerate(branches)
+            _branch(tokenizer, branch, trained.get(number), row["advantage"], scored)
+            for number, branch in enumerate(branches)
         ],
         "no_tokens": lost,
         "not_kept": _not_kept(row, is_exported=bool(trained)),
@@ -96,12 +98,17 @@ def picture(run: OpenRun, name: str) -> bytes:
 
 
 def _branch(
-    tokenizer: Tokenizer | None, branch: Branch, trained: dict[int, dict[str, float]] | None, advantage: float | None
+    tokenizer: Tokenizer | None,
+    branch: Branch,
+    trained: dict[int, dict[str, float]] | None,
+    advantage: float | None,
+    scored: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Tokens as columns, and turns as stretches of them.
 
     advantage: of the whole rollout, for tokens that the trainer did not write down. `ratio` is the trainer's
     probability over the engine's; it and `entropy` are there where the trainer wrote them. `trained` is the loss mask.
+    scored: the rollout's turns, if its environment scored them; the turns of the policy then have their `number`.
     """
     shown = slice(0, MOST_TOKENS)
     ids = branch.token_ids[shown]
@@ -122,7 +129,11 @@ def _branch(
         for name in ("ratio", "entropy", "advantage"):
             columns[name] = [_rounded(trained.get(at, {}).get(name)) for at in range(len(ids))]
     elif advantage is not None:
-        columns["advantage"] = [_rounded(advantage) if each else None for each in is_trained[shown].tolist()]
+        credit = np.full(len(branch.token_ids), advantage)
+        for span in branch.turns:
+            credit[span.start : span.end] += scored[span.turn].get("advantage", 0.0)
+        pairs = zip(credit[shown].tolist(), is_trained[shown].tolist())
+        columns["advantage"] = [_rounded(value) if each else None for value, each in pairs]
     return {
         "agent": branch.agent,
         "is_trained": branch.is_trained,
@@ -131,8 +142,14 @@ def _branch(
         "images": [image.hash for image in branch.images],
         "tokens": columns,
         "num_more": max(0, len(branch.token_ids) - MOST_TOKENS),
-        "turns": list(turns(texts, branch.is_sampled[shown])),
+        "turns": [each | _number(branch, each) for each in turns(texts, branch.is_sampled[shown])],
     }
+
+
+def _number(branch: Branch, stretch: dict[str, Any]) -> dict[str, int]:
+    """The number of the scored turn whose reply lies in a stretch of tokens."""
+    inside = [span.turn for span in branch.turns if stretch["start"] <= span.start < stretch["end"]]
+    return {"number": inside[0]} if inside else {}
 
 
 def token_texts(tokenizer: Tokenizer | None, token_ids: np.ndarray) -> list[str]:

@@ -84,7 +84,7 @@ def assess_group(
         if turns is not None or any(rollout.turns for rollout in group.rollouts):
             group = credit_turns(group, algo, path)
             if turns is not None:
-                is_credited = has_signal and turns.rollout_weight > 0 or is_distilled(group)
+                is_credited = (has_signal and turns.rollout_weight > 0) or is_distilled(group)
                 has_signal = is_credited or any(map(any, group.turn_advantages))
         if not any(rollout.is_counted for rollout in group.rollouts):
             return Verdict(group, has_failed=True)

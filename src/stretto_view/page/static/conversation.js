@@ -24,7 +24,7 @@ export function conversation(found, open, run, context, followTask) {
   if (!has.has(coloring)) coloring = "logprob";
   const draw = () => {
     fill(key, (KEYS[coloring] || []).map(([text, color]) => h("span", {}, h("i", { style: { background: color } }), ` ${text}`)));
-    fill(body, found.branches.map((each, at) => branch(each, run, coloring, heading(found, at))));
+    fill(body, found.branches.map((each, at) => branch(each, run, coloring, heading(found, at), found.turns)));
   };
   const name = `g${found.group_id}.${found.member}`;
   const { group_id: group, member } = found;
@@ -77,13 +77,20 @@ function reported(title, values) {
   return h("details", {}, h("summary", {}, title), h("pre", {}, JSON.stringify(values, null, 1)));
 }
 
-function branch(found, run, coloring, title) {
+// What the environment said of a turn, and what its tokens get beside the advantage of the rollout.
+function credit(turn) {
+  if (!turn) return null;
+  const facts = [["reward", turn.reward], ["value before", turn.value], ["turn advantage", turn.advantage]].filter(([, value]) => value !== undefined);
+  return h("small", { class: "credit", title: turn.state === undefined ? null : `state ${turn.state || "(empty)"}` }, ` ${facts.map(([name, value]) => `${name} ${short(value)}`).join(", ")}`);
+}
+
+function branch(found, run, coloring, title, scored = []) {
   const { tokens, turns } = found;
   const rest = found.num_more ? message(`${found.num_more} more tokens are not shown`) : null;
   const images = found.images.map((hash, number) =>
     h("img", { src: `/api/run/${encodeURIComponent(run)}/image/${hash}`, alt: `image ${number + 1}`, title: `image ${number + 1}`, loading: "lazy" }));
   const body = [images.length ? h("p", { class: "images" }, images) : null,
-    turns.map((turn) => h("article", { class: `turn ${turn.role}` }, folded(tokens, turn) ? h("details", {}, h("summary", {}, `${turn.role}, ${turn.end - turn.body} tokens`), text(tokens, turn, coloring)) : [h("h4", {}, turn.role), text(tokens, turn, coloring)])), rest];
+    turns.map((turn) => h("article", { class: `turn ${turn.role}` }, folded(tokens, turn) ? h("details", {}, h("summary", {}, `${turn.role}, ${turn.end - turn.body} tokens`), text(tokens, turn, coloring)) : [h("h4", {}, turn.role, credit(scored[turn.number])), text(tokens, turn, coloring)])), rest];
   return title ? h("details", { class: "branch", open: true }, h("summary", {}, title), body) : body;
 }
 

@@ -314,7 +314,7 @@ def test_an_environment_that_says_nothing_of_turns_fails_the_group_with_the_reas
     assert f'orchestrator.algo.turns.type = "{section.type}" needs {needed}' in verdict.group.rollouts[0].error
     cut = rollout(0, (), (branch([(0, 2)]),), status=RolloutStatus.TRUNCATED)
     assert not assess(played(cut), GrpoAlgo(turns=section)).has_failed, "the limit ended it before a result"
-    with pytest.raises(ConfigError, match="env.0.algo.turns"):
+    with pytest.raises(ConfigError, match=r"env\.0\.algo\.turns"):
         credit_turns(played(plain), GrpoAlgo(turns=section), "env.0.algo")
 
 
