@@ -22,7 +22,7 @@ from stretto.base.files import write_atomic
 from stretto.base.process import describe_exit
 from stretto.data.pictures import image_parts
 from stretto.envs.base import EpisodeLimits, RolloutContext, RolloutResult, RunInfo
-from stretto.envs.dataset import Dataset, build_arguments
+from stretto.envs.dataset import Dataset, build_arguments, turn_rewards_of
 from stretto.envs.dataset_records import DatasetSettings, Records
 from stretto.envs.gateway.program import Ended, filled, run_program
 from stretto.envs.gateway.server import Gateway
@@ -131,7 +131,7 @@ class Agent(Dataset):
         self._check(ended, session)
         sample = self._sample(task, ctx.episode)
         sample.response = session.last_text if self.answer == "reply" else ended.output.strip()
-        sample.metadata = {**sample.metadata, "output": ended.output}
+        sample.metadata = {**sample.metadata, "output": ended.output, "replies": session.replies}
         is_truncated = session.is_limited or ended.returncode is None
         sample.status = Status.TRUNCATED if is_truncated else Status.COMPLETED
         metrics = {
@@ -139,7 +139,9 @@ class Agent(Dataset):
             "conversations": float(session.num_conversations),
             "repeated_requests": float(session.num_repeated),
         }
-        return RolloutResult(reward=await self._reward_of(sample), metrics=metrics, is_truncated=is_truncated)
+        reward = await self._reward_of(sample)
+        turn_rewards = turn_rewards_of([sample])
+        return RolloutResult(reward=reward, metrics=metrics, is_truncated=is_truncated, turn_rewards=turn_rewards)
 
     async def close(self) -> None:
         await self._gateway.close()

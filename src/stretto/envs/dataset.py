@@ -126,7 +126,13 @@ class Dataset:
             rewards = [each.get_reward_value(self.args) for each in samples]
         branch_rewards = tuple(rewards) if len(rewards) > 1 else ()
         reward = sum(rewards) / len(rewards)
-        return RolloutResult(reward=reward, branch_rewards=branch_rewards, metrics=metrics, is_truncated=is_truncated)
+        return RolloutResult(
+            reward=reward,
+            branch_rewards=branch_rewards,
+            metrics=metrics,
+            is_truncated=is_truncated,
+            turn_rewards=turn_rewards_of(samples),
+        )
 
     async def score_group(self, group: Group, notes: Sequence[list[Sample]]) -> list[float | list[float]] | None:
         """With group_reward, the rewards of all members, from the function; otherwise None.
@@ -230,6 +236,17 @@ class Dataset:
         if self.verifier is not None:
             return await async_rm(self.args, sample, verifier=self.verifier)
         return float(sample.response.strip() == str(sample.label).strip())
+
+
+def turn_rewards_of(samples: Sequence[Sample]) -> Any:
+    """The rewards of turns that a user's function has written into a sample's metadata; () if it has not.
+
+    Raises: EnvError if a rollout of several samples has some.
+    """
+    given = [sample.metadata["turn_rewards"] for sample in samples if "turn_rewards" in sample.metadata]
+    if given and len(samples) > 1:
+        raise EnvError('dataset: metadata["turn_rewards"] of a rollout of several samples; give each sample a reward')
+    return given[0] if given else ()
 
 
 class SingleTurnDataset(Dataset, SingleTurnEnv):

@@ -34,7 +34,7 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     branch_rewards: tuple[float, ...] = ()  # of the sequences of `ctx.keep`, if each has its own
     # Credit per turn: () or one entry per reply, in the order in which they were requested (`Reply.turn`).
     turn_rewards: tuple[float, ...] = ()  # beside `reward`, which the last turn gets; None counts as 0
-    state_values: tuple[float, ...] = ()  # what the state before the reply is worth, in units of `reward`
+    state_values: tuple[float | None, ...] = ()  # what the state before the reply is worth, in units of `reward`
     states: tuple[str | None, ...] = ()  # a name of that state: equal ones are compared; None: with no other
     note: Any = None  # passed to `score_group`; stored nowhere, None in worker processes
 
@@ -67,7 +67,7 @@ def checked_result(returned: Any, where: str) -> RolloutResult:
             for index, value in enumerate(returned.branch_rewards)
         ),
         turn_rewards=_per_turn(returned, "turn_rewards", where, _checked_turn_reward),
-        state_values=_per_turn(returned, "state_values", where, checked_reward),
+        state_values=_per_turn(returned, "state_values", where, _checked_value),
         states=_per_turn(returned, "states", where, _checked_state),
         note=returned.note,
     )
@@ -98,6 +98,10 @@ def _per_turn(returned: RolloutResult, name: str, where: str, check: Callable[[A
 
 def _checked_turn_reward(value: Any, where: str, what: str) -> float:
     return 0.0 if value is None else checked_reward(value, where, what)
+
+
+def _checked_value(value: Any, where: str, what: str) -> float | None:
+    return None if value is None else checked_reward(value, where, what)
 
 
 def _checked_state(state: Any, where: str, what: str) -> str | None:

@@ -48,7 +48,7 @@ RESULTS: dict[str, Any] = {
     "truncated": RolloutResult(reward=0.0, is_truncated=np.array([1, 0])),  # type: ignore[arg-type]
     "beyond float32": RolloutResult(reward=1e39),
     **{f"turn {n}": RolloutResult(reward=0.0, turn_rewards=[v]) for n, v in NOT_NUMBERS.items() if v is not None},
-    **{f"value {name}": RolloutResult(reward=0.0, state_values=[value]) for name, value in NOT_NUMBERS.items()},
+    **{f"value {n}": RolloutResult(reward=0.0, state_values=[v]) for n, v in NOT_NUMBERS.items() if v is not None},
     "a state that is no text": RolloutResult(reward=0.0, states=[3]),  # type: ignore[arg-type, list-item]
     "one text for the states": RolloutResult(reward=0.0, states="a"),  # type: ignore[arg-type]
     "turns none": RolloutResult(reward=0.0, turn_rewards=None),  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ class AgentSession:
     trace: vf.Trace
     ctx: RolloutContext
     name: str
-    num_turns: int = 0
+    turns: list[int] = field(default_factory=list)  # number of each in the episode
     error: StrettoError | None = None  # the first one
     is_limited: bool = False  # a limit of the episode ended it
     replies: dict[str, Message] = field(
@@ -53,13 +53,13 @@ class AgentSession:
                 reply = await self.ctx.chat(known, tools, **sampling)
             except LimitReached as error:
                 self.is_limited = True
-                self.error = self.error or (None if self.num_turns else error)
+                self.error = self.error or (None if self.turns else error)
                 self.trace.stop("limit")
                 raise
             except StrettoError as error:
                 self.error = self.error or error
                 raise
-        self.num_turns += 1
+        self.turns.append(reply.turn)
         return reply
 
 
@@ -108,7 +108,7 @@ class EpisodeSessions:
                 raise EnvError(f"{trace.agent.name}: {trace.stop_condition}: there is no reward")
         if not episode.ok:
             raise EnvError(_describe_error(episode.last_error) or "the episode failed")
-        trained = [session for session in self._sessions if session.trace.agent.trainable and session.num_turns]
+        trained = [session for session in self._sessions if session.trace.agent.trainable and session.turns]
         if not trained:
             stops = ", ".join(str(trace.stop_condition) for trace in episode.traces)
             raise EnvError(f"the episode ended before any reply ({stops})")
@@ -129,7 +129,24 @@ class EpisodeSessions:
                 for session in self._sessions
             ),
             is_timeout=any(session.trace.is_timeout for session in self._sessions),
+            **{name: self._per_turn(name) for name in ("turn_rewards", "state_values", "states")},
         )
+
+    def _per_turn(self, name: str) -> tuple[Any, ...]:
+        """What the tasks have written of this name into `info` of their traces, an entry per reply of a trace.
+
+        Raises: EnvError for a trace with more or fewer entries than replies.
+        """
+        if not any(name in session.trace.info for session in self._sessions):
+            return ()
+        entries = dict.fromkeys(turn for session in self._sessions for turn in session.turns)
+        for session in self._sessions:
+            given = session.trace.info.get(name)
+            if given is not None and len(given) != len(session.turns):
+                count = f"{len(given)} entries for {len(session.turns)} replies"
+                raise EnvError(f"{session.name}: trace.info[{name!r}] has {count}; give one for each")
+            entries |= dict(zip(session.turns, given or ()))
+        return tuple(entries.get(turn) for turn in range(max(entries) + 1))
 
 
 def _describe_error(error: Any) -> str | None:
@@ -184,7 +201,7 @@ class RolloutClient(vf.Client):
 def _response(reply: Reply, session: AgentSession) -> Response:
     calls = [
         ToolCall(
-            id=call.get("id") or f"call_{session.num_turns}_{number}",
+            id=call.get("id") or f"call_{len(session.turns)}_{number}",
             name=call["function"]["name"],
             arguments=_text(call["function"]["arguments"]),
         )
@@ -197,7 +214,7 @@ def _response(reply: Reply, session: AgentSession) -> Response:
     )
     finish = "length" if reply.finish_reason == "length" else "tool_calls" if calls else "stop"
     usage = Usage(prompt_tokens=reply.num_prompt_tokens, completion_tokens=len(reply.token_ids))
-    name = f"{session.trace.id}-{session.num_turns}"
+    name = f"{session.trace.id}-{len(session.turns)}"
     return Response(id=name, created=0, model="policy", message=message, finish_reason=finish, usage=usage)
 
 

@@ -9,7 +9,7 @@ too. Members that are not counted have no chain. Of a truncated one the reward i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,6 +26,9 @@ from stretto.orchestrator.groups.advantages import (
     trained_agents,
 )
 from stretto.records.rollout import Group, Rollout, RolloutStatus
+
+if TYPE_CHECKING:
+    from jaxtyping import Float64
 
 MAKES_REWARDS = ("ppo", "reinforce_plus_plus")
 """Algos of which the trainer may make advantages of rewards, [trainer.advantages]."""
@@ -65,17 +68,19 @@ def credit_turns(group: Group, algo: Algo, path: str = "orchestrator.algo") -> G
     return _weighted(group, section.rollout_weight, tuple(tuple(each.tolist()) for each in table))
 
 
-def turn_advantages(rollouts: tuple[Rollout, ...], chains: list[Chain], section: TurnCredit) -> np.ndarray:
+def turn_advantages(
+    rollouts: tuple[Rollout, ...], chains: list[Chain], section: TurnCredit
+) -> Float64[np.ndarray, " turns"]:
     """The advantages of all turns of these chains, which are compared with each other, in their order."""
     turns = [[rollouts[chain.member].turns[n] for n in chain.turns] for chain in chains]
     lengths = np.array([len(each) for each in turns])
     rewards = np.array([turn.reward or 0.0 for each in turns for turn in each])
     rewards[np.cumsum(lengths) - 1] += [chain.reward for chain in chains]
     if isinstance(section, ValuesCredit):
-        is_valued = np.array([turn.value is not None for each in turns for turn in each])
+        is_valued = [all(turn.value is not None for turn in each) for each in turns]
         values = np.array([turn.value or 0.0 for each in turns for turn in each])
         advantages, _ = gae(rewards, values, lengths, gamma=section.gamma, lambd=section.lambd)
-        return np.where(is_valued, advantages, 0.0)
+        return np.where(np.repeat(is_valued, lengths), advantages, 0.0)
     if section.type == "states":
         known: dict[str | None, int] = {None: -1}
         keys = [known.setdefault(turn.state, len(known)) for each in turns for turn in each]

@@ -81,11 +81,12 @@ def random_rollout(rng, member, *, has_branch_rewards):
     status = RolloutStatus.TRUNCATED if fate < 0.4 else RolloutStatus.FINISHED
     agents = ["policy"] if has_branch_rewards else rng.choice([["policy"], ["first", "second"], ["a", "b", "judge"]])
     owners = [rng.choice(agents) for _ in range(rng.randint(1, 6))]
+    unvalued = rng.choice([None, None, *agents])
     turns = tuple(
         ScoredTurn(
             agent=agent,
             reward=rng.choice([0.0, rng.uniform(-1, 1)]),
-            value=rng.uniform(-1, 1),
+            value=None if agent == unvalued and rng.random() < 0.7 else rng.uniform(-1, 1),
             state=rng.choice([None, "x", "y", "z"]),
         )
         for agent in owners
@@ -146,6 +147,8 @@ def gains_of(r, numbers, end, section):
     """What the turns of a chain have gained, before any comparison."""
     rewards = [r.turns[n].reward for n in numbers]
     rewards[-1] += end
+    if section.type == "values" and any(r.turns[n].value is None for n in numbers):
+        return [0.0] * len(numbers)
     gains = []
     for k in range(len(numbers)):
         total = 0.0

@@ -168,7 +168,7 @@ def test_turns_of_agents_that_speak_at_once_are_told_apart_by_their_number(slow)
         ({"turn_rewards": [1.0]}, "turn_rewards has 1 entries for 2 turns"),
         ({"states": ["a", "b", "c"]}, "states has 3 entries for 2 turns"),
         ({"turn_rewards": [1.0, float("nan")]}, r"turn_rewards[1] is nan, not a finite number"),
-        ({"state_values": [1.0, None]}, r"state_values[1] is None, not a finite number"),
+        ({"state_values": [1.0, "2"]}, r"state_values[1] is '2', not a finite number"),
         ({"turn_rewards": {0: 1.0, 1: 2.0}}, "turn_rewards is dict {0: 1.0, 1: 2.0}; give a list"),
         ({"states": [3, "a"]}, r"states[0] is 3; give a text"),
     ],
