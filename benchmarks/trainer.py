@@ -1,12 +1,13 @@
 """The trainer alone: tokens per second and memory, against a plain transformers loop, and what each knob costs.
 
-    python benchmarks/trainer.py [--quick] [--device cuda] [--part loop|head|knobs|gemm] [--family dense|moe]
+    python benchmarks/trainer.py [--quick] [--device cuda] [--part loop|head|knobs|gemm|profile] [--family dense|moe]
                                  [--knob NAME] [--rounds N]
 
 loop: supervised steps on the same random model and the same documents, padded micro batches of a transformers
 loop beside packed ones, in turns; tokens are real tokens, without padding. head: log-probabilities of a large
 vocabulary, ours beside logits kept whole. knobs: one setting changed at a time; `saved` is what the forward pass
-keeps for the backward pass. gemm (CUDA): products in 8 bits beside bfloat16.
+keeps for the backward pass. gemm (CUDA): products in 8 bits beside bfloat16. profile (CUDA): for how much of a step
+the GPU computes, and what.
 
 Every measurement is a process of its own. Memory is the peak during steps over what the weights take: resident
 set on a CPU, allocated memory on CUDA. Time is wall time on CUDA, and the processor time of one thread on a CPU,
@@ -310,7 +311,40 @@ def gemm(spec: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-WORKERS = {"stretto": stretto_steps, "transformers": transformers_steps, "head": head, "gemm": gemm}
+def profiled(spec: dict[str, Any]) -> dict[str, Any]:
+    """Wall time of a step on a GPU, the time for which its kernels run, and how many it starts."""
+    from torch.profiler import ProfilerActivity, profile
+
+    vocab = shape_of(spec["shape"])[1]
+    policy = hub.load_model(spec["model"], dtype=torch.bfloat16, device="cuda")
+    rows, section = packed(documents(spec["kind"], spec, vocab), spec["row_tokens"]), ModelSection(**spec["settings"])
+    optim, scheduler = AdamWOptim(lr=1e-4), ConstantScheduler()
+    learner = Learner(policy, model=section, optim=optim, scheduler=scheduler, max_steps=None)
+
+    def step() -> float:
+        start = clock("cuda")
+        learner.forward_backward(rows)
+        learner.optim_step()
+        return clock("cuda") - start
+
+    times = [step() for _ in range(spec["steps"] + 2)][2:]
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+    kernels = profiler.key_averages()
+    return {
+        "step_ms": round(1e3 * statistics.median(times), 1),
+        "kernels_ms": round(sum(event.self_device_time_total for event in kernels) / 1e3, 1),
+        "longest": {event.key[:60]: round(event.self_device_time_total / 1e3, 1) for event in _longest(kernels)},
+    }
+
+
+def _longest(kernels: Any) -> list[Any]:
+    return sorted(kernels, key=lambda event: -event.self_device_time_total)[:12]
+
+
+WORKERS = {
+    "stretto": stretto_steps, "transformers": transformers_steps, "head": head, "gemm": gemm, "profile": profiled,
+}  # fmt: skip
 
 
 def measured(what: str, **spec: Any) -> dict[str, Any]:
@@ -435,6 +469,10 @@ class Bench:
                 print(f"{family}: {name}: {entry}", flush=True)
         return found
 
+    def profile(self) -> dict[str, Any]:
+        """One step on a GPU, plain."""
+        return {family: self.run("profile", shape, "mixed", self.settings) for family, shape in self.shapes.items()}
+
     def gemm(self) -> dict[str, Any]:
         shapes = [(8192, 4096, 4096), (16384, 2048, 6144), (16384, 7168, 2048)]
         return {"x".join(map(str, shape)): measured("gemm", gemm=shape) for shape in shapes}
@@ -444,7 +482,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small models, few steps")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--part", choices=("loop", "head", "knobs", "gemm"), action="append")
+    parser.add_argument("--part", choices=("loop", "head", "knobs", "gemm", "profile"), action="append")
     parser.add_argument("--family", choices=("dense", "moe"), action="append", help="of models; both")
     parser.add_argument("--knob", action="append", help="the part knobs with these, beside plain; all")
     parser.add_argument("--rounds", type=int, help="processes for each side of the part loop; 2")
@@ -456,7 +494,7 @@ def main() -> None:
         what, spec = args.worker
         print(json.dumps(WORKERS[what](json.loads(spec))))
         return
-    parts = args.part or ["loop", "head", "knobs", *(["gemm"] if args.device == "cuda" else [])]
+    parts = args.part or ["loop", "head", "knobs", *(["gemm", "profile"] if args.device == "cuda" else [])]
     figures: dict[str, Any] = {"torch": torch.__version__, "device": args.device}
     if args.device == "cuda":
         figures["gpu"] = torch.cuda.get_device_name()

@@ -100,10 +100,15 @@ def packed_attention(
     """An `Attend` over documents with these bounds (0, end of the first, ..., number of tokens)."""
     bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else [int(b) for b in cu_seqlens]
     in_calls = _attend_in_calls(bounds, [-1] * (len(bounds) - 1), device)
+    longest = max((b - a for a, b in pairwise(bounds)), default=0)
+
+    @functools.cache
+    def ends(device: torch.device) -> Tensor:
+        return torch.tensor(bounds, dtype=torch.int32, device=device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
         if limits.keys is None and limits.sinks is None and _supports_varlen(q):
-            return _attend_varlen(q, k, v, bounds, limits.window)
+            return _attend_varlen(q, k, v, ends(q.device), longest, limits.window)
         return in_calls(layer, q, k, v, limits)
 
     return attend
@@ -299,22 +304,22 @@ def _varlen_kernel() -> Callable[..., Tensor] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    if "window_size" not in inspect.signature(varlen_attn).parameters:
+    options = inspect.signature(varlen_attn).parameters
+    if "window_size" not in options:
         return None
-    return cast("Callable[..., Tensor]", varlen_attn)  # its other results are for other options
+    kernel = cast("Callable[..., Tensor]", varlen_attn)  # its other results are for other options
+    # Before torch 2.12 keys of fewer heads need no option.
+    return functools.partial(kernel, enable_gqa=True) if "enable_gqa" in options else kernel
 
 
 def _supports_varlen(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and _varlen_kernel() is not None
 
 
-def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int | None) -> Tensor:
-    """Flash attention over all documents in one kernel, with keys and values per query head."""
-    repeats = q.shape[1] // k.shape[1]
-    if repeats > 1:
-        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=q.device)
-    longest = max(b - a for a, b in pairwise(bounds))
+def _attend_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Int[Tensor, " bounds"], longest: int, window: int | None
+) -> Tensor:
+    """Flash attention over all documents in one kernel."""
     kernel = _varlen_kernel()
     assert kernel is not None
     window_size = (-1 if window is None else window - 1, 0)

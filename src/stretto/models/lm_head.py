@@ -1,7 +1,8 @@
 """Log-probabilities of given tokens from hidden states, without a [tokens, vocab] tensor.
 
 Logits exist for one chunk of tokens at a time, in float32 for every dtype of the weights; the backward pass
-computes them again. The engine uses `head_logits` too, so that trainer and engine round in the same way.
+computes them again. On a GPU one kernel reads a chunk's logits, and one makes their gradients (native/gpu.py). The
+engine uses `head_logits` too, so that trainer and engine round in the same way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.models.native.training import find_gpu_kernels
 from stretto.records.support import Support
 
 if TYPE_CHECKING:
@@ -97,16 +99,26 @@ class _TokenLogprobs(torch.autograd.Function):
         tokens = hidden.shape[0]
         logprobs = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
+        ctx.chunk, ctx.support, ctx.cap = chunk, support, cap
+        ctx.kernels = find_gpu_kernels() if hidden.is_cuda and support is None and cap is None else None
+        if ctx.kernels is not None:
+            norms = torch.empty_like(logprobs)
+            for rows in _chunks(tokens, chunk):
+                found = ctx.kernels.logprobs(head_logits(hidden[rows], weight), targets[rows], temperatures[rows])
+                logprobs[rows], entropy[rows], norms[rows] = found
+            ctx.save_for_backward(hidden, weight, targets, temperatures, norms, entropy if entropy_grad else None)
+            if not entropy_grad:
+                ctx.mark_non_differentiable(entropy)
+            return logprobs, entropy
         should_save = cap is None and tokens * weight.shape[0] <= MAX_SAVED_LOGITS
-        chunk = max(tokens, 1) if should_save else chunk
+        ctx.chunk = max(tokens, 1) if should_save else chunk
         probs = None
-        for rows in _chunks(tokens, chunk):
+        for rows in _chunks(tokens, ctx.chunk):
             logits = _scaled_logits(hidden, weight, targets, temperatures, support, rows, cap)
             normalised = logits.sub_(torch.logsumexp(logits, dim=-1, keepdim=True))
             logprobs[rows] = normalised.gather(1, targets[rows, None]).squeeze(1)
             probs = normalised.exp()
             entropy[rows] = torch.linalg.vecdot(probs, normalised).neg_()
-        ctx.chunk, ctx.support, ctx.cap = chunk, support, cap
         saved_entropy = entropy if entropy_grad else None
         ctx.save_for_backward(hidden, weight, targets, temperatures, probs if should_save else None, saved_entropy)
         if not entropy_grad:
@@ -115,35 +127,48 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, temperatures, saved_probs, entropy = ctx.saved_tensors
+        hidden, weight = ctx.saved_tensors[:2]
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         for rows in _chunks(hidden.shape[0], ctx.chunk):
-            logits = None
-            if saved_probs is None:
-                logits = _scaled_logits(hidden, weight, targets, temperatures, ctx.support, rows, ctx.cap)
-            probs = saved_probs if logits is None else logits.softmax(dim=-1)
-            # d logprob / d logits = (onehot - p) / temperature
-            scale = grad[rows] / temperatures[rows]
-            d_logits = probs * -scale[:, None]
-            d_logits.scatter_add_(1, targets[rows, None], scale[:, None])
-            if entropy is not None:
-                # d entropy / d logits = -p (log p + entropy) / temperature, which is 0 where p is 0
-                scale = grad_entropy[rows] / temperatures[rows]
-                slope = torch.special.entr(probs).sub_(probs * entropy[rows, None])
-                d_logits += slope.mul_(scale[:, None])
-            if ctx.cap is not None:
-                # d (cap tanh(z / cap)) / d z = 1 - tanh^2; where the support masks a logit its gradient is 0
-                slope = (logits * temperatures[rows, None] / ctx.cap).clamp_(-1, 1).square_()
-                d_logits *= 1 - slope
-            d_logits = d_logits.to(hidden.dtype)
+            d_logits = _logit_gradients(ctx, rows, grad, grad_entropy).to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(d_logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 grad_weight += d_logits.T @ hidden[rows]
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _logit_gradients(ctx: Any, rows: slice, grad: Tensor, grad_entropy: Tensor) -> Tensor:
+    """The gradients of the logits of these rows."""
+    hidden, weight, all_targets, all_temperatures, saved, entropy = ctx.saved_tensors
+    targets, temperatures, grad = all_targets[rows], all_temperatures[rows], grad[rows]
+    if ctx.kernels is not None:
+        logits = head_logits(hidden[rows], weight)
+        of_entropy = None if entropy is None else (entropy[rows], grad_entropy[rows].contiguous())
+        return ctx.kernels.logprob_slopes(
+            logits, targets, temperatures, saved[rows], grad.contiguous(), of_entropy, hidden.dtype
+        )
+    probs = saved
+    if probs is None:
+        logits = _scaled_logits(hidden, weight, all_targets, all_temperatures, ctx.support, rows, ctx.cap)
+        probs = logits.softmax(dim=-1)
+    # d logprob / d logits = (onehot - p) / temperature
+    scale = grad / temperatures
+    d_logits = probs * -scale[:, None]
+    d_logits.scatter_add_(1, targets[:, None], scale[:, None])
+    if entropy is not None:
+        # d entropy / d logits = -p (log p + entropy) / temperature, which is 0 where p is 0
+        scale = grad_entropy[rows] / temperatures
+        slope = torch.special.entr(probs).sub_(probs * entropy[rows, None])
+        d_logits += slope.mul_(scale[:, None])
+    if ctx.cap is not None:
+        # d (cap tanh(z / cap)) / d z = 1 - tanh^2; where the support masks a logit its gradient is 0
+        slope = (logits * temperatures[:, None] / ctx.cap).clamp_(-1, 1).square_()
+        d_logits *= 1 - slope
+    return d_logits
 
 
 def _scaled_logits(

@@ -216,13 +216,15 @@ def _flash_varlen(
     out = torch.empty_like(q)
     for start, end in itertools.pairwise(bounds.tolist()):
         rows = [x[start:end].transpose(0, 1) for x in (q, k, v)]
-        out[start:end] = F.scaled_dot_product_attention(*rows, is_causal=True).transpose(0, 1)
+        out[start:end] = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(0, 1)
     return out, out.new_zeros(q.shape[1], len(q), dtype=torch.float32), torch.zeros(2)
 
 
 def _flash_varlen_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, ...]:
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     grads = [torch.zeros_like(x) for x in (q, k, v)]
     scale = q.shape[-1] ** -0.5
     for start, end in itertools.pairwise(bounds.tolist()):
@@ -234,7 +236,7 @@ def _flash_varlen_backward(
         slope = probs * (slope - (slope * probs).sum(-1, keepdim=True)) * scale
         for whole, part in zip(grads, (slope @ key, slope.mT @ query, probs.mT @ pushed)):
             whole[start:end] = part.transpose(0, 1)
-    return tuple(grads)
+    return grads[0], *(x.unflatten(1, (-1, repeats)).sum(2) for x in grads[1:])
 
 
 _STAND_INS: dict[Any, Callable[..., Any]] = {

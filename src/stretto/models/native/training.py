@@ -1,13 +1,15 @@
 """The operations of a training step between its matrix products, each as one call.
 
-Forward and backward, for float32 on a CPU. torch computes each of them in several operations, each of which reads and
-writes memory again. A pass with gradients calls the same functions as one without, so their results have equal bits.
+Forward and backward, for float32 on a CPU; gpu.py has them for GPUs. torch computes each of them in several operations,
+each of which reads and writes memory again. A pass with gradients calls the same functions as one without, so their
+results have equal bits.
 """
 
 from __future__ import annotations
 
 import functools
 from ctypes import Structure, byref, c_float, c_int64, c_void_p
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from stretto.models.native.library import find_library
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, Shaped
+
+    from stretto.models.native.gpu import GpuKernels
 
 
 class Segments(Structure):
@@ -176,7 +180,7 @@ class _Attention(torch.autograd.Function):
 
 def gate_product(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
     """silu(gate) * up."""
-    kernels = find_training_kernels(gate, up)
+    kernels = find_row_kernels(gate, up)
     if kernels is None or gate.shape != up.shape:
         return F.silu(gate) * up
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
@@ -186,7 +190,7 @@ def gate_product(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"])
 
 class _GateProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: TrainingKernels) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: TrainingKernels | GpuKernels) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.kernels = kernels
         return kernels.gate_product(gate, up)
@@ -209,8 +213,35 @@ def find_training_kernels(x: Shaped[Tensor, "*_"], *others: Shaped[Tensor, "*_"]
     return None
 
 
+def find_row_kernels(
+    x: Shaped[Tensor, "*_"], *others: Shaped[Tensor, "*_"] | None
+) -> TrainingKernels | GpuKernels | None:
+    """The kernels for what is computed row by row, of a CPU or a GPU; None if there are none for these tensors.
+
+    On a GPU all must have one dtype. The caller checks that the shapes fit together.
+    """
+    if not x.is_cuda:
+        return find_training_kernels(x, *others)
+    is_alike = all(t is None or (t.dtype is x.dtype and t.is_cuda and type(t) in _PLAIN) for t in (x, *others))
+    return find_gpu_kernels() if is_alike and x.dtype in _GPU_DTYPES and not torch.compiler.is_compiling() else None
+
+
+@functools.cache
+def find_gpu_kernels() -> GpuKernels | None:
+    """The kernels for GPUs; None without triton."""
+    if find_spec("triton") is None:
+        return None
+    from stretto.models.native.gpu import GpuKernels
+
+    return GpuKernels()
+
+
+_PLAIN = (Tensor, nn.Parameter)
+_GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def _is_plain(x: Tensor) -> bool:
-    return x.dtype is torch.float32 and x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter)
+    return x.dtype is torch.float32 and x.device.type == "cpu" and type(x) in _PLAIN
 
 
 @functools.cache

@@ -1,9 +1,10 @@
-"""x / rms(x) * weight, with a backward pass of one kernel on CPUs.
+"""x / rms(x) * weight, with a backward pass of one kernel.
 
 On CPUs torch computes its norm with six operations and differentiates each. Kernels in C (native/training.py) do both
 at once; where there are none, the gradient comes from the kernel of torch's layer norm, with mean 0 and with its term
-for the mean added back. On GPUs, and under torch.compile, which fuses operations itself, torch's norm is called. A
-pass without gradients has the same bits as one with them.
+for the mean added back. GPUs have kernels of triton (native/gpu.py), also for 16 bits; without triton, and under
+torch.compile, which fuses operations itself, torch's norm is called. A pass without gradients has the same bits as one
+with them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from stretto.models.native.training import TrainingKernels, find_training_kernels
+from stretto.models.native.training import TrainingKernels, find_row_kernels
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+
+    from stretto.models.native.gpu import GpuKernels
 
 
 def rms_norm(
@@ -26,21 +29,24 @@ def rms_norm(
 ) -> Float[Tensor, "*rows dim"]:
     """x / sqrt(mean(x ** 2) + eps) over the last dim, times weight if there is one.
 
+    In 16 bits, which only kernels for GPUs compute, x / rms(x) is rounded before the weight multiplies it.
     Source: RMSNorm, arXiv:1910.07467. Differs: eps, as in Hugging Face models.
     """
     has_gradients = torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
     fits = weight is None or weight.shape == x.shape[-1:]
-    kernels = find_training_kernels(x, weight) if fits else None
+    kernels = find_row_kernels(x, weight) if fits else None
     if kernels is not None and not has_gradients:
         return kernels.rms_norm(x, weight, eps)[0]
-    if x.is_cuda or not has_gradients or torch.compiler.is_compiling():
+    if (x.is_cuda and kernels is None) or not has_gradients or torch.compiler.is_compiling():
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     return _RMSNorm.apply(x, weight, eps, kernels)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, kernels: TrainingKernels | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, kernels: TrainingKernels | GpuKernels | None
+    ) -> Tensor:
         ctx.kernels = kernels
         if kernels is not None:
             out, inverse = kernels.rms_norm(x, weight, eps)
@@ -79,7 +85,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
-        if x.dtype is torch.float32:
+        if x.dtype is torch.float32 or (x.is_cuda and find_row_kernels(x, self.weight) is not None):
             return rms_norm(x, self.weight, self.eps)
         return self.weight * rms_norm(x.float(), None, self.eps).to(x.dtype)
 

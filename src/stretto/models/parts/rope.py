@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.families.shape import Rope
-from stretto.models.native.training import find_training_kernels
+from stretto.models.native.training import find_row_kernels
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -80,7 +80,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
-    kernels = find_training_kernels(x, cos, sin)
+    kernels = find_row_kernels(x, cos, sin)
     if kernels is not None and cos.shape == sin.shape == (len(x), 1, x.shape[-1]) and x.dim() == 3:
         return kernels.rotate(x, cos, sin, sign)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, value=sign)
