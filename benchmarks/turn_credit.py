@@ -3,9 +3,9 @@
     python benchmarks/turn_credit.py [--seeds 101 102 103] [--arms plain returns states] [--rows FILE] [--dir DIR]
 
 The task is `alphabet-sort` with four turns of two letters: the reward is 1 if all four are right. A network of 0.13M
-parameters is warmed up on solved tasks (`sft`), then trained by `rl` with the embedded engine, for STEPS steps with plain
-grpo and for at most SHARE of them with each kind of credit. A run's learning rate falls over its own steps. Its
-figure is the mean reward of held-out tasks, sampled at temperature 1, after its last step.
+parameters is warmed up on solved tasks (`sft`), then trained by `rl` with the embedded engine, for STEPS steps with
+plain grpo and for SHARE of them with credit per turn. A run's learning rate falls over its own steps. Its figure is
+the mean reward of held-out tasks, sampled at temperature 1, after its last step.
 
 `--rows` keeps every run that is done, and those it has are not run again. The table goes to the standard output.
 """
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "alphabet_sort"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
 
-STEPS, SHARE = 150, 0.7
+STEPS, SHARE = 100, 0.7
 GAME = {"num_turns": 4, "letters_per_turn": 2}
 ARMS = {
     "plain": ({}, ""),
@@ -34,7 +34,7 @@ ARMS = {
     "returns": ({"scores_turns": True}, "--orchestrator.algo.turns.type returns"),
 }
 SETTINGS = (
-    "--orchestrator.batch-size 128 --orchestrator.train.sampling.max-completion-tokens 10 "
+    "--orchestrator.batch-size 64 --orchestrator.train.sampling.max-completion-tokens 10 "
     "--orchestrator.eval.num-examples 512 --orchestrator.eval.group-size 2"
 )
 
@@ -51,7 +51,7 @@ def warm_up(seed: int, directory: Path) -> None:
     if (directory / "alphabet-sort-sft" / "weights" / "latest").exists():
         return
     game = json.dumps(GAME)
-    words = f"--output-dir {directory} --model.scratch.seed {seed}".split()
+    words = f"--output-dir {directory} --model.scratch.seed {seed} --max-steps 200".split()
     stretto("sft", "@", str(EXAMPLE / "sft.toml"), *words, "--data.args", game, "--val.data.args", game)
 
 
@@ -61,10 +61,10 @@ def train(seed: int, arm: str, directory: Path, steps: int, more: str = "") -> d
     args, flags = ARMS[arm]
     name = f"{arm}-{steps}"
     envs = json.dumps([{"id": "alphabet-sort", "args": {**GAME, **args}}])
-    words = f"--output-dir {directory} --run.name {name} --clean --seed {seed} --max-steps {steps} {SETTINGS} {flags} {more}"
+    words = f"--output-dir {directory} --run.name {name} --clean --seed {seed} --max-steps {steps} {SETTINGS}"
     began = time.monotonic()
     stretto("rl", "@", str(EXAMPLE / "rl.toml"), "--orchestrator.eval.interval", str(steps), "--orchestrator.env", envs,
-            *words.split())  # fmt: skip
+            *f"{words} {flags} {more}".split())  # fmt: skip
     evals = [row for row in rows_of(directory / name) if "eval/alphabet-sort/sampled/mean" in row]
     rewards = [row["eval/alphabet-sort/sampled/mean"] for row in evals]
     return {

@@ -185,7 +185,10 @@ class Ledger:
         sizes = [(r.first_version, r.num_tokens, r.num_sampled_tokens) for r in group.rollouts]
         state = "finished" if any(rollout.is_counted for rollout in group.rollouts) else "failed"
         turns = [_turns_of(group, rollout) if rollout.turns else None for rollout in group.rollouts]
-        rows = [(*self._row(*each), of) for *each, of in zip(group.rollouts, sizes, advantages, places, turns)]
+        rows = [
+            (*self._row(rollout, size, advantage, place), scored)
+            for rollout, size, advantage, place, scored in zip(group.rollouts, sizes, advantages, places, turns)
+        ]
         with self.transaction():
             self._db.executemany(_FINISH, rows)
             self._db.executemany(stored_images.INSERT, new_images)
