@@ -111,8 +111,9 @@ class MultiTurnEnv(ABC):
                 break
             episode.messages.append(reply.message)
             episode.num_turns += 1
-            episode.is_truncated = reply.finish_reason == "length"
-            answer = [] if episode.is_truncated else await self._turn_after(episode, reply)
+            is_cut_off = reply.finish_reason == "length"
+            episode.is_truncated |= is_cut_off
+            answer = [] if is_cut_off else await self._turn_after(episode, reply)
             await turns.note_reply(reply)
             if not answer:
                 break
