@@ -130,7 +130,8 @@ def among_equals(
     With the number of the turn as its key: the return of the n-th turn against those of the other members' n-th
     turns. With the state before the turn: against all turns from an equal state.
 
-    Source: step-relative advantages of GiGPO, arXiv:2505.10978, eq. 7; the deviation is that of `grpo`.
+    Source: the step-relative advantages of GiGPO, arXiv:2505.10978, over groups of equal anchor states. Differs: the
+    deviation is that of `grpo`.
     """
     order = np.argsort(keys, kind="stable")
     advantages = np.zeros(len(returns))

@@ -20,12 +20,13 @@ from stretto.config.sections.algorithm import (
     ValuesCredit,
 )
 from stretto.config.sections.orchestrator import OrchestratorSection
-from stretto.orchestrator.batch import to_samples
+from stretto.orchestrator.batch import pack, to_samples
 from stretto.orchestrator.groups.advantages import Baselines, assign_advantages
 from stretto.orchestrator.groups.filters import assess_group, is_flagged
 from stretto.orchestrator.groups.turns import credit_turns
 from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, ScoredTurn, Task, TurnSpan
+from stretto.trainer.updates import split_samples
 
 TASK = Task(env="game", task_id="t", data={})
 
@@ -345,3 +346,18 @@ def test_the_reward_of_a_turn_that_is_not_trained_goes_to_the_turn_before():
     one = msgspec.structs.replace(branch([(0, 2), (1, 1)]), is_greedy=greedy)
     (sample,) = to_samples([assess(played(rollout(0, turns, (one,))), PpoAlgo()).group])
     assert sample.token_rewards.tolist() == [0, 0, 0, 0.75, 0, 0, 0]
+
+
+def test_rewards_of_turns_are_packed_beside_samples_without_any():
+    scored_samples = to_samples([assess(played(right_then_wrong(reward=2.0), all_wrong()), PpoAlgo()).group])
+    plain = to_samples([assess(played(rollout(0, (), (branch([(0, 2)]),), reward=1.0)), PpoAlgo()).group])
+    assert plain[0].token_rewards is None
+    packing = pack([*plain, *scored_samples], step=1, seq_len=64)
+    with pytest.raises(StopIteration) as done:
+        while True:
+            next(packing)
+    [batch] = done.value.value
+    [row] = batch.micro_batches
+    assert sorted(part.sum() for part in np.split(row.token_rewards, row.cu_seqlens[1:-1])) == [0.0, 0.0, 0.5]
+    (first, second) = split_samples([row], 2)
+    assert sum(mb.token_rewards.sum() for mb in (*first, *second)) == 0.5
