@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from stretto import addons
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.config.reading.plain import PlainParser
 from stretto.signals import unwind_at_signals
@@ -87,6 +88,7 @@ def machine_checks(directory: Path) -> list[tuple[str, Check]]:
 
 def _check_config(words: list[str], wait_s: float) -> tuple[list[Finding], list[list[tuple[str, str]]]]:
     """The findings for a config, and edits that make it fit if it does not."""
+    addons.check("stretto.verbs", "plan", "`stretto doctor` with a config")
     from stretto.config.root import RLConfig, SFTConfig
     from stretto_doctor import configs, hosts
     from stretto_doctor.edits import smallest_edits, without_gpus

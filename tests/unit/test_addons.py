@@ -131,3 +131,10 @@ def test_a_config_that_needs_a_missing_add_on_says_so(name: str, flags: list[str
     command = [*(LORA_RUN if name == "service" else RUN), *flags]
     [(code, _, err)] = told(source, command).values()
     assert code == 2 and said in err
+
+
+@pytest.mark.heavy
+def test_an_add_on_whose_own_need_is_missing_says_so(tmp_path: Path) -> None:
+    source = SCRIPT["copy_without"](["plan"], tmp_path, PARTS)
+    [(code, _, err)] = told(source, ["doctor", *RUN[2:]]).values()
+    assert code == 2 and "error: `stretto doctor` with a config needs the add-on stretto_plan, which is not" in err

@@ -87,6 +87,7 @@ BELOW = {
         "transports",
     },
     "stretto_doctor": {
+        "addons",  # without stretto_plan it says so
         "base",
         "check",
         "records",

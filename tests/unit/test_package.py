@@ -162,6 +162,24 @@ def test_the_wheel_installs_on_every_supported_python_that_is_here(wheel, versio
     run("python", "-m", "compileall", "-q", str(Path(site.strip()).parent))
 
 
+def test_an_installation_finds_add_ons_by_their_entry_points(wheel: Path, tmp_path: Path) -> None:
+    """Beside it are the dependencies of this environment, without what says where the source tree is."""
+    bin_ = install(wheel, Path(sys.executable), tmp_path / "venv")
+    (beside := tmp_path / "beside").mkdir()
+    for path in {entry for key in ("purelib", "platlib") for entry in Path(sysconfig.get_path(key)).iterdir()}:
+        if not path.name.startswith(("stretto", "__editable__")):
+            (beside / path.name).symlink_to(path)
+    env = {"PATH": f"{bin_}:/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(beside)}
+    run = lambda *words: subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    for verb in ("plan", "vime", "view"):
+        done = run("stretto", verb, "--help")
+        assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr
+    [package] = (tmp_path / "venv").rglob("site-packages/stretto_view")
+    shutil.rmtree(package)
+    done = run("stretto", "view", "--help")
+    assert done.returncode == 2 and "needs the add-on stretto_view, which is not installed" in done.stderr
+
+
 @pytest.mark.slow
 def test_an_installation_without_the_repository_runs_the_demo(wheel, tmp_path):
     """With the dependencies of this environment; three steps of each stage."""

@@ -17,12 +17,12 @@ from stretto.base.paths import RunDir
 class Live:
     """A process of a verb, and where it is shown: a notebook's display, this process's output, or nowhere."""
 
-    def __init__(self, started: Started, run: RunDir, *, is_shown: bool = True, has_steps: bool = True) -> None:
-        """has_steps: False for what trains nothing: its lines are printed in a notebook, too."""
+    def __init__(self, started: Started, run: RunDir, *, is_shown: bool = True, is_printed: bool = False) -> None:
+        """is_printed: print its lines in a notebook, too, as a dry run's."""
         self.started = started
         self.progress = Progress(run, started_at=started.started_at)
         self.progress.state = "running"
-        self._display = Display(self.progress) if is_shown and has_steps and is_notebook() else None
+        self._display = Display(self.progress) if is_shown and not is_printed and is_notebook() else None
         self._is_printed = is_shown and self._display is None
         self._thread: threading.Thread | None = None
 
@@ -68,11 +68,16 @@ class Live:
         display = self._display
         if display is not None:
             show = display.line
-        has_ended = self.started.follow(show, ignore if display is None else display.tick, until)
+        has_ended = self.started.follow(show, ignore if display is None else self._tick, until)
         if has_ended and display is not None:
             self.progress.state = self._ending()
-            display.tick()
+            self._tick()
         return has_ended
+
+    def _tick(self) -> None:
+        assert self._display is not None
+        self.progress.part = self.started.part
+        self._display.tick()
 
     def _ending(self) -> str:
         try:

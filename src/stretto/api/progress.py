@@ -33,6 +33,8 @@ class Progress:
         self.lines: list[str] = []
         """The last lines that its process has printed."""
         self.state = ""
+        self.part: tuple[str, int, int] | None = None
+        """Of what has no steps: what is done now, how much of it, and of how much (0: not known)."""
         self._tails = {role: MetricsTail(run.metrics(role), max_rows=_MAX_POINTS) for role in _KEYS}
         self._first: tuple[int, float] | None = None  # step and time of the first step that was seen
 
@@ -63,6 +65,13 @@ class Progress:
     def max_steps(self) -> int | None:
         return read_json(self.run.config("run")).get("max_steps")
 
+    @property
+    def share(self) -> float:
+        """How much of it is done, 0 to 1."""
+        if self.part is not None:
+            return 1.0 if self.state == "done" else self.part[1] / max(self.part[2], 1)
+        return self.step / self.max_steps if self.max_steps else 0.0
+
     def left_s(self) -> float | None:
         """Seconds until the last step, as the steps that were seen took; None if not known."""
         if self._first is None or not self.max_steps or self.step <= self._first[0]:
@@ -88,6 +97,9 @@ class Progress:
         """One line: the run, its state, its step, its reward, the time left."""
         of = f" of {self.max_steps}" if self.max_steps else ""
         parts = [self.run.path.name, self.state, f"step {self.step}{of}" if self.step else ""]
+        if self.part is not None and self.state == "running":
+            text, done, total = self.part
+            parts.append(f"{text}: {done} of {total}" if total else text)
         if curve := self.curve():
             values = moving_mean([value for _, value in curve])
             parts.append(f"{_KEYS[self.role][1]} {values[0]:.3f} -> {values[-1]:.3f}")
@@ -104,13 +116,14 @@ class Progress:
         return self.title()
 
     def _repr_html_(self) -> str:
-        share = min(1.0, self.step / self.max_steps) if self.max_steps else 0.0
+        share = min(1.0, self.share)
         color = {"failed": _SAMPLED, "running": _SMOOTH}.get(self.state, _GREEDY)
         bar = (
             f'<div style="background:#8883;height:6px;border-radius:3px;margin:4px 0;max-width:{_SIZE[0]}px">'
             f'<div style="background:{color};width:{100 * share:.1f}%;height:6px;border-radius:3px"></div></div>'
         )
-        lines = "\n".join(self.lines[-_NUM_LINES:]) if self.state in ("running", "failed") else ""
+        has_lines = self.state in ("running", "failed") or self.part is not None  # an evaluation ends with its table
+        lines = "\n".join(self.lines[-_NUM_LINES:]) if has_lines else ""
         log = f'<pre style="font-size:11px;opacity:.75;margin:2px 0">{html.escape(lines)}</pre>' if lines else ""
         inside = f"{html.escape(self.title())}{bar}{self.svg()}{log}"
         return f'<div style="font-family:sans-serif;font-size:13px">{inside}</div>'

@@ -6,6 +6,7 @@ process or in one of its own. The process is in a group of its own, so Ctrl-C re
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import signal
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.process import EXIT_CONFIG, EXIT_INTERRUPTED
-from stretto.base.status import harmless
+from stretto.base.status import STATUS_FD_VAR, harmless
 
 _NUM_SAID = 30  # lines of an error that an exception has
 _NUM_KEPT = 200  # lines that `tail` has
@@ -30,16 +31,26 @@ _MARKS = ("error: ", "FAILED")
 class Started:
     """A verb that runs, or has run."""
 
-    def __init__(self, verb: str, words: Sequence[str], reword: Callable[[str], str] = str) -> None:
-        """Start `stretto VERB WORDS`. reword: changes its error message into the terms of the caller."""
+    def __init__(
+        self, verb: str, words: Sequence[str], reword: Callable[[str], str] = str, *, has_status: bool = False
+    ) -> None:
+        """Start `stretto VERB WORDS`.
+
+        reword: changes its error message into the terms of the caller. has_status: it has no console of its own, and
+        is given a pipe for status lines (base/status.py), of which `part` is made.
+        """
         self.verb, self._reword = verb, reword
         self.started_at = time.time()
         self.num_interrupts = 0
+        self.part: tuple[str, int, int] | None = None
+        """What it does now, how much of it is done, and of how much; total 0: not known."""
         self.tail: deque[str] = deque(maxlen=_NUM_KEPT)
         self._said: list[str] = []
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._is_read = threading.Event()
         self._following = threading.Lock()
+        reader, writer = os.pipe() if has_status else (-1, -1)
+        status = {STATUS_FD_VAR: str(writer)} if has_status else {}
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "stretto.api.child", verb, *words],
             stdin=subprocess.PIPE,  # its end tells the verb that this process is gone
@@ -48,8 +59,12 @@ class Started:
             text=True,
             errors="replace",
             process_group=0,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            pass_fds=(writer,) if has_status else (),
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | status,
         )
+        if has_status:
+            os.close(writer)
+            threading.Thread(target=self._read_status, args=(reader,), name=f"status {verb}", daemon=True).start()
         threading.Thread(target=self._read, name=f"stretto {verb}", daemon=True).start()
 
     @property
@@ -71,6 +86,16 @@ class Started:
         self._popen.wait()
         self._lines.put(None)
         self._is_read.set()
+
+    def _read_status(self, reader: int) -> None:
+        with os.fdopen(reader, errors="replace") as lines:
+            for line in lines:
+                fields = json.loads(line)
+                text = harmless(str(fields.get("text", "")))
+                if fields["kind"] in ("phase", "progress"):
+                    self.part = (text, int(fields.get("done") or 0), int(fields.get("total") or 0))
+                if fields["kind"] in ("phase", "note", "warning"):
+                    self._lines.put(f"warning: {text}" if fields["kind"] == "warning" else text)
 
     def follow(self, show: Callable[[str], None], tick: Callable[[], object], until: float | None = None) -> bool:
         """Hand lines to `show` and call `tick` now and then, until the process has ended; whether it has.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import time
@@ -11,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import ConfigError, StrettoError, reason_of
+from stretto.base.errors import ConfigError, DataError, StrettoError, reason_of
 from stretto.base.files import holder
 from stretto.base.paths import RunDir
 from stretto.ledger.reader import LedgerReader
@@ -46,6 +45,8 @@ def find(places: Sequence[Path]) -> list[RunDir]:
 
 def no_run_text(path: Path) -> str:
     """Why `path` is no run, and which runs there are instead."""
+    import difflib
+
     where = path if path.is_dir() else path.parent
     if path.exists() and not path.is_dir():
         return f"this is a file; a run is a directory, such as outputs/demo. {_runs_text(where)}"
@@ -122,7 +123,10 @@ def describe(run: RunDir) -> dict[str, Any]:
     try:
         config, summary = _read(run.config("run")), _read(run.summary)
         row |= {"verb": "sft" if "data" in config and "orchestrator" not in config else "rl"}
-        row["max_steps"] = config.get("max_steps") or summary.get("max_steps")
+        last = config.get("max_steps") or summary.get("max_steps")
+        if last is not None and not isinstance(last, int):
+            raise DataError(f"{run.config('run')}: damaged: max_steps = {last!r} is no number.")
+        row["max_steps"] = last
         row |= _from_metrics(run) or _without_metrics(run, row["verb"], summary)
         row["host"] = _read(run.launch).get("host")
         row["state"] = _state(run, row, summary)
@@ -138,10 +142,10 @@ def _from_metrics(run: RunDir) -> dict[str, Any]:
         file = run.metrics(role)
         if file.exists() and (about := file.stat()).st_size:
             newest = newest_row(file, _RESULT[role])
+            found = {"step": "step", "reward": "reward/mean", "loss": "nll/mean"}
+            numbers = {key: newest.get(name) for key, name in found.items()}
             return {
-                "step": newest.get("step"),
-                "reward": newest.get("reward/mean"),
-                "loss": newest.get("nll/mean"),
+                **{key: value if isinstance(value, int | float) else None for key, value in numbers.items()},
                 "changed": about.st_mtime,
             }
     return {}

@@ -145,10 +145,11 @@ def evaluate(
     """
     keywords, given = _keywords(locals()), Given()
     call = call_of("evaluate", config, keywords, given)
-    root, words, _ = _prepared(call, given)
+    root, words, is_start = _prepared(call, given)
     file = root.run_path / "eval.json"
     file.unlink(missing_ok=True)
-    live = Live(Started("eval", words, in_python), root.run_dir, is_shown=progress, has_steps=False)
+    started = Started("eval", words, in_python, has_status=is_start)
+    live = Live(started, root.run_dir, is_shown=progress, is_printed=not is_start)
     live.wait()
     return read_rows(file) if file.exists() else Rows()
 
@@ -163,7 +164,7 @@ def _train(verb: str, config: Sequence[Any], keywords: Mapping[str, Any], wait: 
     given = Given()
     call = call_of(verb, config, keywords, given)
     root, words, is_start = _prepared(call, given)
-    live = Live(Started(verb, words, in_python), root.run_dir, is_shown=progress, has_steps=is_start)
+    live = Live(Started(verb, words, in_python), root.run_dir, is_shown=progress, is_printed=not is_start)
     if wait or not is_start:
         live.wait()
     else:

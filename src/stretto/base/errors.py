@@ -5,7 +5,6 @@ A message says where (TOML path, file:line, record id), the value got, the rule,
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +63,8 @@ def boundary(kind: type[StrettoError], where: str) -> Iterator[None]:
 
 def near_path(path: Path) -> Path | None:
     """A path that exists and differs from `path` by one part of a like name; None if there is none."""
+    import difflib
+
     for place in (path, *path.parents):
         folder = place.parent
         if place == folder or not _is_directory(folder):

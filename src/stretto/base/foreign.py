@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -51,6 +50,8 @@ def load_object(path: str, where: str) -> Any:
         raise ConfigError(f"{where} = {path!r}: write it as `module:attr`")
     module = load_module(module_name, f"{where} = {path!r}")
     if not hasattr(module, attr):
+        import difflib
+
         names = [name for name in vars(module) if not name.startswith("_")]
         nearest = difflib.get_close_matches(attr, names, n=1)
         advice = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(names) or 'nothing'}."

@@ -240,15 +240,16 @@ def start(
     name: str,
     argv: Sequence[str],
     *,
-    env: Mapping[str, str],
+    env: Mapping[str, str | None],
     log: Path,
     pass_fds: Iterable[int] = (),
     cwd: Path | None = None,
     is_shown: bool = False,
     level: int = logging.INFO,
 ) -> Child:
-    """Start a child; `env` extends this process's environment, `log` gets its output, `level` is of the line about it.
+    """Start a child; `log` gets its output, `level` is of the line about it.
 
+    env: extends this process's environment; a variable that is None is removed from it.
     is_shown: its output goes to this process's output instead, and the child writes `log` itself.
     Call it from the main thread: the kernel kills the child when the thread that started it ends.
     """
@@ -257,11 +258,12 @@ def start(
     log.parent.mkdir(parents=True, exist_ok=True)
     parent_keeper = keeper.start()
     mark = parent_keeper.mark()
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1", **env, **parent_keeper.env(mark)}
     with log.open("ab") as output:
         log_start = output.seek(0, os.SEEK_END)
         popen = subprocess.Popen(
             bound(argv),
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **env, **parent_keeper.env(mark)},
+            env={name: value for name, value in variables.items() if value is not None},
             stdin=subprocess.DEVNULL,
             stdout=None if is_shown else output,
             stderr=None if is_shown else subprocess.STDOUT,
@@ -319,9 +321,9 @@ def describe_exit(returncode: int) -> str:
         return f"killed by signal {-returncode}"
 
 
-def output_of(argv: list[str], timeout_s: float = OUTPUT_S) -> str | None:
+def output_of(argv: list[str], timeout_s: float = OUTPUT_S, env: Mapping[str, str] | None = None) -> str | None:
     """The output of a program; None if it is missing, fails or does not end within timeout_s."""
     try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
+        return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=True, env=env).stdout
     except (OSError, subprocess.SubprocessError):
         return None

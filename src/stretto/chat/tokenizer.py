@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from stretto.base.errors import ConfigError, DataError
+from stretto.base.errors import ConfigError, DataError, reason_of
 from stretto.chat.placeholders import VISION_TOKENS
 from stretto.chat.templates import TemplateFiles, read_templates
 from stretto.data.hub_model import find_local
@@ -305,11 +305,14 @@ def end_ids(directory: Path) -> tuple[int, ...]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as cause:
-        raise DataError(f"{file}: not JSON: {cause}") from cause
+    except (OSError, ValueError) as cause:
+        raise DataError(f"{file}: cannot be read: {reason_of(cause)}") from cause
+    if not isinstance(found, dict):
+        raise DataError(f"{file}: a {type(found).__name__} where a JSON object belongs.")
+    return found
 
 
 def _template_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:

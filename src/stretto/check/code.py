@@ -18,7 +18,8 @@ from stretto.config.sections.orchestrator import EnvSection, OrchestratorKeys
 from stretto.config.sections.sft import FileData
 from stretto.config.sections.trainer import TrainerHooksSection
 from stretto.data.records import read_records
-from stretto.envs.find import missing_plugins
+from stretto.envs.base import needs_worker
+from stretto.envs.checks import missing_for
 from stretto.vime.saved import load as load_saved
 
 NUM_ARGUMENTS = {
@@ -85,12 +86,12 @@ def check_code(cfg: RLConfig) -> None:
 
 
 def check_plugins(cfg: OrchestratorKeys) -> None:
-    """Check that the packages of verifiers' environments are installed, before anything is started.
+    """Check that what environments of hubs and of verifiers need is there, before anything is started.
 
     Raises: ConfigError that names the environment, the key and the package.
     """
     for env in (*cfg.env, *(cfg.eval.env if cfg.eval is not None else ())):
-        for text in missing_plugins(env.id, env.args):
+        for text in missing_for(env.id, env.args):
             raise ConfigError(f"environment {env.name or env.id}: {text}")
 
 
@@ -137,7 +138,7 @@ def _check_environment(place: str, env: EnvSection) -> Iterator[Checked]:
     """Import an environment's class, or read the files and import the functions of a dataset."""
     if env.id == "dataset":
         yield from _check_dataset(env.args)
-    elif ":" in env.id:
+    elif ":" in env.id and not needs_worker(env.id):
         load_object(env.id, f"{place}.id")
         yield "imported", env.id
 

@@ -7,7 +7,6 @@ that loads the model, with a better message.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from stretto.base import process
-from stretto.base.errors import ConfigError, meant_path
+from stretto.base.errors import ConfigError, DataError, meant_path
 from stretto.check.degrees import Shape, check_vision, find_degrees, find_plain_degrees, read_shape
 from stretto.check.vllm_models import ServedModel
 from stretto.config.model_file import ModelFile, has_own_family
@@ -25,6 +24,7 @@ from stretto.config.root import RLConfig
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import LORA_TARGETS, Family, ModelSection
 from stretto.data.hub_model import find_config, is_hub_name
+from stretto.data.weight_files import INDEX, SINGLE, read_weight_file
 from stretto.families.table import SPARSE_FAMILIES
 
 _SAME = (
@@ -119,6 +119,8 @@ def _check_targets(directory: Path, targets: Sequence[str], where: str) -> None:
 
     Raises: ConfigError naming a layer that no model has, and the nearest name.
     """
+    import difflib
+
     names = layer_names(directory)
     if not names:
         return
@@ -132,13 +134,12 @@ def _check_targets(directory: Path, targets: Sequence[str], where: str) -> None:
 def layer_names(directory: Path) -> set[str]:
     """Last parts of the names of a model's linear layers; empty if its files cannot be read."""
     try:
-        index = directory / "model.safetensors.index.json"
+        index = directory / INDEX
         if index.is_file():
-            tensors = json.loads(index.read_text())["weight_map"]
+            tensors = dict(json.loads(index.read_text())["weight_map"])
         else:
-            with (directory / "model.safetensors").open("rb") as file:
-                tensors = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    except (OSError, ValueError, KeyError, OverflowError):
+            tensors = dict(read_weight_file(directory / SINGLE).tensors)
+    except (OSError, ValueError, KeyError, TypeError, DataError):
         return set()
     names = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if name.endswith(".weight")}
     return {name for name in names if not any(word in name for word in ("norm", "embed", "conv"))}
@@ -156,6 +157,8 @@ def check_family(model: ModelFile, where: str) -> None:
         return
     if not name:
         raise ConfigError(f"{where}: {file} has no model_type; copy the model's config.json here again")
+    import difflib
+
     near = difflib.get_close_matches(name, sorted({*ours, *theirs}), n=2)
     meant = f"did you mean {' or '.join(near)}? Else install" if near else "correct it, or install"
     raise ConfigError(

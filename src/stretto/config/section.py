@@ -7,7 +7,6 @@ where None is allowed, a union without its `type` (the default's variant), and t
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import itertools
 import os
@@ -400,6 +399,8 @@ def suggest(cls: type[Section], path: KeyPath, here: type[Section] | None = None
 
     here: the section that the path ends in; None: any variant of it.
     """
+    import difflib
+
     *above, name = map(str, path)
     level = tuple("0" if part.isdigit() else part for part in above)
     known = [(tuple(each.split(".")), section) for each, section, _ in all_paths(cls)]

@@ -8,7 +8,6 @@ Hub (hub.py). No line is skipped: the first line that is not a JSON object is an
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -126,6 +125,8 @@ def _not_a_path(path: str) -> str:
 
 def _advice(path: Path) -> str:
     """Advice for a path that does not exist: a file with a similar name, or where relative paths begin."""
+    import difflib
+
     folder = path.parent
     names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
     if near := difflib.get_close_matches(path.name, names, n=1):

@@ -24,13 +24,15 @@ from stretto.data.pictures import image_parts
 from stretto.envs.base import EpisodeLimits, RolloutContext, RolloutResult, RunInfo
 from stretto.envs.dataset import Dataset, build_arguments, turn_rewards_of
 from stretto.envs.dataset_records import DatasetSettings, Records
-from stretto.envs.gateway.program import Ended, filled, run_program
+from stretto.envs.gateway.program import MAX_PRINTED_BYTES, Cut, Ended, filled, run_program, variables
 from stretto.envs.gateway.server import Gateway
 from stretto.envs.gateway.session import Session
 from stretto.records.rollout import Task
 from stretto.vime.sample import Status
 
 ANSWERS = ("reply", "output")
+MOST_REFUSED = 3
+"""Requests beyond a limit, after which a program that goes on asking is ended."""
 _UNUSED = ("generate", "sample_hooks", "group_reward", "data_source")
 """Settings of `dataset` that are about replies which the environment itself requests."""
 
@@ -45,6 +47,7 @@ def agent(
     timeout_s: float | None = 600.0,
     cwd: str | None = None,
     output_dir: str | None = None,
+    pass_env: list[str] | None = None,
     run: RunInfo | None = None,
     **args: Any,
 ) -> Agent:
@@ -54,7 +57,8 @@ def agent(
     judges: `reply`, the last reply of the policy, or `output`, what the program printed. max_turns, max_tokens: of one
     rollout; a request beyond them is refused. timeout_s: then the program is ended, and the rollout is rewarded as it
     is. cwd: the directory in which it runs; None: an empty one for each rollout. output_dir: a file for each rollout
-    with what its program printed.
+    with the end of what its program printed. pass_env: names of environment variables that the program gets although
+    they look like secrets.
 
     Raises: ConfigError for arguments that do not fit; DataError for records that do not fit, with file and line.
     """
@@ -68,6 +72,8 @@ def agent(
             raise ConfigError(f"agent: {name} = {value!r} must be a number > 0, or left out")
     if cwd is not None and not Path(cwd).is_dir():
         raise ConfigError(f"agent: cwd = {cwd!r} is no directory")
+    if not isinstance(pass_env or [], list) or not all(isinstance(name, str) for name in pass_env or ()):
+        raise ConfigError(f'agent: pass_env = {pass_env!r} must be a list of names, such as ["GITHUB_TOKEN"]')
     settings, run = DatasetSettings(path, **args), run or RunInfo()
     settings.check()
     if used := [name for name in _UNUSED if getattr(settings, name)]:
@@ -78,6 +84,7 @@ def agent(
     built.answer, built.timeout_s = answer, timeout_s
     built.limits = EpisodeLimits(max_turns, max_tokens, timeout_s)
     built.cwd = None if cwd is None else Path(cwd).resolve()
+    built.pass_env = pass_env or []
     built.output_dir = None if output_dir is None else Path(output_dir).resolve()
     return built
 
@@ -112,6 +119,7 @@ class Agent(Dataset):
     limits: EpisodeLimits
     cwd: Path | None
     output_dir: Path | None
+    pass_env: list[str]
 
     def __init__(self, settings: DatasetSettings, records: Records, command: list[str]) -> None:
         super().__init__(settings, records)
@@ -125,23 +133,33 @@ class Agent(Dataset):
             session = access.session
             values |= {"base_url": access.base_url, "key": access.key}
             argv = filled(self.command, values)
-            where = f"agent {task.task_id}"
-            ended = await run_program(where, argv, env=access.env, timeout_s=self.timeout_s, cwd=self.cwd)
+            ended = await run_program(
+                f"agent {task.task_id}",
+                argv,
+                env=variables(access.env, self.pass_env),
+                timeout_s=self.timeout_s,
+                cwd=self.cwd,
+                is_over=lambda: session.num_refused > MOST_REFUSED,
+            )
         self._keep(ended, task, ctx)
         self._check(ended, session)
         sample = self._sample(task, ctx.episode)
         sample.response = session.last_text if self.answer == "reply" else ended.output.strip()
         sample.metadata = {**sample.metadata, "output": ended.output, "replies": session.replies}
-        is_truncated = session.is_limited or ended.returncode is None
+        is_truncated = session.limit is not None or isinstance(ended.end, Cut)
         sample.status = Status.TRUNCATED if is_truncated else Status.COMPLETED
         metrics = {
             "turns": float(len(session.answers)),
             "conversations": float(session.num_conversations),
             "repeated_requests": float(session.num_repeated),
         }
-        reward = await self._reward_of(sample)
-        turn_rewards = turn_rewards_of([sample])
-        return RolloutResult(reward=reward, metrics=metrics, is_truncated=is_truncated, turn_rewards=turn_rewards)
+        return RolloutResult(
+            reward=await self._reward_of(sample),
+            metrics=metrics,
+            is_truncated=is_truncated,
+            is_timeout=ended.end is Cut.TIME,
+            turn_rewards=turn_rewards_of([sample]),  # the reward function may have written some
+        )
 
     async def close(self) -> None:
         await self._gateway.close()
@@ -154,15 +172,20 @@ class Agent(Dataset):
             write_atomic(path, ended.output.encode())
 
     def _check(self, ended: Ended, session: Session) -> None:
-        """Raises: the first error of a turn; EnvError if the program died, or ended without a reply."""
+        """Raises: the first error of a turn; EnvError if the program died, printed too much, or got no reply."""
         if session.error is not None:
             raise session.error
         program = Path(self.command[0]).name
-        if ended.returncode and not session.is_limited:
-            how = describe_exit(ended.returncode)
+        if ended.end is Cut.OUTPUT:
+            size = MAX_PRINTED_BYTES >> 20
+            raise EnvError(f"agent: {program} printed more than {size} MiB; its last lines:\n{ended.last_lines}")
+        if not session.answers and session.limit is not None:
+            raise session.limit
+        if isinstance(ended.end, int) and ended.end and session.limit is None:
+            how = describe_exit(ended.end)
             raise EnvError(f"agent: {program} ended with {how}; its last lines:\n{ended.last_lines}")
         if not session.answers:
-            how = f"was ended after {self.timeout_s:g} s" if ended.returncode is None else "ended"
+            how = f"was ended after {self.timeout_s:g} s" if ended.end is Cut.TIME else "ended"
             raise EnvError(
                 f"agent: {program} {how} without one reply; it must send its requests to OPENAI_BASE_URL or "
                 f"ANTHROPIC_BASE_URL, which it is given, or take {{base_url}} and {{key}}. Its last lines:\n"

@@ -368,16 +368,14 @@ def load_environment(
     Raises: ConfigError for an unknown id, a module or attribute that does not exist, arguments that do not fit, and,
     with file and line, for whatever the environment's constructor raises.
     """
-    args = dict(args or {})
+    args, path = dict(args or {}), env_id
     if needs_worker(env_id):
         if not in_worker:
-            raise ConfigError(
-                f"environment {env_id!r} is played by verifiers in worker processes; only rl and eval start those."
-            )
-        env_id, args = find.verifiers_factory(env_id, args)
-    factory = _find_factory(env_id)
+            raise ConfigError(f"environment {env_id!r} is played in worker processes; only rl and eval start those.")
+        path, args = find.worker_factory(env_id, args)
+    factory = _find_factory(path)
     signature = signature_of(factory, env_id)
-    if env_id in BUNDLED and inspect.isclass(factory):
+    if (env_id in BUNDLED or path in find.HUBS.values()) and inspect.isclass(factory):
         check_argument_types(factory, args, env_id)
     if inspect.isclass(factory):
         check_methods(factory, env_id)
@@ -386,7 +384,7 @@ def load_environment(
     try:
         signature.bind(**args)
     except TypeError as cause:
-        parameters = [str(p.replace(annotation=p.empty)) for p in signature.parameters.values()]
+        parameters = [str(p.replace(annotation=p.empty)) for n, p in signature.parameters.items() if n != "source"]
         known = ", ".join(parameters) or "none"
         raise ConfigError(f"environment {env_id!r}: {cause}; its arguments are {known}. Change `args`.") from cause
     with guarded(ConfigError, f"environment {env_id!r}"):
@@ -446,7 +444,7 @@ def needs_worker(env_id: str) -> bool:
 
     Raises: ConfigError if it cannot run at all.
     """
-    return env_id not in BUNDLED and find.is_verifiers(env_id)
+    return env_id not in BUNDLED and (find.hub_of(env_id) is not None or find.is_verifiers(env_id))
 
 
 def _find_factory(env_id: str) -> Callable[..., Any]:

@@ -15,7 +15,9 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsFloat
+
+from msgspec.structs import replace
 
 from stretto.base.errors import ConfigError, EnvError
 from stretto.data.pictures import image_parts
@@ -120,21 +122,13 @@ class Dataset:
             return RolloutResult(reward=0.0, is_truncated=is_truncated, note=samples)
         scored = [await self._scored(each) for each in samples]
         rewards = [reward for reward, _ in scored]
-        metrics = {name: sum(each[name] for _, each in scored) / len(scored) for name in scored[0][1]}
         if self._sample_hooks:
             samples = [await self._call_sample_hooks(each, task) for each in samples]
             rewards = [each.get_reward_value(self.args) for each in samples]
-        branch_rewards = tuple(rewards) if len(rewards) > 1 else ()
-        reward = sum(rewards) / len(rewards)
-        return RolloutResult(
-            reward=reward,
-            branch_rewards=branch_rewards,
-            metrics=metrics,
-            is_truncated=is_truncated,
-            turn_rewards=turn_rewards_of(samples),
-        )
+        result = _result(rewards, [metrics for _, metrics in scored], is_truncated=is_truncated)
+        return replace(result, turn_rewards=turn_rewards_of(samples))
 
-    async def score_group(self, group: Group, notes: Sequence[list[Sample]]) -> list[float | list[float]] | None:
+    async def score_group(self, group: Group, notes: Sequence[list[Sample]]) -> list[RolloutResult] | None:
         """With group_reward, the rewards of all members, from the function; otherwise None.
 
         notes: the samples of each member. A member with several samples gets a reward for each. A sample that already
@@ -154,8 +148,10 @@ class Dataset:
             for sample, reward in zip(samples, listed_rewards(returned, len(samples), self._reward.where)):
                 sample.reward = reward if sample.reward is None else sample.reward
         where = self._reward.where
-        rewards = [[sample.get_reward_value(self.args, where) for sample in of_member] for of_member in notes]
-        return [each if len(each) > 1 else each[0] for each in rewards]
+        return [
+            _result([s.get_reward_value(self.args, where) for s in of_member], [self._entries(s) for s in of_member])
+            for of_member in notes
+        ]
 
     async def _call_sample_hooks(self, sample: Sample, task: Task) -> Sample:
         """Call the sample hooks, each with the sample that the one before it returned."""
@@ -215,11 +211,18 @@ class Dataset:
         return sample
 
     async def _scored(self, sample: Sample) -> tuple[float, dict[str, float]]:
-        """The reward of a sample, and with several rewards each of them as a metric."""
+        """The reward of a sample, and as metrics each of several rewards, or other entries of a dictionary."""
         if self._weighted is None or sample.reward is not None:
-            return await self._reward_of(sample), {}
+            return await self._reward_of(sample), self._entries(sample)
         sample.reward, metrics = await self._weighted.score(sample)
         return sample.reward, metrics
+
+    def _entries(self, sample: Sample) -> dict[str, float]:
+        """The numbers in a reward that is a dictionary, besides the reward itself."""
+        if not isinstance(sample.reward, dict):
+            return {}
+        others = {name: value for name, value in sample.reward.items() if name != self.args.reward_key}
+        return {str(name): float(value) for name, value in others.items() if isinstance(value, SupportsFloat)}
 
     async def _reward_of(self, sample: Sample) -> float:
         if sample.reward is None:
@@ -247,6 +250,18 @@ def turn_rewards_of(samples: Sequence[Sample]) -> Any:
     if given and len(samples) > 1:
         raise EnvError('dataset: metadata["turn_rewards"] of a rollout of several samples; give each sample a reward')
     return given[0] if given else ()
+
+
+def _result(rewards: list[float], metrics: list[dict[str, float]], *, is_truncated: bool = False) -> RolloutResult:
+    """The result of an episode with these samples: means of their rewards and metrics."""
+    names = dict.fromkeys(name for each in metrics for name in each)
+    found = {name: [each[name] for each in metrics if name in each] for name in names}
+    return RolloutResult(
+        reward=sum(rewards) / len(rewards),
+        branch_rewards=tuple(rewards) if len(rewards) > 1 else (),
+        metrics={name: sum(values) / len(values) for name, values in found.items()},
+        is_truncated=is_truncated,
+    )
 
 
 class SingleTurnDataset(Dataset, SingleTurnEnv):

@@ -1,4 +1,4 @@
-"""What the id of an environment means: bundled, `module:attr`, an installed module, or a verifiers taskset.
+"""What the id of an environment means: bundled, `hub:name`, `module:attr`, an installed module, a verifiers taskset.
 
 Modules are read but not imported here: importing verifiers takes seconds and loads a hundred packages, and its
 tasksets run in worker processes only.
@@ -22,8 +22,16 @@ from stretto.base.errors import ConfigError
 VERIFIERS = "verifiers"
 """The id of an environment that plays any taskset of verifiers."""
 ADAPTER = "stretto.envs.verifiers.env:VerifiersEnv"
+HUBS = {
+    "harbor": "stretto.envs.hubs.harbor:Harbor",
+    "nemo-gym": "stretto.envs.hubs.nemo_gym:NemoGym",
+    "openenv": "stretto.envs.hubs.openenv:OpenEnv",
+}
+"""What plays `hub:source`, by hub."""
 OWN_HARNESS = "in_process"
 """Id of the harness of ours that plays an agent for which none is chosen."""
+OWN_ARGS = ("harness", "num_eval", "num_tasks", "select")
+"""Arguments of VerifiersEnv that may stand beside those of a taskset."""
 _VERIFIERS_VERSION = (0, 4)
 _MAX_FILES = 200
 
@@ -34,6 +42,19 @@ class ModuleKind(Enum):
     OURS = "environment"
     TASKSET = "verifiers taskset"
     V0 = "verifiers v0 environment"
+
+
+def hub_of(env_id: str) -> tuple[str, str] | None:
+    """Hub and source of an id such as `openenv:http://127.0.0.1:8000`; None if it is none of a hub.
+
+    Raises: ConfigError for an id without a source.
+    """
+    hub, _, source = env_id.partition(":")
+    if hub not in HUBS or (not source and find_module(env_id) is not None):
+        return None
+    if not source:
+        raise ConfigError(f"environment {env_id!r} names a hub; say what of it: id = \"{hub}:...\"")
+    return hub, source
 
 
 def find_module(env_id: str) -> str | None:
@@ -71,7 +92,7 @@ def is_verifiers(env_id: str) -> bool:
 
     Raises: ConfigError for a v0 environment, and if the extra is not installed.
     """
-    if env_id != VERIFIERS:
+    if env_id != VERIFIERS and _named_taskset(env_id) is None:
         if ":" in env_id or (module := find_module(env_id)) is None:
             return False
         kind = classify_module(module)
@@ -83,14 +104,26 @@ def is_verifiers(env_id: str) -> bool:
     return True
 
 
-def verifiers_factory(env_id: str, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The `module:attr` that builds a verifiers environment, and its arguments.
+def _named_taskset(env_id: str) -> str | None:
+    """The taskset of `verifiers:TASKSET`."""
+    hub, _, taskset = env_id.partition(":")
+    return taskset if hub == VERIFIERS and taskset else None
 
-    The arguments of an id other than `verifiers` are settings of that taskset.
-    """
+
+def worker_factory(env_id: str, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The `module:attr` that builds an environment of a hub, and its arguments."""
+    if (found := hub_of(env_id)) is not None:
+        return HUBS[found[0]], {"source": found[1], **args}
+    return ADAPTER, verifiers_args(env_id, args)
+
+
+def verifiers_args(env_id: str, args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of VerifiersEnv. Those of an id other than `verifiers` are the taskset's, except OWN_ARGS."""
     if env_id == VERIFIERS:
-        return ADAPTER, args
-    return ADAPTER, {"taskset": {**args, "id": find_module(env_id)}}
+        return args
+    own = {name: args[name] for name in OWN_ARGS if name in args}
+    rest = {name: value for name, value in args.items() if name not in own}
+    return {"taskset": {**rest, "id": _named_taskset(env_id) or find_module(env_id)}, **own}
 
 
 PLUGINS = {"taskset": "tasksets", "harness": "harnesses", "environment": "envs"}
@@ -104,15 +137,15 @@ def missing_plugins(env_id: str, args: dict[str, Any]) -> list[str]:
     """
     if not is_verifiers(env_id):
         return []
-    taskset = args.get("taskset") if env_id == VERIFIERS else env_id
+    args = verifiers_args(env_id, args)
+    taskset = args.get("taskset")
     taskset_id = taskset.get("id") if isinstance(taskset, dict) else taskset
     if not isinstance(taskset_id, str) or not taskset_id:
         return ['it names no taskset; give args.taskset = { id = "..." }']
     named = [("taskset", taskset_id, "args.taskset.id"), ("environment", args.get("id"), "args.id")]
-    for role, settings in args.items():
-        harness = settings.get("harness") if isinstance(settings, dict) else None
-        if isinstance(harness, dict):
-            named.append(("harness", harness.get("id"), f"args.{role}.harness.id"))
+    agents = {f"args.{role}.harness": each.get("harness") for role, each in args.items() if isinstance(each, dict)}
+    for key, harness in ({"args.harness": args.get("harness")} | agents).items():
+        named.append(("harness", harness.get("id") if isinstance(harness, dict) else harness, f"{key}.id"))
     found = []
     for kind, plugin_id, key in named:
         if isinstance(plugin_id, str) and plugin_id not in ("", OWN_HARNESS) and not _has_plugin(plugin_id, kind):

@@ -113,20 +113,27 @@ def _checked_state(state: Any, where: str, what: str) -> str | None:
     return state if len(state) <= LONGEST_STATE else blake2b(state.encode(), digest_size=16).hexdigest()
 
 
-def checked_group_rewards(returned: Any, count: int, where: str) -> list[tuple[float, tuple[float, ...]]]:
-    """For each of `count` members its reward, and the rewards of its branches if it has a list of them.
+def checked_group_rewards(returned: Any, count: int, where: str) -> list[RolloutResult]:
+    """What each of `count` members gets: a number, a list with a number for each branch, or a RolloutResult.
 
     Raises: EnvError as `checked_rewards`.
     """
     entries = list(returned) if isinstance(returned, list | tuple) else []
-    parts = [list(each) if isinstance(each, list | tuple) else None for each in entries]
-    if len(entries) != count or all(part is None for part in parts):
-        return [(reward, ()) for reward in checked_rewards(returned, count, where)]
-    checked = []
-    for entry, part in zip(entries, parts):
-        rewards = checked_rewards([entry] if part is None else part, 1 if part is None else len(part), where)
-        checked.append((sum(rewards) / len(rewards), () if part is None else tuple(rewards)))
-    return checked
+    if len(entries) != count or not any(isinstance(each, list | tuple | RolloutResult) for each in entries):
+        return [RolloutResult(reward=reward) for reward in checked_rewards(returned, count, where)]
+    return [_member_result(entry, where) for entry in entries]
+
+
+def _member_result(entry: Any, where: str) -> RolloutResult:
+    if isinstance(entry, RolloutResult):
+        if len(entry.turn_rewards) or len(entry.state_values) or len(entry.states):
+            raise EnvError(
+                f"{where}: a result with turn_rewards, state_values or states; the rollout's own result has them"
+            )
+        return checked_result(entry, where)
+    parts = list(entry) if isinstance(entry, list | tuple) else None
+    rewards = checked_rewards([entry] if parts is None else parts, 1 if parts is None else len(parts), where)
+    return RolloutResult(reward=sum(rewards) / len(rewards), branch_rewards=() if parts is None else tuple(rewards))
 
 
 def checked_rewards(returned: Any, count: int, where: str) -> list[float]:

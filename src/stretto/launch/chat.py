@@ -7,9 +7,11 @@ a message per line; a terminal gets a prompt, and the reply as it is written. No
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -18,12 +20,13 @@ import urllib.error
 import urllib.request
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.parse import urlsplit
 
 from stretto.api.state import runs_here
-from stretto.base import process
+from stretto.base import keeper, process
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.paths import RunDir
 from stretto.base.status import harmless
@@ -49,13 +52,33 @@ def chat(words: Sequence[str]) -> int:
     parser.add_argument("--served-model", help="name of the model at a URL; default: the first that it lists")
     parser.add_argument("--api-key-var", help="environment variable with the key of a URL")
     options = parser.parse_args(words)
-    if options.model.startswith(("http://", "https://")):
+    is_url = options.model.startswith(("http://", "https://"))
+    _check_options(options, is_url)
+    if is_url:
         key = os.environ.get(options.api_key_var) if options.api_key_var else None
         if options.api_key_var and key is None:
             raise ConfigError(f"stretto chat: --api-key-var: {options.api_key_var} is not set; export it")
         return _talk(Server(options.model, key, options.served_model), options)
     with _served(_model_of(options)) as server:
         return _talk(server, options)
+
+
+def _check_options(options: Namespace, is_url: bool) -> None:
+    """Raises: ConfigError for a URL that is none, and for an option that does nothing with what is named."""
+    if is_url:
+        try:
+            parts = urlsplit(options.model)
+            if not (parts.hostname and (parts.port is None or parts.port > 0)):
+                raise ValueError("it names no host")
+        except ValueError as error:
+            raise ConfigError(f"stretto chat: {options.model} is no URL: {error}; one is http://host:8000/v1") from None
+    of_runs, of_urls = ("step", "best"), ("served_model", "api_key_var")
+    given = [name for name in (of_runs if is_url else of_urls) if getattr(options, name) not in (None, False)]
+    if given:
+        what = "a run, not for a URL" if is_url else "a URL"
+        raise ConfigError(f"stretto chat: --{given[0].replace('_', '-')} is for {what}; leave it out")
+    if options.best and options.step is not None:
+        raise ConfigError("stretto chat: --best and --step both choose an export; leave one of them out")
 
 
 def _model_of(options: Namespace) -> str:
@@ -65,6 +88,9 @@ def _model_of(options: Namespace) -> str:
     """
     path = Path(options.model).expanduser()
     if (path / "config.json").is_file() or (not path.exists() and not _is_path(options.model)):
+        if options.best or options.step is not None:
+            option = "--best" if options.best else "--step"
+            raise ConfigError(f"stretto chat: {option} is for a run, and {options.model} is a model; leave it out")
         return str(path) if path.exists() else options.model
     run = RunDir(path)
     if not run.weights.is_dir():
@@ -102,11 +128,11 @@ class Server:
         Raises: ConfigError if the server does not list one.
         """
         if self._model is None:
-            with self._open("/models", None, 30.0) as response:
-                listed = json.load(response).get("data") or []
-            if not listed:
+            with self._open("/models", None, 30.0) as response, self._reading():
+                names = [each["id"] for each in json.load(response).get("data") or []]
+            if not names:
                 raise ConfigError(f"stretto chat: {self._url} lists no model; give --served-model")
-            self._model = listed[0]["id"]
+            self._model = str(names[0])
         return self._model
 
     def reply(self, messages: Sequence[Message], options: Namespace) -> Iterator[str]:
@@ -116,17 +142,36 @@ class Server:
         """
         body = {"model": self.model(), "messages": list(messages), "stream": True}
         body |= {"temperature": options.temperature, "max_tokens": options.max_tokens}
-        with self._open("/chat/completions", body, ANSWER_TIMEOUT_S) as response:
+        is_whole = False
+        with self._open("/chat/completions", body, ANSWER_TIMEOUT_S) as response, self._reading():
             for line in response:
-                data = line.decode().strip().removeprefix("data:").strip()
-                if not data or data == "[DONE]":
+                field, _, data = line.decode().strip().partition(":")
+                if field != "data":  # an empty line, or a comment that keeps the connection open
+                    continue
+                if data.strip() == "[DONE]":
+                    is_whole = True
                     continue
                 chunk = json.loads(data)
                 if error := chunk.get("error"):
-                    raise EngineError(f"stretto chat: {error.get('message', error)}")
-                if chunk.get("choices"):
-                    delta = chunk["choices"][0].get("delta", {})
-                    yield delta.get("reasoning_content") or delta.get("content") or ""
+                    raise EngineError(f"stretto chat: {_text_of(error)}")
+                for choice in chunk.get("choices") or ():
+                    delta = choice.get("delta") or {}
+                    yield (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+                    is_whole |= choice.get("finish_reason") is not None
+        if not is_whole:
+            raise EngineError(f"stretto chat: {self._url} broke off before the end of its reply")
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raises: EngineError if the answer breaks off, or is not that of an OpenAI-compatible server."""
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"stretto chat: {self._url} broke off: {error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise EngineError(
+                f"stretto chat: {self._url} does not answer as an OpenAI-compatible server ({error}); correct the URL"
+            ) from None
 
     def _open(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -136,17 +181,21 @@ class Server:
         except urllib.error.HTTPError as error:
             text = error.read(2000).decode(errors="replace")
             raise EngineError(f"stretto chat: {self._url}{path}: HTTP {error.code}: {_message_in(text)}") from None
-        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        except (OSError, http.client.HTTPException) as error:
             cause = getattr(error, "reason", error)
             raise EngineError(f"stretto chat: {self._url} does not answer: {cause}") from None
 
 
 def _message_in(text: str) -> str:
     try:
-        error = json.loads(text)["error"]
-        return str(error.get("message", error) if isinstance(error, dict) else error)
+        return _text_of(json.loads(text)["error"])
     except (ValueError, KeyError, TypeError):
         return text[:300]
+
+
+def _text_of(error: Any) -> str:
+    """The text of an error in an answer, which may be an object with a message."""
+    return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 @contextmanager
@@ -164,7 +213,7 @@ def _served(model: str) -> Iterator[Server]:
         "--server.port", str(port),
     )  # fmt: skip
     env = process.thread_env(process.num_cores()) | {KEY_VAR: key}
-    with tempfile.TemporaryDirectory(prefix="stretto-chat-") as folder:
+    with tempfile.TemporaryDirectory(prefix="chat-", dir=keeper.start().directory) as folder:
         child = process.start("inference", argv, env=env, log=Path(folder) / "inference.log")
         try:
             _wait_healthy(child, port, model)
@@ -230,14 +279,26 @@ def _next_line(source: TextIO, out: TextIO, is_terminal: bool) -> str | None:
 def _write_reply(server: Server, messages: Sequence[Message], options: Namespace, out: TextIO) -> str:
     """Write a reply as it comes; its text. Ctrl-C ends it, and what was written of it stays in the conversation."""
     pieces: list[str] = []
+    is_terminal = sys.stdin.isatty()
     try:
-        for piece in server.reply(messages, options):
-            pieces.append(piece)
-            out.write(harmless(piece))
-            out.flush()
+        with _raising_at_ctrl_c() if is_terminal else nullcontext():
+            for piece in server.reply(messages, options):
+                pieces.append(piece)
+                out.write(harmless(piece))
+                out.flush()
     except KeyboardInterrupt:
-        if not sys.stdin.isatty():
+        if not is_terminal:
             raise
     out.write("\n")
     out.flush()
     return "".join(pieces)
+
+
+@contextmanager
+def _raising_at_ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, in each reply anew: the command's own handler ignores all later signals."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

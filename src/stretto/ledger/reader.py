@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from stretto.base.errors import DataError
 from stretto.base.paths import RunDir
 from stretto.ledger import reuse, schema, stored_images
 from stretto.ledger.token_file import Place, load_payload, load_turns
@@ -37,8 +38,12 @@ class LedgerReader:
         self._db.close()
 
     def rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
-        """The rows of any query over the tables of `schema.py`."""
-        return [_decoded(row) for row in self._all(query, *values)]
+        """The rows of any query over the tables of `schema.py`. Raises: DataError for a damaged one."""
+        found = self._all(query, *values)
+        try:
+            return [_decoded(row) for row in found]
+        except ValueError as cause:
+            raise DataError(f"{self._run_dir.ledger}: a row is damaged: {cause}") from cause
 
     def incarnations(self) -> list[dict[str, Any]]:
         """The incarnations of the run, in order."""

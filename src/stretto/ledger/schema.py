@@ -112,7 +112,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
             connection.execute(f"ALTER TABLE rollouts ADD COLUMN {name} TEXT")
         connection.execute(INDEXES)
         connection.execute(stored_images.TABLE)
-    except sqlite3.DatabaseError as cause:
+    except _FAULTS as cause:
         connection.close()
         raise to_error(path, cause) from cause
     except DataError:
@@ -143,7 +143,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
             nulls = ", ".join(f"NULL AS {name}" for name in missing)
             for table in ("rollouts", "live_rollouts"):  # a temporary view hides what it is named after
                 connection.execute(f"CREATE TEMP VIEW {table} AS SELECT *, {nulls} FROM main.{table}")
-    except sqlite3.DatabaseError as cause:
+    except _FAULTS as cause:
         raise to_error(path, cause) from cause
     return connection
 
@@ -165,7 +165,11 @@ def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def to_error(path: Path, cause: sqlite3.Error) -> StrettoError:
+_FAULTS = (sqlite3.Error, UnicodeDecodeError)
+"""What SQLite raises; the second where its message quotes text that is damaged."""
+
+
+def to_error(path: Path, cause: sqlite3.Error | UnicodeDecodeError) -> StrettoError:
     """The error to raise for an SQLite error: DataError for a damaged file, else EngineError."""
     if getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in (
         sqlite3.SQLITE_CORRUPT,
@@ -196,5 +200,5 @@ def guarded(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except sqlite3.Error as cause:
+    except _FAULTS as cause:
         raise to_error(path, cause) from cause

@@ -235,7 +235,7 @@ def _rows_from_end(fd: int) -> Iterator[dict[str, Any]]:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         row = msgspec.json.decode(line)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):  # not JSON, or not UTF-8
         return None
     return row if isinstance(row, dict) else None
 

@@ -23,7 +23,7 @@ from stretto.config.sections.orchestrator import EnvSection, SamplingOverrides
 from stretto.data.hub_model import find_config
 from stretto.envs.base import Environment, Message, RunInfo, SingleTurnEnv, Split, needs_worker, prompt_of, tasks_of
 from stretto.envs.dataset import Dataset
-from stretto.envs.find import missing_plugins
+from stretto.envs.checks import look_into
 from stretto.envs.multi_turn import MultiTurnEnv
 from stretto.orchestrator.build import build_eval_renderer, build_policy_renderer, open_env, run_info, untrained_tokens
 from stretto.orchestrator.first_rollout import fault_of, play, same_task, without_engines
@@ -187,9 +187,11 @@ async def _preview(section: EnvSection, looking: _Looking) -> FirstTask:
 
 def _in_worker(section: EnvSection) -> FirstTask:
     """What is known of an environment that runs in worker processes, without starting them."""
-    where = f"environment {section.name or section.id}"
-    notes = tuple(f"NOT READY: {where}: {text}" for text in missing_plugins(section.id, section.args))
-    about = f"{where}: runs in worker processes, which a dry run does not start"
+    name = section.name or section.id
+    where = f"environment {name}"
+    tasks, missing = look_into(section.id, section.args, name)
+    notes = tuple(f"NOT READY: {where}: {text}" for text in missing)
+    about = f"{where}: {tasks}runs in worker processes, which a dry run does not start"
     return FirstTask(about, is_made=False, notes=notes)
 
 

@@ -16,6 +16,7 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -75,18 +76,19 @@ class ModelClient(ChatModel):
         if not is_known:
             # A task of its own: the request goes on for others if the rollout that began it is cancelled.
             self._replies[key] = asyncio.create_task(self._reply(body))
+            self._replies[key].add_done_callback(partial(self._forget_failure, key))
             if len(self._replies) > self._section.cache_size:
                 self._replies.popitem(last=False)
         task = self._replies[key]
         self._replies.move_to_end(key)
         self.counts["cached"] += is_known
-        try:
-            reply = await asyncio.shield(task)
-        except (EngineError, EnvError):
-            if self._replies.get(key) is task:
-                del self._replies[key]
-            raise
+        reply = await asyncio.shield(task)
         return msgspec.structs.replace(reply, is_cached=True) if is_known else reply
+
+    def _forget_failure(self, key: bytes, task: asyncio.Task[ModelReply]) -> None:
+        """Keep no failure, also if nobody waits for it any more."""
+        if (task.cancelled() or task.exception() is not None) and self._replies.get(key) is task:
+            del self._replies[key]
 
     async def _reply(self, body: bytes) -> ModelReply:
         async with self._turns:
@@ -142,14 +144,16 @@ class ModelClient(ChatModel):
             choice = answer["choices"][0]
             message = {key: value for key, value in choice["message"].items() if value is not None}
             usage = answer.get("usage") or {}
-            return ModelReply(
-                text=message.get("content") or "",
-                message=message,
-                finish_reason=choice.get("finish_reason") or "stop",
-                num_prompt_tokens=int(usage.get("prompt_tokens") or 0),
-                num_completion_tokens=int(usage.get("completion_tokens") or 0),
-            )
-        except (msgspec.DecodeError, KeyError, IndexError, TypeError, AttributeError, ValueError) as cause:
+            reply = {
+                "text": _text_of(message.get("content", "")),
+                "message": message,
+                "finish_reason": choice.get("finish_reason") or "stop",
+                "num_prompt_tokens": usage.get("prompt_tokens") or 0,
+                "num_completion_tokens": usage.get("completion_tokens") or 0,
+            }
+            return msgspec.convert(reply, ModelReply)
+        except (msgspec.MsgspecError, KeyError, IndexError, TypeError, AttributeError) as cause:
+            self.counts["failed"] += 1
             raise EngineError(
                 f"models.{self.name}: the answer of {self.base_url} is no chat completion: {cause!r}"
             ) from None
@@ -193,6 +197,13 @@ class ModelClient(ChatModel):
         await self._http.close()
         if self.counts:
             logger.info("models.%s: %s", self.name, ", ".join(f"{n} {what}" for what, n in self.counts.items()))
+
+
+def _text_of(content: Any) -> Any:
+    """The text of an answer's content, which may be a list of parts."""
+    if not isinstance(content, list):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
 
 
 def chat_url(address: str) -> str:

@@ -60,13 +60,17 @@ def latest_turns(turns: Iterable[Turn]) -> list[Turn]:
     A turn replaces its agent's turns from its own index on, and all turns of earlier attempts.
     """
     valid: list[Turn] = []
+    last: dict[str, int] = {}  # index of each agent's last turn among them
     for turn in turns:
-        valid = [
-            other
-            for other in valid
-            if other.attempt == turn.attempt and (other.agent != turn.agent or other.index < turn.index)
-        ]
+        if valid and (turn.attempt != valid[-1].attempt or turn.index <= last.get(turn.agent, -1)):
+            valid = [
+                other
+                for other in valid
+                if other.attempt == turn.attempt and (other.agent != turn.agent or other.index < turn.index)
+            ]
+            last = {other.agent: other.index for other in valid}
         valid.append(turn)
+        last[turn.agent] = turn.index
     return valid
 
 

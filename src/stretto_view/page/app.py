@@ -154,8 +154,18 @@ def _file(name: str) -> web.Response:
 
 async def _runs(request: web.Request) -> web.Response:
     found = await asyncio.to_thread(request.app[LIBRARY].runs)
-    rows = await asyncio.to_thread(lambda: [{"id": name, **state.describe(run.dir)} for name, run in found.items()])
+    rows = await asyncio.to_thread(lambda: [{"id": name, **_described(run)} for name, run in found.items()])
     return _json(rows)
+
+
+def _described(run: OpenRun) -> dict[str, Any]:
+    """The row of a run; one fault that nobody foresaw leaves the other runs in the list."""
+    try:
+        return state.describe(run.dir)
+    except Exception as error:
+        logger.exception("%s cannot be described", run.dir)
+        message = f"{type(error).__name__}: {error}"
+        return {"name": run.name, "path": str(run.dir), "state": "damaged", "error": message, "age_s": None}
 
 
 async def _view(request: web.Request) -> web.Response:
@@ -186,7 +196,9 @@ def _sending(name: str, file: export.File) -> Handler:
         body = await asyncio.to_thread(file.write, run, request.query)
         saved = re.sub(r"[^\w.-]", "_", f"{run.name}-{name}", flags=re.ASCII)
         headers = {"Content-Disposition": f'attachment; filename="{saved}"'}
-        return web.Response(text=body, content_type=file.content_type, charset="utf-8", headers=headers)
+        return web.Response(
+            body=body.encode("utf-8", "replace"), content_type=file.content_type, charset="utf-8", headers=headers
+        )
 
     return handler
 
@@ -200,8 +212,20 @@ async def _run_of(request: web.Request) -> OpenRun:
 
 
 def _json(value: Any, status: int = 200) -> web.Response:
-    body = msgspec.json.encode(value, enc_hook=_plain)
+    try:
+        body = msgspec.json.encode(value, enc_hook=_plain)
+    except UnicodeEncodeError:
+        body = msgspec.json.encode(_encodable(value), enc_hook=_plain)
     return web.Response(body=body, status=status, content_type="application/json")
+
+
+def _encodable(value: Any) -> Any:
+    """The same with `?` for halves of characters, which a file in JSON may have and no text in UTF-8 can."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(each) for key, each in value.items()}
+    return [_encodable(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: Any) -> Any:

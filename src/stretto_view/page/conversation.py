@@ -36,8 +36,10 @@ _MEMBER = f"""
 """
 
 
-def conversation(run: OpenRun, group_id: int, member: int) -> dict[str, Any]:
+def conversation(run: OpenRun, group_id: int, member: int, begin: tuple[int, int] = (0, 0)) -> dict[str, Any]:
     """The rollout with its branches, its group's rows, and what the environment reported.
+
+    begin: a branch, and its first token that is shown; of other branches that is the first one.
 
     Raises: DataError if there is no such rollout.
     """
@@ -57,10 +59,12 @@ def conversation(run: OpenRun, group_id: int, member: int) -> dict[str, Any]:
         **{key: value for key, value in row.items() if key not in ("segment", "offset", "length", "crc")},
         "turns": scored,
         "branches": [
-            _branch(tokenizer, branch, trained.get(number), row["advantage"], scored)
+            _branch(tokenizer, branch, trained.get(number), row["advantage"], scored, at)
             for number, branch in enumerate(branches)
+            for at in [begin[1] if number == begin[0] else 0]
         ],
         "no_tokens": lost,
+        "no_text": run.no_text,
         "not_kept": _not_kept(row, is_exported=bool(trained)),
         "group": [
             {key: each[key] for key in ("member", "status", "reward", "advantage", "num_sampled_tokens")}
@@ -102,15 +106,17 @@ def _branch(
     branch: Branch,
     trained: dict[int, dict[str, float]] | None,
     advantage: float | None,
-    scored: Sequence[dict[str, Any]] = (),
+    scored: Sequence[dict[str, Any]],
+    begin: int,
 ) -> dict[str, Any]:
-    """Tokens as columns, and turns as stretches of them.
+    """Tokens from `begin` on as columns, and turns as stretches of them.
 
     advantage: of the whole rollout, for tokens that the trainer did not write down. `ratio` is the trainer's
     probability over the engine's; it and `entropy` are there where the trainer wrote them. `trained` is the loss mask.
     scored: the rollout's turns, if its environment scored them; the turns of the policy then have their `number`.
     """
-    shown = slice(0, MOST_TOKENS)
+    begin = min(begin, max(0, len(branch.token_ids) - 1))
+    shown = slice(begin, begin + MOST_TOKENS)
     ids = branch.token_ids[shown]
     texts = token_texts(tokenizer, ids)
     is_trained = branch.is_sampled & branch.is_trained
@@ -127,7 +133,7 @@ def _branch(
         columns["teacher"] = [_rounded(value) for value in (branch.ref_logprobs - branch.logprobs)[shown].tolist()]
     if trained:
         for name in ("ratio", "entropy", "advantage"):
-            columns[name] = [_rounded(trained.get(at, {}).get(name)) for at in range(len(ids))]
+            columns[name] = [_rounded(trained.get(begin + at, {}).get(name)) for at in range(len(ids))]
     elif advantage is not None:
         credit = np.full(len(branch.token_ids), advantage)
         for span in branch.turns:
@@ -141,29 +147,44 @@ def _branch(
         "temperature": branch.temperature,
         "images": [image.hash for image in branch.images],
         "tokens": columns,
-        "num_more": max(0, len(branch.token_ids) - MOST_TOKENS),
-        "turns": [each | _number(branch, each) for each in turns(texts, branch.is_sampled[shown])],
+        "begin": begin,
+        "num_more": max(0, len(branch.token_ids) - begin - MOST_TOKENS),
+        "turns": [
+            # of a turn that began before these tokens nobody here knows whose it is
+            {**turn, "role": "text"}
+            if begin and turn["start"] == turn["body"] == 0
+            else turn | _number(branch, turn, begin)
+            for turn in turns(texts, branch.is_sampled[shown])
+        ],
     }
 
 
-def _number(branch: Branch, stretch: dict[str, Any]) -> dict[str, int]:
-    """The number of the scored turn whose reply lies in a stretch of tokens."""
-    inside = [span.turn for span in branch.turns if stretch["start"] <= span.start < stretch["end"]]
+def _number(branch: Branch, stretch: dict[str, Any], begin: int) -> dict[str, int]:
+    """The number of the scored turn whose reply begins in a stretch of the tokens from `begin` on."""
+    inside = [span.turn for span in branch.turns if stretch["start"] <= span.start - begin < stretch["end"]]
     return {"number": inside[0]} if inside else {}
 
 
 def token_texts(tokenizer: Tokenizer | None, token_ids: np.ndarray) -> list[str]:
-    """The text of each token. Where several tokens make one character, the first has it and the others are empty."""
+    """The text of each token. Where several tokens make one character, the first has it and the others are empty.
+
+    A token is decoded behind an earlier one: some decoders take the blank away that their text begins with.
+    """
     if tokenizer is None:
         return [f"{token} " for token in token_ids.tolist()]
     ids = token_ids.tolist()
     texts: list[str] = []
+    before: list[int] = []
     while len(texts) < len(ids):
-        at = len(texts)
-        whole = next(
-            (n for n in range(1, _LONGEST_CHARACTER + 1) if _BROKEN not in tokenizer.decode(ids[at : at + n])), 1
-        )
-        texts += [tokenizer.decode(ids[at : at + whole]), *[""] * (whole - 1)]
+        at, begun = len(texts), tokenizer.decode(before)
+        for whole in range(1, _LONGEST_CHARACTER + 1):
+            text = tokenizer.decode(before + ids[at : at + whole]).removeprefix(begun)
+            if _BROKEN not in text:
+                before = ids[at : at + whole]
+                break
+        else:
+            whole, text = 1, tokenizer.decode(ids[at : at + 1])
+        texts += [text, *[""] * (whole - 1)]
     return texts[: len(ids)]
 
 
@@ -178,9 +199,9 @@ def turns(texts: Sequence[str], is_sampled: np.ndarray) -> Iterator[dict[str, An
     found = [
         stretch
         for stretch in stretches(text)
-        if stretch.role == "text" or texts[bisect_right(starts, stretch.start) - 1] == mark_of(text, stretch)
+        if stretch.start == stretch.body or texts[bisect_right(starts, stretch.start) - 1] == mark_of(text, stretch)
     ]
-    if any(stretch.role != "text" for stretch in found):
+    if any(stretch.start < stretch.body for stretch in found):
         bounds = [bisect_left(ends, stretch.start + 1) for stretch in found] + [len(texts)]
         if bounds[0]:
             yield {"role": "text", "start": 0, "body": 0, "end": bounds[0]}

@@ -22,7 +22,7 @@ from stretto_view.page.query import FILTERS, ROLLOUT, filters_of, rollout_of
 
 _MOST_PAGES = 20
 _LOADING_S = 60.0  # a file waits for the tokenizer
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would compute a text that begins so
+_FORMULA = tuple("=+-@＝＋－＠")  # a spreadsheet would compute a text that begins so, also after blanks
 _COLUMNS = (
     "rollout", "step", "env", "task_id", "status", "reward", "advantage", "num_sampled_tokens", "num_turns",
     "first_version", "last_version", "prompt", "reply", "error",
@@ -81,7 +81,7 @@ def table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
 def _cell(value: Any) -> Any:
     if isinstance(value, dict | list):
         value = json.dumps(value)
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+    return f"'{value}" if isinstance(value, str) and value.lstrip().startswith(_FORMULA) else value
 
 
 _STYLE = """
@@ -111,7 +111,7 @@ def _rollout(run: OpenRun, query: Any) -> str:
         if value not in (None, {}, "")
     )
     body = "".join(_branch(run, branch) for branch in found["branches"])
-    lost = f"<p>{html.escape(found['no_tokens'])}</p>" if found["no_tokens"] else ""
+    lost = "".join(f"<p>{html.escape(why)}</p>" for why in (found["no_tokens"], found["no_text"]) if why)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
         f'content="{_POLICY}"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}</title>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -12,12 +13,15 @@ from typing import Any
 
 from stretto.api import state
 from stretto.api.run import Run
+from stretto.base.errors import StrettoError
 from stretto.base.files import holder
 from stretto.base.paths import RunDir
 from stretto.base.secret import load_secret
 from stretto.chat.tokenizer import Tokenizer
 from stretto.monitors.file import MetricsTail
 from stretto_view.page import logs
+
+logger = logging.getLogger(__name__)
 
 _KEY_VAR = "VLLM_API_KEY"
 _RESCAN_S = 5.0
@@ -44,12 +48,20 @@ class OpenRun(Run):
         """The tokenizer, if it is loaded by then: a large one takes longer than a list may (`is_loading`)."""
         self._loading.start_once()
         self._loading.done.wait(seconds)
-        return self.tokenizer if self._loading.done.is_set() else None
+        return self._loading.result
 
     @property
     def is_loading(self) -> bool:
         """Whether the tokenizer is not loaded yet."""
         return not self._loading.done.is_set()
+
+    @property
+    def no_text(self) -> str | None:
+        """Why the tokens of this run cannot be shown as text; None if they can, or while the tokenizer is loaded."""
+        if self.is_loading or self._loading.result is not None:
+            return None
+        why = self._loading.error or "it is not where the run's config says, and the run has no weights yet"
+        return f"tokens are shown as numbers, because the tokenizer cannot be loaded: {why}"
 
     def engines(self) -> tuple[list[str], str | None]:
         """Addresses of the engines that the run's config names, and their key: its own, the environment's, or derived.
@@ -93,11 +105,13 @@ class OpenRun(Run):
 
 
 class _Loading:
-    """A load in a thread of its own, begun at most once."""
+    """A load in a thread of its own, begun at most once: `result`, or why there is none."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self._load, self._lock, self._has_begun = load, threading.Lock(), False
         self.done = threading.Event()
+        self.result: Any = None
+        self.error: str | None = None
 
     def start_once(self) -> None:
         with self._lock:
@@ -107,7 +121,10 @@ class _Loading:
 
     def _run(self) -> None:
         try:
-            self._load()
+            self.result = self._load()
+        except Exception as error:  # the files are a stranger's: the page shows the rest of the run
+            logger.warning("the tokenizer cannot be loaded: %s", error)
+            self.error = f"{error}" if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
         finally:
             self.done.set()
 

@@ -20,7 +20,12 @@ FILTERS = {
     "place": "where: anywhere, prompt or reply",
     "before": "`next` of the previous page",
 }  # fmt: skip
-ROLLOUT = {"group": "number after the g of a rollout's name", "member": "number after its dot"}
+ROLLOUT = {
+    "group": "number after the g of a rollout's name",
+    "member": "number after its dot",
+    "branch": "number of the branch that `from` is about, from 0",
+    "from": "its first token that is given, of a branch that is too long for one answer",
+}
 CURVE = {
     "key": "a metric; may be repeated",
     "axis": "step, time (hours) or tokens",
@@ -58,9 +63,9 @@ def filters_of(query: Any) -> Filters:
     )
 
 
-def rollout_of(query: Any) -> tuple[int, int]:
-    """Group and member of a request. Raises: ConfigError if one is missing."""
+def rollout_of(query: Any) -> tuple[int, int, tuple[int, int]]:
+    """Group and member of a request, and a branch with its first token. Raises: ConfigError if one is missing."""
     group, member = number(query, "group", int), number(query, "member", int)
     if group is None or member is None:
         raise ConfigError("a request for a rollout needs the numbers `group` and `member`.")
-    return group, member
+    return group, member, (number(query, "branch", int) or 0, max(0, number(query, "from", int) or 0))

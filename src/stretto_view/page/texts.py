@@ -30,6 +30,7 @@ _EVALS_BUDGET_S = 2.0
 _MOST_PER_VERSION = 8
 _LOADING_S, _SEARCH_LOADING_S = 0.3, 120.0  # a list waits for the tokenizer so long, and a search
 _STRETCH = 100  # rollouts between two looks at the clock
+_TURNS_BUDGET_S = 0.3  # of rollouts under way that are left then, a list says only how many turns they have
 _LENGTH = 160  # characters of a beginning, and of what is around a match
 _MOST_PROMPT, _MOST_REPLY = 2000, 200  # tokens that are decoded for a beginning
 _PAYLOAD = ("segment", "offset", "length", "crc")
@@ -48,7 +49,8 @@ def page(
 ) -> dict[str, Any]:
     """As `rollouts.page`, each row with the beginnings of its prompt and reply; only rows that have `text`.
 
-    is_loading: whether the beginnings are not there yet, because the tokenizer is still being loaded.
+    is_loading: whether the beginnings are not there yet, because the tokenizer is still being loaded. no_text: why
+    there are none.
     place: where the text must be. A row that has it also says what is around the match (`match`). unread: how many
     rollouts of the searched stretch have no tokens any more. The case of letters does not matter.
 
@@ -61,11 +63,22 @@ def page(
         return {
             **found,
             "is_loading": run.is_loading,
-            "rows": [_with_beginnings(ledger, tokenizer, row) for row in found["rows"]],
+            "no_text": run.no_text,
+            "rows": list(_listed(ledger, tokenizer, found["rows"])),
         }
     if (tokenizer := run.tokenizer_within(_SEARCH_LOADING_S)) is None:
-        raise ConfigError("text: this run's tokenizer is not found from here, so its rollouts have no text to search.")
+        raise ConfigError(f"text: there is none to search in; {run.no_text}.")
     return _search(ledger, tokenizer, filters, text.lower(), place, before)
+
+
+def _listed(ledger: LedgerReader, tokenizer: Tokenizer | None, rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows with their beginnings. Turns of rollouts under way are read one by one, so that takes a bounded time."""
+    began = time.monotonic()
+    for row in rows:
+        if row["finished_at"] is None and time.monotonic() - began > _TURNS_BUDGET_S:
+            yield _with_beginnings(ledger, None, row, ()) | {"is_long": True, "num_turns": None}
+        else:
+            yield _with_beginnings(ledger, tokenizer, row)
 
 
 def _search(
@@ -181,38 +194,47 @@ def _match(tokenizer: Tokenizer, branches: Sequence[Branch], text: str, place: s
 def over_versions(run: OpenRun, task: str, env: str | None) -> dict[str, Any]:
     """The replies to a task, newest version first, a few of each version, within a bound on time.
 
-    is_cut: whether older versions were not read any more.
+    is_cut: whether older versions were not read any more. damaged: files of evals with lines that cannot be read.
 
     Raises: ConfigError without a task.
     """
     if not task:
         raise ConfigError("a request for a task over the versions needs its id: `task`.")
-    needle = json.dumps(task, ensure_ascii=False)
+    needles = (json.dumps(task, ensure_ascii=False), json.dumps(task))
     rows: list[dict[str, Any]] = []
+    damaged: list[str] = []
     began, is_cut = time.monotonic(), False
     for version in sorted({row["version"] for row in run.evals()}, reverse=True):
         if is_cut := time.monotonic() - began > _EVALS_BUDGET_S:
             break
         own: list[dict[str, Any]] = []
         for file in sorted(run.dir.eval(version).glob("*.jsonl")):
-            with file.open() as lines:
-                for line in lines:
-                    if len(own) < _MOST_PER_VERSION and (needle in line or json.dumps(task) in line):
-                        row = json.loads(line)
-                        if row.get("task_id") == task and env in (None, row.get("env")):
-                            own.append(with_turns({"version": version, **row}))
+            try:
+                with file.open() as lines:
+                    for line in lines:
+                        if len(own) < _MOST_PER_VERSION and any(needle in line for needle in needles):
+                            row = json.loads(line)
+                            if row.get("task_id") == task and env in (None, row.get("env")):
+                                own.append(with_turns({**row, "version": version}))
+            except (OSError, ValueError, AttributeError, DataError):
+                damaged.append(str(file.relative_to(run.path)))
         rows += own
-    return {"rows": rows, "is_cut": is_cut}
+    return {"rows": rows, "is_cut": is_cut, "damaged": damaged}
 
 
 def with_turns(row: Row) -> Row:
     """A reply of an eval whose branches also have their text as `turns`: role, text, and whether it is of the reply.
 
     The turn in which the reply begins is cut there.
+
+    Raises: DataError if its branches are not such.
     """
-    branches = [
-        {**branch, "turns": list(_turns(branch["prompt"], branch["reply"]))} for branch in row.get("branches", ())
-    ]
+    try:
+        branches = [
+            {**branch, "turns": list(_turns(branch["prompt"], branch["reply"]))} for branch in row.get("branches") or ()
+        ]
+    except (KeyError, TypeError) as cause:
+        raise DataError(f"the reply to task {row.get('task_id')!r} is damaged: its branches have no text.") from cause
     return {**row, "branches": branches}
 
 

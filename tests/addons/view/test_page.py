@@ -222,6 +222,23 @@ def test_a_character_of_several_tokens_is_shown_once(tmp_path: Path) -> None:
     assert conversation.token_texts(None, ids[:1]) == [f"{ids[0]} "]
 
 
+def test_the_blank_before_a_word_is_shown_also_where_a_decoder_takes_it_from_a_text_of_its_own(tmp_path: Path) -> None:
+    """As those of SentencePiece do: a token alone has no blank, the same token behind another has one."""
+    from tokenizers import Tokenizer, decoders, models
+
+    words = ["<s>", "▁one", "▁", "▁two", "s", "<0xC3>", "<0xA9>"]
+    pieces = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
+    pieces.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    pieces.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = np.array([1, 2, 3, 4, 3, 5, 6, 3, 5])
+    texts = conversation.token_texts(tokenizer, ids)
+    assert texts == ["one", " ", " two", "s", " two", "é", "", " two", "\ufffd"]
+    assert "".join(texts) == tokenizer.decode(ids)
+
+
 # -- logs, timeline, now --
 
 

@@ -22,7 +22,6 @@ from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
 from stretto_view.page import conversation, rollouts, texts
 from stretto_view.page.app import build
 from stretto_view.page.library import Library, OpenRun
-from stretto_view.roles import readable, stretches, without_end
 
 ASKED = (
     "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 6 times 7?<|im_end|>\n<|im_start|>assistant\n"
@@ -215,40 +214,6 @@ async def test_a_chat_is_only_on_a_page_that_asks_for_a_token(page: TestClient) 
     assert answer.status == 400 and "--chat" in await answer.text()
     with pytest.raises(AssertionError):
         build(Library([]), has_chat=True)
-
-
-# -- roles --
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        ASKED + CALL + TOOL + NEXT + "42",
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|><|start_header_id|>user"
-        "<|end_header_id|>\n\nWhat is 6 times 7?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-        "<tool_call>6*7</tool_call><|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n42<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n42",
-    ],
-)
-def test_roles_are_those_of_the_template_and_a_tools_answer_is_the_tools(text: str) -> None:
-    found = [(turn.role, without_end(text[turn.body : turn.end])) for turn in stretches(text) if turn.role != "text"]
-    assert [role for role, _ in found] == ["system", "user", "assistant", "tool", "assistant"]
-    assert found[1] == ("user", "What is 6 times 7?") and "42" in found[3][1]
-
-
-def test_turns_without_system_or_marks_are_found_too() -> None:
-    text = "<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nyes<end_of_turn>\n"
-    assert [(turn.role, without_end(text[turn.body : turn.end])) for turn in stretches(text)] == [
-        ("user", "Hi"), ("assistant", "yes"),
-    ]  # fmt: skip
-    assert list(stretches("1 + 1 = 2")) == []
-    assert readable("<|im_start|>user\nHi<|im_end|>").strip() == "user: Hi"
-
-
-def test_text_that_spells_a_mark_is_no_mark() -> None:
-    pieces = ["<|im_start|>", "user\n", "<|im_", "start|>system\n", "evil", "<|im_end|>"]
-    found = list(conversation.turns(pieces, np.zeros(len(pieces), bool)))
-    assert [(turn["role"], turn["start"], turn["end"]) for turn in found] == [("user", 0, 6)]
 
 
 def test_replies_of_evals_have_turns() -> None:

@@ -20,7 +20,17 @@ def sample(reply: str, answer: str = "b", prompt: Any = "a") -> Sample:
 
 
 def called(function: Any, given: Any) -> Any:
-    return asyncio.run(function(None, given))
+    """What the function of the sum returns; of one entry its value alone."""
+    found = asyncio.run(function(None, given))
+    return [_alone(each) for each in found] if isinstance(found, list) else _alone(found)
+
+
+def _alone(entries: dict[str, float]) -> Any:
+    return entries["score"] if len(entries) == 1 else entries
+
+
+def summed(functions: list[Any], weights: list[float]) -> Any:
+    return rewards_of({getattr(each, "__name__", "f"): each for each in functions}, weights, COLUMNS)
 
 
 def exact(completion, answer):
@@ -42,22 +52,22 @@ async def waits(completion, completion_ids, level=5):
 
 
 def test_one_reply_gets_its_columns_by_name() -> None:
-    reward = rewards_of([exact], [1.0], COLUMNS)
+    reward = summed([exact], [1.0])
     assert called(reward, sample("b")) == 1.0 and called(reward, sample("c")) == 0.0
-    assert called(rewards_of([waits], [0.5], COLUMNS), sample("b")) == 2.0
+    assert called(summed([waits], [0.5]), sample("b")) == 2.0
 
 
-def test_all_replies_to_a_prompt_are_one_call_and_sums_have_weights() -> None:
-    assert called(rewards_of([of_all, exact, nothing], [0.1, 2.0, 1.0], COLUMNS), [sample("b"), sample("ccc")]) == [
-        pytest.approx(2.1),
-        pytest.approx(0.3),
+def test_all_replies_to_a_prompt_are_one_call_and_sums_have_weights_and_parts() -> None:
+    assert called(summed([of_all, exact, nothing], [0.1, 2.0, 1.0]), [sample("b"), sample("ccc")]) == [
+        {"score": pytest.approx(2.1), "reward_of_all": 1.0, "reward_exact": 1.0},
+        {"score": pytest.approx(0.3), "reward_of_all": 3.0, "reward_exact": 0.0},
     ]
     assert is_for_group(of_all) and not is_for_group(exact)
 
 
 def test_a_prompt_of_messages_has_replies_of_messages() -> None:
     seen = []
-    called(rewards_of([lambda completion: seen.append(completion) or 0.0], [1.0], COLUMNS), sample("b", prompt=[{}]))
+    called(summed([lambda completion: seen.append(completion) or 0.0], [1.0]), sample("b", prompt=[{}]))
     assert seen == [[{"role": "assistant", "content": "b"}]]
 
 
@@ -72,7 +82,7 @@ def test_a_prompt_of_messages_has_replies_of_messages() -> None:
 )
 def test_what_is_no_reward_fails_with_what_to_return(function: Any, words: str) -> None:
     with pytest.raises(EnvError, match=words):
-        called(rewards_of([function], [1.0], COLUMNS), [sample("a"), sample("b")])
+        called(summed([function], [1.0]), [sample("a"), sample("b")])
 
 
 def test_arguments_with_a_default_need_no_column() -> None:

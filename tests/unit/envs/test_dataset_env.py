@@ -678,6 +678,7 @@ def test_rewards_by_function_may_be_dictionaries_and_know_the_metadata(file, mod
     args = {"reward": f"{name}:rm", "reward_key": "score", "hook_args": {"bonus": 2}}
     group, _ = play(dataset(file, **args), members=2)
     assert [r.reward for r in group.rollouts] == [2.0 * (len(sampled_text(r.branches[0])) - 1) for r in group.rollouts]
+    assert [r.metrics["right"] for r in group.rollouts] == [1.0, 1.0], "other numbers are metrics"
     group, _ = play(dataset(file, **args | {"reward_key": None}), members=1)
     assert "the reward has the keys ['right', 'score']; name one of them as reward_key" in group.rollouts[0].error
 
@@ -744,6 +745,12 @@ def test_a_function_may_reward_a_whole_group(file, module):
     group, _ = play(env, members=8)
     lengths = [len(sampled_text(r.branches[0])) for r in group.rollouts]
     assert [r.reward for r in group.rollouts] == [float(n == min(lengths)) for n in lengths]
+    parts = module("""
+        def rm(args, samples):
+            return [{"score": 2.0, "is_first": i == 0, "note": "text"} for i in range(len(samples))]
+    """)
+    group, _ = play(dataset(file, reward=f"{parts}:rm", group_reward=True, reward_key="score"), members=2)
+    assert [(r.reward, r.metrics["is_first"]) for r in group.rollouts] == [(2.0, 1.0), (2.0, 0.0)]
     wrong = module("def rm(args, samples):\n    return [1.0]\n")
     group, _ = play(dataset(file, reward=f"{wrong}:rm", group_reward=True), members=2)
     assert all("returned 1 rewards for 2; return one for each" in r.error for r in group.rollouts)

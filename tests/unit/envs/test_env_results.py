@@ -175,6 +175,15 @@ def test_group_rewards_that_do_not_fit_fail_the_group(returned: Any) -> None:
     assert all("environment scores, group 0, score_group" in r.error for r in group.rollouts)
 
 
+def test_a_group_may_be_given_metrics_beside_its_rewards() -> None:
+    class Together(WrongScore):
+        async def score_group(self, group: Group, notes: list) -> Any:
+            return [RolloutResult(reward=2.0, metrics={"rank": 1}), 0.5]
+
+    first, second = play(Together(0.0)).rollouts
+    assert (first.reward, first.metrics["rank"], second.reward) == (2.0, 1.0, 0.5) and "rank" not in second.metrics
+
+
 def test_group_rewards_may_be_an_array() -> None:
     assert checked_rewards(np.array([1, 2], np.float32), 2, "here") == [1.0, 2.0]
 

@@ -167,6 +167,23 @@ def test_without_a_network_namespace_the_log_says_what_stays_open():
         assert "no network namespace" not in "".join(subprocess_gaps())
 
 
+ROOT_ALONE = """
+import asyncio
+from stretto.envs.rewards import sandbox
+sandbox.is_public = lambda *paths: True
+print(sandbox.has_users(), asyncio.run(sandbox.Sandbox(backend={backend!r}).run("print('run')")))
+"""
+
+
+def test_a_program_runs_where_root_is_the_only_user(backend):
+    inside = ["unshare", "--user", "--map-root-user"]
+    if shutil.which("unshare") is None or subprocess.run([*inside, "true"], capture_output=True).returncode:
+        pytest.skip("no user namespace can be made here")
+    code = [sys.executable, "-c", ROOT_ALONE.format(backend=backend)]
+    done = subprocess.run([*inside, *code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("False") and "exit_code=0" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     "deed",
     [
@@ -294,10 +311,11 @@ async def test_a_program_cannot_report_that_the_sandbox_is_broken(backend):
     assert result.stderr == "sandbox: OSError: no room"
 
 
-@pytest.mark.parametrize("code", ["x = '\ud800'", "\0", ""])
+@pytest.mark.parametrize("code", ["x = '\ud800'", "\0", "print('run')\0", ""])
 async def test_code_that_is_not_valid_python_fails_as_a_program(backend, code):
     result = await run(backend, code, stdin="\udc80\0")
     assert result.exit_code == (1 if code else 0) and result.killed_for is None
+    assert not result.stdout and ("null bytes" in result.stderr) == ("\0" in code)
 
 
 async def test_a_sandbox_that_cannot_be_built_is_an_env_error(backend):

@@ -273,7 +273,7 @@ def test_wrong_settings_give_one_message(env_id, args, message):
 
 @needs_extra
 def test_a_taskset_runs_never_without_a_worker():
-    with pytest.raises(ConfigError, match="is played by verifiers in worker processes"):
+    with pytest.raises(ConfigError, match="is played in worker processes"):
         load_environment("echo-v1")
 
 

@@ -227,6 +227,16 @@ def test_a_dry_run_of_rl_imports_nothing_heavy(tmp_path: Path) -> None:
     assert done.stderr == "0 []\n"
 
 
+def test_a_command_that_is_right_looks_for_no_near_names() -> None:
+    """Nor imports what finds them."""
+    code = (
+        "import sys, stretto.launch.run.rl, stretto.launch.control; from stretto.cli import main;"
+        "main(['rl', '--help']); sys.exit('difflib' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_second_signal_at_once_writes_no_second_line() -> None:
     code = (
         "import os, signal\n"

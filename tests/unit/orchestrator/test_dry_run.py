@@ -15,13 +15,12 @@ from processes import forked
 from stretto.base.errors import ConfigError, EnvError
 from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.check.code import check_sft_records, check_user_code
-from stretto.check.models import check_model
+from stretto.check.models import check_model, layer_names
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.model import ModelSection, VisionSection
 from stretto.dry_run import SCREENS
 from stretto.envs.bundled.count_shapes import draw_shapes
-from stretto.families.table import FAMILIES
 from stretto.orchestrator.dry_run import preview
 
 MOE = {
@@ -195,10 +194,6 @@ def test_the_command_line_says_so_with_status_2(tmp_path):
     assert code == 2 and "data.name = 'none.jsonl'" in message
 
 
-def test_our_own_families_are_known_without_torch():
-    assert set(FAMILIES) == set(FAMILIES)
-
-
 @pytest.mark.parametrize(
     ("shape", "model", "message"),
     [
@@ -223,6 +218,31 @@ def test_a_half_known_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe", "intermediate_size": 8}))
     with pytest.raises(ConfigError, match=r"config.json: no value for num_attention_heads"):
         check_model(ModelSection(name=str(tmp_path)), 8, "trainer.model")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_attention_heads", "8"),
+        ("num_key_value_heads", [4]),
+        ("num_key_value_heads", True),
+        ("intermediate_size", 64.5),
+        ("num_experts", -6),
+        ("linear_num_key_heads", {"a": 1}),
+        ("num_attention_heads_per_layer", 8),
+        ("num_attention_heads_per_layer", [8, "8"]),
+    ],
+)
+def test_a_shape_that_is_no_number_is_named(tmp_path, key, value):
+    (tmp_path / "config.json").write_text(json.dumps(MOE | {key: value}))
+    with pytest.raises(ConfigError, match=rf"config.json: {key} = .* must be (an integer|integers) from 0 on"):
+        check_model(ModelSection(name=str(tmp_path)), 8, "trainer.model")
+
+
+@pytest.mark.parametrize("index", ['{"weight_map": [1]}', '{"weight_map": 3}', "[]", "{", "{}"])
+def test_targets_of_adapters_are_not_judged_by_a_damaged_index(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert layer_names(tmp_path) == set()
 
 
 def test_only_a_model_with_indexers_trains_them(tmp_path):

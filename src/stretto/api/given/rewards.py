@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Reward = Callable[..., Any]
 
+SUM = "score"
+"""The entry of a reward that counts; others are metrics."""
 _HOOK = {"args", "sample", "samples"}
 """Arguments of functions in vime's terms, which `dataset` calls as they are."""
 _OF_ONE = ("prompt", "completion", "completion_ids")
@@ -64,28 +66,32 @@ def check(function: Reward, columns: Sequence[str], key: str) -> None:
 
 
 def rewards_of(
-    functions: Sequence[Reward], weights: Sequence[float], columns: Sequence[str], prompt: str = "prompt"
+    functions: Mapping[str, Reward], weights: Sequence[float], columns: Sequence[str], prompt: str = "prompt"
 ) -> Reward:
     """The sum of these functions with their weights, as a function that `dataset` calls.
 
+    It returns the sum as SUM, and of several functions each one's value, without its weight, as `reward_NAME`.
     columns: names of what each record's metadata has for them; prompt: that of the column with the prompt.
     """
-    calls = [_call(function, columns, prompt) for function in functions]
+    calls = {name: _call(function, columns, prompt) for name, function in functions.items()}
 
-    async def reward(args: Any, samples: list[Sample]) -> list[float]:
+    async def reward(args: Any, samples: list[Sample]) -> list[dict[str, float]]:
         totals: list[list[float]] = [[] for _ in samples]
-        for call, weight in zip(calls, weights, strict=True):
-            for total, value in zip(totals, await call(samples), strict=True):
-                total += [] if value is None else [weight * float(value)]
+        values: list[dict[str, float]] = [{} for _ in samples]
+        for (name, call), weight in zip(calls.items(), weights, strict=True):
+            for total, own, value in zip(totals, values, await call(samples), strict=True):
+                if value is not None:
+                    total.append(weight * value)
+                    own |= {f"reward_{name}": value} if len(calls) > 1 else {}
         if not all(totals):
             raise EnvError("all reward functions returned None for a reply; one of them must say what it is worth")
-        return [sum(total) for total in totals]
+        return [{SUM: sum(total)} | own for total, own in zip(totals, values)]
 
-    async def reward_of_one(args: Any, sample: Sample) -> float:
+    async def reward_of_one(args: Any, sample: Sample) -> dict[str, float]:
         [value] = await reward(args, [sample])
         return value
 
-    return reward if any(map(is_for_group, functions)) else reward_of_one
+    return reward if any(map(is_for_group, functions.values())) else reward_of_one
 
 
 def _call(function: Reward, columns: Sequence[str], prompt: str) -> Callable[[list[Sample]], Any]:

@@ -279,7 +279,7 @@ def _reward_args(reward: Any, weights: Any, columns: list[str], prompt: str, giv
         args: Tree = {"reward": given.named(functions[0], "reward", getattr(functions[0], "__name__", "reward"))}
     else:
         args = {"reward": _sum_of(functions, shares, columns, prompt, given)}
-        args["metadata_key"] = columns
+        args |= {"reward_key": rewards.SUM, "metadata_key": columns}
     return args | ({"group_reward": True} if any(map(rewards.is_for_group, functions)) else {})
 
 
@@ -290,7 +290,8 @@ def _sum_of(functions: list[Any], weights: list[float], columns: list[str], prom
         )
     names = [given.define(each, "reward", _label(each)) for each in functions]
     given.code.imports["from stretto.api.given.rewards import rewards_of"] = None
-    text = f"rewards_of([{', '.join(names)}], {weights}, {columns}, {prompt!r})"
+    named = ", ".join(f"{name!r}: {name}" for name in names)
+    text = f"rewards_of({{{named}}}, {weights}, {columns}, {prompt!r})"
     return given.last("reward_of_records", text, functions)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from dataclasses import dataclass
@@ -85,6 +84,8 @@ class Program:
         """
         if (flag := self.by_name.get(option_of(name))) is not None:
             return flag
+        import difflib
+
         nearest = difflib.get_close_matches(option_of(name), self.by_name, n=1, cutoff=0.5)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         raise ConfigError(f"{where}: {self.name} {self.table.version} has no option {option_of(name)}{hint}")

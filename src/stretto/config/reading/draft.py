@@ -7,7 +7,6 @@ mistakes are found.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterable
@@ -414,6 +413,8 @@ class Draft:
 
 def choose(value: Any, choices: Iterable[Any], others: Iterable[str] = ()) -> str:
     """A message with the allowed values and the nearest; others: accepted, but not listed."""
+    import difflib
+
     known = [*map(str, choices), *others]
     found = (difflib.get_close_matches(text, known, n=1) for text in (str(value).lower(), str(value)))
     near = next(filter(None, found), None)
@@ -423,6 +424,8 @@ def choose(value: Any, choices: Iterable[Any], others: Iterable[str] = ()) -> st
 
 def choose_tag(tag: Any, tags: list[str | None], others: Iterable[str] = ()) -> str:
     """As `choose`; for a tag of another union of `rl` it names that union."""
+    import difflib
+
     near = difflib.get_close_matches(str(tag), [str(each) for each in tags], n=1, cutoff=0.8)
     unions = ((path, map(tag_of, key.sections)) for path, _, key in all_paths(RLConfig) if ".0." not in path)
     owner = None if near or tag is None else next((path for path, known in unions if tag in known), None)

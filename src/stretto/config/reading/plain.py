@@ -5,7 +5,6 @@ A message names the word, what is wanted, and the flag that was meant or those t
 
 from __future__ import annotations
 
-import difflib
 import re
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -88,6 +87,8 @@ class PlainParser(ArgumentParser):
         return f"{message}. {self._help()}"
 
     def _about_value(self, message: str) -> str:
+        import difflib
+
         if found := re.fullmatch(r"invalid (\w+) value: (.*)", message, re.DOTALL):
             return f"{found.group(2)} is not {_WANTED.get(found.group(1), 'what it takes')}"
         if found := re.fullmatch(r"invalid choice: (.*?) \(choose from (.*)\)", message, re.DOTALL):
@@ -118,6 +119,8 @@ class PlainParser(ArgumentParser):
 
         Raises: ConfigError.
         """
+        import difflib
+
         known = [flag for flag in self._flags() if flag.startswith("--")]
         for word in words:
             name = word.partition("=")[0]
@@ -149,6 +152,8 @@ class PlainParser(ArgumentParser):
 
 def meant_flag(name: str, known: Sequence[str]) -> str:
     """Which flag is meant, or which there are."""
+    import difflib
+
     long = [flag for flag in known if flag.startswith("--")]
     spelled = "--" + name.lstrip("-").replace("_", "-").lower()
     begins = [flag for flag in long if flag.startswith(spelled)]  # a shortened one

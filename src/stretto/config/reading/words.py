@@ -8,7 +8,6 @@ validated later (draft.py).
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,6 +203,8 @@ def _beside(cls: type[Section], parts: list[str]) -> str:
 
 def _is_beside(path: KeyPath, parts: list[str]) -> bool:
     """Whether a path is the section that a flag names, or a key of it with quite another name."""
+    import difflib
+
     level = tuple(parts[:-1])
     is_like = bool(difflib.get_close_matches(str(path[-1]), parts[-1:]))
     return path == level or (path[:-1] == level and not is_like)

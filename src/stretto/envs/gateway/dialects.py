@@ -27,8 +27,8 @@ class Dialect:
     write: Callable[[Answer, str], dict[str, Any]]
     """(answer, name of the model)."""
     stream: Callable[[Answer, str, Request], Iterator[Event]]
-    refuse: Callable[[str, str], dict[str, Any]]
-    """(type, text) of an error."""
+    refuse: Callable[[str, str, str | None], dict[str, Any]]
+    """(type, text, code) of an error."""
 
 
 def text_of(content: Any, where: str) -> Any:
@@ -67,13 +67,14 @@ def _listed(body: dict[str, Any], key: str) -> list[dict[str, Any]]:
     return value
 
 
-def _limit(body: dict[str, Any], *keys: str) -> int | None:
+def _sampling(body: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """The limit of tokens, under the first of these keys that is there."""
     for key in keys:
         if (value := body.get(key)) is not None:
             if not isinstance(value, int) or value < 1:
                 raise DataError(f"{key} = {value!r} must be a whole number > 0")
-            return value
-    return None
+            return {"max_tokens": value}
+    return {}
 
 
 def _tools(tools: list[dict[str, Any]] | None, schema_key: str) -> list[dict[str, Any]] | None:
@@ -111,8 +112,8 @@ def read_chat(body: dict[str, Any]) -> Request:
             message["reasoning_content"] = thought
         messages.append(message)
     wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-    limit = _limit(body, "max_completion_tokens", "max_tokens")
-    return Request(messages, body.get("tools") or None, limit, bool(body.get("stream")), wants_usage)
+    sampling = _sampling(body, "max_completion_tokens", "max_tokens")
+    return Request(messages, body.get("tools") or None, sampling, bool(body.get("stream")), wants_usage)
 
 
 def _chat_usage(answer: Answer) -> dict[str, int]:
@@ -150,8 +151,8 @@ def stream_chat(answer: Answer, model: str, request: Request) -> Iterator[Event]
     yield None, "[DONE]"
 
 
-def refuse_openai(kind: str, text: str) -> dict[str, Any]:
-    return {"error": {"message": text, "type": kind, "param": None, "code": None}}
+def refuse_openai(kind: str, text: str, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": text, "type": kind, "param": None, "code": code}}
 
 
 # -- messages of Anthropic --
@@ -164,7 +165,7 @@ def read_messages(body: dict[str, Any]) -> Request:
     for index, given in enumerate(_listed(body, "messages")):
         messages += _from_blocks(given, f"messages[{index}]")
     tools = _tools(body.get("tools"), "input_schema")
-    return Request(messages, tools, _limit(body, "max_tokens"), bool(body.get("stream")))
+    return Request(messages, tools, _sampling(body, "max_tokens"), bool(body.get("stream")))
 
 
 def _from_blocks(given: dict[str, Any], where: str) -> list[Message]:
@@ -253,7 +254,7 @@ def stream_messages(answer: Answer, model: str, request: Request) -> Iterator[Ev
     yield "message_stop", {"type": "message_stop"}
 
 
-def refuse_anthropic(kind: str, text: str) -> dict[str, Any]:
+def refuse_anthropic(kind: str, text: str, code: str | None) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": text}}
 
 
@@ -271,7 +272,7 @@ def read_responses(body: dict[str, Any]) -> Request:
     for index, item in enumerate(items):
         _add_item(messages, item, f"input[{index}]")
     tools = _tools(body.get("tools"), "parameters")
-    return Request(messages, tools, _limit(body, "max_output_tokens"), bool(body.get("stream")))
+    return Request(messages, tools, _sampling(body, "max_output_tokens"), bool(body.get("stream")))
 
 
 def _add_item(messages: list[Message], item: dict[str, Any], where: str) -> None:

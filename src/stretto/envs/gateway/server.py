@@ -18,7 +18,8 @@ from typing import Any
 from aiohttp import web
 
 from stretto.base.errors import DataError, StrettoError
-from stretto.envs.base import LimitReached, RolloutContext
+from stretto.data.messages import short_repr
+from stretto.envs.base import LimitReached, OutOfContext, RolloutContext
 from stretto.envs.gateway.dialects import DIALECTS, Dialect, Event
 from stretto.envs.gateway.session import Session
 
@@ -29,9 +30,14 @@ _HEARD = {
     "model", "messages", "input", "instructions", "system", "stream", "stream_options", "tools", "n", "user",
     "previous_response_id", "max_tokens", "max_completion_tokens", "max_output_tokens", "metadata", "store", "include",
     "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "client_metadata",
 }  # fmt: skip
 """What a request is read for, and what changes no reply at a provider either."""
-_NOTHING: tuple[Any, ...] = (None, "auto", "none", [], {}, {"type": "auto"})
+_NOTHING: tuple[Any, ...] = (None, "auto", [], {}, {"type": "auto"})
+_MOST_NAMED = 32
+"""Settings without effect that are named: whoever sends names without end fills no log."""
+TOO_LONG = "prompt is too long, this model's maximum context length is exceeded"
+"""What clients of Anthropic and of OpenAI look for before they compact their history."""
 _SHUTDOWN_S = 1.0
 
 
@@ -56,9 +62,10 @@ class Access:
 
 
 class Gateway:
-    """The server; it is started by the first rollout."""
+    """The server; it is started by the first rollout. `host`: the address of this machine at which programs reach it."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
         self._port = 0
@@ -73,7 +80,7 @@ class Gateway:
         key = f"sk-{secrets.token_hex(24)}"
         session = self._sessions[key] = Session(ctx)
         try:
-            yield Access(session, f"http://127.0.0.1:{self._port}/v1", key)
+            yield Access(session, f"http://{self._host}:{self._port}/v1", key)
         finally:
             del self._sessions[key]
             await session.close()
@@ -94,7 +101,7 @@ class Gateway:
         app.router.add_get("/v1/models", self._models)
         self._runner = runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, self._host, 0)
         await site.start()
         self._port = runner.addresses[0][1]
 
@@ -108,7 +115,12 @@ class Gateway:
                 return _refused(dialect, 401, "authentication_error", "no rollout has this key, or it is over")
             try:
                 return await self._answer(dialect, session, http)
-            except (DataError, LimitReached) as error:
+            except OutOfContext as error:
+                text = f"{TOO_LONG}: {error}"
+                return _refused(dialect, 400, "invalid_request_error", text, "context_length_exceeded")
+            except LimitReached as error:  # clients repeat a request after most other statuses
+                return _refused(dialect, 403, "permission_error", str(error))
+            except DataError as error:
                 return _refused(dialect, 400, "invalid_request_error", str(error))
             except StrettoError as error:
                 return _refused(dialect, 400, "api_error", str(error))
@@ -141,11 +153,10 @@ class Gateway:
 
     def _name_settings(self, body: dict[str, Any]) -> None:
         for name in body.keys() - _HEARD - self._named:
-            if body[name] not in _NOTHING:
+            if body[name] not in _NOTHING and len(self._named) < _MOST_NAMED:
                 self._named.add(name)
-                logger.warning(
-                    "a program requests %s = %s: it has no effect, the run's sampling decides", name, body[name]
-                )
+                text = "a program requests %s = %s: it has no effect, the run's sampling decides"
+                logger.warning(text, name[:60], short_repr(body[name]))
 
 
 def _key_of(http: web.Request) -> str:
@@ -153,8 +164,8 @@ def _key_of(http: web.Request) -> str:
     return http.headers.get("x-api-key") or bearer
 
 
-def _refused(dialect: Dialect, status: int, kind: str, text: str) -> web.Response:
-    return web.json_response(dialect.refuse(kind, text), status=status)
+def _refused(dialect: Dialect, status: int, kind: str, text: str, code: str | None = None) -> web.Response:
+    return web.json_response(dialect.refuse(kind, text, code), status=status)
 
 
 def _framed(event: Event) -> bytes:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.base.errors import StrettoError
-from stretto.envs.base import LimitReached, Message, Reply, RolloutContext
+from stretto.envs.base import LimitReached, Message, OutOfContext, Reply, RolloutContext
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Request:
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
-    max_tokens: int | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Settings of the reply that replace those of the run."""
     is_streamed: bool = False
     wants_usage: bool = True
     """The stream ends with the numbers of tokens."""
@@ -77,7 +78,8 @@ class Session:
         self._conversations: list[Conversation] = []
         self._turns: dict[str, asyncio.Task[Answer]] = {}  # by request
         self.error: StrettoError | None = None  # the first that is no limit
-        self.is_limited = False
+        self.limit: LimitReached | None = None  # that refused the last request
+        self.num_refused = 0  # requests beyond a limit that no shorter request can avoid
         self.num_repeated = 0
         self.answers: list[Answer] = []
 
@@ -101,13 +103,17 @@ class Session:
         Raises: LimitReached, EngineError, EnvError.
         """
         seen = [_form(message) for message in request.messages]
-        key = json.dumps([seen, request.tools, request.max_tokens], sort_keys=True)
+        key = json.dumps([seen, request.tools, request.sampling], sort_keys=True)
         turn = self._turns.get(key)
         if turn is None:
             turn = self._turns[key] = asyncio.create_task(self._play(request, seen))
         else:
             self.num_repeated += 1
-        return await asyncio.shield(turn)
+        try:
+            return await asyncio.shield(turn)
+        except LimitReached as error:
+            self.num_refused += not isinstance(error, OutOfContext)
+            raise
 
     async def close(self) -> None:
         """End the turns that are still being played."""
@@ -120,18 +126,18 @@ class Session:
         line = self._continued(request, seen)
         known = len(line.seen)
         messages = [*line.messages, *request.messages[known:]]
-        limit = {} if request.max_tokens is None else {"max_tokens": request.max_tokens}
         line.is_open = True
         try:
-            reply = await line.ctx.chat(messages, request.tools, **limit)
-        except LimitReached:
-            self.is_limited = True
+            reply = await line.ctx.chat(messages, request.tools, **request.sampling)
+        except LimitReached as error:
+            self.limit = error
             raise
         except StrettoError as error:
             self.error = self.error or error
             raise
         finally:
             line.is_open = False
+        self.limit = None
         answer = Answer(str(len(self.answers)), reply)
         line.messages = [*messages, reply.message]
         line.seen = [*seen, _form(returned_message(answer))]

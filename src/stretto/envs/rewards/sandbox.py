@@ -9,8 +9,9 @@ A seccomp filter refuses sockets of every family in both back ends. Where the ma
 x86-64 and arm64) and no namespaces either, as in many containers, only Landlock stands between a program and the
 network: it refuses TCP from Linux 6.7 on, and never UDP or sockets by file name.
 
-As root, `subprocess` can count processes only from outside (unless every user may read the interpreter): a fork
-bomb is ended within moments, but slows the machine down. Prefer bubblewrap there.
+As root, `subprocess` can count processes only from outside (unless every user may read the interpreter, and there are
+other users: a container without root may have none): a fork bomb is ended within moments, but slows the machine down.
+Prefer bubblewrap there.
 
 Both limit time, memory (of all processes together), number of processes, file size, the work directory and output,
 and nothing that the program started survives it. There is no cgroup for memory, and the filter is a list of refused
@@ -49,6 +50,7 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache
 WORK, KEEPER_INSIDE = "/sandbox", "/sandbox_keeper.py"  # paths inside bubblewrap
 GRACE_S = 10.0  # what the keeper may take beyond the program's own time
 PROBE_TIMEOUT_S = 10.0
+USERS = range(20_000, 60_000)
 _run_numbers = count()
 _removers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="sandbox-remove")  # only removes directories
 
@@ -103,6 +105,8 @@ class Sandbox:
         for name in files:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise EnvError(f"sandbox: the file name {name!r} leaves the work directory")
+        if "\0" in code:  # up to 3.11.3, Python runs what is before it and says nothing
+            return SandboxResult(1, None, "", "SyntaxError: source code cannot contain null bytes\n", wall_s=0.0)
         async with self._free_runs():
             folder = tempfile.mkdtemp(prefix="stretto-sandbox-")
             try:
@@ -123,7 +127,8 @@ class Sandbox:
         work = WORK if self._is_bubblewrapped else folder
         enter = [python, "-I", "-S", "-B", KEEPER_INSIDE if self._is_bubblewrapped else str(KEEPER), "enter"]
         # Every run has its own user, since the kernel counts processes per user.
-        uid = 20_000 + (os.getpid() * 64 + next(_run_numbers)) % 40_000
+        uid = USERS[(os.getpid() * 64 + next(_run_numbers)) % len(USERS)]
+        is_changed = (self._is_bubblewrapped or is_public(python, folder)) and has_users()
         return {
             "argv": [*bwrap_argv(self.limits), *enter] if self._is_bubblewrapped else enter,
             "cwd": folder,
@@ -133,7 +138,7 @@ class Sandbox:
             "files": files,
             "stdin": stdin,
             "limits": asdict(self.limits),
-            "uid": uid if self._is_bubblewrapped or is_public(python, folder) else None,
+            "uid": uid if is_changed else None,
             "is_bubblewrapped": self._is_bubblewrapped,
             "readable": [*SYSTEM, prefix],
         }
@@ -265,6 +270,19 @@ def bwrap_argv(limits: SandboxLimits) -> list[str]:
 def interpreter() -> tuple[str, str]:
     """This Python without its virtual environment: the program, and its prefix directory."""
     return os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix)
+
+
+@functools.cache
+def has_users() -> bool:
+    """May root here become one of USERS? In a user namespace, as in containers without root, they may not exist."""
+    try:
+        if Path("/proc/self/setgroups").read_text().strip() == "deny":
+            return False
+        maps = [Path(f"/proc/self/{name}").read_text().splitlines() for name in ("uid_map", "gid_map")]
+    except OSError:  # no such files: no user namespaces
+        return True
+    ranges = [[(int(line.split()[0]), int(line.split()[2])) for line in lines] for lines in maps]
+    return all(any(first <= USERS[0] and USERS[-1] < first + count for first, count in each) for each in ranges)
 
 
 def is_public(*paths: str) -> bool:

@@ -45,7 +45,8 @@ class VerifiersEnv:
 
     taskset: its id, or a table with `id` and its own settings. num_eval: how many of its last tasks are held
     out (0: training and evaluation use all tasks). num_tasks: how many tasks of an endless taskset to take. select:
-    which tasks to take (include, exclude, shuffle, seed, skip, limit). settings: all other settings of a verifiers
+    which tasks to take (include, exclude, shuffle, seed, skip, limit). harness: id or table, of each agent for which
+    the settings name none. settings: all other settings of a verifiers
     environment, such as `agent = { max_turns = 4, harness = { id = "null" } }` or `id`, an environment that plays it.
     """
 
@@ -57,15 +58,7 @@ class VerifiersEnv:
         select: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        data = {"taskset": {"id": taskset} if isinstance(taskset, str) else dict(taskset), **settings}
-        taskset_id = data["taskset"].get("id")
-        if not isinstance(taskset_id, str) or not taskset_id:
-            raise ConfigError('verifiers: args.taskset names no taskset; give `taskset = { id = "..." }`.')
-        self.name = f"verifiers/{taskset_id}"
-        self._what = f"verifiers taskset {taskset_id!r}"
-        logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs two lines per rollout
-        _install()
-        self._env = self._build(taskset_id, data)
+        self._env = self.configure(taskset, **settings)
         self._tasks = self._load(num_tasks, select or {})
         if not 0 <= num_eval < len(self._tasks):
             raise ConfigError(
@@ -80,14 +73,31 @@ class VerifiersEnv:
 
     # -- building --
 
-    def _build(self, taskset_id: str, data: dict[str, Any]) -> vf.Env:
+    def configure(
+        self, taskset: str | dict[str, Any], harness: str | dict[str, Any] | None = None, **settings: Any
+    ) -> vf.Env:
+        """The environment of verifiers, without its tasks. harness: of each agent that has none in the settings.
+
+        Raises: ConfigError for settings that do not fit.
+        """
+        data = {"taskset": {"id": taskset} if isinstance(taskset, str) else dict(taskset), **settings}
+        taskset_id = data["taskset"].get("id")
+        if not isinstance(taskset_id, str) or not taskset_id:
+            raise ConfigError('verifiers: args.taskset names no taskset; give `taskset = { id = "..." }`.')
+        self.name = f"verifiers/{taskset_id}"
+        self._what = f"verifiers taskset {taskset_id!r}"
+        logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs two lines per rollout
+        _install()
+        return self._build(taskset_id, data, {"id": harness} if isinstance(harness, str) else harness)
+
+    def _build(self, taskset_id: str, data: dict[str, Any], harness: dict[str, Any] | None) -> vf.Env:
         try:
             config_type = loaders.env_config_type(taskset_id, data.get("id") or "")
             unknown = sorted(set(data) - set(config_type.model_fields))
             if unknown:
                 known = ", ".join(sorted(config_type.model_fields))
                 raise ConfigError(f"{self._what}: no setting {unknown[0]!r}; it has {known}.")
-            self._set_defaults(config_type, taskset_id, data)
+            self._set_defaults(config_type, taskset_id, data, harness)
             config = loaders.resolve_env_config(data)
             _refuse_retries(self._what, config)
             return loaders.load_environment(config)
@@ -96,7 +106,9 @@ class VerifiersEnv:
         except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as cause:
             raise ConfigError(f"{self._what}: {cause}") from cause
 
-    def _set_defaults(self, config_type: type[BaseModel], taskset_id: str, data: dict[str, Any]) -> None:
+    def _set_defaults(
+        self, config_type: type[BaseModel], taskset_id: str, data: dict[str, Any], harness: dict[str, Any] | None
+    ) -> None:
         """Set a local runtime, and the harness `in_process` if the taskset has none."""
         ships_harness = loaders.default_harness_id(taskset_id) == taskset_id
         for role, declared in agent_config_fields(config_type.model_construct()).items():
@@ -104,6 +116,8 @@ class VerifiersEnv:
             if "runtime" not in chosen and isinstance(declared.runtime, PrimeConfig):
                 chosen["runtime"] = {"type": "subprocess"}
                 logger.info("%s: %s.runtime = subprocess (the default here)", self._what, role)
+            if "harness" not in chosen and harness is not None:
+                chosen["harness"] = harness
             if "harness" not in chosen and declared.harness is None and not ships_harness:
                 chosen["harness"] = {"id": OWN_HARNESS}
                 logger.info("%s: %s.harness = %s (the default here)", self._what, role, OWN_HARNESS)

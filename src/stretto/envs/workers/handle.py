@@ -13,7 +13,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -75,6 +75,12 @@ class Call:
     result: asyncio.Future[CallResult | PromptResult]
     turns: set[asyncio.Task[None]] = field(default_factory=set)
     cancelled_at: float | None = None
+
+    def answer(self, worker: WorkerHandle, number: int, play: Callable[[], Awaitable[TurnReply | ModelAnswer]]) -> None:
+        """Answer request `number` of the worker with what `play` gives, or with its error."""
+        task = asyncio.create_task(_answer(worker, number, play))
+        self.turns.add(task)
+        task.add_done_callback(self.turns.discard)
 
 
 @dataclass(eq=False)
@@ -147,40 +153,37 @@ class WorkerHandle:
         self.child.kill()
 
 
-async def play_turn(worker: WorkerHandle, ctx: RolloutContext, request: TurnRequest) -> None:
-    """Play the turn that a worker requests, and send it the reply or the error."""
+async def _answer(worker: WorkerHandle, number: int, play: Callable[[], Awaitable[TurnReply | ModelAnswer]]) -> None:
+    message: TurnReply | ModelAnswer | TurnFailed
     try:
-        agent = ctx if request.agent is None else ctx.agent(request.agent, is_trained=request.is_trained)
-        if request.conversation:
-            agent = agent.conversation(request.conversation)
-        if request.messages is not None:
-            reply = await agent.chat(request.messages, request.tools, **request.sampling)
-        else:
-            assert request.prompt_ids is not None
-            reply = await agent.generate(request.prompt_ids, request.tools, **request.sampling)
-        answer: TurnReply | TurnFailed = TurnReply(turn=request.turn, reply=reply)
+        message = await play()
     except StrettoError as error:
-        answer = TurnFailed(turn=request.turn, kind=error_kind(error), text=str(error))
+        message = TurnFailed(turn=number, kind=error_kind(error), text=str(error))
     except Exception as cause:  # the boundary of a rollout
-        logger.exception("a turn that a worker requested failed")
-        answer = TurnFailed(turn=request.turn, kind="EngineError", text=f"{type(cause).__name__}: {cause}")
+        logger.exception("a request of %s failed", worker.name)
+        message = TurnFailed(turn=number, kind="EngineError", text=f"{type(cause).__name__}: {cause}")
     if worker.state is not WorkerState.ENDED:
-        worker.send(answer)
+        worker.send(message)
 
 
-async def ask_model(worker: WorkerHandle, models: Mapping[str, ChatModel], request: ModelRequest) -> None:
-    """Ask the model that a worker names, and send the worker its reply or the error."""
-    try:
-        model = model_of(models, request.model, EnvError)
-        reply = await model.chat(request.messages, request.tools, **request.options)
-        answer: ModelAnswer | TurnFailed = ModelAnswer(turn=request.turn, reply=reply)
-    except StrettoError as error:
-        answer = TurnFailed(turn=request.turn, kind=error_kind(error), text=str(error))
-    except Exception as cause:  # the boundary of a rollout
-        logger.exception("a request of a worker to a model failed")
-        answer = TurnFailed(turn=request.turn, kind="EngineError", text=f"{type(cause).__name__}: {cause}")
-    if worker.state is not WorkerState.ENDED:
-        worker.send(answer)
+async def play_turn(ctx: RolloutContext, request: TurnRequest) -> TurnReply:
+    """Play the turn that a worker requests."""
+    agent = ctx if request.agent is None else ctx.agent(request.agent, is_trained=request.is_trained)
+    if request.conversation:
+        agent = agent.conversation(request.conversation)
+    if request.messages is not None:
+        reply = await agent.chat(request.messages, request.tools, **request.sampling)
+    else:
+        assert request.prompt_ids is not None
+        reply = await agent.generate(request.prompt_ids, request.tools, **request.sampling)
+    return TurnReply(turn=request.turn, reply=reply)
+
+
+async def ask_model(models: Mapping[str, ChatModel], request: ModelRequest) -> ModelAnswer:
+    """Ask the model that a worker names."""
+    model = model_of(models, request.model, EnvError)
+    reply = await model.chat(request.messages, request.tools, **request.options)
+    return ModelAnswer(turn=request.turn, reply=reply)
 
 
 async def watch(worker: WorkerHandle) -> tuple[int | None, str]:

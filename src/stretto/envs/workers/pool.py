@@ -31,6 +31,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -353,14 +354,10 @@ class Pool:
                     return f"{worker.name}: {text}"
                 case TurnRequest(call=number):
                     if (call := worker.calls.get(number)) and call.ctx is not None and not call.result.done():
-                        task = asyncio.create_task(handle.play_turn(worker, call.ctx, message))
-                        call.turns.add(task)
-                        task.add_done_callback(call.turns.discard)
+                        call.answer(worker, message.turn, partial(handle.play_turn, call.ctx, message))
                 case ModelRequest(call=number):
                     if (call := worker.calls.get(number)) and not call.result.done():
-                        task = asyncio.create_task(handle.ask_model(worker, self._models, message))
-                        call.turns.add(task)
-                        task.add_done_callback(call.turns.discard)
+                        call.answer(worker, message.turn, partial(handle.ask_model, self._models, message))
                 case _:
                     call = worker.end_call(message.call)
                     if call is None or call.result.done():

@@ -123,8 +123,8 @@ def _logprobs(logits, targets, temperatures, logprobs, entropies, norms, vocab, 
     """One row: log p(target), the entropy, and the logarithm of the sum of exp(logit / temperature)."""
     row = tl.program_id(0).to(tl.int64)
     temperature, start = tl.load(temperatures + row), row * vocab
-    # Of each column of the tiles: the largest logit, the sum of exp(logit - largest), and that of its products with
-    # logit - largest. The largest is finite, because no exp(inf - inf) may be taken.
+    # Each column of the tiles has its largest logit, the sum of exp(logit - largest), and the sum of the products of
+    # that with logit - largest. The largest is finite, because no exp(inf - inf) may be taken.
     columns = tl.arange(0, TILE)
     largest = tl.full((TILE,), -1e38, tl.float32)
     total, weighted = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
@@ -245,7 +245,7 @@ class GpuKernels:
         targets: Int[Tensor, " tokens"],
         temperatures: Float[Tensor, " tokens"],
     ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-        """Of softmax(logits / temperatures): log p(target), the entropy, and log sum exp. logits: float32."""
+        """log p(target), the entropy and log sum exp of softmax(logits / temperatures). logits: float32."""
         found = [torch.empty_like(temperatures) for _ in range(3)]
         if len(logits):
             _logprobs[(len(logits),)](logits, targets, temperatures, *found, logits.shape[1], TILE=_TILE, num_warps=8)

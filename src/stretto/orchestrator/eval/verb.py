@@ -15,7 +15,7 @@ from stretto.base import log, process
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.foreign import warn_when_blocked
 from stretto.base.ports import is_free
-from stretto.base.status import harmless
+from stretto.base.status import STATUS_FD_VAR, harmless, report
 from stretto.chat.render import Renderer
 from stretto.config.root import EvalConfig, InferenceConfig
 from stretto.config.sections.inference import KEY_VAR
@@ -44,7 +44,8 @@ def main(cfg: EvalConfig) -> int:
     Prints a table; writes eval.json, samples, and a row of metrics.
     """
     cfg.run_path.mkdir(parents=True, exist_ok=True)
-    log.setup("eval", cfg.run_dir, cfg.log.level, cfg.log.json_logging)
+    has_reader = bool(os.environ.get(STATUS_FD_VAR))  # of status lines: a script or notebook
+    log.setup("eval", cfg.run_dir, cfg.log.level, cfg.log.json_logging, is_quiet=has_reader)
     scores = asyncio.run(evaluate_engine(cfg))
     path = cfg.run_path / "eval.json"
     write_results(path, scores)
@@ -129,6 +130,7 @@ async def serve_model(cfg: EvalConfig) -> AsyncIterator[str | None]:
     if cfg.model is None:
         yield key
         return
+    report("phase", text=f"starting an engine for {cfg.model}")
     key = cfg.inference.api_key or key
     section = cfg.inference.model_dump(exclude={"api_key"}) | {"model": cfg.model}
     run = {"output_dir": cfg.output_dir, "run": {"name": cfg.run_name}}

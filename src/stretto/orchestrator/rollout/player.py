@@ -192,12 +192,16 @@ class Player(PlaySettings):
             rewards = await call_async(lambda: score(scored_group, notes), where)
             if rewards is None:
                 return group
-            for member, (reward, by_branch) in zip(members, checked_group_rewards(rewards, len(members), where)):
+            for member, given in zip(members, checked_group_rewards(rewards, len(members), where)):
+                reward, by_branch = given.reward, given.branch_rewards
                 reason = rollouts[member].reason
                 if reason is not None and treatment_of(reason, self.timeout_is) is Treatment.ZERO:
                     reward, by_branch = 0.0, (0.0,) * len(by_branch)
                 branches = with_rewards(rollouts[member].branches, by_branch, where)
-                rollouts[member] = msgspec.structs.replace(rollouts[member], reward=reward, branches=branches)
+                metrics = rollouts[member].metrics | given.metrics
+                rollouts[member] = msgspec.structs.replace(
+                    rollouts[member], reward=reward, branches=branches, metrics=metrics
+                )
         except StrettoError as error:
             if self.failures is not None:
                 self.failures.append(error)

@@ -85,7 +85,7 @@ class Loop:
         self._pipeline = GroupPipeline(run)
         self._shipper = BatchShipper(run)
         self._checkpoints = CheckpointWriter(run)
-        self._best = BestKeeper(run.run_dir)
+        self._best = BestKeeper(run.run_dir, self.start)
         self.stopped_because: str | None = None
         """Why the run ended before its last step, if early_stop ended it."""
         self._limit = build_limit(run.cfg, run.buffer)
@@ -105,6 +105,9 @@ class Loop:
         """
         if not await self._wait_for_peers():
             return self.progress
+        if self.cfg.eval is not None and self.cfg.eval.keep_best:
+            best = best_of(self._scores())
+            self._best.resume(best if best and best > self.progress.first_step else None, self.start)
         async with task_group() as tasks:
             trainer_events = tasks.create_task(self.handle_trainer_events(), name="handle_trainer_events")
             loading = tasks.create_task(self.load_versions(tasks), name="load_versions")
@@ -291,11 +294,16 @@ class Loop:
         logger.info("eval of version %d:\n%s", version, format_table(scores))
         self.parts.watch.progress(f"version {version} evaluated")
 
+    def _scores(self) -> dict[int, float]:
+        """The score of each version that was evaluated."""
+        section = self.cfg.eval
+        return self.progress.greedy if section is not None and section.score_by == "greedy" else self.progress.sampled
+
     def _act_on_scores(self, version: int) -> None:
         """Keep the weights of a version that is the best, and end the run if it stays behind the best."""
         section = self.cfg.eval
         assert section is not None, "a version was evaluated"
-        scores = self.progress.greedy if section.score_by == "greedy" else self.progress.sampled
+        scores = self._scores()
         if section.keep_best and best_of(scores) == version:
             self.parts.ledger.event("best", {"version": version, "score": scores[version]})
             if version > self.progress.first_step:

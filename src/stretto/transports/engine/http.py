@@ -57,7 +57,9 @@ class Connections:
         try:
             async with session.request(method, url, data=body, headers=headers) as response:
                 data = await response.read()
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
+        except (aiohttp.TooManyRedirects, aiohttp.InvalidURL) as error:
+            raise EngineError(f"{url}: {type(error).__name__}: {error}; correct the address") from error
+        except (aiohttp.ClientError, ConnectionError) as error:  # also an answer that is no HTTP
             raise Transient(f"{url}: {type(error).__name__}: {error}") from error
         if response.status == 200:
             return data

@@ -17,14 +17,15 @@ const KEYS = {
 const LONG_SYSTEM = 600; // characters
 const MOST_LINES = 400; // spans of tokens that are drawn at first; a button draws the rest
 
-export function conversation(found, open, run, context, followTask) {
+// acts: what its buttons do: open(name), turnTo(branch, first token), followTask(found), compare(found); each but open may be missing.
+export function conversation(found, run, context, { open, turnTo, followTask, compare }) {
   const body = h("div", { class: "turns" }), key = h("span", { class: "legend" });
   const has = new Set(["none", "mask", ...found.branches.flatMap((branch) => Object.keys(branch.tokens))]);
   let coloring = context.query.get("colour") || "logprob";
   if (!has.has(coloring)) coloring = "logprob";
   const draw = () => {
     fill(key, (KEYS[coloring] || []).map(([text, color]) => h("span", {}, h("i", { style: { background: color } }), ` ${text}`)));
-    fill(body, found.branches.map((each, at) => branch(each, run, coloring, heading(found, at), found.turns)));
+    fill(body, found.branches.map((each, at) => branch(each, run, coloring, heading(found, at), (from) => turnTo(at, from), found.turns)));
   };
   const name = `g${found.group_id}.${found.member}`;
   const { group_id: group, member } = found;
@@ -35,10 +36,13 @@ export function conversation(found, open, run, context, followTask) {
       found.status === "running" ? "" : `; reward ${short(found.reward)}, advantage ${short(found.advantage)}`),
     found.dropped_by ? message(`dropped by filter ${found.dropped_by}`, "note") : null,
     found.error ? message(found.error, "error") : null,
-    h("p", { class: "saves" }, h("button", { type: "button", title: "every rollout of this task, newest version first", onclick: () => followTask(found) }, "this task over the versions"), " ",
+    h("p", { class: "saves" },
+      followTask ? [h("button", { type: "button", title: "every rollout of this task, newest version first", onclick: () => followTask(found) }, "this task over the versions"), " "] : null,
+      compare ? [h("button", { type: "button", title: "beside another rollout of this task: of another run, or of another version", onclick: () => compare(found) }, "side by side"), " "] : null,
       copyLink(), " ", saving(run, "rollout.html", { group, member }, "HTML file")),
     reported("what the reward said", found.metrics), reported("task", found.data),
     groupOf(found, open),
+    found.no_text && found.branches.length ? message(found.no_text) : null,
     found.no_tokens ? message(found.no_tokens) : found.branches.length ? h("p", { class: "colours" }, colours(has, found.not_kept, coloring, (value) => {
       coloring = value;
       context.remember({ colour: value === "logprob" ? null : value });
@@ -84,13 +88,18 @@ function credit(turn) {
   return h("small", { class: "credit", title: turn.state === undefined ? null : `state ${turn.state || "(empty)"}` }, ` ${facts.map(([name, value]) => `${name} ${short(value)}`).join(", ")}`);
 }
 
-function branch(found, run, coloring, title, scored = []) {
+function branch(found, run, coloring, title, turnTo, scored) {
   const { tokens, turns } = found;
-  const rest = found.num_more ? message(`${found.num_more} more tokens are not shown`) : null;
+  const end = found.begin + tokens.text.length, all = end + found.num_more, size = Math.max(tokens.text.length, 1);
+  const button = (text, from) => h("button", { type: "button", onclick: () => turnTo(from) }, text);
+  const pages = () => found.begin || found.num_more ? h("p", { class: "pages" }, `tokens ${found.begin} to ${end - 1} of ${all} `,
+    found.begin ? [button("the first", 0), " ", button("earlier", Math.max(0, found.begin - size)), " "] : null,
+    found.num_more ? [button("later", end), " ", button("the last", Math.max(0, all - size))] : null) : null;
+  tokens.begin = found.begin;
   const images = found.images.map((hash, number) =>
     h("img", { src: `/api/run/${encodeURIComponent(run)}/image/${hash}`, alt: `image ${number + 1}`, title: `image ${number + 1}`, loading: "lazy" }));
   const body = [images.length ? h("p", { class: "images" }, images) : null,
-    turns.map((turn) => h("article", { class: `turn ${turn.role}` }, folded(tokens, turn) ? h("details", {}, h("summary", {}, `${turn.role}, ${turn.end - turn.body} tokens`), text(tokens, turn, coloring)) : [h("h4", {}, turn.role, credit(scored[turn.number])), text(tokens, turn, coloring)])), rest];
+    pages(), turns.map((turn) => h("article", { class: `turn ${turn.role}` }, folded(tokens, turn) ? h("details", {}, h("summary", {}, `${turn.role}, ${turn.end - turn.body} tokens`), text(tokens, turn, coloring)) : [h("h4", {}, turn.role, credit(scored[turn.number])), text(tokens, turn, coloring)])), pages()];
   return title ? h("details", { class: "branch", open: true }, h("summary", {}, title), body) : body;
 }
 
@@ -121,7 +130,7 @@ function text(tokens, turn, coloring) {
 const FACTS = [["logprob", "log-probability"], ["entropy", "entropy"], ["advantage", "advantage"], ["ratio", "trainer / engine"], ["teacher", "teacher minus engine"], ["version", "version"]];
 
 function token(tokens, at, coloring) {
-  const facts = [`token ${at}`];
+  const facts = [`token ${tokens.begin + at}`];
   if (tokens.sampled[at]) {
     for (const [key, text] of FACTS) if (tokens[key]?.[at] !== undefined && tokens[key][at] !== null) facts.push(`${text} ${tokens[key][at]}`);
     if (!tokens.trained[at]) facts.push("not in the loss");

@@ -1,4 +1,5 @@
 import { copyLink, duration, fill, h, input, message, ofRun, saving, select, short } from "./dom.js";
+import { besides } from "./besides.js";
 import { conversation } from "./conversation.js";
 
 export const SUBJECTS = ["ledger"];
@@ -7,6 +8,7 @@ const COLUMNS = ["rollout", "step", "environment", "status", "reward", "advantag
 const MOST_ALONE = 20; // requests of a search that follow each other by themselves; a button goes on
 
 export async function render(root, context) {
+  if (context.query.has("beside")) return besides(root, context);
   const run = context.runs[0];
   const filters = Object.fromEntries(FILTERS.map((name) => [name, context.query.get(name) || ""]));
   const table = h("tbody");
@@ -14,7 +16,8 @@ export async function render(root, context) {
   const panel = h("section", { class: "detail", "aria-label": "rollout" });
   const saves = h("span", { class: "saves" });
   let rows = [], next = null, isBusy = false, asked = 0, alone = 0, searched = 0, unread = 0;
-  let opened = context.query.get("rollout") || "", isOpen = false, isLoading = false;
+  let opened = context.query.get("rollout") || "", isOpen = false, isLoading = false, noText = null;
+  let part = {}; // the branch and the first token that are shown of a long rollout
 
   const first = await ofRun(run, "rollouts", filters, context.signal);
   if (!first.choices) {
@@ -50,6 +53,7 @@ export async function render(root, context) {
 
   function take(page, isNew) {
     isLoading = page.is_loading;
+    noText = page.no_text;
     if (isNew) {
       rows = [];
       alone = searched = unread = 0;
@@ -86,6 +90,8 @@ export async function render(root, context) {
   function beginning(row) {
     if (row.match) return h("div", {}, marked(row.match, filters.text));
     if (row.prompt === null && isLoading) return h("small", {}, "the tokenizer is being loaded …");
+    if (row.is_long) return h("small", {}, "too long to be read here: open it");
+    if (row.prompt === null && noText && row.num_tokens) return h("small", {}, noText);
     if (row.prompt === null) return h("small", {}, row.status === "running" ? "its first turn is under way" : row.error || "its tokens are no longer kept");
     return [h("div", {}, row.prompt), h("div", {}, row.reply ? h("mark", {}, row.reply) : h("small", {}, "(empty)"))];
   }
@@ -98,22 +104,32 @@ export async function render(root, context) {
   }
 
   async function openNamed(name, isAgain = false) {
+    if (name !== opened) part = {};
     opened = name;
     context.remember({ rollout: name });
     for (const row of table.rows) row.setAttribute("aria-selected", (row.dataset.rollout || row.dataset.of) === name);
     const [group, member] = name.split(".");
     if (!isAgain) panel.setAttribute("aria-busy", "true");
     try {
-      const found = await ofRun(run, "rollout", { group, member }, context.signal);
+      const found = await ofRun(run, "rollout", { group, member, ...part }, context.signal);
       if (opened !== name) return;
       isOpen = found.status === "running";
       const up = isNarrow() ? h("button", { type: "button", onclick: () => scroller.scrollIntoView({ behavior: "smooth" }) }, "↑ the list") : null;
-      fill(panel, up, conversation(found, openNamed, run, context, followTask));
+      fill(panel, up, conversation(found, run, context, { open: openNamed, turnTo, followTask, compare }));
     } catch (error) {
       if (error.name !== "AbortError" && !isAgain) fill(panel, message(error.message, "error"));
     } finally {
       panel.removeAttribute("aria-busy");
     }
+  }
+
+  function turnTo(branch, from) {
+    part = { branch, from };
+    return openNamed(opened);
+  }
+
+  function compare(found) {
+    context.go("rollouts", { beside: found.task_id, env: found.env, left: `${found.group_id}.${found.member}` });
   }
 
   function followTask(found) {

@@ -2,70 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import sys
-from pathlib import Path
 
 import pytest
-from fakes import FakeEngine
-from turns import CallRenderer, scripted, text_of
+from programs import CALL, PROGRAM, RESULT, play, script, write_records
+from turns import scripted, text_of
 
 from stretto.base.errors import ConfigError
-from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import load_environment
-from stretto.orchestrator.rollout.play import Draw
-from stretto.orchestrator.rollout.player import Player
+from stretto.records.outcomes import Reason
 from stretto.records.rollout import RolloutStatus
 
 pytestmark = pytest.mark.heavy
 
-PROGRAM = str(Path(__file__).parents[4] / "examples/agent/program.py")
-CALL, RESULT = '!calculate{"expression": "47*86"}', "4042"
-CALCULATES = scripted(CALL, RESULT)
-CLIENT = """
-import json, os, sys, urllib.request
-def ask(messages, **more):
-    body = json.dumps({"model": "any", "messages": messages} | more).encode()
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as http:
-        return json.load(http)["choices"][0]["message"]
-user = lambda text: {"role": "user", "content": text}
-"""
-
-
-class ThoughtRenderer(CallRenderer):
-    """What stands before `~` in a reply is a thought."""
-
-    def parse(self, completion_ids, prompt_ids=None, tools=None):
-        message = super().parse(completion_ids, prompt_ids, tools)
-        thought, mark, text = message["content"].partition("~")
-        return message | {"content": text, "reasoning_content": thought} if mark else message
-
 
 @pytest.fixture
 def records(tmp_path):
-    path = tmp_path / "records.jsonl"
-    path.write_text(json.dumps({"prompt": "47*86=", "label": RESULT}))
-    return str(path)
-
-
-def play(command, records, policy=CALCULATES, members=1, **args):
-    async def run():
-        env = load_environment("agent", {"command": command, "path": records, **args})
-        settings = {"sampling": SamplingSection(), "seq_len": 2000, "seed": 1, "max_retries": 0}
-        player = Player(engine=FakeEngine(policy), renderer=ThoughtRenderer(), **settings)
-        try:
-            return await player.play(env, Draw(3, env.tasks("train").task(0), members, version=0))
-        finally:
-            await env.close()
-
-    return asyncio.run(run())
-
-
-def script(text):
-    return [sys.executable, "-c", CLIENT + text, "{prompt}"]
+    return write_records(tmp_path)
 
 
 @pytest.mark.parametrize("words", [[d, *s] for d in ("chat", "messages", "responses") for s in ([], ["stream"])])
@@ -113,7 +66,7 @@ def test_a_setting_without_effect_is_named_once_in_the_log(records, caplog):
     text = "ask([user('a')], temperature=0.1, mood='good', user='me'); ask([user('b')], temperature=0.1)"
     play(script(text), records, lambda prompt, rng, version: "ok")
     named = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
-    assert len(named) == 2 and "temperature = 0.1" in "".join(named) and "mood = good" in "".join(named)
+    assert len(named) == 2 and "temperature = 0.1" in "".join(named) and "mood = 'good'" in "".join(named)
 
 
 def test_requests_side_by_side_are_answered(records):
@@ -140,12 +93,14 @@ def test_a_program_that_does_not_end_is_ended_and_its_rollout_counts(records):
     text = "ask([user('a')]); import time; time.sleep(600)"
     [rollout] = play(script(text), records, lambda p, r, v: RESULT, timeout_s=2.0).rollouts
     assert rollout.status is RolloutStatus.TRUNCATED and rollout.reward == 1.0
+    assert rollout.reason is Reason.TIME_LIMIT
 
 
 def test_a_request_beyond_a_limit_is_refused_and_the_rollout_counts(records):
     text = "ask([user('a')]); ask([user('b')])"
     [rollout] = play(script(text), records, lambda p, r, v: RESULT, max_turns=1).rollouts
     assert rollout.status is RolloutStatus.TRUNCATED and rollout.reward == 1.0 and len(rollout.branches) == 1
+    assert rollout.reason is Reason.TURN_LIMIT
 
 
 def test_what_a_program_prints_is_kept_and_can_be_the_answer(records, tmp_path):

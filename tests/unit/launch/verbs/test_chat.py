@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import threading
+import time
+from argparse import Namespace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
 
+from stretto import signals
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.paths import RunDir
 from stretto.launch import chat as module
@@ -85,9 +90,89 @@ def test_what_a_server_refuses_is_said_with_its_words(url, monkeypatch):
         chat([url])
 
 
+def test_comments_in_the_stream_are_passed_over_and_thoughts_are_shown_before_the_reply():
+    chunk = {"choices": [{"delta": {"reasoning_content": "hm, ", "content": "yes"}, "finish_reason": "stop"}]}
+    stream = f": still working\n\nevent: x\ndata: {json.dumps(chunk)}\n\n"
+    assert "".join(replied(stream.encode())) == "hm, yes"
+
+
+WRONG_STREAMS = {
+    "cut": (b'data: {"choices": [{"delta": {"content": "hel"}}]}\n\n', "broke off before the end"),
+    "no JSON": (b"data: {oops\n\n", "not answer as an OpenAI-compatible server"),
+    "no text": (b"\xff\xfe\n", "not answer as an OpenAI-compatible server"),
+    "no object": (b"data: [1]\n\n", "not answer as an OpenAI-compatible server"),
+    "a page": (b"<html>\n", "broke off before the end"),
+    "an error": (b'data: {"error": "out of memory"}\n\n', "stretto chat: out of memory"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_STREAMS)
+def test_a_stream_that_ends_early_or_is_none_is_an_error_of_the_server(name):
+    stream, message = WRONG_STREAMS[name]
+    with pytest.raises(EngineError, match=message):
+        list(replied(stream))
+
+
+@pytest.mark.parametrize("listed", [b"<html>", b"[1]", b'{"data": [{"name": "a"}]}'])
+def test_a_list_of_models_that_is_none_is_an_error_of_the_server(listed, monkeypatch):
+    monkeypatch.setattr(Server, "_open", lambda *_: io.BytesIO(listed))
+    with pytest.raises(EngineError, match="not answer as an OpenAI-compatible server"):
+        Server("http://h").model()
+
+
+def replied(stream: bytes):
+    """The pieces of a reply that is sent as this stream."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Server, "_open", lambda *_: io.BytesIO(stream))
+        yield from Server("http://h", model="m").reply([], Namespace(temperature=0.0, max_tokens=5))
+
+
 def test_a_server_that_is_not_there_is_named():
     with pytest.raises(EngineError, match=r"http://127.0.0.1:9/v1 does not answer"):
         Server("http://127.0.0.1:9").model()
+
+
+@pytest.fixture
+def as_command(monkeypatch):
+    """Ctrl-C does what it does to a command that has begun its verb."""
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(signals, "_signals", [signal.SIGINT])
+    signals.unwind_at_signals()
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Terminal(io.StringIO):
+    """Lines that somebody types."""
+
+    def isatty(self):
+        return True
+
+
+def test_ctrl_c_ends_one_reply_after_the_other_and_then_the_command(as_command, monkeypatch, capsys):
+    class Endless:
+        def model(self):
+            return "endless"
+
+        def reply(self, messages, options):
+            yield "begun"
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+            raise AssertionError("Ctrl-C was ignored")
+
+    lines = iter("ab")
+
+    def typed(prompt):
+        if (line := next(lines, None)) is None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        return line
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr("sys.stdin", Terminal())
+    with pytest.raises(KeyboardInterrupt):
+        module._talk(Endless(), Namespace(system=None))
+    assert capsys.readouterr().out.splitlines()[1:] == ["begun", "begun"]
 
 
 def run_with(tmp_path, *steps, latest=None):
@@ -136,6 +221,14 @@ def test_a_run_means_its_newest_export_and_a_step_or_the_best_may_be_asked_for(t
         (["outputs/other"], r"outputs/other does not exist\."),
         (["."], "is no run with exported weights, and no model"),
         (["http://h", "--api-key-var", "NOT_SET_HERE"], "NOT_SET_HERE is not set"),
+        (["http://h", "--best"], "--best is for a run"),
+        (["http://h:port"], "http://h:port is no URL"),
+        (["http://"], "it names no host"),
+        (["http://[::1"], "is no URL"),
+        (["outputs/mine", "--served-model", "a"], "--served-model is for a URL"),
+        (["outputs/mine", "--step", "10", "--best"], "leave one of them out"),
+        (["outputs/mine/weights/step_10", "--best"], "--best is for a run, and .*step_10 is a model"),
+        (["lab/model-of-the-hub", "--step", "0"], "--step is for a run"),
         (["outputs/mine", "--tempe", "1"], "did you mean --temperature"),
         ([], "a word is missing: model"),
     ],

@@ -19,7 +19,7 @@ EPS = 1e-6
 def use_kernels(request, monkeypatch):
     """With the kernels in C, where rows are as long as they take them, and without."""
     if not request.param:
-        monkeypatch.setattr(norm, "find_training_kernels", lambda *tensors: None)
+        monkeypatch.setattr(norm, "find_row_kernels", lambda *tensors: None)
     return request.param
 
 

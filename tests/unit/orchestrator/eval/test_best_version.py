@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from cases.config import ENV, complaints
 from fakes import FakeEngine, FakeTrainer, parrot
 from orchestrator_runs import config, train
 
+from stretto.base.files import put_in_place
 from stretto.config.describe import ROOTS
 from stretto.config.load import load
 from stretto.config.sections.orchestrator import EarlyStopSection
@@ -34,15 +36,19 @@ class ExportingTrainer(FakeTrainer):
         event = await super().next_event()
         if self.step:
             folder = self.run.weights_step(self.step)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "model.safetensors").write_text(str(self.step))
+            part = folder.with_name("part")
+            part.mkdir(parents=True)
+            (part / "model.safetensors").write_text(f"{self.step}{' again' if self.start else ''}")
+            put_in_place(part, folder)
         return event
 
 
-def evaluated(tmp_path, *, max_steps=8, trainer=None, **settings):
+def evaluated(tmp_path, *, max_steps=8, start=0, policy=policy, **settings):
     section = {"num_examples": 40, "interval": 1, "sampling": {}, "greedy": False} | settings
-    cfg = config(tmp_path, max_steps=max_steps, eval=section, max_async_level=0)
-    loop = train(cfg, FakeEngine(policy), trainer or ExportingTrainer(cfg.run_dir, max_steps=max_steps))
+    resume = {"resume": {"step": start}} if start else {}
+    cfg = config(tmp_path, max_steps=max_steps, eval=section, max_async_level=0, **resume)
+    trainer = ExportingTrainer(cfg.run_dir, max_steps=max_steps, start=start, checkpoint_every=1)
+    loop = train(cfg, FakeEngine(policy), trainer)
     return cfg, loop
 
 
@@ -86,15 +92,57 @@ def test_an_export_that_is_later_than_its_eval_is_kept_when_it_comes(tmp_path):
     assert keeper.wanted is None and (run.best_weights / "config.json").read_text() == "{}"
 
 
+AGAIN = {  # rewards of versions 2 and 3, and what is best, after a resume from step 1, which has 0.5
+    "better": ((0.9, 0.3), "2 again"),
+    "the last is better": ((0.3, 0.9), "3 again"),
+    "worse": ((0.3, 0.3), "1"),
+}
+
+
+@pytest.mark.parametrize("case", AGAIN)
+def test_after_a_resume_the_best_is_a_version_of_the_steps_that_count(case, tmp_path):
+    rewards, expected = AGAIN[case]
+    evaluated(tmp_path, max_steps=4, keep_best=True)
+
+    def again(prompt, rng, version):
+        return parrot({2: rewards[0], 3: rewards[1]}.get(version, 0.5))(prompt, rng, version)
+
+    cfg, _ = evaluated(tmp_path, max_steps=3, start=1, policy=again, keep_best=True)
+    best = cfg.run_dir.best_weights
+    assert (best / "model.safetensors").read_text() == expected
+    assert json.loads((best / "best.json").read_text()) == {"version": int(expected[0])}
+
+
+def test_a_best_version_that_a_kill_left_without_its_copy_is_kept_at_the_resume(tmp_path):
+    cfg, _ = evaluated(tmp_path, max_steps=3, keep_best=True)
+    shutil.rmtree(cfg.run_dir.best_weights)
+    evaluated(tmp_path, max_steps=4, start=3, keep_best=True)
+    assert (cfg.run_dir.best_weights / "model.safetensors").read_text() == "2"
+
+
+def test_a_best_version_whose_step_was_taken_back_stays_if_nothing_can_replace_it(tmp_path, caplog):
+    cfg, _ = evaluated(tmp_path, max_steps=3, keep_best=True)
+    shutil.rmtree(cfg.run_dir.weights_step(1))
+    evaluated(tmp_path, max_steps=2, start=1, policy=parrot(0.1), keep_best=True)
+    assert (cfg.run_dir.best_weights / "model.safetensors").read_text() == "2"
+    assert "is version 2, whose step was taken back" in caplog.text
+
+
+def test_early_stop_counts_the_evals_before_a_resume(tmp_path):
+    evaluated(tmp_path, max_steps=4)
+    _, loop = evaluated(tmp_path, start=4, early_stop={"patience": 3})
+    assert max(loop.progress.sampled) == 5 and "3 evals since version 2" in loop.stopped_because
+
+
 def test_a_better_version_replaces_the_directory_whole(tmp_path):
     for step, names in ((1, "ab"), (2, "bc")):
         source = tmp_path / f"step_{step}"
         source.mkdir()
         for name in names:
             (source / name).write_text(str(step))
-        link_directory(source, tmp_path / "best")
+        link_directory(source, tmp_path / "best", {"version": step})
     found = sorted(path.name for path in (tmp_path / "best").iterdir())
-    assert found == ["b", "c"] and (tmp_path / "best" / "b").read_text() == "2"
+    assert found == ["b", "best.json", "c"] and (tmp_path / "best" / "b").read_text() == "2"
     assert (tmp_path / "best" / "c").stat().st_nlink == 2  # no second copy on the disk
 
 

@@ -134,6 +134,66 @@ def test_a_rollout_that_is_cancelled_leaves_its_request_to_those_who_wait_for_th
     assert asked(judge, ask) == "1" and len(judge.bodies) == 1
 
 
+def test_a_request_that_fails_after_its_rollout_was_cancelled_is_asked_again():
+    async def ask(client: ModelClient):
+        first = asyncio.create_task(client.chat(ASK))
+        await asyncio.sleep(0.02)
+        first.cancel()
+        await asyncio.sleep(0.3)
+        return (await client.chat(ASK)).is_cached
+
+    judge = Judge(500, "1", delay_s=0.1)
+    assert asked(judge, ask, max_retries=0) is False and len(judge.bodies) == 2
+
+
+ANSWERS = {
+    "parts": ('{"choices": [{"message": {"content": [{"type": "text", "text": "a"}]}}]}', "a"),
+    "a number": ('{"choices": [{"message": {"content": 5}}]}', None),
+    "parts without a type": ('{"choices": [{"message": {"content": ["a"]}}]}', None),
+    "a reason that is none": ('{"choices": [{"message": {"content": "a"}, "finish_reason": 5}]}', None),
+    "a count that is none": ('{"choices": [{"message": {"content": "a"}}], "usage": {"prompt_tokens": "x"}}', None),
+    "an error": ('{"error": {"message": "quota"}}', None),
+    "a page": ("<html>", None),
+    "no HTTP": (None, None),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_that_is_no_reply_is_the_servers_fault_and_not_kept(name):
+    body, text = ANSWERS[name]
+    raw = "GARBAGE\r\n\r\n" if body is None else f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+
+    async def answer(reader, writer):
+        await reader.read(65536)
+        writer.write(raw.encode())
+        writer.close()
+
+    async def run():
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, AsyncExitStack() as stack:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            place = FrozenModelPlace(base_url=url, model="big", timeout_s=20.0, max_retries=0)
+            client = open_models({"judge": place}, stack)["judge"]
+            if text is not None:
+                return (await client.chat(ASK)).text
+            for _ in range(2):
+                with pytest.raises(EngineError, match=r"models\.judge"):
+                    await client.chat(ASK)
+            assert not client.counts["cached"] and client.counts["failed"] == 2
+            return None
+
+    assert asyncio.run(run()) == text
+
+
+def test_an_address_that_leads_in_a_circle_is_named_and_not_asked_again():
+    async def turn(request):
+        raise web.HTTPTemporaryRedirect("/v1/chat/completions")
+
+    judge = Judge("1")
+    judge.chat = turn
+    with pytest.raises(EngineError, match=r"models.judge.*TooManyRedirects.*correct the address"):
+        asked(judge, lambda client: client.chat(ASK))
+
+
 def test_no_more_requests_run_at_once_than_max_concurrent():
     judge = Judge("1", delay_s=0.02)
     asked(judge, lambda client: asyncio.gather(*(client.chat(ASK, temperature=1) for _ in range(9))), max_concurrent=3)
