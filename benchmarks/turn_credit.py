@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[101, 102, 103])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["plain", "returns"])
     parser.add_argument("--steps", type=int, default=STEPS, help="of a plain run")
-    parser.add_argument("--flags", default="", help="more flags of all runs but plain ones")
+    parser.add_argument("--flags", default="", help="more flags of all runs")
     parser.add_argument("--rows", type=Path, help="file of rows that are done")
     parser.add_argument("--dir", type=Path, help="directory of the warm-ups; a temporary one without it")
     args = parser.parse_args()
@@ -167,7 +167,7 @@ def main() -> None:
     rows = [json.loads(line) for line in args.rows.open()] if args.rows and args.rows.exists() else []
     for seed in args.seeds:
         for arm in args.arms:
-            steps, more = (args.steps, "") if arm == "plain" else (int(SHARE * args.steps), args.flags)
+            steps, more = args.steps if arm == "plain" else int(SHARE * args.steps), args.flags
             wanted = (seed, arm, f"{ARMS[arm][1]} {more}".strip(), steps)
             if any((row["seed"], row["arm"], row["flags"], row["steps"]) == wanted for row in rows):
                 continue
