@@ -50,7 +50,8 @@ EXAMPLE = ROOT / "examples" / "alphabet_sort"
 STEPS, SHARE = 100, 0.7
 GAME = {"num_turns": 4, "letters_per_turn": 2}
 SETTINGS = (
-    "--trainer.optim.lr 3e-4 --orchestrator.batch-size 64 --orchestrator.train.sampling.max-completion-tokens 10 --clean"
+    "--trainer.optim.lr 3e-4 --orchestrator.batch-size 64 "
+    "--orchestrator.train.sampling.max-completion-tokens 10 --clean"
 )
 ARMS = {
     "plain": ({}, ""),

@@ -3,7 +3,7 @@
     python benchmarks/view.py [--rollouts 1000000] [--steps 10000] [--rounds 3]
 
 First a ledger of a million rollouts and metrics of 10,000 steps are made up, and `stretto view` serves them: seconds to
-its first answer, to a curve, to pages of rollouts from the newest back, to a page of a rare kind, to the timeline, and
+its first answer, to the first view and curve after a start, to a curve, to pages of rollouts from the newest back, to a page of a rare kind, to the timeline, and
 its memory. Then sort-letters is trained for some steps with and without a page that a client reads as a browser does,
 in turns: the ratio of their seconds per step. The last line is one JSON object.
 """
@@ -64,7 +64,9 @@ def measure_large(path: Path, num_rollouts: int, num_steps: int) -> dict[str, fl
     with served(path) as (address, server):
         found["server_up_s"] = time.perf_counter() - began
         of_run = f"{address}api/run/{path.name}/"
+        found["first_now_s"] = seconds(lambda: get(f"{address}api/runs") and get(of_run + "now"))
         found["first_curve_s"] = seconds(lambda: get(of_run + "metrics") and get(of_run + "curve?key=reward/mean"))
+        found["cold_view_s"] = time.perf_counter() - began
         found["next_curve_s"] = seconds(lambda: get(of_run + "curve?key=entropy/mean&smooth=0.05"))
         found["now_s"] = seconds(lambda: get(of_run + "now"))
         pages, before = [], ""

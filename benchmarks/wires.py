@@ -29,7 +29,7 @@ from stretto.base.secret import MIN_CHARS, Secret
 from stretto.config.sections.monitors import MonitorsSection
 from stretto.config.sections.transport import ControlSection, FilesystemRollouts, RolloutTransport, ZmqRollouts
 from stretto.ledger import Ledger, audit
-from stretto.monitors import build_monitors
+from stretto.monitors.base import build_monitors
 from stretto.records.codec import decode, encode
 from stretto.records.control import Bye, Register, StepDone
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan

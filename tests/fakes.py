@@ -188,6 +188,9 @@ class FakeEngine:
     async def metrics(self) -> dict[str, float]:
         return {"vllm:num_requests_running": float(self.num_running)}
 
+    async def metrics_by_engine(self) -> dict[str, dict[str, float]]:
+        return {"http://fake:1": await self.metrics()}
+
 
 # -- environments --
 

@@ -14,7 +14,8 @@ from typing import Any
 Said = tuple[str, list[tuple[str, Any]]]
 """A reply's text, and its calls of tools, as (id, arguments)."""
 TEXT = "The value of an expression of whole numbers, + - * and brackets."
-SCHEMA = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+PROPERTIES = {"expression": {"type": "string"}}
+SCHEMA = {"additionalProperties": False, "properties": PROPERTIES, "required": ["expression"], "type": "object"}
 TOOL = {"name": "calculate", "description": TEXT}
 
 

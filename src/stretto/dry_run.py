@@ -6,6 +6,8 @@ plans the processes, and this file puts their texts together. The resolved confi
 
 from __future__ import annotations
 
+import itertools
+import json
 import textwrap
 from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
@@ -38,6 +40,9 @@ from stretto.orchestrator.lengths import Limit, limits_of, smallest
 WIDTH = 118
 PROMPT_LINES = 14
 MOST_NAMES = 4
+COMPARED_ROWS = 4
+"""Rows of `sft` in which the same long texts are looked for."""
+LONG_ROW = 200  # tokens of a row in which they are worth it
 
 Rows = list[tuple[str, str]]
 
@@ -317,8 +322,9 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
     from stretto.orchestrator.build import build_renderer_of, build_scratch_renderer
     from stretto.trainer.batch.sft_data import read_rows, render_row
 
-    data = cfg.data.model_copy(update={"num_rows": 1}) if isinstance(cfg.data, EnvData) else cfg.data
-    row = next(read_rows(data, cfg.seed), None)
+    data = cfg.data.model_copy(update={"num_rows": COMPARED_ROWS}) if isinstance(cfg.data, EnvData) else cfg.data
+    rows = list(itertools.islice(read_rows(data, cfg.seed), COMPARED_ROWS))
+    row = next(iter(rows), None)
     if row is None:
         raise DataError("[data] has no row; check what its key names holds rows, or its sft_rows returns them")
     try:
@@ -337,7 +343,25 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
     parts = f" (the first of {len(rendered.examples)} examples)" if len(rendered.examples) > 1 else ""
     about = f"{row.where}: {len(ids)} tokens, of which {int(mask.sum())} are trained{parts}"
     about += f"{_cut(ids, mask, limits_of(cfg))}:"
-    return _boxed(about, renderer.readable(ids)), "", renderer.description
+    shown = _boxed(about, renderer.readable(ids))
+    if cfg.model.scratch is not None and cfg.tokenizer.name is None and len(ids) > LONG_ROW:
+        others = [render_row(each, renderer, cfg.loss_mask).examples for each in rows[1:]]
+        shown += _phrases(
+            [renderer.readable(ids), *(renderer.readable(each[0][0]) for each in others if each)], len(ids)
+        )
+    return shown, "", renderer.description
+
+
+def _phrases(texts: Sequence[str], num_tokens: int) -> str:
+    """The phrases that would halve a row of this many tokens, as lines of a configuration; "" if none do."""
+    from stretto.chat.scratch import common_phrases
+
+    phrases = common_phrases(texts) if len(texts) > 1 else []
+    left = num_tokens - sum((len(phrase) - 1) * texts[0].count(phrase) for phrase in phrases)
+    if left > num_tokens / 2:
+        return ""
+    lines = "".join(f"  {json.dumps(phrase, ensure_ascii=False)},\n" for phrase in phrases)
+    return f"\n\nin [model.scratch] this would make the row about {left} tokens long:\nphrases = [\n{lines}]"
 
 
 def _cut(ids: Sized, mask: Any, limits: Sequence[Limit]) -> str:

@@ -249,9 +249,7 @@ def run_config_verb(verb: str, words: list[str], command: str) -> int:
         from stretto.bench.shape import Shape
 
         bench, words = Shape.parse(verb, words)
-    from stretto.config.load import load
-
-    cfg = load(root_of(verb), _own_flags(verb, words), verb=command)
+    cfg = _load(verb, words, command)
     os.environ.update(cfg.env_vars)  # before torch is imported
     if cfg.print_config:
         return print_config(cfg)
@@ -264,6 +262,22 @@ def run_config_verb(verb: str, words: list[str], command: str) -> int:
         unwind_at_signals()
         return run(cfg, bench)
     return _run(verb, cfg, words)
+
+
+def _load(verb: str, words: list[str], command: str) -> RunRoot:
+    """The checked config. A terminal says at once what is done: importing the classes of sections takes a moment."""
+    shows = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    if shows:
+        sys.stderr.write("reading the configuration\r")
+        sys.stderr.flush()
+    try:
+        from stretto.config.load import load
+
+        return load(root_of(verb), _own_flags(verb, words), verb=command)
+    finally:
+        if shows:
+            sys.stderr.write("\x1b[K")
+            sys.stderr.flush()
 
 
 def _check_add_ons(cfg: RunRoot) -> None:

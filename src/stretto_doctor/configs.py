@@ -17,11 +17,11 @@ from stretto.check.code import check_sft_records, check_user_code
 from stretto.check.models import check_model, check_served, check_trainable, models_of
 from stretto.check.weights import check_weights_of
 from stretto.config.load import load, names_whole_run
-from stretto.config.model_file import ModelFile, read_model_file
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig, SFTConfig
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import CkptSection, num_kept
 from stretto.data.hub_model import find_local, look_up, size
+from stretto.data.model_file import ModelFile, read_model_file
 from stretto.launch.plan.serving import plan_serving
 from stretto.launch.plan.sft_ranks import find_gpus, plan_ranks
 from stretto.launch.run.rl import check_here

@@ -13,9 +13,9 @@ from typing import Any
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
-from stretto.config.model_file import read_model_file
 from stretto.config.sections.model import ModelSection
 from stretto.data.hub_model import find_config
+from stretto.data.model_file import read_model_file
 from stretto.families.shape import ModelConfig
 from stretto.families.table import FAMILIES
 from stretto.models.config import parse_config, scratch_config

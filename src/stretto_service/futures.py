@@ -111,6 +111,12 @@ class Futures:
                 async with asyncio.timeout(left):
                     await event.wait()
 
+    def fail(self, run: str, result: Result) -> None:
+        """Answer the requests of a run that have no answer."""
+        for future in self._futures.values():
+            if future.run == run and future.result is None:
+                future.set(result)
+
     def forget(self, prefix: str) -> None:
         """Delete the futures whose ids begin with this: those of a run whose name another run takes."""
         for name in [name for name in self._futures if name.startswith(prefix)]:

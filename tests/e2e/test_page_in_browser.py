@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +111,23 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "outputs"
 
 
-@pytest.fixture(scope="module")
-def address(ended: Path) -> Iterator[str]:
-    words = [sys.executable, "-m", "stretto", "view", str(ended), "--port", "0"]
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a page of the runs in a folder."""
+    words = [sys.executable, "-m", "stretto", "view", str(folder), "--port", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        yield server.stdout.readline().split()[1]
-        server.terminate()
+        try:
+            yield server.stdout.readline().split()[1]
+        finally:
+            server.terminate()
         assert server.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def address(ended: Path) -> Iterator[str]:
+    with served(ended) as found:
+        yield found
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -256,3 +266,41 @@ def test_two_runs_are_compared(tab: Any, address: str) -> None:
     tab.goto(f"{address}#/curves?run=live&run=copy&key=reward/mean")
     tab.locator("figure canvas").first.wait_for()
     assert tab.locator(".legend span").count() == 2
+
+
+def test_two_rollouts_of_a_task_stand_beside_each_other(tab: Any, address: str, ended: Path) -> None:
+    """Two runs, and two versions of one run; what is shown is in the address."""
+    row = Run(ended / "live").rollouts(step=2)[0]
+    tab.goto(f"{address}#/rollouts?run=live&run=copy&rollout={row['group_id']}.{row['member']}")
+    tab.get_by_text("side by side").click()
+    tab.locator(".besides section:last-child .turn").first.wait_for()
+    assert tab.locator(".besides section > h2:first-child").all_inner_texts() == ["live", "copy"]
+    told = tab.locator(".besides section").all_inner_texts()
+    assert all(f"task {row['task_id']}" in each and "assistant" in each for each in told)
+    assert "left=" in tab.url and "right=" in tab.url
+    tab.goto("about:blank")
+    tab.goto(f"{address}#/rollouts?run=live&beside={row['task_id']}&env=sort-letters")
+    tab.locator(".besides section:last-child > :is(.turn, .turns, p)").first.wait_for()
+    assert tab.locator(".besides section > h2:first-child").all_inner_texts() == ["live", "live"]
+    tab.get_by_text("the list").click()
+    tab.locator("tr[data-rollout]").first.wait_for()
+
+
+def test_a_run_without_steps_or_rollouts_says_why_in_one_sentence(tab: Any, tmp_path: Path) -> None:
+    for name, config in (("dry", "{}"), ("given", '{"data": {}}'), ("cut", "{}"), ("damaged", "{")):
+        run = RunDir(tmp_path / name)
+        run.configs.mkdir(parents=True)
+        run.config("run").write_text(config)
+    RunDir(tmp_path / "cut").logs.mkdir()
+    with served(tmp_path) as own:
+        for run, view, says in (
+            ("dry", "now", "It has not started"), ("dry", "curves", "It has not started"),
+            ("dry", "rollouts", "It has not started"), ("given", "rollouts", "It trains on given texts"),
+            ("cut", "curves", "It ended before its first step"), ("cut", "rollouts", "ledger.sqlite is missing"),
+        ):  # fmt: skip
+            tab.goto("about:blank")
+            tab.goto(f"{own}#/{view}?run={run}")
+            tab.locator("#view").get_by_text(says).wait_for()
+        tab.goto(f"{own}#/curves?run=damaged")
+        tab.locator("#view .error:has-text('damaged/configs/run.json')").wait_for()
+        tab.goto("about:blank")  # the page ends

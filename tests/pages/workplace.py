@@ -49,7 +49,7 @@ def whole_config(block: Block) -> tuple[str, str]:
         return "serve", ("" if has_model else _MODEL) + block.text
     if "data" in given:
         return "sft", _MODEL + block.text
-    if "eval" in given:
+    if "eval" in given or "val" in given:
         return "sft", _SFT + block.text
     orchestrator = given.get("orchestrator", {})
     has_env = isinstance(orchestrator.get("env") or orchestrator.get("train", {}).get("env"), list)

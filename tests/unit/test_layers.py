@@ -26,7 +26,7 @@ BELOW = {
     "chat": {"base", "families", "records", "config", "data"},
     "models": {"base", "families", "records", "config"},
     "transports": {"base", "records", "config"},
-    "data": {"base"},
+    "data": {"base", "families"},
     "check": {"base", "families", "config", "data", "monitors", "envs", "vime"},
     "vime": {"addons", "base", "records", "data"},
     "envs": {"base", "records", "config", "data", "vime"},
@@ -128,10 +128,13 @@ BELOW = {
 
 HOMES = {
     "torch": ("algorithms", "models", "trainer", "inference", "transports/weights", "stretto_service/tenants"),
-    "transformers": ("models", "trainer", "inference", "api/verbs.py"),  # the last for types
+    # api: types, and what a model object of the user is
+    "transformers": ("models", "trainer", "inference", "api/verbs.py", "api/given/models.py"),
     "vllm": ("inference/vllm",),
     "datasets": ("data/hub.py", "api/rows.py", "api/verbs.py"),
     "verifiers": ("envs/verifiers",),
+    "harbor": ("envs/hubs/other_python",),
+    "nemo_gym": ("envs/hubs/other_python",),
     "reasoning_gym": ("envs/bundled/reasoning_gym.py",),
     "ray": ("stretto_clusters/ray/cluster.py",),
     "wandb": ("monitors/wandb.py",),

@@ -33,11 +33,17 @@ class Live:
     def begin(self) -> None:
         """Wait until the run has its directory, and go on showing it in the background, if that is a display.
 
+        A KeyboardInterrupt stops it, and is waited for.
+
         Raises: ConfigError or EngineError if it has failed before.
         """
         run = self.progress.run
-        while self.is_running and not (run.config("run").exists() and self._is_new(run.config("run"))):
-            time.sleep(0.05)
+        try:
+            while self.is_running and not (run.config("run").exists() and self._is_new(run.config("run"))):
+                time.sleep(0.05)
+        except KeyboardInterrupt:
+            self.started.interrupt()
+            self.wait()
         if not self.is_running:
             self.wait()
         elif self._display is not None:

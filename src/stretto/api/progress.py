@@ -34,7 +34,7 @@ class Progress:
         """The last lines that its process has printed."""
         self.state = ""
         self.part: tuple[str, int, int] | None = None
-        """Of what has no steps: what is done now, how much of it, and of how much (0: not known)."""
+        """What is done now, how much of it, and of how much (0: not known); None for what has steps."""
         self._tails = {role: MetricsTail(run.metrics(role), max_rows=_MAX_POINTS) for role in _KEYS}
         self._first: tuple[int, float] | None = None  # step and time of the first step that was seen
 

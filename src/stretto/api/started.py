@@ -76,7 +76,7 @@ class Started:
         return self._popen.pid
 
     def _read(self) -> None:
-        assert self._popen.stdout is not None
+        assert self._popen.stdout is not None and self._popen.stdin is not None
         for line in self._popen.stdout:
             text = harmless(line).rstrip("\n")
             self.tail.append(text)
@@ -84,6 +84,8 @@ class Started:
                 self._said = [*self._said[: _NUM_SAID - 1], text]
             self._lines.put(text)
         self._popen.wait()
+        self._popen.stdin.close()
+        self._popen.stdout.close()
         self._lines.put(None)
         self._is_read.set()
 
@@ -105,17 +107,25 @@ class Started:
         with self._following:
             while until is None or time.monotonic() < until:
                 try:
-                    line = self._lines.get(timeout=_TICK_S)
-                    if line is None:
-                        self._lines.put(None)
-                        tick()
+                    if self._hand_on(show, tick):
                         return True
-                    show(line)
-                except queue.Empty:
-                    tick()
                 except KeyboardInterrupt:
                     self.interrupt()
         return self._is_read.is_set()
+
+    def _hand_on(self, show: Callable[[str], None], tick: Callable[[], object]) -> bool:
+        """Hand on one line, or none within a tick; whether there will be no more."""
+        try:
+            line = self._lines.get(timeout=_TICK_S)
+        except queue.Empty:
+            tick()
+            return self._is_read.is_set()
+        if line is not None:
+            show(line)
+            return False
+        self._lines.put(None)
+        tick()
+        return True
 
     def join(self, until: float | None = None) -> bool:
         """Wait until all that the process has printed is read, while another thread follows it; as `follow`."""

@@ -198,6 +198,8 @@ def refusal_of(method: str, headers: Headers, *, has_key: bool, is_ip_enough: bo
     if not has_key and not is_local(host) and not (is_ip_enough and _address_of(host)):
         rule = "an IP address" if is_ip_enough else "127.0.0.1"
         return (403, f"Host: {host[:200]!r} is refused: without a key this server answers as localhost or {rule} only")
+    if host and not _HOST.fullmatch(host):
+        return 400, f"Host: {host[:200]!r} is neither a name nor an address"
     if origin is not None and (not host or _host_of(origin) != host.lower()):
         return 403, f"Origin: {origin[:200]!r} is refused: pages of other sites may not call this server"
     is_opened = method == "GET" and headers.get("sec-fetch-mode") == "navigate"  # a link to the page was followed

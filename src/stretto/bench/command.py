@@ -28,10 +28,10 @@ from stretto.bench.report import as_table, phases
 from stretto.bench.shape import Shape
 from stretto.bench.tasks import write_rows
 from stretto.config.load import dump, write_json
-from stretto.config.model_file import read_model_file
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.section import Section
 from stretto.data.hub_model import find_config
+from stretto.data.model_file import read_model_file
 from stretto.monitors.file import read_metrics
 
 TAIL_LINES = 15

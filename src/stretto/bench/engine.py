@@ -22,9 +22,9 @@ from stretto.bench.memory import MemorySampler
 from stretto.bench.report import phases
 from stretto.bench.shape import Shape
 from stretto.config.load import dump, write_json
-from stretto.config.model_file import read_model_file
 from stretto.config.root import InferenceConfig
 from stretto.data.hub_model import find_config
+from stretto.data.model_file import read_model_file
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
 

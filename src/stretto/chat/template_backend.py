@@ -19,7 +19,7 @@ from typing import Any
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.backend import Message, Parsed, Rendered, Reply
 from stretto.chat.conversations import CALL, TOOL
-from stretto.chat.family_backend import from_library
+from stretto.chat.family_backend import from_library, import_library
 from stretto.chat.marks import owners_of, unmarked, with_marks
 from stretto.chat.template_traits import Thinking, as_parts, find_traits, shows_at, with_arguments
 from stretto.chat.templates import ChatTemplate
@@ -201,8 +201,7 @@ class TemplateBackend:
     def _parse_by_library(
         self, name: str, ids: Sequence[int], prompt: str | None, tools: Sequence[Message] | None
     ) -> Parsed:
-        from renderers import parsing
-
+        parsing = import_library("renderers.parsing")
         function, tokens = LIBRARY_FORMATS[name]
         arguments: dict[str, Any] = {key: self._tokenizer.token_id(token) for key, token in tokens.items()}
         before: list[int] = []

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from stretto.base.errors import ConfigError
-from stretto.config.model_file import ModelFile
 from stretto.config.sections.model import ModelSection
+from stretto.data.model_file import ModelFile
 from stretto.families.table import FAMILIES, VISION_FAMILIES, traits_of
 
 _COUNTS = (

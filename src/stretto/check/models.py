@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
 from stretto.base import process
-from stretto.base.errors import ConfigError, DataError, meant_path
+from stretto.base.errors import ConfigError, meant_path
 from stretto.check.degrees import Shape, check_vision, find_degrees, find_plain_degrees, read_shape
 from stretto.check.vllm_models import ServedModel
-from stretto.config.model_file import ModelFile, has_own_family
 from stretto.config.root import RLConfig
 from stretto.config.sections.inference import InferenceSection
-from stretto.config.sections.model import LORA_TARGETS, Family, ModelSection
+from stretto.config.sections.model import Family, ModelSection
 from stretto.data.hub_model import find_config, is_hub_name
-from stretto.data.weight_files import INDEX, SINGLE, read_weight_file
+from stretto.data.model_file import ModelFile, has_own_family
 from stretto.families.table import SPARSE_FAMILIES
 
 _SAME = (
@@ -53,9 +52,10 @@ def find_model(name: str) -> ModelFile | None:
     return None if directory is None else ModelFile.read(directory)
 
 
-def check_shape(cfg: RLConfig) -> None:
-    """Check the model's shape against what trains and serves it."""
-    check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=cfg.trainer.enable_router_replay)
+def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
+    """Check the model's shape against what trains and serves it. must_exist: as in `check_model`."""
+    has_replay = cfg.trainer.enable_router_replay
+    check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=has_replay, must_exist=must_exist)
     if cfg.num_critic_ranks:
         check_model(cfg.model, cfg.num_critic_ranks, "model, of the ranks in trainer.critic.placement")
     check_engine_model(cfg)
@@ -65,30 +65,19 @@ def check_shape(cfg: RLConfig) -> None:
         check_served(cfg.inference, cfg.inference.model or cfg.model.name, is_cpu=is_cpu)
 
 
-def check_exists(model: ModelSection) -> None:
-    """Raises: ConfigError if there is no such model; called before --clean deletes anything."""
-    name = model.name
-    if model.scratch is not None or find_config(name) is not None:
-        return
-    if Path(name).expanduser().is_dir():
-        raise ConfigError(
-            f"[model] name = {name!r}: there is no config.json in that directory, so it holds no model; give a "
-            "directory with config, safetensors and tokenizer."
-        )
-    if not is_hub_name(name):
-        raise ConfigError(
-            f"[model] name = {name!r}: there is no such directory{meant_path(Path(name), '.')} If a warm-up makes "
-            f"the model, run that first (`sft @ ...`); else give a directory with config, safetensors and tokenizer."
-        )
-
-
-def check_model(model: ModelSection, num_ranks: int, path: str, *, has_replay: bool = False) -> None:
+def check_model(
+    model: ModelSection, num_ranks: int, path: str, *, has_replay: bool = False, must_exist: bool = False
+) -> None:
     """Check parallel degrees and model options against the model; path names its section in messages.
+
+    must_exist: refuse a model that is not there, before `--clean` deletes anything; else a warm-up may still make it.
 
     Raises: ConfigError naming the key, the value and what this model allows.
     """
     here = None if model.scratch is not None else find_model(model.name)
     if here is None:
+        if must_exist and model.scratch is None:
+            _refuse_missing(model.name)
         return
     check_family(here, f"[{path}] name = {model.name!r}")
     check_trainable(here, model.impl, f"[{path}] name = {model.name!r}")
@@ -108,41 +97,22 @@ def check_model(model: ModelSection, num_ranks: int, path: str, *, has_replay: b
             find_degrees(model, num_ranks, shape)
     except ConfigError as error:
         raise ConfigError(f"{model.name}: {str(error).replace('[model', f'[{path}')}") from None
-    if model.lora is not None:
-        _check_targets(here.directory, model.lora.target_modules, f"[{path}.lora] target_modules")
     for key, why in _unused_keys(model, shape, has_replay=has_replay):
         raise ConfigError(f"{model.name}: {key.format(path=path)} {why}; leave it out")
 
 
-def _check_targets(directory: Path, targets: Sequence[str], where: str) -> None:
-    """Check that adapters are for layers that this model or another one has.
-
-    Raises: ConfigError naming a layer that no model has, and the nearest name.
-    """
-    import difflib
-
-    names = layer_names(directory)
-    if not names:
-        return
-    for target in targets:
-        if target not in names and target not in LORA_TARGETS:
-            near = difflib.get_close_matches(target, sorted(names), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(names))}"
-            raise ConfigError(f"{where}: {directory} has no layer {target}; {hint}")
-
-
-def layer_names(directory: Path) -> set[str]:
-    """Last parts of the names of a model's linear layers; empty if its files cannot be read."""
-    try:
-        index = directory / INDEX
-        if index.is_file():
-            tensors = dict(json.loads(index.read_text())["weight_map"])
-        else:
-            tensors = dict(read_weight_file(directory / SINGLE).tensors)
-    except (OSError, ValueError, KeyError, TypeError, DataError):
-        return set()
-    names = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if name.endswith(".weight")}
-    return {name for name in names if not any(word in name for word in ("norm", "embed", "conv"))}
+def _refuse_missing(name: str) -> None:
+    """A name of the Hub may be right: a download says more."""
+    if Path(name).expanduser().is_dir():
+        raise ConfigError(
+            f"[model] name = {name!r}: there is no config.json in that directory, so it holds no model; give a "
+            "directory with config, safetensors and tokenizer."
+        )
+    if not is_hub_name(name):
+        raise ConfigError(
+            f"[model] name = {name!r}: there is no such directory{meant_path(Path(name), '.')} If a warm-up makes "
+            f"the model, run that first (`sft @ ...`); else give a directory with config, safetensors and tokenizer."
+        )
 
 
 def check_family(model: ModelFile, where: str) -> None:
@@ -350,7 +320,7 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
 
 def needs_vllm(section: InferenceSection, name: str) -> bool:
     """Whether `auto` means vLLM because the embedded engine has no such family."""
-    return section.engine == "auto" and not has_own_family(find_config(name))
+    return section.engine == "auto" and not has_own_family(name)
 
 
 def foreign_engines(cfg: RLConfig) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from stretto.base.errors import ConfigError
 from stretto.check.code import check_code
-from stretto.check.models import check_exists, check_shape, foreign_engines
+from stretto.check.models import check_shape, foreign_engines
 from stretto.check.nodes import (
     Process,
     check_num_gpus,
@@ -40,8 +40,7 @@ def check_run(cfg: RLConfig) -> None:
     Raises: ConfigError with the first reason why the run could not start.
     """
     check_code(cfg)
-    check_shape(cfg)
-    check_exists(cfg.model)
+    check_shape(cfg, must_exist=True)
     check_trackers(cfg)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.config.model_file import ModelFile
+from stretto.data.model_file import ModelFile
 from stretto.families.table import family_of, traits_of
 from stretto.families.traits import Traits
 
@@ -70,9 +70,11 @@ class ServedModel:
 
     def _number(self, key: str) -> int:
         """Raises: ConfigError if config.json does not give it."""
-        value = self.config.get(key)
+        value, file = self.config.get(key), self.directory / "config.json"
+        if value is None:
+            raise ConfigError(f"{file} has no {key}, so what vLLM needs is not known; give another model")
         if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self.directory / 'config.json'}: {key} = {value!r} must be a number of 1 or more")
+            raise ConfigError(f"{file}: {key} = {value!r} must be a number of 1 or more")
         return value
 
     def check(self) -> None:

@@ -11,26 +11,26 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.files import cache_dir, read_json
-from stretto.check.models import check_trainable, models_of, quantized_refusal, tokens_of
-from stretto.config.model_file import ModelFile, read_model_file
+from stretto.check.models import check_trainable, find_model, models_of, quantized_refusal, tokens_of
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig, SFTConfig
-from stretto.config.sections.model import ModelSection
+from stretto.config.sections.model import LORA_TARGETS, ModelSection
 from stretto.data.hub_model import find_local
-from stretto.data.weight_files import HeaderTensor, find_embedding, find_weight_files, read_weight_files
-from stretto.families.table import FAMILIES, family_of
+from stretto.data.model_file import LocalModel, ModelFile, read_local_model
+from stretto.data.weight_files import HeaderTensor, NoWeightsError
+from stretto.families.table import FAMILIES
 
 FIT_TIMEOUT_S = 600.0
 _WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "DistributedDataParallel", "_fsdp_wrapped_module.": "FSDP"}
 """What wraps a model in a way that changes the names of its weights."""
 _PACKED = (".qweight", ".qzeros", ".absmax", ".quant_map", ".weight_packed")
 """How names of tensors of quantized weights end."""
+_AGAIN = "; fetch or copy the model again, whole"
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 1 << 16
 _fits: dict[str, dict[str, list[str]]] = {}
 """Results of models/fit.py, by config.json and headers: several checks of one command ask for the same model."""
@@ -74,33 +74,40 @@ def check_weights(name: str, key: str, trained: ModelSection | None, *, is_dry_r
             f"{where}: a GGUF file can neither be trained nor served here; give the directory of safetensors files "
             "from which it was made"
         )
-    directory = find_local(name)
-    if directory is None or not (directory / "config.json").is_file():
-        return []
-    if is_dry_run and not _has_files(directory):
-        return [f"NOT READY: {where}: {directory} has a config.json and no weights"]
     try:
-        found = read_weight_files(directory)
+        found = read_local_model(name)
+    except NoWeightsError as error:
+        if is_dry_run:
+            return [f"NOT READY: {where}: {error}"]
+        raise ConfigError(f"{where}: {error}{_AGAIN}") from None
     except DataError as error:
-        way_out = "" if "; " in str(error) else "; fetch or copy the model again, whole"
-        raise ConfigError(f"{where}: {error}{way_out}") from None
-    tensors = {each: tensor for file in found.values() for each, tensor in file.tensors.items()}
-    model = ModelFile.read(directory)
-    config = model.found
+        raise ConfigError(f"{where}: {error}{'' if '; ' in str(error) else _AGAIN}") from None
+    if found is None:
+        return []
+    model, tensors = found.file, found.tensors
     if trained is not None:
         check_trainable(model, trained.impl, where)
+        if trained.lora is not None:
+            _check_targets(model.directory, tensors, trained.lora.target_modules)
     _check_names(where, tensors, is_trained=trained is not None)
-    _check_embedding(where, config, tensors)
-    notes = check_tokens(where, directory, config, tensors)
-    return notes + _check_fit(where, directory, config, tensors, trained)
+    _check_embedding(where, found)
+    return check_tokens(where, model.directory, model) + _check_fit(where, model, tensors, trained)
 
 
-def _has_files(directory: Path) -> bool:
-    """Whether a directory has files of weights; also those of other kinds, and damaged ones."""
-    try:
-        return bool(find_weight_files(directory))
-    except DataError as error:
-        return "there are no weights" not in str(error) or ", but " in str(error)
+def _check_targets(directory: Path, tensors: Mapping[str, HeaderTensor], targets: Sequence[str]) -> None:
+    """Check that adapters are for layers that this model or another one has.
+
+    Raises: ConfigError naming a layer that no model has, and the nearest name.
+    """
+    import difflib
+
+    layers = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if name.endswith(".weight")}
+    layers = {name for name in layers if not any(word in name for word in ("norm", "embed", "conv"))}
+    for target in targets:
+        if target not in layers and target not in LORA_TARGETS:
+            near = difflib.get_close_matches(target, sorted(layers), n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(layers))}"
+            raise ConfigError(f"[model.lora] target_modules: {directory} has no layer {target}; {hint}")
 
 
 def _check_names(where: str, tensors: Mapping[str, HeaderTensor], *, is_trained: bool) -> None:
@@ -117,14 +124,12 @@ def _check_names(where: str, tensors: Mapping[str, HeaderTensor], *, is_trained:
         raise ConfigError(quantized_refusal(where, f"its tensor {packed!r} is quantized"))
 
 
-def _check_embedding(where: str, config: Mapping[str, Any], tensors: Mapping[str, HeaderTensor]) -> None:
+def _check_embedding(where: str, model: LocalModel) -> None:
     """Check the rows of the embedding, and that a model with tied embeddings has no other output head in its files.
 
     Raises: ConfigError for rows that are not vocab_size, and for a head that would be dropped.
     """
-    text = dict(config) | (config.get("text_config") or {})
-    head = tensors.get("lm_head.weight")
-    embedding = find_embedding(tensors)
+    text, embedding, head = model.file.text, model.embedding, model.tensors.get("lm_head.weight")
     rows = text.get("vocab_size")
     if embedding is not None and isinstance(rows, int) and embedding.shape[0] != rows:
         raise ConfigError(
@@ -159,25 +164,23 @@ def _are_equal(one: HeaderTensor, other: HeaderTensor) -> bool:
 # -- the tokenizer --
 
 
-def check_tokens(
-    where: str, directory: Path, config: Mapping[str, Any], tensors: Mapping[str, HeaderTensor]
-) -> list[str]:
+def check_tokens(where: str, directory: Path, model: ModelFile) -> list[str]:
     """Check that every token has a row in the embedding; more rows than tokens are usual. Returns warnings.
 
-    directory: that of the tokenizer. config, tensors: those of the model.
+    directory: that of the tokenizer.
 
     Raises: ConfigError if tokens without a row are of the vocabulary, or every conversation has them.
     """
-    num_rows = (dict(config) | (config.get("text_config") or {})).get("vocab_size")
+    num_rows = model.text.get("vocab_size")
     if not isinstance(num_rows, int) or not (directory / "tokenizer.json").is_file():
         return []
     try:
         tokenizer = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
         ids = tokens_of(tokenizer)
         added = {token["content"] for token in tokenizer.get("added_tokens") or ()}
+        beyond = sorted((token for token in ids if ids[token] >= num_rows), key=lambda token: ids[token])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []  # `load_tokenizer` says what is wrong with it
-    beyond = sorted((token for token in ids if ids[token] >= num_rows), key=lambda token: ids[token])
     if not beyond:
         return []
     needed = [token for token in beyond if token not in added or token in _conversation_tokens(directory)]
@@ -207,28 +210,23 @@ def _conversation_tokens(directory: Path) -> str:
 
 def _check_other_tokenizer(name: str, tokenizer: str) -> list[str]:
     """The same for the tokenizer of tokenizer.name; returns warnings."""
-    model, directory = find_local(name), find_local(tokenizer, has_weights=False)
-    if model is None or directory is None or not (model / "config.json").is_file():
+    if (directory := find_local(tokenizer, has_weights=False)) is None or (model := find_model(name)) is None:
         return []
-    return check_tokens(f"[tokenizer] name = {tokenizer!r}", directory, read_model_file(model), {})
+    return check_tokens(f"[tokenizer] name = {tokenizer!r}", directory, model)
 
 
 # -- the network --
 
 
 def _check_fit(
-    where: str,
-    directory: Path,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, HeaderTensor],
-    trained: ModelSection | None,
+    where: str, model: ModelFile, tensors: Mapping[str, HeaderTensor], trained: ModelSection | None
 ) -> list[str]:
     """Compare names and shapes with the network of config.json; returns warnings.
 
     Raises: ConfigError with all differences.
     """
-    is_ours = family_of(config) in FAMILIES
-    quantization = config.get("quantization_config") or {}
+    is_ours = model.family in FAMILIES
+    quantization = model.found.get("quantization_config") or {}
     if not is_ours and (trained is None or trained.trust_remote_code or quantization):
         return []  # vLLM, or code of the model's authors, decides
     if is_ours and trained is None and quantization and quantization.get("quant_method") != "fp8":
@@ -236,9 +234,9 @@ def _check_fit(
     impl = "auto" if trained is None else trained.impl
     if quantization and impl != "custom" and trained is not None:
         return []  # transformers expands them
-    found = _fit(directory, impl, tensors)
+    found = _fit(model.directory, impl, tensors)
     if faults := found["faults"]:
-        raise ConfigError(f"{where}: {'; '.join(_without_directory(faults, directory))}")
+        raise ConfigError(f"{where}: {'; '.join(_without_directory(faults, model.directory))}")
     return [f"{where}: {note}" for note in found["notes"]]
 
 

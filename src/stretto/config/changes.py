@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stretto.config.load import dump, masked
-from stretto.config.reading.toml import is_secret
+from stretto.config.load import dump
+from stretto.config.masks import is_secret, masked
 from stretto.config.section import KeyPath, Section, dotted, show
 
 NOT_COMPARED = frozenset({"resume", "run", "output_dir"})

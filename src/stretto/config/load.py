@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 from stretto.base.errors import ConfigError
 from stretto.base.files import write_atomic
 from stretto.base.status import is_supervised
+from stretto.config.masks import masked
 from stretto.config.reading.draft import RUN_TABLES, Draft, Given, dotted_to_path
 from stretto.config.reading.lines import read_file
-from stretto.config.reading.toml import chosen_at_start, is_secret, toml_text
+from stretto.config.reading.toml import chosen_at_start, toml_text
 from stretto.config.reading.words import ArgumentProblem, FileArgument, parse_arguments
 from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig, RunRoot, TrainerConfig
 from stretto.config.rules import all as rules
@@ -149,13 +150,3 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 def shown_text(root: Section) -> str:
     """A root as `--print-config` prints it: TOML that can be loaded, without secrets."""
     return toml_text(type(root), dump(root), set(chosen_at_start(root)))
-
-
-def masked(data: Any) -> Any:
-    """The data of a config with *** in place of secrets."""
-    if isinstance(data, list):
-        return [masked(item) for item in data]
-    if not isinstance(data, dict):
-        return data
-    hidden = lambda name, value: "***" if value is not None and is_secret(name) else masked(value)
-    return {name: hidden(name, value) for name, value in data.items()}

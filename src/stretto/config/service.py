@@ -36,6 +36,9 @@ class ServiceSection(Section):
     """Address to listen on."""
     port: int = Field(8700, ge=1, le=65535)
     """TCP port."""
+    public_url: str | None = None
+    """Address by which users reach the hub if it is behind a proxy, `https://tinker.example`; links to files begin with
+    it. None: with `http://` and what a request has in its Host header."""
     users: dict[str, UserSection] = Field({"user": UserSection()}, min_length=1)
     """By name. The admin is none of these and has another token."""
     runs_dir: Path | None = None

@@ -27,6 +27,10 @@ _NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _NUM_REFERENCE_ROWS = 512
 
 
+class NoWeightsError(DataError):
+    """A directory has no weights of any kind."""
+
+
 @dataclass(frozen=True)
 class HeaderTensor:
     """One tensor of a file of weights."""
@@ -54,13 +58,15 @@ class WeightFile:
 def find_weight_files(directory: Path) -> list[str]:
     """The files of weights that the directory's index names; without an index, all that it has.
 
-    Raises: DataError if there are none, or the index is damaged.
+    Raises: NoWeightsError if there are none, DataError if the index is damaged or they are of another kind.
     """
     index = directory / INDEX
     if not index.is_file():
         names = sorted(path.name for path in directory.glob("*.safetensors"))
         if not names:
-            raise DataError(f"{directory}: no {SINGLE}, and no {INDEX}: there are no weights{_others(directory)}")
+            others = _others(directory)
+            what = f"{directory}: no {SINGLE}, and no {INDEX}: there are no weights{others}"
+            raise DataError(what) if others else NoWeightsError(what)
         return names
     return sorted(set(_read_index(index).values()))
 

@@ -146,7 +146,7 @@ class Agent(Dataset):
         sample = self._sample(task, ctx.episode)
         sample.response = session.last_text if self.answer == "reply" else ended.output.strip()
         sample.metadata = {**sample.metadata, "output": ended.output, "replies": session.replies}
-        is_truncated = session.limit is not None or isinstance(ended.end, Cut)
+        is_truncated = session.is_limited or isinstance(ended.end, Cut)
         sample.status = Status.TRUNCATED if is_truncated else Status.COMPLETED
         metrics = {
             "turns": float(len(session.answers)),
@@ -181,7 +181,7 @@ class Agent(Dataset):
             raise EnvError(f"agent: {program} printed more than {size} MiB; its last lines:\n{ended.last_lines}")
         if not session.answers and session.limit is not None:
             raise session.limit
-        if isinstance(ended.end, int) and ended.end and session.limit is None:
+        if isinstance(ended.end, int) and ended.end and not session.is_limited:
             how = describe_exit(ended.end)
             raise EnvError(f"agent: {program} ended with {how}; its last lines:\n{ended.last_lines}")
         if not session.answers:

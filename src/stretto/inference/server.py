@@ -26,9 +26,9 @@ from stretto.base.process import visible_gpus
 from stretto.base.runtime import freeze_objects, keep_freed_memory, raise_file_limit
 from stretto.base.status import is_supervised
 from stretto.chat.tokenizer import end_ids
-from stretto.config.model_file import has_own_family
 from stretto.config.sections.engines import ADMITTED, HOLD_VAR
-from stretto.data.hub_model import fetch, find_config
+from stretto.data.hub_model import fetch
+from stretto.data.model_file import has_own_family
 from stretto.inference.boundary import (
     MAX_ADMIN_BYTES,
     RUNNER_SETTINGS,
@@ -157,13 +157,11 @@ class Server:
             "object": "model",
             "created": int(time.time()),
             "owned_by": "stretto",
-            "root": str(self.directory),
+            "root": self.model_name,  # vLLM's has the directory, which is no business of a client
             "parent": None,
             "max_model_len": core.max_model_len,
         }
-        adapters = [
-            card | {"id": adapter.name, "root": adapter.path, "parent": self.model_name} for adapter in core.adapters
-        ]
+        adapters = [card | {"id": each.name, "root": each.name, "parent": self.model_name} for each in core.adapters]
         return json_response({"object": "list", "data": [card, *adapters]})
 
     async def metrics(self, _: web.Request) -> web.Response:
@@ -272,7 +270,7 @@ def main(cfg: InferenceConfig) -> int:
     log.setup("inference", cfg.run_dir if cfg.run.name else None, cfg.log.level, cfg.log.json_logging)
     raise_file_limit()
     cfg = with_address(cfg)
-    is_own = cfg.model is None or has_own_family(find_config(cfg.model))
+    is_own = cfg.model is None or has_own_family(cfg.model)
     if cfg.chosen_engine(has_gpu=bool(visible_gpus()), is_own=is_own) == "vllm":
         from stretto.inference.vllm.launch import main as serve_vllm
 

@@ -117,8 +117,9 @@ def has_custom_module(directory: str | Path) -> bool:
 def build_model(cfg: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
     """A decoder with uninitialised weights, which `load_tensors` or `load_slices` sets."""
     with torch.device("meta"):
-        model = Decoder(cfg)
-    return model.to(dtype).to_empty(device=device)
+        model = Decoder(cfg).to(dtype)
+    # nn.Module.to_empty asks the meta device for what is like a tensor there, which imports sympy: half a second.
+    return model._apply(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device))
 
 
 def build_meta_model(directory: str | Path, dtype: torch.dtype) -> Decoder:

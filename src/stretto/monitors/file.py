@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from stretto.base.errors import DataError
 from stretto.monitors.monitor import Monitor, TableRow, images_of
@@ -135,7 +136,7 @@ class MetricsTail:
             return
         if self._is_new:
             self._rows, self._is_new = {s: old for s, old in self._rows.items() if s < step}, False
-        new = {k: math.nan if v is None else v for k, v in row.items()}
+        new = row if None not in row.values() else {k: math.nan if v is None else v for k, v in row.items()}
         self._rows[step] = self._rows.get(step, {}) | new  # a row that a caller has does not change
         if self._max_rows is not None and len(self._rows) > self._max_rows:
             self._merge(self._max_rows)
@@ -146,43 +147,50 @@ class MetricsTail:
         old, new = steps[1:-_KEPT_AS_THEY_ARE], [steps[0], *steps[-_KEPT_AS_THEY_ARE:]]
         while len({step // self._stride for step in old}) > max_rows // 2 - _KEPT_AS_THEY_ARE:
             self._stride *= 2
-        means = _means([self._rows[step] for step in old])
-        neighbours = itertools.groupby(old, key=lambda step: step // self._stride)
-        merged = [_merged([self._rows[step] for step in group], means) for _, group in neighbours]
+        sizes = [len(list(group)) for _, group in itertools.groupby(old, key=lambda step: step // self._stride)]
+        merged = _merged([self._rows[step] for step in old], sizes)
         self._rows = {row["step"]: row for row in merged} | {step: self._rows[step] for step in new}
 
 
-def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean of each metric over its finite values."""
-    sums: dict[str, float] = {}
-    counts: dict[str, int] = {}
-    for row in rows:
-        for key, value in row.items():
-            if isinstance(value, int | float) and math.isfinite(value):
-                sums[key] = sums.get(key, 0.0) + value
-                counts[key] = counts.get(key, 0) + 1
-    return {key: total / counts[key] for key, total in sums.items()}
-
-
-def _merged(rows: Sequence[Mapping[str, Any]], means: Mapping[str, float]) -> dict[str, Any]:
-    """One row for several, in step order."""
-    last, found, distances = rows[-1], dict(rows[0]), dict[str, float]()
-    if len(rows) == 1:
-        return found
-    for row in rows:
-        for key, value in row.items():
-            mean = means.get(key)
-            is_number = mean is not None and isinstance(value, int | float)
-            distance = abs(value - mean) if is_number else math.nan
-            if distance > distances.get(key, -1.0):
-                found[key], distances[key] = value, distance
-            elif key not in found:
+def _merged(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """One row for each group of neighbours, in step order; sizes: of the groups."""
+    ends = np.cumsum(sizes)
+    starts = ends - np.asarray(sizes)
+    group_of = np.repeat(np.arange(len(sizes)), sizes)
+    merged: list[dict[str, Any]] = [{} for _ in sizes]
+    for key in set().union(*rows):
+        column = [row.get(key) for row in rows]
+        distance = _distances(column)
+        farthest = np.maximum.reduceat(distance, starts)
+        hits = np.flatnonzero(distance == farthest[group_of])
+        first = hits[np.unique(group_of[hits], return_index=True)[1]].tolist()
+        is_last = key in _FRAME or key.startswith("progress/")
+        for found, at, end in zip(merged, first, ends.tolist()):
+            value = column[end - 1] if is_last and column[end - 1] is not None else column[at]
+            if value is not None:
                 found[key] = value
-    batches = [row.get("batch/tokens", 0) + row.get(MERGED_TOKENS, 0) for row in rows]
-    if any(batches):
-        found[MERGED_TOKENS] = sum(batches) - found.get("batch/tokens", 0)
-    as_last = {key: value for key, value in last.items() if key in _FRAME or key.startswith("progress/")}
-    return found | as_last
+    tokens = np.array([row.get("batch/tokens", 0) + row.get(MERGED_TOKENS, 0) for row in rows], np.float64)
+    for found, size, total in zip(merged, sizes, np.add.reduceat(tokens, starts).tolist()):
+        if size > 1 and total:
+            found[MERGED_TOKENS] = total - found.get("batch/tokens", 0)
+    return merged
+
+
+def _distances(column: Sequence[Any]) -> np.ndarray:
+    """How far each value is from the mean of the finite ones; -1 for what is no number, -2 for what is missing."""
+    try:
+        numbers = np.array(column, np.float64)  # None becomes nan
+    except (TypeError, ValueError):
+        numbers = np.array([value if isinstance(value, int | float) else math.nan for value in column], np.float64)
+    finite = np.isfinite(numbers)
+    if not finite.any():
+        numbers[:] = math.nan
+    with np.errstate(invalid="ignore"):
+        distance = np.abs(numbers - (numbers[finite].mean() if finite.any() else 0.0))
+    distance[np.isnan(distance)] = -1.0
+    if None in column:
+        distance[[value is None for value in column]] = -2.0
+    return distance
 
 
 def newest_row(path: Path, name: str) -> dict[str, Any]:
@@ -197,6 +205,36 @@ def newest_row(path: Path, name: str) -> dict[str, Any]:
                 return row
             newest = newest or (row if "step" in row else {})
     return newest
+
+
+def newest_rows(path: Path, num: int) -> list[dict[str, Any]]:
+    """The last `num` of `read_metrics`, without reading what is before them; [] if there is no file.
+
+    Raises: DataError for a file that cannot be read.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    last: float = math.inf  # later steps of what is before here are superseded
+    first: int | None = None  # the step of the row behind the one that is looked at, in its incarnation
+    try:
+        with path.open("rb") as file:
+            for row in _rows_from_end(file.fileno()):
+                step = row.get("step")
+                if "step" not in row:
+                    resumed = row.get("resumed_step")
+                    before = resumed if resumed is not None else math.inf if first is None else first - 1
+                    last, first = min(last, before), None
+                elif isinstance(step, int):
+                    first = step
+                    if step > last:
+                        continue
+                    if len(found) > num and step < min(found):
+                        break
+                    found[step] = {k: math.nan if v is None else v for k, v in row.items()} | found.get(step, {})
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    return [found[step] for step in sorted(found)][-num:]
 
 
 def moving_mean(values: Sequence[float]) -> list[float]:

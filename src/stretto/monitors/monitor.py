@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from stretto.base.paths import RunDir
-from stretto.config.load import masked
+from stretto.config.masks import masked
 
 IMAGES = "images"
 

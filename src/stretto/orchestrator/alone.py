@@ -85,3 +85,7 @@ class AbsentEngines:
     async def metrics(self) -> dict[str, float]:
         """Engines that do not exist have no metrics."""
         return {}
+
+    async def metrics_by_engine(self) -> dict[str, dict[str, float]]:
+        """Nor has any of them."""
+        return {}

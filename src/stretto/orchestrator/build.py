@@ -18,7 +18,6 @@ from stretto.chat.patches import load_image_processor
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.scratch import build_scratch_files
 from stretto.chat.tokenizer import find_directory, load_tokenizer
-from stretto.config.model_file import read_model_file
 from stretto.config.root import EvalConfig, OrchestratorConfig
 from stretto.config.sections.distill import FrozenModelPlace, TeacherSection
 from stretto.config.sections.model import RendererSection, ScratchSection
@@ -33,6 +32,7 @@ from stretto.config.sections.orchestrator import (
     TrainEnvSection,
 )
 from stretto.data.hub_model import find_config, find_local
+from stretto.data.model_file import read_model_file
 from stretto.data.weight_files import untrained_rows
 from stretto.envs.base import Environment, Message, RunInfo, checked_prompt, load_environment, needs_worker
 from stretto.envs.models import NO_MODELS, ChatModel
@@ -62,6 +62,7 @@ def run_info(
         engine_urls=urls_of(cfg.client),
         model_urls=other_models(cfg),
         models=models,
+        directory=str(cfg.run_dir.episodes),
         policy_name=cfg.client.name,
         table=table_of(cfg),
         seed=cfg.seed,
@@ -156,6 +157,7 @@ def build_env(section: EnvSection, logs: Path | None = None, run: RunInfo | None
         ),
         log_dir=logs,
         models={} if run is None else run.models,
+        directory=None if run is None else run.directory,
     )
 
 

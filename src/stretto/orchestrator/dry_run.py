@@ -17,13 +17,13 @@ from stretto.base.errors import ConfigError, DataError, EnvError, boundary
 from stretto.base.foreign import blocked_text, warn_when_blocked, without_tracebacks
 from stretto.chat.placeholders import with_placeholders
 from stretto.chat.render import Renderer
-from stretto.config.model_file import read_model_file
 from stretto.config.root import EvalConfig, OrchestratorConfig
 from stretto.config.sections.orchestrator import EnvSection, SamplingOverrides
 from stretto.data.hub_model import find_config
+from stretto.data.model_file import read_model_file
 from stretto.envs.base import Environment, Message, RunInfo, SingleTurnEnv, Split, needs_worker, prompt_of, tasks_of
-from stretto.envs.dataset import Dataset
 from stretto.envs.checks import look_into
+from stretto.envs.dataset import Dataset
 from stretto.envs.multi_turn import MultiTurnEnv
 from stretto.orchestrator.build import build_eval_renderer, build_policy_renderer, open_env, run_info, untrained_tokens
 from stretto.orchestrator.first_rollout import fault_of, play, same_task, without_engines

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from stretto.base.errors import ConfigError
-from stretto.config.model_file import read_model_file
 from stretto.config.root import EvalConfig, OrchestratorConfig, RLConfig, SFTConfig
 from stretto.data.hub_model import find_config
+from stretto.data.model_file import read_model_file
 
 
 class Limit(NamedTuple):

@@ -36,7 +36,7 @@ from stretto.data.hub_model import fetch, find_config
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.envs.models import NO_MODELS, ChatModel
 from stretto.ledger import Ledger, Limits
-from stretto.monitors import build_monitors
+from stretto.monitors.base import build_monitors
 from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch import cost_of_model
 from stretto.orchestrator.batch_hooks import BatchHooks, arguments_of

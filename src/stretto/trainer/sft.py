@@ -64,6 +64,7 @@ from stretto.trainer.ranks.mesh import (
     training_device,
 )
 from stretto.trainer.state import checkpoint
+from stretto.trainer.validation import Validation
 
 SCRATCH_POSITIONS = "model.scratch.max_position_embeddings"
 logger = logging.getLogger(__name__)
@@ -157,10 +158,10 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     step = 0 if start is None else _find_position(cfg, start, examples, order)
     max_steps = find_last_step(cfg, len(examples), step, order.num_drawn)
     log_epochs(cfg, len(examples), max_steps, order.num_drawn + (max_steps - step) * cfg.batch_size)
-    validation: list[MicroBatch] = []
+    held_out: list[MicroBatch] = []
     if cfg.val is not None:
         rows = load_examples(cfg.val.data, renderer, cfg.loss_mask, longest, cfg.seed + VAL_SEED_OFFSET, limit=limit)
-        validation = pack(rows.examples, cfg.seq_len)
+        held_out = pack(rows.examples, cfg.seq_len)
     learner = Learner(
         policy,
         model=cfg.model,
@@ -169,6 +170,7 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
         max_steps=max_steps,
         mesh=build_mesh(cfg.model, policy.config),
     )
+    validation = None if cfg.val is None else Validation(cfg.val, held_out, learner, run, tokenizer_dir)
     session = Session(cfg, run, learner, examples, order, validation, max_steps, tokenizer_dir)
     if (ckpt := cfg.ckpt) is not None:
         session.saver = checkpoint.build_saver(cfg, lambda step: complete_checkpoint(run, ckpt, step))
@@ -176,6 +178,8 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
         session.is_new = start[0] != run
         session.resumed_step = checkpoint.resume(cfg, learner, *start)
         session.saved_step = session.resumed_step or 0
+        if validation is not None and not session.is_new:
+            validation.load(read_position(start).get("val"), start[1])
     logger.info(
         "%d examples, %d tokens; %d parameters on %s; steps %d to %d",
         len(examples),
@@ -255,12 +259,10 @@ class Session:
     learner: Learner
     examples: Examples
     order: ExampleOrder
-    validation: list[MicroBatch]
+    validation: Validation | None
     max_steps: int
     tokenizer_dir: Path
     resumed_step: int | None = None
-    val_loss: float | None = None
-    validated_step: int | None = None
     saved_step: int = 0
     exported_step: int = 0
     saver: checkpoint.Saver | None = None
@@ -280,6 +282,16 @@ class Session:
         return self.learner.step < self.max_steps
 
     @property
+    def val_loss(self) -> float | None:
+        """The loss of the last validation."""
+        return None if self.validation is None else self.validation.newest
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run ends before its last step, if val.early_stop ends it."""
+        return None if self.validation is None or not self.is_stopped_early else self.validation.stop_reason
+
+    @property
     def has_begun(self) -> bool:
         """True once this process has trained a step."""
         return self.learner.step > (self.resumed_step or 0)
@@ -287,7 +299,7 @@ class Session:
 
 def run_steps(session: Session, stop: StopFlag, snapshots: MemorySnapshots) -> None:
     """Train every step until max_steps or a stop, then end the run."""
-    cfg, learner = session.cfg, session.learner
+    cfg, learner, validation = session.cfg, session.learner, session.validation
     monitors = Monitors({})
     if is_lead_process():
         monitors = build_monitors(cfg.monitors, session.run, ROLE, cfg.run_name, resumed_step=session.resumed_step)
@@ -297,15 +309,15 @@ def run_steps(session: Session, stop: StopFlag, snapshots: MemorySnapshots) -> N
         if cfg.eval is not None:
             session.evals = OnlineEvals(cfg, learner, session.tokenizer_dir, session.max_steps)
             session.evals.evaluate()
-        if cfg.val is not None and cfg.val.eval_on_start and session.resumed_step is None:
-            monitors.log(0, validate(session))
+        if validation is not None and validation.section.eval_on_start and session.resumed_step is None:
+            monitors.log(0, validation.measure())
         freeze_objects()
         while learner.step < session.max_steps and not _should_stop(session, stop):
             step = learner.step + 1
             with tracer.step(step), snapshots.step(step):
                 metrics = train_step(session)
-            if cfg.val is not None and checkpoint.is_interval_end(learner.step, cfg.val.interval):
-                metrics |= validate(session)
+            if validation is not None and checkpoint.is_interval_end(learner.step, validation.section.interval):
+                metrics |= validation.measure()
             monitors.log(learner.step, metrics)
             console.step(metrics)
             save_if_due(session)
@@ -319,7 +331,9 @@ def run_steps(session: Session, stop: StopFlag, snapshots: MemorySnapshots) -> N
 
 
 def _should_stop(session: Session, stop: StopFlag) -> bool:
-    """True if any rank got a stop signal; all ranks then stop after the same step."""
+    """True if any rank got a stop signal, or the loss gets no better; all ranks then stop after the same step."""
+    if session.stop_reason is not None:
+        return True
     return any(session.learner.mesh.gather(stop.is_set, bool))
 
 
@@ -352,14 +366,6 @@ def train_step(session: Session) -> dict[str, float]:
     }
 
 
-def validate(session: Session) -> dict[str, float]:
-    """Mean loss of the validation rows, in nats per trained token."""
-    start = time.perf_counter()
-    session.val_loss = session.learner.evaluate(session.learner.mesh.local_items(session.validation))["nll"]
-    session.validated_step = session.learner.step
-    return {"val/loss": session.val_loss, "time/val": time.perf_counter() - start}
-
-
 def save_if_due(session: Session) -> None:
     """Save a checkpoint and export weights if their intervals end.
 
@@ -380,7 +386,8 @@ def save_checkpoint(session: Session) -> None:
     step = session.learner.step
     if session.saved_step == step or session.saver is None:
         return
-    cursor = {"num_drawn": session.order.num_drawn, "data": session.examples.fingerprint()}
+    losses = [] if session.validation is None else session.validation.state()
+    cursor = {"num_drawn": session.order.num_drawn, "data": session.examples.fingerprint(), "val": losses}
     session.saver.save(session.learner, cursor)
     session.saved_step = step
 
@@ -447,8 +454,9 @@ def end_run(session: Session, monitors: Monitors) -> None:
         if is_lead_process():
             logger.info("stopped before the first step: there was nothing to save")
         return
-    if cfg.val is not None and session.validated_step != learner.step and not is_stopped_early:
-        monitors.log(learner.step, validate(session))
+    validation = session.validation
+    if validation is not None and learner.step not in validation.losses and not is_stopped_early:
+        monitors.log(learner.step, validation.measure())
         logger.info("step %d: val %.4f", learner.step, session.val_loss)
     if cfg.ckpt is not None and session.saver is not None:
         save_checkpoint(session)
@@ -467,12 +475,17 @@ def end_run(session: Session, monitors: Monitors) -> None:
         return
     for version, means in evals.items():
         logger.info("step %d: %s", version, "  ".join(f"{name} {mean:.3f}" for name, mean in means.items()))
-    if is_stopped_early:
+    if session.stop_reason is not None:
+        logger.info("the run ends early, after step %d: %s", learner.step, session.stop_reason)
+    elif is_stopped_early:
         logger.info("stopped at step %d of %d; --resume continues", learner.step, session.max_steps)
     if session.exported_step:
         logger.info("weights: %s", run.latest_weights)
-    elif cfg.ckpt is None:
+    elif cfg.ckpt is None and (validation is None or not validation.section.keep_best):
         logger.warning("nothing was saved: ckpt = None")
+    if validation is not None and validation.section.keep_best and validation.best_step:
+        loss = validation.losses[validation.best_step]
+        logger.info("best: %s (step %d, val %.4f)", run.best_weights, validation.best_step, loss)
 
 
 def write_summary(session: Session, evals: dict[int, dict[str, float]]) -> None:
@@ -483,6 +496,7 @@ def write_summary(session: Session, evals: dict[int, dict[str, float]]) -> None:
         "max_steps": session.max_steps,
         "epochs": session.order.epoch,
         "val_loss": session.val_loss,
+        "stopped_because": session.stop_reason,
         "evals": evals,
         "wall_s": wall_s,
         "tokens_per_s": session.num_tokens / wall_s,

@@ -26,7 +26,7 @@ from stretto.base.files import write_atomic
 from stretto.base.status import is_supervised, report, stop_signals
 from stretto.config.root import TrainerConfig
 from stretto.config.sections.trainer import is_checkpoint_due, num_kept
-from stretto.monitors import build_monitors
+from stretto.monitors.base import build_monitors
 from stretto.monitors.steps import StepClock
 from stretto.records.codec import encode
 from stretto.records.control import Bye, CheckpointBegun, CheckpointSaved, Register, VersionReady

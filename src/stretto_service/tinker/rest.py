@@ -201,13 +201,16 @@ class RestRoutes(Routes):
     async def urls(self, http: web.Request) -> web.Response:
         """A signed address per file of exported weights."""
         found, expires = self._own(http), int(time.time() + LINK_S)
-        base = f"{http.scheme}://{http.host}/download"
         root = Path(found.directory)
         links = {}
         for file in sorted(path for path in root.rglob("*") if path.is_file()):
             name = file.relative_to(self.hub.checkpoints.directory).as_posix()
-            links[file.relative_to(root).as_posix()] = f"{base}/{self._sign(name, expires)}/{quote(name)}"
+            links[file.relative_to(root).as_posix()] = self._link(http, name, expires)
         return answer({"urls": links, "expires": when(expires)})
+
+    def _link(self, http: web.Request, name: str, expires: int) -> str:
+        base = self.hub.cfg.service.public_url or f"{http.scheme}://{http.host}"
+        return f"{base.rstrip('/')}/download/{self._sign(name, expires)}/{quote(name)}"
 
     def _sign(self, name: str, expires: int) -> str:
         digest = hmac.digest(self._key, f"{expires} {name}".encode(), hashlib.sha256).hex()
@@ -260,8 +263,7 @@ class RestRoutes(Routes):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.encode(trace))
         hub.checkpoints.sweep_traces()
-        url = f"{http.scheme}://{http.host}/download/{self._sign(name, expires)}/{name}"
-        return answer({"status": "ready", "url": url})
+        return answer({"status": "ready", "url": self._link(http, name, expires)})
 
     async def assign_project(self, http: web.Request) -> web.Response:
         """Label a session with a project, which changes no rights."""

@@ -1,7 +1,8 @@
 """Requests of one run since its state was saved, and results that its client has not fetched yet, as files.
 
-`<seq>.<kind>` is the body of a request, `<seq>.result` its result. After a crash of the hub or the trainer the
-requests are computed again, in order, from the saved state, so that a run loses nothing.
+`<seq>.<kind>` is the body of a request, `<seq>.result` its result, each behind its crc32. After a crash of the hub or
+the trainer the requests are computed again, in order, from the saved state, so that a run loses nothing. One whose file
+is damaged is never computed.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from stretto.base.errors import DataError
 from stretto.base.files import flush, put_in_place, write_atomic
 from stretto_service.futures import Result
 
@@ -23,6 +26,7 @@ logger = logging.getLogger(__name__)
 REFUSED = "refused"
 """Kind of a request that was not valid; its number cannot be used again."""
 _RESULT = "result"
+_CRC_BYTES = 4
 
 
 class Entry(NamedTuple):
@@ -45,12 +49,14 @@ class Journal:
 
     def write(self, seq: int, kind: str, body: bytes) -> None:
         """Write a request; it is on the disk, safe from a power cut, before it is answered."""
-        write_atomic(self._path(seq, kind), body, is_durable=True)
+        write_atomic(self._path(seq, kind), _crc_of(body) + body, is_durable=True)
 
     def prepare(self, seq: int, kind: str, body: bytes) -> Path:
         """Write a request that does not count before `put`; may be called in another thread."""
         part = self._directory / f".{seq:08d}.{kind}.{os.getpid()}.part"
-        part.write_bytes(body)
+        with part.open("wb") as file:
+            file.write(_crc_of(body))
+            file.write(body)
         flush(part)
         return part
 
@@ -65,7 +71,8 @@ class Journal:
 
     def write_result(self, seq: int, result: Result) -> None:
         """Write a result. A power cut may take it as long as its request is kept, which is then computed again."""
-        write_atomic(self._path(seq, _RESULT), msgspec.msgpack.encode(result))
+        body = msgspec.msgpack.encode(result)
+        write_atomic(self._path(seq, _RESULT), _crc_of(body) + body)
 
     def refuse(self, seq: int) -> None:
         """Mark a number as used; a request with it is not computed, now or later."""
@@ -76,24 +83,28 @@ class Journal:
                 path.unlink(missing_ok=True)
 
     def requests(self, after: int = 0) -> list[Entry]:
-        """Requests with a higher number than `after`, in order, one per number."""
+        """Requests with a higher number than `after`, in order, one per number.
+
+        Raises: DataError for a damaged file.
+        """
         found: dict[int, tuple[str, Path]] = {}
         for path in self._files():
             seq, kind = self._parts(path)
             if seq > after and kind != _RESULT and (seq not in found or kind == REFUSED):
                 found[seq] = (kind, path)
-        return [Entry(seq, kind, path.read_bytes()) for seq, (kind, path) in sorted(found.items())]
+        read = lambda kind, path: b"" if kind == REFUSED else _read(path)
+        return [Entry(seq, kind, read(kind, path)) for seq, (kind, path) in sorted(found.items())]
 
     def results(self) -> dict[int, Result]:
-        """The kept results, by number, without those that a power cut has emptied or cut."""
+        """The kept results, by number, without damaged ones: a power cut may have emptied or cut them."""
         found = {}
         for path in self._files():
             seq, kind = self._parts(path)
             if kind == _RESULT:
                 try:
-                    found[seq] = msgspec.msgpack.decode(path.read_bytes(), type=Result)
-                except msgspec.DecodeError as error:
-                    logger.warning("%s is damaged (%s); its request is computed again if it is kept", path, error)
+                    found[seq] = msgspec.msgpack.decode(_read(path), type=Result)
+                except (DataError, msgspec.DecodeError) as error:
+                    logger.warning("%s; its request is computed again if it is kept", error)
         return found
 
     def forget(self, up_to: int, *, unsent: set[int]) -> None:
@@ -118,3 +129,16 @@ class Journal:
     def _parts(self, path: Path) -> tuple[int, str]:
         number, _, kind = path.name.partition(".")
         return int(number), kind
+
+
+def _crc_of(body: bytes) -> bytes:
+    return zlib.crc32(body).to_bytes(_CRC_BYTES, "big")
+
+
+def _read(path: Path) -> bytes:
+    """What was written behind its crc32. Raises: DataError if it is not the same any more."""
+    data = path.read_bytes()
+    body = data[_CRC_BYTES:]
+    if data[:_CRC_BYTES] != _crc_of(body):
+        raise DataError(f"{path}: damaged: it is not as it was written ({len(data)} bytes)")
+    return body

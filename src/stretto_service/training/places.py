@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import StrettoError
+from stretto.base.errors import DataError, StrettoError
 from stretto_service.futures import Futures, Result
 from stretto_service.store import Run, Store
 from stretto_service.training.jobs import WRITES, Job, Limits, read_job
@@ -47,8 +47,12 @@ class Places:
         return sum(job.num_bytes for job in jobs)
 
     def admit(self, run: Run) -> None:
-        """Put a run into the queue: its creation first, then the requests since it was saved."""
+        """Put a run into the queue: its creation first, then the requests since it was saved.
+
+        Raises: DataError for a damaged request, OSError for one that cannot be read; then the run has no place.
+        """
         journal = Journal(self.directory / run.spec.name / "journal")
+        results, requests = journal.results(), journal.requests(run.saved_seq)
         tenant = Tenant(run, journal, run.saved_seq + 1, clean_seq=run.saved_seq)
         self.tenants[run.id] = tenant
         self.queue.add(
@@ -60,22 +64,21 @@ class Places:
         )
         future = self._futures.open(f"{run.id}/0", run.owner, run=run.id)
         self.push(Job(run, "create", None, future=future))
-        for seq, result in tenant.journal.results().items():
+        for seq, result in results.items():
             self._futures.open(f"{run.id}/{seq}", run.owner, run=run.id).set(result)
-        for seq, kind, body in tenant.journal.requests(run.saved_seq):
+        for seq, kind, body in requests:
             job = None if kind == REFUSED else self._read_again(run, kind, body, seq)
             self.push_all(tenant.accept(seq, job, is_in_journal=True))
 
     def admit_again(self, run: Run) -> None:
-        """Admit a run of an earlier hub; a run whose files cannot be read fails, and the others continue."""
+        """Admit a run that had a place; one whose files cannot be read fails, and the others continue."""
         try:
             self.admit(run)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, DataError) as error:
             logger.exception("%s cannot continue", run.id)
-            if self.tenants.pop(run.id, None) is not None:
-                self.queue.remove(run.id)
             run.state, run.reason = "failed", f"its files cannot be read: {error}"
             self._store.put(run)
+            self._futures.fail(run.id, Result.failed(f"{run.id}: {run.reason}"))
 
     def _read_again(self, run: Run, kind: str, body: bytes, seq: int) -> Job | None:
         """The job of a request in the journal; None if it is not valid or needs no work."""
@@ -93,16 +96,14 @@ class Places:
         """Put all runs into the queue again, after the ranks were restarted."""
         for run_id in list(self.tenants):
             tenant = self.tenants.pop(run_id)
-            early, internal = tenant.early, []
-            for request in self.queue.remove(run_id):
-                if request.payload.kind == "save_state" and request.payload.on_done is not None:
-                    internal.append(request.payload)
-            self.admit(tenant.run)
-            self.tenants[run_id].early |= {
-                seq: job for seq, job in early.items() if seq >= self.tenants[run_id].next_seq
-            }
-            for job in internal:
-                self.push(job)
+            waiting = [request.payload for request in self.queue.remove(run_id)]
+            self.admit_again(tenant.run)
+            if (again := self.tenants.get(run_id)) is None:
+                continue
+            again.early |= {seq: job for seq, job in tenant.early.items() if seq >= again.next_seq}
+            for job in waiting:
+                if job.kind == "save_state" and job.on_done is not None:  # of the service itself
+                    self.push(job)
 
     def push_all(self, jobs: Sequence[Job]) -> None:
         """Put these requests into the queue, in order."""

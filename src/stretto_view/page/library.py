@@ -17,7 +17,7 @@ from stretto.base.errors import StrettoError
 from stretto.base.files import holder
 from stretto.base.paths import RunDir
 from stretto.base.secret import load_secret
-from stretto.chat.tokenizer import Tokenizer
+from stretto.chat.tokenizer import Tokenizer, load_tokenizer
 from stretto.monitors.file import MetricsTail
 from stretto_view.page import logs
 
@@ -41,12 +41,12 @@ class OpenRun(Run):
         self.lock = threading.Lock()  # requests are answered by several threads
         self.sampled: dict[str, tuple[float, float]] = {}
         """By engine: tokens sampled so far, and when that was asked."""
-        self._loading = _Loading(lambda: self.tokenizer)
+        self._loading = _Loading(lambda: self._found(load_tokenizer))
         self.tails = {role: MetricsTail(self.dir.metrics(role), max_rows=MOST_ROWS) for role in ROLES}
 
     def tokenizer_within(self, seconds: float) -> Tokenizer | None:
         """The tokenizer, if it is loaded by then: a large one takes longer than a list may (`is_loading`)."""
-        self._loading.start_once()
+        self._loading.start()
         self._loading.done.wait(seconds)
         return self._loading.result
 
@@ -60,8 +60,8 @@ class OpenRun(Run):
         """Why the tokens of this run cannot be shown as text; None if they can, or while the tokenizer is loaded."""
         if self.is_loading or self._loading.result is not None:
             return None
-        why = self._loading.error or "it is not where the run's config says, and the run has no weights yet"
-        return f"tokens are shown as numbers, because the tokenizer cannot be loaded: {why}"
+        why = self._loading.error or "it is neither where the config says nor in the run"
+        return f"tokens are shown as numbers, because the tokenizer cannot be loaded: {why.rstrip('.')}"
 
     def engines(self) -> tuple[list[str], str | None]:
         """Addresses of the engines that the run's config names, and their key: its own, the environment's, or derived.
@@ -105,27 +105,32 @@ class OpenRun(Run):
 
 
 class _Loading:
-    """A load in a thread of its own, begun at most once: `result`, or why there is none."""
+    """A load in a thread of its own: `result`, or why there is none. What is not there yet is looked for again."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
-        self._load, self._lock, self._has_begun = load, threading.Lock(), False
+        self._load, self._lock = load, threading.Lock()
+        self._next_at = float("-inf")  # time.monotonic()
         self.done = threading.Event()
         self.result: Any = None
         self.error: str | None = None
 
-    def start_once(self) -> None:
+    def start(self) -> None:
         with self._lock:
-            if not self._has_begun:
-                self._has_begun = True
+            if self.result is None and time.monotonic() >= self._next_at:
+                self._next_at = float("inf")
                 threading.Thread(target=self._run, name="load", daemon=True).start()
 
     def _run(self) -> None:
+        error: str | None = None
         try:
             self.result = self._load()
-        except Exception as error:  # the files are a stranger's: the page shows the rest of the run
-            logger.warning("the tokenizer cannot be loaded: %s", error)
-            self.error = f"{error}" if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
+        except Exception as cause:  # the files are a stranger's: the page shows the rest of the run
+            error = f"{cause}" if isinstance(cause, StrettoError) else f"{type(cause).__name__}: {cause}"
+            if error != self.error:
+                logger.warning("the tokenizer cannot be loaded: %s", error)
         finally:
+            self.error = error
+            self._next_at = time.monotonic() + _RESCAN_S
             self.done.set()
 
 

@@ -19,8 +19,10 @@ from stretto.api import state
 from stretto.base.errors import StrettoError
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.catalog import find_metric
+from stretto.monitors.file import newest_rows
 from stretto_view.page.library import OpenRun
 from stretto_view.page.logs import warnings
+from stretto_view.page.timeline import engine_state
 
 _SHOWN = (
     "reward/mean", "nll/mean", "val/loss", "entropy/mean", "completion/mean", "completion/truncated_share",
@@ -30,6 +32,7 @@ _SHOWN = (
 )  # fmt: skip
 _RECENT = 20  # steps that are averaged, and drawn as a small curve
 _RECENT_ROLLOUTS = 2000
+_LOOKS = 60  # at the engines, that are averaged: five minutes of a few engines
 _WINDOW_S = 30.0
 _GPU_QUERY = ("index", "name", "utilization.gpu", "memory.used", "memory.total")
 _GPU_AGE_S = 4.0  # nvidia-smi takes its time, and asks the driver for a lock
@@ -42,14 +45,13 @@ _OPEN_DRAWS = """
 def now(run: OpenRun) -> dict[str, Any]:
     """State, latest metrics, shares of waiting, queues, machine, warnings."""
     run.tokenizer_within(0.0)  # the view of rollouts, which may come next, needs it
-    rows = run.rows()
     about = state.describe(run.dir)
-    own = next((rows[role] for role in state.ROLES if role in rows), [])
-    steps = [row for row in own if row["step"] > 0]
+    own = next((rows for role in state.ROLES if (rows := newest_rows(run.dir.metrics(role), _RECENT + 1))), [])
+    steps = [row for row in own if row["step"] > 0][-_RECENT:]
     return {
         **about,
         "metrics": _metrics(steps),
-        "waits": waits(steps[-_RECENT:]),
+        "waits": waits(steps),
         "left_s": _left(steps, run.config.get("max_steps")),
         **_queues(run),
         "engines": engines(run) if about["state"] == "running" and run.dir.ledger.exists() else [],
@@ -61,17 +63,18 @@ def now(run: OpenRun) -> dict[str, Any]:
 def _queues(run: OpenRun) -> dict[str, Any]:
     """`queues`, or why there are none: a ledger that cannot be read must not break the rest of the view."""
     if not run.dir.ledger.exists():
-        return {"queues": None, "no_queues": None, "staleness": None}
+        return {"queues": None, "no_queues": None, "staleness": None, "engine_waits": None}
     try:
-        return {"queues": queues(run), "no_queues": None, "staleness": staleness(run)}
+        found = {"queues": queues(run), "staleness": staleness(run), "engine_waits": engine_waits(run)}
+        return {**found, "no_queues": None}
     except StrettoError as error:
-        return {"queues": None, "no_queues": str(error), "staleness": None}
+        return {"queues": None, "no_queues": str(error), "staleness": None, "engine_waits": None}
 
 
 def _metrics(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for name in _SHOWN:
-        values = [row[name] for row in steps[-_RECENT:] if row.get(name) is not None]
+        values = [row[name] for row in steps if row.get(name) is not None]
         if values:
             metric = find_metric(name)
             unit = metric.unit if metric else ""
@@ -101,7 +104,7 @@ _WAITS = (
 
 def _left(steps: Sequence[Mapping[str, Any]], max_steps: int | None) -> float | None:
     # Steps of this incarnation only: between two incarnations the run was stopped.
-    recent = [row for row in steps[-_RECENT:] if row.get("incarnation") == steps[-1].get("incarnation")]
+    recent = [row for row in steps if row.get("incarnation") == steps[-1].get("incarnation")]
     if not max_steps or len(recent) < 2:
         return None
     (first, last), took = (recent[0], recent[-1]), recent[-1]["time"] - recent[0]["time"]
@@ -145,6 +148,29 @@ _STALENESS = """
     JOIN batch_rollouts x USING (batch) JOIN rollouts r USING (row)
     WHERE r.first_version IS NOT NULL GROUP BY age ORDER BY age
 """
+
+
+def engine_waits(run: OpenRun) -> list[dict[str, Any]]:
+    """By engine: shares of the newest looks at it in which it was idle, busy or full, and how old its weights are.
+
+    behind: versions that it is behind the newest one that was published, at the last look.
+    """
+    with LedgerReader(run.dir) as ledger:
+        rows = ledger.rows("SELECT at, data FROM events WHERE kind = 'engines' ORDER BY id DESC LIMIT ?", _LOOKS)
+        [newest] = ledger.rows("SELECT max(version) AS version FROM versions WHERE state != 'undone'")
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        for name, load in row["data"].items():
+            if name not in found:
+                known = newest["version"] is not None and load[3] is not None
+                behind = max(0, newest["version"] - int(load[3])) if known else None
+                found[name] = {"engine": name, "looks": 0, "idle": 0, "busy": 0, "full": 0, "behind": behind}
+            own = found[name]
+            own["looks"] += 1
+            own[engine_state(load)[0]] += 1
+    for own in found.values():
+        own |= {kind: own[kind] / own["looks"] for kind in ("idle", "busy", "full")}
+    return [found[name] for name in sorted(found)]
 
 
 def engines(run: OpenRun) -> list[dict[str, Any]]:

@@ -54,6 +54,7 @@ def timeline(run: OpenRun, *, start: float | None = None, end: float | None = No
             _lane("weights", _versions(ledger, start, end)),
             _lane("batches", _batches(ledger, start, end)),
             _lane("checkpoints", _checkpoints(ledger, start, end)),
+            *engine_lanes(ledger, start, end),
             *rollouts,
         ]
     return _answer(first, last, start, end, lanes, one_of)
@@ -87,6 +88,50 @@ def trainer_spans(row: Mapping[str, Any]) -> list[Span]:
 
 def _lane(name: str, spans: Sequence[Span]) -> Lane:
     return {"name": name, "spans": list(spans)}
+
+
+def engine_lanes(ledger: LedgerReader, start: float, end: float) -> list[Lane]:
+    """A lane per engine, by what it was seen to do: idle, busy, or full (requests wait in it)."""
+    lanes: dict[str, list[Span]] = {}
+    for row in seen_engines(ledger, start, end):
+        for name, load in row["data"].items():
+            kind, text = engine_state(load)
+            own = lanes.setdefault(name, [])
+            if own and own[-1]["kind"] == kind and row["at"] - own[-1]["end"] < _UNSEEN_S:
+                own[-1] |= {"end": row["at"], "text": f"{name}: {text}"}
+                continue
+            if own and row["at"] - own[-1]["end"] < _UNSEEN_S:
+                own[-1]["end"] = row["at"]  # what was seen lasts until it is seen again
+            own.append({"start": row["at"], "end": row["at"], "kind": kind, "text": f"{name}: {text}"})
+    return [_lane(f"engine {name}", lanes[name][-MOST_SPANS:]) for name in sorted(lanes)[:_MOST_ENGINES]]
+
+
+def engine_state(load: Sequence[float | None]) -> tuple[str, str]:
+    """What an engine does, and the same in words; load: as the orchestrator's `engine_loads` writes it."""
+    running, waiting, cache, version = load
+    kind = "full" if waiting else "busy" if running else "idle"
+    words = [f"{kind}, computes {running or 0:g} requests, {waiting or 0:g} wait"]
+    words += [] if cache is None else [f"cache {cache:.0%}"]
+    words += [] if version is None else [f"version {version:g}"]
+    return kind, ", ".join(words)
+
+
+def seen_engines(ledger: LedgerReader, start: float, end: float) -> list[dict[str, Any]]:
+    """The loads of all engines between two times, at most _MOST_SEEN of them, evenly spread."""
+    [found] = ledger.rows(_NUM_SEEN, start - _UNSEEN_S, end)
+    every = max(1, math.ceil(found["n"] / _MOST_SEEN))
+    return ledger.rows(_SEEN, start - _UNSEEN_S, end, every)
+
+
+_UNSEEN_S = 120.0
+"""Nobody looked at the engines for longer: the run did not go on meanwhile."""
+_MOST_SEEN = 3000
+_MOST_ENGINES = 64
+_NUM_SEEN = "SELECT count(*) AS n FROM events WHERE kind = 'engines' AND at BETWEEN ? AND ?"
+_SEEN = """
+    SELECT at, data FROM (SELECT at, data, row_number() OVER (ORDER BY id) AS number FROM events
+                          WHERE kind = 'engines' AND at BETWEEN ? AND ?) WHERE number % ? = 0
+"""
 
 
 def _rollout_lanes(ledger: LedgerReader, start: float, end: float) -> tuple[list[Lane], int]:

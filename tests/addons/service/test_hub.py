@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from stretto.base.errors import ConfigError
+from stretto.config.load import load
 from stretto.config.root import ServeConfig
 from stretto.records.sample import MicroBatch
 from stretto.records.tenants import TenantSpec, TenantWork
@@ -310,6 +312,25 @@ async def test_exported_traces_go_with_their_links(client: TestClient, monkeypat
         os.utime(file, (time.time() - (LINK_S + 1 if i else 0),) * 2)
     hub.checkpoints.sweep_traces()
     assert await answers() == [404, 404, 200, 404, 404]
+
+
+async def test_links_to_files_begin_with_the_public_address(client: TestClient) -> None:
+    hub: Hub = client.hub  # type: ignore[attr-defined]
+    service = hub.cfg.service.model_copy(update={"public_url": "https://tinker.example/"})
+    hub.cfg = hub.cfg.model_copy(update={"service": service})
+    _, session = await post(client, "/api/v1/create_session", {})
+    path = f"/api/v1/sessions/{session['session_id']}/trace_export"
+    key = {"X-API-Key": token(client, "alice")}
+    for host, status in (("evil.example", 200), ("evil.example/\\@tinker.example", 400)):
+        async with client.get(path, headers=key | {"Host": host}) as response:
+            assert response.status == status, await response.text()
+            if status == 200:
+                assert (await response.json())["url"].startswith("https://tinker.example/download/")
+
+
+def test_a_public_address_without_a_scheme_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"public.url.* is no address"):
+        load(ServeConfig, ["--model.name", "m", "--service.public-url", "tinker.example"])
 
 
 async def test_weights_that_are_deleted_before_they_are_copied_are_not_found(

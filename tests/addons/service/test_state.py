@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, DataError
 from stretto.base.secret import ADMIN, prepare_tokens
 from stretto.config.service import UserSection
 from stretto.records.tenants import TenantSpec
@@ -91,6 +91,23 @@ def test_a_journal_gives_back_requests_in_order_after_the_saved_one(tmp_path: Pa
     again.forget(3, unsent={3})
     assert [entry.seq for entry in again.requests()] == [10, 11]
     assert list(again.results()) == [3]
+
+
+def test_a_flipped_byte_of_the_journal_is_found(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.write(1, "pass", b'{"lr": 1e-5}')
+    journal.write_result(1, Result.of({"loss": 0.5}))
+    for path in list(tmp_path.iterdir()):
+        data = path.read_bytes()
+        for at in range(len(data)):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+            if path.suffix == ".result":
+                assert journal.results() == {}
+            else:
+                with pytest.raises(DataError, match=f"{path}: damaged"):
+                    journal.requests()
+        path.write_bytes(data)
+    assert [entry.body for entry in journal.requests()] == [b'{"lr": 1e-5}'] and 1 in journal.results()
 
 
 def test_records_are_there_when_the_database_is_opened_again(tmp_path: Path) -> None:

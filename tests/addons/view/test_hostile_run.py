@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,8 @@ def browser() -> Iterator[Any]:
 def test_no_view_runs_or_draws_what_a_run_says(browser: Any, folder: Path) -> None:
     """The policy forbids scripts of others, so a node that should be text is looked for too."""
     words = [sys.executable, "-m", "stretto", "view", str(folder), "--port", "0"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server, ExitStack() as stack:
+        stack.callback(server.terminate)
         assert server.stdout is not None
         address = server.stdout.readline().split()[1]
         tab = browser.new_page(viewport={"width": 1280, "height": 800})
@@ -205,5 +207,4 @@ def test_no_view_runs_or_draws_what_a_run_says(browser: Any, folder: Path) -> No
             assert made == 0 and tab.title() != "taken", view
             assert HOSTILE in tab.locator("body").inner_text() or view in ("timeline", "chat"), view
         tab.close()
-        server.terminate()
     assert not faults

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import shutil
 import sqlite3
 import time
@@ -19,10 +20,11 @@ from aiohttp.test_utils import TestClient, TestServer
 from stretto.base.files import open_locked, unlock
 from stretto.base.paths import RunDir
 from stretto.base.ports import is_local
+from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import MetricsFile
 from stretto.records import codec
-from stretto_view.page import conversation, library, logs, now, rollouts
+from stretto_view.page import conversation, library, logs, now, rollouts, timeline
 from stretto_view.page.app import POLL_S, _Cached, build
 from stretto_view.page.library import Library, OpenRun
 
@@ -57,6 +59,50 @@ async def test_a_ledger_of_a_newer_version_is_one_message_where_it_is_needed(pag
     found = await (await page.get("/api/run/run/now")).json()
     assert found["step"] == 3 and found["metrics"] and found["queues"] is None
     assert "ledger schema 99" in found["no_queues"]
+
+
+ROUTES = (
+    "now", "metrics", "curve?key=reward/mean&axis=time", "curve?key=reward/mean&axis=tokens", "rollouts",
+    "rollouts?text=a", "rollouts?step=2&sort=best", "rollouts?status=running", "rollout?group=1&member=0", "timeline",
+    "evals", "evals?version=2", "eval_task?task=t1&env=e", "config", "logs", "curves.csv", "evals.csv", "rollouts.csv",
+    "rollout.html?group=1&member=0",
+)  # fmt: skip
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("damage", ["emptied", "cut", "other bytes", "other JSON", "a directory", "gone"])
+async def test_a_damaged_file_is_a_message_and_hides_no_other_run(run: RunDir, tmp_path: Path, damage: str) -> None:
+    build_letters_tokenizer(run.tokenizer)
+    run.logs.mkdir(exist_ok=True)
+    run.log("trainer").write_text("10:00:00.000 WARNING trainer | slow\n")
+    run.eval(2).mkdir(parents=True)
+    run.eval_results(2).write_text('[{"env": "e", "mode": "sampled", "mean": 0.5}]')
+    reply = {"task_id": "t1", "env": "e", "reward": 1.0, "branches": [{"prompt": "a", "reply": "b"}]}
+    (run.eval(2) / "e.jsonl").write_text(json.dumps(reply) + "\n")
+    shutil.copytree(run.path, tmp_path / "whole")
+    files = [file for file in sorted(run.path.rglob("*")) if file.is_file() and not file.name.endswith("-shm")]
+    assert len(files) > 7
+    rng = random.Random(damage)
+    for file in files:
+        kept = file.read_bytes()
+        damaged = {
+            "emptied": b"", "cut": kept[: len(kept) // 2], "other JSON": b'[[1], {"a": "\\ud83d"}]\n{"step": "x"}\n3',
+            "other bytes": bytes(rng.randrange(256) if rng.random() < 0.02 else byte for byte in kept),
+        }.get(damage)  # fmt: skip
+        file.unlink()
+        if damaged is not None:
+            file.write_bytes(damaged)
+        elif damage == "a directory":
+            file.mkdir()
+        async with TestClient(TestServer(build(Library([tmp_path])))) as client:
+            answer = await client.get("/api/runs")
+            assert answer.status == 200 and "whole" in [row["id"] for row in await answer.json()], file
+            for route in ROUTES:
+                answer = await client.get(f"/api/run/run/{route}")
+                assert answer.status < 500, (file, route, await answer.text())
+        if file.is_dir():
+            file.rmdir()
+        file.write_bytes(kept)
 
 
 async def test_a_fault_that_nobody_foresaw_is_a_message_too(page: TestClient, run: RunDir) -> None:
@@ -220,3 +266,45 @@ def test_rollouts_are_chosen_by_length_from_both_sides(run: RunDir) -> None:
         longest = max(row["num_sampled_tokens"] for row in every)
         shorter = rollouts.page(ledger, rollouts.Filters(max_tokens=longest - 1))["rows"]
     assert len(shorter) == sum(row["num_sampled_tokens"] < longest for row in every)
+
+
+# -- engines --
+
+
+def with_engines(run: RunDir, *loads: dict[str, list[float | None]], began: float = 100.0) -> RunDir:
+    """The run after its engines were looked at every five seconds."""
+    with sqlite3.connect(run.ledger) as ledger:
+        for at, load in enumerate(loads):
+            values = (began + 5 * at, json.dumps(load))
+            ledger.execute("INSERT INTO events (at, incarnation, kind, data) VALUES (?, 1, 'engines', ?)", values)
+    ledger.close()
+    return run
+
+
+def test_each_engine_has_a_lane_of_what_it_did(run: RunDir) -> None:
+    idle, busy, full = [0.0, 0.0, 0.0, 3.0], [4.0, 0.0, 0.5, 3.0], [4.0, 2.0, 1.0, None]
+    with_engines(run, {"a:1": idle, "b:1": busy}, {"a:1": idle, "b:1": full}, {"a:1": busy})
+    with_engines(run, {"a:1": busy}, began=1000.0)  # nobody looked for a long time
+    with LedgerReader(run) as ledger:
+        a, b = timeline.engine_lanes(ledger, 100.0, 1000.0)
+    assert (a["name"], b["name"]) == ("engine a:1", "engine b:1")
+    assert [(span["kind"], span["start"], span["end"]) for span in a["spans"]] == [
+        ("idle", 100.0, 110.0), ("busy", 110.0, 110.0), ("busy", 1000.0, 1000.0),
+    ]  # fmt: skip
+    assert [span["kind"] for span in b["spans"]] == ["busy", "full"] and "2 wait" in b["spans"][1]["text"]
+    assert "version 3" in b["spans"][0]["text"] and "version" not in b["spans"][1]["text"]
+
+
+def test_engines_that_wait_and_old_weights_are_told_apart(run: RunDir) -> None:
+    idle, busy, full = [0.0, 0.0, 0.0, 3.0], [4.0, 0.0, 0.5, 1.0], [4.0, 2.0, 1.0, None]
+    with_engines(run, {"a:1": idle, "b:1": busy}, {"a:1": busy, "b:1": busy}, {"a:1": idle, "b:1": full})
+    a, b = now.engine_waits(OpenRun(run.path))
+    assert (a["idle"], a["busy"], a["full"], a["behind"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3), 0.0, 0)
+    assert b["full"] == pytest.approx(1 / 3) and b["looks"] == 3 and b["behind"] is None
+
+
+def test_many_looks_at_engines_are_thinned(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_engines(run, *({"a:1": [1.0, 0.0, 0.1, 1.0]} for _ in range(50)))
+    monkeypatch.setattr(timeline, "_MOST_SEEN", 10)
+    with LedgerReader(run) as ledger:
+        assert len(timeline.seen_engines(ledger, 0.0, 1000.0)) == 10

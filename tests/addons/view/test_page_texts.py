@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import ledger_runs
+import msgspec
 import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from waiting import until
 from yarl import URL
 
 from stretto.base.paths import RunDir
@@ -17,9 +19,9 @@ from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.ledger import Ledger
 from stretto.ledger.reader import LedgerReader
 from stretto.records.generate import Completion, VersionSpan
-from stretto.records.partial import Turn
+from stretto.records.partial import Turn, latest_turns
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
-from stretto_view.page import conversation, rollouts, texts
+from stretto_view.page import conversation, library, rollouts, texts
 from stretto_view.page.app import build
 from stretto_view.page.library import Library, OpenRun
 
@@ -174,6 +176,23 @@ def test_a_turn_that_rewrites_the_history_begins_a_branch() -> None:
     assert [(span.version, span.start, span.end) for span in first.versions] == [(0, 2, 3), (1, 4, 5)]
 
 
+def test_two_thousand_turns_are_one_branch() -> None:
+    spans = (VersionSpan(0, 0, 2),)
+    ids, logprobs = np.array([7, 8], np.int32), np.full(2, -1.0, np.float32)
+    reply = Completion(token_ids=ids, logprobs=logprobs, finish_reason="stop", versions=spans)
+    turns = [
+        Turn(
+            agent="policy", index=index, attempt=0, seed=0, temperature=1.0, num_shared=5 * index,
+            prompt_ids=np.array([1, 2, 3], np.int32), completion=reply,
+        )
+        for index in range(2000)
+    ]  # fmt: skip
+    [branch] = texts.open_branches(latest_turns(turns))
+    assert len(branch.token_ids) == 10_000 and branch.is_sampled.sum() == 4000 and len(branch.versions) == 2000
+    rewritten = [*turns, msgspec.structs.replace(turns[1000], seed=1)]
+    assert len(latest_turns(rewritten)) == 1001
+
+
 def test_what_is_not_kept_is_said_with_its_reason(run: OpenRun) -> None:
     found = conversation.conversation(run, 3, 1)
     assert set(found["not_kept"]) == {"entropy", "ratio"} and "no step trained" in found["not_kept"]["ratio"]
@@ -235,3 +254,42 @@ def test_every_row_of_a_deleted_segment_still_lists(tmp_path: Path) -> None:
         rows = texts.page(ledger, run, rollouts.Filters())["rows"]
         found = texts.page(ledger, run, rollouts.Filters(), text="a")
     assert rows and all(row["reply"] is None for row in rows) and found["unread"] == found["num_read"] > 0
+
+
+async def test_a_tokenizer_that_comes_later_is_found_and_until_then_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_RESCAN_S", 0.0)
+    run_dir = RunDir(tmp_path / "early")
+    ledger_runs.steps(run_dir, 1).close()
+    run = OpenRun(run_dir.path)
+    assert run.tokenizer_within(60.0) is None and "tokenizer cannot be loaded" in str(run.no_text)
+    build_letters_tokenizer(run_dir.tokenizer)
+    await until(lambda: run.tokenizer_within(1.0) is not None)
+    assert run.no_text is None
+
+
+def test_of_rollouts_under_way_that_take_too_long_only_their_turns_are_counted(
+    run: OpenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts, "_TURNS_BUDGET_S", -1.0)
+    with LedgerReader(run.dir) as ledger:
+        rows = texts.page(ledger, run, rollouts.Filters(status="running"))["rows"]
+    assert [(row["is_long"], row["num_turns"], row["prompt"]) for row in rows] == [(True, None, None)] * 2
+
+
+def test_a_long_branch_is_given_in_pages(run: OpenRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = conversation.conversation(run, 20, 0)["branches"][0]["tokens"]["text"]
+    monkeypatch.setattr(conversation, "MOST_TOKENS", 50)
+    shown, begin = [], 0
+    while True:
+        [branch] = conversation.conversation(run, 20, 0, (0, begin))["branches"]
+        assert branch["begin"] == begin and branch["turns"][-1]["end"] == len(branch["tokens"]["text"])
+        assert not begin or branch["turns"][0]["role"] in ("text", "assistant", "policy", "context", "tool", "user")
+        shown += branch["tokens"]["text"]
+        begin += 50
+        if not branch["num_more"]:
+            break
+    assert shown == whole
+    [branch] = conversation.conversation(run, 20, 0, (0, 10**9))["branches"]
+    assert branch["begin"] == len(whole) - 1

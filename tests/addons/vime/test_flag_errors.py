@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
@@ -255,13 +254,16 @@ def test_a_problem_between_keys_names_the_flags(files):
     ],
 )
 def test_code_and_data_that_are_not_there_are_known_from_a_dry_run(extra, said, files, capsys, monkeypatch):
+    import numpy as np
+    from safetensors.numpy import save_file
+
     from stretto.chat.tokenizer import build_letters_tokenizer
 
     (files / "own.py").write_text("words = []\n\n\ndef two(args):\n    return 1\n")
     (files / "broken.py").write_text("def f(:\n")
     (files / "empty.jsonl").write_text("")
-    index = {"weight_map": {"model.layers.0.self_attn.q_proj.weight": "a", "model.norm.weight": "a"}}
-    (files / "Qwen3-4B" / "model.safetensors.index.json").write_text(json.dumps(index))
+    tensors = {f"model.{name}.weight": np.zeros(2, np.float32) for name in ("layers.0.self_attn.q_proj", "norm")}
+    save_file(tensors, files / "Qwen3-4B" / "model.safetensors")
     monkeypatch.syspath_prepend(str(files))
     for name in ("own", "broken"):  # another test's modules
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -69,6 +69,22 @@ def test_the_names_of_trl_are_told_what_they_are_here() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("warmup_ratio", r'write \*\*{"trainer.scheduler.warmup_steps": ...}'),
+        ("num_iterations", r'write \*\*{"trainer.epochs_per_step": ...}'),
+        ("mask_truncated_completions", r'write \*\*{"orchestrator.mask_truncated_completions": ...}'),
+        ("top_p", r'write \*\*{"orchestrator.train.sampling.top_p": ...}'),
+        ("run_name", "write name="),
+        ("resume_from_checkpoint", "did you mean resume="),
+    ],
+)
+def test_a_name_of_another_framework_or_a_key_without_its_section_is_told_the_key(name: str, written: str) -> None:
+    with pytest.raises(ConfigError, match=f"takes no {name}=; {written}"):
+        stretto.rl(**{name: 1})
+
+
+@pytest.mark.parametrize(
     ("keywords", "words"),
     [
         ({"modle": "x"}, "did you mean model="),
@@ -95,6 +111,27 @@ def test_the_names_of_trl_are_told_what_they_are_here() -> None:
 def test_what_cannot_be_taken_is_refused_by_its_name(keywords: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         stretto.rl(**keywords)
+
+
+@pytest.mark.heavy
+def test_a_model_that_generates_no_text_is_refused_before_it_is_saved(tmp_path, monkeypatch) -> None:
+    from transformers import BertConfig, BertModel, T5Config, T5Model
+
+    monkeypatch.chdir(tmp_path)
+    small = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+        "vocab_size": 9,
+    }
+    bert = BertModel(BertConfig(**small))
+    with pytest.raises(ConfigError, match=r"is a BertModel, .*load it with AutoModelForCausalLM"):
+        stretto.rl(model=bert, tokenizer="x", env=SortLetters)
+    t5 = T5Model(T5Config(d_model=8, d_ff=8, d_kv=8, num_layers=1, num_heads=1, vocab_size=9))
+    with pytest.raises(ConfigError, match=r"is a T5Model, .*families are .*, llama, "):
+        stretto.evaluate(model=t5, tokenizer="x", env=SortLetters)
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_holds_a_lock_is_refused_with_what_to_do() -> None:

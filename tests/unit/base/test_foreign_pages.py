@@ -104,3 +104,10 @@ async def test_the_service_refuses_other_sites_on_every_route(tmp_path):
 )
 def test_own_pages_programs_and_followed_links_pass(headers):
     assert refusal_of("GET", headers, has_key=False) is None
+
+
+@pytest.mark.parametrize("host", ["evil.example\\@127.0.0.1", "a/b", "a@b", "a b", "a:b", "[::1", "http://a", "a:80?"])
+def test_a_host_that_is_none_is_refused_with_a_key_too(host: str) -> None:
+    refused = refusal_of("GET", {"host": host}, has_key=True)
+    assert refused is not None and refused[0] == 400
+    assert refusal_of("GET", {"host": "evil.example:80"}, has_key=True) is None

@@ -13,7 +13,8 @@ from stretto.base import rundir
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.secret import MIN_CHARS, SECRET_VAR, Secret, find_secret, load_secret, without_secret
-from stretto.config.load import load, masked
+from stretto.config.load import load
+from stretto.config.masks import masked
 from stretto.config.root import RLConfig
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.nodes import plan_nodes

@@ -91,6 +91,26 @@ def test_missing_and_broken_directories_are_named(tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "values", "said"),
+    [
+        ("tokenizer_config.json", {"eos_token": 7}, "eos_token = 7 must be the text of a token"),
+        ("tokenizer_config.json", {"unk_token": ["<|unk|>"]}, "unk_token = ['<|unk|>'] must be the text of a token"),
+        ("tokenizer_config.json", {"unk_token": {"content": 1}}, "unk_token = 1 must be the text of a token"),
+        ("tokenizer_config.json", {"eos_token": "\ud800"}, "eos_token = '\\ud800' must be the text of a token"),
+        ("tokenizer_config.json", [1], "a list where a JSON object belongs."),
+        ("generation_config.json", {"eos_token_id": {}}, "eos_token_id = {} must be the id of a token"),
+        ("config.json", {"eos_token_id": [1, "2"]}, "eos_token_id = '2' must be the id of a token"),
+    ],
+)
+def test_values_of_a_wrong_kind_are_told_by_file_and_key(file, values, said, tmp_path):
+    build_letters_tokenizer(tmp_path)
+    (tmp_path / file).write_text(json.dumps(values))
+    with pytest.raises(DataError) as told:
+        load_tokenizer(tmp_path)
+    assert str(told.value) == f"{tmp_path / file}: {said}" or str(told.value).startswith(f"{tmp_path / file}: {said},")
+
+
 @pytest.mark.heavy
 def test_loading_imports_neither_torch_nor_transformers(directory):
     code = (
@@ -98,9 +118,31 @@ def test_loading_imports_neither_torch_nor_transformers(directory):
         "from stretto.chat.tokenizer import load_tokenizer;"
         f"assert 'renderers' not in sys.modules; load_tokenizer({str(directory)!r});"
         f"build_renderer({str(directory)!r}, model_type='qwen3');"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
+        "assert not {'torch', 'transformers', 'openai'} & set(sys.modules);"
+        "from openai import OpenAI; import openai.types, renderers.client; assert openai.__path__ and OpenAI"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.heavy
+def test_a_thread_that_imports_openai_while_the_library_is_imported_gets_the_real_one():
+    code = """
+import sys, threading
+from stretto.chat import family_backend
+
+def import_in_between(event, args):
+    if event == "import" and args[0] == "renderers.base":
+        thread = threading.Thread(target=exec, args=("import openai.types; from openai import OpenAI", given))
+        thread.start()
+        thread.join(60)
+
+given = {}
+sys.addaudithook(import_in_between)
+library = family_backend.import_library()
+import openai
+assert given["OpenAI"] is openai.OpenAI and library.create_renderer
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_phrases_are_one_token_each_and_change_no_other_id(tmp_path):

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from stretto.base.errors import ConfigError
 from stretto.config.describe import ROOTS
-from stretto.config.load import dump, load, masked, shown_text, write_json
+from stretto.config.load import dump, load, shown_text, write_json
+from stretto.config.masks import masked
 from stretto.config.root import (
     EvalConfig,
     InferenceConfig,

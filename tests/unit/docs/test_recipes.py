@@ -13,8 +13,8 @@ from stretto.base.paths import RunDir
 from stretto.check.degrees import find_degrees, read_shape
 from stretto.check.models import check_model
 from stretto.config.load import load
-from stretto.config.model_file import ModelFile
 from stretto.config.root import RLConfig, SFTConfig
+from stretto.data.model_file import ModelFile
 from stretto.envs.base import load_environment
 from stretto.envs.multi_turn import Episode
 from stretto.inference.vllm.command import build_command

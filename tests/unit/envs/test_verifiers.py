@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import CharRenderer, FakeEngine, parrot
-from turns import CallRenderer
+from turns import CallRenderer, scripted
 
 from stretto.base.errors import ConfigError
 from stretto.config.sections.orchestrator import EnvSection, SamplingSection
@@ -135,6 +135,18 @@ def test_tools_are_called_wrong_calls_are_answered_and_the_tokens_of_all_turns_a
         assert "validation error" in given
         assert text_of(branch, True) == "".join(f"{call}." for call in (*calls, "6"))
         assert branch.token_ids.tolist() in engine.sequences
+
+
+@needs_extra
+@pytest.mark.parametrize("words", [[d, *s] for d in ("chat", "messages", "responses") for s in ([], ["stream"])])
+def test_a_harness_of_any_dialect_trains_the_same_tokens(words):
+    call = '!calculate{"expression": "47*86"}'
+    args = {"taskset": "dialect-v1", "agent": {"harness": {"id": "dialect-v1", "words": words}}}
+    (group,) = play("verifiers", args, [0], Seen(scripted(call, "4042")), renderer=CallRenderer(), num_members=1)
+    (rollout,) = group.rollouts
+    assert (rollout.status, rollout.reward) == (RolloutStatus.FINISHED, 1.0), rollout.error
+    (branch,) = rollout.branches
+    assert text_of(branch, True) == f"{call}.4042." and text_of(branch, False) == "U47*86=.AT4042.A"
 
 
 @needs_extra
@@ -266,6 +278,39 @@ def test_wrong_settings_give_one_message(env_id, args, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
         built(env_id, args)
     assert "Traceback" not in str(error.value)
+
+
+@needs_extra
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"taskset": "echo-v1"}, []),
+        ({"taskset": "echo-v1", "agnt": {}}, ["no setting 'agnt'; it has agent, id,"]),
+        ({"taskset": {"id": "openenv"}}, ["pass `env` or `base_url`"]),
+        ({"taskset": "echo-v1", "harness": "codex"}, ["agent.harness = codex installs programs"]),
+        ({"taskset": "echo-v1", "harness": "mini_swe_agent"}, ["agent.harness = mini_swe_agent installs programs"]),
+        ({"taskset": "echo-v1", "harness": "null", "agent": {"harness": {"id": "in_process"}}}, []),
+        (
+            {"taskset": "echo-v1", "harness": {"id": "pi"}, "agent": {"runtime": {"type": "podman"}}},
+            ["agent.runtime = podman: "],
+        ),
+    ],
+)
+def test_a_check_builds_the_settings_and_looks_for_what_they_need(settings, said):
+    from stretto.envs.verifiers.check import problems_of
+
+    found = problems_of(settings)
+    assert len(found) == len(said), found
+    assert all(each in text for each, text in zip(said, found)), found
+
+
+@needs_extra
+def test_a_taskset_and_a_harness_have_names():
+    args = {"num_tasks": 2, "harness": "in_process", "prefix": "x"}
+    [group] = play("verifiers:echo-v1", args, [0], num_members=1)
+    assert text_of(group.rollouts[0].branches[0], False) == "Ux0.A"
+    with pytest.raises(ConfigError, match="'no-such'"):
+        built("verifiers:echo-v1", {"harness": "no-such"})
 
 
 # -- ids --

@@ -14,7 +14,7 @@ from stretto.base.errors import EngineError
 from stretto.chat.tokenizer import load_tokenizer
 from stretto.config.root import EvalConfig
 from stretto.inference.boundary import build_app
-from stretto.monitors import read_metrics
+from stretto.monitors.file import read_metrics
 from stretto.orchestrator.eval.verb import evaluate_engine
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine import api
@@ -349,7 +349,7 @@ async def test_tokenize_and_detokenize_are_inverse(site):
 
 async def test_the_served_model_is_listed(site):
     (card,) = json.loads((await site.get(api.MODELS))[1])["data"]
-    assert (card["id"], card["max_model_len"]) == ("tiny", 512)
+    assert (card["id"], card["root"], card["max_model_len"]) == ("tiny", "tiny", 512)
 
 
 async def test_an_unexpected_error_is_a_500_with_an_id(site, caplog):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -215,11 +218,35 @@ def test_a_dry_run_refuses_a_tracker_that_is_not_installed(
 
 
 @pytest.mark.heavy
+def test_a_terminal_says_what_is_done_before_the_first_slow_import() -> None:
+    code = """
+import sys
+from stretto.cli import main
+
+def show(event, args):
+    if event == "import" and args[0] == "pydantic":
+        sys.stderr.write("[import]")
+
+sys.addaudithook(show)
+main(["rl", "--print-config"])
+"""
+    terminal, child = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=child):
+        os.close(child)
+        shown = b""
+        with suppress(OSError):  # what a terminal's end gives when the other one is closed
+            while part := os.read(terminal, 4096):
+                shown += part
+    os.close(terminal)
+    assert shown.startswith(b"reading the configuration\r[import]\x1b[Kerror: 1 problem")
+
+
+@pytest.mark.heavy
 def test_a_dry_run_of_rl_imports_nothing_heavy(tmp_path: Path) -> None:
     words = f"rl --orchestrator.env.0.id sort-letters --max-steps 3 --output-dir {tmp_path} --dry-run".split()
     code = (
         f"import sys; from stretto.cli import main; status = main({words!r});"
-        "heavy = {'torch', 'transformers', 'renderers', 'aiohttp', 'pyarrow', 'matplotlib'};"
+        "heavy = {'torch', 'transformers', 'renderers', 'aiohttp', 'pyarrow', 'matplotlib', 'openai'};"
         "print(status, sorted(heavy"
         " & set(sys.modules)), file=sys.stderr)"
     )
@@ -293,6 +320,23 @@ def test_an_unexpected_error_is_one_line_and_a_file(
     monkeypatch.setenv(keeper.VARIABLE, "1.1;")
     with pytest.raises(KeyError):
         cli.main(["rl"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (f"rl @ {'x' * 300}", "file name too long; give a shorter one"),
+        (f"rl @ ok.toml --orchestrator.env.0.args.path {'x' * 300}", "file name too long; give a shorter one"),
+    ],
+)
+def test_a_file_that_the_machine_refuses_is_no_bug(words, said, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(keeper.VARIABLE, raising=False)
+    Path("ok.toml").write_text('max_steps = 4\n[[orchestrator.env]]\nid = "dataset"\nargs.path = "rows.jsonl"\n')
+    Path("rows.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    assert cli.main([*words.split(), "--dry-run"]) in (1, 2)
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and said in err and "bug" not in err
 
 
 def test_help_finds_a_key_by_the_name_that_others_give_it_and_by_its_description() -> None:

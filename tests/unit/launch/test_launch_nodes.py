@@ -13,6 +13,7 @@ from stretto.base.secret import load_secret
 from stretto.check.nodes import find_node_rank
 from stretto.config.load import load
 from stretto.config.root import OrchestratorConfig, RLConfig, TrainerConfig
+from stretto.config.sections.distill import MODEL_KEY_VAR
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.serving import plan_serving
@@ -207,9 +208,18 @@ def test_frozen_models_come_after_the_nodes_of_inference_and_share_one_where_the
     }
     served = plan.configs()["model_judge"].server
     assert (served.host, served.port) == ("node-2", 8062)
-    key = found["orchestrator"].env[plan.config.orchestrator.client.api_key_var]
-    assert key and {found[name].env["VLLM_API_KEY"] for name in places} == {key}
-    assert asked["ref"].api_key_var == plan.config.orchestrator.client.api_key_var != asked["far"].api_key_var
+    own, policys = (found["orchestrator"].env[name] for name in (MODEL_KEY_VAR, "VLLM_API_KEY"))
+    assert own and {found[name].env["VLLM_API_KEY"] for name in places} == {own} != {policys}
+    assert asked["ref"].api_key_var == MODEL_KEY_VAR != asked["far"].api_key_var
+
+
+def test_frozen_models_on_nodes_have_the_key_that_a_user_sets(tmp_path, monkeypatch):
+    monkeypatch.setenv("TEACHER_API_KEY", "t3acher")
+    cfg = config(tmp_path, "--dry-run", text=FROZEN)
+    plan = plan_nodes(cfg, cfg.run_dir, secret=load_secret(cfg.run_dir))
+    keys = {spec.env["VLLM_API_KEY"] for spec in plan.processes if spec.role.startswith("model_")}
+    places = plan.config.orchestrator.frozen_models.values()
+    assert keys == {"t3acher"} and {place.api_key_var for place in places} == {"TEACHER_API_KEY"}
 
 
 OVER_NODES = """

@@ -493,7 +493,7 @@ def test_a_dry_run_prints_and_writes_the_plan_and_imports_nothing_heavy(tmp_path
         assert text in result.stdout
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
     assert "pydantic" in imported
-    assert not imported & {"torch", "transformers", "renderers", "zmq", "matplotlib", "aiohttp"}
+    assert not imported & {"torch", "transformers", "renderers", "zmq", "matplotlib", "aiohttp", "openai"}
     run = RunDir(tmp_path / "first")
     assert sorted(p.name for p in run.configs.iterdir()) == [f"{verb}.json" for verb in ("eval", "inference", "run")]
     assert json.loads(run.plan.read_text())["processes"][0]["role"] == "inference"

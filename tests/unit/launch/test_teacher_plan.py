@@ -166,6 +166,7 @@ def test_a_users_keys_are_those_of_the_engines_beside_the_policys(
     plan = planned(tmp_path, "--orchestrator.teacher.api-key-var", "VLLM_API_KEY", secret=SECRET)
     env = {spec.role: spec.env for spec in plan.processes}
     assert env["teacher"]["VLLM_API_KEY"] == env["inference"]["VLLM_API_KEY"]
-    plan = planned(tmp_path, secret=SECRET)
+    plan = planned(tmp_path, "--models.judge.model", "somewhere", secret=SECRET)
     env = {spec.role: spec.env for spec in plan.processes}
     assert env["teacher"]["VLLM_API_KEY"] == "t3acher" == env["orchestrator"]["TEACHER_API_KEY"]
+    assert env["model_judge"]["VLLM_API_KEY"] == "t3acher"

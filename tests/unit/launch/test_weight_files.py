@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from stretto.base.errors import ConfigError
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.check.weights import check_weights
 from stretto.cli import main
-from stretto.config.sections.model import ModelSection, ScratchSection
+from stretto.config.sections.model import LoRASection, ModelSection, ScratchSection
 from stretto.data.weight_files import untrained_rows
 from stretto.models.hub import random_model, save_hf
 
@@ -169,6 +170,17 @@ def test_a_directory_without_weights_is_not_ready_in_a_dry_run_and_refused_at_a_
     assert note.startswith("NOT READY") and "no weights" in note
     with pytest.raises(ConfigError, match="there are no weights; fetch"):
         check(model)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"), [("q_porj", "did you mean q_proj?"), ("zzz", "it has down_proj, gate_proj, k_proj")]
+)
+def test_adapters_are_for_layers_that_the_model_has(model: Path, target: str, said: str) -> None:
+    trained = ModelSection(name=str(model), lora=LoRASection(target_modules=(target,)))
+    with pytest.raises(
+        ConfigError, match=re.escape(f"[model.lora] target_modules: {model} has no layer {target}; {said}")
+    ):
+        check_weights(str(model), "[model] name", trained)
 
 
 @pytest.mark.heavy

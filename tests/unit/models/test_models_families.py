@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stretto.check.degrees import read_shape
-from stretto.config.model_file import ModelFile
 from stretto.config.sections.model import ScratchSection
+from stretto.data.model_file import ModelFile
 from stretto.families.shape import MoEShape
 from stretto.families.table import FAMILIES, SPARSE_FAMILIES, VISION_FAMILIES
 from stretto.models import hub

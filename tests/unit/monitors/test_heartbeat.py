@@ -15,7 +15,7 @@ from ports import free_port
 
 from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import HeartbeatSection, MonitorsSection, PrometheusSection
-from stretto.monitors import build_monitors
+from stretto.monitors.base import build_monitors
 from stretto.monitors.heartbeat import HeartbeatMonitor
 from stretto.monitors.monitor import Source
 

@@ -14,7 +14,7 @@ from PIL import Image
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import MlflowSection, MonitorsSection, SwanlabSection
-from stretto.monitors import build_monitors
+from stretto.monitors.base import build_monitors
 from stretto.monitors.swanlab import check_login, find_mode
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of the trackers' packages

@@ -25,8 +25,8 @@ from stretto.config.sections.monitors import (
     TrackioSection,
     WandbSection,
 )
-from stretto.monitors import Monitors, build_monitors, read_metrics
-from stretto.monitors.base import BackgroundMonitor
+from stretto.monitors.base import BackgroundMonitor, Monitors, build_monitors
+from stretto.monitors.file import read_metrics
 from stretto.monitors.wandb import _run_id
 
 

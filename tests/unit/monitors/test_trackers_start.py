@@ -11,8 +11,8 @@ import pytest
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import MonitorsSection, TrackioSection, WandbSection
-from stretto.monitors import base, build_monitors
-from stretto.monitors.base import find_trackers
+from stretto.monitors import base
+from stretto.monitors.base import build_monitors, find_trackers
 from stretto.monitors.monitor import Monitor, Source
 from stretto.monitors.wandb import check_login, find_mode
 

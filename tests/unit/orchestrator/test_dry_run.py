@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from processes import forked
 from stretto.base.errors import ConfigError, EnvError
 from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.check.code import check_sft_records, check_user_code
-from stretto.check.models import check_model, layer_names
+from stretto.check.models import check_model
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.model import ModelSection, VisionSection
@@ -97,6 +98,21 @@ def test_a_dry_run_reads_the_first_record_and_imports_functions(tmp_path, monkey
     cfg = load(SFTConfig, ["--data.name", str(tmp_path / "none.parquet"), "--max-steps", "1"])
     with pytest.raises(ConfigError, match=r"data.name = .*none.parquet"):
         check_sft_records(cfg)
+
+
+def test_long_texts_that_all_rows_have_are_shown_as_phrases_that_shorten_them(tmp_path):
+    def screen(scratch):
+        data = {"type": "environment", "id": "calculator"}
+        return SCREENS["sft"](SFTConfig(data=data, model={"scratch": scratch}, max_steps=1, output_dir=tmp_path))
+
+    def length(text):
+        return int(text.split(", row 0: ")[1].split(" tokens")[0])
+
+    shown = screen({"max_position_embeddings": 4096})
+    pasted = tomllib.loads(shown[shown.index("phrases = [") : shown.index("\n]\n") + 3])
+    foretold = int(shown.split("would make the row about ")[1].split()[0])
+    shorter = screen(pasted)
+    assert abs(length(shorter) - foretold) < 10 and foretold < length(shown) / 4 and "phrases" not in shorter
 
 
 def test_a_row_that_the_model_cannot_take_is_named_with_its_line(tmp_path):
@@ -237,12 +253,6 @@ def test_a_shape_that_is_no_number_is_named(tmp_path, key, value):
     (tmp_path / "config.json").write_text(json.dumps(MOE | {key: value}))
     with pytest.raises(ConfigError, match=rf"config.json: {key} = .* must be (an integer|integers) from 0 on"):
         check_model(ModelSection(name=str(tmp_path)), 8, "trainer.model")
-
-
-@pytest.mark.parametrize("index", ['{"weight_map": [1]}', '{"weight_map": 3}', "[]", "{", "{}"])
-def test_targets_of_adapters_are_not_judged_by_a_damaged_index(tmp_path, index):
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    assert layer_names(tmp_path) == set()
 
 
 def test_only_a_model_with_indexers_trains_them(tmp_path):

@@ -47,6 +47,8 @@ def test_a_run_trains_every_step_and_its_ledger_is_clean(tmp_path):
     with LedgerReader(cfg.run_dir) as ledger:
         assert [b["state"] for b in ledger.batches()] == ["trained"] * 5
         assert len(ledger.events("eval")) == 4
+        looks = [event["data"] for event in ledger.events("engines")]
+        assert looks and all(each.keys() == {"fake:1"} and each["fake:1"][0] >= 0 for each in looks)
 
 
 def test_several_of_the_longest_samples_share_a_row_that_is_longer_than_they_may_be(tmp_path):

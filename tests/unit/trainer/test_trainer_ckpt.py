@@ -23,7 +23,7 @@ from stretto.models.hub import load_model
 from stretto.models.tensor_map import TensorSlice
 from stretto.trainer.publish.export import export_weights, prune_exports
 from stretto.trainer.ranks.mesh import Mesh
-from stretto.trainer.state import checkpoint
+from stretto.trainer.state import checkpoint, slice_files
 from stretto.trainer.state.learner_state import LearnerState
 from stretto.trainer.state.slice_files import INDEX
 
@@ -141,7 +141,7 @@ def test_a_checkpoint_does_not_exist_before_it_is_whole(tmp_path, monkeypatch):
 
 def test_writing_is_reported_to_the_launcher(tmp_path, monkeypatch):
     """The checkpoint of a slow disk: megabytes that are there of those that will be, until all are."""
-    write, found = checkpoint.write_slices, []
+    write, found = slice_files.write_slices, []
     monkeypatch.setattr(status, "FIRST_SHOWN_S", 0.01)
     monkeypatch.setattr(status, "SHOWN_EVERY_S", 0.01)
     monkeypatch.setattr(status, "report", lambda kind, **fields: found.append((kind, fields)))
@@ -150,7 +150,7 @@ def test_writing_is_reported_to_the_launcher(tmp_path, monkeypatch):
         write(slices, part, group)
         time.sleep(0.2)
 
-    monkeypatch.setattr(checkpoint, "write_slices", write_slowly)
+    monkeypatch.setattr(slice_files, "write_slices", write_slowly)
     save_checkpoint(RunDir(tmp_path), train(build_learner(build_policy(0)), 1))
     assert {(kind, fields["text"]) for kind, fields in found} == {("progress", "checkpoint of step 1, MB")}
     assert found[-1][1]["done"] == found[-1][1]["total"] >= 1
@@ -307,13 +307,13 @@ def test_exports_obey_a_limit_and_those_of_steps_ahead_stay(tmp_path):
 
 def test_what_is_written_beside_training_is_the_step_at_which_it_began(tmp_path, monkeypatch):
     run, learner = RunDir(tmp_path), train(build_learner(), 2)
-    may_write, written, write = threading.Event(), [], checkpoint.write_slices
+    may_write, written, write = threading.Event(), [], slice_files.write_slices
 
     def held_up(*arguments):
         assert may_write.wait(30)
         write(*arguments)
 
-    monkeypatch.setattr(checkpoint, "write_slices", held_up)
+    monkeypatch.setattr(slice_files, "write_slices", held_up)
     saver = checkpoint.Saver(run, is_async=True, on_written=written.append)
     at_save = {name: tensor.clone() for name, tensor in weights(learner).items()}
     saver.save(learner, {"num_drawn": 2})
@@ -337,7 +337,7 @@ def test_a_write_that_fails_beside_training_is_reported_and_leaves_nothing(tmp_p
 
     saver = checkpoint.Saver(run, is_async=True, on_written=lambda step: pytest.fail("it was not written"))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_slices", disk_full)
+        patch.setattr(slice_files, "write_slices", disk_full)
         saver.save(learner)
         with pytest.raises(OSError, match="no space"):
             saver.wait()

@@ -12,14 +12,11 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from stretto.config.masks import is_secret
 from stretto.config.section import KeyPath, Section, find
 
-SECRETS = frozenset({"api_key", "hf_token"})
-"""Keys of any section whose values are not shown."""
 CHOSEN_AT_START = frozenset({"port", "host", "base_url", "gpu_memory_utilization", "finish_within_s"})
 """Keys that a start chooses by itself if they are not given, such as a free port."""
-_SECRET_VARIABLE = re.compile(r"([A-Z0-9_]*_)?(KEY|TOKEN|SECRET|PASSWORD)")
-"""Environment variables that contain a secret, as in `env_vars`."""
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -77,11 +74,6 @@ def _value(value: Any) -> str:
 
 def _key(name: str) -> str:
     return name if _BARE.fullmatch(name) else _value(name)
-
-
-def is_secret(name: str) -> bool:
-    """Whether the value of a key of this name is not shown."""
-    return name.replace("-", "_") in SECRETS or _SECRET_VARIABLE.fullmatch(name) is not None
 
 
 def _is_list_of_tables(value: Any) -> bool:

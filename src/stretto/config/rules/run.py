@@ -12,7 +12,7 @@ from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, value_
 from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection, TrainingEvalSection
-from stretto.config.sections.sft import FileData
+from stretto.config.sections.sft import FileData, ValSection
 from stretto.config.sections.trainer import TrainerKeys
 from stretto.config.sections.transport import ControlSection
 
@@ -150,7 +150,13 @@ def scored_evals(s: TrainingEvalSection, at: At) -> Problems:
         asked = stop if s.early_stop is not None else at("keep_best")
         rule = f"{asked.path} compares evals during the run; give {interval.path}, the steps between them"
         yield Problem((asked, interval), rule)
+    yield from stop_can_come(s, at)
+
+
+def stop_can_come(s: TrainingEvalSection | ValSection, at: At) -> Problems:
+    """An early stop has something that ends the run."""
     if s.early_stop is not None and s.early_stop.patience is None and s.early_stop.target is None:
+        stop = at("early_stop")
         yield Problem(stop, f"{stop.path} has neither patience nor target, so nothing would end the run; give one")
 
 
@@ -177,6 +183,7 @@ def best_is_exported(c: RLConfig, at: At) -> Problems:
 RULES: Rules = {
     RLConfig: (best_is_exported,),
     TrainingEvalSection: (scored_evals,),
+    ValSection: (stop_can_come,),
     TrainerKeys: (launcher_variables,),
     OrchestratorKeys: (launcher_variables,),
     InferenceSection: (launcher_variables,),

@@ -76,6 +76,13 @@ def run_on_service(c: RLConfig, at: At) -> Problems:
         yield Problem(at(path), f"{at(path)} with [{service.path}]: {why}")
 
 
+def address_of_links(s: ServiceSection, at: At) -> Problems:
+    """Links begin with an address."""
+    if s.public_url is not None and not URL.fullmatch(s.public_url):
+        url = at("public_url")
+        yield Problem(url, f"{url} is no address; give one such as https://tinker.example")
+
+
 def directory_of_runs(s: ServiceSection, at: At) -> Problems:
     """Runs of a directory are one user's, and have adapters."""
     user, directory = at("runs_user"), at("runs_dir")
@@ -89,4 +96,4 @@ def directory_of_runs(s: ServiceSection, at: At) -> Problems:
         yield Problem(directory, f"{directory}: {rule}")
 
 
-RULES: Rules = {RLConfig: (run_on_service,), ServiceSection: (directory_of_runs,)}
+RULES: Rules = {RLConfig: (run_on_service,), ServiceSection: (address_of_links, directory_of_runs)}

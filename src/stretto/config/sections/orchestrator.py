@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -232,14 +233,38 @@ class EvalSection(Section):
 
 
 class EarlyStopSection(Section):
-    """End the run when held-out reward no longer rises. The run then saves and ends as one that was stopped."""
+    """End the run when its score gets no better: held-out reward (`rl`), or validation loss, lower is better (`sft`).
+
+    The run then saves and ends as one that was stopped.
+    """
 
     patience: int | None = Field(5, ge=1)
     """Evals in a row without a better score after which the run ends; None: only `target` ends it."""
     min_delta: float = Field(0.0, ge=0)
-    """How much higher a score must be to count as better, in reward units."""
+    """How much better a score must be to count, in reward units, or in nats per token."""
     target: float | None = None
     """End the run as soon as a version has this score; None: no such end."""
+
+    def reason_to_stop(self, scores: Mapping[int, float], *, is_loss: bool = False) -> str | None:
+        """Why a run with these scores, by version, ends now; None if it goes on. is_loss: lower is better."""
+        versions, sign = sorted(scores), -1.0 if is_loss else 1.0
+        if not versions:
+            return None
+        newest = scores[versions[-1]]
+        if self.target is not None and sign * newest >= sign * self.target:
+            return f"version {versions[-1]} has {newest:.4g}, and early_stop.target is {self.target:g}"
+        best, num_worse = versions[0], 0
+        for version in versions[1:]:
+            if sign * (scores[version] - scores[best]) > self.min_delta:
+                best, num_worse = version, 0
+            else:
+                num_worse += 1
+        if self.patience is None or num_worse < self.patience:
+            return None
+        return (
+            f"{num_worse} evals since version {best} ({scores[best]:.4g}) are not better by more than "
+            f"{self.min_delta:g} (early_stop.patience = {self.patience})"
+        )
 
 
 class TrainingEvalSection(EvalSection):

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from stretto.config.section import Section
 from stretto.config.sections.inference import InferenceSection
-from stretto.config.sections.orchestrator import EvalSection
+from stretto.config.sections.orchestrator import EarlyStopSection, EvalSection
 
 
 class LossMaskSection(Section):
@@ -108,3 +108,6 @@ class ValSection(Section):
     data: Data
     eval_on_start: bool = False
     """Also before the first step."""
+    keep_best: bool = False
+    """Write the weights to RUN/weights/best whenever a validation has the lowest loss so far."""
+    early_stop: EarlyStopSection | None = None

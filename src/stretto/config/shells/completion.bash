@@ -60,9 +60,15 @@ _stretto() {
         [[ $prev == --* ]] && __stretto_values "$table" "${prev//_/-}" "$cur"
         [[ ${#COMPREPLY[@]} == 0 ]] && __stretto_files "$cur" toml json jsonl parquet
     elif [[ $cur == @ || $prev == @ || $cur == @* ]]; then
-        local word=${cur#@}
-        __stretto_files "$word" toml json
-        [[ $cur == @?* ]] && COMPREPLY=("${COMPREPLY[@]/#/@}")
+        __stretto_files "${cur#@}" toml json
+        # An @ that touches the word is a word here, but a part of what readline replaces.
+        if [[ ${COMP_LINE:0:COMP_POINT} == *@"${cur#@}" ]]; then
+            local index
+            for index in "${!COMPREPLY[@]}"; do
+                [[ -d ${COMPREPLY[index]} ]] && { COMPREPLY[index]+=/; compopt -o nospace 2> /dev/null; }
+                COMPREPLY[index]=@${COMPREPLY[index]}
+            done
+        fi
     elif [[ $cur == '=' ]]; then
         __stretto_values "$table" "${prev//_/-}" ''
     elif [[ $prev == '=' ]]; then

@@ -3,8 +3,8 @@
 set -g __stretto_verbs @VERBS@
 set -g __stretto_plain @PLAIN@
 
-function __stretto_files
-    for path in $argv[1]*/ $argv[1]*.toml $argv[1]*.json
+function __stretto_files  # directories, and files with the endings $argv[2..-1]
+    for path in $argv[1]*/ $argv[1]*.$argv[2..-1]
         echo $path
     end
 end
@@ -48,14 +48,14 @@ function __stretto_complete
         if set -q known[1]
             printf '%s\n' $known
         else
-            __fish_complete_path $cur ''
+            __stretto_files "$cur" toml json jsonl parquet
         end
         return
     end
     if test "$prev" = @
-        __stretto_files $cur
+        __stretto_files "$cur" toml json
     else if string match -q -- '@*' $cur
-        printf '@%s\n' (__stretto_files (string sub -s 2 -- $cur))
+        printf '@%s\n' (__stretto_files "$(string sub -s 2 -- $cur)" toml json)
     else if string match -q -- '--*=*' $cur
         set -l flag (string replace -r '=.*' '' -- $cur)
         for line in $table
@@ -78,11 +78,17 @@ function __stretto_complete
             end
         end | sort -u
     else if string match -q -- '--*' $prev
+        set -l known
         for line in $table
             set -l parts (string split ' ' -- $line)
             if test $parts[1] = (string replace -a _ - -- $prev); and set -q parts[2]
-                printf '%s\n' $parts[2..-1]
+                set known $parts[2..-1]
             end
+        end
+        if set -q known[1]
+            printf '%s\n' $known
+        else if test -n "$cur"
+            __stretto_files "$cur" toml json jsonl parquet
         end
     else
         printf '%s\n' @ --

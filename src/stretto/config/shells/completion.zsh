@@ -48,7 +48,7 @@ _stretto() {
             compadd -- ${${(f)table}%% *}
         else
             [[ $prev == --* ]] && __stretto_values "$table" "${prev//_/-}" ''
-            (( compstate[nmatches] )) || _files
+            (( compstate[nmatches] )) || _files -g '*.(toml|json|jsonl|parquet)'
         fi
     elif [[ $cur == @* ]]; then
         compset -P '@'
@@ -59,10 +59,11 @@ _stretto() {
         compset -P '*='
         __stretto_values "$table" "${${cur%%=*}//_/-}" ''
     elif [[ $cur == --* ]]; then
-        __stretto_keys "$table" "${cur//_/-}"
+        PREFIX=${PREFIX//_/-}
+        __stretto_keys "$table" "$PREFIX"
     elif [[ $prev == --* ]]; then
         __stretto_values "$table" "${prev//_/-}" ''
-        (( compstate[nmatches] )) || [[ -z $cur ]] || _files
+        (( compstate[nmatches] )) || [[ -z $cur ]] || _files -g '*.(toml|json|jsonl|parquet)'
     else
         compadd -S '' -- @ --
     fi

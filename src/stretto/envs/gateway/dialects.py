@@ -19,6 +19,14 @@ Event = tuple[str | None, Any]
 """Name and data of an event of a stream."""
 
 
+def framed(event: Event) -> bytes:
+    """An event as bytes of a stream."""
+    name, data = event
+    text = data if isinstance(data, str) else json.dumps(data)
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {text}\n\n".encode()
+
+
 @dataclass(frozen=True)
 class Dialect:
     """How requests of one route are read and answered."""
@@ -29,6 +37,18 @@ class Dialect:
     stream: Callable[[Answer, str, Request], Iterator[Event]]
     refuse: Callable[[str, str, str | None], dict[str, Any]]
     """(type, text, code) of an error."""
+
+    def request(self, body: Any) -> Request:
+        """The request of a body.
+
+        Raises: DataError if it is none of this dialect.
+        """
+        if not isinstance(body, dict):
+            raise DataError("the body must be an object")
+        try:
+            return self.read(body)
+        except (KeyError, TypeError, AttributeError) as cause:
+            raise DataError(f"the body is no request of this route: {type(cause).__name__}: {cause}") from None
 
 
 def text_of(content: Any, where: str) -> Any:

@@ -20,7 +20,7 @@ from aiohttp import web
 from stretto.base.errors import DataError, StrettoError
 from stretto.data.messages import short_repr
 from stretto.envs.base import LimitReached, OutOfContext, RolloutContext
-from stretto.envs.gateway.dialects import DIALECTS, Dialect, Event
+from stretto.envs.gateway.dialects import DIALECTS, Dialect, framed
 from stretto.envs.gateway.session import Session
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Access:
 
 
 class Gateway:
-    """The server; it is started by the first rollout. `host`: the address of this machine at which programs reach it."""
+    """The server; it is started by the first rollout. host: the address of this machine that programs use."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._host = host
@@ -132,18 +132,13 @@ class Gateway:
             body = json.loads(await http.read())
         except ValueError as cause:
             raise DataError(f"the body is no JSON: {cause}") from None
-        if not isinstance(body, dict):
-            raise DataError("the body must be an object")
+        request = dialect.request(body)
         self._name_settings(body)
-        try:
-            request = dialect.read(body)
-        except (KeyError, TypeError, AttributeError) as cause:
-            raise DataError(f"the body is no request of {http.path}: {type(cause).__name__}: {cause}") from None
         model = str(body.get("model") or "policy")
         answer = await session.answer(request)
         if not request.is_streamed:
             return web.json_response(dialect.write(answer, model))
-        stream = b"".join(map(_framed, dialect.stream(answer, model, request)))
+        stream = b"".join(map(framed, dialect.stream(answer, model, request)))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         with contextlib.suppress(ConnectionError):  # a program that goes away has its turn all the same
             await response.prepare(http)
@@ -166,10 +161,3 @@ def _key_of(http: web.Request) -> str:
 
 def _refused(dialect: Dialect, status: int, kind: str, text: str, code: str | None = None) -> web.Response:
     return web.json_response(dialect.refuse(kind, text, code), status=status)
-
-
-def _framed(event: Event) -> bytes:
-    name, data = event
-    text = data if isinstance(data, str) else json.dumps(data)
-    head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {text}\n\n".encode()

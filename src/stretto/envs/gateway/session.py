@@ -39,7 +39,9 @@ class Answer:
 
     @property
     def text(self) -> str:
-        return self.reply.message.get("content") or ""
+        """Its text, with calls that nobody can read: a program sees them as the model wrote them."""
+        message = self.reply.message
+        return "\n".join(filter(None, (message.get("content"), *message.get("unparsed_tool_calls", ()))))
 
     @property
     def thought(self) -> str:
@@ -73,8 +75,9 @@ class Conversation:
 class Session:
     """The requests of one rollout."""
 
-    def __init__(self, ctx: RolloutContext) -> None:
-        self._ctx = ctx
+    def __init__(self, ctx: RolloutContext, *, answers_repeats: bool = True) -> None:
+        """answers_repeats: False if each request is a turn, because another server answers those that are repeated."""
+        self._ctx, self._answers_repeats = ctx, answers_repeats
         self._conversations: list[Conversation] = []
         self._turns: dict[str, asyncio.Task[Answer]] = {}  # by request
         self.error: StrettoError | None = None  # the first that is no limit
@@ -86,6 +89,11 @@ class Session:
     @property
     def num_conversations(self) -> int:
         return len(self._conversations)
+
+    @property
+    def is_limited(self) -> bool:
+        """Was the last request refused by a limit?"""
+        return self.limit is not None
 
     @property
     def last_text(self) -> str:
@@ -103,7 +111,8 @@ class Session:
         Raises: LimitReached, EngineError, EnvError.
         """
         seen = [_form(message) for message in request.messages]
-        key = json.dumps([seen, request.tools, request.sampling], sort_keys=True)
+        place = None if self._answers_repeats else len(self._turns)
+        key = json.dumps([seen, request.tools, request.sampling, place], sort_keys=True)
         turn = self._turns.get(key)
         if turn is None:
             turn = self._turns[key] = asyncio.create_task(self._play(request, seen))

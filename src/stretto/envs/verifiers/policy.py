@@ -1,66 +1,63 @@
 """The policy as a client of verifiers, and the reward of an episode.
 
-Every run of an agent (a trace) has an `AgentSession`, which holds the context it plays with. A request of its harness
-becomes a turn of that context. When a harness sends a reply back as history, the session recognises it, so that the
-next turn extends the tokens so far.
+Every run of an agent (a trace) has an `AgentSession`. The requests of its harness become turns as those of any program
+do (gateway/session.py), in any dialect.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import verifiers.v1 as vf
-from verifiers.v1.clients.train import serialize_completion, tool_to_wire
-from verifiers.v1.dialects import ChatDialect, Dialect
-from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.clients.client import RelayReply
+from verifiers.v1.dialects import Dialect
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
-from verifiers.v1.types import AssistantMessage, Response, SamplingConfig, ToolCall, Usage
+from verifiers.v1.types import Response, SamplingConfig
 
 from stretto.base.errors import EnvError, StrettoError
-from stretto.envs.base import LimitReached, Message, Reply, RolloutContext, RolloutResult
+from stretto.envs.base import LimitReached, RolloutContext, RolloutResult
+from stretto.envs.gateway import dialects as gateway
+from stretto.envs.gateway.dialects import framed
+from stretto.envs.gateway.session import Answer, Request, Session
 
 _NO_REWARD = ("setup_timeout", "finalize_timeout", "scoring_timeout")
-_SAMPLING = ("temperature", "top_p", "max_tokens")
+_SAMPLING = ("temperature", "top_p")
 
 
 @dataclass
 class AgentSession:
-    """One run of one agent: the context it plays with, its turns, and its first error."""
+    """One run of one agent: its trace, its requests, and its first error."""
 
     trace: vf.Trace
-    ctx: RolloutContext
     name: str
-    turns: list[int] = field(default_factory=list)  # number of each in the episode
-    error: StrettoError | None = None  # the first one
-    is_limited: bool = False  # a limit of the episode ended it
-    replies: dict[str, Message] = field(
-        default_factory=dict
-    )  # reply as a harness returns it -> reply as the recorder knows it
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    requests: Session
+    error: StrettoError | None = None
 
-    async def turn(self, messages: list[Message], tools: list[dict] | None, **sampling: Any) -> Reply:
-        """Take a turn. Turns that a harness requests at the same time are taken one after the other."""
-        known = [self.replies.get(_key(m), m) if m["role"] == "assistant" else m for m in messages]
-        async with self.lock:
-            try:
-                reply = await self.ctx.chat(known, tools, **sampling)
-            except LimitReached as error:
-                self.is_limited = True
-                self.error = self.error or (None if self.turns else error)
-                self.trace.stop("limit")
-                raise
-            except StrettoError as error:
-                self.error = self.error or error
-                raise
-        self.turns.append(reply.turn)
-        return reply
+    @property
+    def turns(self) -> list[int]:
+        """The number in the episode of each reply."""
+        return [answer.reply.turn for answer in self.requests.answers]
+
+    @property
+    def is_limited(self) -> bool:
+        """Has a limit of the episode ended it?"""
+        return self.requests.is_limited
+
+    async def answer(self, request: Request) -> Answer:
+        try:
+            return await self.requests.answer(request)
+        except LimitReached as error:
+            self.error = self.error or (None if self.turns else error)
+            self.trace.stop("limit")
+            raise
+        except StrettoError as error:
+            self.error = self.error or error
+            raise
 
 
 SESSIONS: dict[str, AgentSession] = {}
@@ -84,7 +81,7 @@ class EpisodeSessions:
             name = "policy"  # the context itself, without an agent of it
         else:
             ctx = ctx.agent(name, is_trained=is_trained)
-        session = SESSIONS[trace.id] = AgentSession(trace, ctx, name)
+        session = SESSIONS[trace.id] = AgentSession(trace, name, Session(ctx, answers_repeats=False))
         self._sessions.append(session)
 
     def close(self) -> None:
@@ -158,7 +155,7 @@ def _describe_error(error: Any) -> str | None:
     return f"{error.type}: {text}"
 
 
-class RolloutClientConfig(vf.TrainClientConfig):
+class RolloutClientConfig(vf.EvalClientConfig):
     """Config by which verifiers chooses `RolloutClient`."""
 
 
@@ -174,56 +171,39 @@ class RolloutClient(vf.Client):
         turn: PendingTurn | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        if not isinstance(dialect, ChatDialect):
-            text = f"the policy answers chat completions only, not {type(dialect).__name__}; choose another harness"
-            session = SESSIONS.get(session_id or "")
-            if session is not None:
-                session.error = session.error or EnvError(text)
-            raise ProviderError(text, status_code=400)
-        session = SESSIONS.get(session_id or "")
-        if session is None:
-            raise ProviderError("this rollout is over", status_code=400)
-        request = turn if turn is not None else dialect.parse_request(body)
-        prompt = request.prompt if turn is not None else request.messages
-        messages = [message_to_wire(message) for message in prompt]
-        tools = [tool_to_wire(tool) for tool in request.tools] if request.tools else None
-        wanted = {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}
-        try:
-            reply = await session.turn(messages, tools, **wanted)
-        except StrettoError as error:
-            raise ProviderError(str(error), status_code=400) from error
-        response = _response(reply, session)
-        session.replies[_key(message_to_wire(response.message))] = reply.message
-        response.raw = serialize_completion(response, body.get("model") or "policy")
+        answer, _ = await _answered(dialect, body, session_id)
+        raw = _ours(dialect).write(answer, body["model"])
+        response = dialect.parse_response(dialect.validate_response(raw))
+        response.raw = raw
         return response
 
+    async def relay(
+        self, dialect: Dialect, body: dict, session_id: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> RelayReply:
+        answer, request = await _answered(dialect, body, session_id)
 
-def _response(reply: Reply, session: AgentSession) -> Response:
-    calls = [
-        ToolCall(
-            id=call.get("id") or f"call_{len(session.turns)}_{number}",
-            name=call["function"]["name"],
-            arguments=_text(call["function"]["arguments"]),
-        )
-        for number, call in enumerate(reply.message.get("tool_calls") or ())
-    ]
-    message = AssistantMessage(
-        content=reply.message.get("content") or None,
-        reasoning_content=reply.message.get("reasoning_content"),
-        tool_calls=calls or None,
-    )
-    finish = "length" if reply.finish_reason == "length" else "tool_calls" if calls else "stop"
-    usage = Usage(prompt_tokens=reply.num_prompt_tokens, completion_tokens=len(reply.token_ids))
-    name = f"{session.trace.id}-{len(session.turns)}"
-    return Response(id=name, created=0, model="policy", message=message, finish_reason=finish, usage=usage)
+        async def chunks() -> AsyncIterator[bytes]:
+            for event in _ours(dialect).stream(answer, body["model"], request):
+                yield framed(event)
+
+        async def close() -> None:
+            pass
+
+        return RelayReply("text/event-stream", chunks(), close)
 
 
-def _text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+def _ours(dialect: Dialect) -> gateway.Dialect:
+    return gateway.DIALECTS[dialect.upstream_path.removeprefix("/v1")]
 
 
-def _key(message: Message) -> str:
-    """Identifies an assistant message by the fields that a harness sends back."""
-    return json.dumps(
-        [message.get("content") or "", message.get("reasoning_content"), message.get("tool_calls")], sort_keys=True
-    )
+async def _answered(dialect: Dialect, body: dict, session_id: str | None) -> tuple[Answer, Request]:
+    """The policy's answer to a request, whose settings verifiers has replaced by those of the agent's config."""
+    session = SESSIONS.get(session_id or "")
+    if session is None:
+        raise ProviderError("this rollout is over", status_code=400)
+    wanted = {name: value for name in _SAMPLING if (value := body.get(name)) is not None}
+    try:
+        request = _ours(dialect).request(body)
+        return await session.answer(replace(request, sampling=request.sampling | wanted)), request
+    except StrettoError as error:
+        raise ProviderError(str(error), status_code=400) from error

@@ -46,7 +46,6 @@ class LoadedAdapter:
     id: int
     name: str | None  # None for the policy's adapter
     pairs: dict[str, tuple[Tensor, Tensor]]
-    path: str | None
     version: int
     serial: int  # new for each load, so that caches of other weights are not reused
 
@@ -159,9 +158,7 @@ class Adapters:
         """Raises: DataError if the adapter does not fit this model."""
         adapter.check(self._shapes)
 
-    def load(
-        self, name: str | None, adapter: Adapter, version: int | None = None, path: str | None = None
-    ) -> LoadedAdapter:
+    def load(self, name: str | None, adapter: Adapter, version: int | None = None) -> LoadedAdapter:
         """Add or replace an adapter. version: that of its tokens; None counts its replacements.
 
         Raises: DataError if it does not fit this model; then nothing has changed.
@@ -177,9 +174,9 @@ class Adapters:
         loaded, serial = self.get(name), next(self._serials)
         if loaded is None:
             number = POLICY if name is None else next(self._ids)
-            loaded = LoadedAdapter(number, name, pairs, path, version or 0, serial)
+            loaded = LoadedAdapter(number, name, pairs, version or 0, serial)
         else:
-            loaded.pairs, loaded.path, loaded.serial = pairs, path, serial
+            loaded.pairs, loaded.serial = pairs, serial
             loaded.version = loaded.version + 1 if version is None else version
         if name is None:
             self._policy = loaded

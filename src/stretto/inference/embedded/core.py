@@ -258,14 +258,12 @@ class EngineCore:
         self.adapters.unload(None)
         self.version = version
 
-    def load_adapter(
-        self, name: str | None, adapter: Adapter, version: int | None = None, path: str | None = None
-    ) -> None:
+    def load_adapter(self, name: str | None, adapter: Adapter, version: int | None = None) -> None:
         """Add or replace an adapter; name=None: the policy's, for requests for the engine's own model.
 
         Raises: DataError if it does not fit this model; then nothing has changed.
         """
-        self.adapters.load(name, adapter, version, path)
+        self.adapters.load(name, adapter, version)
         if name is None and version is not None:
             self.version = version
 

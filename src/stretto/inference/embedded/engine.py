@@ -229,7 +229,7 @@ class Engine:
                 raise Refusal(f"lora_name: {name!r} is loaded already; load_inplace replaces it")
             try:
                 adapter = await self._in_thread(lambda: load_adapter(path))
-                self.core.load_adapter(name, adapter, path=path)
+                self.core.load_adapter(name, adapter)
             except DataError as error:
                 raise Refusal(f"lora_path: {error}") from error
             logger.info("loaded adapter %s from %s", name, path)

@@ -15,9 +15,9 @@ from stretto.base.errors import ConfigError
 from stretto.check.vllm_models import CPU_BLOCK_SIZE, ServedModel
 from stretto.config.flags.table import option_of
 from stretto.config.flags.vllm import VLLM
-from stretto.config.model_file import read_model_file
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
 from stretto.config.sections.model import dtype_on
+from stretto.data.model_file import read_model_file
 
 CPU_CACHE_TOKENS = 65_536
 BYTES = {"float32": 4, "bfloat16": 2}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims
@@ -35,18 +34,16 @@ def with_model_ports(cfg: RLConfig, ports: PortClaims) -> RLConfig:
         first = server.port if is_given else MODEL_PORT
         return server.host, free_port(f"models.{name}.server.port", server.host, first, is_given, ports)
 
-    # Without a key of the user, their engines have one that is made from the run's secret (`processes.model_key`).
-    is_made = not os.environ.get(TEACHER_KEY_VAR)
-    return _with_servers(cfg, listen, {"api_key_var": MODEL_KEY_VAR} if is_made else {})
+    return _with_servers(cfg, listen)
 
 
 def with_model_names(cfg: RLConfig) -> RLConfig:
     """The root in which the orchestrator knows every model by name, at addresses where nobody answers."""
-    return _with_servers(cfg, lambda _: ("127.0.0.1", 9), {})
+    return _with_servers(cfg, lambda _: ("127.0.0.1", 9))
 
 
 def with_model_hosts(cfg: RLConfig, hosts: Sequence[str]) -> RLConfig:
-    """The root with models that listen on nodes of their own, with the key of the policy's engines.
+    """The root with models that listen on nodes of their own.
 
     hosts: addresses of the nodes, from the first one that has models.
     """
@@ -57,14 +54,16 @@ def with_model_hosts(cfg: RLConfig, hosts: Sequence[str]) -> RLConfig:
         port = server.port if "port" in server.model_fields_set else MODEL_PORT + names.index(name)
         return hosts[cfg.model_places[name][0]], port
 
-    return _with_servers(cfg, listen, {"api_key_var": cfg.orchestrator.client.api_key_var})
+    return _with_servers(cfg, listen)
 
 
-def _with_servers(cfg: RLConfig, listen: Callable[[str], tuple[str, int]], options: dict[str, Any]) -> RLConfig:
-    """The root in which the orchestrator has the address of every model.
+def _with_servers(cfg: RLConfig, listen: Callable[[str], tuple[str, int]]) -> RLConfig:
+    """The root in which the orchestrator has the address of every model, and the name of the variable with its key.
 
-    listen: host and port of a model that the run starts. options: keys of such a model in the orchestrator's config.
+    listen: host and port of a model that the run starts.
     """
+    # Without a key of the user, their engines have one that is made from the run's secret (`processes.models_key`).
+    made = {} if os.environ.get(TEACHER_KEY_VAR) else {"api_key_var": MODEL_KEY_VAR}
     places, models = dict(cfg.orchestrator.frozen_models), dict(cfg.models)
     for name, section in cfg.models.items():
         asked = {key: value for key, value in section.client.model_dump().items() if value is not None}
@@ -74,7 +73,7 @@ def _with_servers(cfg: RLConfig, listen: Callable[[str], tuple[str, int]], optio
             host, port = listen(name)
             server = section.server.model_copy(update={"host": host, "port": port})
             models[name] = section.model_copy(update={"server": server})
-            own = {} if section.api_key is not None else options
+            own = {} if section.api_key is not None else made
             known = known.model_copy(update={"base_url": client_url(server), **own})
         places[name] = known
     return replaced(replaced(cfg, "models", models), "orchestrator.frozen_models", places)

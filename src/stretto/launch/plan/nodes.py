@@ -16,7 +16,7 @@ config, and the plan depends on nothing that differs between machines. Nodes, in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from stretto.base import process
 from stretto.base.errors import ConfigError
@@ -26,7 +26,6 @@ from stretto.check.nodes import check_hosts
 from stretto.config.root import RLConfig
 from stretto.config.sections.deployment import MultiNodeDeployment
 from stretto.config.sections.engines import EngineGroups
-from stretto.config.sections.inference import InferenceSection
 from stretto.launch.plan.engines import plan_replicas
 from stretto.launch.plan.models import started_models, with_model_hosts
 from stretto.launch.plan.placement import (
@@ -46,6 +45,7 @@ from stretto.launch.plan.processes import (
     engine_processes,
     engine_threads,
     model_process,
+    models_key,
     orchestrator_process,
     rank_processes,
     with_engine_key,
@@ -85,7 +85,8 @@ def plan_nodes(
     first_model = cfg.num_nodes - cfg.num_model_nodes
     cfg = with_model_hosts(cfg, hosts[first_model:])
     cfg = _with_threads(with_run(cfg, resume_step), shape)
-    client_key = {} if keyed is None else client_key_env(keyed, cfg.orchestrator.client.api_key_var)
+    made_key = models_key(cfg, secret)
+    client_key = made_key if keyed is None else made_key | client_key_env(keyed, cfg.orchestrator.client.api_key_var)
     processes = [orchestrator_process(cfg, run, client_key), *_ranks(cfg, run, hosts)]
     if engines is not None and cfg.inference is not None and keyed is not None:
         key = engine_key_env(keyed, cfg.orchestrator.client.api_key_var)
@@ -96,7 +97,7 @@ def plan_nodes(
         processes += [
             dataclasses.replace(spec, node=0) if spec.role == "router" and is_first else spec for spec in started
         ]
-    processes += _models(cfg, run, first_model, keyed)
+    processes += _models(cfg, run, first_model, made_key)
     # Groups of engines name the GPUs that they leave (`idle_gpus`), or are refused.
     has_groups = cfg.inference is not None and isinstance(cfg.inference.deployment, EngineGroups)
     if not has_groups and not in_pods:
@@ -228,10 +229,8 @@ def _ranks(cfg: RLConfig, run: RunDir, hosts: Sequence[str]) -> list[ProcessSpec
     ]
 
 
-def _models(cfg: RLConfig, run: RunDir, first_node: int, keyed: InferenceSection | None) -> list[ProcessSpec]:
-    """The engines of frozen models, one process per node; they require the key of the policy's engines."""
-    key_var = cfg.orchestrator.client.api_key_var
-    key = {} if keyed is None else engine_key_env(keyed, key_var)
+def _models(cfg: RLConfig, run: RunDir, first_node: int, made_key: Mapping[str, str]) -> list[ProcessSpec]:
+    """The engines of frozen models, one process per node."""
     specs = []
     for name, section in started_models(cfg):
         node, first = cfg.model_places[name]
@@ -240,9 +239,9 @@ def _models(cfg: RLConfig, run: RunDir, first_node: int, keyed: InferenceSection
         count *= section.device != "cpu" and (cfg.deployment.gpus_per_node or 0) > 0
         gpus = [str(gpu) for gpu in range(first, first + count)]
         threads = frozen_engine_threads(section, MOST_THREADS, gpus)
-        spec = model_process(run, name, section, threads, gpus, {})
+        spec = model_process(cfg, run, name, threads, gpus, made_key)
         for rank in range(nodes):
-            own = dataclasses.replace(spec, env=spec.env | key, node=first_node + node + rank)
+            own = dataclasses.replace(spec, node=first_node + node + rank)
             if nodes > 1:
                 argv = (*spec.argv, "--node-rank", str(rank))
                 own = dataclasses.replace(own, rank=rank, num_ranks=nodes, argv=argv)

@@ -51,8 +51,8 @@ from stretto.launch.plan.processes import (
     engine_key_env,
     engine_process,
     helper_processes,
-    model_key,
     model_process,
+    models_key,
     orchestrator_process,
     rank_processes,
     section_of,
@@ -217,8 +217,8 @@ def plan(
     engines = local_engines(cfg)
     cfg = with_run(cfg, resume_step)
     gpus_of = {"inference": inference_gpus, "trainer": trainer_gpus, "critic": critic_gpus}
-    teacher, models_key = with_teacher_key(cfg, keyed, secret), model_key(cfg, secret)
-    client_env = _frozen_client_env(cfg, teacher) | models_key
+    teacher, made_key = with_teacher_key(cfg, keyed, secret), models_key(cfg, secret)
+    client_env = _frozen_client_env(cfg, teacher) | made_key
     processes = _processes(cfg, run, engines, gpus_of, rendezvous, keyed, client_env)
     if teacher is not None:
         num_threads = frozen_engine_threads(teacher, threads["inference"], teacher_gpus)
@@ -228,8 +228,7 @@ def plan(
     for name, section in started_models(cfg):
         own = model_gpus[name]
         num_threads = frozen_engine_threads(section, threads["inference"], own)
-        key = {KEY_VAR: models_key[MODEL_KEY_VAR]} if models_key and section.api_key is None else {}
-        processes.insert(0, model_process(run, name, section, num_threads, own, key))
+        processes.insert(0, model_process(cfg, run, name, num_threads, own, made_key))
     return LaunchPlan.of(run, cfg, engines, processes, notes=notes)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from stretto.base import process
 from stretto.base.paths import RunDir
 from stretto.base.secret import Secret
-from stretto.config.root import FrozenModelSection, InferenceConfig, RLConfig
+from stretto.config.root import InferenceConfig, RLConfig
 from stretto.config.sections.distill import MODEL_KEY_VAR
 from stretto.config.sections.engines import HOLD_VAR
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
@@ -232,10 +232,10 @@ def teacher_process(
 
 
 def model_process(
-    run: RunDir, name: str, section: FrozenModelSection, threads: int, gpus: Sequence[str], key_env: Mapping[str, str]
+    cfg: RLConfig, run: RunDir, name: str, threads: int, gpus: Sequence[str], made: Mapping[str, str]
 ) -> ProcessSpec:
-    """The engines of a frozen model."""
-    return _fixed_engines(role_of(name), run, section, threads, gpus, key_env)
+    """The engines of a frozen model. made: `models_key`."""
+    return _fixed_engines(role_of(name), run, cfg.models[name], threads, gpus, _model_key_env(cfg, name, made))
 
 
 def _fixed_engines(
@@ -283,12 +283,19 @@ def with_teacher_key(cfg: RLConfig, keyed: InferenceSection | None, secret: Secr
     return section.model_copy(update={"api_key": key})
 
 
-def model_key(cfg: RLConfig, secret: Secret | None) -> dict[str, str]:
+def models_key(cfg: RLConfig, secret: Secret | None) -> dict[str, str]:
     """The key of the engines that the run starts for [models.NAME], as the orchestrator's environment; {} if none."""
     places = cfg.orchestrator.frozen_models.values()
     if secret is None or all(place.api_key_var != MODEL_KEY_VAR for place in places):
         return {}
     return {MODEL_KEY_VAR: secret.text_key("models.api_key")}
+
+
+def _model_key_env(cfg: RLConfig, name: str, made: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which the engine of a frozen model finds its key; made: `models_key`."""
+    variable = cfg.orchestrator.frozen_models[name].api_key_var
+    key = cfg.models[name].api_key or made.get(variable) or os.environ.get(variable)
+    return {KEY_VAR: key or ""}
 
 
 def with_engine_key(cfg: RLConfig, secret: Secret | None) -> tuple[InferenceSection | None, list[str]]:

@@ -1,4 +1,4 @@
-"""The best version of a run by held-out reward: its weights are kept, and a run that stays behind it ends.
+"""The best version of a run by held-out reward, whose weights are kept.
 
 A score is a version's mean reward over environments. RUN/weights/best is a directory of its own, whose files are hard
 links to an export; so deleting older exports takes nothing from it. Its file best.json says which version it is.
@@ -15,7 +15,6 @@ from pathlib import Path
 
 from stretto.base.files import put_in_place
 from stretto.base.paths import RunDir
-from stretto.config.sections.orchestrator import EarlyStopSection
 
 logger = logging.getLogger(__name__)
 
@@ -25,28 +24,6 @@ ABOUT, VERSION = "best.json", "version"
 def best_of(scores: Mapping[int, float]) -> int | None:
     """The version with the highest score, the earliest of several; None without scores."""
     return max(sorted(scores), key=lambda version: scores[version], default=None)
-
-
-def reason_to_stop(scores: Mapping[int, float], section: EarlyStopSection) -> str | None:
-    """Why a run with these scores by version ends now; None if it goes on."""
-    versions = sorted(scores)
-    if not versions:
-        return None
-    newest = scores[versions[-1]]
-    if section.target is not None and newest >= section.target:
-        return f"version {versions[-1]} has {newest:.4g}, and early_stop.target is {section.target:g}"
-    best, num_worse = versions[0], 0
-    for version in versions[1:]:
-        if scores[version] > scores[best] + section.min_delta:
-            best, num_worse = version, 0
-        else:
-            num_worse += 1
-    if section.patience is None or num_worse < section.patience:
-        return None
-    return (
-        f"{num_worse} evals since version {best} ({scores[best]:.4g}) are not better by more than "
-        f"{section.min_delta:g} (early_stop.patience = {section.patience})"
-    )
 
 
 class BestKeeper:

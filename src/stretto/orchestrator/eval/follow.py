@@ -18,7 +18,7 @@ from stretto.base.errors import ConfigError, DataError, EnvError
 from stretto.base.files import read_rows
 from stretto.base.foreign import warn_when_blocked
 from stretto.config.root import EvalsConfig
-from stretto.monitors import build_monitors
+from stretto.monitors.base import build_monitors
 from stretto.orchestrator.build import build_eval_renderer, open_env, run_info
 from stretto.orchestrator.clients import build_engines
 from stretto.orchestrator.eval.evaluator import standalone_evaluator

@@ -21,7 +21,7 @@ from stretto.config.root import EvalConfig, InferenceConfig
 from stretto.config.sections.inference import KEY_VAR
 from stretto.data.hub_model import fetch
 from stretto.envs.base import tasks_of
-from stretto.monitors import build_monitors
+from stretto.monitors.base import build_monitors
 from stretto.orchestrator.build import build_eval_renderer, open_env, places_of, run_info
 from stretto.orchestrator.clients import build_chat, build_engines
 from stretto.orchestrator.eval.evaluator import standalone_evaluator

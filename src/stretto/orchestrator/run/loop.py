@@ -20,14 +20,14 @@ import time
 from stretto.base.aio import task_group
 from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, WireError
 from stretto.base.status import DEVICES_FREE, is_supervised, report
-from stretto.orchestrator.eval.best import BestKeeper, best_of, reason_to_stop
+from stretto.orchestrator.eval.best import BestKeeper, best_of
 from stretto.orchestrator.eval.results import format_table
 from stretto.orchestrator.eval_scores import eval_row, mean_over_envs
 from stretto.orchestrator.run import telemetry
 from stretto.orchestrator.run.concurrency import EngineLoad, build_limit
 from stretto.orchestrator.run.parts import RunParts
 from stretto.orchestrator.run.pipeline import GroupPipeline
-from stretto.orchestrator.run.ship import BatchShipper, engine_metrics
+from stretto.orchestrator.run.ship import ENGINE_LOADS_INTERVAL_S, BatchShipper, engine_loads, engine_metrics
 from stretto.orchestrator.state import run_checkpoint
 from stretto.orchestrator.state.run_checkpoint import Progress
 from stretto.records.control import (
@@ -115,6 +115,7 @@ class Loop:
                 loading,
                 tasks.create_task(self.parts.engines.watch(), name="watch_engines"),
                 tasks.create_task(self.adapt_concurrency(), name="adapt_concurrency"),
+                tasks.create_task(self.record_engines(), name="record_engines"),
             ]
             await tasks.create_task(self._shipper.ship_batches(), name="ship_batches")
             await self._wait_for_last_step(loading)
@@ -218,6 +219,17 @@ class Loop:
             if load is not None:
                 self._limit.update(load, self.buffer.num_running * group_size, time.monotonic())
 
+    async def record_engines(self) -> None:
+        """Write what each engine does into the ledger from time to time, less often if there are many."""
+        engines = self.parts.engines
+        while True:
+            try:
+                if loads := await engine_loads(engines):
+                    self.parts.ledger.event("engines", loads)
+            except EngineError as error:  # one that is really down fails its next request
+                logger.debug("no loads of engines: %s", error)
+            await asyncio.sleep(max(ENGINE_LOADS_INTERVAL_S, ENGINE_LOADS_INTERVAL_S * engines.num_ready / 10))
+
     def _begin_drawing(self, tasks: asyncio.TaskGroup) -> None:
         """Draw and play groups from now on: the first version is loaded."""
         report("phase", text="playing the first rollouts")
@@ -309,7 +321,7 @@ class Loop:
             if version > self.progress.first_step:
                 self._best.want(version)
         stop = section.early_stop
-        if stop is None or version == self.cfg.max_steps or (reason := reason_to_stop(scores, stop)) is None:
+        if stop is None or version == self.cfg.max_steps or (reason := stop.reason_to_stop(scores)) is None:
             return
         logger.info("the run ends early: %s", reason)
         self.parts.ledger.event("early_stop", {"version": version, "reason": reason})

@@ -8,7 +8,7 @@ from stretto.base.paths import RunDir
 from stretto.base.watch import Watch
 from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.ledger.writer import Ledger
-from stretto.monitors import Monitors
+from stretto.monitors.base import Monitors
 from stretto.orchestrator.batch import Cost
 from stretto.orchestrator.batch_hooks import BatchHooks
 from stretto.orchestrator.eval.evaluator import Evaluator

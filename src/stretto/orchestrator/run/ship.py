@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 WARN_INTERVAL_STEPS = 20
 ENGINE_GAUGES_INTERVAL_S = 1.0
+ENGINE_LOADS_INTERVAL_S = 5.0
 NUM_EXAMPLES = 16
 """Rollouts of a step in a tracker's table."""
 
@@ -198,6 +199,16 @@ async def engine_metrics(engines: EngineClient) -> dict[str, float]:
     except EngineError as error:
         logger.debug("no engine metrics: %s", error)
         return {}
+
+
+async def engine_loads(engines: EngineClient) -> dict[str, list[float | None]]:
+    """By address of an engine: requests that it computes, requests that wait, use of its cache, version; None: unknown.
+
+    Raises: EngineError if one does not answer.
+    """
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "weight_version")
+    found = await engines.metrics_by_engine()
+    return {url.partition("://")[2]: [own.get(f"vllm:{name}") for name in names] for url, own in found.items()}
 
 
 async def _engine_gauges(engines: EngineClient) -> dict[str, float]:

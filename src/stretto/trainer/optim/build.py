@@ -23,6 +23,7 @@ from stretto.models.tensor_map import Shape, TensorSlice
 from stretto.trainer.optim.muon import Muon, find_matrices
 from stretto.trainer.optim.offload import StreamedOptimizer
 from stretto.trainer.optim.sign_sgd import SignSgd
+from stretto.trainer.optim.uncompiled import SGD, AdamW
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.learner_state import TensorInfo
 
@@ -57,7 +58,7 @@ def _build_optimizer(named: dict[str, nn.Parameter], cfg: Optim, weights: Traine
         case MuonOptim():
             return Muon(named, cfg, matrices=find_matrices(weights.module), apply_to_whole=weights.apply_to_whole)
         case AdamWOptim():
-            return torch.optim.AdamW(
+            return AdamW(
                 parameters,
                 lr=cfg.lr,
                 betas=(cfg.betas1, cfg.betas2),
@@ -68,7 +69,7 @@ def _build_optimizer(named: dict[str, nn.Parameter], cfg: Optim, weights: Traine
         case SignSgdOptim():
             return SignSgd(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay)
         case SgdOptim():
-            return torch.optim.SGD(
+            return SGD(
                 parameters,
                 lr=cfg.lr,
                 momentum=cfg.momentum,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from stretto.models.moe import Experts
+from stretto.trainer.optim.uncompiled import Uncompiled
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -80,7 +81,7 @@ def muon_step(matrices: Float[Tensor, "*stack rows cols"], stacked: int) -> Floa
     return (orthogonalise(split) * scale).flatten(-3, -2)
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Uncompiled):
     """One parameter group of all trained weights; Muon updates those in `matrices`."""
 
     def __init__(

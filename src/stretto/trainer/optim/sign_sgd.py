@@ -10,8 +10,10 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from stretto.trainer.optim.uncompiled import Uncompiled
 
-class SignSgd(torch.optim.Optimizer):
+
+class SignSgd(Uncompiled):
     """No state: a resumed run needs none."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float) -> None:

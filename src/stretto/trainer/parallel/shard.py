@@ -5,6 +5,8 @@ each part is a DTensor over the ranks that share it. Optimizer, clipping and che
 `ShardedWeights` offers the local tensors as plain parameters, gathers whole tensors, and says which slice of the whole
 tensor a rank has. Gradients are summed, not averaged, over ranks: losses are already divided by the tokens of all
 ranks (learner.py).
+
+FSDP2 and DTensor take nearly a second to import, so only what runs on several ranks does.
 """
 
 from __future__ import annotations
@@ -15,9 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ModelSection
@@ -82,6 +81,9 @@ def parallelise(policy: Policy, mesh: Mesh, section: ModelSection) -> ShardedWei
 
 
 def _shard(policy: Policy, mesh: Mesh, section: ModelSection) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.tensor import Shard
+
     common: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=hub.dtype_of(section.dtype, mesh.device),
@@ -147,6 +149,8 @@ class ShardedWeights(TrainedWeights):
                 dist.all_reduce(part.grad, group=self.mesh.tp_group)
 
     def reshard(self) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
         assert isinstance(self.module, FSDPModule)
         self.module.reshard()
 
@@ -191,6 +195,8 @@ class ShardedWeights(TrainedWeights):
 
     def gather_tensor(self, name: str, part: Shaped[Tensor, " ..."]) -> Shaped[Tensor, " ..."]:
         """Gather a weight on every rank, each of which gives its part; all ranks must call it."""
+        from torch.distributed.tensor import DTensor
+
         parameter = self.all_parameters[name]
         if isinstance(parameter, DTensor):
             sharded = DTensor.from_local(
@@ -208,6 +214,9 @@ class ShardedWeights(TrainedWeights):
         return part
 
     def slice_of(self, name: str, value: Shaped[Tensor, " ..."]) -> TensorSlice:
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         parameter, mesh = self.all_parameters[name], self.mesh
         if value.dim() == 0 and parameter.dim():
             return TensorSlice.whole(value)
@@ -242,4 +251,6 @@ class ShardedWeights(TrainedWeights):
 
 
 def local_tensor(tensor: Shaped[Tensor, " ..."]) -> Shaped[Tensor, " ..."]:
+    from torch.distributed.tensor import DTensor
+
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

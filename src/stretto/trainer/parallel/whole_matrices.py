@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from stretto.trainer.parallel.collectives import all_gather, all_to_all, group_by_size
 
@@ -56,6 +55,8 @@ class _Matrix:
 
 def find_sharding(parameter: nn.Parameter, features: int | None, tp_group: Any) -> MatrixSharding:
     """How a parameter is sharded."""
+    from torch.distributed.tensor import DTensor
+
     assert isinstance(parameter, DTensor)
     mesh = parameter.device_mesh
     axis = mesh.ndim - 1

@@ -8,7 +8,8 @@ A critic on ranks of its own writes a part in the same way, `critic` beside `tra
 Files are written into a directory of another name, flushed to the disk, then the directory is renamed. The COMPLETE
 marker beside it is written by the orchestrator in `rl` and by the trainer in `sft`; a checkpoint without it does not
 count. File sizes are recorded, so that a file that was truncated later is reported by name instead of being read. Any
-number of ranks and any mesh can continue from it.
+number of ranks and any mesh can continue from it. The first step does not wait for the import of slice_files.py, which
+takes most of a second.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +39,9 @@ from stretto.models.tensor_map import TensorSlice
 from stretto.trainer.ranks import exchange
 from stretto.trainer.ranks.mesh import Mesh, is_lead_process, new_values_group, num_ranks
 from stretto.trainer.state.learner_state import LearnerState, StateSource, TensorInfo
-from stretto.trainer.state.slice_files import DamagedError, SliceFiles, write_slices
+
+if TYPE_CHECKING:
+    from stretto.trainer.state.slice_files import SliceFiles
 
 logger = logging.getLogger(__name__)
 
@@ -203,6 +206,8 @@ def write_directory(
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     exchange.gather(None, None, group)  # the directory exists when all are here
+    from stretto.trainer.state.slice_files import write_slices
+
     write_slices(slices, part, group)
     if is_lead:
         files = sorted(path for path in part.iterdir())
@@ -251,6 +256,8 @@ def _open_files(directory: Path, values: dict[str, Any], advice: str) -> SliceFi
         num_bytes = path.stat().st_size if path.is_file() else 0
         if num_bytes != size:
             raise DataError(f"{path}: has {num_bytes} of {size} bytes, it was cut off; {advice}")
+    from stretto.trainer.state.slice_files import SliceFiles
+
     try:
         return SliceFiles(directory)
     except DataError as cause:
@@ -272,6 +279,8 @@ def load(run: RunDir, learner: Checkpointed, step: int, *, skip_optimizer: bool 
             f"{parts[0]} was written without the optimizer's state; resume with ckpt.skip_optimizer = true, which "
             "begins with a new optimizer"
         )
+    from stretto.trainer.state.slice_files import DamagedError
+
     try:
         learner.load_state(source)
     except DamagedError as cause:

@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -395,13 +396,19 @@ class EngineClient:
     async def metrics(self) -> dict[str, float]:
         """The engines' metrics by name, summed over engines and labels (histograms: _sum, _count)."""
         total: dict[str, float] = {}
-        for text in await self._all("GET", api.METRICS):
-            for line in text.decode().splitlines():
-                if not line.startswith("#") and "_bucket" not in line:
-                    name, _, value = line.rpartition(" ")
-                    name = name.partition("{")[0]
-                    total[name] = total.get(name, 0.0) + float(value)
+        for own in (await self.metrics_by_engine()).values():
+            for name, value in own.items():
+                total[name] = total.get(name, 0.0) + value
         return total
+
+    async def metrics_by_engine(self) -> dict[str, dict[str, float]]:
+        """The same of each engine that is up, by its address.
+
+        Raises: EngineError if one does not answer.
+        """
+        urls = self.fleet.ready()
+        texts = await _gather_all(self._admin(url, api.METRICS, method="GET") for url in urls)
+        return {url: _metrics_of(text.decode()) for url, text in zip(urls, texts)}
 
     async def close(self) -> None:
         await self._http.close()
@@ -458,6 +465,18 @@ class EngineClient:
 
     async def __aexit__(self, *_: Any) -> None:
         await self.close()
+
+
+def _metrics_of(text: str) -> dict[str, float]:
+    """Metrics in Prometheus' format, summed over labels."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line.startswith("#") and "_bucket" not in line:
+            name, _, value = line.rpartition(" ")
+            name = name.partition("{")[0]
+            with suppress(ValueError):  # a line of another engine's own kind
+                found[name] = found.get(name, 0.0) + float(value)
+    return found
 
 
 async def _gather_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:

@@ -1,6 +1,6 @@
 // Two rollouts of one task beside each other: of two runs, or of two versions of one run.
 import { conversation } from "./conversation.js";
-import { copyLink, fill, h, message, ofRun, select, short } from "./dom.js";
+import { copyLink, fill, h, message, ofRun, ofRuns, select, short } from "./dom.js";
 
 const SIDES = ["left", "right"];
 
@@ -14,28 +14,36 @@ export async function besides(root, context) {
   });
   const columns = SIDES.map(() => h("section", { class: "detail" }));
   fill(root, h("div", { class: "controls" }, back, h("b", {}, `task ${task} of ${env}`), choose, h("span", { class: "saves" }, copyLink())), h("div", { class: "besides" }, columns));
-  const lists = await Promise.all(of.map((run) => ofRun(run, "rollouts", { task, env }, signal)));
-  const first = named(lists[0], query.get("left")) || lists[0].rows[0];
-  await Promise.all(SIDES.map((side, at) => draw(at, named(lists[at], query.get(side)) || (at ? other(lists[1].rows, first, of[0] === of[1]) : first))));
+  const lists = (await ofRuns(of, "rollouts", { task, env }, signal)).map((list) => ({ rows: [], ...list }));
+  const first = await draw(0, named(lists[0], query.get("left")) || lists[0].rows[0]);
+  await draw(1, named(lists[1], query.get("right")) || other(lists[1].rows, first, of[0] === of[1]));
   return {};
 
   async function draw(at, row, part = {}) {
     const place = columns[at], run = of[at], title = h("h2", {}, run);
+    if (lists[at].error) {
+      fill(place, title, message(lists[at].error, "error"));
+      return null;
+    }
     if (!row) {
       fill(place, title, message(lists[at].next === null ? `${run} has no rollout of this task.` : `none of ${run}'s newest rollouts is of this task.`));
-      return;
+      return null;
     }
     const shown = name(row);
     context.remember({ [SIDES[at]]: shown });
-    const rows = lists[at].rows.some((each) => name(each) === shown) ? lists[at].rows : [row, ...lists[at].rows];
-    const choice = select("", rows.map((each) => [name(each), about(each)]), shown, (value) => draw(at, named(lists[at], value)));
+    const choice = (chosen) => {
+      const rows = lists[at].rows.some((each) => name(each) === shown) ? lists[at].rows : [chosen, ...lists[at].rows];
+      return select("", rows.map((each) => [name(each), about(each)]), shown, (value) => draw(at, named(lists[at], value)));
+    };
     place.setAttribute("aria-busy", "true");
     try {
       const [group, member] = shown.split(".");
       const found = await ofRun(run, "rollout", { group, member, ...part }, signal);
-      fill(place, title, choice, conversation(found, run, context, { open: (value) => draw(at, named(lists[at], value)), turnTo: (branch, from) => draw(at, row, { branch, from }) }));
+      fill(place, title, choice(found), conversation(found, run, context, { open: (value) => draw(at, named(lists[at], value)), turnTo: (branch, from) => draw(at, row, { branch, from }) }));
+      return found;
     } catch (error) {
-      if (error.name !== "AbortError") fill(place, title, choice, message(error.message, "error"));
+      if (error.name !== "AbortError") fill(place, title, choice(row), message(error.message, "error"));
+      return null;
     } finally {
       place.removeAttribute("aria-busy");
     }

@@ -39,7 +39,7 @@ export function conversation(found, run, context, { open, turnTo, followTask, co
     h("p", { class: "saves" },
       followTask ? [h("button", { type: "button", title: "every rollout of this task, newest version first", onclick: () => followTask(found) }, "this task over the versions"), " "] : null,
       compare ? [h("button", { type: "button", title: "beside another rollout of this task: of another run, or of another version", onclick: () => compare(found) }, "side by side"), " "] : null,
-      copyLink(), " ", saving(run, "rollout.html", { group, member }, "HTML file")),
+      followTask ? [copyLink(), " "] : null, saving(run, "rollout.html", { group, member }, "HTML file")),
     reported("what the reward said", found.metrics), reported("task", found.data),
     groupOf(found, open),
     found.no_text && found.branches.length ? message(found.no_text) : null,

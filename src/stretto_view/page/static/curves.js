@@ -1,6 +1,6 @@
 import { COLORS, columns, options, savePicture } from "./chart.js";
 import { differences } from "./config.js";
-import { copyLink, fill, h, message, ofRun, ofRuns, saving, select, short } from "./dom.js";
+import { copyLink, fill, h, message, noSteps, ofRun, ofRuns, saving, select, short } from "./dom.js";
 
 export const SUBJECTS = ["metrics"];
 const FIRST = 6;
@@ -13,8 +13,7 @@ export async function render(root, context) {
   const runs = context.runs.filter((run, at) => !lists[at].error);
   const metrics = new Map(lists.filter((list) => !list.error).flat().map((metric) => [metric.name, metric]));
   if (!metrics.size) {
-    const missing = context.rows.flatMap((row) => (row?.missing ? [message(`${row.id}: ${row.missing}`, "error")] : []));
-    fill(root, faults.length || missing.length ? [faults, missing] : message("No step has ended yet."));
+    fill(root, faults.length ? faults : context.rows.map(noSteps));
     return { update: () => render(root, context) };
   }
   const asked = query.getAll("key").filter((key) => metrics.has(key));

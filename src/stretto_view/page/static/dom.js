@@ -141,6 +141,14 @@ export function message(text, kind = "note") {
   return h("p", { class: kind, role: kind === "error" ? "alert" : "status" }, text);
 }
 
+// Why a run has no steps yet: one sentence.
+export function noSteps(row) {
+  if (row?.missing) return message(`${row.id}: ${row.missing}`, "error");
+  if (row?.state === "damaged") return message(row.error, "error");
+  return message({ "not started": "It has not started: only what a dry run or a submission writes is there.", running: "It is starting: no step has ended yet." }[row?.state]
+    || "It ended before its first step: the view of logs says why.");
+}
+
 // A name of several words that may be broken after its dots, slashes and underscores, and nowhere else.
 export function words(name) {
   return name.split(/(?<=[./_])/).flatMap((part) => [part, h("wbr")]);

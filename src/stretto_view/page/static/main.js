@@ -62,7 +62,7 @@ async function show() {
   }
   const context = {
     runs, query, signal: controller.signal,
-    rows: runs.map((id) => known.find((row) => row.id === id)),
+    get rows() { return runs.map((id) => known.find((row) => row.id === id)); },
     // Store the view's settings in the address, without drawing the view again.
     remember(changes) {
       for (const [name, value] of Object.entries(changes)) {

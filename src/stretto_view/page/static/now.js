@@ -1,4 +1,4 @@
-import { clock, duration, fill, h, message, ofRuns, short, sparkline, words } from "./dom.js";
+import { clock, duration, fill, h, message, noSteps, ofRuns, short, sparkline, words } from "./dom.js";
 
 export const SUBJECTS = ["metrics", "ledger", "state", "logs"];
 
@@ -20,13 +20,23 @@ function card(state, isNamed) {
       state.age_s === null ? "" : `, last step ${duration(state.age_s)} ago`),
     state.warnings.length ? h("section", { class: "warnings" }, h("h3", {}, "warnings"), h("ul", {}, state.warnings.slice(0, 8).map(warning))) : null,
     state.missing ? message(state.missing, "error") : null,
-    state.metrics.length ? h("section", { class: "tiles" }, state.metrics.map(tile)) : state.missing ? null : message("No step has ended yet."),
+    state.metrics.length ? h("section", { class: "tiles" }, state.metrics.map(tile)) : state.missing ? null : noSteps(state),
     state.waits ? h("section", {}, h("h3", {}, "who waits, of the last steps' time"), bars(state.waits)) : null,
     state.no_queues ? message(state.no_queues, "error") : null,
     state.queues ? h("section", {}, h("h3", {}, state.state === "running" ? "under way" : "under way when it ended"), list(queues(state.queues, state.id))) : null,
     state.staleness ? h("section", {}, h("h3", {}, "weights of the last steps' rollouts"), bars(Object.fromEntries(Object.entries(state.staleness).map(([age, share]) => [age === "0" ? "of the newest" : age === "1" ? "1 version old" : `${age} versions old`, share])))) : null,
+    state.engine_waits?.length ? h("section", {}, h("h3", {}, `engines, the last ${state.engine_waits[0].looks} times they were looked at`), waits(state.engine_waits)) : null,
     state.engines.length ? h("section", {}, h("h3", {}, "engines at this moment"), engines(state.engines)) : null,
     state.machine && h("section", {}, h("h3", {}, `machine ${state.machine.host}`), list(machine(state.machine)), state.machine.gpus.map(gpu)));
+}
+
+// Idle: it waits for requests; full: requests wait for it.
+function waits(found) {
+  const share = (value) => `${Math.round(100 * value)} %`;
+  return h("div", { class: "wide" }, h("table", {}, h("thead", {}, h("tr", {}, ["engine", "idle", "busy", "full", "weights", ""].map((name) => h("th", {}, name)))),
+    h("tbody", {}, found.map((each) => h("tr", {}, h("td", {}, each.engine), h("td", {}, share(each.idle)), h("td", {}, share(each.busy)), h("td", {}, share(each.full)),
+      h("td", {}, each.behind === null ? "–" : each.behind ? `${each.behind} behind` : "newest"),
+      h("td", {}, h("span", { class: "shares", title: "idle, busy, full" }, ["idle", "busy", "full"].map((kind) => h("i", { class: kind, style: { width: `${100 * each[kind]}%` } })))))))));
 }
 
 function engines(found) {

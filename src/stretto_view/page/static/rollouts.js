@@ -14,16 +14,15 @@ export async function render(root, context) {
   const table = h("tbody");
   const end = h("p", { class: "note", role: "status" });
   const panel = h("section", { class: "detail", "aria-label": "rollout" });
-  const saves = h("span", { class: "saves" });
+  const saves = h("span", { class: "saves" }), notice = h("p", { class: "note", role: "status" });
   let rows = [], next = null, isBusy = false, asked = 0, alone = 0, searched = 0, unread = 0;
   let opened = context.query.get("rollout") || "", isOpen = false, isLoading = false, noText = null;
   let part = {}; // the branch and the first token that are shown of a long rollout
 
   const first = await ofRun(run, "rollouts", filters, context.signal);
   if (!first.choices) {
-    fill(root, message(context.rows[0]?.verb === "rl" ? "There is no ledger.sqlite in this run: it has not started yet, or the file was deleted."
-      : "This run has no rollouts: it is not one of reinforcement learning."));
-    return {};
+    fill(root, message(noLedger(context.rows[0])));
+    return { update: () => render(root, context) };
   }
 
   async function load(isNew, isQuiet = false) {
@@ -54,6 +53,7 @@ export async function render(root, context) {
   function take(page, isNew) {
     isLoading = page.is_loading;
     noText = page.no_text;
+    fill(notice, noText || "");
     if (isNew) {
       rows = [];
       alone = searched = unread = 0;
@@ -73,7 +73,8 @@ export async function render(root, context) {
     const gone = unread ? `; ${unread} of them have no tokens any more` : "";
     const read = filters.text ? `, ${searched} read${gone}` : "";
     if (next !== null) return `${rows.length} shown${read}, looking further back …`;
-    return rows.length ? `all ${rows.length}${read}` : `no such rollouts${read}`;
+    if (rows.length) return `all ${rows.length}${read}`;
+    return FILTERS.some((name) => filters[name]) ? `no such rollouts${read}` : "no rollout has ended yet; those under way have the status running";
   }
 
   function lines(row, at) {
@@ -91,7 +92,7 @@ export async function render(root, context) {
     if (row.match) return h("div", {}, marked(row.match, filters.text));
     if (row.prompt === null && isLoading) return h("small", {}, "the tokenizer is being loaded …");
     if (row.is_long) return h("small", {}, "too long to be read here: open it");
-    if (row.prompt === null && noText && row.num_tokens) return h("small", {}, noText);
+    if (row.prompt === null && noText && row.num_tokens) return h("small", {}, "no text");
     if (row.prompt === null) return h("small", {}, row.status === "running" ? "its first turn is under way" : row.error || "its tokens are no longer kept");
     return [h("div", {}, row.prompt), h("div", {}, row.reply ? h("mark", {}, row.reply) : h("small", {}, "(empty)"))];
   }
@@ -155,7 +156,7 @@ export async function render(root, context) {
       select("status ", [["", "all that ended"], ...statuses.map((status) => [status, status])], filters.status, change("status")),
       range("reward"), range("tokens"), number("version", "version "),
       select("order ", [["newest", "newest"], ["best", "best of the step"], ["worst", "worst of the step"], ["longest", "longest of the step"]], filters.sort || "newest", change("sort"))))),
-    h("div", { class: "split" }, h("div", { class: "rows" }, h("table", {}, h("thead", {}, h("tr", {},
+    notice, h("div", { class: "split" }, h("div", { class: "rows" }, h("table", {}, h("thead", {}, h("tr", {},
       COLUMNS.map((name) => h("th", {}, name)))), table), end), panel));
 
   const scroller = root.querySelector(".rows");
@@ -182,6 +183,12 @@ export async function render(root, context) {
       return true;
     },
   };
+}
+
+function noLedger(row) {
+  if (row?.verb === "sft") return "It trains on given texts (sft), so it has no rollouts.";
+  return { "not started": "It has not started, so it has no rollouts: only what a dry run or a submission writes is there.", running: "It is starting: it has no rollouts yet." }[row?.state]
+    || "Its ledger.sqlite is missing: it ended before its first rollout, or the file was deleted.";
 }
 
 function isNarrow() {

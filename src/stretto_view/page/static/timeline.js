@@ -4,9 +4,9 @@ import { clock, duration, fill, h, message, ofRun } from "./dom.js";
 export const SUBJECTS = ["metrics", "ledger"];
 const COLORS = {
   finished: "#1f77c9", truncated: "#c98a1b", failed: "#d1495b", dropped: "#808080", running: "#7fb2e5", batch: "#8e5bc0",
-  weights: "#3a8f9e", train: "#2a9d6f", wait: "#d9d9d955", publish: "#3a8f9e", save: "#c98a1b",
+  idle: "#d9d9d955", busy: "#4a7fc1", full: "#c98a1b", weights: "#3a8f9e", train: "#2a9d6f", wait: "#d9d9d955", publish: "#3a8f9e", save: "#c98a1b",
 };
-const LANE = 16, LABEL = 96;
+const LANE = 16;
 
 export async function render(root, context) {
   const run = context.runs[0];
@@ -16,6 +16,7 @@ export async function render(root, context) {
   const says = h("p", { class: "note", role: "status" });
   const legend = h("p", { class: "legend" });
 
+  let LABEL = 96;
   const load = async () => {
     found = await ofRun(run, "timeline", view, context.signal);
     draw();
@@ -46,11 +47,12 @@ export async function render(root, context) {
     const paint = canvas.getContext("2d");
     paint.scale(scale, scale);
     paint.font = "11px system-ui";
+    LABEL = Math.min(width * 0.4, Math.max(96, ...found.lanes.map((lane) => paint.measureText(lane.name).width + 8)));
     const style = getComputedStyle(document.documentElement);
     const ink = style.getPropertyValue("--ink-light"), line = style.getPropertyValue("--line");
     found.lanes.forEach((lane, row) => {
       paint.fillStyle = ink;
-      paint.fillText(lane.name, 2, row * LANE + 12);
+      paint.fillText(lane.name, 2, row * LANE + 12, LABEL - 4);
       for (const span of lane.spans) {
         const left = Math.max(LABEL, x(span.start, width)), right = Math.min(width, x(span.end, width));
         if (right < LABEL || left > width) continue;
@@ -61,8 +63,9 @@ export async function render(root, context) {
       paint.fillRect(0, (row + 1) * LANE - 0.5, width, 0.5);
     });
     paint.fillStyle = ink;
-    for (let at = 0; at <= 4; at += 1) {
-      const time = found.start + ((found.end - found.start) * at) / 4;
+    const ticks = width < 600 ? 2 : 4;
+    for (let at = 0; at <= ticks; at += 1) {
+      const time = found.start + ((found.end - found.start) * at) / ticks;
       paint.fillText(clock(time), Math.min(width - 52, x(time, width)), height - 6);
     }
     const kinds = new Set(found.lanes.flatMap((lane) => lane.spans.map((span) => span.kind)));

@@ -273,6 +273,20 @@ async def test_a_run_whose_weights_cannot_be_saved_still_gives_its_place_back(op
     assert [name for name in ranks.names if name != "RemoveTenant"] == ["CreateTenant", "OptimStep", "OptimStep"]
 
 
+async def test_a_run_whose_journal_is_damaged_fails_alone_when_the_trainer_is_started_anew(open_training: Open) -> None:
+    training, _ = open_training()
+    run, other = make_run(training), make_run(training, "other")
+    await serve(training)
+    waiting = [training.submit(each, "step", 1, STEP) for each in (run, other)]
+    early = training.submit(run, "step", 3, STEP)
+    (training.directory / "r" / "journal" / "00000001.step").write_bytes(b"\0" * 6)
+    training.places.rebuild()
+    assert list(training.places.tenants) == ["other"] and waiting[1].result is None
+    assert run.state == "failed" and "00000001.step: damaged" in run.reason
+    for future in (waiting[0], early):
+        assert future.result is not None and "00000001.step: damaged" in (future.result.error or "")
+
+
 def test_a_refused_number_has_one_request(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.write(1, "pass", b"x")

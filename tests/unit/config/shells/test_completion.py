@@ -45,6 +45,13 @@ CASES = [
     ("stretto doctor mi", "stretto doctor mine.toml"),
     ("vime --advantage-est", "vime --advantage-estimator"),
     ("stretto vime --advantage-estimator gsp", "stretto vime --advantage-estimator gspo"),
+    ("rl @mi", "rl @mine.toml"),
+    ("rl @deep", "rl @deeper/"),
+    ("rl @deeper/", "rl @deeper/other.json"),
+    ("rl --model.name deep", "rl --model.name deeper/"),
+    ("stretto status deep", "stretto status deeper/"),
+    ("stretto rl @ deeper/", "stretto rl @ deeper/other.json"),
+    ("stretto eval --data.files mi", "stretto eval --data.files mine.toml"),
 ]
 
 
@@ -57,6 +64,8 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("mine.toml", "mine.txt", "minor.py"):
         (tmp_path / name).write_text("")
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "deeper" / "other.json").write_text("")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -97,7 +106,8 @@ def test_tab_completes_what_was_begun(shell, workplace, capsys):
         for number, (typed, expected) in enumerate(CASES):
             # The line as Tab leaves it becomes the argument of an echo.
             os.write(fd, f"{typed}\t\x01echo line{number}: \x05\n".encode())
-            assert until(fd, rf"\nline{number}: ([^\r\n]*)").strip() == expected
+            # zsh takes the slash of a directory away again when another key follows.
+            assert until(fd, rf"\nline{number}: ([^\r\n]*)").strip().rstrip("/") == expected.rstrip("/")
 
 
 def test_fish_completes_the_same(workplace, capsys):

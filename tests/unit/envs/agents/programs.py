@@ -10,8 +10,8 @@ from pathlib import Path
 from fakes import FakeEngine
 from turns import CallRenderer, scripted
 
-from stretto.config.sections.orchestrator import SamplingSection
-from stretto.envs.base import load_environment
+from stretto.config.sections.orchestrator import EnvSection, SamplingSection
+from stretto.orchestrator.build import build_env
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 
@@ -20,11 +20,11 @@ CALL, RESULT = '!calculate{"expression": "47*86"}', "4042"
 CALCULATES = scripted(CALL, RESULT)
 CLIENT = """
 import json, os, sys, urllib.request
-def ask(messages, **more):
+def ask(messages, timeout=600, **more):
     body = json.dumps({"model": "any", "messages": messages} | more).encode()
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as http:
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=timeout) as http:
         return json.load(http)["choices"][0]["message"]
 user = lambda text: {"role": "user", "content": text}
 """
@@ -45,13 +45,19 @@ def write_records(folder):
     return str(path)
 
 
-def play(command, records, policy=CALCULATES, members=1, seq_len=2000, **args):
+def player_of(engine, seq_len=2000):
+    settings = {"sampling": SamplingSection(), "seq_len": seq_len, "seed": 1, "max_retries": 0}
+    return Player(engine=engine, renderer=ThoughtRenderer(), **settings)
+
+
+def play(command, records, policy=CALCULATES, members=1, seq_len=2000, num_workers=None, **args):
     async def run():
-        env = load_environment("agent", {"command": command, "path": records, **args})
-        settings = {"sampling": SamplingSection(), "seq_len": seq_len, "seed": 1, "max_retries": 0}
-        player = Player(engine=FakeEngine(policy), renderer=ThoughtRenderer(), **settings)
+        env = build_env(
+            EnvSection(id="agent", args={"command": command, "path": records, **args}, num_workers=num_workers)
+        )
         try:
-            return await player.play(env, Draw(3, env.tasks("train").task(0), members, version=0))
+            draw = Draw(3, env.tasks("train").task(0), members, version=0)
+            return await player_of(FakeEngine(policy), seq_len).play(env, draw)
         finally:
             await env.close()
 

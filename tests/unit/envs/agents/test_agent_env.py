@@ -69,6 +69,24 @@ def test_a_setting_without_effect_is_named_once_in_the_log(records, caplog):
     assert len(named) == 2 and "temperature = 0.1" in "".join(named) and "mood = 'good'" in "".join(named)
 
 
+def test_a_call_that_cannot_be_parsed_is_text_and_the_history_goes_on(records):
+    text = """
+history = [user("a")]
+history.append(ask(history))
+assert history[1] == {"role": "assistant", "content": "hm\\noops"}, history[1]
+ask([*history, user("b")])
+"""
+    [rollout] = play(script(text), records, scripted("hm!oops", "ok")).rollouts
+    [branch] = rollout.branches
+    assert text_of(branch, is_sampled=True) == "hm!oops.ok." and text_of(branch, is_sampled=False) == "Ua.AUb.A"
+
+
+def test_programs_may_be_started_by_worker_processes(records):
+    group = play([sys.executable, PROGRAM, "{prompt}", "messages", "stream"], records, members=2, num_workers=1)
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0], group.rollouts[0].error
+    assert [len(rollout.branches) for rollout in group.rollouts] == [1, 1]
+
+
 def test_requests_side_by_side_are_answered(records):
     text = """
 from concurrent.futures import ThreadPoolExecutor

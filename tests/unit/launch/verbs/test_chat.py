@@ -217,7 +217,7 @@ def test_a_run_means_its_newest_export_and_a_step_or_the_best_may_be_asked_for(t
     ("words", "message"),
     [
         (["outputs/mine", "--step", "15"], "exported are steps 10, 20"),
-        (["outputs/mine", "--best"], "eval.keep_best"),
+        (["outputs/mine", "--best"], "keep_best = true"),
         (["outputs/other"], r"outputs/other does not exist\."),
         (["."], "is no run with exported weights, and no model"),
         (["http://h", "--api-key-var", "NOT_SET_HERE"], "NOT_SET_HERE is not set"),

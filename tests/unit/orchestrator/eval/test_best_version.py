@@ -15,7 +15,7 @@ from stretto.config.describe import ROOTS
 from stretto.config.load import load
 from stretto.config.sections.orchestrator import EarlyStopSection
 from stretto.ledger.reader import LedgerReader
-from stretto.orchestrator.eval.best import BestKeeper, best_of, link_directory, reason_to_stop
+from stretto.orchestrator.eval.best import BestKeeper, best_of, link_directory
 from stretto.orchestrator.state.run_checkpoint import summary_of
 
 SKILLS = {0: 0.1, 1: 0.5, 2: 0.9}  # later versions: 0.3
@@ -162,7 +162,7 @@ def test_patience_counts_evals_since_the_last_that_was_better_by_min_delta(score
     for patience in (1, 2, 3):
         by_version = dict(enumerate(scores))
         section = EarlyStopSection(patience=patience, min_delta=min_delta)
-        assert (reason_to_stop(by_version, section) is not None) == slow_reason(by_version, patience, min_delta)
+        assert (section.reason_to_stop(by_version) is not None) == slow_reason(by_version, patience, min_delta)
 
 
 def test_of_equal_versions_the_earliest_is_the_best():

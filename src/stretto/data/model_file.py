@@ -1,4 +1,4 @@
-"""Reads a model's config.json for the checks before a start."""
+"""Reads a model's files for the checks before a start: config.json, and the headers of its weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError, reason_of
+from stretto.data.hub_model import find_config, find_local
+from stretto.data.weight_files import HeaderTensor, find_embedding, read_weight_files
 from stretto.families.table import FAMILIES, family_of
+from stretto.families.values import wrong_values
 
 
 def read_model_file(directory: Path) -> dict[str, Any]:
@@ -26,21 +29,14 @@ def read_model_file(directory: Path) -> dict[str, Any]:
         ) from cause
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: a {type(found).__name__} where a table of keys and values belongs")
-    if not isinstance(found.get("model_type") or "", str):
+    if not isinstance(found.get("model_type"), str | None):
         raise ConfigError(f"{path}: model_type = {found['model_type']!r:.60} must be a text: the name of a family")
-    for name in ("text_config", "vision_config"):
-        if not isinstance(found.get(name) or {}, dict):
+    for name in ("text_config", "vision_config", "quantization_config"):
+        if not isinstance(found.get(name), dict | None):
             raise ConfigError(f"{path}: {name} = {found[name]!r:.60} must be a table of keys and values")
+    if family_of(found) in FAMILIES and (wrong := next(wrong_values(found), None)):
+        raise ConfigError(f"{path}: {wrong}; copy the model's config.json here again")
     return found
-
-
-def has_own_family(directory: Path | None) -> bool:
-    """Whether families/own has the family of a model directory; True if its config.json cannot be read."""
-    try:
-        family = "" if directory is None else family_of(read_model_file(directory))
-    except ConfigError:
-        return True  # the process that loads the model says what is wrong with it
-    return not family or family in FAMILIES
 
 
 @dataclass(frozen=True)
@@ -73,3 +69,34 @@ class ModelFile:
     def text(self) -> dict[str, Any]:
         """The numbers of its decoder: models with images have them in a table of their own."""
         return dict(self.found) | (self.found.get("text_config") or {})
+
+
+def has_own_family(name: str) -> bool:
+    """Whether families/own has the family of a model; True if its config.json is missing or cannot be read."""
+    directory = find_config(name)
+    try:
+        return directory is None or ModelFile.read(directory).is_own
+    except ConfigError:
+        return True  # the process that loads the model says what is wrong with it
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model that is on this machine, with its weights' headers by name."""
+
+    file: ModelFile
+    tensors: Mapping[str, HeaderTensor]
+    embedding: HeaderTensor | None
+
+
+def read_local_model(name: str) -> LocalModel | None:
+    """A model that is on this machine; None if it is not.
+
+    Raises: DataError for weights that are missing or damaged, ConfigError for a config.json that is.
+    """
+    directory = find_local(name)
+    if directory is None or not (directory / "config.json").is_file():
+        return None
+    files = read_weight_files(directory).values()
+    tensors = {each: tensor for file in files for each, tensor in file.tensors.items()}
+    return LocalModel(ModelFile.read(directory), tensors, find_embedding(tensors))
