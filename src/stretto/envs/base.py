@@ -79,6 +79,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """float32 [completion], nats under the policy that sampled; None if not recorded."""
     versions: tuple[VersionSpan, ...] = ()  # of the policy that sampled its tokens
     support: Support | None = None  # tokens that each of its tokens was drawn from; None: all, or not known
+    turn: int = 0
+    """Its number in the episode, all agents together, from 0: its place in `RolloutResult.turn_rewards`."""
 
 
 class LimitReached(EnvError):

@@ -184,6 +184,10 @@ def test_each_agent_has_its_own_stream_and_only_trainable_ones_are_trained():
     assert rollout.agent_rewards == {"solver": 11.0, "solver.2": 11.0}
     assert rollout.reward == 11.0
     assert rollout.metrics["judge/length"] == 5.0
+    # Each trace has rewards for its own replies.
+    assert [(turn.agent, turn.reward) for turn in rollout.turns] == [
+        ("solver", 5.0), ("solver", 11.0), ("solver.2", 5.0), ("solver.2", 11.0), ("judge", 5.0),
+    ]  # fmt: skip
 
 
 @needs_extra

@@ -129,6 +129,19 @@ def test_what_a_program_prints_is_kept_and_can_be_the_answer(records, tmp_path):
     assert [path.read_text() for path in kept.rglob("*.txt")] == [f"{RESULT}\n"]
 
 
+def test_a_reward_may_reward_each_reply(records, tmp_path, monkeypatch):
+    (tmp_path / "turns_reward.py").write_text(
+        "def judge(args, sample):\n"
+        "    sample.metadata['turn_rewards'] = [float(len(text)) for text in sample.metadata['replies']]\n"
+        "    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = "first = ask([user('a')]); ask([user('a'), first, user('bb')])"
+    policy = lambda prompt, rng, version: "x" * (1 + prompt.count("A"))
+    [rollout] = play(script(text), records, policy, reward="turns_reward:judge").rollouts
+    assert [(turn.agent, turn.reward) for turn in rollout.turns] == [("policy", 2.0), ("policy", 3.0)], rollout.error
+
+
 def test_a_program_that_does_not_exist_is_refused(records):
     with pytest.raises(ConfigError, match=r"command\[0\].*no-such-agent"):
         load_environment("agent", {"command": ["no-such-agent"], "path": records})
