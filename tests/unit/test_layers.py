@@ -133,6 +133,8 @@ HOMES = {
     "vllm": ("inference/vllm",),
     "datasets": ("data/hub.py", "api/rows.py", "api/verbs.py"),
     "verifiers": ("envs/verifiers",),
+    "harbor": ("envs/hubs/other_python",),
+    "nemo_gym": ("envs/hubs/other_python",),
     "reasoning_gym": ("envs/bundled/reasoning_gym.py",),
     "ray": ("stretto_clusters/ray/cluster.py",),
     "wandb": ("monitors/wandb.py",),

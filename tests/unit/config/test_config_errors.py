@@ -14,6 +14,11 @@ from stretto.config.load import load
 from stretto.config.root import RLConfig
 
 WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
+    "a list where a table belongs, above a key that follows from others": (
+        'orchestrator = []\nmax_steps = 4\n[inference]\nengine = "vllm"\n'
+        "[deployment]\nnum_infer_gpus = 1\nnum_train_gpus = 1\n",
+        ["c.toml:1: orchestrator = []: a table is needed"],
+    ),
     "a loss that does not exist": (
         '[trainer.loss]\ntype = "gpso"\n' + ENV,
         ["c.toml:2: trainer.loss.type", '"gpso"', 'did you mean "gspo"?'],

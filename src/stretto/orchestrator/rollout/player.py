@@ -3,7 +3,8 @@
 All replies of a single-turn group are one request with one rendered prompt. Any other environment plays its
 members concurrently, each with a `Recorder` as its context, which records every token, logprob and version. A
 member that fails is tried again with a new request id and seed, at most max_retries times and before the group's
-timeout; then it is FAILED with its cause.
+timeout; then it is FAILED with its cause. One that has lost its worker, its sandbox or an engine's reply after some
+turns is continued first: its environment plays it again, with the turns that it had.
 
 What a member samples depends on (seed, group_id, member, attempt) only.
 """
@@ -42,8 +43,11 @@ from stretto.orchestrator.rollout.recorder import Budget, Recorder
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest, member_seed
 from stretto.records.outcomes import OUTCOMES, Cause, Reason, TimeoutIs, Treatment, reason_of, treatment_of
+from stretto.records.partial import PartialRollout
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
 
+LOSSES = (Reason.WORKER_LOST, Reason.SANDBOX_LOST, Reason.ENGINE_ERROR)
+"""Ends that are no doing of the episode's own: it is continued, not begun again."""
 SCORING_SHARE = 0.1
 """After rollout_timeout_s, this share of it is left to score what is there."""
 
@@ -312,15 +316,15 @@ class Player(PlaySettings):
     async def _play_member(self, env: Environment, members: MemberResults, member: int, deadline: float | None) -> None:
         draw = members.draw
         partial = draw.partials.get(member)
-        first = partial.turns[0].attempt if partial else 0
-        for attempt in range(first, max(first, self.max_retries) + 1):
+        attempt = partial.turns[0].attempt if partial else 0
+        last, num_continued, life = max(attempt, self.max_retries), 0, 0
+        while attempt <= last:
             budget = Budget(getattr(env, "limits", None) or EpisodeLimits(), deadline=deadline)
             members.budgets[member] = budget
             seed = None
             if isinstance(env, SingleTurnEnv):  # the seed of this member in the group's one request
                 seed = member_seed(seed_of(self.seed, draw.name, draw.group_id, attempt), member)
-            recorder = Recorder(self, draw, member, attempt, budget=budget, partial=partial, first_seed=seed)
-            partial = None  # a retry starts from the beginning
+            recorder = Recorder(self, draw, member, attempt, budget=budget, partial=partial, first_seed=seed, life=life)
             try:
                 where = f"environment {env.name}, rollout {draw.rollout_id(member)}"
                 result = await self._play_episode(env, draw.task, recorder, where)
@@ -348,8 +352,15 @@ class Player(PlaySettings):
                 return
             except StrettoError as error:
                 members.add_failure([member], error)
-                if not OUTCOMES[members.reasons[member]].is_retried:
+                reason = members.reasons[member]
+                if not OUTCOMES[reason].is_retried:
                     break
+                if reason in LOSSES and self.max_retries and len(budget.turns) > num_continued:
+                    # It goes on from its last whole turn. If it is lost there again, it starts from the beginning.
+                    partial, num_continued = PartialRollout(turns=tuple(budget.turns)), len(budget.turns)
+                    life += 1
+                    continue
+                partial, num_continued, attempt = None, 0, attempt + 1
         members.given_up.add(member)
 
     async def _play_episode(self, env: Environment, task: Task, recorder: Recorder, where: str) -> RolloutResult:

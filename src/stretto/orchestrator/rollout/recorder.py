@@ -42,7 +42,7 @@ from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.images import Image
 from stretto.records.outcomes import Reason
-from stretto.records.partial import PartialRollout
+from stretto.records.partial import PartialRollout, Turn
 from stretto.records.rollout import Branch
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class Budget:
     engine_s: float = 0.0  # waited for replies
     deadline: float | None = None  # the event loop's time at which turns end, from the second one on
     limit: Reason | None = None  # which limit has ended the episode, if one has
+    turns: list[Turn] = field(default_factory=list)  # whole ones, of all agents: with them the episode is played again
     _num_open_turns: int = 0
     _num_reserved_tokens: int = 0  # of open turns
     _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # first come, first served
@@ -153,8 +154,11 @@ class Recorder(RolloutContext):
         partial: PartialRollout | None = None,
         first_seed: int | None = None,
         lane: int = 0,
+        life: int = 0,
     ) -> None:
         """partial: saved turns of an earlier incarnation, which answer the same requests again.
+
+        life: how often this attempt was continued: an engine may still have a request of its last life.
 
         first_seed: of the first turn, if it is not derived from the rollout. lane: 0, or the number of this recorder
         among those for requests of the same agent that run side by side.
@@ -165,7 +169,7 @@ class Recorder(RolloutContext):
         self._lanes: list[Recorder] = [self]  # for requests of this agent that run side by side
         self.is_cut_off = False  # whether the last reply was
         self._num_turns = 0
-        self._play, self._draw, self._member, self._attempt = play, draw, member, attempt
+        self._play, self._draw, self._member, self._attempt, self._life = play, draw, member, attempt, life
         self._agents: dict[str, Recorder] = {name: self}
         self._branches: list[OpenBranch] = []
         self._history: list[Message] = []  # a copy: environments edit their messages in place
@@ -226,6 +230,7 @@ class Recorder(RolloutContext):
             is_trained=is_trained,
             partial=self._partial,
             lane=lane,
+            life=self._life,
         )
 
     def model(self, name: str) -> ChatModel:
@@ -266,7 +271,7 @@ class Recorder(RolloutContext):
         branch = self._extended_branch(prompt_ids, temperature, images)
         with self.budget.noting_full_context():
             request = play.build_request(
-                f"{name}-{self._attempt}-{self._num_turns}",
+                f"{name}-{self._attempt}{f'.{self._life}' if self._life else ''}-{self._num_turns}",
                 prompt_ids,
                 images,
                 self._seed_of_turn(stream),
@@ -429,6 +434,8 @@ class Recorder(RolloutContext):
             self._replay, request, temperature, known.token_ids, known.images, draw.rollout_id(self._member)
         )
         if begun is not None and begun.is_done:
+            if begun.completion.routed_experts is None:
+                self.budget.turns.append(begun)
             return begun.completion
         rest = request if begun is None else continuation_request(request, begun)
         requested_at = self.budget.age_s
@@ -436,18 +443,20 @@ class Recorder(RolloutContext):
         self.budget.engine_s += self.budget.age_s - requested_at
         if begun is not None:
             completion = merge_completions(begun.completion, completion, request)
+        turn = build_turn(
+            request,
+            completion,
+            agent=self._stream,
+            index=self._num_turns,
+            attempt=self._attempt,
+            temperature=temperature,
+            branch=branch,
+        )
         if play.interruption is not None:
-            turn = build_turn(
-                request,
-                completion,
-                agent=self._stream,
-                index=self._num_turns,
-                attempt=self._attempt,
-                temperature=temperature,
-                branch=branch,
-            )
             await play.interruption.save_turns(draw.group_id, {self._member: turn})
         play.check_reply(completion)
+        if completion.routed_experts is None:  # they are large, and the branch has them already
+            self.budget.turns.append(turn)
         return completion
 
     def _extend(

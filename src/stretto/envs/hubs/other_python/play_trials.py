@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 import sys
+from functools import partial
 from typing import Any
 
 from harbor.agents.factory import AgentFactory
@@ -79,12 +80,16 @@ async def play(wire: socket.socket) -> None:
         number = request["id"]
         if "trial" in request:
             running[number] = asyncio.create_task(_answer(number, request["trial"], writer))
-            running[number].add_done_callback(lambda _, n=number: running.pop(n, None))
+            running[number].add_done_callback(partial(_forget, running, number))
         elif number in running:
             running[number].cancel()
     for task in running.values():
         task.cancel()
     await asyncio.gather(*running.values(), return_exceptions=True)
+
+
+def _forget(running: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
+    running.pop(number, None)
 
 
 async def _answer(number: int, settings: dict[str, Any], writer: asyncio.StreamWriter) -> None:
