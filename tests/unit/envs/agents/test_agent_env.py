@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from programs import CALL, PROGRAM, RESULT, play, script, write_records
+from fakes import FakeEngine
+from programs import CALL, PROGRAM, RESULT, play, player_of, script, write_records
 from turns import scripted, text_of
 
 from stretto.base.errors import ConfigError
+from stretto.envs.agent import Agent
 from stretto.envs.base import load_environment
 from stretto.envs.bundled.calculator import Calculator, calculate
+from stretto.orchestrator.rollout.play import Draw
 from stretto.records.outcomes import Reason
 from stretto.records.rollout import RolloutStatus
 
@@ -160,3 +165,30 @@ def test_the_example_has_the_tool_and_the_products_of_calculator_token_by_token(
         products = [env.tasks(split).task(index).data["product"] for index in range(len(lines))]
         expected = [{"prompt": f"{product}=", "label": calculate(product)} for product in products]
         assert list(map(json.loads, lines)) == expected
+
+
+def test_the_example_and_the_environment_calculator_train_the_same_tokens_for_the_same_rewards():
+    def says(prompt, rng, version):
+        product = prompt.partition("=")[0].rpartition("U")[2]
+        if "T" in prompt and rng.random() < 0.7:
+            return prompt.rpartition("T")[2].rpartition(".A")[0]
+        first, second = product.split("*")
+        expression = rng.choice([product, f"{second}*{first}", f"{first}*{second[::-1]}"])
+        return rng.choice([f'!calculate{{"expression": "{expression}"}}', calculate(product), "17", "no idea"])
+
+    async def played(env, count=8):
+        player = player_of(FakeEngine(says))
+        draws = [Draw(number, env.tasks("train").task(number), 4, version=0) for number in range(count)]
+        rollouts = [rollout for draw in draws for rollout in (await player.play(env, draw)).rollouts]
+        if isinstance(env, Agent):
+            await env.close()
+        return rollouts
+
+    records = {"path": str(Path(PROGRAM).with_name("records.jsonl")), "shuffle": False, "max_turns": 10}
+    agent = load_environment("agent", {"command": [sys.executable, PROGRAM, "{prompt}"], **records})
+    ours, theirs = asyncio.run(played(agent)), asyncio.run(played(Calculator()))
+    assert {rollout.reward for rollout in ours} == {0.0, 1.0} and {len(r.branches) for r in ours} == {1}
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.reward, one.num_turns, one.reason) == (other.reward, other.num_turns, other.reason)
+        for name in ("token_ids", "is_sampled", "logprobs"):
+            assert np.array_equal(getattr(one.branches[0], name), getattr(other.branches[0], name))
