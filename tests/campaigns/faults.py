@@ -154,7 +154,7 @@ def role_of(command: str) -> str:
             return "launcher"
         if word in ("inference", "orchestrator", "trainer", "critic", "hub", "tenants", "view", "bridge", "evals"):
             return word
-    for name in ("keeper", "workers", "multiprocessing", "bridge", "sandbox"):
+    for name in ("sandbox", "keeper", "workers", "multiprocessing", "bridge"):
         if name in command:
             return name
     return " ".join(words)[:60]

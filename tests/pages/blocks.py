@@ -41,6 +41,8 @@ _CLUSTER = "a cluster's: tests/cluster"
 _PAGE = "serves until Ctrl-C: tests/e2e/test_page_in_browser.py"
 _CHART = "needs a cluster; the chart is rendered, checked and run by tests/cluster"
 
+_REPAIR = "its tasks are made of packages that pip downloads: tests/unit/envs/repair makes some of its own"
+
 NOT_RUN = {
     ("README.md", "make demo"): _DEMO,
     ("README.md", "make test"): "these tests",
@@ -71,6 +73,8 @@ NOT_RUN = {
     ("examples/gsm8k/README.md", "examples/gsm8k"): _RECIPE,
     ("examples/multi_turn_tools/README.md", "multi"): _RECIPE,
     ("examples/smollm2/README.md", "smollm2"): _REAL,
+    ("examples/repo_repair/README.md", "repo_repair"): _REPAIR,
+    ("docs/repair.md", "repo"): _REPAIR,
     ("examples/notebooks/README.md", "test_notebook"): "these tests",
     ("examples/smollm2/README.md", "SmolLM2"): "needs the Hub",
     ("docs/first_hour.md", "make demo"): _DEMO,
@@ -82,6 +86,16 @@ NOT_RUN = {
     ("docs/inference.md", "curl -s http"): "asks a server that runs: tests/contract",
     ("docs/inference.md", "curl -s -H"): "tests/unit/launch/console/test_queues.py reads it",
     ("docs/agents.md", "claude"): "its program is not installed: tests/unit/envs/agents",
+    ("docs/agents.md", "codex"): "its program is not installed: tests/unit/envs/agents",
+    ("examples/harbor/README.md", "-m venv"): "installs packages of others: tests/e2e/hubs/test_hub_runs.py",
+    ("examples/harbor/README.md", "pip install"): "installs packages of others: tests/e2e/hubs/test_hub_runs.py",
+    ("examples/harbor/README.md", "harbor.toml"): "its package is not installed: tests/e2e/hubs/test_hub_runs.py",
+    ("docs/hubs.md", "pip install"): "installs packages of others: tests/e2e/hubs/test_hub_runs.py",
+    ("docs/hubs.md", "-m venv"): "installs packages of others: tests/e2e/hubs/test_hub_runs.py",
+    ("docs/hubs.md", "openenv:"): "its server is not installed: tests/unit/envs/hubs",
+    ("docs/hubs.md", "nemo-gym:"): "its server is not installed: tests/unit/envs/hubs",
+    ("docs/hubs.md", "harbor:"): "its package is not installed: tests/e2e/hubs/test_hub_runs.py",
+    ("docs/hubs.md", "verifiers:"): "its package is not installed everywhere: tests/unit/envs/test_verifiers.py",
     ("docs/data.md", "openai/gsm8k"): "the data set is on the Hub: tests/unit/data",
     ("docs/environments.md", "(McpToolEnv)"): "its servers are the reader's: tests/unit/envs/test_mcp.py",
     ("docs/environments.md", 'id = "null"'): "its harness needs uv: tests/e2e/test_worker_runs.py",

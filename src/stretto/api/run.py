@@ -43,7 +43,8 @@ T = TypeVar("T")
 _ROWS = f"""
     SELECT r.group_id, r.member, {SHOWN_STATUS} AS status, r.dropped_by, r.reason, r.reward, r.advantage,
            r.first_version, r.last_version, r.num_turns, r.num_tokens, r.num_sampled_tokens, r.started_at,
-           r.finished_at, r.error, r.metrics, d.env, d.task_id, d.state AS group_state, d.reason AS group_reason, b.step
+           r.finished_at, r.error, r.metrics, r.turns,
+           d.env, d.task_id, d.state AS group_state, d.reason AS group_reason, b.step
     FROM rollouts r JOIN draws d USING (group_id)
     LEFT JOIN batch_rollouts x ON x.row = r.row
     LEFT JOIN batches b ON b.batch = x.batch AND b.state != 'undone'
@@ -204,6 +205,8 @@ class Run:
         with LedgerReader(self.dir) as ledger:
             self._check_env(ledger, env)
             rows = ledger.rows(_ROWS + where + _order(best, worst, limit), *values)
+            for row in rows:
+                row["turns"] = json.loads(row["turns"] or "[]")
             rows = rows if best is not None or worst is not None else sorted(rows, key=_place)
         return LazyRows(rows, self._with_tokens)
 

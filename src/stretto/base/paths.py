@@ -94,6 +94,8 @@ class RunDir:
 
     dumps = _Below("dumps")
     """Directory of the stacks and queue depths of stalled processes."""
+    episodes = _Below("episodes")
+    """Directory of what environments keep of their episodes, for rollouts that are continued."""
     profiles = _Below("profiles")
     """Directory of traces of torch's operations at chosen steps."""
     curve = _Below("curve.png")

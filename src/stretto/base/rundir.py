@@ -34,7 +34,7 @@ _HARMLESS = frozenset(
 # Left, too, by a run that trained no step: a new run of the same name deletes them.
 _UNTRAINED = frozenset(
     {"ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", "metrics", "tokens", "evals"}
-    | {"broadcasts", "rollouts", "summary.json"}
+    | {"broadcasts", "rollouts", "episodes", "summary.json"}
 )
 JOB_VAR = "STRETTO_JOB"
 """Set in a scheduler's job, which is recorded in RUN/launch.json since its submission."""

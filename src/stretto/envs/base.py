@@ -13,7 +13,6 @@ module that holds one environment. find.py says what ids mean.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import inspect
 import numbers
 import reprlib
@@ -57,6 +56,7 @@ BUNDLED = {
     "dataset": "stretto.envs.dataset:dataset",
     "python-code": "stretto.envs.bundled.python_code:PythonCode",
     "reasoning-gym": "stretto.envs.bundled.reasoning_gym:ReasoningGym",
+    "repo-repair": "stretto.envs.repair.env:RepoRepair",
     "reverse-text": "stretto.envs.bundled.reverse_text:ReverseText",
     "sort-letters": "stretto.envs.bundled.sort_letters:SortLetters",
     "tic-tac-toe": "stretto.envs.bundled.tic_tac_toe:TicTacToe",
@@ -79,6 +79,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """float32 [completion], nats under the policy that sampled; None if not recorded."""
     versions: tuple[VersionSpan, ...] = ()  # of the policy that sampled its tokens
     support: Support | None = None  # tokens that each of its tokens was drawn from; None: all, or not known
+    turn: int = 0
+    """Its number in the episode, all agents together, from 0: its place in `RolloutResult.turn_rewards`."""
 
 
 class LimitReached(EnvError):
@@ -140,7 +142,7 @@ class RolloutContext(Protocol):
 
     @property
     def episode(self) -> EpisodeInfo | None:
-        """Which rollout this is; None in worker processes."""
+        """Which rollout this is."""
 
     def keep(self, sequences: Sequence[tuple[Int[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]]) -> None:
         """Train on these sequences only: pairs of tokens (int32) and a mask of those that are trained (bool).
@@ -174,7 +176,7 @@ class RolloutContext(Protocol):
 class RunInfo:
     """What an environment may know of its run; passed as the argument `run` if the environment takes one.
 
-    In worker processes all fields but `models` have their defaults.
+    In worker processes all fields but `models` and `directory` have their defaults.
     """
 
     tokenizer: str | None = None
@@ -191,6 +193,8 @@ class RunInfo:
     """Turns messages and tools into the int32 tokens of a prompt, up to where the reply begins."""
     render: Callable[[list[Message], list[dict] | None], str] | None = None
     """The same as text."""
+    directory: str | None = None
+    """Where environments may keep files that a resumed run finds again: RUN/episodes; None for a look at tasks."""
     policy_name: str = "actor"
     """Name of the policy for hooks."""
     table: Mapping[str, Any] = field(default_factory=dict)
@@ -369,9 +373,7 @@ def load_environment(
     args, path = dict(args or {}), env_id
     if needs_worker(env_id):
         if not in_worker:
-            raise ConfigError(
-                f"environment {env_id!r} is played in worker processes; only rl and eval start those."
-            )
+            raise ConfigError(f"environment {env_id!r} is played in worker processes; only rl and eval start those.")
         path, args = find.worker_factory(env_id, args)
     factory = _find_factory(path)
     signature = signature_of(factory, env_id)
@@ -452,12 +454,16 @@ def _find_factory(env_id: str) -> Callable[..., Any]:
     if ":" not in path and (found := find.find_module(env_id)) is not None:
         return find.environment_class(load_module(found, f"environment {env_id!r}"), env_id)
     if ":" not in path:
+        import difflib
+
         nearest = difflib.get_close_matches(env_id.replace("_", "-"), BUNDLED, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(sorted(BUNDLED))};"
         raise ConfigError(f"no environment {env_id!r}; {hint} name your own as a module or `module:attr`.")
     module_name, attr = path.split(":", 1)
     module = load_module(module_name, f"environment {env_id!r}")
     if not hasattr(module, attr):
+        import difflib
+
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         nearest = difflib.get_close_matches(attr, names, n=1)
         hint = f"did you mean {module_name}:{nearest[0]}?" if nearest else f"it has {', '.join(names)}."

@@ -62,6 +62,7 @@ def run_info(
         engine_urls=urls_of(cfg.client),
         model_urls=other_models(cfg),
         models=models,
+        directory=str(cfg.run_dir.episodes),
         policy_name=cfg.client.name,
         table=table_of(cfg),
         seed=cfg.seed,
@@ -156,6 +157,7 @@ def build_env(section: EnvSection, logs: Path | None = None, run: RunInfo | None
         ),
         log_dir=logs,
         models={} if run is None else run.models,
+        directory=None if run is None else run.directory,
     )
 
 

@@ -21,6 +21,7 @@ from stretto.config.root import EvalConfig, OrchestratorConfig
 from stretto.config.sections.orchestrator import EnvSection, SamplingOverrides
 from stretto.data.hub_model import find_config
 from stretto.data.model_file import read_model_file
+from stretto.data.values import describe_value
 from stretto.envs.base import Environment, Message, RunInfo, SingleTurnEnv, Split, needs_worker, prompt_of, tasks_of
 from stretto.envs.checks import look_into
 from stretto.envs.dataset import Dataset
@@ -248,7 +249,9 @@ async def _first_task(
     source = tasks_of(env, split)
     task = same_task(env, source, split)
     count = "without end" if source.num_tasks is None else f"{source.num_tasks} {SPLITS[split]}"
-    about = f"environment {env.name}: tasks {count}; the first is {task.task_id}"
+    label = task.data.get("label")
+    labelled = "" if label is None else f" with the label {describe_value(label)}"
+    about = f"environment {env.name}: tasks {count}; the first is {task.task_id}{labelled}"
     where = f"environment {env.name}, task {task.task_id}, prompt"
     prompt, tools = await first_prompt(env, task, where)
     if isinstance(prompt, list):

@@ -124,7 +124,8 @@ def same_task(env: Environment, source: TaskSource, split: str) -> Task:
 def without_engines(info: RunInfo) -> RunInfo:
     """The facts of a run, with addresses at which nobody answers: a dry run sends nothing to engines."""
     models = {name: Unreachable(name) for name in info.model_urls}
-    return replace(info, engine_urls=(NOBODY,), model_urls=dict.fromkeys(info.model_urls, NOBODY), models=models)
+    urls = dict.fromkeys(info.model_urls, NOBODY)
+    return replace(info, engine_urls=(NOBODY,), model_urls=urls, models=models, directory=None)
 
 
 def fault_of(name: str, played: Played) -> str:

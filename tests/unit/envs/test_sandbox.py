@@ -261,6 +261,16 @@ asyncio.run(box.run("import os, time; os.makedirs('a/b'); open('a/b/c', 'w').wri
 """
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.0005, 0.001, 0.002, 0.004, 0.008])
+async def test_a_run_that_is_cancelled_while_it_starts_ends(backend, delay_s):
+    async with asyncio.timeout(120):
+        runs = [asyncio.create_task(run(backend, "print(1)")) for _ in range(4)]
+        await asyncio.sleep(delay_s)
+        for each in runs:
+            each.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)
+
+
 def test_kill_9_of_the_caller_leaves_no_program_and_no_directory(backend, tmp_path):
     env = os.environ | {"TMPDIR": str(tmp_path)}
     asker = subprocess.Popen([sys.executable, "-c", CALLER, backend], env=env)

@@ -1,4 +1,4 @@
-"""Runs untrusted Python code in isolation: `await Sandbox().run(code)`.
+"""Runs untrusted code in isolation: `await Sandbox().run(code)`; `run_in(folder, program)` in a directory that stays.
 
 There are two back ends with the same behaviour. `bubblewrap` (Debian package of that name): no network, its own
 processes and IPC, read-only access to the system's libraries and the interpreter only, a work directory in memory.
@@ -31,11 +31,12 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 from stretto.base.errors import ConfigError, EnvError
 from stretto.base.process import num_cores
@@ -65,6 +66,7 @@ class SandboxLimits:
     file_bytes: int = 16 << 20  # the largest file
     work_bytes: int = 64 << 20  # the work directory; without bubblewrap checked 20 times per second
     output_bytes: int = 256 << 10  # standard output and standard error, each
+    max_depth: int | None = None  # directories in each other; checked where work_bytes is
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,53 @@ class Sandbox:
                 raise EnvError(f"sandbox: the file name {name!r} leaves the work directory")
         if "\0" in code:  # up to 3.11.3, Python runs what is before it and says nothing
             return SandboxResult(1, None, "", "SyntaxError: source code cannot contain null bytes\n", wall_s=0.0)
+        async with self._temporary() as folder:
+            program = [interpreter()[0], "-s", "-S", "-B", "main.py"]
+            return await self._keep(self._request(program, stdin, folder) | {"files": files})
+
+    async def run_in(
+        self,
+        folder: Path,
+        program: list[str],
+        *,
+        stdin: str = "",
+        env: dict[str, str] | None = None,
+        readable: Sequence[str] = (),
+        owner: int | None = None,
+    ) -> SandboxResult:
+        """Run a program in a directory that stays, and nothing else of the run does.
+
+        The program sees the directory as `self.path_of(folder)`, and has another one for temporary files. env: further
+        variables. readable: further paths that it may read. owner: `owner_of(folder)`, to whom all files there belong.
+
+        Raises: EnvError as `run`.
+        """
+        async with self._temporary() as temporary:
+            inside = {"TMPDIR": "/tmp" if self._is_bubblewrapped else temporary}
+            request = self._request(program, stdin, str(folder), readable=readable, temporary=temporary)
+            request |= {"env": request["env"] | inside | (env or {}), "uid": owner}
+            if owner is not None:
+                os.chown(temporary, owner, owner)
+            return await self._keep(request)
+
+    def path_of(self, folder: Path) -> str:
+        """A directory as programs see it that `run_in` runs there."""
+        return WORK if self._is_bubblewrapped else str(folder)
+
+    def owner_of(self, folder: Path) -> int | None:
+        """The user as which programs run in this directory, if they do not run as that of this process."""
+        return next_uid() if os.geteuid() == 0 and self._changes_user(str(folder)) else None
+
+    def _changes_user(self, folder: str) -> bool:
+        return (self._is_bubblewrapped or is_public(interpreter()[0], folder)) and has_users()
+
+    @contextlib.asynccontextmanager
+    async def _temporary(self) -> AsyncIterator[str]:
+        """One of the max_concurrent runs, with a directory that ends with it."""
         async with self._free_runs():
             folder = tempfile.mkdtemp(prefix="stretto-sandbox-")
             try:
-                return await self._keep(self._request(files, stdin, folder), folder)
+                yield folder
             finally:
                 loop = asyncio.get_running_loop()
                 await asyncio.shield(loop.run_in_executor(_removers, remove, folder))
@@ -122,37 +167,36 @@ class Sandbox:
         assert self._free is not None
         return self._free
 
-    def _request(self, files: dict[str, str], stdin: str, folder: str) -> dict:
+    def _request(
+        self, program: list[str], stdin: str, folder: str, *, readable: Sequence[str] = (), temporary: str | None = None
+    ) -> dict[str, Any]:
+        """What the keeper is asked; `temporary` is a second directory, and then `folder` is one that stays."""
         python, prefix = interpreter()
         work = WORK if self._is_bubblewrapped else folder
         enter = [python, "-I", "-S", "-B", KEEPER_INSIDE if self._is_bubblewrapped else str(KEEPER), "enter"]
-        # Every run has its own user, since the kernel counts processes per user.
-        uid = USERS[(os.getpid() * 64 + next(_run_numbers)) % len(USERS)]
-        is_changed = (self._is_bubblewrapped or is_public(python, folder)) and has_users()
+        kept = None if temporary is None else folder
+        watched = [folder] if temporary is None else [folder, temporary]
+        if self._is_bubblewrapped:  # what is in memory there has a size
+            watched = [] if kept is None else [kept]
         return {
-            "argv": [*bwrap_argv(self.limits), *enter] if self._is_bubblewrapped else enter,
+            "argv": [*bwrap_argv(self.limits, kept, readable), *enter] if self._is_bubblewrapped else enter,
             "cwd": folder,
-            "watched": None if self._is_bubblewrapped else folder,  # bubblewrap has a file system with a size
-            "program": [python, "-s", "-S", "-B", "main.py"],
+            "watched": watched,
+            "removed": temporary or folder,
+            "is_kept": kept is not None,
+            "program": program,
             "env": {"HOME": work, "TMPDIR": work, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
-            "files": files,
+            "files": {},
             "stdin": stdin,
             "limits": asdict(self.limits),
-            "uid": uid if is_changed else None,
+            "uid": next_uid() if self._changes_user(folder) else None,
             "is_bubblewrapped": self._is_bubblewrapped,
-            "readable": [*SYSTEM, prefix],
+            "readable": [*SYSTEM, prefix, *readable],
+            "writable": [] if temporary is None else [temporary],
         }
 
-    async def _keep(self, request: dict, folder: str) -> SandboxResult:
-        keeper = await asyncio.create_subprocess_exec(
-            interpreter()[0],
-            *("-I", "-S", "-B", str(KEEPER), "keep"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={},
-            process_group=0,
-        )
+    async def _keep(self, request: dict[str, Any]) -> SandboxResult:
+        keeper = await self._started()
         try:
             async with asyncio.timeout(self.limits.wall_s + GRACE_S):
                 answer, errors = await keeper.communicate(json.dumps(request).encode())
@@ -168,6 +212,26 @@ class Sandbox:
         if trouble := fields.pop("trouble"):
             raise EnvError(f"the sandbox cannot be built: {trouble.strip()}", reason=Reason.SANDBOX_LOST)
         return SandboxResult(**fields)
+
+    @staticmethod
+    async def _started() -> asyncio.subprocess.Process:
+        """A keeper. One whose start is cancelled is waited for and ended: asyncio may wait for it for ever (3.11)."""
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                interpreter()[0],
+                *("-I", "-S", "-B", str(KEEPER), "keep"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={},
+                process_group=0,
+            )
+        )
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await _end(await starting)
+            raise
 
 
 async def _end(keeper: asyncio.subprocess.Process) -> None:
@@ -242,15 +306,18 @@ def bubblewrap_trouble() -> str | None:
     return None if done.returncode == 0 else done.stderr.strip()[-200:] or f"exit code {done.returncode}"
 
 
-def bwrap_argv(limits: SandboxLimits) -> list[str]:
-    """The bwrap command, to which the program to run inside is appended."""
+def bwrap_argv(limits: SandboxLimits, kept: str | None = None, readable: Sequence[str] = ()) -> list[str]:
+    """The bwrap command, to which the program to run inside is appended.
+
+    kept: the work directory, if it is to stay; else it is in memory. readable: further paths to be read.
+    """
     argv = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--clearenv"]
     argv += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--cap-drop", "ALL"]
     if os.geteuid() == 0:  # `enter` changes to another user inside
         argv += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_CHOWN"]
     else:
         argv += ["--unshare-user"]
-    visible = [*SYSTEM, interpreter()[1]]
+    visible = [*SYSTEM, interpreter()[1], *readable]
     for folder in sorted({str(parent) for path in visible for parent in Path(path).parents} - {"/"}):
         if not any(Path(folder).is_relative_to(path) for path in visible):
             argv += ["--perms", "0755", "--dir", folder]
@@ -262,8 +329,16 @@ def bwrap_argv(limits: SandboxLimits) -> list[str]:
     argv += ["--ro-bind", str(KEEPER), KEEPER_INSIDE]
     size = str(limits.work_bytes)
     argv += ["--proc", "/proc", "--dev", "/dev", "--size", size, "--perms", "1777", "--tmpfs", "/dev/shm"]
-    argv += ["--size", size, "--perms", "1777", "--tmpfs", WORK, "--symlink", WORK, "/tmp"]
+    if kept is None:
+        argv += ["--size", size, "--perms", "1777", "--tmpfs", WORK, "--symlink", WORK, "/tmp"]
+    else:
+        argv += ["--bind", kept, WORK, "--size", size, "--perms", "1777", "--tmpfs", "/tmp"]
     return [*argv, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
+
+
+def next_uid() -> int:
+    """A user for a run or a directory: each has its own, since the kernel counts processes per user."""
+    return USERS[(os.getpid() * 64 + next(_run_numbers)) % len(USERS)]
 
 
 @functools.cache

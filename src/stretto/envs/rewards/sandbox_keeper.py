@@ -139,11 +139,11 @@ def _write(path: str, text: str) -> None:
 
 
 def _watch(
-    process: subprocess.Popen[bytes], request: bytes, limits: dict[str, Any], started: float, watched: str | None
+    process: subprocess.Popen[bytes], request: bytes, limits: dict[str, Any], started: float, watched: list[str]
 ) -> tuple[list[bytearray], str | None, int]:
     """Write the request, read output and measure until the program ends or exceeds a limit.
 
-    `watched` is a directory whose size is limited too. Returns the output, the limit that ended it, the peak memory.
+    `watched` are directories whose size is limited too. Returns the output, the limit that ended it, the peak memory.
     """
     stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
     assert stdin is not None and stdout is not None and stderr is not None, "they are pipes"
@@ -180,7 +180,7 @@ def _watch(
                 killed_for = "memory"
             elif len(pids) > limits["max_processes"] + OVERHEAD_PROCESSES:
                 killed_for = "processes"
-            elif watched is not None and is_over(watched, pids, limits["work_bytes"]):
+            elif watched and is_over(watched, pids, limits["work_bytes"], limits["max_depth"]):
                 killed_for = "files"
     return list(output.values()), killed_for, peak
 
@@ -222,22 +222,23 @@ def _private_bytes(pid: int) -> int:
     return (resident - shared) * resource.getpagesize()
 
 
-def is_over(folder: str, pids: list[int], max_bytes: int) -> bool:
-    """Do the files below a directory, and unlinked files that are still open, take more space than this?
+def is_over(watched: list[str], pids: list[int], max_bytes: int, max_depth: int | None) -> bool:
+    """Do the files below directories, and unlinked files that are still open, take more space than this?
 
     Every entry counts as at least one block, so that many empty files reach the limit too. Files that vanish during
-    the check do not count.
+    the check do not count. Directories more than `max_depth` deep in each other are over the limit whatever they hold.
     """
-    total, folders = 0, [folder]
-    for pid in pids:
-        total += _unlinked_bytes(pid)
+    total, folders = sum(map(_unlinked_bytes, pids)), [(folder, 0) for folder in watched]
     while folders:
-        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+        folder, depth = folders.pop()
+        if max_depth is not None and depth > max_depth:
+            return True
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
                     total += max(entry.stat(follow_symlinks=False).st_blocks * 512, BLOCK_BYTES)
                     if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
+                        folders.append((entry.path, depth + 1))
                 if total > max_bytes:
                     return True
     return total > max_bytes
@@ -276,20 +277,24 @@ def enter(request: dict) -> None:
     os.set_inheritable(request["report_fd"], False)
     os.setpriority(os.PRIO_PROCESS, 0, 19)
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    for name, text in {**request["files"], ".stdin": request["stdin"]}.items():
+    for name, text in request["files"].items():
         if folder := os.path.dirname(name):
             os.makedirs(folder, exist_ok=True)
         with open(name, "w", encoding="utf-8", errors="surrogatepass", newline="") as file:
             file.write(text)
-    os.dup2(os.open(".stdin", os.O_RDONLY), 0)
-    os.unlink(".stdin")
+    # Not a file of the directory: an earlier program may have put a link there, and this one is still root.
+    stdin = os.memfd_create("stdin")
+    with open(stdin, "wb", closefd=False) as file:
+        file.write(request["stdin"].encode(errors="surrogatepass"))
+    os.lseek(stdin, 0, os.SEEK_SET)
+    os.dup2(stdin, 0)
     is_bubblewrapped = request["is_bubblewrapped"]
     is_alone = is_bubblewrapped or _enter_namespaces(request["report_fd"])
-    _drop_root(request["uid"])
+    _drop_root(request["uid"], is_new=not request["is_kept"])
     _set_limits(request["limits"], num_others=0 if is_alone else _threads_of_user())
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if not is_bubblewrapped:
-        landlock(readable=request["readable"], writable=[os.getcwd()])
+        landlock(readable=request["readable"], writable=[os.getcwd(), *request["writable"]])
     refuse_calls()
     os.write(request["report_fd"], ENTERED)
     os.execve(request["program"][0], request["program"], request["env"])
@@ -361,12 +366,15 @@ def _threads_of_user() -> int:
     return count
 
 
-def _drop_root(uid: int | None) -> None:
-    """If root: become the user `uid`, who owns the work directory only; without one, drop all capabilities."""
+def _drop_root(uid: int | None, *, is_new: bool) -> None:
+    """If root: become the user `uid`, who owns the work directory only; without one, drop all capabilities.
+
+    is_new: the directory gets its owner here; a directory that is kept has it already, and may have links to elsewhere.
+    """
     if os.geteuid() != 0:
         return
     if uid is not None:
-        for name in (".", *os.listdir(".")):
+        for name in (".", *os.listdir(".")) if is_new else ():
             os.chown(name, uid, uid)
         os.setgroups([])
         os.setgid(uid)
@@ -503,7 +511,7 @@ def main() -> None:
         is_reported = True
     finally:
         if not is_reported:  # the caller may be dead, and then no other process removes the directory
-            remove(request["cwd"])
+            remove(request["removed"])
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from stretto.base.foreign import describe_error, guarded, innermost_location
 from stretto.base.runtime import raise_file_limit
 from stretto.envs.base import (
     Environment,
+    EpisodeInfo,
     EpisodeLimits,
     Message,
     Reply,
@@ -116,7 +117,7 @@ def _foreign_error(env_id: str, cause: BaseException) -> StrettoError:
 
 def build(opening: Open) -> tuple[Environment, dict[str, TaskSource], Ready]:
     """The environment, its tasks by split, and the facts that the orchestrator needs."""
-    run = RunInfo(models={name: RemoteModel(name) for name in opening.models})
+    run = RunInfo(models={name: RemoteModel(name) for name in opening.models}, directory=opening.directory)
     env = load_environment(opening.env_id, opening.args, opening.name, run, in_worker=True)
     sources: dict[str, TaskSource] = {}
     no_tasks: dict[str, str] = {}
@@ -225,7 +226,7 @@ class Worker:
         return start.task if found is None else self._task(*found)
 
     async def _play(self, start: StartCall) -> CallResult:
-        result: object = self._env.rollout(self._task_of(start), RemoteContext(self, start.call))
+        result: object = self._env.rollout(self._task_of(start), RemoteContext(self, start.call, start.episode))
         if inspect.isawaitable(result):
             result = await result
         checked = checked_result(result, f"environment {self._env.name}: rollout")
@@ -281,18 +282,25 @@ class RemoteContext(RolloutContext):
     """The context of one call: passes turns on to the orchestrator."""
 
     def __init__(
-        self, worker: Worker, call: int, name: str | None = None, is_trained: bool = True, *, number: int = 0
+        self,
+        worker: Worker,
+        call: int,
+        episode: EpisodeInfo | None,
+        name: str | None = None,
+        is_trained: bool = True,
+        *,
+        number: int = 0,
     ) -> None:
         self._worker, self._call, self._name, self._is_trained = worker, call, name, is_trained
-        self._conversation = number
+        self._conversation, self._episode = number, episode
 
     @property
     def sampling(self) -> None:
         """Not known here."""
 
     @property
-    def episode(self) -> None:
-        """Not known here."""
+    def episode(self) -> EpisodeInfo | None:
+        return self._episode
 
     async def generate(
         self, prompt_ids: Int[np.ndarray, " prompt"], tools: list[dict] | None = None, **sampling: Any
@@ -307,10 +315,11 @@ class RemoteContext(RolloutContext):
         raise ConfigError("ctx.keep works in the orchestrator's process only; remove num_workers")
 
     def agent(self, name: str, *, is_trained: bool = True) -> RemoteContext:
-        return RemoteContext(self._worker, self._call, name, is_trained)
+        return RemoteContext(self._worker, self._call, self._episode, name, is_trained)
 
     def conversation(self, number: int) -> RemoteContext:
-        return RemoteContext(self._worker, self._call, self._name, self._is_trained, number=number)
+        episode, name = self._episode, self._name
+        return RemoteContext(self._worker, self._call, episode, name, self._is_trained, number=number)
 
     def model(self, name: str) -> ChatModel:
         return model_of(self._worker.models, name, EnvError)

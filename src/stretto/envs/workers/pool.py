@@ -83,16 +83,19 @@ def open_workers(
     worker_limits: WorkerLimits = NO_WORKER_LIMITS,
     log_dir: Path | None = None,
     models: Mapping[str, ChatModel] = NO_MODELS,
+    directory: str | None = None,
 ) -> Environment:
     """The environment in num_workers processes, all of them ready.
 
-    Logs go to log_dir; without it they are deleted when the environment is closed.
+    Logs go to log_dir; without it they are deleted when the environment is closed. directory: `RunInfo.directory`.
 
     The environment belongs to the event loop that first uses it, and must be closed there.
 
     Raises: ConfigError, EnvError if the environment cannot be built; EnvError if a worker ends or takes too long.
     """
-    opening = Open(env_id=env_id, args=args, name=name, hang_timeout_s=hang_timeout_s, models=tuple(models))
+    opening = Open(
+        env_id=env_id, args=args, name=name, hang_timeout_s=hang_timeout_s, models=tuple(models), directory=directory
+    )
     packed(opening)  # arguments that cannot be sent are refused before a process is started
     pool = Pool(opening, num_workers, log_dir, worker_limits, models)
     ready = pool.start()
@@ -126,7 +129,7 @@ class WorkerEnv:
         return task_at(self.name, split, index)
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
-        return (await self.pool.call(ctx, method="rollout", task=task)).result
+        return (await self.pool.call(ctx, method="rollout", task=task, episode=ctx.episode)).result
 
     async def close(self) -> None:
         """Stop the processes."""

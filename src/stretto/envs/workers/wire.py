@@ -20,7 +20,16 @@ import numpy as np
 
 from stretto.base import errors
 from stretto.base.errors import EnvError, StrettoError, WireError
-from stretto.envs.base import EpisodeLimits, LimitReached, Message, OutOfContext, Reply, RolloutResult, Split
+from stretto.envs.base import (
+    EpisodeInfo,
+    EpisodeLimits,
+    LimitReached,
+    Message,
+    OutOfContext,
+    Reply,
+    RolloutResult,
+    Split,
+)
 from stretto.envs.models import ModelReply
 from stretto.records.codec import BLOB_HEAD_BYTES, blob_bytes, decode_blob, encode_blob
 from stretto.records.rollout import Task
@@ -69,6 +78,7 @@ class Open(_Message, frozen=True):
     name: str
     hang_timeout_s: float
     models: tuple[str, ...] = ()  # names of the frozen models that it may ask
+    directory: str | None = None  # `RunInfo.directory`
 
 
 class StartCall(_Message, frozen=True):
@@ -78,6 +88,7 @@ class StartCall(_Message, frozen=True):
     method: Literal["rollout", "prompt", "score"]
     task: Task  # its data is split and index; the worker makes the environment's own task from them
     text: str = ""  # the reply to score
+    episode: EpisodeInfo | None = None  # of a rollout
 
 
 class CancelCall(_Message, frozen=True):

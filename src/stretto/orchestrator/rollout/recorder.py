@@ -42,7 +42,7 @@ from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.images import Image
 from stretto.records.outcomes import Reason
-from stretto.records.partial import PartialRollout
+from stretto.records.partial import PartialRollout, Turn
 from stretto.records.rollout import Branch
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ class Budget:
     engine_s: float = 0.0  # waited for replies
     deadline: float | None = None  # the event loop's time at which turns end, from the second one on
     limit: Reason | None = None  # which limit has ended the episode, if one has
+    owners: list[str] = field(default_factory=list)  # agent of each reply, in the order of the requests
+    turns: list[Turn] = field(default_factory=list)  # whole ones, of all agents: with them the episode is played again
     _num_open_turns: int = 0
     _num_reserved_tokens: int = 0  # of open turns
     _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # first come, first served
@@ -89,6 +91,18 @@ class Budget:
             yield
         except OutOfContext:
             self.limit = self.limit or Reason.CONTEXT_FULL
+            raise
+
+    @contextlib.contextmanager
+    def numbering(self, agent: str) -> Iterator[int]:
+        """The number of a turn that is requested now; the next one has it again if this one gets no reply."""
+        turn = len(self.owners)
+        self.owners.append(agent)
+        try:
+            yield turn
+        except BaseException:
+            if turn == len(self.owners) - 1:
+                self.owners.pop()
             raise
 
     async def begin_turn(self, num_requested: int) -> int:
@@ -153,8 +167,11 @@ class Recorder(RolloutContext):
         partial: PartialRollout | None = None,
         first_seed: int | None = None,
         lane: int = 0,
+        life: int = 0,
     ) -> None:
         """partial: saved turns of an earlier incarnation, which answer the same requests again.
+
+        life: how often this attempt was continued: an engine may still have a request of its last life.
 
         first_seed: of the first turn, if it is not derived from the rollout. lane: 0, or the number of this recorder
         among those for requests of the same agent that run side by side.
@@ -165,7 +182,7 @@ class Recorder(RolloutContext):
         self._lanes: list[Recorder] = [self]  # for requests of this agent that run side by side
         self.is_cut_off = False  # whether the last reply was
         self._num_turns = 0
-        self._play, self._draw, self._member, self._attempt = play, draw, member, attempt
+        self._play, self._draw, self._member, self._attempt, self._life = play, draw, member, attempt, life
         self._agents: dict[str, Recorder] = {name: self}
         self._branches: list[OpenBranch] = []
         self._history: list[Message] = []  # a copy: environments edit their messages in place
@@ -226,6 +243,7 @@ class Recorder(RolloutContext):
             is_trained=is_trained,
             partial=self._partial,
             lane=lane,
+            life=self._life,
         )
 
     def model(self, name: str) -> ChatModel:
@@ -266,7 +284,7 @@ class Recorder(RolloutContext):
         branch = self._extended_branch(prompt_ids, temperature, images)
         with self.budget.noting_full_context():
             request = play.build_request(
-                f"{name}-{self._attempt}-{self._num_turns}",
+                f"{name}-{self._attempt}{f'.{self._life}' if self._life else ''}-{self._num_turns}",
                 prompt_ids,
                 images,
                 self._seed_of_turn(stream),
@@ -278,21 +296,16 @@ class Recorder(RolloutContext):
             )
         self._is_busy = True
         try:
-            completion = await self._before_deadline(request, temperature, branch)
+            with self.budget.numbering(self.name) as turn:
+                completion = await self._before_deadline(request, temperature, branch)
         finally:
             self._is_busy = False
         weights, self._ce_weights = self._ce_weights, None
         if branch is None:
             branch = OpenBranch(temperature, self.name, is_trained=self.is_trained)
             self._branches.append(branch)
-        branch.add_turn(
-            prompt_ids,
-            completion,
-            draw.version,
-            weights,
-            images=images,
-            is_greedy=play.is_unlearnable(sampling.get("temperature")),
-        )
+        is_greedy = play.is_unlearnable(sampling.get("temperature"))
+        branch.add_turn(prompt_ids, completion, draw.version, weights, images=images, is_greedy=is_greedy, turn=turn)
         self._num_turns += 1
         self.is_cut_off = completion.finish_reason == "length"
         message = play.renderer.parse(completion.token_ids, prompt_ids, tools)
@@ -306,6 +319,7 @@ class Recorder(RolloutContext):
             logprobs=completion.logprobs,
             versions=completion.versions,
             support=completion.support,
+            turn=turn,
         )
 
     async def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **sampling: Any) -> Reply:
@@ -350,18 +364,21 @@ class Recorder(RolloutContext):
             "again, and mask what the policy did not sample"
         )
 
-    def close(self) -> tuple[Branch, ...]:
-        """The branches of the episode, agent by agent, or those that `keep` has chosen."""
+    def close(self, *, is_scored: bool = False) -> tuple[Branch, ...]:
+        """The branches of the episode, agent by agent, or those that `keep` has chosen. is_scored: they name turns."""
         is_masked = self._partial is not None and self._play.masks_older_versions
         trained_from = self._draw.version if is_masked else None
         if self._chosen is None:
             return tuple(
-                branch.close(trained_from=trained_from)
+                branch.close(trained_from=trained_from, is_scored=is_scored)
                 for agent in self._agents.values()
                 for branch in agent._own_branches
             )
         branches = self._own_branches
-        chosen = [(branches[index].close(trained_from=trained_from), mask) for index, mask in self._chosen]
+        chosen = [
+            (branches[index].close(trained_from=trained_from, is_scored=is_scored), mask)
+            for index, mask in self._chosen
+        ]
         return tuple(msgspec.structs.replace(b, is_sampled=b.is_sampled & mask) for b, mask in chosen)
 
     @property
@@ -429,6 +446,8 @@ class Recorder(RolloutContext):
             self._replay, request, temperature, known.token_ids, known.images, draw.rollout_id(self._member)
         )
         if begun is not None and begun.is_done:
+            if begun.completion.routed_experts is None:
+                self.budget.turns.append(begun)
             return begun.completion
         rest = request if begun is None else continuation_request(request, begun)
         requested_at = self.budget.age_s
@@ -436,18 +455,20 @@ class Recorder(RolloutContext):
         self.budget.engine_s += self.budget.age_s - requested_at
         if begun is not None:
             completion = merge_completions(begun.completion, completion, request)
+        turn = build_turn(
+            request,
+            completion,
+            agent=self._stream,
+            index=self._num_turns,
+            attempt=self._attempt,
+            temperature=temperature,
+            branch=branch,
+        )
         if play.interruption is not None:
-            turn = build_turn(
-                request,
-                completion,
-                agent=self._stream,
-                index=self._num_turns,
-                attempt=self._attempt,
-                temperature=temperature,
-                branch=branch,
-            )
             await play.interruption.save_turns(draw.group_id, {self._member: turn})
         play.check_reply(completion)
+        if completion.routed_experts is None:  # they are large, and the branch has them already
+            self.budget.turns.append(turn)
         return completion
 
     def _extend(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
 from programs import CALL, PROGRAM, RESULT, play, script, write_records
@@ -10,6 +13,7 @@ from turns import scripted, text_of
 
 from stretto.base.errors import ConfigError
 from stretto.envs.base import load_environment
+from stretto.envs.bundled.calculator import Calculator, calculate
 from stretto.records.outcomes import Reason
 from stretto.records.rollout import RolloutStatus
 
@@ -69,6 +73,24 @@ def test_a_setting_without_effect_is_named_once_in_the_log(records, caplog):
     assert len(named) == 2 and "temperature = 0.1" in "".join(named) and "mood = 'good'" in "".join(named)
 
 
+def test_a_call_that_cannot_be_parsed_is_text_and_the_history_goes_on(records):
+    text = """
+history = [user("a")]
+history.append(ask(history))
+assert history[1] == {"role": "assistant", "content": "hm\\noops"}, history[1]
+ask([*history, user("b")])
+"""
+    [rollout] = play(script(text), records, scripted("hm!oops", "ok")).rollouts
+    [branch] = rollout.branches
+    assert text_of(branch, is_sampled=True) == "hm!oops.ok." and text_of(branch, is_sampled=False) == "Ua.AUb.A"
+
+
+def test_programs_may_be_started_by_worker_processes(records):
+    group = play([sys.executable, PROGRAM, "{prompt}", "messages", "stream"], records, members=2, num_workers=1)
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0], group.rollouts[0].error
+    assert [len(rollout.branches) for rollout in group.rollouts] == [1, 1]
+
+
 def test_requests_side_by_side_are_answered(records):
     text = """
 from concurrent.futures import ThreadPoolExecutor
@@ -111,6 +133,30 @@ def test_what_a_program_prints_is_kept_and_can_be_the_answer(records, tmp_path):
     assert [path.read_text() for path in kept.rglob("*.txt")] == [f"{RESULT}\n"]
 
 
+def test_a_reward_may_reward_each_reply(records, tmp_path, monkeypatch):
+    (tmp_path / "turns_reward.py").write_text(
+        "def judge(args, sample):\n"
+        "    sample.metadata['turn_rewards'] = [float(len(text)) for text in sample.metadata['replies']]\n"
+        "    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = "first = ask([user('a')]); ask([user('a'), first, user('bb')])"
+    policy = lambda prompt, rng, version: "x" * (1 + prompt.count("A"))
+    [rollout] = play(script(text), records, policy, reward="turns_reward:judge").rollouts
+    assert [(turn.agent, turn.reward) for turn in rollout.turns] == [("policy", 2.0), ("policy", 3.0)], rollout.error
+
+
 def test_a_program_that_does_not_exist_is_refused(records):
     with pytest.raises(ConfigError, match=r"command\[0\].*no-such-agent"):
         load_environment("agent", {"command": ["no-such-agent"], "path": records})
+
+
+def test_the_example_has_the_tool_and_the_products_of_calculator_token_by_token():
+    env, tool = Calculator(), runpy.run_path(PROGRAM)
+    function = tool["TOOL"] | {"parameters": tool["SCHEMA"]}
+    assert json.dumps([{"type": "function", "function": function}]) == json.dumps(env.tool_schemas())
+    for split, name in (("train", "records"), ("eval", "held_out")):
+        lines = Path(PROGRAM).with_name(f"{name}.jsonl").read_text().splitlines()
+        products = [env.tasks(split).task(index).data["product"] for index in range(len(lines))]
+        expected = [{"prompt": f"{product}=", "label": calculate(product)} for product in products]
+        assert list(map(json.loads, lines)) == expected
