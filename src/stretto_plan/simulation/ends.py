@@ -175,7 +175,8 @@ class SimulatedEngine:
         }
 
     async def metrics_by_engine(self) -> dict[str, dict[str, float]]:
-        """Nobody reads the ledger of a simulation, so it has no loads of single engines."""
+        """Wait for ever: a look every few seconds, which nobody reads, would make long simulated times slow."""
+        await self.watch()
         return {}
 
     @property
