@@ -8,8 +8,8 @@ them with credit per turn; a run's learning rate falls over its own steps. Both 
 examples/alphabet_sort, with 64 rollouts per step. A figure is the mean reward of 256 held-out tasks, two replies to
 each, sampled at temperature 1, after a run's last step.
 
-A step is on-policy and in one process, so that twenty of them are comparable on a busy machine: the orchestrator's
-player, credit and packing, the trainer's learner, and the embedded engine, without the wires between them.
+A step is on-policy and in one process: the orchestrator's player, credit and packing, the trainer's learner, and the
+embedded engine, without the wires between them. So figures do not depend on how busy the machine is.
 `--rows` keeps every run that is done, with its curve, and those it has are not run again.
 """
 
