@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
 from programs import CALL, PROGRAM, RESULT, play, script, write_records
@@ -10,6 +13,7 @@ from turns import scripted, text_of
 
 from stretto.base.errors import ConfigError
 from stretto.envs.base import load_environment
+from stretto.envs.bundled.calculator import Calculator, calculate
 from stretto.records.outcomes import Reason
 from stretto.records.rollout import RolloutStatus
 
@@ -145,3 +149,14 @@ def test_a_reward_may_reward_each_reply(records, tmp_path, monkeypatch):
 def test_a_program_that_does_not_exist_is_refused(records):
     with pytest.raises(ConfigError, match=r"command\[0\].*no-such-agent"):
         load_environment("agent", {"command": ["no-such-agent"], "path": records})
+
+
+def test_the_example_has_the_tool_and_the_products_of_calculator_token_by_token():
+    env, tool = Calculator(), runpy.run_path(PROGRAM)
+    function = tool["TOOL"] | {"parameters": tool["SCHEMA"]}
+    assert json.dumps([{"type": "function", "function": function}]) == json.dumps(env.tool_schemas())
+    for split, name in (("train", "records"), ("eval", "held_out")):
+        lines = Path(PROGRAM).with_name(f"{name}.jsonl").read_text().splitlines()
+        products = [env.tasks(split).task(index).data["product"] for index in range(len(lines))]
+        expected = [{"prompt": f"{product}=", "label": calculate(product)} for product in products]
+        assert list(map(json.loads, lines)) == expected
