@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import urllib.request
+from typing import Any
 
 from harbor.agents.base import BaseAgent
 
@@ -16,10 +17,10 @@ class OneReply(BaseAgent):
     def version(self) -> str:
         return "1"
 
-    async def setup(self, environment) -> None:
+    async def setup(self, environment: Any) -> None:
         pass
 
-    async def run(self, instruction, environment, context) -> None:
+    async def run(self, instruction: str, environment: Any, context: Any) -> None:
         reply = await asyncio.to_thread(self.ask, instruction)
         text = base64.b64encode(reply.encode()).decode()
         await environment.exec(f"echo {text} | base64 -d > answer")

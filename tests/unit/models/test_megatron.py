@@ -14,9 +14,9 @@ import torch
 
 from stretto.base.errors import DataError
 from stretto.config.sections.model import ScratchSection
-from stretto.models.megatron.convert import check_megatron, convert, to_hugging_face, to_megatron
 from stretto.models import hub
 from stretto.models.megatron.checkpoints import as_hugging_face
+from stretto.models.megatron.convert import check_megatron, convert, to_hugging_face, to_megatron
 from stretto.models.megatron.places import find_iteration, is_megatron
 from stretto.models.tensor_map import TensorMap
 
