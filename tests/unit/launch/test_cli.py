@@ -155,13 +155,13 @@ def test_an_example_is_printed_as_a_config_that_loads_and_looked_at_on_one_scree
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # some name files of theirs
-    verb = path.stem if path.stem in ("sft", "serve") else "rl"
+    verb = {"warm_up": "sft"}.get(path.stem, path.stem if path.stem in ("sft", "serve") else "rl")
     skip_without_verb(verb)
     for name, keys in USED.items():
         if not is_here(name) and any(key in path.read_text() for key in keys):
             pytest.skip(f"without stretto_{name}")
     whole = path.with_name("rl.toml") if path.parent.name == "smollm2" else ROOT / "examples/sort_letters/rl.toml"
-    base = [] if path in (whole, path.with_name(f"{verb}.toml")) else ["@", str(whole)]
+    base = [] if verb == "sft" or path in (whole, path.with_name(f"{verb}.toml")) else ["@", str(whole)]
     if path.stem == "qwen3_4b":  # what it asks for needs a GPU, and its own base, which names one, needs data
         base += ["@", str(path.with_name("two_gpus.toml"))]
     words = [*base, "@", str(path)]
@@ -350,7 +350,7 @@ def test_help_finds_a_key_by_the_name_that_others_give_it_and_by_its_description
 
 def test_every_key_that_another_name_points_at_exists() -> None:
     known = {path for root in ROOTS.values() for path, _, _ in all_paths(root)}
-    known |= {f"orchestrator.env.0.args.{name}" for name in ("path", "reward")}  # arguments of `dataset`
+    known |= {f"orchestrator.env.0.args.{name}" for name in ("path", "eval_path", "reward", "rewards")}  # arguments of `dataset`
     assert {path for paths in SYNONYMS.values() for path in paths} <= known
 
 
