@@ -168,8 +168,8 @@ def test_an_example_is_printed_as_a_config_that_loads_and_looked_at_on_one_scree
     assert cli.main([verb, *words, "--print-config"]) == 0
     (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
     assert dump(load(ROOTS[verb], ["@", "printed.toml"])) == dump(load(ROOTS[verb], words))
-    if verb == "serve":
-        return  # its model is one that `sft` has made
+    if verb == "serve" or path.stem == "warm_up":
+        return  # its model is one that `sft` has made, its tasks those of make_tasks.py
     assert cli.main([verb, *words, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 45 and max(map(len, lines)) <= 130, "\n".join(lines)
