@@ -3,9 +3,10 @@
     python benchmarks/view.py [--rollouts 1000000] [--steps 10000] [--rounds 3]
 
 First a ledger of a million rollouts and metrics of 10,000 steps are made up, and `stretto view` serves them: seconds to
-its first answer, to the first view and curve after a start, to a curve, to pages of rollouts from the newest back, to a page of a rare kind, to the timeline, and
-its memory. Then sort-letters is trained for some steps with and without a page that a client reads as a browser does,
-in turns: the ratio of their seconds per step. The last line is one JSON object.
+its first answer, to the first view and curve after a start, to a curve, to pages of rollouts from the newest back, to
+a page of a rare kind, to the timeline, and its memory. Then sort-letters is trained for some steps with and without a
+page that a client reads as a browser does, in turns: the ratio of their seconds per step. The last line is one JSON
+object.
 """
 
 from __future__ import annotations

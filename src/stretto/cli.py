@@ -6,11 +6,12 @@ Verbs with a configuration are in verbs.py; what Ctrl-C and SIGTERM do is in sig
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from functools import partial
 
-from stretto.base.errors import ConfigError, StrettoError
+from stretto.base.errors import ConfigError, StrettoError, reason_of
 from stretto.signals import end_command, start_command
 
 SUMMARIES = {
@@ -24,6 +25,7 @@ SUMMARIES = {
     "evals": "the process beside an sft run that evaluates its versions",
     "demo": "warm a tiny model up and train it, in a few minutes on a laptop",
     "chat": "talk to a checkpoint, a model or a server: stretto chat RUN",
+    "convert": "a checkpoint of Megatron as a Hugging Face directory, or the other way: stretto convert FROM TO",
     "init": "write a small project of your own: stretto init DIR",
     "completion": "completion for a shell: source <(stretto completion bash)",
     "status": "how far a run is, and who runs it: stretto status RUN",
@@ -149,8 +151,28 @@ def run_verb(verb: str, words: list[str], *, command: str | None = None) -> int:
     except Exception as error:
         if is_child:  # its output is a log
             raise
-        _print_error(_unexpected(error))
+        _print_error(_of_the_machine(error) or _unexpected(error))
         return 1
+
+
+_OF_THE_MACHINE = {
+    errno.ENAMETOOLONG: "give a shorter one",
+    errno.EACCES: "give another place, or the permission",
+    errno.EPERM: "give another place, or the permission",
+    errno.EROFS: "give another place",
+    errno.ENOTDIR: "give another place",
+    errno.ELOOP: "symbolic links lead in a circle there",
+    errno.ENOSPC: "free some, or give another place",
+    errno.EDQUOT: "free some, or give another place",
+}
+"""What to do about errors of files that no program can be blamed for."""
+
+
+def _of_the_machine(error: Exception) -> str | None:
+    """The message about a file that cannot be used; None for any other error."""
+    if not isinstance(error, OSError) or error.filename is None or error.errno not in _OF_THE_MACHINE:
+        return None
+    return f"{str(error.filename)!r:.200}: {reason_of(error)}; {_OF_THE_MACHINE[error.errno]}"
 
 
 def _print_error(text: str) -> None:

@@ -7,7 +7,6 @@ plans the processes, and this file puts their texts together. The resolved confi
 from __future__ import annotations
 
 import itertools
-import json
 import textwrap
 from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
@@ -34,7 +33,7 @@ from stretto.config.sections.monitors import MonitorsSection
 from stretto.data.hub_model import find_local, look_up, size
 from stretto.launch.launchers import launcher_of
 from stretto.launch.plan.models import with_model_names
-from stretto.orchestrator.dry_run import FirstTask, preview
+from stretto.orchestrator.dry_run import FirstTask, preview, shorter_by_phrases
 from stretto.orchestrator.lengths import Limit, limits_of, smallest
 
 WIDTH = 118
@@ -346,22 +345,10 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
     shown = _boxed(about, renderer.readable(ids))
     if cfg.model.scratch is not None and cfg.tokenizer.name is None and len(ids) > LONG_ROW:
         others = [render_row(each, renderer, cfg.loss_mask).examples for each in rows[1:]]
-        shown += _phrases(
+        shown += shorter_by_phrases(
             [renderer.readable(ids), *(renderer.readable(each[0][0]) for each in others if each)], len(ids)
         )
     return shown, "", renderer.description
-
-
-def _phrases(texts: Sequence[str], num_tokens: int) -> str:
-    """The phrases that would halve a row of this many tokens, as lines of a configuration; "" if none do."""
-    from stretto.chat.scratch import common_phrases
-
-    phrases = common_phrases(texts) if len(texts) > 1 else []
-    left = num_tokens - sum((len(phrase) - 1) * texts[0].count(phrase) for phrase in phrases)
-    if left > num_tokens / 2:
-        return ""
-    lines = "".join(f"  {json.dumps(phrase, ensure_ascii=False)},\n" for phrase in phrases)
-    return f"\n\nin [model.scratch] this would make the row about {left} tokens long:\nphrases = [\n{lines}]"
 
 
 def _cut(ids: Sized, mask: Any, limits: Sequence[Limit]) -> str:

@@ -24,6 +24,7 @@ PLAIN_VERBS = {
     "init": "stretto.launch.project:init",
     "demo": "stretto.launch.demo:demo",
     "chat": "stretto.launch.chat:chat",
+    "convert": "stretto.models.megatron.convert:convert",
     "status": "stretto.launch.control:status",
     "logs": "stretto.launch.control:logs",
     "stop": "stretto.launch.control:stop",

@@ -139,7 +139,8 @@ class Cores:
     def _on_timer(self) -> None:
         self._timer = None
         self._advance()
-        for job in [job for job in self._jobs if job.left <= 1e-12 + 1e-9 * job.seconds]:
+        least = 1e-12 + 2 * math.ulp(self._at)  # less than the clock can tell apart would never pass
+        for job in [job for job in self._jobs if job.left <= least + 1e-9 * job.seconds]:
             job.left = 0.0
             self._finish(job)
         self._plan()

@@ -198,6 +198,12 @@ def plot(words: Sequence[str]) -> int:
     return 0
 
 
+def _credit(turn: dict[str, Any]) -> str:
+    """What the environment said of a turn, and its advantage beside the rollout's."""
+    numbers = [f"{key} {turn[key]:+.3f}" for key in ("reward", "value", "advantage") if key in turn]
+    return "   ".join([*numbers, *([f"state {turn['state'] or '(empty)'}"] if "state" in turn else [])])
+
+
 def as_text(row: dict[str, Any], *, is_raw: bool = False) -> str:
     """One rollout as a headline and its conversation."""
     step = f"step {row['step']}" if row["step"] else f"trained by no step ({row['group_reason'] or row['group_state']})"
@@ -217,6 +223,7 @@ def as_text(row: dict[str, Any], *, is_raw: bool = False) -> str:
         lines.append(f"   ended by {row['reason']}: {OUTCOMES[row['reason']].meaning}")
     if row["error"]:
         lines.append(f"   error: {row['error']}")
+    lines += [f"   turn {number}: {_credit(turn)}" for number, turn in enumerate(row["turns"])]
     if row["prompt"] is None:
         lines.append("   (its tokens are no longer kept)")
     for branch in row["branches"]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 from stretto import verbs
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, DataError
 from stretto.cli import run_command
 
 
@@ -20,16 +22,35 @@ def vime(words: list[str]) -> int:
         return 0
     from stretto_vime.flags.command import read_command
 
-    cfg, notes, names, environment = read_command(words)
+    cfg, notes, names, environment, conversions = read_command(words)
     os.environ.update(environment)
     if cfg.print_config:
         return verbs.print_config(cfg)
     for note in notes:
         sys.stderr.write(f"note: {note}\n")
+    if conversions:
+        _convert(conversions, Path(cfg.tokenizer.name or cfg.model.name), is_dry_run=cfg.dry_run)
     try:
         return verbs.show_dry_run("rl", cfg) if cfg.dry_run else verbs.run_rl(cfg, words)
     except ConfigError as error:
         raise ConfigError(names.reword(str(error))) from error
+
+
+def _convert(conversions: Mapping[Path, Path], model: Path, *, is_dry_run: bool) -> None:
+    """Convert checkpoints of Megatron's; a dry run only looks whether they have what the model needs.
+
+    Raises: ConfigError if one does not.
+    """
+    from stretto.models.megatron.convert import check_megatron, to_hugging_face
+
+    for place, target in conversions.items():
+        try:
+            if is_dry_run:
+                check_megatron(place, model)
+            else:
+                to_hugging_face(place, model, target)
+        except (DataError, OSError) as error:
+            raise ConfigError(f"{place} cannot be converted to {target}: {error}") from None
 
 
 def completions() -> list[str]:

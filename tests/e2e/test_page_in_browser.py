@@ -269,7 +269,7 @@ def test_two_runs_are_compared(tab: Any, address: str) -> None:
 
 
 def test_two_rollouts_of_a_task_stand_beside_each_other(tab: Any, address: str, ended: Path) -> None:
-    """Of two runs, and of two versions of one; what is shown is in the address."""
+    """Two runs, and two versions of one run; what is shown is in the address."""
     row = Run(ended / "live").rollouts(step=2)[0]
     tab.goto(f"{address}#/rollouts?run=live&run=copy&rollout={row['group_id']}.{row['member']}")
     tab.get_by_text("side by side").click()

@@ -26,6 +26,7 @@ from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.config.sections.model import ScratchSection
 from stretto.models.attention import PackedLayout
 from stretto.models.hub import export_tensors, random_model, save_hf
+from stretto.orchestrator.run.ship import engine_loads
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
@@ -105,6 +106,7 @@ async def test_an_engine_process_from_start_to_stop(model_dir, tmp_path):
                 for completion in await running:
                     assert len(completion.token_ids) == 400
                     assert [span.version for span in completion.versions] == [0, 1]
+                assert [load[3] for load in (await engine_loads(client)).values()] == [1.0]
 
                 after = await client.generate(ask("after"))
                 for completion in after:

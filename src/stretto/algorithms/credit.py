@@ -119,6 +119,29 @@ def hierarchical_grpo(
     return np.stack([grpo(row, counted) for row, counted in zip(rewards, is_counted)])
 
 
+def among_equals(
+    returns: Float[np.ndarray, " turns"],
+    keys: Int[np.ndarray, " turns"],
+    *,
+    normalize_std: bool | Literal["unbiased"] = False,
+) -> Float[np.ndarray, " turns"]:
+    """A_t = G_t - the mean of G over the turns of the same key, float64 [turns]; 0 for a key below 0, or of one turn.
+
+    With the number of the turn as its key: the return of the n-th turn against those of the other members' n-th
+    turns. With the state before the turn: against all turns from an equal state.
+
+    Source: the step-relative advantages of GiGPO, arXiv:2505.10978, over groups of equal anchor states. Differs: the
+    deviation is that of `grpo`.
+    """
+    order = np.argsort(keys, kind="stable")
+    advantages = np.zeros(len(returns))
+    for places in np.split(order, np.flatnonzero(np.diff(keys[order])) + 1):
+        if len(places) and keys[places[0]] >= 0:
+            is_counted = np.ones(len(places), dtype=bool)
+            advantages[places] = grpo(returns[places], is_counted, normalize_std=normalize_std)
+    return advantages
+
+
 def zero(
     rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
 ) -> Float[np.ndarray, " members"]:

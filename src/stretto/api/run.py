@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,7 +43,8 @@ T = TypeVar("T")
 _ROWS = f"""
     SELECT r.group_id, r.member, {SHOWN_STATUS} AS status, r.dropped_by, r.reason, r.reward, r.advantage,
            r.first_version, r.last_version, r.num_turns, r.num_tokens, r.num_sampled_tokens, r.started_at,
-           r.finished_at, r.error, r.metrics, d.env, d.task_id, d.state AS group_state, d.reason AS group_reason, b.step
+           r.finished_at, r.error, r.metrics, r.turns,
+           d.env, d.task_id, d.state AS group_state, d.reason AS group_reason, b.step
     FROM rollouts r JOIN draws d USING (group_id)
     LEFT JOIN batch_rollouts x ON x.row = r.row
     LEFT JOIN batches b ON b.batch = x.batch AND b.state != 'undone'
@@ -157,10 +159,10 @@ class Run:
             for row in _json(file, list)
         )
 
-    def eval_samples(self, version: int) -> Rows:
-        """One row per rollout of the evaluation of a version, with its text."""
+    def eval_samples(self, version: int, limit: int | None = None) -> Rows:
+        """One row per rollout of the evaluation of a version, with its text; limit: of the first at most so many."""
         files = sorted(self.dir.eval(version).glob("*.jsonl"))
-        return Rows(_parsed(line, file, dict) for file in files for line in _text(file).splitlines())
+        return Rows(islice((row for file in files for row in _rows_of(file)), limit))
 
     def rollouts(
         self,
@@ -203,6 +205,8 @@ class Run:
         with LedgerReader(self.dir) as ledger:
             self._check_env(ledger, env)
             rows = ledger.rows(_ROWS + where + _order(best, worst, limit), *values)
+            for row in rows:
+                row["turns"] = json.loads(row["turns"] or "[]")
             rows = rows if best is not None or worst is not None else sorted(rows, key=_place)
         return LazyRows(rows, self._with_tokens)
 
@@ -341,6 +345,16 @@ def _rollouts_of(ledger: LedgerReader, group_id: int) -> Sequence[Rollout]:
 def _json(file: Path, kind: type[T]) -> T:
     """The contents of a file. Raises: DataError when it is damaged or cannot be read."""
     return _parsed(_text(file), file, kind)
+
+
+def _rows_of(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file with one per line. Raises: DataError when it is damaged or cannot be read."""
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for line in lines:  # not splitlines: a text may have line ends of other kinds, such as U+2028
+                yield _parsed(line, file, dict)
+    except (OSError, UnicodeDecodeError) as cause:
+        raise DataError(f"{file}: cannot be read: {reason_of(cause)}") from cause
 
 
 def _text(file: Path) -> str:

@@ -191,11 +191,11 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     backend.no_padding()
     config = _read_json(path / "tokenizer_config.json")
     eos_ids = end_ids(path)
-    if eos := _token_text(config.get("eos_token")):
+    if eos := _given_token(path, config, "eos_token"):
         if (eos_id := backend.token_to_id(eos)) is None:
             raise DataError(f"{path}/tokenizer_config.json: eos_token {eos!r} is not in tokenizer.json.")
         eos_ids = tuple(dict.fromkeys((eos_id, *eos_ids)))
-    unknown = _token_text(config.get("unk_token"))
+    unknown = _given_token(path, config, "unk_token")
     unk_id = backend.token_to_id(unknown) if unknown else None
     return Tokenizer(
         backend,
@@ -295,11 +295,19 @@ def find_directory(name: str) -> Path:
 
 
 def end_ids(directory: Path) -> tuple[int, ...]:
-    """A model's end tokens from generation_config.json, then config.json; loads no tokenizer."""
+    """A model's end tokens from generation_config.json, then config.json; loads no tokenizer.
+
+    Raises: DataError for a value that is no id.
+    """
     ids: list[int] = []
     for file in ("generation_config.json", "config.json"):
         value = _read_json(directory / file).get("eos_token_id")
-        ids += value if isinstance(value, list) else [] if value is None else [value]
+        some = value if isinstance(value, list) else [] if value is None else [value]
+        if wrong := [each for each in some if type(each) is not int]:
+            raise DataError(
+                f"{directory / file}: eos_token_id = {wrong[0]!r:.60} must be the id of a token, or a list of ids"
+            )
+        ids += some
     return tuple(dict.fromkeys(ids))
 
 
@@ -313,6 +321,17 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataError(f"{file}: a {type(found).__name__} where a JSON object belongs.")
     return found
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _given_token(path: Path, config: Mapping[str, Any], key: str) -> str | None:
+    """The text of a token; None if there is none. Raises: DataError for what is no text."""
+    token = _token_text(config.get(key))
+    if token is not None and (not isinstance(token, str) or _SURROGATE.search(token)):
+        raise DataError(f"{path}/tokenizer_config.json: {key} = {token!r:.60} must be the text of a token")
+    return token
 
 
 def _template_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -178,9 +178,9 @@ def check_tokens(where: str, directory: Path, model: ModelFile) -> list[str]:
         tokenizer = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
         ids = tokens_of(tokenizer)
         added = {token["content"] for token in tokenizer.get("added_tokens") or ()}
+        beyond = sorted((token for token in ids if ids[token] >= num_rows), key=lambda token: ids[token])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []  # `load_tokenizer` says what is wrong with it
-    beyond = sorted((token for token in ids if ids[token] >= num_rows), key=lambda token: ids[token])
     if not beyond:
         return []
     needed = [token for token in beyond if token not in added or token in _conversation_tokens(directory)]

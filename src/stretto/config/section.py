@@ -65,7 +65,7 @@ class Section(BaseModel):
         for name, value in cls._derived(by_name).items():
             path = tuple(int(part) if part.isdigit() else part for part in name.split("."))
             above = [path[:depth] for depth in range(1, len(path)) if path[:depth] in values]
-            if path not in values and all(values[each] in ({}, [], None) for each in above):
+            if path not in values and all(_has_room(values[each], path[len(each)]) for each in above):
                 for each in above:
                     if values[each] is None:
                         del values[each]
@@ -80,6 +80,11 @@ class Section(BaseModel):
     def _derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values that follow from the given ones, by dotted path; a given value is never replaced."""
         return {}
+
+
+def _has_room(value: Any, part: str | int) -> bool:
+    """Whether an empty value can get a key, or an item, that was not given."""
+    return value is None or value == ([] if isinstance(part, int) else {})
 
 
 NAMES_OF_PLACES = ("name", "model", "template", "chat_template")

@@ -17,7 +17,19 @@ per_device_train_batch_size train_batch_size -> orchestrator.batch_size batch_si
 rollout_batch_size global_batch_size ppo_mini_batch_size -> orchestrator.batch_size batch_size
 num_train_epochs total_epochs num_epochs epochs -> max_epochs max_steps
 total_training_steps num_rollout train_iters -> max_steps
-beta kl_coef init_kl_coef kl_loss_coef -> trainer.loss.kl_tau
+beta kl_coef init_kl_coef kl_loss_coef -> trainer.loss.reference_kl.coef
+epsilon clip_ratio clip_ratio_low eps_clip cliprange -> trainer.loss.clip_low
+epsilon_high clip_ratio_high eps_clip_high -> trainer.loss.clip_high
+scale_rewards norm_adv_by_std_in_grpo -> orchestrator.algo.normalize_std
+gradient_accumulation_steps -> orchestrator.batch_size batch_size
+num_iterations ppo_epochs -> trainer.epochs_per_step
+steps_per_generation -> trainer.updates_per_step
+reward_weights -> orchestrator.env.0.args.rewards
+load_best_model_at_end -> orchestrator.eval.keep_best val.keep_best
+early_stopping_patience -> orchestrator.eval.early_stop.patience val.early_stop.patience
+logging_steps log_completions log_interval -> monitors.samples_interval
+run_name experiment_name -> run.name
+eval_dataset eval_path -> orchestrator.env.0.args.eval_path val.data
 loss_type policy_loss -> trainer.loss.type
 advantage_estimator adv_estimator -> orchestrator.algo.type
 model_name_or_path pretrain hf_checkpoint model_id -> model.name model
@@ -42,6 +54,9 @@ eval_steps test_freq eval_interval -> orchestrator.eval.interval eval.interval
 report_to logger use_wandb -> monitors.wandb
 use_vllm -> inference.engine engine
 vllm_gpu_memory_utilization -> inference.gpu_memory_utilization gpu_memory_utilization
+vllm_mode vllm_colocate -> inference_gpu_ids
+vllm_tensor_parallel_size -> inference.parallel.tp
+vllm_max_model_length vllm_max_model_len -> inference.max_model_len
 rollout_num_gpus -> deployment.num_infer_gpus
 actor_num_gpus_per_node nproc_per_node n_gpus_per_node -> deployment.num_train_gpus
 bf16 fp16 torch_dtype -> model.dtype

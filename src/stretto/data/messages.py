@@ -6,7 +6,6 @@ lone surrogates, which come from the output of programs, become U+FFFD there.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,6 +50,8 @@ def parse_message(message: Any, where: str) -> dict[str, Any]:
     _check_role(message, where, DataError)
     message = _with_known_names(message, where, DataError)
     if unknown := [key for key in message if key not in KNOWN_KEYS]:
+        import difflib
+
         near = difflib.get_close_matches(str(unknown[0]), KNOWN_KEYS, n=1)
         meant = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(KNOWN_KEYS)};"
         raise DataError(
@@ -98,6 +99,8 @@ def _check_role(message: Mapping[str, Any], where: str, kind: type[StrettoError]
     role = message.get("role")
     if isinstance(role, str) and role in ROLES:
         return
+    import difflib
+
     word = role.lower() if isinstance(role, str) else ""
     near = [_ROLE_WORDS[word]] if word in _ROLE_WORDS else difflib.get_close_matches(word, ROLES, n=1)
     meant = f"; did you mean {near[0]!r}?" if near else "."

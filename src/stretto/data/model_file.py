@@ -12,6 +12,7 @@ from stretto.base.errors import ConfigError, reason_of
 from stretto.data.hub_model import find_config, find_local
 from stretto.data.weight_files import HeaderTensor, find_embedding, read_weight_files
 from stretto.families.table import FAMILIES, family_of
+from stretto.families.values import wrong_values
 
 
 def read_model_file(directory: Path) -> dict[str, Any]:
@@ -28,11 +29,13 @@ def read_model_file(directory: Path) -> dict[str, Any]:
         ) from cause
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: a {type(found).__name__} where a table of keys and values belongs")
-    if not isinstance(found.get("model_type") or "", str):
+    if not isinstance(found.get("model_type"), str | None):
         raise ConfigError(f"{path}: model_type = {found['model_type']!r:.60} must be a text: the name of a family")
-    for name in ("text_config", "vision_config"):
-        if not isinstance(found.get(name) or {}, dict):
+    for name in ("text_config", "vision_config", "quantization_config"):
+        if not isinstance(found.get(name), dict | None):
             raise ConfigError(f"{path}: {name} = {found[name]!r:.60} must be a table of keys and values")
+    if family_of(found) in FAMILIES and (wrong := next(wrong_values(found), None)):
+        raise ConfigError(f"{path}: {wrong}; copy the model's config.json here again")
     return found
 
 

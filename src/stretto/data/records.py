@@ -231,4 +231,4 @@ def _read_parquet(file: Path) -> Iterator[Record]:
             for number, row in enumerate(rows, start=1):
                 yield Place(f"{file}, row {number}", file.parent), without_null_columns(row)
     except (pyarrow.ArrowException, OSError) as cause:
-        raise DataError(f"{file}: not a readable parquet file: {cause}") from cause
+        raise DataError(f"{file}: not a readable parquet file: {cause} Copy or write it again.") from cause

@@ -22,7 +22,7 @@ from stretto.base.files import write_atomic
 from stretto.base.process import describe_exit
 from stretto.data.pictures import image_parts
 from stretto.envs.base import EpisodeLimits, RolloutContext, RolloutResult, RunInfo
-from stretto.envs.dataset import Dataset, build_arguments
+from stretto.envs.dataset import Dataset, build_arguments, turn_rewards_of
 from stretto.envs.dataset_records import DatasetSettings, Records
 from stretto.envs.gateway.program import MAX_PRINTED_BYTES, Cut, Ended, filled, run_program, variables
 from stretto.envs.gateway.server import Gateway
@@ -145,7 +145,7 @@ class Agent(Dataset):
         self._check(ended, session)
         sample = self._sample(task, ctx.episode)
         sample.response = session.last_text if self.answer == "reply" else ended.output.strip()
-        sample.metadata = {**sample.metadata, "output": ended.output}
+        sample.metadata = {**sample.metadata, "output": ended.output, "replies": session.replies}
         is_truncated = session.is_limited or isinstance(ended.end, Cut)
         sample.status = Status.TRUNCATED if is_truncated else Status.COMPLETED
         metrics = {
@@ -158,6 +158,7 @@ class Agent(Dataset):
             metrics=metrics,
             is_truncated=is_truncated,
             is_timeout=ended.end is Cut.TIME,
+            turn_rewards=turn_rewards_of([sample]),  # the reward function may have written some
         )
 
     async def close(self) -> None:

@@ -13,7 +13,6 @@ module that holds one environment. find.py says what ids mean.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import inspect
 import numbers
 import reprlib
@@ -80,6 +79,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """float32 [completion], nats under the policy that sampled; None if not recorded."""
     versions: tuple[VersionSpan, ...] = ()  # of the policy that sampled its tokens
     support: Support | None = None  # tokens that each of its tokens was drawn from; None: all, or not known
+    turn: int = 0
+    """Its number in the episode, all agents together, from 0: its place in `RolloutResult.turn_rewards`."""
 
 
 class LimitReached(EnvError):
@@ -372,9 +373,7 @@ def load_environment(
     args, path = dict(args or {}), env_id
     if needs_worker(env_id):
         if not in_worker:
-            raise ConfigError(
-                f"environment {env_id!r} is played in worker processes; only rl and eval start those."
-            )
+            raise ConfigError(f"environment {env_id!r} is played in worker processes; only rl and eval start those.")
         path, args = find.worker_factory(env_id, args)
     factory = _find_factory(path)
     signature = signature_of(factory, env_id)
@@ -455,12 +454,16 @@ def _find_factory(env_id: str) -> Callable[..., Any]:
     if ":" not in path and (found := find.find_module(env_id)) is not None:
         return find.environment_class(load_module(found, f"environment {env_id!r}"), env_id)
     if ":" not in path:
+        import difflib
+
         nearest = difflib.get_close_matches(env_id.replace("_", "-"), BUNDLED, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(sorted(BUNDLED))};"
         raise ConfigError(f"no environment {env_id!r}; {hint} name your own as a module or `module:attr`.")
     module_name, attr = path.split(":", 1)
     module = load_module(module_name, f"environment {env_id!r}")
     if not hasattr(module, attr):
+        import difflib
+
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         nearest = difflib.get_close_matches(attr, names, n=1)
         hint = f"did you mean {module_name}:{nearest[0]}?" if nearest else f"it has {', '.join(names)}."

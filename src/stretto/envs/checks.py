@@ -32,7 +32,8 @@ def look_into(env_id: str, args: dict[str, Any], name: str) -> tuple[str, list[s
     """
     if find.hub_of(env_id) is not None:
         env: Any = load_environment(env_id, args, name, in_worker=True)
-        return _tasks_text(env), env.check()
+        missing = env.check()
+        return "" if missing else _tasks_text(env), missing
     missing = find.missing_plugins(env_id, args)
     if missing or not find.is_verifiers(env_id):
         return "", missing

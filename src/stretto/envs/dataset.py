@@ -17,6 +17,8 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, SupportsFloat
 
+from msgspec.structs import replace
+
 from stretto.base.errors import ConfigError, EnvError
 from stretto.data.pictures import image_parts
 from stretto.envs.base import (
@@ -123,7 +125,8 @@ class Dataset:
         if self._sample_hooks:
             samples = [await self._call_sample_hooks(each, task) for each in samples]
             rewards = [each.get_reward_value(self.args) for each in samples]
-        return _result(rewards, [metrics for _, metrics in scored], is_truncated=is_truncated)
+        result = _result(rewards, [metrics for _, metrics in scored], is_truncated=is_truncated)
+        return replace(result, turn_rewards=turn_rewards_of(samples))
 
     async def score_group(self, group: Group, notes: Sequence[list[Sample]]) -> list[RolloutResult] | None:
         """With group_reward, the rewards of all members, from the function; otherwise None.
@@ -236,6 +239,17 @@ class Dataset:
         if self.verifier is not None:
             return await async_rm(self.args, sample, verifier=self.verifier)
         return float(sample.response.strip() == str(sample.label).strip())
+
+
+def turn_rewards_of(samples: Sequence[Sample]) -> Any:
+    """The rewards of turns that a user's function has written into a sample's metadata; () if it has not.
+
+    Raises: EnvError if a rollout of several samples has some.
+    """
+    given = [sample.metadata["turn_rewards"] for sample in samples if "turn_rewards" in sample.metadata]
+    if given and len(samples) > 1:
+        raise EnvError('dataset: metadata["turn_rewards"] of a rollout of several samples; give each sample a reward')
+    return given[0] if given else ()
 
 
 def _result(rewards: list[float], metrics: list[dict[str, float]], *, is_truncated: bool = False) -> RolloutResult:

@@ -31,7 +31,7 @@ HUBS = {
 OWN_HARNESS = "in_process"
 """Id of the harness of ours that plays an agent for which none is chosen."""
 OWN_ARGS = ("harness", "num_eval", "num_tasks", "select")
-"""Arguments of VerifiersEnv that may stand beside those of a taskset."""
+"""Arguments of VerifiersEnv that `verifiers:TASKSET` takes beside those of the taskset."""
 _VERIFIERS_VERSION = (0, 4)
 _MAX_FILES = 200
 
@@ -53,7 +53,7 @@ def hub_of(env_id: str) -> tuple[str, str] | None:
     if hub not in HUBS or (not source and find_module(env_id) is not None):
         return None
     if not source:
-        raise ConfigError(f"environment {env_id!r} names a hub; say what of it: id = \"{hub}:...\"")
+        raise ConfigError(f'environment {env_id!r} names a hub; say what of it: id = "{hub}:..."')
     return hub, source
 
 
@@ -118,12 +118,16 @@ def worker_factory(env_id: str, args: dict[str, Any]) -> tuple[str, dict[str, An
 
 
 def verifiers_args(env_id: str, args: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of VerifiersEnv. Those of an id other than `verifiers` are the taskset's, except OWN_ARGS."""
+    """The arguments of VerifiersEnv. Those of an id other than `verifiers` are the taskset's.
+
+    Beside them, `verifiers:TASKSET` takes OWN_ARGS.
+    """
     if env_id == VERIFIERS:
         return args
-    own = {name: args[name] for name in OWN_ARGS if name in args}
+    taskset = _named_taskset(env_id)
+    own = {name: args[name] for name in OWN_ARGS if name in args} if taskset is not None else {}
     rest = {name: value for name, value in args.items() if name not in own}
-    return {"taskset": {**rest, "id": _named_taskset(env_id) or find_module(env_id)}, **own}
+    return {"taskset": {**rest, "id": taskset or find_module(env_id)}, **own}
 
 
 PLUGINS = {"taskset": "tasksets", "harness": "harnesses", "environment": "envs"}

@@ -6,7 +6,6 @@ orchestrator/models.py; workers/child.py passes the requests of worker processes
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -64,6 +63,8 @@ def model_of(models: Mapping[str, ChatModel], name: str, kind: type[StrettoError
     """
     if name in models:
         return models[name]
+    import difflib
+
     near = difflib.get_close_matches(str(name), models, n=1)
     known = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(models)}" if models else ""
     raise kind(f"no model {name!r} in this run; {known or f'add a table [models.{name}]'}")

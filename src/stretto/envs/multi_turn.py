@@ -10,7 +10,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
@@ -78,11 +78,30 @@ class MultiTurnEnv(ABC):
         """Schemas of the tools that the policy may call."""
         return None
 
+    # Credit per turn: an environment writes those of these that it can answer.
+
+    def turn_reward(self, episode: Episode, reply: Reply) -> float | Awaitable[float | None] | None:
+        """Reward of a reply, beside the score of the episode; None for all turns: they are not scored.
+
+        Asked after `respond`, and for a reply that was cut off.
+        """
+        return None
+
+    def state_value(self, episode: Episode) -> float | Awaitable[float] | None:
+        """What the state before a reply is worth: the score that the episode may be expected to get."""
+        return None
+
+    def state_name(self, episode: Episode) -> str | Awaitable[str | None] | None:
+        """A name of the state before a reply: replies to equal states are compared. None: with no other."""
+        return None
+
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
         messages = checked_prompt(self.prompt(task), where_of(self, "prompt"))
         episode = Episode(task, messages)
+        turns = _TurnNotes(self, episode)
         tools = self.tool_schemas()
         while True:
+            await turns.note_state()
             try:
                 reply = await ctx.chat(episode.messages, tools)
             except LimitReached:
@@ -92,14 +111,14 @@ class MultiTurnEnv(ABC):
                 break
             episode.messages.append(reply.message)
             episode.num_turns += 1
-            if reply.finish_reason == "length":
-                episode.is_truncated = True
-                break
-            answer = await self._turn_after(episode, reply)
+            is_cut_off = reply.finish_reason == "length"
+            episode.is_truncated |= is_cut_off
+            answer = [] if is_cut_off else await self._turn_after(episode, reply)
+            await turns.note_reply(reply)
             if not answer:
                 break
             episode.messages += answer
-        result = await checked_score(self.score(episode), where_of(self, "score"))
+        result = turns.with_turns(await checked_score(self.score(episode), where_of(self, "score")))
         return replace(result, is_truncated=True) if episode.is_truncated else result
 
     async def _turn_after(self, episode: Episode, reply: Reply) -> list[Message]:
@@ -118,6 +137,45 @@ class MultiTurnEnv(ABC):
             example = '[{"role": "user", "content": "..."}]'
             raise EnvError(f"{where} returned {describe_value(answer)}; return messages, {example}, or None to end")
         return checked_messages(answer, where)
+
+
+class _TurnNotes:
+    """What an environment says of each turn of an episode, by the field of the result and the method that it writes."""
+
+    METHODS: ClassVar[dict[str, str]] = {
+        "turn_rewards": "turn_reward", "state_values": "state_value", "states": "state_name"
+    }  # fmt: skip
+
+    def __init__(self, env: MultiTurnEnv, episode: Episode) -> None:
+        self._env, self._episode = env, episode
+        self._said: dict[str, list[Any]] = {
+            name: []
+            for name, method in self.METHODS.items()
+            if getattr(type(env), method) is not getattr(MultiTurnEnv, method)
+        }
+
+    async def note_state(self) -> None:
+        """Ask about the state before the next reply."""
+        for name in self._said.keys() - {"turn_rewards"}:
+            await self._note(name, self._episode)
+
+    async def note_reply(self, reply: Reply) -> None:
+        """Ask about a reply."""
+        if "turn_rewards" in self._said:
+            await self._note("turn_rewards", self._episode, reply)
+
+    async def _note(self, name: str, *arguments: Any) -> None:
+        value = getattr(self._env, self.METHODS[name])(*arguments)
+        self._said[name].append(await value if inspect.isawaitable(value) else value)
+
+    def with_turns(self, result: RolloutResult) -> RolloutResult:
+        """The result with what was said, unless the score says it itself; a state without a reply is left out."""
+        said = {
+            name: tuple(values[: self._episode.num_turns])
+            for name, values in self._said.items()
+            if not getattr(result, name) and any(value is not None for value in values)
+        }
+        return replace(result, **said) if said else result
 
 
 class ToolEnv(MultiTurnEnv):

@@ -6,8 +6,9 @@ rely on rewards and metrics being finite Python floats.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,6 +17,10 @@ from stretto.data.values import checked_number, describe_value, with_whole_text
 
 MAX_REWARD = 1e18
 """Largest absolute reward: its square, as in a value loss or a gradient norm, still fits into a float32."""
+LONGEST_STATE = 64
+"""Characters of a state that are kept; a longer one is known by its digest."""
+
+T = TypeVar("T")
 
 
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +32,10 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     is_truncated: bool = False  # a limit of the environment (turns, time) ended it; the reward is valid
     is_timeout: bool = False  # a time limit of the environment ended it: `timeout_is` says what that means
     branch_rewards: tuple[float, ...] = ()  # of the sequences of `ctx.keep`, if each has its own
+    # Credit per turn: () or one entry per reply, in the order in which they were requested (`Reply.turn`).
+    turn_rewards: tuple[float, ...] = ()  # beside `reward`, which the last turn gets; None counts as 0
+    state_values: tuple[float | None, ...] = ()  # what the state before the reply is worth, in units of `reward`
+    states: tuple[str | None, ...] = ()  # a name of that state: equal ones are compared; None: with no other
     note: Any = None  # passed to `score_group`; stored nowhere, None in worker processes
 
 
@@ -57,6 +66,9 @@ def checked_result(returned: Any, where: str) -> RolloutResult:
             checked_reward(value, where, f"branch_rewards[{index}]")
             for index, value in enumerate(returned.branch_rewards)
         ),
+        turn_rewards=_per_turn(returned, "turn_rewards", where, _checked_turn_reward),
+        state_values=_per_turn(returned, "state_values", where, _checked_value),
+        states=_per_turn(returned, "states", where, _checked_state),
         note=returned.note,
     )
 
@@ -74,6 +86,33 @@ def checked_reward(value: Any, where: str, what: str) -> float:
     return reward
 
 
+def _per_turn(returned: RolloutResult, name: str, where: str, check: Callable[[Any, str, str], T]) -> tuple[T, ...]:
+    """An entry per turn, each checked; the number of turns is not known here."""
+    values = getattr(returned, name)
+    if isinstance(values, tuple) and not values:
+        return ()
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
+        raise EnvError(f"{where}: {name} is {describe_value(values)}; give a list with one entry per reply")
+    return tuple(check(value, where, f"{name}[{index}]") for index, value in enumerate(values))
+
+
+def _checked_turn_reward(value: Any, where: str, what: str) -> float:
+    return 0.0 if value is None else checked_reward(value, where, what)
+
+
+def _checked_value(value: Any, where: str, what: str) -> float | None:
+    return None if value is None else checked_reward(value, where, what)
+
+
+def _checked_state(state: Any, where: str, what: str) -> str | None:
+    if state is None:
+        return None
+    if not isinstance(state, str):
+        raise EnvError(f"{where}: {what} is {describe_value(state)}; give a text, such as str(...), or None")
+    state = with_whole_text(state)
+    return state if len(state) <= LONGEST_STATE else blake2b(state.encode(), digest_size=16).hexdigest()
+
+
 def checked_group_rewards(returned: Any, count: int, where: str) -> list[RolloutResult]:
     """What each of `count` members gets: a number, a list with a number for each branch, or a RolloutResult.
 
@@ -87,6 +126,10 @@ def checked_group_rewards(returned: Any, count: int, where: str) -> list[Rollout
 
 def _member_result(entry: Any, where: str) -> RolloutResult:
     if isinstance(entry, RolloutResult):
+        if len(entry.turn_rewards) or len(entry.state_values) or len(entry.states):
+            raise EnvError(
+                f"{where}: a result with turn_rewards, state_values or states; the rollout's own result has them"
+            )
         return checked_result(entry, where)
     parts = list(entry) if isinstance(entry, list | tuple) else None
     rewards = checked_rewards([entry] if parts is None else parts, 1 if parts is None else len(parts), where)

@@ -97,7 +97,10 @@ def _model_of(options: Namespace) -> str:
         what = "is no run with exported weights, and no model" if path.exists() else "does not exist"
         raise ConfigError(f"stretto chat: {path} {what}. {runs_here()}")
     if options.best:
-        target, missing = run.best_weights, "no best version was kept; train with keep_best = true (of eval in rl, of val in sft)"
+        target, missing = (
+            run.best_weights,
+            "no best version was kept; train with keep_best = true (of eval in rl, of val in sft)",
+        )
     elif options.step is not None:
         steps = sorted(int(each.name[5:]) for each in run.weights.glob("step_*") if each.name[5:].isdigit())
         target, missing = run.weights_step(options.step), f"exported are steps {', '.join(map(str, steps))}"

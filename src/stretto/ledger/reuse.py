@@ -24,7 +24,7 @@ from stretto.ledger.token_file import Payload, Place, load_payload, load_turns
 from stretto.records.images import Image
 from stretto.records.outcomes import Reason
 from stretto.records.partial import PartialRollout, latest_turns, turns_up_to
-from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
+from stretto.records.rollout import Group, Rollout, RolloutStatus, ScoredTurn, Task
 
 logger = logging.getLogger(__name__)
 
@@ -278,6 +278,7 @@ def _rollout(
         env_s=metrics.pop(ENV_S, 0.0),
         metrics=metrics,
         num_turns=row["num_turns"] or 0,
+        turns=msgspec.json.decode(row["turns"], type=tuple[ScoredTurn, ...]) if row["turns"] else (),
         started_at=row["started_at"] or 0.0,
         finished_at=row["finished_at"] or 0.0,
         error=row["error"],

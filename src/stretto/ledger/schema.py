@@ -13,8 +13,9 @@ A rewind moves shipped, dropped and failed draws of undone steps back to finishe
 
 Status of a rollout row: running -> finished | truncated | failed | dropped (cancelled) | lost (its process died, or its
 weights were undone). `reason` says why it ended (records/outcomes.py); NULL: by itself. A finished or truncated one
-with `dropped_by` was dropped by that filter. A rollout that is run again gets a new row; the newest row that is not
-lost counts.
+with `dropped_by` was dropped by that filter. `turns` has a JSON object per turn if the environment scored turns: agent,
+reward, value, state, and the advantage that the turn has beside its rollout's. A rollout that is run again gets a new
+row; the newest row that is not lost counts.
 
 States of a batch: shipped -> trained, undone. States of a version: published -> loaded, undone.
 """
@@ -49,7 +50,7 @@ CREATE TABLE rollouts (
     status TEXT NOT NULL, version INTEGER, first_version INTEGER, last_version INTEGER,
     reward REAL, advantage REAL, num_turns INTEGER, num_tokens INTEGER, num_sampled_tokens INTEGER,
     started_at REAL, finished_at REAL, error TEXT, metrics TEXT,
-    segment INTEGER, offset INTEGER, length INTEGER, crc INTEGER, dropped_by TEXT, reason TEXT
+    segment INTEGER, offset INTEGER, length INTEGER, crc INTEGER, dropped_by TEXT, reason TEXT, turns TEXT
 );
 CREATE INDEX rollouts_of_group ON rollouts (group_id);
 CREATE INDEX rollouts_of_segment ON rollouts (segment) WHERE segment IS NOT NULL;
@@ -83,7 +84,7 @@ CREATE TABLE events (
 );
 """
 
-LATER_COLUMNS = ("dropped_by", "reason")
+LATER_COLUMNS = ("dropped_by", "reason", "turns")
 """Columns of `rollouts` that a ledger of an older stretto does not have: NULL in its rows."""
 SHOWN_STATUS = "CASE WHEN r.dropped_by IS NULL THEN r.status ELSE 'dropped' END"
 """The status of a row of `rollouts r` as people see it."""

@@ -42,7 +42,7 @@ TURN_COMMIT_INTERVAL_S = 0.05  # turns that end within it are one commit
 _COLUMNS = (
     "row, group_id, member, incarnation, status, version, first_version, last_version, reward, advantage, "
     "num_turns, num_tokens, num_sampled_tokens, started_at, finished_at, error, metrics, "
-    "segment, offset, length, crc, dropped_by, reason"
+    "segment, offset, length, crc, dropped_by, reason, turns"
 )
 _FINISH = f"INSERT OR REPLACE INTO rollouts ({_COLUMNS}) VALUES ({', '.join('?' * (_COLUMNS.count(',') + 1))})"
 
@@ -184,7 +184,11 @@ class Ledger:
         advantages = group.advantages or (0.0,) * len(group.rollouts)
         sizes = [(r.first_version, r.num_tokens, r.num_sampled_tokens) for r in group.rollouts]
         state = "finished" if any(rollout.is_counted for rollout in group.rollouts) else "failed"
-        rows = [self._row(*each) for each in zip(group.rollouts, sizes, advantages, places)]
+        turns = [_turns_of(group, rollout) if rollout.turns else None for rollout in group.rollouts]
+        rows = [
+            (*self._row(rollout, size, advantage, place), scored)
+            for rollout, size, advantage, place, scored in zip(group.rollouts, sizes, advantages, places, turns)
+        ]
         with self.transaction():
             self._db.executemany(_FINISH, rows)
             self._db.executemany(stored_images.INSERT, new_images)
@@ -387,7 +391,7 @@ class Ledger:
     def _row(
         self, rollout: Rollout, sizes: tuple[int | None, int, int], advantage: float, place: Place
     ) -> tuple[Any, ...]:
-        """The row of a rollout; sizes: its first version, and its numbers of tokens and of sampled ones."""
+        """The row of a rollout but its turns; sizes: its first version, its numbers of tokens and of sampled ones."""
         first_version, num_tokens, num_sampled_tokens = sizes
         row, version, started = self._pop_start(rollout.group_id, rollout.member)
         versions = [span.version for branch in rollout.branches for span in branch.versions]
@@ -464,6 +468,18 @@ def _lock(run_dir: RunDir) -> int:
 
 def _with_env_s(rollout: Rollout) -> dict[str, float]:
     return rollout.metrics | ({schema.ENV_S: rollout.env_s} if rollout.env_s else {})
+
+
+def _turns_of(group: Group, rollout: Rollout) -> str:
+    """The column `turns` of a rollout."""
+    rows = [
+        {key: value for key, value in msgspec.structs.asdict(turn).items() if value is not None}
+        for turn in rollout.turns
+    ]
+    if group.turn_advantages:
+        for row, advantage in zip(rows, group.turn_advantages[rollout.member]):
+            row["advantage"] = advantage
+    return _json(rows)
 
 
 def _json(value: Any) -> str:

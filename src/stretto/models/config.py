@@ -13,6 +13,7 @@ from stretto.families.family import Family, Keys, scratch_rope
 from stretto.families.rope_keys import parse_rope, rope_to_hf
 from stretto.families.shape import ModelConfig, MoEShape
 from stretto.families.table import FAMILIES, family_of
+from stretto.families.values import wrong_values
 
 if TYPE_CHECKING:
     from stretto.config.sections.model import ScratchSection
@@ -44,6 +45,8 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
             f'{where}: model_type = {hf.get("model_type")!r} is not supported by impl = "custom" (known: {known}); '
             'use impl = "hf"'
         )
+    if wrong := next(wrong_values(hf), None):
+        raise DataError(f"{where}: {wrong}")
     raw, hf = hf, _supported(hf, family, where)
     num_heads = hf["num_attention_heads"]
     num_kv_heads = hf.get("num_key_value_heads") or num_heads

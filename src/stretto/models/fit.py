@@ -17,7 +17,7 @@ import torch
 from stretto.base.errors import ConfigError, DataError
 from stretto.models import hub
 from stretto.models.fp8.checkpoint import lazily_from_8_bits
-from stretto.models.hf import load_with_report
+from stretto.models.hf import is_refusal, load_with_report
 
 MOST_NAMES = 3
 EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "lm_head.weight")
@@ -60,7 +60,9 @@ def _transformers_faults(directory: Path) -> tuple[list[str], list[str]]:
     """The faults, and a note about tensors that transformers leaves out."""
     try:
         model, found = load_with_report(directory, device_map="meta")
-    except (OSError, ValueError, KeyError, ImportError) as cause:
+    except Exception as cause:
+        if not is_refusal(cause):
+            raise
         raise DataError(f"{directory}: transformers cannot load it: {cause}") from cause
     shapes = [(name, tuple(theirs), tuple(ours)) for name, theirs, ours in found["mismatched_keys"]]
     missing, unknown = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])

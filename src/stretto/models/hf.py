@@ -292,6 +292,12 @@ def _check_complete(directory: str | Path, loading_info: Mapping[str, Any]) -> N
         raise DataError(f"{directory}: weights and config.json do not fit: {'; '.join(faults[:3])}{more}")
 
 
+def is_refusal(error: Exception) -> bool:
+    """Whether transformers refuses a directory with this error: it takes the values of config.json as they are."""
+    of_its_values = OSError | ValueError | LookupError | TypeError | AttributeError | ImportError | ArithmeticError
+    return isinstance(error, of_its_values) or type(error).__module__.startswith("huggingface_hub.")
+
+
 def load_with_report(directory: str | Path, **how: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A directory's transformers model, and which tensors are missing, unknown or of another shape.
 
@@ -322,7 +328,9 @@ def load_hf_model(
         raise refusal
     try:
         model, loading_info = load_with_report(directory, dtype=dtype, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as cause:
+    except Exception as cause:
+        if not is_refusal(cause):
+            raise
         raise _unloadable(directory, cause) from cause
     _check_complete(directory, loading_info)
     if getattr(model, "is_quantized", False):

@@ -77,6 +77,9 @@ outcomes/left_out_short | 0 to 1 | The same share, of the other rollouts.
 groups/rejected | groups | Groups that a filter or a function of yours has rejected since the last batch.
 groups/zero_signal_share | 0 to 1 | Finished groups in which all advantages are 0. | Near 1 tasks are too easy
     or too hard for the policy.
+turns/reward | reward | Mean over the turns of the batch of the rewards that the environment gave them.
+turns/credited_share | 0 to 1 | Turns of the batch that have an advantage beside their rollout's. | Near 0 with
+    `turns.type = "states"` the rollouts of a group hardly meet in equal states: name them more coarsely.
 filter/<type> | 0 to 1 | Rollouts that this filter flagged since the last batch.
 curriculum/<env>/<pool> | tasks | Tasks in each difficulty pool: unseen, and hard, normal, easy or those of `pools`.
 baseline/<env>/<agent> | reward | Running mean reward that is subtracted from an agent's rewards (`rae`).

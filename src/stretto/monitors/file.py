@@ -207,6 +207,36 @@ def newest_row(path: Path, name: str) -> dict[str, Any]:
     return newest
 
 
+def newest_rows(path: Path, num: int) -> list[dict[str, Any]]:
+    """The last `num` of `read_metrics`, without reading what is before them; [] if there is no file.
+
+    Raises: DataError for a file that cannot be read.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    last: float = math.inf  # later steps of what is before here are superseded
+    first: int | None = None  # the step of the row behind the one that is looked at, in its incarnation
+    try:
+        with path.open("rb") as file:
+            for row in _rows_from_end(file.fileno()):
+                step = row.get("step")
+                if "step" not in row:
+                    resumed = row.get("resumed_step")
+                    before = resumed if resumed is not None else math.inf if first is None else first - 1
+                    last, first = min(last, before), None
+                elif isinstance(step, int):
+                    first = step
+                    if step > last:
+                        continue
+                    if len(found) > num and step < min(found):
+                        break
+                    found[step] = {k: math.nan if v is None else v for k, v in row.items()} | found.get(step, {})
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    return [found[step] for step in sorted(found)][-num:]
+
+
 def moving_mean(values: Sequence[float]) -> list[float]:
     """Centred moving mean over about a twentieth of the values; shorter at the ends."""
     reach = max(1, len(values) // 40)

@@ -31,7 +31,9 @@ from stretto.records.support import Support, concat_supports
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32, Float64, Int, UInt
 
-STREAM_DEFAULTS = {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0, "ref_logprobs": 0.0}
+STREAM_DEFAULTS = {
+    "rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0, "ref_logprobs": 0.0, "token_rewards": 0.0,
+}  # fmt: skip
 NO_IMAGES: ImageFields = {"images": (), "num_images": ()}
 
 
@@ -55,7 +57,13 @@ def to_samples(groups: Iterable[Group]) -> list[TrainSample]:
         for member in counted:
             by_agent = group.advantages_of(member) if group.agent_advantages else {}
             by_branch = group.branch_advantages[member] if group.branch_advantages else ()
-            samples += samples_of(group.rollouts[member], group.advantages[member], by_agent, by_branch)
+            rollout, advantage = group.rollouts[member], group.advantages[member]
+            if not rollout.turns:
+                samples += samples_of(rollout, advantage, by_agent, by_branch)
+                continue
+            by_turn = group.turn_advantages[member] if group.turn_advantages else ()
+            rewards = group.turn_rewards[member] if group.turn_rewards else ()
+            samples += samples_of(rollout, advantage, by_agent, by_branch, by_turn=by_turn, turn_rewards=rewards)
     return samples
 
 
@@ -80,11 +88,16 @@ def samples_of(
     advantage: float,
     by_agent: Mapping[str, float] = MappingProxyType({}),
     by_branch: Sequence[float] = (),
+    *,
+    by_turn: Sequence[float] = (),
+    turn_rewards: Sequence[float] = (),
 ) -> list[TrainSample]:
     """One sample per trained branch of a rollout.
 
     by_agent: advantages of agents that have their own; the others get `advantage`. by_branch: one advantage per branch
-    if branches have rewards of their own, else (). The first token of a document is not predicted and never trained.
+    if branches have rewards of their own, else (). by_turn: what the tokens of each turn get in addition.
+    turn_rewards: of each turn, if the trainer makes advantages of rewards. The first token of a document is not
+    predicted and never trained.
     """
     samples = []
     for index, branch in enumerate(rollout.branches):
@@ -101,17 +114,42 @@ def samples_of(
             first_version=branch.versions[0].version if branch.versions else 0,
             loss_mask=loss_mask,
             logprobs=branch.logprobs,
-            advantages=loss_mask * np.float32(branch_advantage),
+            advantages=loss_mask * advantages_of_tokens(branch, branch_advantage, by_turn),
+            token_rewards=rewards_of_tokens(branch, loss_mask, turn_rewards) if turn_rewards else None,
             temperature=branch.temperature,
             routed_experts=branch.routed_experts,
             support=branch.support,
             images=branch.images,
         )
         if branch.is_frozen or branch.ref_logprobs is not None or branch.ce_weights is not None:
-            distilled = distillation_streams(branch, loss_mask, branch_advantage)
+            distilled = distillation_streams(branch, loss_mask, has_advantage=bool(sample.advantages.any()))
             sample = msgspec.structs.replace(sample, **distilled)
         samples.append(sample)
     return samples
+
+
+def advantages_of_tokens(
+    branch: Branch, advantage: float, by_turn: Sequence[float]
+) -> Float32[np.ndarray, " tokens"] | np.float32:
+    """The advantage of a branch's tokens; one for all if turns have none of their own."""
+    if not by_turn:
+        return np.float32(advantage)
+    advantages = np.full(len(branch.token_ids), advantage)
+    for span in branch.turns:
+        advantages[span.start : span.end] += by_turn[span.turn]
+    return advantages.astype(np.float32)
+
+
+def rewards_of_tokens(
+    branch: Branch, loss_mask: Bool[np.ndarray, " tokens"], turn_rewards: Sequence[float]
+) -> Float32[np.ndarray, " tokens"]:
+    """Rewards of turns at their last trained tokens; of a turn without one, at the last trained token before it."""
+    rewards = np.zeros(len(branch.token_ids), dtype=np.float32)
+    for span in branch.turns:
+        trained = np.flatnonzero(loss_mask[: span.end])
+        if len(trained):
+            rewards[trained[-1]] += turn_rewards[span.turn]
+    return rewards
 
 
 def trained_tokens(branch: Branch) -> Bool[np.ndarray, " tokens"]:
@@ -127,7 +165,9 @@ def trained_tokens(branch: Branch) -> Bool[np.ndarray, " tokens"]:
     return is_trained
 
 
-def distillation_streams(branch: Branch, loss_mask: Bool[np.ndarray, " tokens"], advantage: float) -> dict[str, Any]:
+def distillation_streams(
+    branch: Branch, loss_mask: Bool[np.ndarray, " tokens"], *, has_advantage: bool
+) -> dict[str, Any]:
     """Streams of a branch for the ce and ref_kl components.
 
     Tokens that a teacher played are no samples of the policy: they are in ce at temperature 1, not in loss_mask or
@@ -152,7 +192,7 @@ def distillation_streams(branch: Branch, loss_mask: Bool[np.ndarray, " tokens"],
             "ref_logprobs": branch.ref_logprobs,
         }
     streams = {"ce_weights": branch.ce_weights}
-    return streams if advantage else streams | {"rl_weights": zeros}
+    return streams if has_advantage else streams | {"rl_weights": zeros}
 
 
 # -- packing --

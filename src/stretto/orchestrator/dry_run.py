@@ -7,6 +7,7 @@ that means nothing. check/code.py imports the functions and reads the files that
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -17,10 +18,12 @@ from stretto.base.errors import ConfigError, DataError, EnvError, boundary
 from stretto.base.foreign import blocked_text, warn_when_blocked, without_tracebacks
 from stretto.chat.placeholders import with_placeholders
 from stretto.chat.render import Renderer
+from stretto.chat.scratch import common_phrases
 from stretto.config.root import EvalConfig, OrchestratorConfig
 from stretto.config.sections.orchestrator import EnvSection, SamplingOverrides
 from stretto.data.hub_model import find_config
 from stretto.data.model_file import read_model_file
+from stretto.data.values import describe_value
 from stretto.envs.base import Environment, Message, RunInfo, SingleTurnEnv, Split, needs_worker, prompt_of, tasks_of
 from stretto.envs.checks import look_into
 from stretto.envs.dataset import Dataset
@@ -248,7 +251,9 @@ async def _first_task(
     source = tasks_of(env, split)
     task = same_task(env, source, split)
     count = "without end" if source.num_tasks is None else f"{source.num_tasks} {SPLITS[split]}"
-    about = f"environment {env.name}: tasks {count}; the first is {task.task_id}"
+    label = task.data.get("label")
+    labelled = "" if label is None else f" with the label {describe_value(label)}"
+    about = f"environment {env.name}: tasks {count}; the first is {task.task_id}{labelled}"
     where = f"environment {env.name}, task {task.task_id}, prompt"
     prompt, tools = await first_prompt(env, task, where)
     if isinstance(prompt, list):
@@ -279,3 +284,13 @@ def _plain(prompt: str | list[Message]) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message.get('content')}" for message in with_placeholders(prompt))
+
+
+def shorter_by_phrases(texts: Sequence[str], num_tokens: int) -> str:
+    """The phrases that would halve a row of this many tokens, as lines of a configuration; "" if none do."""
+    phrases = common_phrases(texts) if len(texts) > 1 else []
+    left = num_tokens - sum((len(phrase) - 1) * texts[0].count(phrase) for phrase in phrases)
+    if left > num_tokens / 2:
+        return ""
+    lines = "".join(f"  {json.dumps(phrase, ensure_ascii=False)},\n" for phrase in phrases)
+    return f"\n\nin [model.scratch] this would make the row about {left} tokens long:\nphrases = [\n{lines}]"

@@ -30,6 +30,23 @@ class RolloutStatus(StrEnum):
     DROPPED = "dropped"  # finished but never trained: stale, zero signal, cancelled
 
 
+class TurnSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens start:end of a branch are the reply of this turn of its rollout."""
+
+    turn: int
+    start: int
+    end: int
+
+
+class ScoredTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """What the environment said of one turn of a rollout; None: nothing."""
+
+    agent: str
+    reward: float | None = None  # beside the rollout's reward
+    value: float | None = None  # of the state before it, in units of the rollout's reward
+    state: str | None = None  # a name of that state
+
+
 class Branch(msgspec.Struct, frozen=True, kw_only=True):
     """One token sequence of a rollout, exactly as the engine saw it.
 
@@ -56,6 +73,7 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     images: tuple[Image, ...] = ()  # those of the tokens, in the order of their placeholders
     is_frozen: bool = False  # sampled by a teacher: trained by cross-entropy, has no versions
     reward: float | None = None  # of this branch alone; None: its agent's reward applies
+    turns: tuple[TurnSpan, ...] = ()  # its replies, if the turns of the rollout are scored
 
 
 COUNTED = (RolloutStatus.FINISHED, RolloutStatus.TRUNCATED)
@@ -74,6 +92,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     agent_rewards: dict[str, float] = {}  # rewards of agents that do not get `reward`
     metrics: dict[str, float] = {}
     num_turns: int = 0
+    turns: tuple[ScoredTurn, ...] = ()  # all of them, in the order of the requests; () if none is scored
     started_at: float = 0.0  # unix seconds
     finished_at: float = 0.0
     env_s: float = 0.0  # seconds in which it ran and waited for no engine: its environment's turns and reward
@@ -131,6 +150,14 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     agent_advantages: dict[str, tuple[float, ...]] = {}
     # By member, if branches have rewards of their own: one advantage per branch.
     branch_advantages: tuple[tuple[float, ...], ...] = ()
+    # By member, if the algo credits turns: what each turn's tokens get beside the advantage of their rollout.
+    turn_advantages: tuple[tuple[float, ...], ...] = ()
+    # By member, if the trainer makes advantages of rewards: the reward of each turn.
+    turn_rewards: tuple[tuple[float, ...], ...] = ()
+
+    def has_advantage(self, member: int) -> bool:
+        """Has the member, or one of its turns, an advantage other than 0?"""
+        return self.advantages[member] != 0.0 or bool(self.turn_advantages and any(self.turn_advantages[member]))
 
     def advantages_of(self, member: int) -> dict[str, float]:
         """The member's advantage by agent; empty unless several agents are trained."""

@@ -29,6 +29,8 @@ class TrainSample(msgspec.Struct, frozen=True, kw_only=True):
     # float32 [tokens], nats under the policy that sampled; 0 where not sampled, nan where unknown.
     logprobs: np.ndarray
     advantages: np.ndarray  # float32 [tokens], reward units
+    # float32 [tokens], beside the score: rewards of turns, for advantages that the trainer makes.
+    token_rewards: np.ndarray | None = None
     temperature: float = 1.0
     first_version: int = 0
     rl_weights: np.ndarray | None = None  # float32 [tokens]
@@ -55,6 +57,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     temperatures: np.ndarray  # float32 [tokens]
     sample_ids: tuple[str, ...] = ()
     envs: tuple[str, ...] = ()  # per document (without padding)
+    token_rewards: np.ndarray | None = None  # as in a sample
     rollout_tokens: tuple[int, ...] = ()  # per document: rl tokens of all samples of its rollout in the batch
     rl_weights: np.ndarray | None = None
     ce_weights: np.ndarray | None = None

@@ -202,6 +202,8 @@ def _advantages_and_returns(
     scores = np.zeros(len(lengths))
     scores[documents] = advantages
     rewards = token_rewards(scores, token_kl, lengths, cfg.kl_coef)
+    if mb.token_rewards is not None:
+        rewards += mb.token_rewards[tokens]
     if isinstance(cfg, ReturnsAdvantages):
         return discounted_returns(rewards, lengths, cfg.gamma), None
     assert values is not None, "checked with the config"

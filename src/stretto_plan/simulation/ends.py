@@ -174,6 +174,11 @@ class SimulatedEngine:
             "vllm:num_preemptions_total": float(self.preemptions),
         }
 
+    async def metrics_by_engine(self) -> dict[str, dict[str, float]]:
+        """Wait for ever: a look every few seconds, which nobody reads, would make long simulated times slow."""
+        await self.watch()
+        return {}
+
     @property
     def idle_now_s(self) -> float:
         """Seconds so far in which the engines that write had nothing to do."""

@@ -90,7 +90,7 @@ def check_micro_batch(mb: MicroBatch, targets: Int[np.ndarray, "*_"] | None, voc
         raise DataError(f"micro batch: token_ids has shape {list(mb.token_ids.shape)}")
     for name in ("loss_mask", "logprobs", "advantages", "temperatures"):
         _check_stream(name, getattr(mb, name), num)
-    for name in ("rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs", "old_logprobs"):
+    for name in ("rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs", "old_logprobs", "token_rewards"):
         if (stream := getattr(mb, name)) is not None:
             _check_stream(name, stream, num)
     if mb.ref_kl_weights is not None and mb.ref_logprobs is None:

@@ -53,13 +53,15 @@ def conversation(run: OpenRun, group_id: int, member: int, begin: tuple[int, int
             lost = None
         except StrettoError as error:  # the tokens were deleted, or have the format of another version
             branches, lost = (), str(error)
-    trained = _trained(run.dir, row)
+    trained, scored = _trained(run.dir, row), json.loads(row["turns"] or "[]")
     tokenizer = run.tokenizer_within(_LOADING_S)
     return {
         **{key: value for key, value in row.items() if key not in ("segment", "offset", "length", "crc")},
+        "turns": scored,
         "branches": [
-            _branch(tokenizer, branch, trained.get(number), row["advantage"], begin[1] if number == begin[0] else 0)
+            _branch(tokenizer, branch, trained.get(number), row["advantage"], scored, at)
             for number, branch in enumerate(branches)
+            for at in [begin[1] if number == begin[0] else 0]
         ],
         "no_tokens": lost,
         "no_text": run.no_text,
@@ -104,12 +106,14 @@ def _branch(
     branch: Branch,
     trained: dict[int, dict[str, float]] | None,
     advantage: float | None,
+    scored: Sequence[dict[str, Any]],
     begin: int,
 ) -> dict[str, Any]:
     """Tokens from `begin` on as columns, and turns as stretches of them.
 
     advantage: of the whole rollout, for tokens that the trainer did not write down. `ratio` is the trainer's
     probability over the engine's; it and `entropy` are there where the trainer wrote them. `trained` is the loss mask.
+    scored: the rollout's turns, if its environment scored them; the turns of the policy then have their `number`.
     """
     begin = min(begin, max(0, len(branch.token_ids) - 1))
     shown = slice(begin, begin + MOST_TOKENS)
@@ -131,7 +135,11 @@ def _branch(
         for name in ("ratio", "entropy", "advantage"):
             columns[name] = [_rounded(trained.get(begin + at, {}).get(name)) for at in range(len(ids))]
     elif advantage is not None:
-        columns["advantage"] = [_rounded(advantage) if each else None for each in is_trained[shown].tolist()]
+        credit = np.full(len(branch.token_ids), advantage)
+        for span in branch.turns:
+            credit[span.start : span.end] += scored[span.turn].get("advantage", 0.0)
+        pairs = zip(credit[shown].tolist(), is_trained[shown].tolist())
+        columns["advantage"] = [_rounded(value) if each else None for value, each in pairs]
     return {
         "agent": branch.agent,
         "is_trained": branch.is_trained,
@@ -143,10 +151,18 @@ def _branch(
         "num_more": max(0, len(branch.token_ids) - begin - MOST_TOKENS),
         "turns": [
             # of a turn that began before these tokens nobody here knows whose it is
-            {**turn, "role": "text"} if begin and turn["start"] == turn["body"] == 0 else turn
+            {**turn, "role": "text"}
+            if begin and turn["start"] == turn["body"] == 0
+            else turn | _number(branch, turn, begin)
             for turn in turns(texts, branch.is_sampled[shown])
         ],
     }
+
+
+def _number(branch: Branch, stretch: dict[str, Any], begin: int) -> dict[str, int]:
+    """The number of the scored turn whose reply begins in a stretch of the tokens from `begin` on."""
+    inside = [span.turn for span in branch.turns if stretch["start"] <= span.start - begin < stretch["end"]]
+    return {"number": inside[0]} if inside else {}
 
 
 def token_texts(tokenizer: Tokenizer | None, token_ids: np.ndarray) -> list[str]:

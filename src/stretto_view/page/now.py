@@ -19,6 +19,7 @@ from stretto.api import state
 from stretto.base.errors import StrettoError
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.catalog import find_metric
+from stretto.monitors.file import newest_rows
 from stretto_view.page.library import OpenRun
 from stretto_view.page.logs import warnings
 from stretto_view.page.timeline import engine_state
@@ -44,14 +45,13 @@ _OPEN_DRAWS = """
 def now(run: OpenRun) -> dict[str, Any]:
     """State, latest metrics, shares of waiting, queues, machine, warnings."""
     run.tokenizer_within(0.0)  # the view of rollouts, which may come next, needs it
-    rows = run.rows()
     about = state.describe(run.dir)
-    own = next((rows[role] for role in state.ROLES if role in rows), [])
-    steps = [row for row in own if row["step"] > 0]
+    own = next((rows for role in state.ROLES if (rows := newest_rows(run.dir.metrics(role), _RECENT + 1))), [])
+    steps = [row for row in own if row["step"] > 0][-_RECENT:]
     return {
         **about,
         "metrics": _metrics(steps),
-        "waits": waits(steps[-_RECENT:]),
+        "waits": waits(steps),
         "left_s": _left(steps, run.config.get("max_steps")),
         **_queues(run),
         "engines": engines(run) if about["state"] == "running" and run.dir.ledger.exists() else [],
@@ -74,7 +74,7 @@ def _queues(run: OpenRun) -> dict[str, Any]:
 def _metrics(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for name in _SHOWN:
-        values = [row[name] for row in steps[-_RECENT:] if row.get(name) is not None]
+        values = [row[name] for row in steps if row.get(name) is not None]
         if values:
             metric = find_metric(name)
             unit = metric.unit if metric else ""
@@ -104,7 +104,7 @@ _WAITS = (
 
 def _left(steps: Sequence[Mapping[str, Any]], max_steps: int | None) -> float | None:
     # Steps of this incarnation only: between two incarnations the run was stopped.
-    recent = [row for row in steps[-_RECENT:] if row.get("incarnation") == steps[-1].get("incarnation")]
+    recent = [row for row in steps if row.get("incarnation") == steps[-1].get("incarnation")]
     if not max_steps or len(recent) < 2:
         return None
     (first, last), took = (recent[0], recent[-1]), recent[-1]["time"] - recent[0]["time"]

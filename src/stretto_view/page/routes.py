@@ -15,6 +15,8 @@ from stretto_view.page import conversation, curves, export, logs, now, rollouts,
 from stretto_view.page.library import OpenRun
 from stretto_view.page.query import CURVE, FILTERS, ROLLOUT, filters_of, number, rollout_of
 
+_MOST_REPLIES = 500
+
 
 @dataclass(frozen=True)
 class Route:
@@ -61,7 +63,7 @@ def _rollouts(run: OpenRun, query: Any) -> Any:
 
 def _evals(run: OpenRun, query: Any) -> Any:
     if (version := number(query, "version", int)) is not None:
-        return [texts.with_turns(row) for row in run.eval_samples(version)[: rollouts.PAGE * 10]]
+        return [texts.with_turns(row) for row in run.eval_samples(version, _MOST_REPLIES)]
     return run.evals()
 
 
@@ -93,7 +95,11 @@ PER_RUN: dict[str, Route] = {
         "spans of time: rollouts, batches, weights, the trainer",
         {"start": "unix seconds", "end": "unix seconds; without both the last minute"},
     ),
-    "evals": Route(_evals, "scores of every version; with a version its replies", {"version": "of these replies"}),
+    "evals": Route(
+        _evals,
+        f"scores of every version; with a version its first {_MOST_REPLIES} replies",
+        {"version": "of these replies"},
+    ),
     "eval_task": Route(
         lambda run, query: texts.over_versions(run, query.get("task", ""), query.get("env") or None),
         "the replies to one held-out task, of every evaluated version",

@@ -210,7 +210,7 @@ def over_versions(run: OpenRun, task: str, env: str | None) -> dict[str, Any]:
         own: list[dict[str, Any]] = []
         for file in sorted(run.dir.eval(version).glob("*.jsonl")):
             try:
-                with file.open() as lines:
+                with file.open(encoding="utf-8") as lines:
                     for line in lines:
                         if len(own) < _MOST_PER_VERSION and any(needle in line for needle in needles):
                             row = json.loads(line)

@@ -41,6 +41,8 @@ class Command(NamedTuple):
     """How messages about the config name the flags."""
     environment: dict[str, str]
     """Variables for the run's processes."""
+    conversions: dict[Path, Path]
+    """Iterations of Megatron's checkpoints, and the Hugging Face directories to which they are converted first."""
 
 
 def read_command(words: Sequence[str]) -> Command:
@@ -49,6 +51,7 @@ def read_command(words: Sequence[str]) -> Command:
     Raises: ConfigError listing every mistake.
     """
     flags, passed = read(words)
+    flags.conversions = {}
     if flags.colocate:  # trainer and engines share their GPUs
         flags.rollout_num_gpus = flags.actor_num_nodes * flags.actor_num_gpus_per_node
     if problems := [*_missing_files(flags), *clashes(flags), *mismatches(flags)]:
@@ -71,7 +74,8 @@ def read_command(words: Sequence[str]) -> Command:
         cfg = _build(flags, settings)
     _check_new(flags, cfg)
     said = [*flags.overridden, *_starts(flags), *notes(flags)]
-    return Command(cfg, said, FlagNames(flags, settings), environment(flags))
+    said += (f"{place} is converted first, to {target}" for place, target in flags.conversions.items())
+    return Command(cfg, said, FlagNames(flags, settings), environment(flags), flags.conversions)
 
 
 def _missing_files(flags: Values) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stretto.monitors.file import MetricsFile, MetricsTail, newest_row, read_metrics
+from stretto.monitors.file import MetricsFile, MetricsTail, newest_row, newest_rows, read_metrics
 from stretto.monitors.file import _merged as merged_rows
 from stretto_view.page import curves
 
@@ -156,3 +156,29 @@ def test_a_row_for_several_has_of_each_metric_the_value_that_a_look_at_all_of_th
                 if own:
                     wanted = own[away.index(max(away))]
                     assert found[key] is wanted or found[key] == wanted or math.isnan(found[key])
+
+
+def test_the_newest_rows_are_the_last_of_all_rows_also_of_runs_that_were_resumed(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    for number in range(60):
+        path, reached = tmp_path / f"{number}.jsonl", 0
+        for incarnation in range(rng.randrange(1, 5)):
+            resumed = rng.choice([None, rng.randrange(reached + 1)]) if incarnation else None
+            file = MetricsFile(path, resumed_step=resumed)
+            step = rng.randrange(reached + 1) if resumed is None else resumed
+            for _ in range(rng.randrange(30)):
+                step += 1
+                file.log(step, {"a": rng.random(), **({"b": math.nan} if rng.random() < 0.2 else {})})
+                if rng.random() < 0.1:
+                    file.log(max(1, step - rng.randrange(3)), {"eval": 1.0})
+            reached = max(reached, step)
+            file.close()
+        for num in (1, 5, 20, 200):
+            assert str(newest_rows(path, num)) == str(sorted_keys(read_metrics(path)[-num:], newest_rows(path, num)))
+    assert newest_rows(tmp_path / "none.jsonl", 5) == []
+
+
+def sorted_keys(rows: list[dict[str, float]], order: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The rows with their keys in the order of other rows."""
+    assert [row.keys() for row in rows] == [row.keys() for row in order]
+    return [{key: row[key] for key in other} for row, other in zip(rows, order)]

@@ -72,6 +72,18 @@ def test_evals_are_a_row_per_version_and_way_of_sampling(path: Path) -> None:
     assert {row["version"] for row in samples} == {2} and all(row["branches"] for row in samples)
 
 
+def test_replies_with_line_ends_of_other_kinds_are_one_row_each(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.configs.mkdir(parents=True)
+    run.config("run").write_text("{}")
+    run.eval(3).mkdir(parents=True)
+    replies = ["a\u2028b", "a\u0085b", "a\r\nb", "plain"]
+    lines = [json.dumps({"reply": reply}, ensure_ascii=False) for reply in replies]
+    (run.eval(3) / "e-sampled.jsonl").write_text("\n".join(lines) + "\n")
+    assert [row["reply"] for row in stretto.Run(run.path).eval_samples(3)] == replies
+    assert len(stretto.Run(run.path).eval_samples(3, limit=2)) == 2
+
+
 def test_runs_are_compared_by_a_row_each(path: Path) -> None:
     [row] = stretto.compare([path])
     assert row["run"] == "test" and row["steps"] == 5 and 0 < row["reward"] < 1

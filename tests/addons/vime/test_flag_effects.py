@@ -80,6 +80,7 @@ EFFECTS: dict[str, tuple[str, str, dict[str, object]]] = {
     "--hf-checkpoint": ("", "other", {"model.name": "other"}),
     "--load": ("--save runs/b", "runs/a", {"resume.dir": "runs/a"}),
     "--ref-load": ("", "weights", {"model.name": "weights"}),
+    "--ref-ckpt-step": ("--ref-load mg", "3", {"model.name": "mg/hugging_face/iter_0000003"}),
     "--save": ("", "runs/b", {"output_dir": "runs", "run.name": "b", "ckpt.is_async": False}),
     "--save-interval": ("--save runs/b", "5", {"ckpt.interval": 5}),
     "--ckpt-step": ("--save runs/b --load runs/a", "2", {"resume.step": 2}),
@@ -255,6 +256,8 @@ def read(tmp_path, monkeypatch):
     for name in ("other", "weights"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(CONFIG))
+    for step in (3, 9):
+        (tmp_path / "mg" / f"iter_000000{step}").mkdir(parents=True)
     done = tmp_path / "runs" / "a" / "checkpoints" / "step_2"
     done.mkdir(parents=True)
     (done / "COMPLETE").write_text("")

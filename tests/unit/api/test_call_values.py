@@ -69,6 +69,22 @@ def test_the_names_of_trl_are_told_what_they_are_here() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("warmup_ratio", r'write \*\*{"trainer.scheduler.warmup_steps": ...}'),
+        ("num_iterations", r'write \*\*{"trainer.epochs_per_step": ...}'),
+        ("mask_truncated_completions", r'write \*\*{"orchestrator.mask_truncated_completions": ...}'),
+        ("top_p", r'write \*\*{"orchestrator.train.sampling.top_p": ...}'),
+        ("run_name", "write name="),
+        ("resume_from_checkpoint", "did you mean resume="),
+    ],
+)
+def test_a_name_of_another_framework_or_a_key_without_its_section_is_told_the_key(name: str, written: str) -> None:
+    with pytest.raises(ConfigError, match=f"takes no {name}=; {written}"):
+        stretto.rl(**{name: 1})
+
+
+@pytest.mark.parametrize(
     ("keywords", "words"),
     [
         ({"modle": "x"}, "did you mean model="),

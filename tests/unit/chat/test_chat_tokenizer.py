@@ -91,6 +91,26 @@ def test_missing_and_broken_directories_are_named(tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "values", "said"),
+    [
+        ("tokenizer_config.json", {"eos_token": 7}, "eos_token = 7 must be the text of a token"),
+        ("tokenizer_config.json", {"unk_token": ["<|unk|>"]}, "unk_token = ['<|unk|>'] must be the text of a token"),
+        ("tokenizer_config.json", {"unk_token": {"content": 1}}, "unk_token = 1 must be the text of a token"),
+        ("tokenizer_config.json", {"eos_token": "\ud800"}, "eos_token = '\\ud800' must be the text of a token"),
+        ("tokenizer_config.json", [1], "a list where a JSON object belongs."),
+        ("generation_config.json", {"eos_token_id": {}}, "eos_token_id = {} must be the id of a token"),
+        ("config.json", {"eos_token_id": [1, "2"]}, "eos_token_id = '2' must be the id of a token"),
+    ],
+)
+def test_values_of_a_wrong_kind_are_told_by_file_and_key(file, values, said, tmp_path):
+    build_letters_tokenizer(tmp_path)
+    (tmp_path / file).write_text(json.dumps(values))
+    with pytest.raises(DataError) as told:
+        load_tokenizer(tmp_path)
+    assert str(told.value) == f"{tmp_path / file}: {said}" or str(told.value).startswith(f"{tmp_path / file}: {said},")
+
+
 @pytest.mark.heavy
 def test_loading_imports_neither_torch_nor_transformers(directory):
     code = (

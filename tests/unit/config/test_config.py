@@ -48,6 +48,12 @@ def test_files_compose_left_to_right_and_flags_override_them(tmp_path: Path) -> 
     assert (cfg.trainer.optim.lr, cfg.trainer.optim.weight_decay) == (1e-5, 0.5)
 
 
+def test_arguments_of_an_environment_may_be_typed_with_hyphens_and_names_below_them_keep_theirs() -> None:
+    at = "--orchestrator.env.0"
+    cfg = load(RLConfig, [f"{at}.id", "dataset", f"{at}.args.label-key", "id", f"{at}.args.rewards.my-x", "1"])
+    assert cfg.orchestrator.env[0].args == {"label_key": "id", "rewards": {"my-x": 1}}
+
+
 def test_flags_override_files_wherever_they_stand(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("max_steps = 10\n" + ENV)
     assert load(RLConfig, ["--max-steps", "3", "@", f"{tmp_path}/a.toml"]).max_steps == 3

@@ -14,6 +14,11 @@ from stretto.config.load import load
 from stretto.config.root import RLConfig
 
 WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
+    "a list where a table belongs, above a key that follows from others": (
+        'orchestrator = []\nmax_steps = 4\n[inference]\nengine = "vllm"\n'
+        "[deployment]\nnum_infer_gpus = 1\nnum_train_gpus = 1\n",
+        ["c.toml:1: orchestrator = []: a table is needed"],
+    ),
     "a loss that does not exist": (
         '[trainer.loss]\ntype = "gpso"\n' + ENV,
         ["c.toml:2: trainer.loss.type", '"gpso"', 'did you mean "gspo"?'],
@@ -111,6 +116,25 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     "a mask on what agrees": (
         '[trainer.loss]\ntype = "reinforce"\n[trainer.loss.correction.weights]\nmode = "mask"\nhigh = 0.9\n' + ENV,
         ["c.toml:5: trainer.loss.correction.weights.high = 0.9", "leaves out the ratio 1", "give 1 or more"],
+    ),
+    "credit of turns that the trainer would replace": (
+        '[orchestrator.algo]\ntype = "ppo"\nturns = { type = "states" }\n[trainer.advantages]\ntype = "gae"\n'
+        "[trainer.critic]\n" + ENV,
+        ["c.toml:3, c.toml:4: orchestrator.algo.turns does nothing with [trainer.advantages]", "drop it"],
+    ),
+    "credit without any advantage": (
+        '[orchestrator.algo]\nturns = { type = "returns", weight = 0, rollout_weight = 0 }\n' + ENV,
+        ["orchestrator.algo.turns.weight = 0", "orchestrator.algo.turns.rollout_weight = 0", "no advantage is left"],
+    ),
+    "credit of turns under one advantage per sample": (
+        '[orchestrator.hooks]\nreward_post_process = "mine:go"\n'
+        + ENV
+        + 'algo = { type = "rloo", turns = { type = "values" } }\n',
+        ['orchestrator.hooks.reward_post_process = "mine:go" gives each sample one', "orchestrator.env.0.algo.turns"],
+    ),
+    "credit of turns by a misspelt kind": (
+        '[orchestrator.algo]\nturns = { type = "state" }\n' + ENV,
+        ['orchestrator.algo.turns.type = "state"', "states"],
     ),
     "returns that are the score": (
         '[orchestrator.algo]\ntype = "reinforce_plus_plus"\n[trainer.advantages]\ntype = "returns"\nwhiten = false\n'

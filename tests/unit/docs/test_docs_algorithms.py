@@ -15,7 +15,7 @@ from stretto.algorithms.custom import CreditInputs, LossInputs
 from stretto.algorithms.sample_index import SampleIndex
 from stretto.config.load import load
 from stretto.config.root import RLConfig
-from stretto.config.sections.algorithm import Algo, Loss
+from stretto.config.sections.algorithm import Algo, Loss, Turns
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "algorithms.md").read_text()
 ENV = '[[orchestrator.env]]\nid = "sort-letters"\n'
@@ -34,7 +34,7 @@ def test_every_correction_in_the_table_loads(tmp_path, line):
     assert cfg.trainer.loss.correction is not None and len(CORRECTIONS) == 6
 
 
-@pytest.mark.parametrize("union", [Loss, Algo], ids=["loss", "algo"])
+@pytest.mark.parametrize("union", [Loss, Algo, Turns], ids=["loss", "algo", "turns"])
 def test_every_type_has_its_row(union):
     for cls in get_args(get_args(union)[0]):
         assert f"\n- **`{cls.model_fields['type'].default}`**" in PAGE

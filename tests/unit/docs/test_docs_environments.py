@@ -25,6 +25,7 @@ NAMES = [re.findall(r"^class (\w+)", block, re.M)[0] for block in BLOCKS]
 SAYS = {
     "Shout": (lambda prompt: prompt.removeprefix("U").removesuffix(".A").upper(), 1),
     "Guess": (lambda prompt: str(prompt.count("A") - 1), 1),
+    "Climb": (lambda prompt: "9" if "A5." in prompt else "5", 1),
     "Capitals": (lambda prompt: "Paris" if "France" in prompt else "Tokyo", 1),
     "TwoCities": (lambda prompt: "10" if "Lima" in prompt else "37", 1),
     "Doubled": (lambda prompt: prompt.removeprefix("U").removesuffix(".A") * 2, 1),

@@ -18,6 +18,7 @@ OTHERS = (
     "agent",
     "broken",
     "gsm8k",
+    "harbor",
     "judge",
     "notebooks",
     "repo_repair",

@@ -47,6 +47,12 @@ RESULTS: dict[str, Any] = {
     "metrics by number": RolloutResult(reward=0.0, metrics={1: 1.0}),  # type: ignore[dict-item]
     "truncated": RolloutResult(reward=0.0, is_truncated=np.array([1, 0])),  # type: ignore[arg-type]
     "beyond float32": RolloutResult(reward=1e39),
+    **{f"turn {n}": RolloutResult(reward=0.0, turn_rewards=[v]) for n, v in NOT_NUMBERS.items() if v is not None},
+    **{f"value {n}": RolloutResult(reward=0.0, state_values=[v]) for n, v in NOT_NUMBERS.items() if v is not None},
+    "a state that is no text": RolloutResult(reward=0.0, states=[3]),  # type: ignore[arg-type, list-item]
+    "one text for the states": RolloutResult(reward=0.0, states="a"),  # type: ignore[arg-type]
+    "turns none": RolloutResult(reward=0.0, turn_rewards=None),  # type: ignore[arg-type]
+    "two rewards of one turn": RolloutResult(reward=0.0, turn_rewards=[1.0, 1.0]),  # type: ignore[arg-type]
 }
 GOOD: dict[str, Any] = {
     "int": 1,

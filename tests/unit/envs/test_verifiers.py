@@ -184,6 +184,10 @@ def test_each_agent_has_its_own_stream_and_only_trainable_ones_are_trained():
     assert rollout.agent_rewards == {"solver": 11.0, "solver.2": 11.0}
     assert rollout.reward == 11.0
     assert rollout.metrics["judge/length"] == 5.0
+    # Each trace has rewards for its own replies.
+    assert [(turn.agent, turn.reward) for turn in rollout.turns] == [
+        ("solver", 5.0), ("solver", 11.0), ("solver.2", 5.0), ("solver.2", 11.0), ("judge", 5.0),
+    ]  # fmt: skip
 
 
 @needs_extra
@@ -274,6 +278,39 @@ def test_wrong_settings_give_one_message(env_id, args, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
         built(env_id, args)
     assert "Traceback" not in str(error.value)
+
+
+@needs_extra
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"taskset": "echo-v1"}, []),
+        ({"taskset": "echo-v1", "agnt": {}}, ["no setting 'agnt'; it has agent, id,"]),
+        ({"taskset": {"id": "openenv"}}, ["pass `env` or `base_url`"]),
+        ({"taskset": "echo-v1", "harness": "codex"}, ["agent.harness = codex installs programs"]),
+        ({"taskset": "echo-v1", "harness": "mini_swe_agent"}, ["agent.harness = mini_swe_agent installs programs"]),
+        ({"taskset": "echo-v1", "harness": "null", "agent": {"harness": {"id": "in_process"}}}, []),
+        (
+            {"taskset": "echo-v1", "harness": {"id": "pi"}, "agent": {"runtime": {"type": "podman"}}},
+            ["agent.runtime = podman: "],
+        ),
+    ],
+)
+def test_a_check_builds_the_settings_and_looks_for_what_they_need(settings, said):
+    from stretto.envs.verifiers.check import problems_of
+
+    found = problems_of(settings)
+    assert len(found) == len(said), found
+    assert all(each in text for each, text in zip(said, found)), found
+
+
+@needs_extra
+def test_a_taskset_and_a_harness_have_names():
+    args = {"num_tasks": 2, "harness": "in_process", "prefix": "x"}
+    [group] = play("verifiers:echo-v1", args, [0], num_members=1)
+    assert text_of(group.rollouts[0].branches[0], False) == "Ux0.A"
+    with pytest.raises(ConfigError, match="'no-such'"):
+        built("verifiers:echo-v1", {"harness": "no-such"})
 
 
 # -- ids --

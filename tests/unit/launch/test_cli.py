@@ -322,6 +322,23 @@ def test_an_unexpected_error_is_one_line_and_a_file(
         cli.main(["rl"])
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (f"rl @ {'x' * 300}", "file name too long; give a shorter one"),
+        (f"rl @ ok.toml --orchestrator.env.0.args.path {'x' * 300}", "file name too long; give a shorter one"),
+    ],
+)
+def test_a_file_that_the_machine_refuses_is_no_bug(words, said, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(keeper.VARIABLE, raising=False)
+    Path("ok.toml").write_text('max_steps = 4\n[[orchestrator.env]]\nid = "dataset"\nargs.path = "rows.jsonl"\n')
+    Path("rows.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    assert cli.main([*words.split(), "--dry-run"]) in (1, 2)
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and said in err and "bug" not in err
+
+
 def test_help_finds_a_key_by_the_name_that_others_give_it_and_by_its_description() -> None:
     assert "--trainer.optim.lr" in help_text("rl", ROOTS["rl"], "learning_rate")
     assert "--monitors.tensorboard" in help_text("rl", ROOTS["rl"], "tensorboard")

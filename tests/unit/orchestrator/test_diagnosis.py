@@ -60,6 +60,15 @@ def test_each_kind_gives_one_warning(bad: dict[str, float], words: str) -> None:
     assert text
 
 
+@pytest.mark.parametrize(("reward", "asked"), [(0.0, "wrong label"), (1.0, "not look at the reply")])
+def test_a_reward_that_all_rollouts_share_is_named_with_what_to_ask(reward: float, asked: str) -> None:
+    diagnosis = Diagnosis(max_completion_tokens=2)
+    row = GOOD | {"groups/zero_signal_share": 1.0, "reward/mean": reward, "reward/std": 0.0}
+    [text] = [text for _ in range(9) for text in diagnosis.add(row) if "of the groups have equal rewards" in text]
+    assert f"Every rollout has the reward {reward:g}. " in text and asked in text
+    assert diagnosis.verdict().endswith(f"likely: every rollout has the reward {reward:g}")
+
+
 def test_a_reward_that_does_not_change_gives_a_warning_after_a_while() -> None:
     rng = random.Random(3)
     rows = [noisy(0.2, rng) for _ in range(150)]

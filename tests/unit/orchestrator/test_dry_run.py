@@ -100,6 +100,14 @@ def test_a_dry_run_reads_the_first_record_and_imports_functions(tmp_path, monkey
         check_sft_records(cfg)
 
 
+def test_the_label_of_the_first_record_is_shown_beside_its_prompt(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2", "label": "4", "id": "7"}\n')
+    for key, label in (("label", "4"), ("id", "7")):
+        cfg = of(tmp_path, path=str(tmp_path / "rows.jsonl"), reward="exact", label_key=key)
+        [task] = preview(cfg.orchestrator_config()).tasks
+        assert f"the first is train-0 with the label '{label}'" in task.about
+
+
 def test_long_texts_that_all_rows_have_are_shown_as_phrases_that_shorten_them(tmp_path):
     def screen(scratch):
         data = {"type": "environment", "id": "calculator"}

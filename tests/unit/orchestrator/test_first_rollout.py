@@ -133,7 +133,7 @@ def test_the_first_row_of_sft_is_compared_with_every_limit(look):
 
 
 def test_sft_rows_with_another_signature_get_a_sentence(look):
-    with pytest.raises(EnvError, match=r"sft_rows\(1, 0\) returned no row"):
+    with pytest.raises(EnvError, match=r"sft_rows\(4, 0\) returned no row"):
         sft_screen("scores:Swapped", 100)
 
 

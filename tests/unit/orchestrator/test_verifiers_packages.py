@@ -81,6 +81,20 @@ def test_a_dry_run_says_what_is_missing_and_a_start_is_refused(tmp_path: Path, t
         check_plugins(cfg)
 
 
+@pytest.mark.heavy
+def test_a_dry_run_builds_the_settings_in_a_process_of_its_own(tmp_path: Path, taskset: str) -> None:
+    (tmp_path / "my_tasks.py").write_text("import verifiers.v1 as vf\nraise SystemExit('not here')\nvf.Taskset\n")
+    envs = [
+        "id = 'verifiers:my-tasks'",
+        "id = 'verifiers'\nname = 'b'\nargs = {taskset = {id = 'openenv', base_url = 'http://a'}, agent = {}}",
+    ]
+    cfg = orchestrator(tmp_path, "".join(f"[[env]]\n{env}\n" for env in envs))
+    first, second = (task.notes for task in preview(cfg).tasks)
+    assert "not here" in str(first) and "NOT READY" in str(first)
+    assert "no setting 'agent'; it has" in str(second)
+    assert "my_tasks" not in sys.modules
+
+
 @needs("prime")
 def test_held_out_environments_are_looked_at_too(tmp_path: Path, taskset: str) -> None:
     held_out = '[[train.source]]\nenv.taskset.id = "my-tasks"\n[[eval.source]]\nenv.taskset.id = "gone"\n'

@@ -88,6 +88,33 @@ def test_advantages_of_packed_samples_are_those_of_each_sample_alone():
         assert not out.advantages[place][~mask].any()
 
 
+@pytest.mark.parametrize("cfg", [GaeAdvantages(gamma=0.9, lambd=0.7, whiten=False), ReturnsAdvantages(gamma=0.9)])
+def test_rewards_of_turns_are_rewards_of_their_tokens(cfg):
+    docs, rng = scored(), np.random.default_rng(5)
+    for doc in docs:
+        doc["token_rewards"] = (doc["loss_mask"] * rng.integers(0, 2, len(doc["token_ids"]))).astype(np.float32)
+    mb = pack(docs, padding=3)
+    values = rng.standard_normal(len(mb.token_ids)).astype(np.float32)
+    (out,), _ = estimate_advantages(
+        [mb], cfg.model_copy(update={"whiten": False}), [mb.logprobs], None, [values], ALONE
+    )
+    for i, doc in enumerate(docs):
+        place, mask = slice(mb.cu_seqlens[i], mb.cu_seqlens[i + 1]), doc["loss_mask"]
+        rewards = doc["token_rewards"][mask].astype(np.float64)
+        if not len(rewards):
+            continue
+        rewards[-1] += doc["advantages"].max() or doc["advantages"].min()
+        own = [*values[place][mask].tolist(), 0.0]
+        for t in range(len(rewards)):  # the sums of the definitions
+            if isinstance(cfg, GaeAdvantages):
+                deltas = [rewards[k] + 0.9 * own[k + 1] - own[k] for k in range(t, len(rewards))]
+                wanted = sum((0.9 * 0.7) ** k * delta for k, delta in enumerate(deltas))
+                assert out.returns[place][mask][t] == pytest.approx(wanted + own[t], abs=1e-5)
+            else:
+                wanted = sum(0.9**k * reward for k, reward in enumerate(rewards[t:]))
+            assert out.advantages[place][mask][t] == pytest.approx(wanted, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     "cfg", [ReturnsAdvantages(gamma=0.9, kl_coef=0.3), ShapedAdvantages(kl_coef=0.3, kl_estimator="k3")]
 )

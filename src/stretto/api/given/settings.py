@@ -8,7 +8,7 @@ configuration: a section as a dict, or a dotted name.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from stretto.api.given import models, rewards
 from stretto.api.given.files import Given, as_list
 from stretto.api.given.records import LABELS, PROMPTS, columns_of, first_of
 from stretto.base.errors import ConfigError
-from stretto.config.section import Section
+from stretto.config.section import Section, dotted, suggest
 from stretto.data.values import describe_value
 
 Tree = dict[str, Any]
@@ -67,7 +67,15 @@ TRL = {
     "peft_config": 'model={"name": ..., "lora": {"rank": 16, "alpha": 32}}',
     "report_to": "monitors={'wandb': {}}",
     "temperature": '**{"orchestrator.train.sampling.temperature": 1.0}',
-    "beta": '**{"trainer.loss.kl_coef": ...}; docs/algorithms.md has the losses',
+    "beta": '**{"trainer.loss.reference_kl.coef": 0.04}',
+    "epsilon": 'trainer={"loss": {"type": "ppo", "clip_low": 0.2, "clip_high": 0.2}}',
+    "loss_type": 'trainer={"loss": {"type": "ppo"}}; docs/from_trl.md says which loss is which',
+    "bf16": 'model={"name": ..., "dtype": "bfloat16"}',
+    "gradient_checkpointing": 'model={"name": ..., "ac": {}}',
+    "max_prompt_length": "seq_len=, the tokens of prompt and reply together",
+    "push_to_hub": "nothing here, and `stretto push RUN` afterwards",
+    "callbacks": "nothing here: wait=False returns while the run goes on, and run.metrics() reads it",
+    "max_length": "seq_len=",
     "logging_steps": "nothing: every step is logged",
     "save_steps": "ckpt={'interval': 10}",
     "use_vllm": "inference={'engine': 'vllm'}",
@@ -190,11 +198,22 @@ def _check_names(verb: str, names: Mapping[str, Any]) -> None:
     for name in names:
         if "." in name or name in known:
             continue
-        near = difflib.get_close_matches(name, known, n=1)
-        meant = f"did you mean {near[0]}=?" if near else "docs/python.md lists them; `rl --help` has the sections"
-        if name in TRL:
-            meant = f"write {TRL[name]}"
-        raise ConfigError(f"stretto.{verb} takes no {name}=; {meant}")
+        raise ConfigError(f"stretto.{verb} takes no {name}=; {_meant(verb, name, known, roots[verb])}")
+
+
+def _meant(verb: str, name: str, known: Collection[str], root: type[Section]) -> str:
+    """What to write in the place of a keyword that is unknown."""
+    if name in TRL:
+        return f"write {TRL[name]}"
+    shorts = {key: short for short, key in KEYS[verb].items()}
+    keys = [dotted(path) for path in suggest(root, (name,))]
+    for key in keys:
+        if key in shorts:
+            return f"write {shorts[key]}="
+        if "." in key:
+            return f'write **{{"{key}": ...}}'
+    near = difflib.get_close_matches(name, known, n=1) or keys
+    return f"did you mean {near[0]}=?" if near else "docs/python.md lists them; `rl --help` has the sections"
 
 
 def _start_flag(name: str, value: Any) -> list[str]:

@@ -475,6 +475,8 @@ def _plain(message: str) -> str:
     message = re.sub(r", unable to parse string as an? \w+$", "", message)
     message = re.sub(r", got a number with a fractional part$", "", message)
     message = re.sub(
-        r"^Unable to parse input string as an integer, exceeded.*", "is larger than any whole number", message
+        r"^Unable to parse input string as an integer, exceeded.*",
+        "is larger than any whole number here; give a smaller one",
+        message,
     )
     return re.sub(r"^(greater|less|a valid|a multiple|finite)", r"must be \1", message)

@@ -167,6 +167,8 @@ def _resolve(cls: type[Section], name: str) -> Target | ArgumentProblem:
     """The target of a flag's dotted name, or a problem with the names that it may mean."""
     parts = name.split(".")
     plain = [part.replace("-", "_") for part in parts]
+    # Keys that users choose stay as they are typed; arguments of a function have no hyphen.
+    parts = [plain[i] if i and plain[i - 1] == "args" else part for i, part in enumerate(parts)]
     if (target := _target(cls, plain, parts)) is not None:
         return target
     for index in {0, len(plain) - 1}:

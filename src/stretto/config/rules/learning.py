@@ -234,6 +234,35 @@ def shaping(s: KlShapingSection, at: At) -> Problems:
 # -- credit --
 
 
+def credited_turns(cfg: RLConfig, at: At) -> Problems:
+    """Nothing replaces the advantages of turns afterwards."""
+    shaping = cfg.trainer.advantages
+    for path, algo in algos_of(cfg.orchestrator).items():
+        turns = algo.turns if isinstance(algo, CreditSection) else None
+        key, table = at(f"orchestrator.{path}.turns"), at("trainer.advantages")
+        if turns is not None and shaping is not None and shaping.type in ("gae", "returns"):
+            what = f"does nothing with [{table.path}]: the trainer makes advantages of the rewards, those of turns too"
+            yield Problem((key, table), f"{key.path} {what}; drop it")
+
+
+def credit_weights(s: algorithm.TurnCredit, at: At) -> Problems:
+    """Some advantage is left."""
+    turn, rollout = at("weight"), at("rollout_weight")
+    if s.weight == s.rollout_weight == 0:
+        yield Problem((turn, rollout), f"{turn} and {rollout}: no advantage is left; give one of them a weight")
+
+
+def credit_hooks(s: OrchestratorKeys, at: At) -> Problems:
+    """Hooks that give a sample one advantage leave none to its turns."""
+    for path, algo in algos_of(s).items():
+        if isinstance(algo, CreditSection) and algo.turns is not None:
+            for name in ("reward_post_process", "convert_samples_to_train_data"):
+                hook, key = at(f"hooks.{name}"), at(f"{path}.turns")
+                if hook.held is not None:
+                    what = f"{hook} gives each sample one advantage, in the place of those of its turns"
+                    yield Problem((hook, key), f"{what} ({key.path}); leave one of them out")
+
+
 def length_penalty(s: CreditSection, at: At) -> Problems:
     """A penalty has a weight."""
     key = at("length_penalty")
@@ -377,12 +406,13 @@ RULES: Rules = {
     TrainerSection: (own_layers, critic_network),
     KlShapingSection: (shaping,),
     CreditSection: (length_penalty,),
+    algorithm.TurnCredit: (credit_weights,),
     algorithm.OverlongSection: (overlong_buffer,),
     algorithm.HierarchicalGrpoAlgo: (roles,),
     algorithm.EchoAlgo: (echoed_roles,),
     OpsdAlgo: (demonstration,),
-    OrchestratorKeys: (used_algos,),
+    OrchestratorKeys: (used_algos, credit_hooks),
     OrchestratorConfig: (teacher_address,),
     OrchestratorSection: (teachers, overlong_length),
-    RLConfig: (scored_algos, untrained_environments, acting_losses),
+    RLConfig: (scored_algos, credited_turns, untrained_environments, acting_losses),
 }

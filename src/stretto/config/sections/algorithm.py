@@ -228,10 +228,55 @@ class OverlongSection(Section):
     """The whole penalty, in reward units."""
 
 
+class TurnCredit(Section):
+    """Keys of all kinds of credit per turn.
+
+    The rewards of a turn are those that the environment gives it; an agent's last turn has the rollout's reward too.
+    """
+
+    type: str
+    weight: float = Field(1.0, ge=0)
+    """Weight of a turn's advantage, which is added to that of its rollout."""
+    rollout_weight: float = Field(1.0, ge=0)
+    """Weight of the rollout's advantage; 0: turns are credited by their own advantages alone."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount of rewards per turn of the agent; 0: a turn is credited for its own rewards only."""
+
+
+class ReturnsCredit(TurnCredit):
+    """The discounted sum of the rewards of a turn and of those after it, minus its mean over the group's turns of the
+    same number."""
+
+    type: Literal["returns"] = "returns"
+    normalize_std: bool | Literal["unbiased"] = False
+    """Also divide by the standard deviation of what is compared; "unbiased": by that of a sample, with n - 1."""
+
+
+class StatesCredit(TurnCredit):
+    """As `returns`, but turns are compared that begin in equal states, whatever their numbers (GiGPO)."""
+
+    type: Literal["states"] = "states"
+    normalize_std: bool | Literal["unbiased"] = False
+    """Also divide by the standard deviation of what is compared; "unbiased": by that of a sample, with n - 1."""
+
+
+class ValuesCredit(TurnCredit):
+    """What a turn has changed: its rewards, plus the value of the state after it, minus that of the state before."""
+
+    type: Literal["values"] = "values"
+    lambd: float = Field(0.0, ge=0, le=1)
+    """0: values are trusted, differences count; closer to 1, what came later does too. 1: returns minus values."""
+
+
+Turns = Annotated[ReturnsCredit | StatesCredit | ValuesCredit, Field(discriminator="type")]
+
+
 class CreditSection(Section):
     """Keys of most algos: rewards are shaped first, then compared."""
 
     type: str
+    turns: Turns | None = None
+    """Credit per turn, from what the environment says of its turns; None: a rollout's turns are credited alike."""
     length_penalty: LengthPenaltySection | None = None
     overlong: OverlongSection | None = None
 

@@ -3,6 +3,9 @@
 The first message is `dab`, answered by `abd`; the second is `+cb`, answered by `abbcd`: every turn builds on
 all earlier ones. Reward 1 if every turn is right, else 0. The first wrong turn ends the episode, because no later turn
 could change the reward. The metric `turns_right` counts the right turns.
+
+The state before a reply is named by its turn, and is worth the share of turns that were right so far. With scores_turns
+a right turn has this share as a reward of its own, beside the reward of the episode.
 """
 
 from __future__ import annotations
@@ -20,7 +23,13 @@ class AlphabetSort(GeneratedTasks, MultiTurnEnv):
     stream = "alphabet-sort"
 
     def __init__(
-        self, num_turns: int = 2, letters_per_turn: int = 3, num_symbols: int = 16, seed: int = 0, instruction: str = ""
+        self,
+        num_turns: int = 2,
+        letters_per_turn: int = 3,
+        num_symbols: int = 16,
+        seed: int = 0,
+        instruction: str = "",
+        scores_turns: bool = False,
     ) -> None:
         if not (1 <= num_turns <= 16 and 1 <= letters_per_turn <= 16):
             raise ConfigError(
@@ -31,6 +40,7 @@ class AlphabetSort(GeneratedTasks, MultiTurnEnv):
         self.alphabet = alphabet_of(num_symbols, "alphabet-sort")
         self.seed = seed
         self.instruction = instruction
+        self.scores_turns = scores_turns
 
     def make_text(self, entropy: int) -> str:
         return letters_of(entropy, self.alphabet, self.num_turns * self.letters_per_turn)
@@ -47,6 +57,16 @@ class AlphabetSort(GeneratedTasks, MultiTurnEnv):
             return None
         episode.state["turns_right"] = turn
         return [self._user_message(letters, turn)] if turn < self.num_turns else None
+
+    def turn_reward(self, episode: Episode, reply: Reply) -> float | None:
+        is_right = episode.state.get("turns_right", 0) == episode.num_turns
+        return is_right / self.num_turns if self.scores_turns else None
+
+    def state_value(self, episode: Episode) -> float:
+        return episode.num_turns / self.num_turns
+
+    def state_name(self, episode: Episode) -> str:
+        return str(episode.num_turns)
 
     def score(self, episode: Episode) -> RolloutResult:
         right = episode.state.get("turns_right", 0)

@@ -4,13 +4,18 @@ An answer has one sign per letter: the letter in upper case if it is right; in l
 place (at most as often as the word has it); `-` if not. Words are any letters out of the first num_symbols of the
 alphabet. Reward 1 for the word within max_turns guesses, else 0. A reply that is no word of the right length ends the
 game.
+
+The state before a guess is named by the answers so far, in any order. It is worth what they tell of the word: 0 if all
+words are possible, 1 if one is.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
+from functools import cached_property
 
 from stretto.base.errors import ConfigError
 from stretto.envs.base import Message, Reply, RolloutResult
@@ -19,6 +24,7 @@ from stretto.envs.multi_turn import Episode, MultiTurnEnv
 from stretto.records.rollout import Task
 
 MAX_WORDS = 100_000  # `sft_rows` goes through all of them
+MAX_VALUED_WORDS = 1_000  # `state_value` goes through all of them, between turns
 
 
 class Wordle(GeneratedTasks, MultiTurnEnv):
@@ -41,6 +47,7 @@ class Wordle(GeneratedTasks, MultiTurnEnv):
         self.alphabet = alphabet_of(num_symbols, "wordle")
         self.seed = seed
         self.instruction = instruction
+        self._fits: dict[str, frozenset[str]] = {}
 
     def make_text(self, entropy: int) -> str:
         return letters_of(entropy, self.alphabet, self.word_length)
@@ -60,7 +67,29 @@ class Wordle(GeneratedTasks, MultiTurnEnv):
         if not is_word or episode.num_turns >= self.max_turns:
             episode.state["is_malformed"] = not is_word
             return None
-        return [user(compare(guess, word))]
+        signs = compare(guess, word)
+        episode.state.setdefault("answers", []).append(f"{guess}={signs}")
+        return [user(signs)]
+
+    def state_name(self, episode: Episode) -> str:
+        return " ".join(sorted(episode.state.get("answers", [])))
+
+    def state_value(self, episode: Episode) -> float | None:
+        if len(self._words) > MAX_VALUED_WORDS:
+            return None
+        left = self._words.intersection(*map(self._fitting, episode.state.get("answers", [])))
+        return 1.0 - math.log(len(left)) / math.log(len(self._words))
+
+    @cached_property
+    def _words(self) -> frozenset[str]:
+        return frozenset(map("".join, itertools.product(self.alphabet, repeat=self.word_length)))
+
+    def _fitting(self, answer: str) -> frozenset[str]:
+        """The words for which a guess has this answer, `guess=signs`."""
+        if answer not in self._fits:
+            guess, signs = answer.split("=")
+            self._fits[answer] = frozenset(word for word in self._words if compare(guess, word) == signs)
+        return self._fits[answer]
 
     def score(self, episode: Episode) -> RolloutResult:
         is_malformed = episode.state.get("is_malformed", False)

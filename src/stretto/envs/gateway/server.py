@@ -62,7 +62,7 @@ class Access:
 
 
 class Gateway:
-    """The server; it is started by the first rollout. host: the address of this machine at which programs reach it."""
+    """The server; it is started by the first rollout. host: the address of this machine that programs use."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._host = host

@@ -100,6 +100,11 @@ class Session:
         """The text of the last reply."""
         return self.answers[-1].text if self.answers else ""
 
+    @property
+    def replies(self) -> list[str]:
+        """The texts of all replies, in the order of the requests."""
+        return [answer.text for answer in sorted(self.answers, key=lambda each: each.reply.turn)]
+
     async def answer(self, request: Request) -> Answer:
         """The reply to a request. It is played to its end, even if the program does not wait for it.
 

@@ -1,9 +1,9 @@
 """`harbor:SUITE`: tasks of Harbor, each rollout a trial with one of Harbor's agents whose model is the policy.
 
 SUITE is a directory of tasks, or a dataset that Harbor knows, such as `terminal-bench@2.0`. Harbor itself plays the
-trial: it makes the environment, runs the agent and the tests. It may have a Python of its own, in which each worker keeps
-one process for all its trials (other_python/play_trials.py). The agent's requests go to the gateway, whose address and key
-of the rollout are in its environment variables; the reward is the verifier's.
+trial: it makes the environment, runs the agent and the tests. It may have a Python of its own, in which each worker
+keeps one process for all its trials (other_python/play_trials.py). The agent's requests go to the gateway: it finds the
+address and the key of the rollout in its environment variables. The reward is the verifier's.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from stretto.base import process
 from stretto.base.errors import ConfigError, EnvError
 from stretto.envs.base import EpisodeLimits, RolloutContext, RolloutResult, Split, TaskSource
 from stretto.envs.gateway.server import Access, Gateway
-from stretto.envs.hubs.servers import env_for, find_python, module_version, split_of
+from stretto.envs.hubs.servers import env_for, find_python, missing_package, split_of
 from stretto.records.rollout import Task
 
 PROGRAM = Path(__file__).parent / "other_python" / "play_trials.py"
 LOCAL = "local_environment:LocalEnvironment"
-PYTHON_RULE = "Harbor needs Python 3.12 or later; name a Python that has it: args.python"
 _MAX_LINE_BYTES = 2**26
 _GRACE_S = 10.0
 _LOOK_S = 300.0
@@ -39,18 +38,20 @@ _TIMEOUTS = ("AgentTimeoutError",)
 class Harbor:
     """A suite of Harbor.
 
-    agent: the name of one of Harbor's agents, or `module:Class`. agent_args: its settings. environment: where tasks are
-    played: `"docker"` and the other names of Harbor, `module:Class`, or `"local"`, without containers. environment_args:
-    its settings. model: the model's name as the agent wants it, with its provider. reward: which of the verifier's
-    rewards counts, if there are several. num_eval: how many of the last tasks are held out (0: training and evaluation
-    use all). max_turns, max_tokens: of one rollout. timeout_multiplier: of all time limits of the tasks. gateway_host:
-    the address of this machine as the agent sees it. python: the Python that has Harbor; None: this one. output_dir:
-    keeps the directories of trials, with logs and trajectories.
+    tasks: names of tasks, with `*`; None: all. agent: the name of one of Harbor's agents, or `module:Class`.
+    agent_args: its settings. environment: where tasks are played: `"docker"` and the other names of Harbor,
+    `module:Class`, or `"local"`, without containers. environment_args: its settings. model: the model's name as the
+    agent wants it, with its provider. reward: which of the verifier's rewards counts, if there are several. num_eval:
+    how many of the last tasks are held out (0: training and evaluation use all). max_turns, max_tokens: of one
+    rollout. timeout_multiplier: of all time limits of the tasks. gateway_host: the address of this machine as the agent
+    sees it. python: the Python that has Harbor; None: this one. output_dir: keeps the directories of trials, with logs
+    and trajectories.
     """
 
     def __init__(
         self,
         source: str,
+        tasks: list[str] | None = None,
         agent: str = "terminus-2",
         agent_args: dict[str, Any] | None = None,
         environment: str = "docker",
@@ -67,33 +68,30 @@ class Harbor:
     ) -> None:
         self.name = f"harbor/{source}"
         self._what = f"harbor:{source}"
-        self._python = find_python(self._what, python)
+        self._python = find_python(python)
         self._reward, self._timeout_multiplier = reward, timeout_multiplier
         self.limits = EpisodeLimits(max_turns, max_tokens)
         self._agent: dict[str, Any] = {"model_name": model, "kwargs": agent_args or {}, **_named(agent, "name")}
         self._place: dict[str, Any] = {**_named(environment, "type"), "kwargs": environment_args or {}}
         if environment == "local":
             self._place = {"import_path": LOCAL, "kwargs": environment_args or {}}
-        self._found: dict[str, Any] = self._look(source)
-        tasks: list[dict[str, Any]] = self._found["tasks"]
-        if not tasks:
-            raise ConfigError(
-                f"{self._what}: {self._found.get('no_tasks') or 'there are no tasks'}; "
-                "give a directory whose directories have a task.toml, or a dataset that Harbor knows"
-            )
-        self._tasks, self._num_eval = tasks, num_eval
+        self._found: dict[str, Any] = self._look(source, tasks)
+        self._tasks: list[dict[str, Any]] = self._found["tasks"]
+        self._num_eval = num_eval
         self.are_tasks_shared = num_eval == 0
-        self._train, self._eval = split_of(self._what, len(tasks), num_eval, "tasks")
         self._kept = None if output_dir is None else Path(output_dir).resolve()
+        self._host = gateway_host
         self._gateway = Gateway(gateway_host)
         self._player: _TrialPlayer | None = None
 
-    def _look(self, source: str) -> dict[str, Any]:
-        """The tasks of the suite, and what is missing for a run."""
-        if module_version(self._python, "harbor") is None:
-            raise ConfigError(
-                f"{self._what}: {self._python} has no package harbor: {self._python} -m pip install harbor. {PYTHON_RULE}"
-            )
+    def _look(self, source: str, names: list[str] | None) -> dict[str, Any]:
+        """The tasks of the suite, and what is missing for a run.
+
+        Raises: ConfigError for a suite without tasks.
+        """
+        rule = " (Python 3.12 or later; args.python names one)"
+        if (missing := missing_package(self._python, "harbor", rule)) is not None:
+            return {"tasks": [], "problems": [missing]}
         suite: dict[str, Any] = {}
         if Path(source).is_dir():
             path = Path(source).resolve()
@@ -105,21 +103,40 @@ class Harbor:
             suite = {"name": name} | ({"version": version} if version else {})
         else:
             raise ConfigError(f"{self._what}: there is no directory {source!r}")
-        asked = {"suite": suite, "agent": self._agent | {"env": _access_env(None)}, "environment": self._place}
+        chosen = {} if names is None else {"task_names": names}
+        asked = {
+            "suite": {**suite, **chosen},
+            "agent": self._agent | {"env": _access_env(None)},
+            "environment": self._place,
+        }
         argv, env = [self._python, str(PROGRAM), "look", json.dumps(asked)], os.environ | env_for(self._python)
         answer = process.output_of(argv, timeout_s=_LOOK_S, env=env)
         if answer is None:
             raise ConfigError(f"{self._what}: {self._python} cannot import Harbor's modules; stretto works with 0.26")
-        return json.loads(answer)
+        found = json.loads(answer)
+        if not found["tasks"]:
+            raise ConfigError(
+                f"{self._what}: {found.get('no_tasks') or 'there are no tasks'}; "
+                "give a directory whose directories have a task.toml, or a dataset that Harbor knows"
+            )
+        return found
 
     # -- the protocol of environments --
 
     def check(self) -> list[str]:
         """What is missing for a run, one sentence each."""
-        return self._found["problems"]
+        problems = list(self._found["problems"])
+        try:
+            socket.create_server((self._host, 0)).close()
+        except OSError as error:
+            problems.append(f"gateway_host = {self._host!r} is no address of this machine: {error.strerror or error}")
+        return problems
 
     def tasks(self, split: Split) -> TaskSource:
-        chosen = self._train if split == "train" else self._eval
+        if not self._tasks:
+            raise ConfigError(f"{self._what}: {self._found['problems'][0]}")
+        train, held_out = split_of(self._what, len(self._tasks), self._num_eval, "tasks")
+        chosen = train if split == "train" else held_out
 
         def make(index: int) -> Task:
             config = self._tasks[chosen[index]]
@@ -129,8 +146,11 @@ class Harbor:
         return TaskSource(make, len(chosen))
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
-        if self._player is None:
-            self._player = _TrialPlayer(self._what, self._python)
+        player = self._player
+        if player is None or player.is_over:
+            old, self._player = player, (player := _TrialPlayer(self._what, self._python))
+            if old is not None:
+                await old.close()
         trials = Path(tempfile.mkdtemp(prefix="stretto-harbor-")) if self._kept is None else self._kept
         try:
             async with self._gateway.open(ctx) as access:
@@ -141,7 +161,7 @@ class Harbor:
                     "agent": self._agent | {"env": _access_env(access)},
                     "environment": self._place,
                 }
-                ended = await self._player.play(settings)
+                ended = await player.play(settings)
         finally:
             if self._kept is None:
                 await asyncio.to_thread(shutil.rmtree, trials, ignore_errors=True)
@@ -158,10 +178,13 @@ class Harbor:
         if session.error is not None:
             raise session.error
         error = f"{ended['error']}: {ended['message']}" if ended["error"] else None
+        if not session.answers and session.limit is not None:
+            raise session.limit
         if not session.answers:
             raise EnvError(f"{where}: the agent ended without one reply of the policy. {error or ''}".rstrip())
         rewards: dict[str, float] = ended["rewards"] or {}
-        if not rewards or not (ended["is_valid"] or session.is_limited):
+        is_limited = session.limit is not None
+        if not rewards or not (ended["is_valid"] or is_limited):
             raise EnvError(f"{where}: {error or 'the verifier gave no reward'}")
         chosen = self._reward if self._reward in rewards or len(rewards) != 1 else next(iter(rewards))
         if chosen not in rewards:
@@ -172,10 +195,7 @@ class Harbor:
         metrics = {f"rewards/{name}": float(value) for name, value in rewards.items() if name != chosen}
         metrics |= {"turns": float(len(session.answers)), "conversations": float(session.num_conversations)}
         return RolloutResult(
-            reward=float(rewards[chosen]),
-            metrics=metrics,
-            is_truncated=is_timeout or session.is_limited,
-            is_timeout=is_timeout,
+            reward=float(rewards[chosen]), metrics=metrics, is_truncated=is_timeout or is_limited, is_timeout=is_timeout
         )
 
 
@@ -189,12 +209,7 @@ def _access_env(access: Access | None) -> dict[str, str]:
     if access is not None:
         return access.env
     url, key = "http://127.0.0.1:1", "none"
-    return {
-        "OPENAI_BASE_URL": f"{url}/v1",
-        "OPENAI_API_KEY": key,
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_API_KEY": key,
-    }
+    return {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
 
 
 class _TrialPlayer:
@@ -215,6 +230,11 @@ class _TrialPlayer:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
+
+    @property
+    def is_over(self) -> bool:
+        """The process has ended."""
+        return self._child.returncode is not None
 
     async def play(self, settings: dict[str, Any]) -> dict[str, Any]:
         """The end of a trial. If this is cancelled, so is the trial.
@@ -247,7 +267,8 @@ class _TrialPlayer:
         else:
             self._own.close()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._child.wait(), _GRACE_S)
+            async with asyncio.timeout(_GRACE_S):
+                await self._child.wait()
         await process.stop([self._child], grace_s=1.0)
         if self._reading is not None:
             self._reading.cancel()

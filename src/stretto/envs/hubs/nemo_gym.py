@@ -1,8 +1,8 @@
 """`nemo-gym:SOURCE`: a resources server of NeMo Gym, with the policy in place of its agent and its model.
 
 SOURCE is the URL of a resources server, or the name of one in the package (`resources_servers/NAME`), which each worker
-starts as a process of its own. A task is a row of a .jsonl file as NeMo Gym makes them: `responses_create_params` is the
-first request, all else is for the server. There are two kinds of servers, told apart by their routes:
+starts as a process of its own. A task is a row of a .jsonl file as NeMo Gym makes them: `responses_create_params` is
+the first request, all else is for the server. There are two kinds of servers, told apart by their routes:
 
 * `/seed_session`, a route for each tool, `/verify`, which gets the whole conversation and gives the reward;
 * `/reset` and `/step` (Gymnasium): each reply is a step, and the reward is the sum.
@@ -22,16 +22,24 @@ import aiohttp
 
 from stretto.base.errors import ConfigError, DataError, EnvError
 from stretto.data.records import read_records
-from stretto.envs.base import EpisodeLimits, LimitReached, Message, Reply, RolloutContext, RolloutResult, Split, TaskSource
+from stretto.envs.base import (
+    EpisodeLimits,
+    LimitReached,
+    Message,
+    Reply,
+    RolloutContext,
+    RolloutResult,
+    Split,
+    TaskSource,
+)
 from stretto.envs.gateway.dialects import DIALECTS
 from stretto.envs.gateway.session import Answer, Request
-from stretto.envs.hubs.servers import LocalServer, answer_of, fetch_json, find_python, module_version, split_of
+from stretto.envs.hubs.servers import LocalServer, answer_of, fetch_json, find_python, missing_package, split_of
 from stretto.records.rollout import Task
 
 PROGRAM = Path(__file__).parent / "other_python" / "serve_resources.py"
 PARAMS = "responses_create_params"
 _RESPONSES = DIALECTS["/responses"]
-_PACKAGE = "nemo_gym"
 
 
 class NemoGym:
@@ -39,8 +47,8 @@ class NemoGym:
 
     path: rows of a .jsonl file. eval_path: held-out rows; without it the last num_eval of `path` are held out (0:
     training and evaluation use all). max_turns: replies of one episode. timeout_s: for each answer of the server.
-    python: the Python that has NeMo Gym and starts the server; None: this one. server_args: settings of a server that is
-    started here.
+    python: the Python that has NeMo Gym and starts the server; None: this one. server_args: settings of a server that
+    is started here.
     """
 
     def __init__(
@@ -68,7 +76,7 @@ class NemoGym:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._url, self._server = source.rstrip("/"), None
         if "://" not in source:
-            argv = [find_python(self._what, python), str(PROGRAM), source, json.dumps(server_args or {})]
+            argv = [find_python(python), str(PROGRAM), source, json.dumps(server_args or {})]
             self._server = LocalServer(self._what, argv)
         elif server_args:
             raise ConfigError(f"{self._what}: server_args are for a server that is started here; remove them")
@@ -95,10 +103,8 @@ class NemoGym:
     def check(self) -> list[str]:
         """What is missing for a run, one sentence each."""
         if self._server is not None:
-            python = self._server.argv[0]
-            if module_version(python, _PACKAGE) is None:
-                return [f"{python} has no package nemo_gym: {python} -m pip install nemo-gym (Python 3.12 or later)"]
-            return []
+            missing = missing_package(self._server.argv[0], "nemo-gym", " (Python 3.12 or later)")
+            return [] if missing is None else [missing]
         schema = fetch_json(f"{self._url}/openapi.json")
         if isinstance(schema, str):
             return [f"the server {self._url} does not answer: {schema}; start it, or correct the id"]
@@ -251,9 +257,7 @@ class _Episode:
 
     def _result(self, reward: Any, numbers: dict[str, Any]) -> RolloutResult:
         metrics = {
-            name: float(value)
-            for name, value in numbers.items()
-            if isinstance(value, int | float) and name != "reward"
+            name: float(value) for name, value in numbers.items() if isinstance(value, int | float) and name != "reward"
         }
         return RolloutResult(
             reward=reward, metrics=metrics | {"turns": float(self.num_turns)}, is_truncated=self.is_truncated

@@ -14,9 +14,10 @@ import asyncio
 import importlib.util
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ import aiohttp
 from stretto.base.errors import ConfigError, EnvError
 from stretto.data.messages import short_repr
 from stretto.envs.base import EpisodeLimits, LimitReached, Message, RolloutContext, RolloutResult, Split, TaskSource
-from stretto.envs.hubs.servers import LocalServer, answer_of, fetch_json, find_python, module_version, split_of
+from stretto.envs.hubs.servers import LocalServer, answer_of, fetch_json, find_python, missing_package, split_of
 from stretto.records.rollout import Task
 
 logger = logging.getLogger(__name__)
@@ -110,10 +111,8 @@ class OpenEnv:
     def check(self) -> list[str]:
         """What is missing for a run, one sentence each."""
         if self._server is not None:
-            python = self._server.argv[0]
-            if module_version(python, "openenv") is None:
-                return [f"{python} has no package openenv: {python} -m pip install openenv"]
-            return []
+            missing = missing_package(self._server.argv[0], "openenv")
+            return [] if missing is None else [missing]
         schema = fetch_json(f"{self._url}/schema")
         if isinstance(schema, str):
             return [f"the server {self._url} does not answer: {schema}; start it, or correct the id"]
@@ -129,7 +128,7 @@ class OpenEnv:
         if self._server is not None:
             self._url = await self._server.url()
         if self._http is None:
-            self._http = aiohttp.ClientSession()
+            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         address = self._url.replace("http", "ws", 1) + "/ws"
         while True:
             try:
@@ -184,7 +183,7 @@ def _local_server(what: str, source: str, python: str | None) -> LocalServer:
     app = next((value.strip().strip("'\"") for key, _, value in lines if key.strip() == "app"), "")
     if ":" not in app:
         raise ConfigError(f"{what}: {manifest} has no `app: module:name`, which says what to start; start it yourself")
-    argv = [find_python(what, python), "-m", "uvicorn", app, "--host", "127.0.0.1", "--port"]
+    argv = [find_python(python), "-m", "uvicorn", app, "--host", "127.0.0.1", "--port"]
     return LocalServer(what, argv, place.resolve())
 
 
@@ -318,7 +317,7 @@ class _Episode:
             if reply.finish_reason == "length":
                 return True
             if self.offer.tools is None:
-                content = await self._act(lambda: self.offer.action_of_text(reply.text))
+                content = await self._act(partial(self.offer.action_of_text, reply.text))
                 answers: list[Message] = [{"role": "user", "content": content}]
             else:
                 answers = await self._answer_calls(reply.message)
@@ -337,14 +336,14 @@ class _Episode:
             if self.last.is_done:
                 answers.append(answer | {"content": "Error: the episode has ended."})
                 continue
-            content = await self._act(lambda n=name, a=arguments: self.offer.action_of_call(n, a))
+            content = await self._act(partial(self.offer.action_of_call, name, arguments))
             answers.append(answer | {"content": content})
         for raw in message.get("unparsed_tool_calls") or ():
             self.num_invalid += 1
             answers.append({"role": "tool", "content": f"Error: this is no valid tool call: {raw}"})
         return answers
 
-    async def _act(self, action_of: Any) -> str:
+    async def _act(self, action_of: Callable[[], dict[str, Any]]) -> str:
         """What the policy reads after its action; an action that does not fit is not counted as a step."""
         try:
             step = await self.session.ask("step", action_of())

@@ -26,8 +26,8 @@ START_S = 120.0
 _POLL_S = 0.1
 _GRACE_S = 2.0
 _CHECK_S = 5.0
-_VERSION = "import importlib.metadata as m, importlib.util as u, sys; n = sys.argv[1]; "
-_VERSION += "sys.exit(1) if u.find_spec(n) is None else print(m.version(n))"
+_FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+_FIND_S = 30.0
 
 
 class LocalServer:
@@ -92,16 +92,21 @@ async def _accepts(port: int) -> bool:
     return True
 
 
-def find_python(what: str, python: str | None) -> str:
-    """The path of a Python; None is this one.
-
-    Raises: ConfigError if there is none.
-    """
+def find_python(python: str | None) -> str:
+    """The path of a Python; None is this one. A program that is not there stays as it is: `missing_package` says so."""
     if python is None:
         return sys.executable
-    if (found := shutil.which(python)) is None:
-        raise ConfigError(f"{what}: python = {python!r} is no program; give the path of a Python, such as venv/bin/python")
-    return str(Path(found).absolute())
+    return python if (found := shutil.which(python)) is None else str(Path(found).absolute())
+
+
+def missing_package(python: str, package: str, rule: str = "") -> str | None:
+    """A sentence for a Python that is not there, or does not have a package; None if all is well."""
+    if shutil.which(python) is None:
+        return f"python = {python!r} is no program; give the path of a Python, such as venv/bin/python"
+    argv = [python, "-c", _FIND, package.replace("-", "_")]
+    if process.output_of(argv, timeout_s=_FIND_S, env=os.environ | env_for(python)) is not None:
+        return None
+    return f"{python} has no package {package}: {python} -m pip install {package}{rule}"
 
 
 def env_for(python: str) -> dict[str, str]:
@@ -118,12 +123,6 @@ def split_of(what: str, count: int, num_eval: int, noun: str) -> tuple[range, ra
         raise ConfigError(f"{what}: num_eval = {num_eval} must be 0 or more and less than its {count} {noun}")
     first = count - num_eval
     return range(first), range(first if num_eval else 0, count)
-
-
-def module_version(python: str, name: str) -> str | None:
-    """The version of a package in a Python; None if it is not there."""
-    found = process.output_of([python, "-c", _VERSION, name], timeout_s=30.0, env=os.environ | env_for(python))
-    return found.strip() if found else None
 
 
 def fetch_json(url: str) -> Any:

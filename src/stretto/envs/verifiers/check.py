@@ -15,6 +15,7 @@ from typing import Any
 from verifiers.v1.configs.agent import agent_config_fields
 
 from stretto.base.errors import ConfigError
+from stretto.base.foreign import describe_error
 from stretto.envs.find import OWN_HARNESS
 from stretto.envs.verifiers.env import VerifiersEnv
 
@@ -31,12 +32,14 @@ def problems_of(settings: dict[str, Any]) -> list[str]:
         built = env.configure(**{name: each for name, each in settings.items() if name not in _LOADING})
     except ConfigError as error:
         return [str(error)]
+    except (Exception, SystemExit) as error:  # the boundary of a taskset's module
+        return [f"its taskset or environment cannot be built: {describe_error(error)}"]
     found = []
     for role, spec in agent_config_fields(built.config).items():
         harness, runtime = built._harnesses[role], spec.runtime.type
         name = f"{role}.harness = {harness.config.id}"
         if runtime == "subprocess" and harness.NEEDS_CONTAINER and harness.config.id != OWN_HARNESS:
-            found.append(f"{name} installs programs, so it needs {role}.runtime = {{ type = \"docker\" }} or another")
+            found.append(f'{name} installs programs, so it needs {role}.runtime = {{ type = "docker" }} or another')
         if runtime in _ENGINES and (reason := _engine_fault(runtime)):
             found.append(f"{role}.runtime = {runtime}: {reason}")
         if runtime == "subprocess" and harness.config.id in _UV_HARNESSES and shutil.which("uv") is None:

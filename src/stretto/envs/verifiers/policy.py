@@ -39,8 +39,9 @@ class AgentSession:
     error: StrettoError | None = None
 
     @property
-    def num_turns(self) -> int:
-        return len(self.requests.answers)
+    def turns(self) -> list[int]:
+        """The number in the episode of each reply."""
+        return [answer.reply.turn for answer in self.requests.answers]
 
     @property
     def is_limited(self) -> bool:
@@ -51,7 +52,7 @@ class AgentSession:
         try:
             return await self.requests.answer(request)
         except LimitReached as error:
-            self.error = self.error or (None if self.num_turns else error)
+            self.error = self.error or (None if self.turns else error)
             self.trace.stop("limit")
             raise
         except StrettoError as error:
@@ -104,7 +105,7 @@ class EpisodeSessions:
                 raise EnvError(f"{trace.agent.name}: {trace.stop_condition}: there is no reward")
         if not episode.ok:
             raise EnvError(_describe_error(episode.last_error) or "the episode failed")
-        trained = [session for session in self._sessions if session.trace.agent.trainable and session.num_turns]
+        trained = [session for session in self._sessions if session.trace.agent.trainable and session.turns]
         if not trained:
             stops = ", ".join(str(trace.stop_condition) for trace in episode.traces)
             raise EnvError(f"the episode ended before any reply ({stops})")
@@ -125,7 +126,24 @@ class EpisodeSessions:
                 for session in self._sessions
             ),
             is_timeout=any(session.trace.is_timeout for session in self._sessions),
+            **{name: self._per_turn(name) for name in ("turn_rewards", "state_values", "states")},
         )
+
+    def _per_turn(self, name: str) -> tuple[Any, ...]:
+        """What the tasks have written of this name into `info` of their traces, an entry per reply of a trace.
+
+        Raises: EnvError for a trace with more or fewer entries than replies.
+        """
+        if not any(name in session.trace.info for session in self._sessions):
+            return ()
+        entries = dict.fromkeys(turn for session in self._sessions for turn in session.turns)
+        for session in self._sessions:
+            given = session.trace.info.get(name)
+            if given is not None and len(given) != len(session.turns):
+                count = f"{len(given)} entries for {len(session.turns)} replies"
+                raise EnvError(f"{session.name}: trace.info[{name!r}] has {count}; give one for each")
+            entries |= dict(zip(session.turns, given or ()))
+        return tuple(entries.get(turn) for turn in range(max(entries) + 1))
 
 
 def _describe_error(error: Any) -> str | None:

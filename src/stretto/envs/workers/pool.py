@@ -94,12 +94,7 @@ def open_workers(
     Raises: ConfigError, EnvError if the environment cannot be built; EnvError if a worker ends or takes too long.
     """
     opening = Open(
-        env_id=env_id,
-        args=args,
-        name=name,
-        hang_timeout_s=hang_timeout_s,
-        models=tuple(models),
-        directory=directory,
+        env_id=env_id, args=args, name=name, hang_timeout_s=hang_timeout_s, models=tuple(models), directory=directory
     )
     packed(opening)  # arguments that cannot be sent are refused before a process is started
     pool = Pool(opening, num_workers, log_dir, worker_limits, models)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 NO_ESTIMATOR_OPTIONS = {
-    "type", "length_penalty", "overlong", "decay", "whiten", "tool", "user", "system", "filter",
+    "type", "turns", "length_penalty", "overlong", "decay", "whiten", "tool", "user", "system", "filter",
 }  # fmt: skip
 """Keys of an algo section that are not options of its advantage estimator."""
 
@@ -100,20 +100,25 @@ def compare_branches(group: Group, algo: Algo, path: str) -> tuple[Group, bool]:
 
     All branches of all members are compared with each other, as if each were a member.
     """
-    parts = [
-        (member, msgspec.structs.replace(rollout, branches=(branch,), reward=_reward_of(rollout, branch)))
-        for member, rollout in enumerate(group.rollouts)
-        for branch in rollout.branches
-    ]
-    failed = [rollout for rollout in group.rollouts if not rollout.branches]
-    view = msgspec.structs.replace(group, rollouts=(*(part for _, part in parts), *failed))
+    view = branch_view(group)
     values, has_signal = advantages_of(view, algo, path)
     by_branch = tuple(
-        tuple(float(value) for (owner, _), value in zip(parts, values) if owner == member)
+        tuple(float(value) for part, value in zip(view.rollouts, values) if part.branches and part.member == member)
         for member in range(len(group.rollouts))
     )
     largest = tuple(max(each, key=abs, default=0.0) for each in by_branch)
     return msgspec.structs.replace(group, advantages=largest, branch_advantages=by_branch), has_signal
+
+
+def branch_view(group: Group) -> Group:
+    """The group with a member for each branch, which has the branch's reward; then those without a branch."""
+    parts = [
+        msgspec.structs.replace(rollout, member=member, branches=(branch,), reward=_reward_of(rollout, branch))
+        for member, rollout in enumerate(group.rollouts)
+        for branch in rollout.branches
+    ]
+    failed = [rollout for rollout in group.rollouts if not rollout.branches]
+    return msgspec.structs.replace(group, rollouts=(*parts, *failed))
 
 
 def _reward_of(rollout: Rollout, branch: Branch) -> float:
@@ -283,4 +288,6 @@ class Baselines:
             table[agent], values[agent] = role_conditioned(
                 shape_rewards(rewards, counted, view, algo), counted, baseline=values.get(agent, 0.0), decay=algo.decay
             )
+        if algo.turns is not None:
+            table = {agent: values * algo.turns.rollout_weight for agent, values in table.items()}
         return msgspec.structs.replace(group, **advantage_fields(table)) if table else group

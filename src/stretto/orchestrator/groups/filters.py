@@ -21,7 +21,8 @@ from stretto.config.sections.curriculum import Filter, Gate, GibberishFilter, Re
 from stretto.config.sections.distill import SftAlgo
 from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.orchestrator.batch_hooks import BatchHooks
-from stretto.orchestrator.groups.advantages import assign_advantages
+from stretto.orchestrator.groups.advantages import assign_advantages, is_distilled
+from stretto.orchestrator.groups.turns import credit_turns
 from stretto.orchestrator.rollout.player import describe, failed_group
 from stretto.records.rollout import Group, Rollout, RolloutStatus
 
@@ -79,6 +80,12 @@ def assess_group(
         group = undo_filters(group)
     try:
         group, has_signal = assign_advantages(group, algo, path)
+        turns = getattr(algo, "turns", None)
+        if turns is not None or any(rollout.turns for rollout in group.rollouts):
+            group = credit_turns(group, algo, path)
+            if turns is not None:
+                is_credited = (has_signal and turns.rollout_weight > 0) or is_distilled(group)
+                has_signal = is_credited or any(map(any, group.turn_advantages))
         if not any(rollout.is_counted for rollout in group.rollouts):
             return Verdict(group, has_failed=True)
         verdict = apply_filters(group, gates, filters, vocab_size)
@@ -86,8 +93,10 @@ def assess_group(
         if isinstance(algo, SftAlgo) and not has_signal:
             verdict = replace(verdict, rejected=verdict.rejected or "min_reward")
         if verdict.group is not group:
-            members = zip(verdict.group.rollouts, verdict.group.advantages, strict=True)
-            has_remaining_signal = any(a or rollout.is_distilled for rollout, a in members if rollout.is_counted)
+            members = [member for member, rollout in enumerate(verdict.group.rollouts) if rollout.is_counted]
+            has_remaining_signal = any(
+                verdict.group.has_advantage(m) or verdict.group.rollouts[m].is_distilled for m in members
+            )
             verdict = replace(verdict, has_signal=has_signal and has_remaining_signal)
         if hooks is None or verdict.rejected is not None:
             return verdict
@@ -142,7 +151,7 @@ def is_flagged(group: Group, member: int, section: Filter, vocab_size: int | Non
             return is_repetitive(rollout, section)
         case TruncatedFilter():
             return rollout.status is RolloutStatus.TRUNCATED
-    return group.advantages[member] == 0.0 and not rollout.is_distilled
+    return not group.has_advantage(member) and not rollout.is_distilled
 
 
 def is_gibberish(rollout: Rollout, section: GibberishFilter, vocab_size: int) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 
 from stretto.records.generate import Completion, VersionSpan
 from stretto.records.images import Image
-from stretto.records.rollout import Branch
+from stretto.records.rollout import Branch, TurnSpan
 from stretto.records.support import Support, concat_supports
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class OpenBranch:
         self._logprobs: list[np.ndarray] = []
         self._routes: np.ndarray | None = None
         self._sampled: list[tuple[int, int]] = []
+        self._turns: list[int] = []  # number of each reply in its rollout
         self._versions: list[VersionSpan] = []
         self._supports: list[Support | None] = []  # one per entry of _logprobs
         self._has_support = False  # is one of them not None?
@@ -54,12 +55,13 @@ class OpenBranch:
         *,
         images: tuple[Image, ...] = (),
         is_greedy: bool = False,
+        turn: int = 0,
     ) -> None:
         """Append the new prompt tokens, then the sampled ones.
 
         version: of the sampled tokens if the engine names none. ce_weights: of the prompt's tokens, float32. images:
         all of the prompt.
-        is_greedy: the reply is no sample of the policy and is not trained.
+        is_greedy: the reply is no sample of the policy and is not trained. turn: its number in the rollout.
         """
         start, known = len(prompt_ids), max(len(self.token_ids), 1)  # the first token is never predicted
         if ce_weights is not None and ce_weights[known:].any():
@@ -72,13 +74,14 @@ class OpenBranch:
         self._has_support |= completion.support is not None
         self.token_ids = np.concatenate((prompt_ids, completion.token_ids), dtype=np.int32)
         self._sampled.append((start, len(self.token_ids)))
+        self._turns.append(turn)
         if is_greedy:
             self._greedy.append(self._sampled[-1])
         spans = completion.versions or (VersionSpan(version, 0, len(completion.token_ids)),)
         self._versions += [VersionSpan(s.version, start + s.start, start + s.end) for s in spans]
 
-    def close(self, *, trained_from: int | None = None) -> Branch:
-        """The branch with all turns so far; records/rollout.py explains trained_from."""
+    def close(self, *, trained_from: int | None = None, is_scored: bool = False) -> Branch:
+        """The branch with all turns so far; records/rollout.py explains trained_from. is_scored: it names its turns."""
         ce_weights = None
         if self._ce:
             ce_weights = np.zeros(len(self.token_ids), dtype=np.float32)
@@ -98,6 +101,7 @@ class OpenBranch:
             trained_from=trained_from,
             ce_weights=ce_weights,
             images=self.images,
+            turns=tuple(TurnSpan(n, *at) for n, at in zip(self._turns, self._sampled)) if is_scored else (),
         )
 
     def _mask_of(self, spans: list[tuple[int, int]]) -> Bool[np.ndarray, " tokens"]:

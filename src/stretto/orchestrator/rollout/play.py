@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, boundary
+from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, StrettoError, boundary
 from stretto.base.foreign import call, load_function
 from stretto.chat.backend import Message
 from stretto.chat.placeholders import has_image
@@ -253,10 +253,14 @@ async def render_messages(
     renderer: Renderer, messages: list[Message], system_prompt: str | None, where: str
 ) -> tuple[Int32[np.ndarray, " tokens"], tuple[Image, ...]]:
     """Token ids and images of a task's messages, after a system prompt if there is one; `where` is for errors."""
-    with boundary(EnvError, where):
+    try:
         messages = with_system_prompt(messages, system_prompt)
         await load_images(renderer, messages)
         return renderer.render_prompt(messages), renderer.images_of(messages)
+    except StrettoError:
+        raise
+    except Exception as error:  # the boundary of a rollout
+        raise EnvError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 def with_system_prompt(messages: list[Message], prompt: str | None) -> list[Message]:

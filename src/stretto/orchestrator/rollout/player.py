@@ -44,7 +44,7 @@ from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest, member_seed
 from stretto.records.outcomes import OUTCOMES, Cause, Reason, TimeoutIs, Treatment, reason_of, treatment_of
 from stretto.records.partial import PartialRollout
-from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
+from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, ScoredTurn, Task, TurnSpan
 
 LOSSES = (Reason.WORKER_LOST, Reason.SANDBOX_LOST, Reason.ENGINE_ERROR)
 """Ends that are no doing of the episode's own: it is continued, not begun again."""
@@ -83,6 +83,7 @@ class MemberResults:
         reason: Reason | None,
         num_turns: int,
         env_s: float,
+        turns: tuple[ScoredTurn, ...] = (),
     ) -> None:
         """Store the rollout of a member; its result has been checked."""
         self.rollouts[member] = Rollout(
@@ -97,6 +98,7 @@ class MemberResults:
             agent_rewards=result.agent_rewards,
             metrics=result.metrics,
             num_turns=num_turns,
+            turns=turns,
             started_at=self.started_at,
             finished_at=time.time(),
             env_s=round(max(env_s, 0.0), 3),  # agents may wait for replies side by side
@@ -291,25 +293,40 @@ class Player(PlaySettings):
             await score_replies(env, members.draw.task, {each.rollout_id: each.text for each in answers}, scores)
         finally:
             for answer, score in zip(answers, scores.values()):
-                if isinstance(score.result, StrettoError):
-                    members.add_failure([answer.member], score.result)
+                try:
+                    self._add_answer(env, members, answer, score)
+                except StrettoError as error:
+                    members.add_failure([answer.member], error)
                     members.num_lost_tokens[answer.member] = int(answer.branch.is_sampled.sum())
-                    continue
-                result, reason = score.result, reason_after(score.result, None, is_cut_off=answer.is_cut_off)
-                treatment = Treatment.SCORE if reason is None else treatment_of(reason, self.timeout_is)
-                if treatment is Treatment.FAIL:
-                    members.add_failure([answer.member], time_is_over(reason))
-                    members.num_lost_tokens[answer.member] = int(answer.branch.is_sampled.sum())
-                    continue
-                members.add_rollout(
-                    answer.member,
-                    (answer.branch,),
-                    without_reward(result) if treatment is Treatment.ZERO else result,
-                    rollout_id=answer.rollout_id,
-                    reason=reason,
-                    num_turns=1,
-                    env_s=score.time_s,
-                )
+
+    def _add_answer(self, env: SingleTurnEnv, members: MemberResults, answer: Answer, score: Score) -> None:
+        """Store the rollout of a reply.
+
+        Raises: the error of its score; EnvError if its time was over and that fails it, or for turns it does not have.
+        """
+        if isinstance(score.result, StrettoError):
+            raise score.result
+        result, reason = score.result, reason_after(score.result, None, is_cut_off=answer.is_cut_off)
+        treatment = Treatment.SCORE if reason is None else treatment_of(reason, self.timeout_is)
+        if treatment is Treatment.FAIL:
+            raise time_is_over(reason)
+        branch = answer.branch
+        turns: tuple[ScoredTurn, ...] = ()
+        if has_turns(result):
+            turns = scored_turns(result, (POLICY,), f"environment {env.name}, rollout {answer.rollout_id}, score")
+            length = len(branch.token_ids)
+            reply = TurnSpan(0, length - int(branch.is_sampled.sum()), length)
+            branch = msgspec.structs.replace(branch, turns=(reply,))
+        members.add_rollout(
+            answer.member,
+            (branch,),
+            without_reward(result) if treatment is Treatment.ZERO else result,
+            rollout_id=answer.rollout_id,
+            reason=reason,
+            num_turns=1,
+            turns=turns,
+            env_s=score.time_s,
+        )
 
     # -- any number of turns: each member is played by itself --
 
@@ -337,7 +354,8 @@ class Player(PlaySettings):
                 if treatment is Treatment.ZERO:
                     result = without_reward(result)
                 with boundary(EnvError, where):
-                    branches = with_rewards(recorder.close(), result.branch_rewards, where)
+                    turns = scored_turns(result, budget.owners, where) if has_turns(result) else ()
+                    branches = with_rewards(recorder.close(is_scored=bool(turns)), result.branch_rewards, where)
                     check_learnable(branches)
                 draw.notes[member] = result.note
                 members.add_rollout(
@@ -347,6 +365,7 @@ class Player(PlaySettings):
                     rollout_id=draw.rollout_id(member),
                     reason=reason,
                     num_turns=recorder.num_turns,
+                    turns=turns,
                     env_s=budget.age_s - budget.engine_s,
                 )
                 return
@@ -394,6 +413,32 @@ def without_reward(result: RolloutResult) -> RolloutResult:
         reward=0.0,
         agent_rewards=dict.fromkeys(result.agent_rewards, 0.0),
         branch_rewards=(0.0,) * len(result.branch_rewards),
+        turn_rewards=(0.0,) * len(result.turn_rewards),
+    )
+
+
+def has_turns(result: RolloutResult) -> bool:
+    """Does the result say something of the single turns?"""
+    return bool(result.turn_rewards or result.state_values or result.states)
+
+
+def scored_turns(result: RolloutResult, agents: Sequence[str], where: str) -> tuple[ScoredTurn, ...]:
+    """What the result says of each turn; agents: those of all turns.
+
+    Raises: EnvError if it has not one entry for each.
+    """
+    for name in ("turn_rewards", "state_values", "states"):
+        given = getattr(result, name)
+        if given and len(given) != len(agents):
+            raise EnvError(
+                f"{where}: {name} has {len(given)} entries for {len(agents)} turns; give one per reply, None where a "
+                "turn has no reward or no state"
+            )
+    missing = (None,) * len(agents)
+    columns = (result.turn_rewards or missing, result.state_values or missing, result.states or missing)
+    return tuple(
+        ScoredTurn(agent=agent, reward=reward, value=value, state=state)
+        for agent, reward, value, state in zip(agents, *columns)
     )
 
 

@@ -63,6 +63,7 @@ class Budget:
     engine_s: float = 0.0  # waited for replies
     deadline: float | None = None  # the event loop's time at which turns end, from the second one on
     limit: Reason | None = None  # which limit has ended the episode, if one has
+    owners: list[str] = field(default_factory=list)  # agent of each reply, in the order of the requests
     turns: list[Turn] = field(default_factory=list)  # whole ones, of all agents: with them the episode is played again
     _num_open_turns: int = 0
     _num_reserved_tokens: int = 0  # of open turns
@@ -90,6 +91,18 @@ class Budget:
             yield
         except OutOfContext:
             self.limit = self.limit or Reason.CONTEXT_FULL
+            raise
+
+    @contextlib.contextmanager
+    def numbering(self, agent: str) -> Iterator[int]:
+        """The number of a turn that is requested now; the next one has it again if this one gets no reply."""
+        turn = len(self.owners)
+        self.owners.append(agent)
+        try:
+            yield turn
+        except BaseException:
+            if turn == len(self.owners) - 1:
+                self.owners.pop()
             raise
 
     async def begin_turn(self, num_requested: int) -> int:
@@ -283,21 +296,16 @@ class Recorder(RolloutContext):
             )
         self._is_busy = True
         try:
-            completion = await self._before_deadline(request, temperature, branch)
+            with self.budget.numbering(self.name) as turn:
+                completion = await self._before_deadline(request, temperature, branch)
         finally:
             self._is_busy = False
         weights, self._ce_weights = self._ce_weights, None
         if branch is None:
             branch = OpenBranch(temperature, self.name, is_trained=self.is_trained)
             self._branches.append(branch)
-        branch.add_turn(
-            prompt_ids,
-            completion,
-            draw.version,
-            weights,
-            images=images,
-            is_greedy=play.is_unlearnable(sampling.get("temperature")),
-        )
+        is_greedy = play.is_unlearnable(sampling.get("temperature"))
+        branch.add_turn(prompt_ids, completion, draw.version, weights, images=images, is_greedy=is_greedy, turn=turn)
         self._num_turns += 1
         self.is_cut_off = completion.finish_reason == "length"
         message = play.renderer.parse(completion.token_ids, prompt_ids, tools)
@@ -311,6 +319,7 @@ class Recorder(RolloutContext):
             logprobs=completion.logprobs,
             versions=completion.versions,
             support=completion.support,
+            turn=turn,
         )
 
     async def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **sampling: Any) -> Reply:
@@ -355,18 +364,21 @@ class Recorder(RolloutContext):
             "again, and mask what the policy did not sample"
         )
 
-    def close(self) -> tuple[Branch, ...]:
-        """The branches of the episode, agent by agent, or those that `keep` has chosen."""
+    def close(self, *, is_scored: bool = False) -> tuple[Branch, ...]:
+        """The branches of the episode, agent by agent, or those that `keep` has chosen. is_scored: they name turns."""
         is_masked = self._partial is not None and self._play.masks_older_versions
         trained_from = self._draw.version if is_masked else None
         if self._chosen is None:
             return tuple(
-                branch.close(trained_from=trained_from)
+                branch.close(trained_from=trained_from, is_scored=is_scored)
                 for agent in self._agents.values()
                 for branch in agent._own_branches
             )
         branches = self._own_branches
-        chosen = [(branches[index].close(trained_from=trained_from), mask) for index, mask in self._chosen]
+        chosen = [
+            (branches[index].close(trained_from=trained_from, is_scored=is_scored), mask)
+            for index, mask in self._chosen
+        ]
         return tuple(msgspec.structs.replace(b, is_sampled=b.is_sampled & mask) for b, mask in chosen)
 
     @property

@@ -79,7 +79,7 @@ class Diagnosis:
         reasons = {
             "apart": "engine and trainer disagreed about the policy before the first update",
             "moved": f"the policy moved too far in {self._early_moves()}",
-            "signal": "most groups have equal rewards, which give no signal",
+            "signal": self._one_reward() or "most groups have equal rewards, which give no signal",
             "mismatch": "batches came from policies that were too far from the trained one",
             "ess": "batches came from policies that were too far from the trained one",
             "truncated": "most replies are truncated",
@@ -165,11 +165,25 @@ class Diagnosis:
     def _about_signal(self, share: float) -> str:
         rewards = [row["reward/mean"] for row in self.last if "reward/mean" in row]
         mean = fmean(rewards) if rewards else math.nan
+        cause = "The tasks are too easy or too hard for this policy, or the reward is always the same."
+        if (same := self._one_reward()) is not None:
+            asked = "Are they solved, or does the score not look at the reply?"
+            if mean <= 0:
+                asked = (
+                    "Is no reply right, or does the score not see it, as with the wrong label (`--dry-run` shows one)?"
+                )
+            cause = f"{same[0].upper()}{same[1:]}. {asked}"
         return (
             f"{share:.0%} of the groups have equal rewards (mean {mean:.3f}, {WINDOW} steps): they give no signal. "
-            "The tasks are too easy or too hard for this policy, or the reward is always the same. Look at "
-            "`stretto rollouts`; try other tasks, a larger group_size, or a reward with more levels."
+            f"{cause} Look at `stretto rollouts`; try other tasks, a larger group_size, or a reward with more levels."
         )
+
+    def _one_reward(self) -> str | None:
+        """That all rollouts of the last steps have the same reward; None if they differ."""
+        means = {row.get("reward/mean", math.nan) for row in self.last}
+        if len(means) > 1 or any(row.get("reward/std", 1.0) > 0 for row in self.last):
+            return None
+        return f"every rollout has the reward {means.pop():g}"
 
     def _about_entropy(self) -> Iterator[tuple[str, str]]:
         first, last = self.first_entropy, self._mean("entropy/mean")

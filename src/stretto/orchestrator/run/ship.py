@@ -245,8 +245,17 @@ def _batch_row(
         "completion/max": float(lengths.max()),
         "completion/truncated_share": truncated / len(rollouts),
     }
-    metrics |= counts.ends.metrics() | _by_env(played)
+    metrics |= counts.ends.metrics() | _by_env(played) | _of_turns(groups)
     return StepRow(metrics, len(rollouts), int(lengths.sum()))
+
+
+def _of_turns(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards and advantages of scored turns of the rollouts that count; {} if there are none."""
+    counted = [(group, r) for group in groups for r in group.rollouts if r.turns and r.is_counted]
+    rewards = [turn.reward for _, rollout in counted for turn in rollout.turns if turn.reward is not None]
+    metrics = {"turns/reward": float(np.mean(rewards))} if rewards else {}
+    credits = [a for group, rollout in counted if group.turn_advantages for a in group.turn_advantages[rollout.member]]
+    return metrics | ({"turns/credited_share": float(np.mean(np.array(credits) != 0.0))} if credits else {})
 
 
 def _distributions_of(groups: Sequence[Group]) -> dict[str, Values]:

@@ -25,7 +25,7 @@ export function conversation(found, run, context, { open, turnTo, followTask, co
   if (!has.has(coloring)) coloring = "logprob";
   const draw = () => {
     fill(key, (KEYS[coloring] || []).map(([text, color]) => h("span", {}, h("i", { style: { background: color } }), ` ${text}`)));
-    fill(body, found.branches.map((each, at) => branch(each, run, coloring, heading(found, at), (from) => turnTo(at, from))));
+    fill(body, found.branches.map((each, at) => branch(each, run, coloring, heading(found, at), (from) => turnTo(at, from), found.turns)));
   };
   const name = `g${found.group_id}.${found.member}`;
   const { group_id: group, member } = found;
@@ -81,7 +81,14 @@ function reported(title, values) {
   return h("details", {}, h("summary", {}, title), h("pre", {}, JSON.stringify(values, null, 1)));
 }
 
-function branch(found, run, coloring, title, turnTo) {
+// What the environment said of a turn, and what its tokens get beside the advantage of the rollout.
+function credit(turn) {
+  if (!turn) return null;
+  const facts = [["reward", turn.reward], ["value before", turn.value], ["turn advantage", turn.advantage]].filter(([, value]) => value !== undefined);
+  return h("small", { class: "credit", title: turn.state === undefined ? null : `state ${turn.state || "(empty)"}` }, ` ${facts.map(([name, value]) => `${name} ${short(value)}`).join(", ")}`);
+}
+
+function branch(found, run, coloring, title, turnTo, scored) {
   const { tokens, turns } = found;
   const end = found.begin + tokens.text.length, all = end + found.num_more, size = Math.max(tokens.text.length, 1);
   const button = (text, from) => h("button", { type: "button", onclick: () => turnTo(from) }, text);
@@ -92,7 +99,7 @@ function branch(found, run, coloring, title, turnTo) {
   const images = found.images.map((hash, number) =>
     h("img", { src: `/api/run/${encodeURIComponent(run)}/image/${hash}`, alt: `image ${number + 1}`, title: `image ${number + 1}`, loading: "lazy" }));
   const body = [images.length ? h("p", { class: "images" }, images) : null,
-    pages(), turns.map((turn) => h("article", { class: `turn ${turn.role}` }, folded(tokens, turn) ? h("details", {}, h("summary", {}, `${turn.role}, ${turn.end - turn.body} tokens`), text(tokens, turn, coloring)) : [h("h4", {}, turn.role), text(tokens, turn, coloring)])), pages()];
+    pages(), turns.map((turn) => h("article", { class: `turn ${turn.role}` }, folded(tokens, turn) ? h("details", {}, h("summary", {}, `${turn.role}, ${turn.end - turn.body} tokens`), text(tokens, turn, coloring)) : [h("h4", {}, turn.role, credit(scored[turn.number])), text(tokens, turn, coloring)])), pages()];
   return title ? h("details", { class: "branch", open: true }, h("summary", {}, title), body) : body;
 }
 

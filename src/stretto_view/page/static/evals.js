@@ -4,6 +4,7 @@ import { copyLink, fill, h, message, ofRun, ofRuns, saving, short } from "./dom.
 export const SUBJECTS = ["evals"];
 const FRAME = new Set(["version", "env", "mode", "versions"]);
 const LONG_SYSTEM = 600; // characters
+const MOST_REPLIES = 500; // that the server sends
 const FIRST = ["mean", "pass_at_k", "pass_all_k"];
 
 export async function render(root, context) {
@@ -36,7 +37,7 @@ export async function render(root, context) {
   async function open(run, version) {
     try {
       const rows = await ofRun(run, "evals", { version }, signal);
-      fill(samples, h("h2", {}, `${run}, version ${version}: ${rows.length} replies`), rows.map((row) => reply(row, () => follow(run, row))));
+      fill(samples, h("h2", {}, `${run}, version ${version}: ${rows.length < MOST_REPLIES ? "" : "the first "}${rows.length} replies`), rows.map((row) => reply(row, () => follow(run, row))));
       samples.scrollIntoView({ behavior: "smooth" });
     } catch (error) {
       if (error.name !== "AbortError") fill(samples, message(error.message, "error"));

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
+from stretto.models.megatron.places import find_iteration, is_megatron
 from stretto_vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
 
-POINTER = "latest_checkpointed_iteration.txt"
-"""A directory with this file is a checkpoint of Megatron's."""
+CONVERTED = "hugging_face"
+"""The directory in a checkpoint of Megatron's in which its iterations are in Hugging Face's format."""
 KEEPS_MOMENTS = "moments are kept from step to step; leave it out"
 
 # fmt: off
@@ -64,17 +65,17 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "Hugging Face directory: engines, tokenizer, config."),
         part("--load", "text", None, "resume resume.dir model.name",
              "Checkpoint of the actor; where there is none, --ref-load.",
-             note="A run directory of stretto's, or Hugging Face weights. A Megatron checkpoint is refused."),
+             note="A run directory of stretto's, Hugging Face weights, or the weights of a checkpoint of Megatron's."),
         part("--ref-load", "text", None, "model.name trainer.loss.reference_kl.model trainer.advantages.kl_model",
-             "The reference, and where training starts without --load.", note="Hugging Face weights."),
+             "The reference, and where training starts without --load.",
+             note="Hugging Face weights, or a checkpoint of Megatron's."),
         part("--save", "text", None, "output_dir run.name ckpt", "Where checkpoints are saved.",
              note="It is the run's directory; without it there are no checkpoints."),
         part("--save-interval", "integer", None, "ckpt.interval", "Steps between checkpoints."),
         part("--ckpt-step", "integer", None, "resume.step", "Step to load; without it the newest.",
              note="Steps are counted from 1, vime's rollouts from 0."),
-        refused("--ref-ckpt-step", "integer", None,
-                "a reference is Hugging Face weights, of one step; name the directory as --ref-load",
-                "Step of the reference."),
+        part("--ref-ckpt-step", "integer", None, "model.name trainer.loss.reference_kl.model",
+             "Iteration of the reference.", note="For a checkpoint of Megatron's."),
         equal("--ckpt-format", "text", "torch_dist",
               "Checkpoints load on any number of ranks; their format is stretto's.", "Format of checkpoints.",
               choices=("torch", "torch_dist", "torch_dcp")),
@@ -238,16 +239,30 @@ def _weights(flags: Values, name: str) -> str:
     """
     text = flags.value(name)
     path, typed = Path(text).expanduser(), flags.given[name]
-    if (path / POINTER).exists() or any(path.glob("iter_*")):
-        raise ConfigError(
-            f"{typed} is a checkpoint of Megatron's; convert it to Hugging Face's format with "
-            "tools/convert_torch_dist_to_hf.py of vime, and name that directory"
-        )
+    if is_megatron(path):
+        return _converted(flags, name, path)
     if not path.is_dir():
         raise ConfigError(f"{typed}: no such directory; name one with config.json and Hugging Face weights")
     if not (path / "config.json").exists():
         raise ConfigError(f"{typed} has no config.json; name a directory of Hugging Face weights")
     return str(text)
+
+
+def _converted(flags: Values, name: str, path: Path) -> str:
+    """The Hugging Face directory that a checkpoint of Megatron's is converted to before the run starts.
+
+    It stays beside the checkpoint, for the next run. A dry run looks at the checkpoint, and then at --hf-checkpoint.
+    """
+    step = flags.ckpt_step if name == "--load" else flags.ref_ckpt_step if name == "--ref-load" else None
+    try:
+        place = find_iteration(path, step)
+    except DataError as error:
+        raise ConfigError(f"{flags.given[name]}: {error}") from None
+    target = path / CONVERTED / place.name
+    if (target / "config.json").exists():
+        return str(target)
+    flags.conversions[place] = target
+    return str(flags.hf_checkpoint if flags.dry_run else target)
 
 
 def _save_dir(flags: Values) -> Path | None:

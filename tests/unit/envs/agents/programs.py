@@ -10,8 +10,8 @@ from pathlib import Path
 from fakes import FakeEngine
 from turns import CallRenderer, scripted
 
-from stretto.config.sections.orchestrator import SamplingSection
-from stretto.envs.base import load_environment
+from stretto.config.sections.orchestrator import EnvSection, SamplingSection
+from stretto.orchestrator.build import build_env
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 
@@ -50,9 +50,11 @@ def player_of(engine, seq_len=2000):
     return Player(engine=engine, renderer=ThoughtRenderer(), **settings)
 
 
-def play(command, records, policy=CALCULATES, members=1, seq_len=2000, **args):
+def play(command, records, policy=CALCULATES, members=1, seq_len=2000, num_workers=None, **args):
     async def run():
-        env = load_environment("agent", {"command": command, "path": records, **args})
+        env = build_env(
+            EnvSection(id="agent", args={"command": command, "path": records, **args}, num_workers=num_workers)
+        )
         try:
             draw = Draw(3, env.tasks("train").task(0), members, version=0)
             return await player_of(FakeEngine(policy), seq_len).play(env, draw)

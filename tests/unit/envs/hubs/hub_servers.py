@@ -1,6 +1,6 @@
 """Servers that speak as those of OpenEnv and NeMo Gym do, for tests without their packages.
 
-    python hub_servers.py openenv-text | openenv-tools | openenv-form | gym-tools | gym-steps PORT
+python hub_servers.py openenv-text | openenv-tools | openenv-form | gym-tools | gym-steps PORT
 """
 
 from __future__ import annotations

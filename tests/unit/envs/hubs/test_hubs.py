@@ -197,9 +197,8 @@ def test_an_id_of_a_hub_runs_in_workers_only():
         (f"openenv:{FREE_PORT}", {"resets": [{}], "num_eval": 1}, "num_eval = 1 must be 0 or more and less than its 1"),
         (f"openenv:{FREE_PORT}", {"num_eval": 1}, "num_eval is about `resets`"),
         ("openenv:no/such/place", {}, "neither a URL nor a directory or module with openenv.yaml"),
-        ("openenv:.", {"python": "no-such-python"}, "openenv.yaml"),
+        ("openenv:.", {}, "neither a URL nor a directory or module with openenv.yaml"),
         (f"nemo-gym:{FREE_PORT}", {}, "missing a required argument: 'path'"),
-        ("harbor:no-such-suite", {"python": "no-such-python"}, "python = 'no-such-python' is no program"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_before_a_run(tmp_path, monkeypatch, env_id, args, said):
@@ -214,14 +213,17 @@ def test_what_is_missing_is_one_sentence_that_says_what_to_do(tmp_path, rows):
     assert "does not answer" in problem and problem.endswith("start it, or correct the id")
     (tmp_path / "openenv.yaml").write_text("name: x\napp: server.app:app\n")
     python = str(tmp_path / "python")
-    Path(python).write_text(f"#!/bin/sh\nexec {sys.executable} -I -S \"$@\"\n")
+    Path(python).write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     Path(python).chmod(0o755)
     [problem] = missing_for(f"openenv:{tmp_path}", {"python": python})
     assert problem == f"{python} has no package openenv: {python} -m pip install openenv"
     [problem] = missing_for("nemo-gym:blackjack", {"path": rows, "python": python})
-    assert problem.startswith(f"{python} has no package nemo_gym")
-    with pytest.raises(ConfigError, match="has no package harbor: .* needs Python 3.12 or later"):
-        missing_for(f"harbor:{tmp_path}", {"python": python})
+    assert problem.startswith(f"{python} has no package nemo-gym: {python} -m pip install nemo-gym")
+    [problem] = missing_for(f"harbor:{tmp_path}", {"python": python})
+    assert "has no package harbor" in problem and "Python 3.12 or later" in problem
+    missing = missing_for(f"harbor:{tmp_path}", {"python": "no-such-python", "gateway_host": "192.0.2.1"})
+    assert missing[0].startswith("python = 'no-such-python' is no program")
+    assert missing[1].startswith("gateway_host = '192.0.2.1' is no address of this machine")
 
 
 def test_a_server_that_ends_at_once_fails_the_rollout_with_its_last_lines(tmp_path):

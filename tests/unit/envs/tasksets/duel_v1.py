@@ -6,6 +6,7 @@ import verifiers.v1 as vf
 class DuelTask(vf.Task[vf.TaskData]):
     @vf.reward
     async def length(self, trace: vf.Trace) -> float:
+        trace.info["turn_rewards"] = [float(len(message.content)) for message in trace.assistant_messages]
         return float(len(trace.last_reply))
 
 

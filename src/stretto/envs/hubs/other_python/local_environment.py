@@ -3,10 +3,10 @@
 It runs in Harbor's Python and imports nothing of stretto. `start` makes a directory the root of new namespaces of user,
 mounts and processes; the machine's programs and settings are in it, readable only, and all else (/app, /tests, /logs,
 /tmp, ...) belongs to the trial. A command is a process in these namespaces, so that what one command has started is
-there for the next. The end of the first process ends all of them. The network is the machine's, and nothing limits
-memory or CPU: for tasks that one trusts, and for machines without docker.
+there for the next, and the end of the first process ends all of them. The network is the machine's, and nothing limits
+memory or CPU: it is for tasks that one trusts, and for machines without docker.
 
-Of a Dockerfile, WORKDIR, ENV and COPY are done, and FROM is passed over; a task whose Dockerfile runs commands needs its
+WORKDIR, ENV and COPY of a Dockerfile are done, and FROM is passed over; a task whose Dockerfile runs commands needs its
 image, and is refused.
 """
 
@@ -21,12 +21,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, override
-
-from harbor.environments.base import BaseEnvironment, ExecResult
-from harbor.environments.capabilities import EnvironmentCapabilities
+from typing import Any
 
 import first_process
+from harbor.environments.base import BaseEnvironment, ExecResult
+from harbor.environments.capabilities import EnvironmentCapabilities
 
 OWN = ("app", "logs", "tests", "solution", "tmp", "root", "home", "run", "var/tmp", "srv", "mnt", "proc", "dev")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -39,22 +38,18 @@ class LocalEnvironment(BaseEnvironment):
     """A directory as the root of a trial's processes."""
 
     @staticmethod
-    @override
     def type() -> str:
         return "local"
 
     @property
-    @override
     def capabilities(self) -> EnvironmentCapabilities:
         return EnvironmentCapabilities()
 
-    @override
     def _validate_definition(self) -> None:
         if (reason := why_not(self.environment_dir, self.task_env_config)) is not None:
             raise ValueError(reason)
 
     @classmethod
-    @override
     def preflight(cls, kwargs: dict[str, Any] | None = None) -> None:
         if kwargs:
             raise ValueError(f"the environment local has no settings, got {', '.join(kwargs)}")
@@ -65,7 +60,6 @@ class LocalEnvironment(BaseEnvironment):
         if tried.returncode:
             raise SystemExit(f"the environment local needs namespaces, which are refused here: {tried.stderr.strip()}")
 
-    @override
     async def start(self, force_build: bool) -> None:
         self._root = root = (self.trial_paths.trial_dir / "root").resolve()
         for name in (*OWN, "logs/agent", "logs/verifier", "logs/artifacts"):
@@ -120,7 +114,6 @@ class LocalEnvironment(BaseEnvironment):
             raise ValueError(f"{path} is no file of the trial")
         return place
 
-    @override
     async def stop(self, delete: bool) -> None:
         first = getattr(self, "_first", None)
         if first is not None and first.returncode is None:
@@ -129,27 +122,22 @@ class LocalEnvironment(BaseEnvironment):
         if delete and hasattr(self, "_root"):
             await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
 
-    @override
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         place = self._place(target_path)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source_path, place)
 
-    @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         shutil.copytree(source_dir, self._place(target_dir), dirs_exist_ok=True)
 
-    @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         Path(target_path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(self._place(source_path), target_path)
 
-    @override
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
         # Links stay links: one that an agent has made may lead out of the trial.
         shutil.copytree(self._place(source_dir), target_dir, dirs_exist_ok=True, symlinks=True)
 
-    @override
     async def exec(
         self,
         command: str,
@@ -216,4 +204,3 @@ def instructions(environment_dir: Path) -> list[tuple[str, str]]:
     joined = "\n".join(lines).replace("\\\n", " ")
     parts = [line.strip().split(None, 1) for line in joined.splitlines() if line.strip()]
     return [(part[0].upper(), part[1] if len(part) > 1 else "") for part in parts]
-

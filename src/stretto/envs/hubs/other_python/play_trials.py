@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 import sys
+from functools import partial
 from typing import Any
 
 from harbor.agents.factory import AgentFactory
@@ -25,7 +26,7 @@ from harbor.models.task.task import Task
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TrialConfig
 from harbor.trial.trial import Trial
 
-LOCAL = {"import_path": "local_environment:LocalEnvironment"}
+LOCAL = "local_environment:LocalEnvironment"
 MAX_LINE_BYTES = 2**26
 _NUM_NAMED = 5
 
@@ -37,7 +38,7 @@ def look(asked: dict[str, Any]) -> dict[str, Any]:
         tasks = asyncio.run(DatasetConfig.model_validate(asked["suite"]).get_task_configs())
     except Exception as error:  # whatever a registry's client raises
         return {"tasks": [], "problems": problems, "no_tasks": f"{type(error).__name__}: {error}"}
-    if asked["environment"] == LOCAL:
+    if asked["environment"].get("import_path") == LOCAL:
         problems += _unplayable(tasks)
     return {"tasks": [task.model_dump(mode="json", exclude_none=True) for task in tasks], "problems": problems}
 
@@ -79,12 +80,16 @@ async def play(wire: socket.socket) -> None:
         number = request["id"]
         if "trial" in request:
             running[number] = asyncio.create_task(_answer(number, request["trial"], writer))
-            running[number].add_done_callback(lambda _, n=number: running.pop(n, None))
+            running[number].add_done_callback(partial(_forget, running, number))
         elif number in running:
             running[number].cancel()
     for task in running.values():
         task.cancel()
     await asyncio.gather(*running.values(), return_exceptions=True)
+
+
+def _forget(running: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
+    running.pop(number, None)
 
 
 async def _answer(number: int, settings: dict[str, Any], writer: asyncio.StreamWriter) -> None:

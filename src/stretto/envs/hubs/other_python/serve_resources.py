@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from importlib import import_module
+from typing import Any
 
 import uvicorn
 from nemo_gym.base_resources_server import SimpleResourcesServer
@@ -21,9 +22,9 @@ HOST = "127.0.0.1"
 _HEAD_PORT = 11000  # nothing listens there: a resources server asks the head server for other servers only
 
 
-def main(name: str, settings: dict[str, object], port: int) -> None:
+def main(name: str, settings: dict[str, Any], port: int) -> None:
     module = import_module(f"resources_servers.{name}.app")
-    classes = [
+    classes: list[Any] = [
         each
         for each in vars(module).values()
         if isinstance(each, type) and issubclass(each, SimpleResourcesServer) and each.__module__ == module.__name__

@@ -48,5 +48,5 @@ def test_updates_are_those_of_torch_to_the_last_bit(name, settings):
 @pytest.mark.heavy
 def test_steps_of_one_rank_import_nothing_that_compiles_or_shards():
     """Each of these takes most of a second, before the first step."""
-    tests = Path(__file__).parents[2]
+    tests = Path(__file__).parents[3]
     subprocess.run([sys.executable, "-c", STEPS_OF_A_LEARNER, str(tests)], check=True, timeout=120)

@@ -1,0 +1,66 @@
+"""Scored turns in the ledger: what the environment said, what was made of it, and what a resume finds again."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+
+import ledger_runs
+import msgspec
+
+from stretto.base.paths import RunDir
+from stretto.ledger import LedgerReader
+from stretto.ledger.schema import open_for_reading, open_for_writing
+from stretto.records.rollout import ScoredTurn, TurnSpan
+
+TURNS = (ScoredTurn(agent="policy", reward=0.5, value=0.25, state="a"), ScoredTurn(agent="other", reward=0.0))
+
+
+def scored_group(draw=0):
+    group = ledger_runs.group(draw, 0)
+    first, *others = group.rollouts
+    branch = msgspec.structs.replace(first.branches[0], turns=(TurnSpan(0, 0, 2), TurnSpan(1, 2, 3)))
+    first = msgspec.structs.replace(first, branches=(branch,), turns=TURNS)
+    return msgspec.structs.replace(group, rollouts=(first, *others), turn_advantages=((0.1, -0.2), (), (), ()))
+
+
+def test_turns_are_a_column_and_come_back_with_the_group(tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    run = ledger_runs.Run(run_dir).begin()
+    run.start(0)
+    run.ledger.group_finished(scored_group())
+    run.ledger.close()
+    with LedgerReader(run_dir) as reader:
+        rows = reader.rows("SELECT turns FROM rollouts ORDER BY member")
+        group = reader.group(0)
+    assert json.loads(rows[0]["turns"]) == [
+        {"agent": "policy", "reward": 0.5, "value": 0.25, "state": "a", "advantage": 0.1},
+        {"agent": "other", "reward": 0.0, "advantage": -0.2},
+    ]
+    assert [row["turns"] for row in rows[1:]] == [None] * 3
+    assert group.rollouts[0].turns == TURNS
+    assert group.rollouts[0].branches[0].turns == (TurnSpan(0, 0, 2), TurnSpan(1, 2, 3))
+    assert group.rollouts[1].turns == () and group.rollouts[1].branches[0].turns == ()
+
+
+def test_a_ledger_without_the_column_is_read_and_continued(tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    run = ledger_runs.Run(run_dir).begin()
+    run.roll(0)
+    run.ledger.close()
+    with sqlite3.connect(run_dir.ledger) as db:
+        db.execute("DROP VIEW live_rollouts")
+        db.execute("ALTER TABLE rollouts DROP COLUMN turns")
+        view = "SELECT b.step, b.state AS batch_state, b.incarnation AS shipped_in, rollouts.* FROM batches b"
+        joins = "JOIN batch_rollouts USING (batch) JOIN rollouts USING (row) WHERE b.state != 'undone'"
+        db.execute(f"CREATE VIEW live_rollouts AS {view} {joins}")
+    db.close()
+    assert open_for_reading(run_dir.ledger).execute("SELECT turns FROM rollouts").fetchone()["turns"] is None
+    with LedgerReader(run_dir) as reader:
+        assert reader.group(0).rollouts[0].turns == ()
+    assert (
+        "turns"
+        in open_for_writing(run_dir.ledger)
+        .execute("SELECT group_concat(name) FROM pragma_table_info('rollouts')")
+        .fetchone()[0]
+    )
