@@ -1,6 +1,6 @@
 """Sandboxes of `repo-repair`: many episodes at once, time and memory per turn.
 
-    python benchmarks/repair.py [--episodes 200] [--turns 5] [--backend subprocess]
+    python benchmarks/repair.py [--quick] [--episodes 200] [--turns 5] [--backend subprocess]
 
 All episodes are open at once and run shell commands on a package of three modules and 60 files; as many commands run
 at a time as there are cores. Then each is played again from its journal. The last line is one JSON object.
@@ -86,7 +86,10 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=200)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--backend", default="auto", choices=["auto", "bubblewrap", "subprocess"])
+    parser.add_argument("--quick", action="store_true", help="20 episodes of one turn")
     args = parser.parse_args()
+    if args.quick:
+        args.episodes, args.turns = 20, 1
     sandbox = Sandbox(SandboxLimits(wall_s=60.0, max_processes=64, max_depth=64), backend=args.backend)
     with tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder:
         os.chmod(folder, 0o711)
