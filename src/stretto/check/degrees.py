@@ -15,13 +15,6 @@ from stretto.config.sections.model import ModelSection
 from stretto.data.model_file import ModelFile
 from stretto.families.table import FAMILIES, VISION_FAMILIES, traits_of
 
-_COUNTS = (
-    "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "num_experts",
-    "n_routed_experts", "num_local_experts", "linear_num_key_heads", "linear_num_value_heads",
-)  # fmt: skip
-"""Keys of a config.json with the numbers that are read here."""
-_PER_LAYER = "num_attention_heads_per_layer"
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -41,22 +34,17 @@ class Shape:
 def read_shape(model: ModelFile) -> Shape | None:
     """The shape of a model of one of our own families; None for any other.
 
-    Raises: ConfigError for a config.json without a number that is needed here, or with another value for it.
+    Raises: ConfigError for a config.json without a number that is needed here.
     """
     family, found = model.family, model.text
     if family not in FAMILIES:
         return None
-    for key in _COUNTS:
-        if not _is_count(value := found.get(key) or 0):
-            raise ConfigError(f"{model.path}: {key} = {value!r:.60} must be an integer from 0 on")
-    if not isinstance(per_layer := found.get(_PER_LAYER) or [], list) or not all(map(_is_count, per_layer)):
-        raise ConfigError(f"{model.path}: {_PER_LAYER} = {per_layer!r:.60} must be integers from 0 on")
     if traits_of(family).is_all_sparse:
         found.setdefault("intermediate_size", found.get("moe_intermediate_size"))
     if missing := [key for key in ("num_attention_heads", "intermediate_size") if not found.get(key)]:
         what = f"no value for {', '.join(missing)}; a {family} config.json must give every one"
         raise ConfigError(f"{model.path}: {what}")
-    heads = math.gcd(*per_layer or [found["num_attention_heads"]])
+    heads = math.gcd(*found.get("num_attention_heads_per_layer") or [found["num_attention_heads"]])
     experts = (found.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
     return Shape(
         heads,
@@ -66,10 +54,6 @@ def read_shape(model: ModelFile) -> Shape | None:
         family,
         math.gcd(*(found.get(f"linear_num_{part}_heads") or 0 for part in ("key", "value"))),
     )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class TorchDist:
                 return _Stored(self, f"{first}{each}", (int(layer),), tuple(found.size[1:]), _dtype(found))
         return None
 
-    def read(self, key: str, low: Shape, high: Shape) -> Tensor:
+    def read(self, key: str, low: Shape, high: Shape) -> Shaped[Tensor, " ..."]:
         """The block [low, high) of a stored tensor."""
         stored = self._tensors[key]
         out = torch.empty([b - a for a, b in zip(low, high)], dtype=_dtype(stored))
