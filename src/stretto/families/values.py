@@ -14,7 +14,7 @@ _TABLES = frozenset(
 _LISTS_OF_TEXT = frozenset(("architectures", "layer_types", "mlp_layer_types"))
 _TEXTS = frozenset(("model_type", "hidden_act", "rope_type", "torch_dtype", "dtype"))
 _COUNTS = re.compile(
-    r"(num|n)_(?!embd_)\w+|\w*(hidden|vocab|intermediate|patch|window)_size|\w*head_dim|\w+_lora_rank|max_position_embeddings"
+    r"(linear_)?(num|n)_(?!embd_)\w+|\w*(hidden|vocab|intermediate|patch|window)_size|\w*head_dim|\w+_lora_rank|max_position_embeddings"
 )
 _IDS = re.compile(r"\w+_token_id")
 _NUMBERS = re.compile(r"rope_theta|\w+_eps|initializer_range|factor|(low|high)_freq_factor|beta_(fast|slow)|rotary_dim")
@@ -49,7 +49,9 @@ def _kind_that_belongs(key: str, value: Any, *, is_inside: bool) -> str | None:
         return None if all(_is_count(each, -1) for each in ids) else "the id of a token, or a list of ids"
     if _COUNTS.fullmatch(key):
         least = 1 if key in _AT_LEAST_ONE and not is_inside else 0
-        counts = value if isinstance(value, list) and key.endswith("per_layer") else [value]
+        counts = [value]
+        if key.endswith("per_layer"):
+            counts = value if isinstance(value, list) else [{}]
         return None if all(_is_count(each, least) for each in counts) else f"a whole number from {least} to {_LARGEST}"
     if _NUMBERS.fullmatch(key):
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
