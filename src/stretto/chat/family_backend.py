@@ -174,6 +174,11 @@ def build_family(tokenizer: Tokenizer, family: str, section: RendererSection) ->
         raise UnfitVocabularyError(
             f"[renderer] name = {family!r} does not fit {tokenizer.name_or_path}: {cause}"
         ) from cause
+    except RuntimeError as cause:  # gpt-oss: its library fetches a vocabulary
+        raise UnfitVocabularyError(
+            f"[renderer] name = {family!r}: {cause}; what it fetches must be in the cache of a machine without a network, "
+            'or use the template of the model\'s files, name = "auto"'
+        ) from cause
 
 
 def _with_settings(config: Any, settings: dict[str, Any], family: str) -> Any:

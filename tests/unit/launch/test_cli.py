@@ -160,6 +160,8 @@ def test_an_example_is_printed_as_a_config_that_loads_and_looked_at_on_one_scree
     for name, keys in USED.items():
         if not is_here(name) and any(key in path.read_text() for key in keys):
             pytest.skip(f"without stretto_{name}")
+    if "reasoning-gym" in path.read_text():
+        pytest.importorskip("reasoning_gym")
     whole = path.with_name("rl.toml") if path.parent.name == "smollm2" else ROOT / "examples/sort_letters/rl.toml"
     base = [] if verb == "sft" or path in (whole, path.with_name(f"{verb}.toml")) else ["@", str(whole)]
     if path.stem == "qwen3_4b":  # what it asks for needs a GPU, and its own base, which names one, needs data
