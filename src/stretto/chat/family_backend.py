@@ -176,7 +176,7 @@ def build_family(tokenizer: Tokenizer, family: str, section: RendererSection) ->
         ) from cause
     except RuntimeError as cause:  # gpt-oss: its library fetches a vocabulary
         raise UnfitVocabularyError(
-            f"[renderer] name = {family!r}: {cause}; put what it fetches into the cache of a machine without a network, "
+            f"[renderer] name = {family!r}: {cause}; put what it fetches into the cache of this machine, "
             'or use the template of the model\'s files, name = "auto"'
         ) from cause
 
