@@ -85,7 +85,7 @@ NOT_RUN = {
     ("docs/inference.md", "chat "): "tests/unit/launch/verbs/test_chat.py",
     ("docs/inference.md", "curl -s http"): "asks a server that runs: tests/contract",
     ("docs/inference.md", "curl -s -H"): "tests/unit/launch/console/test_queues.py reads it",
-    ("docs/vime.md", "stretto convert"): "needs a checkpoint of Megatron: tests/unit/models/test_megatron.py",
+    ("docs/vime.md", "convert "): "needs a checkpoint of Megatron: tests/unit/models/test_megatron.py",
     ("docs/agents.md", "claude"): "its program is not installed: tests/unit/envs/agents",
     ("docs/agents.md", "codex"): "its program is not installed: tests/unit/envs/agents",
     ("examples/harbor/README.md", "-m venv"): "installs packages of others: tests/e2e/hubs/test_hub_runs.py",
