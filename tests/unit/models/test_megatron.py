@@ -115,6 +115,17 @@ def test_another_shape_is_refused():
         check_megatron(CASES / "dense.torch_dist", CASES / "moe")
 
 
+def test_weights_that_the_model_does_not_have_are_named(tmp_path):
+    for family, layers in (("qwen2", 2), ("llama", 2), ("qwen2", 1)):
+        scratch = ScratchSection(family=family, hidden_size=32, num_layers=layers, num_heads=4, num_kv_heads=2)
+        hub.save_hf(hub.random_model(scratch, 50), tmp_path / f"{family}{layers}")
+    to_megatron(tmp_path / "qwen22", tmp_path / "megatron")
+    with pytest.raises(DataError, match=r"linear_qkv\.bias is not part of a llama"):
+        check_megatron(tmp_path / "megatron", tmp_path / "llama2")
+    with pytest.raises(DataError, match=r"decoder\.layers\.1\.\S+ is not part of a qwen2"):
+        check_megatron(tmp_path / "megatron", tmp_path / "qwen21")
+
+
 def test_a_missing_rank_is_named(tmp_path):
     checkpoint = shutil.copytree(CASES / "moe.torch_ep2", tmp_path / "c")
     shutil.rmtree(checkpoint / "iter_0000007" / "mp_rank_00_001")

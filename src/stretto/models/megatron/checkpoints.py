@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stretto.base.errors import DataError
 from stretto.families.shape import ModelConfig
-from stretto.models.megatron.names import LAYERS, megatron_map
+from stretto.models.megatron.names import LAYERS, megatron_map, spellings
 from stretto.models.megatron.places import METADATA, find_iteration
 from stretto.models.megatron.torch_dist import TorchDist
 from stretto.models.megatron.torch_files import TorchFiles
@@ -39,7 +39,7 @@ def read_megatron(directory: Path, cfg: ModelConfig, *, step: int | None = None)
     place = find_iteration(directory, step)
     files = TorchDist(place) if (place / METADATA).exists() else TorchFiles(place)
     expected = megatron_map(cfg, str(directory)).their_shapes
-    known, missing = set(expected), []
+    missing = []
     for name, shape in expected.items():
         if (found := files.find(name)) is None:
             missing.append(name)
@@ -52,9 +52,11 @@ def read_megatron(directory: Path, cfg: ModelConfig, *, step: int | None = None)
         yield name, found
     if missing:
         raise DataError(f"{place}: {len(missing)} of {len(expected)} tensors are missing: {', '.join(missing[:4])} ...")
-    layers = {int(name.split(".")[2]) for name in files.names() if name.startswith(LAYERS)}
-    if beyond := sorted(layers - {int(name.split(".")[2]) for name in known if name.startswith(LAYERS)}):
-        raise DataError(f"{place}: it has layer {beyond[0]}, config.json asks for {cfg.num_layers} layers")
+    known = {each for name in expected for each in spellings(name)} | set(_PADDED)
+    if unknown := sorted(set(files.names()) - known):
+        raise DataError(
+            f"{place}: {unknown[0]} is not part of a {cfg.family} of this config.json ({len(unknown)} such)"
+        )
 
 
 @dataclass(frozen=True)

@@ -132,3 +132,11 @@ def extra_states(names: Iterable[str], num_experts: int) -> Iterator[tuple[str, 
         yield f"{module}._extra_state", num_experts if EXPERTS in name else 1
         if module.endswith("linear_proj"):
             yield f"{module.removesuffix('linear_proj')}core_attention._extra_state", 1
+
+
+def spellings(name: str) -> Iterator[str]:
+    """A name, and the others that mean the same."""
+    yield name
+    if name.startswith(LAYERS):
+        layer, part = name.removeprefix(LAYERS).split(".", 1)
+        yield from (f"{LAYERS}{layer}.{each}" for each in ALIASES.get(part, ()))

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from stretto.base.errors import DataError
-from stretto.models.megatron.names import ALIASES, LAYERS, extra_states
+from stretto.models.megatron.names import ALIASES, LAYERS, extra_states, spellings
 from stretto.models.megatron.places import METADATA
 from stretto.models.tensor_map import LazyTensor, Region, Shape
 
@@ -204,7 +204,7 @@ def write_torch_dist(
 
     is_stacked: all layers are alike, and each of their tensors is one with the layers as its first dim.
     """
-    entries = [(each, shape, source) for name, shape, source in tensors for each in _spellings(name)]
+    entries = [(each, shape, source) for name, shape, source in tensors for each in spellings(name)]
     names = [name for name, _, _ in entries]
     num_layers = 1 + max((int(name.split(".")[2]) for name in names if name.startswith(LAYERS)), default=-1)
     sources: dict[MetadataIndex, tuple[LazyTensor, Region]] = {}
@@ -235,14 +235,6 @@ def write_torch_dist(
     torch.save({"checkpoint_version": 3.0, "iteration": 0, "args": Namespace()}, directory / "common.pt")
     kinds = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     (directory / "metadata.json").write_text(json.dumps(kinds | {f"{key}_version": 1 for key in kinds}))
-
-
-def _spellings(name: str) -> Iterator[str]:
-    """A name, and the others that mean the same."""
-    yield name
-    if name.startswith(LAYERS):
-        layer, part = name.removeprefix(LAYERS).split(".", 1)
-        yield from (f"{LAYERS}{layer}.{each}" for each in ALIASES.get(part, ()))
 
 
 def _stored_as(name: str) -> tuple[str, tuple[int, ...]]:
