@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 from collections.abc import Mapping
@@ -48,7 +49,11 @@ def _convert(conversions: Mapping[Path, Path], model: Path, *, is_dry_run: bool)
             if is_dry_run:
                 check_megatron(place, model)
             else:
-                to_hugging_face(place, model, target)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with (target.parent / ".lock").open("w") as lock:  # another run may convert it at this moment
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    if not (target / "config.json").exists():
+                        to_hugging_face(place, model, target)
         except (DataError, OSError) as error:
             raise ConfigError(f"{place} cannot be converted to {target}: {error}") from None
 

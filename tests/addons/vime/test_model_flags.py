@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from cases.vime import CONFIG, SPLIT, put_files, words_of
@@ -116,3 +120,16 @@ def test_products_in_8_bits_are_those_of_the_model(read):
 def test_a_config_that_says_nothing_contradicts_no_flag(name):
     assert SHAPES[name].value({}) in (None, 0)
     assert SHAPES[name].value({"model_type": "of_tomorrow", "moe_layers": 3}) in (None, False)
+
+
+@pytest.mark.heavy
+def test_two_commands_that_need_the_same_checkpoint_convert_it_once(tmp_path):
+    cases = Path(__file__).parents[2] / "cases" / "megatron"
+    place = shutil.copytree(cases / "dense.torch_dist", tmp_path / "c") / "iter_0000003"
+    target = tmp_path / "c" / "hugging_face" / place.name
+    code = "import sys; from pathlib import Path as P; from stretto_vime.cli import _convert; "
+    code += "_convert({P(sys.argv[1]): P(sys.argv[2])}, P(sys.argv[3]), is_dry_run=False)"
+    words = [sys.executable, "-c", code, str(place), str(target), str(cases / "dense")]
+    both = [subprocess.Popen(words) for _ in range(2)]
+    assert [each.wait(timeout=60) for each in both] == [0, 0]
+    assert {path.name for path in target.parent.iterdir()} == {".lock", place.name}
