@@ -133,3 +133,12 @@ def test_two_commands_that_need_the_same_checkpoint_convert_it_once(tmp_path):
     both = [subprocess.Popen(words) for _ in range(2)]
     assert [each.wait(timeout=60) for each in both] == [0, 0]
     assert {path.name for path in target.parent.iterdir()} == {".lock", place.name}
+
+
+def test_a_checkpoint_of_megatrons_in_the_runs_own_directory_is_where_training_starts(tmp_path, monkeypatch):
+    put_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mg" / "iter_0000009").mkdir(parents=True)
+    command = read_command(words_of(tmp_path, SPLIT, "--load mg --save mg"))
+    assert command.config.model.name == "mg/hugging_face/iter_0000009"
+    assert command.conversions == {Path("mg/iter_0000009"): Path("mg/hugging_face/iter_0000009")}

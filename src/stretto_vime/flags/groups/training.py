@@ -200,7 +200,7 @@ def _start(flags: Values) -> Iterator[Setting]:
         raise ConfigError(f"{flags.given['--load']} is a file; name a run's directory, or Hugging Face weights")
     if load is not None and _is_run(load):
         yield from _continued(flags, load)
-    elif load is not None and load.is_dir() and any(load.iterdir()) and load != _save_dir(flags):
+    elif load is not None and load.is_dir() and any(load.iterdir()) and (load != _save_dir(flags) or is_megatron(load)):
         start, source = _weights(flags, "--load"), "--load"
     elif flags.ckpt_step is not None:
         source = flags.given.get("--load", "without --load the run")
