@@ -210,7 +210,8 @@ def persistent_caches() -> dict[str, str]:
     """Environment variables that keep caches out of the run's temporary directory.
 
     PyTorch always puts precompiled headers for CPU kernels into the temporary directory: they would be compiled in each
-    run, while the kernels that include them are cached. So headers are not precompiled.
+    run, while the kernels that include them are cached. So headers are not precompiled. openai_harmony puts the
+    vocabulary that it downloads there, and makes the directory even if nothing can be downloaded.
     """
     try:
         user = getpass.getuser()
@@ -220,6 +221,7 @@ def persistent_caches() -> dict[str, str]:
     variables = {
         "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{user}"),
         "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+        "TIKTOKEN_RS_CACHE_DIR": str(Path(tempfile.gettempdir()) / "tiktoken-rs-cache"),
     }
     return {name: value for name, value in variables.items() if name not in os.environ}
 

@@ -253,16 +253,23 @@ def test_shared_memory_of_a_killed_keeper_goes_at_the_next_start(monkeypatch: py
     blocks[1].unlink()
 
 
-def test_caches_of_compiled_code_outlive_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_of_compiled_code_and_of_vocabularies_outlive_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    headers = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
-    for name in ("TORCHINDUCTOR_CACHE_DIR", headers):
+    headers, vocabularies = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "TIKTOKEN_RS_CACHE_DIR"
+    for name in ("TORCHINDUCTOR_CACHE_DIR", headers, vocabularies):
         monkeypatch.delenv(name, raising=False)
     mine = keeper.persistent_caches()
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    assert mine == {"TORCHINDUCTOR_CACHE_DIR": default_cache_dir(), headers: "0"}
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
+    assert mine == {
+        "TORCHINDUCTOR_CACHE_DIR": default_cache_dir(),
+        headers: "0",
+        vocabularies: str(tmp_path / "tiktoken-rs-cache"),
+    }
+    for name in ("TORCHINDUCTOR_CACHE_DIR", vocabularies):
+        monkeypatch.setenv(name, "/somewhere")
     monkeypatch.setenv(headers, "1")
     assert keeper.persistent_caches() == {}
 
