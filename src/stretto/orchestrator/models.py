@@ -13,7 +13,7 @@ import hashlib
 import logging
 import os
 import random
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -27,6 +27,7 @@ from stretto.config.sections.distill import TEACHER_KEY_VAR, FrozenModelPlace
 from stretto.data.messages import checked_messages
 from stretto.data.pictures import openai_messages
 from stretto.envs.models import ChatModel, ModelReply
+from stretto.orchestrator.model_costs import Spending
 from stretto.transports.engine import api, http
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ class ModelClient(ChatModel):
         self._turns = asyncio.Semaphore(section.max_concurrent)
         self._next_at = 0.0  # when requests_per_minute lets another one begin
         self._replies: OrderedDict[bytes, asyncio.Task[ModelReply]] = OrderedDict()
-        self.counts: Counter[str] = Counter()
+        self.spending = Spending(name, section)
+        self.counts = self.spending.counts
 
     async def chat(
         self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **options: Any
@@ -92,6 +94,7 @@ class ModelClient(ChatModel):
 
     async def _reply(self, body: bytes) -> ModelReply:
         async with self._turns:
+            await self.spending.admit()
             await self._pace()
             timeout_s = self._section.timeout_s
             seen: list[str] = []
@@ -108,8 +111,7 @@ class ModelClient(ChatModel):
                 self.counts["failed"] += 1
                 raise EngineError(f"models.{self.name}: {error}") from error
         reply = self._parsed(answer)
-        self.counts["prompt tokens"] += reply.num_prompt_tokens
-        self.counts["completion tokens"] += reply.num_completion_tokens
+        self.spending.add(reply)
         return reply
 
     async def _pace(self) -> None:
@@ -195,8 +197,8 @@ class ModelClient(ChatModel):
         for task in self._replies.values():
             task.cancel()
         await self._http.close()
-        if self.counts:
-            logger.info("models.%s: %s", self.name, ", ".join(f"{n} {what}" for what, n in self.counts.items()))
+        if summary := self.spending.summary():
+            logger.info("models.%s: %s", self.name, summary)
 
 
 def _text_of(content: Any) -> Any:

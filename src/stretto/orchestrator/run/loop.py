@@ -23,6 +23,7 @@ from stretto.base.status import DEVICES_FREE, is_supervised, report
 from stretto.orchestrator.eval.best import BestKeeper, best_of
 from stretto.orchestrator.eval.results import format_table
 from stretto.orchestrator.eval_scores import eval_row, mean_over_envs
+from stretto.orchestrator.model_costs import EVENT
 from stretto.orchestrator.run import telemetry
 from stretto.orchestrator.run.concurrency import EngineLoad, build_limit
 from stretto.orchestrator.run.parts import RunParts
@@ -87,7 +88,9 @@ class Loop:
         self._checkpoints = CheckpointWriter(run)
         self._best = BestKeeper(run.run_dir, self.start)
         self.stopped_because: str | None = None
-        """Why the run ended before its last step, if early_stop ended it."""
+        """Why the run ended before its last step, if early_stop or the cost of a model ended it."""
+        for spending in run.spendings:
+            spending.stop = self._end_early
         self._limit = build_limit(run.cfg, run.buffer)
         self._reports = telemetry.StepReports(run, self._limit)
         self._is_stopping = asyncio.Event()
@@ -125,6 +128,7 @@ class Loop:
             self.buffer.close()  # cancels groups that batches counted in tokens have left over
             for task in (*background, *filter(None, [self._drawing])):
                 task.cancel()
+        self._record_spendings()
         self._reports.count_wall_time()
         if self._best.wanted is not None:
             self._best.keep_if_there()
@@ -323,11 +327,22 @@ class Loop:
         stop = section.early_stop
         if stop is None or version == self.cfg.max_steps or (reason := stop.reason_to_stop(scores)) is None:
             return
+        self._end_early(reason)
+
+    def _end_early(self, reason: str) -> None:
+        """Stop in order before the last step, and say why."""
+        if self.was_stopped:
+            return
         logger.info("the run ends early: %s", reason)
-        self.parts.ledger.event("early_stop", {"version": version, "reason": reason})
+        self.parts.ledger.event("early_stop", {"version": self.progress.step, "reason": reason})
         report("note", text=f"the run ends early: {reason}")
         self.stopped_because = reason
         self.stop()
+
+    def _record_spendings(self) -> None:
+        """Write into the ledger what frozen models have been asked so far."""
+        if counts := {each.name: dict(each.counts) for each in self.parts.spendings if each.counts}:
+            self.parts.ledger.event(EVENT, counts)
 
     async def handle_trainer_events(self) -> None:
         """Handle the messages of all ranks until each has sent Bye."""
@@ -363,6 +378,7 @@ class Loop:
         if done.step != self.progress.step + 1 or done.step not in self._shipper.rows:
             raise WireError(f"the trainer finished step {done.step} after step {self.progress.step}")
         self.parts.ledger.step_trained(done.step, done.metrics)
+        self._record_spendings()
         self._reports.report(done, self._shipper.rows.pop(done.step))
         if self._best.wanted is not None:
             self._best.keep_if_there()

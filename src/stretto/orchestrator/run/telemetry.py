@@ -140,6 +140,7 @@ class StepReports:
             "trainer/wait_s": done.wait_s,
             **(run.curriculum.gauges() if run.curriculum.pools else {}),
             **(run.baselines.gauges() if run.baselines.algos else {}),
+            **{name: value for each in run.spendings for name, value in each.gauges().items()},
             "progress/rollouts": float(run.progress.num_rollouts),
             "progress/tokens": float(run.progress.num_tokens),
         }
