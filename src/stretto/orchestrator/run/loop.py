@@ -23,7 +23,6 @@ from stretto.base.status import DEVICES_FREE, is_supervised, report
 from stretto.orchestrator.eval.best import BestKeeper, best_of
 from stretto.orchestrator.eval.results import format_table
 from stretto.orchestrator.eval_scores import eval_row, mean_over_envs
-from stretto.orchestrator.model_costs import EVENT
 from stretto.orchestrator.run import telemetry
 from stretto.orchestrator.run.concurrency import EngineLoad, build_limit
 from stretto.orchestrator.run.parts import RunParts
@@ -128,8 +127,7 @@ class Loop:
             self.buffer.close()  # cancels groups that batches counted in tokens have left over
             for task in (*background, *filter(None, [self._drawing])):
                 task.cancel()
-        self._record_spendings()
-        self._reports.count_wall_time()
+        self._reports.count_so_far()
         if self._best.wanted is not None:
             self._best.keep_if_there()
         if (missing := self._best.wanted) is not None:
@@ -339,11 +337,6 @@ class Loop:
         self.stopped_because = reason
         self.stop()
 
-    def _record_spendings(self) -> None:
-        """Write into the ledger what frozen models have been asked so far."""
-        if counts := {each.name: dict(each.counts) for each in self.parts.spendings if each.counts}:
-            self.parts.ledger.event(EVENT, counts)
-
     async def handle_trainer_events(self) -> None:
         """Handle the messages of all ranks until each has sent Bye."""
         ranks = set(range(self.cfg.num_train_workers))
@@ -378,7 +371,6 @@ class Loop:
         if done.step != self.progress.step + 1 or done.step not in self._shipper.rows:
             raise WireError(f"the trainer finished step {done.step} after step {self.progress.step}")
         self.parts.ledger.step_trained(done.step, done.metrics)
-        self._record_spendings()
         self._reports.report(done, self._shipper.rows.pop(done.step))
         if self._best.wanted is not None:
             self._best.keep_if_there()
