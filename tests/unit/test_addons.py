@@ -46,7 +46,7 @@ def strings_of(package: str) -> str:
 
 
 def test_the_core_names_no_add_on() -> None:
-    assert len(ADD_ONS) == 10
+    assert len(ADD_ONS) == 12
     assert not NAME.findall(strings_of("stretto"))
 
 

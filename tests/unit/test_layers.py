@@ -63,9 +63,11 @@ BELOW = {
     "launch": {"addons", "base", "check", "families", "records", "config", "ledger", "monitors", "data", "api"},
     "stretto_agents": {"base", "config", "data", "envs", "records", "vime"},
     "stretto_hubs": {"base", "data", "envs", "records", "stretto_agents"},
+    "stretto_megatron": {"base", "config", "families", "models"},
+    "stretto_start": {"api", "base", "config", "signals"},
     "stretto_repair": {"base", "envs", "records"},
     "stretto_clusters": {"base", "check", "records", "config", "monitors", "launch"},
-    "stretto_vime": {"base", "families", "config", "data", "models", "vime", "cli", "verbs"},
+    "stretto_vime": {"base", "families", "config", "data", "stretto_megatron", "vime", "cli", "verbs"},
     "stretto_prime": {"config"},
     "stretto_service": {"addons", "base", "check", "records", "config", "monitors", "transports", "data", "launch"},
     "stretto_service.tenants": {"base", "records", "config", "algorithms", "chat", "models", "transports", "trainer"},
@@ -130,9 +132,17 @@ BELOW = {
 """What a room of the core, or an add-on, may import of ours, besides itself."""
 
 HOMES = {
-    "torch": ("algorithms", "models", "trainer", "inference", "transports/weights", "stretto_service/tenants"),
+    "torch": (
+        "algorithms",
+        "models",
+        "trainer",
+        "inference",
+        "transports/weights",
+        "stretto_service/tenants",
+        "stretto_megatron",
+    ),
     # api: types, and what a model object of the user is
-    "transformers": ("models", "trainer", "inference", "api/verbs.py", "api/given/models.py"),
+    "transformers": ("models", "trainer", "inference", "stretto_megatron", "api/verbs.py", "api/given/models.py"),
     "vllm": ("inference/vllm",),
     "datasets": ("data/hub.py", "api/rows.py", "api/verbs.py"),
     "verifiers": ("stretto_hubs/verifiers",),

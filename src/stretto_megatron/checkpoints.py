@@ -16,11 +16,11 @@ from torch import Tensor
 
 from stretto.base.errors import DataError
 from stretto.families.shape import ModelConfig
-from stretto.models.megatron.names import LAYERS, megatron_map, spellings
-from stretto.models.megatron.places import METADATA, find_iteration
-from stretto.models.megatron.torch_dist import TorchDist
-from stretto.models.megatron.torch_files import TorchFiles
 from stretto.models.tensor_map import LazyTensor, Region, Shape, SharedSlice, TensorMap, TensorSlice
+from stretto_megatron.names import LAYERS, megatron_map, spellings
+from stretto_megatron.places import METADATA, find_iteration
+from stretto_megatron.torch_dist import TorchDist
+from stretto_megatron.torch_files import TorchFiles
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped

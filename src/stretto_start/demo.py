@@ -30,7 +30,7 @@ needs about ten minutes. The examples:"""
 
 def examples() -> dict[str, Path]:
     """The directory of every example with a run of `rl`, by name."""
-    root = (Path(__file__).parents[1] / "examples").resolve()
+    root = (Path(__file__).parents[1] / "stretto" / "examples").resolve()
     return {path.parent.name: path.parent for path in sorted(root.glob("*/rl.toml"))}
 
 
@@ -51,6 +51,11 @@ def demo(words: Sequence[str]) -> int:
         if status := _run([sys.executable, *words]):
             return status
     return 0
+
+
+def completions() -> list[str]:
+    """The lines of its completion: none, its flags are keys of two verbs."""
+    return []
 
 
 def commands(example: Path, flags: Sequence[str]) -> list[list[str]]:

@@ -32,6 +32,7 @@ from stretto.base.paths import RunDir
 from stretto.base.status import harmless
 from stretto.config.reading.plain import PlainParser
 from stretto.config.sections.inference import KEY_VAR
+from stretto.signals import unwind_at_signals
 
 START_TIMEOUT_S, POLL_S, ANSWER_TIMEOUT_S = 600.0, 0.2, 600.0
 HELP = "/new forgets all, /system TEXT sets the system prompt, /quit (or Ctrl-D) ends; Ctrl-C stops a reply"
@@ -52,6 +53,7 @@ def chat(words: Sequence[str]) -> int:
     parser.add_argument("--served-model", help="name of the model at a URL; default: the first that it lists")
     parser.add_argument("--api-key-var", help="environment variable with the key of a URL")
     options = parser.parse_args(words)
+    unwind_at_signals()  # it may start a process
     is_url = options.model.startswith(("http://", "https://"))
     _check_options(options, is_url)
     if is_url:

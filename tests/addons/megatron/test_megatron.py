@@ -15,10 +15,10 @@ import torch
 from stretto.base.errors import DataError
 from stretto.config.sections.model import ScratchSection
 from stretto.models import hub
-from stretto.models.megatron.checkpoints import as_hugging_face
-from stretto.models.megatron.convert import check_megatron, convert, to_hugging_face, to_megatron
-from stretto.models.megatron.places import find_iteration, is_megatron
 from stretto.models.tensor_map import TensorMap
+from stretto_megatron.checkpoints import as_hugging_face
+from stretto_megatron.convert import check_megatron, convert, to_hugging_face, to_megatron
+from stretto_megatron.places import find_iteration, is_megatron
 
 CASES = Path(__file__).parents[2] / "cases" / "megatron"
 KINDS = ("dense.torch_dist", "moe.torch_dist", "dense.torch_tp2", "moe.torch_ep2")
@@ -58,7 +58,7 @@ def test_a_model_that_goes_to_megatron_and_back_has_its_bits(family, dtype, tmp_
 
 
 def test_a_tensor_in_several_chunks_is_put_together(monkeypatch, tmp_path):
-    monkeypatch.setattr("stretto.models.megatron.torch_dist._MAX_CHUNK_BYTES", 200)
+    monkeypatch.setattr("stretto_megatron.torch_dist._MAX_CHUNK_BYTES", 200)
     to_megatron(CASES / "moe", tmp_path / "megatron")
     to_hugging_face(tmp_path / "megatron", CASES / "moe", tmp_path / "back")
     found = tensors_of(tmp_path / "back")

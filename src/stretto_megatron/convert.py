@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.reading.plain import PlainParser
-from stretto.models.megatron.places import POINTER, find_iteration, is_megatron
+from stretto_megatron.places import POINTER, find_iteration, is_megatron
 
 _PARTIAL = ".partial"
 
@@ -52,7 +52,7 @@ def to_hugging_face(source: Path, model: Path, target: Path, *, step: int | None
     Raises: DataError if the checkpoint does not have the weights that config.json asks for.
     """
     from stretto.models import hub
-    from stretto.models.megatron.checkpoints import as_hugging_face
+    from stretto_megatron.checkpoints import as_hugging_face
 
     place, cfg = find_iteration(source, step), hub.load_config(model)
     named = list(as_hugging_face(place, cfg, hub.build_tensor_map(cfg)))
@@ -67,7 +67,7 @@ def to_hugging_face(source: Path, model: Path, target: Path, *, step: int | None
 def check_megatron(source: Path, model: Path) -> None:
     """Raises: DataError if a Megatron checkpoint does not have the weights that the config.json of `model` asks for."""
     from stretto.models import hub
-    from stretto.models.megatron.checkpoints import read_megatron
+    from stretto_megatron.checkpoints import read_megatron
 
     for _ in read_megatron(source, hub.load_config(model)):
         pass
@@ -79,8 +79,8 @@ def to_megatron(source: Path, target: Path) -> None:
     Raises: DataError for weights that are missing, or that have no place there.
     """
     from stretto.models import hub
-    from stretto.models.megatron.checkpoints import as_megatron, has_equal_layers
-    from stretto.models.megatron.torch_dist import write_torch_dist
+    from stretto_megatron.checkpoints import as_megatron, has_equal_layers
+    from stretto_megatron.torch_dist import write_torch_dist
 
     cfg = hub.load_config(source)
     sources = [each for each in hub.read_tensors(source) if not hub.is_redundant(each[0], cfg)]

@@ -37,9 +37,9 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from stretto.base.errors import DataError
-from stretto.models.megatron.names import ALIASES, LAYERS, extra_states, spellings
-from stretto.models.megatron.places import METADATA
 from stretto.models.tensor_map import LazyTensor, Region, Shape
+from stretto_megatron.names import ALIASES, LAYERS, extra_states, spellings
+from stretto_megatron.places import METADATA
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from stretto.base.errors import DataError
-from stretto.models.megatron.names import ALIASES, LAYERS
 from stretto.models.tensor_map import LazyTensor, Region, Shape
+from stretto_megatron.names import ALIASES, LAYERS
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped

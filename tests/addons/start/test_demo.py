@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stretto import cli
-from stretto.launch import demo as demos
+from stretto_start import demo as demos
 
 pytestmark = pytest.mark.heavy
 

@@ -17,8 +17,8 @@ import pytest
 from stretto import signals
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.paths import RunDir
-from stretto.launch import chat as module
-from stretto.launch.chat import Server, chat
+from stretto_start import chat as module
+from stretto_start.chat import Server, chat
 
 
 class Handler(BaseHTTPRequestHandler):
