@@ -21,7 +21,7 @@ BELOW = {
     "families": {"base"},
     "config": {"addons", "base", "families"},
     "ledger": {"base", "records", "config"},
-    "monitors": {"base", "records", "config"},
+    "monitors": {"addons", "base", "records", "config"},
     "algorithms": {"base", "records", "config"},
     "chat": {"base", "families", "records", "config", "data"},
     "models": {"base", "families", "records", "config"},
@@ -63,6 +63,7 @@ BELOW = {
     "launch": {"addons", "base", "check", "families", "records", "config", "ledger", "monitors", "data", "api"},
     "stretto_agents": {"base", "config", "data", "envs", "records", "vime"},
     "stretto_hubs": {"base", "data", "envs", "records", "stretto_agents"},
+    "stretto_trackers": {"base", "config", "monitors"},
     "stretto_megatron": {"base", "config", "families", "models"},
     "stretto_start": {"api", "base", "config", "signals"},
     "stretto_repair": {"base", "envs", "records"},
@@ -150,11 +151,11 @@ HOMES = {
     "nemo_gym": ("stretto_hubs/other_python",),
     "reasoning_gym": ("envs/bundled/reasoning_gym.py",),
     "ray": ("stretto_clusters/ray/cluster.py",),
-    "wandb": ("monitors/wandb.py",),
-    "tensorboard": ("monitors/tensorboard.py",),
-    "trackio": ("monitors/trackio.py",),
-    "mlflow": ("monitors/mlflow.py",),
-    "swanlab": ("monitors/swanlab.py",),
+    "wandb": ("stretto_trackers/wandb.py",),
+    "tensorboard": ("stretto_trackers/tensorboard.py",),
+    "trackio": ("stretto_trackers/trackio.py",),
+    "mlflow": ("stretto_trackers/mlflow.py",),
+    "swanlab": ("stretto_trackers/swanlab.py",),
 }
 """The only places that may import a heavy library: in the core, or below src/."""
 

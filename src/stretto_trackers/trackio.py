@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from stretto.config.sections.monitors import TrackioSection
-from stretto.monitors.monitor import Monitor, Source, TableRow, Values, without_images
+from stretto.monitors.monitor import Source, TableRow, Tracker, Values, without_images
 
 
-class TrackioMonitor(Monitor):
+class TrackioMonitor(Tracker):
     def __init__(self, section: TrackioSection, source: Source) -> None:
         import trackio
 

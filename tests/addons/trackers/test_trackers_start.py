@@ -13,8 +13,8 @@ from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import MonitorsSection, TrackioSection, WandbSection
 from stretto.monitors import base
 from stretto.monitors.base import build_monitors, find_trackers
-from stretto.monitors.monitor import Monitor, Source
-from stretto.monitors.wandb import check_login, find_mode
+from stretto.monitors.monitor import Source, Tracker
+from stretto_trackers.wandb import WandbMonitor, find_mode
 
 OWN = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_DIR", "WANDB_IDENTITY_TOKEN_FILE")
 NEEDS_WANDB = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="extra `wandb` is missing")
@@ -35,7 +35,7 @@ def test_the_mode_is_that_of_the_environment_unless_the_section_has_one(monkeypa
     assert find_mode(WandbSection()) == "online"
     for mode in ("offline", "disabled", "dryrun"):
         monkeypatch.setenv("WANDB_MODE", mode)
-        assert find_mode(WandbSection()) == mode == check_login(WandbSection())
+        assert find_mode(WandbSection()) == mode == WandbMonitor.check_login(WandbSection())
         assert find_mode(WandbSection(offline=False)) == "online"
     monkeypatch.setenv("WANDB_MODE", "online")
     assert find_mode(WandbSection(offline=True)) == "offline"
@@ -59,12 +59,12 @@ def test_an_online_run_without_a_key_is_refused_before_the_start() -> None:
 def test_a_key_of_the_environment_or_of_a_login_is_found_for_its_host(home: Path, monkeypatch) -> None:
     (home / "netrc").write_text("machine wandb.example.org login user password secret\n")
     with pytest.raises(ConfigError, match=r"api\.wandb\.ai"):
-        check_login(WandbSection())
+        WandbMonitor.check_login(WandbSection())
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
-    assert check_login(WandbSection()) == "online at wandb.example.org"
+    assert WandbMonitor.check_login(WandbSection()) == "online at wandb.example.org"
     monkeypatch.delenv("WANDB_BASE_URL")
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    assert check_login(WandbSection()) == "online at api.wandb.ai"
+    assert WandbMonitor.check_login(WandbSection()) == "online at api.wandb.ai"
 
 
 @NEEDS_WANDB
@@ -96,14 +96,13 @@ def test_a_process_whose_metrics_another_one_sends_has_no_tracker(home: Path) ->
     assert rows[-1]["loss"] == 0.5
 
 
-class Refusing(Monitor):
+class Refusing(Tracker):
     def __init__(self, section: object, source: Source) -> None:
         raise RuntimeError("no space in its database")
 
 
 def test_a_tracker_that_cannot_start_ends_the_start_of_a_new_run_only(home: Path, monkeypatch, caplog) -> None:
-    monkeypatch.setitem(base.TRACKERS, "trackio", Refusing)
-    monkeypatch.setattr(base, "find_trackers", lambda section: ["trackio"])
+    monkeypatch.setattr(base, "find_trackers", lambda section: {"trackio": Refusing})
     section = MonitorsSection(trackio=TrackioSection())
     with pytest.raises(ConfigError) as caught:
         build_monitors(section, RunDir(home / "new"), "orchestrator", "run")
@@ -119,4 +118,4 @@ def test_a_tracker_that_cannot_start_ends_the_start_of_a_new_run_only(home: Path
 
 @NEEDS_WANDB
 def test_a_login_is_looked_for_only_where_the_tracker_is_fed() -> None:
-    assert find_trackers(MonitorsSection(wandb=WandbSection()), is_fed_here=False) == ["wandb"]
+    assert list(find_trackers(MonitorsSection(wandb=WandbSection()), is_fed_here=False)) == ["wandb"]

@@ -15,13 +15,15 @@ from urllib.parse import urlsplit
 from stretto.base.errors import ConfigError
 from stretto.base.files import write_atomic
 from stretto.config.sections.monitors import WandbSection
-from stretto.monitors.monitor import Monitor, Source, TableRow, Values
+from stretto.monitors.monitor import Source, TableRow, Tracker, Values
 
 MODES = ("online", "shared", "offline", "disabled", "dryrun", "run")
 WITHOUT_NETWORK = ("offline", "disabled", "dryrun")
 
 
-class WandbMonitor(Monitor):
+class WandbMonitor(Tracker):
+    service = "W&B"
+
     def __init__(self, section: WandbSection, source: Source) -> None:
         import wandb
 
@@ -71,6 +73,23 @@ class WandbMonitor(Monitor):
         self._run.finish()
         wandb.teardown()
 
+    @staticmethod
+    def check_login(section: WandbSection) -> str:
+        """The mode of W&B, in words, after a look for what an online run needs; asks no server.
+
+        Raises: ConfigError if the run is online, and there is no key.
+        """
+        if (mode := find_mode(section)) in WITHOUT_NETWORK:
+            return mode
+        url = os.environ.get("WANDB_BASE_URL") or _own_settings().get("base_url") or "https://api.wandb.ai"
+        host = urlsplit(url).netloc
+        if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")) or _has_netrc(host):
+            return f"online at {host}"
+        raise ConfigError(
+            f"[monitors.wandb] has no key for {host}: set WANDB_API_KEY, run `wandb login`, or write without a network "
+            "with offline = true or WANDB_MODE=offline (WANDB_MODE=disabled: nothing at all)."
+        )
+
 
 def find_mode(section: WandbSection) -> str:
     """How W&B runs: as the section says, else as WANDB_MODE, else as the files that `wandb offline` writes.
@@ -83,23 +102,6 @@ def find_mode(section: WandbSection) -> str:
     if mode not in MODES:
         raise ConfigError(f"[monitors.wandb] WANDB_MODE={mode} is no mode of W&B; use one of {', '.join(MODES)}")
     return mode
-
-
-def check_login(section: WandbSection) -> str:
-    """The mode of W&B, in words, after a look for what an online run needs; asks no server.
-
-    Raises: ConfigError if the run is online, and there is no key.
-    """
-    if (mode := find_mode(section)) in WITHOUT_NETWORK:
-        return mode
-    url = os.environ.get("WANDB_BASE_URL") or _own_settings().get("base_url") or "https://api.wandb.ai"
-    host = urlsplit(url).netloc
-    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")) or _has_netrc(host):
-        return f"online at {host}"
-    raise ConfigError(
-        f"[monitors.wandb] has no key for {host}: set WANDB_API_KEY, run `wandb login`, or write without a network "
-        "with offline = true or WANDB_MODE=offline (WANDB_MODE=disabled: nothing at all)."
-    )
 
 
 def _has_netrc(host: str) -> bool:

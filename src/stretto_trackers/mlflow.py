@@ -18,7 +18,7 @@ import numpy as np
 
 from stretto.base.files import write_atomic
 from stretto.config.sections.monitors import MlflowSection
-from stretto.monitors.monitor import Monitor, Source, TableRow, Values, images_of, without_images
+from stretto.monitors.monitor import Source, TableRow, Tracker, Values, images_of, without_images
 
 URI_VAR = "MLFLOW_TRACKING_URI"
 MAX_PARAMS, MAX_METRICS = 100, 1000  # of one request
@@ -27,7 +27,7 @@ QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 _NOT_ALLOWED = re.compile(r"[^\w\-. :/]")
 
 
-class MlflowMonitor(Monitor):
+class MlflowMonitor(Tracker):
     def __init__(self, section: MlflowSection, source: Source) -> None:
         from mlflow.tracking import MlflowClient
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from stretto.config.sections.monitors import TensorboardSection
-from stretto.monitors.monitor import Monitor, Source, TableRow, Values, images_of, without_images
+from stretto.monitors.monitor import Source, TableRow, Tracker, Values, images_of, without_images
 
 NUM_BINS = 30  # of a histogram
 
 
-class TensorboardMonitor(Monitor):
+class TensorboardMonitor(Tracker):
     def __init__(self, section: TensorboardSection, source: Source) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter

@@ -13,7 +13,7 @@ import numpy as np
 from stretto.base.errors import ConfigError
 from stretto.base.files import write_atomic
 from stretto.config.sections.monitors import SwanlabSection
-from stretto.monitors.monitor import Monitor, Source, TableRow, Values, images_of, without_images
+from stretto.monitors.monitor import Source, TableRow, Tracker, Values, images_of, without_images
 
 MODES = ("online", "offline", "local", "disabled")
 WITHOUT_NETWORK = ("offline", "local", "disabled")
@@ -21,7 +21,9 @@ NUM_BINS = 30  # of a histogram
 KEY_VAR = "SWANLAB_API_KEY"
 
 
-class SwanlabMonitor(Monitor):
+class SwanlabMonitor(Tracker):
+    service = "SwanLab"
+
     def __init__(self, section: SwanlabSection, source: Source) -> None:
         import swanlab
 
@@ -71,6 +73,21 @@ class SwanlabMonitor(Monitor):
     def close(self) -> None:
         self._run.finish()
 
+    @staticmethod
+    def check_login(section: SwanlabSection) -> str:
+        """The mode of SwanLab, after a look for what an online run needs; asks no server.
+
+        Raises: ConfigError if the run is online, and there is no key.
+        """
+        mode = find_mode(section)
+        home = Path(os.environ.get("SWANLAB_SAVE_DIR") or "~/.swanlab").expanduser()
+        if mode in WITHOUT_NETWORK or os.environ.get(KEY_VAR) or (home / ".netrc").exists():
+            return mode
+        raise ConfigError(
+            f"[monitors.swanlab] has no key: set {KEY_VAR}, run `swanlab login`, or write without a network with "
+            "offline = true or SWANLAB_MODE=offline (SWANLAB_MODE=disabled: nothing at all)."
+        )
+
 
 def find_mode(section: SwanlabSection) -> str:
     """How SwanLab runs: as the section says, else as SWANLAB_MODE, else online.
@@ -85,21 +102,6 @@ def find_mode(section: SwanlabSection) -> str:
             f"[monitors.swanlab] SWANLAB_MODE={mode} is no mode of SwanLab; use one of {', '.join(MODES)}"
         )
     return mode
-
-
-def check_login(section: SwanlabSection) -> str:
-    """The mode of SwanLab, after a look for what an online run needs; asks no server.
-
-    Raises: ConfigError if the run is online, and there is no key.
-    """
-    mode = find_mode(section)
-    home = Path(os.environ.get("SWANLAB_SAVE_DIR") or "~/.swanlab").expanduser()
-    if mode in WITHOUT_NETWORK or os.environ.get(KEY_VAR) or (home / ".netrc").exists():
-        return mode
-    raise ConfigError(
-        f"[monitors.swanlab] has no key: set {KEY_VAR}, run `swanlab login`, or write without a network with "
-        "offline = true or SWANLAB_MODE=offline (SWANLAB_MODE=disabled: nothing at all)."
-    )
 
 
 def _run_id(path: Path) -> str:

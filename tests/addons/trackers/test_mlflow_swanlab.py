@@ -15,7 +15,7 @@ from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import MlflowSection, MonitorsSection, SwanlabSection
 from stretto.monitors.base import build_monitors
-from stretto.monitors.swanlab import check_login, find_mode
+from stretto_trackers.swanlab import SwanlabMonitor, find_mode
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of the trackers' packages
 
@@ -112,7 +112,9 @@ def test_swanlab_offline_writes_a_run_without_a_network(run: RunDir, monkeypatch
 def test_the_mode_of_swanlab_is_that_of_the_environment_unless_the_section_has_one(run: RunDir, monkeypatch) -> None:
     assert find_mode(SwanlabSection()) == "online" and find_mode(SwanlabSection(offline=True)) == "offline"
     monkeypatch.setenv("SWANLAB_MODE", "local")
-    assert check_login(SwanlabSection()) == "local" and find_mode(SwanlabSection(offline=False)) == "online"
+    assert (
+        SwanlabMonitor.check_login(SwanlabSection()) == "local" and find_mode(SwanlabSection(offline=False)) == "online"
+    )
     monkeypatch.setenv("SWANLAB_MODE", "cloud?")
     with pytest.raises(ConfigError, match=r"SWANLAB_MODE=cloud\? .*offline"):
         find_mode(SwanlabSection())
@@ -120,10 +122,10 @@ def test_the_mode_of_swanlab_is_that_of_the_environment_unless_the_section_has_o
 
 def test_an_online_run_of_swanlab_needs_a_key(run: RunDir, tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(ConfigError, match=r"no key: set SWANLAB_API_KEY.*SWANLAB_MODE=offline"):
-        check_login(SwanlabSection())
+        SwanlabMonitor.check_login(SwanlabSection())
     monkeypatch.setenv("SWANLAB_API_KEY", "x")
-    assert check_login(SwanlabSection()) == "online"
+    assert SwanlabMonitor.check_login(SwanlabSection()) == "online"
     monkeypatch.delenv("SWANLAB_API_KEY")
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / ".netrc").write_text("machine api.swanlab.cn password x\n")
-    assert check_login(SwanlabSection()) == "online"
+    assert SwanlabMonitor.check_login(SwanlabSection()) == "online"
