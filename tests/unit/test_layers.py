@@ -71,7 +71,17 @@ BELOW = {
     "stretto_vime": {"base", "families", "config", "data", "stretto_megatron", "vime", "cli", "verbs"},
     "stretto_prime": {"config"},
     "stretto_service": {"addons", "base", "check", "records", "config", "monitors", "transports", "data", "launch"},
-    "stretto_service.tenants": {"base", "records", "config", "algorithms", "chat", "models", "transports", "trainer"},
+    "stretto_service.tenants": {
+        "base",
+        "check",
+        "records",
+        "config",
+        "algorithms",
+        "chat",
+        "models",
+        "transports",
+        "trainer",
+    },
     "stretto_view": {"base", "records", "config", "ledger", "monitors", "chat", "api"},
     "stretto_plan": {
         "virtual_clock",
