@@ -11,7 +11,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -330,13 +330,18 @@ async def test_links_to_files_begin_with_the_public_address(client: TestClient) 
 
 
 @pytest.mark.parametrize(
-    "error", [DataError("{}: damaged"), OSError(13, "Permission denied", "{}"), sqlite3.OperationalError("{} is full")]
+    "error_of",
+    [
+        lambda path: DataError(f"{path}: damaged"),
+        lambda path: OSError(13, "Permission denied", path),
+        lambda path: sqlite3.OperationalError(f"{path} is full"),
+    ],
 )
 async def test_answers_to_requests_that_fail_tell_no_paths(
-    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_of: Callable[[str], Exception]
 ) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise type(error)(*(each.format(tmp_path / "file") if isinstance(each, str) else each for each in error.args))
+        raise error_of(str(tmp_path / "file"))
 
     monkeypatch.setattr(Hub, "new_run", fail)
     _, answer = await post(client, "/v1/runs", creation(client))

@@ -138,7 +138,7 @@ class Routes:
         app.add_middleware(Guard, key=key, max_waiting=waiting, max_open_bytes=num_bytes)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Called when the engine is ready: wraps shutdown, updates and the list of models; peers, limits of adapters."""
+        """Called when the engine is ready: wraps shutdown, updates and the list of models, and limits adapters."""
         original_shutdown = engine_client.shutdown
 
         def shutdown(*args: Any, **kwargs: Any) -> None:
