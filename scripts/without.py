@@ -18,10 +18,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ADD_ONS = tuple(sorted(path.parent.name.removeprefix("stretto_") for path in ROOT.glob("src/stretto_*/__init__.py")))
-NEEDS = {"doctor": ("plan",)}
+NEEDS = {"doctor": ("plan",), "hubs": ("agents",), "vime": ("megatron",)}
 """Add-ons that use others, and go with them."""
 TESTS = {
     "clusters": ("tests/cluster",),
+    "hubs": ("tests/e2e/hubs",),
     "service": ("tests/dist/tenants", "tests/e2e/service", "tests/tenant_runs.py"),
     "view": ("tests/e2e/test_page_in_browser.py",),
 }

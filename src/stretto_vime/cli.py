@@ -42,7 +42,7 @@ def _convert(conversions: Mapping[Path, Path], model: Path, *, is_dry_run: bool)
 
     Raises: ConfigError if one does not.
     """
-    from stretto.models.megatron.convert import check_megatron, to_hugging_face
+    from stretto_megatron.convert import check_megatron, to_hugging_face
 
     for place, target in conversions.items():
         try:
