@@ -208,7 +208,7 @@ def open_models_of(cfg: OrchestratorConfig, stack: AsyncExitStack) -> dict[str, 
     for section in cfg.frozen_models.values():
         if key := os.environ.get(section.api_key_var):
             give_key(urls_of(section), key)
-    return open_models(cfg.frozen_models, stack)
+    return open_models(cfg.frozen_models, stack, cfg.run_dir.replies)
 
 
 def build_loop(
