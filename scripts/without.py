@@ -27,8 +27,14 @@ TESTS = {
     "view": ("tests/e2e/test_page_in_browser.py",),
 }
 """Tests of an add-on that are not in its folder of tests/addons/."""
-OF_ALL = ("tests/unit/docs", "tests/e2e/documents", "tests/unit/test_addons.py", "tests/unit/test_package.py")
-"""Tests about the core and all add-ons together: of the documents, and of the wheel."""
+OF_ALL = (
+    "tests/unit/docs",
+    "tests/e2e/documents",
+    "tests/unit/test_addons.py",
+    "tests/unit/test_package.py",
+    "tests/unit/test_images.py",
+)
+"""Tests about the core and all add-ons together: of the documents, the wheel, and the images."""
 UNSEEN = '''"""Only the packages of this tree are found, not those of an installation that points to another tree."""
 import sys
 from pathlib import Path
