@@ -77,7 +77,7 @@ class Tenants:
         trains_all: bool = False,
         tokenizer_dir: Path | None = None,
     ) -> None:
-        """model: as `service_model` returns it. max_rank: the largest rank of an adapter.
+        """model: its `ep` is 1. max_rank: the largest rank of an adapter.
 
         max_resident: the most tenants whose tensors are on the device; None: all. swap_folder: where the others are
         kept if the device is the CPU; with a GPU they are kept in host memory. trains_all: there is one tenant at a
@@ -316,24 +316,6 @@ class Tenants:
             swaps_in=self._num_in,
             swap_s=self._swap_s,
         )
-
-
-def service_model(model: ModelSection) -> ModelSection:
-    """[model] of a service's backbone.
-
-    Raises: ConfigError for settings that one backbone for many tenants does not have.
-    """
-    for key, what in (("tp", "layers"), ("cp", "rows"), ("ep", "experts")):
-        if getattr(model, key) not in (1, "auto"):
-            raise ConfigError(
-                f"[model] {key} = {getattr(model, key)} cuts {what} over ranks, and the backbone of a service is "
-                "spread over data-parallel ranks only; remove it"
-            )
-    if model.compile is not None:
-        raise ConfigError("[model.compile]: layers of a service change with its tenants; remove it")
-    if model.lora is not None:
-        raise ConfigError("[model.lora]: every run of a service brings its own adapter; remove it")
-    return model.model_copy(update={"ep": 1})
 
 
 def _size(tenant: Tenant) -> dict[str, float]:

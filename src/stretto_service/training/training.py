@@ -317,7 +317,7 @@ class Training:
         passes = [share for share in shares if share.request.is_pass]
         sent: list[tuple[Sequence[Share], list[dict[str, list[int]]], asyncio.Future[list[Done]]]] = []
         if passes:
-            units = assign(passes, self._cfg.trainer.num_ranks)
+            units = assign(passes, self._cfg.trainer.num_ranks, self._cfg.model.cp)
             max_tokens = self._cfg.service.max_tokens_per_pass or self._cfg.seq_len
             sent.append((passes, units, await server.submit(passes_of(passes, units, max_tokens))))
         for share in shares:

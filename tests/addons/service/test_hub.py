@@ -333,6 +333,14 @@ def test_a_public_address_without_a_scheme_is_refused() -> None:
         load(ServeConfig, ["--model.name", "m", "--service.public-url", "tinker.example"])
 
 
+@pytest.mark.parametrize("flag", ["--model.tp=2", "--model.ep=2", "--model.compile", "--model.lora"])
+def test_what_the_backbone_of_a_service_cannot_have_is_refused_with_its_key(flag: str) -> None:
+    key = flag.removeprefix("--").partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"{key}\b.*leave it out"):
+        load(ServeConfig, ["--model.name", "m", flag])
+    assert load(ServeConfig, ["--model.name", "m", "--model.cp=2", "--trainer.num-ranks=2"]).model.cp == 2
+
+
 async def test_weights_that_are_deleted_before_they_are_copied_are_not_found(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
