@@ -23,7 +23,14 @@ NEEDS = {"doctor": ("plan",), "hubs": ("agents",), "vime": ("megatron",)}
 TESTS = {
     "clusters": ("tests/cluster",),
     "hubs": ("tests/e2e/hubs",),
-    "service": ("tests/dist/tenants", "tests/e2e/service", "tests/tenant_runs.py"),
+    "service": (
+        "tests/wires/test_tenant_rank.py",
+        "tests/wires/test_tenant_verb.py",
+        "tests/wires/test_tenants_wire.py",
+        "tests/dist/tenants",
+        "tests/e2e/service",
+        "tests/tenant_runs.py",
+    ),
     "view": ("tests/e2e/test_page_in_browser.py",),
 }
 """Tests of an add-on that are not in its folder of tests/addons/."""
