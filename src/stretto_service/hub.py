@@ -27,7 +27,6 @@ from stretto.base.ports import refusal_of
 from stretto.config.root import ServeConfig
 from stretto.data.hub_model import find_config, find_local
 from stretto.records.generate import GenerateRequest
-from stretto.records.tenants import TenantSpec
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
 from stretto_service.access import Access, Reading, User
@@ -36,6 +35,7 @@ from stretto_service.futures import Futures, without_paths
 from stretto_service.store import MAX_RECORD_BYTES, MAX_USER_BYTES, Audit, Checkpoint, Run, Sampler, Session, Store
 from stretto_service.training.checkpoints import Checkpoints
 from stretto_service.training.training import Training
+from stretto_service.wires.operations import TenantSpec
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ WAITING_VAR = "STRETTO_MAX_WAITING"
 """Requests that may wait in one server process; see guard.py."""
 OPEN_BYTES_VAR = "STRETTO_MAX_OPEN_BYTES"
 """Bytes of the bodies of open requests; see guard.py."""
-WORKER = "stretto.inference.vllm.worker.WorkerExtension"
+WORKER = "stretto_vllm.worker.WorkerExtension"
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from stretto.config.sections.model import LoRASection, ScratchSection
-from stretto.inference.vllm import base
-from stretto.inference.vllm.base import BaseWeights
 from stretto.models.hub import export_tensors, random_model, save_hf
 from stretto.models.lora import Adapter, attach_adapters
 from stretto.transports.weights import host_copy
+from stretto_vllm import base
+from stretto_vllm.base import BaseWeights
 
 SCALING = 2.0
 

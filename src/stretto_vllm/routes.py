@@ -20,12 +20,12 @@ from fastapi.responses import JSONResponse
 
 from stretto.config.sections.engines import ADMITTED, HOLD_VAR, PEERS_VAR
 from stretto.config.sections.inference import KEY_VAR
-from stretto.inference.vllm.command import OPEN_BYTES_VAR, WAITING_VAR
-from stretto.inference.vllm.guard import Guard
-from stretto.inference.vllm.patches.adapters import AdapterLimits, enforce_limits
-from stretto.inference.vllm.peers import Peers
-from stretto.inference.vllm.worker import num_workers
 from stretto.transports.engine import api
+from stretto_vllm.command import OPEN_BYTES_VAR, WAITING_VAR
+from stretto_vllm.guard import Guard
+from stretto_vllm.patches.adapters import AdapterLimits, enforce_limits
+from stretto_vllm.peers import Peers
+from stretto_vllm.worker import num_workers
 
 LIVENESS_TIMEOUT_S = 10.0
 _ID_PREFIX = "generate-tokens-"

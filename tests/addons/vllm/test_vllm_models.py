@@ -9,7 +9,7 @@ import pytest
 from stretto.base.errors import ConfigError
 from stretto.check.models import check_served, needs_vllm
 from stretto.config.sections.inference import InferenceSection
-from stretto.inference.vllm.command import build_command
+from stretto_vllm.command import build_command
 
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 LATENT = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.inference.vllm.patches.wrap import run_after
+from stretto_vllm.patches.wrap import run_after
 
 
 def allocate_stage_buffers() -> None:

@@ -19,12 +19,12 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from stretto.base.errors import ConfigError
-from stretto.inference.vllm.base import BaseWeights
-from stretto.inference.vllm.patches.loaders import keep_copied_weights
-from stretto.inference.vllm.worker import worker_index
 from stretto.records.weight_manifest import AdapterInfo, WeightGroup, WeightManifest
 from stretto.transports.weights import receive
 from stretto.transports.weights.layout import NamedTensor
+from stretto_vllm.base import BaseWeights
+from stretto_vllm.patches.loaders import keep_copied_weights
+from stretto_vllm.worker import worker_index
 
 
 @dataclass

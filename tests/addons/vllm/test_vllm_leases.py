@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from stretto.inference.vllm.patches import leases
+from stretto_vllm.patches import leases
 
 
 class Worker:

@@ -1,6 +1,6 @@
 """Install the CPU build of vLLM next to the installed PyTorch.
 
-    python -m stretto.inference.vllm.install
+    python -m stretto_vllm.install
 
 A plain `pip install` fails: it installs CUDA builds of torchvision, torchaudio and torchcodec, with which neither
 vLLM's server nor transformers can be imported on a machine without CUDA, and a gigabyte of Triton that a CPU does not

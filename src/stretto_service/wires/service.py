@@ -36,9 +36,9 @@ from stretto.base.ports import open_url
 from stretto.config.sections.run import ServiceRunSection
 from stretto.records.codec import BytesLike, decode, encode
 from stretto.records.generate import Completion, GenerateRequest
-from stretto.records.tenants import AdamSettings, TenantSpec, TenantWork
 from stretto.transports.engine import api
 from stretto.transports.engine.completions import decode_completions
+from stretto_service.wires.operations import AdamSettings, TenantSpec, TenantWork
 
 CHECK = "/runs/check"
 END_NAMED = "/runs/{run}/end"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from stretto.inference.vllm.bodies import EngineSizes
-from stretto.inference.vllm.guard import Guard
 from stretto.transports.engine import api
+from stretto_vllm.bodies import EngineSizes
+from stretto_vllm.guard import Guard
 
 KEY = "k"
 

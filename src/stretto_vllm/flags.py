@@ -1,6 +1,6 @@
 """Print the options of the installed vLLM as the table that config/flags/table.py reads.
 
-    python -m stretto.inference.vllm.flags > src/stretto/config/flags/vllm.json
+    python -m stretto_vllm.flags > src/stretto/config/flags/vllm.json
 
 A test compares the file with the parser of the vLLM that is installed.
 """

@@ -16,9 +16,9 @@ from stretto.config.load import load
 from stretto.config.root import InferenceConfig
 from stretto.config.section import has_key
 from stretto.config.sections.inference import InferenceSection
-from stretto.inference.vllm.command import build_command
-from stretto.inference.vllm.install import cpu_requirements, link_rdma_library
-from stretto.inference.vllm.worker import num_workers, worker_index
+from stretto_vllm.command import build_command
+from stretto_vllm.install import cpu_requirements, link_rdma_library
+from stretto_vllm.worker import num_workers, worker_index
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_every_patch_is_a_function_of_a_module_in_patches(model):
     patches = {patch for is_cpu in (True, False) for patch in patches_of(section, model, is_cpu=is_cpu)}
     assert len(patches) == 8
     for module, _, function in (patch.partition(".") for patch in patches):
-        assert callable(getattr(import_module(f"stretto.inference.vllm.patches.{module}"), function))
+        assert callable(getattr(import_module(f"stretto_vllm.patches.{module}"), function))
 
 
 def test_stages_of_a_pipeline_on_cpus_get_their_patch(model):
@@ -287,9 +287,7 @@ def test_the_table_is_that_of_the_installed_vllm():
     import subprocess
     import sys
 
-    made = subprocess.run(
-        [sys.executable, "-m", "stretto.inference.vllm.flags"], capture_output=True, check=True, timeout=300
-    )
+    made = subprocess.run([sys.executable, "-m", "stretto_vllm.flags"], capture_output=True, check=True, timeout=300)
     shipped = VLLM.file.read_bytes()
     assert json.loads(made.stdout) == json.loads(shipped)
 

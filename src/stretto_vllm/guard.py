@@ -15,9 +15,9 @@ from typing import Any
 from stretto.inference.boundary import GENERATING, NO_KEY, OPEN_ROUTES, OpenBytes, check_origin, is_allowed
 from stretto.inference.limits import check_queue
 from stretto.inference.update_order import UpdateOrder
-from stretto.inference.vllm.bodies import CheckedBody, EngineSizes, check
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
+from stretto_vllm.bodies import CheckedBody, EngineSizes, check
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]

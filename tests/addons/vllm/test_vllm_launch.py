@@ -9,9 +9,9 @@ import pytest
 
 from stretto.config.root import InferenceConfig
 from stretto.config.sections.engines import STORE_VARIABLE
-from stretto.inference.vllm import launch
-from stretto.inference.vllm.launch import OWN_ADDRESS_VAR
 from stretto.transports.weights import store
+from stretto_vllm import launch
+from stretto_vllm.launch import OWN_ADDRESS_VAR
 
 OWN = {"10.0.0.1": "10.0.0.2", "10.0.0.2": "10.0.0.2", "fast-1": "192.168.1.2", "0.0.0.0": "127.0.0.1"}
 """The address of this machine, 10.0.0.2 or 192.168.1.2, from which it reaches a host."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from stretto.inference.vllm.patches.wrap import run_after
+from stretto_vllm.patches.wrap import run_after
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -21,9 +21,9 @@ from typing import Any
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.inference.limits import too_many_adapters
-from stretto.inference.vllm.base import adaptable_weights
-from stretto.inference.vllm.patches.wrap import run_after
 from stretto.models.lora import load_adapter
+from stretto_vllm.base import adaptable_weights
+from stretto_vllm.patches.wrap import run_after
 
 
 def disable_expert_adapters() -> None:

@@ -1,6 +1,6 @@
 """The wire between the hub of a training service and the trainer's ranks: operations, and the ranks' answers.
 
-link.py delivers the messages of records/tenants.py once and in order, with authentication and heartbeats. The hub may
+link.py delivers the messages of wires/operations.py once and in order, with authentication and heartbeats. The hub may
 submit any number of operations ahead. Ranks execute them in order, and the future of an operation gets the answers of
 all ranks. A rank that dies, fails or hangs ends the wire: every future and every call then raises the error that names
 it. Ranks end when the hub ends.
@@ -20,10 +20,10 @@ from stretto.base.errors import EngineError
 from stretto.base.secret import Secret
 from stretto.config.sections.transport import ControlSection
 from stretto.records.codec import BytesLike, decode, encode
-from stretto.records.tenants import Answer, Done, Operation, RankFailed, Shutdown
 from stretto.transports.control import RankClient, RankServer, rank_wire
 from stretto.transports.link import Peer
 from stretto.transports.stream import Wire
+from stretto_service.wires.operations import Answer, Done, Operation, RankFailed, Shutdown
 
 logger = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ from stretto.check.vllm_models import ServedModel
 from stretto.config.flags.table import option_of
 from stretto.config.sections.engines import STORE_VARIABLE
 from stretto.config.sections.inference import KEY_VAR
-from stretto.inference.vllm.command import build_command
-from stretto.inference.vllm.install import vision_folder
-from stretto.inference.vllm.peers import HeadlessNode, Peers
+from stretto_vllm.command import build_command
+from stretto_vllm.install import vision_folder
+from stretto_vllm.peers import HeadlessNode, Peers
 
 if TYPE_CHECKING:
     from stretto.config.root import InferenceConfig
@@ -155,7 +155,7 @@ def _add_torchvision() -> None:
     if not (folder / "torchvision").is_dir():
         raise ConfigError(
             "vLLM needs torchvision for a model with images, and it is not installed: run "
-            "`python -m stretto.inference.vllm.install` (make vllm)"
+            "`python -m stretto_vllm.install` (make vllm)"
         )
     sys.path.append(str(folder))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(folder))))
@@ -174,7 +174,7 @@ def _serve(words: Sequence[str], descendants: keeper.Descendants, cfg: Inference
     serve = ServeSubcommand()
     serve.validate(args)
     sys.argv = ["vllm", "serve", *words]
-    from stretto.inference.vllm.routes import engine_callbacks, failures, peers
+    from stretto_vllm.routes import engine_callbacks, failures, peers
 
     engine_callbacks.append(descendants.record_shared_memory)
     shares_ranks = args.headless and args.nnodes > 1

@@ -15,9 +15,9 @@ from ports import free_port
 from processes import forked
 from waiting import until
 
-from stretto.inference.vllm import peers
-from stretto.inference.vllm.peers import Peers
 from stretto.transports.engine import api
+from stretto_vllm import peers
+from stretto_vllm.peers import Peers
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ async def test_a_node_that_does_not_serve_yet_is_waited_for(ended: asyncio.Event
 def start_headless(port: int, *others: str) -> subprocess.Popen[bytes]:
     """A node whose ranks belong to the server of another one, without its ranks."""
     node = f"HeadlessNode('127.0.0.1', {port}, Peers({others!r})).start()"
-    code = f"import time; from stretto.inference.vllm.peers import HeadlessNode, Peers; {node}; time.sleep(600)"
+    code = f"import time; from stretto_vllm.peers import HeadlessNode, Peers; {node}; time.sleep(600)"
     return forked.Popen([sys.executable, "-c", code])
 
 

@@ -1,7 +1,7 @@
 """Operations of a training service, from its hub to the trainer's ranks, and their answers.
 
 One trainer has one frozen backbone and an adapter, optimizer and schedule for every tenant. The wire
-(transports/tenants.py) numbers operations from 1; every rank executes all of them in this order and answers each with
+(wires/tenants.py) numbers operations from 1; every rank executes all of them in this order and answers each with
 `Done`. Every rank gets the same operation, except that a `Pass` has the micro batches of one rank. An error of one
 tenant is part of that tenant's result, the same on all ranks, and leaves its weights, optimizer state and all other
 tenants as they were.

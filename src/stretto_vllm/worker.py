@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from stretto.inference.vllm.patches import leases
+from stretto_vllm.patches import leases
 
 
 def num_workers(parallel: Any) -> int:

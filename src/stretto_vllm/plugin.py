@@ -6,8 +6,8 @@ import os
 from functools import cache
 from importlib import import_module
 
-from stretto.inference.vllm.command import PATCHES_VAR, WEIGHTS_BACKEND
-from stretto.inference.vllm.patches.loaders import name_loaders
+from stretto_vllm.command import PATCHES_VAR, WEIGHTS_BACKEND
+from stretto_vllm.patches.loaders import name_loaders
 
 
 @cache  # vLLM calls it several times in some processes
@@ -15,8 +15,8 @@ def register() -> None:
     """Called by vLLM in each of its processes, even if stretto did not start them."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    WeightTransferEngineFactory.register_engine(WEIGHTS_BACKEND, "stretto.inference.vllm.weights", "StrettoWeights")
+    WeightTransferEngineFactory.register_engine(WEIGHTS_BACKEND, "stretto_vllm.weights", "StrettoWeights")
     name_loaders()
     for patch in os.environ.get(PATCHES_VAR, "").split():
         module, _, function = patch.partition(".")
-        getattr(import_module(f"stretto.inference.vllm.patches.{module}"), function)()
+        getattr(import_module(f"stretto_vllm.patches.{module}"), function)()
