@@ -100,6 +100,7 @@ IDLE = (
     "--recompute-method --recompute-granularity", "--recompute-num-layers --recompute-granularity",
     "--moe-router-bias-update-rate --moe-router-enable-expert-bias", "--fp8-recipe --fp8-format",
     "--opsm-delta --use-opsm", "--opd-type --use-opd",
+    "--opd-kl-coef --use-opd", "--opd-teacher-load --use-opd", "--opd-teacher-ckpt-step --use-opd",
 )  # fmt: skip
 """Flags that do nothing without another."""
 COUNTS = ("--num-rollout", "--num-epoch", "--rollout-batch-size", "--n-samples-per-prompt", "--num-steps-per-rollout",
@@ -164,8 +165,9 @@ CLASHES: tuple[Clash, ...] = (
     Clash("--n-samples-per-prompt --advantage-estimator",
           lambda v: v.n_samples_per_prompt == 1 and _compares_groups(v) and not v.has(*OWN_ADVANTAGES),
           "{0}: every advantage would be 0, for {1} compares the replies to a prompt; use 2 or more"),
-    Clash("--loss-type", lambda v: v.loss_type == "sft_loss",
-          "{0}: fine-tuning on conversations is `sft @ sft.toml`"),
+    Clash("--disable-compute-advantages-and-returns --loss-type",
+          lambda v: v.disable_compute_advantages_and_returns,
+          "{0}: {1} needs advantages; leave it out, or use --loss-type sft_loss"),
     Clash("--loss-type --custom-loss-function-path",
           lambda v: v.loss_type == "custom_loss" and v.custom_loss_function_path is None,
           "{0} needs {1}: give the function that is the loss"),

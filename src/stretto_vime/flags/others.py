@@ -91,9 +91,9 @@ ANSWERS = (
     _harmless(MODULES, "softmax-type glu-linear-offset heterogeneous-.* experimental-attention-variant "
               "is-hybrid-model hybrid-.*-pattern no-rope-freq window-attn-skip-freq dsa-indexer-(topk-freq|skip.*) "
               "dsa-indexer-(rope|k-norm)-.* no-dsa-.* disable-dsa-.* dsa-kernel-backend rotary-interleaved "
-              "padded-vocab-size (no|disable)-pad-vocab-size mrope-section (no-)?yarn-correction-.* bert-no-binary-head "
+              "padded-vocab-size (no|disable)-pad-vocab-size (no-)?yarn-correction-.* mrope-section "
               "moe-shared-expert-glu-.* moe-mlp-glu-.* rotary-seq-len-interpolation-factor relative-attention-.* "
-              "mtp-(standalone|hybrid.*|use-repeated-layer|detach-heads)"),
+              "bert-no-binary-head mtp-(standalone|hybrid.*|use-repeated-layer|detach-heads)"),
     _harmless(TRAVELS, "(expert-)?tensor-parallel-num-weight-shards pipeline-model-parallel-(comm-backend|layout) "
               "hierarchical-context-.* hybrid-context-parallel max-seqlen-per-dp-cp-rank cp-comm-type "
               "use-ring-exchange-p2p microbatch-group-size-.* account-for-.*-pipeline-split num-virtual-stages-.* "

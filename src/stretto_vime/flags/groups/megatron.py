@@ -11,9 +11,11 @@ from stretto_vime.flags.shape import SHAPES
 
 NO_MEGATRON = "stretto does not use Megatron-LM"
 NOT_SPLIT = "Every rank has all layers; their weights are sharded over all ranks, and results are the same."
-NO_MTP = "layers that predict several tokens are not trained; leave it out"
 NO_BALANCE = "the loss is that of the policy alone; use 0"
-ALONE = "Layers that predict several tokens are not trained; engines may draft with them."
+ALONE = (
+    "Layers that predict several tokens stay as they are, and engines may draft with them, less often right as "
+    "the policy moves; what the policy learns is the same."
+)
 EACH_BLOCK = "Every block keeps its own input and recomputes the rest; results are the same."
 
 # fmt: off
@@ -42,7 +44,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
               "Padding of the vocabulary."),
         noted("--mtp-num-layers", "integer", None, ALONE, "Layers that predict several tokens.", allowed=(0,)),
         equal("--mtp-loss-scaling-factor", "number", 0.2, "It is of --enable-mtp-training.", "Weight of their loss."),
-        refused("--enable-mtp-training", "switch", False, NO_MTP, "Train them."),
+        noted("--enable-mtp-training", "switch", False, ALONE, "Train them."),
         *(equal(name, "switch", False, text, meaning) for name, text, meaning in (
             ("--use-flash-attn", "torch chooses the kernel.", "Kernel of attention."),
             ("--no-rope-fusion", "There is no such kernel.", "Without a fused kernel."),
@@ -67,10 +69,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         part("--moe-router-load-balancing-type", "text", "aux_loss", "", "How experts are balanced.",
              choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
              note="By nothing: with losses of weight 0 these are the same."),
-        refused("--deterministic-mode", "switch", False,
-                "on a GPU the trainer's kernels are torch's usual ones, which may differ in the last bits between "
-                "runs; leave it out, and use --vllm-enable-deterministic-inference for the engines",
-                "The same results in every run."),
+        copies("--deterministic-mode", "switch", False, "trainer.is_deterministic", "The same results in every run.",
+               note="The trainer's; --vllm-enable-deterministic-inference is the engines'."),
         equal("--attention-dropout", "number", 0.1, "There is no dropout.", "Dropout of attention."),
         equal("--hidden-dropout", "number", 0.1, "There is no dropout.", "Dropout of hidden states."),
     ),
