@@ -274,10 +274,18 @@ def _monitors(section: MonitorsSection, *, is_fed_here: bool = True) -> Rows:
     names = find_trackers(section, is_fed_here=is_fed_here)
     rows = [("monitors", f"{_listed(names)}: installed")] if names else []
     if section.wandb is not None and is_fed_here:
-        rows.append(("W&B", wandb.check_login(section.wandb)))
+        rows.append(("W&B", _login(wandb.check_login, section.wandb)))
     if section.swanlab is not None and is_fed_here:
-        rows.append(("SwanLab", swanlab.check_login(section.swanlab)))
+        rows.append(("SwanLab", _login(swanlab.check_login, section.swanlab)))
     return rows
+
+
+def _login(check: Callable[[Any], str], section: Any) -> str:
+    """The mode of a tracker, or why it would not start on this machine, where its key may be another's."""
+    try:
+        return check(section)
+    except ConfigError as error:
+        return f"NOT READY: {error}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -62,7 +62,7 @@ BELOW = {
     "api": {"base", "records", "config", "ledger", "monitors", "chat", "data", "vime", "envs"},
     "launch": {"addons", "base", "check", "families", "records", "config", "ledger", "monitors", "data", "api"},
     "stretto_clusters": {"base", "check", "records", "config", "monitors", "launch"},
-    "stretto_vime": {"base", "families", "config", "data", "models", "vime", "cli", "verbs"},
+    "stretto_vime": {"base", "check", "families", "config", "data", "models", "vime", "cli", "verbs"},
     "stretto_prime": {"config"},
     "stretto_service": {"addons", "base", "check", "records", "config", "monitors", "transports", "data", "launch"},
     "stretto_service.tenants": {"base", "records", "config", "algorithms", "chat", "models", "transports", "trainer"},

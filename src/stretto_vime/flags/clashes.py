@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from stretto.vime.reward_types import RM_TYPES, WITH_ENTRIES
+from stretto_vime.flags import mesh
 from stretto_vime.flags.flag import Values
 from stretto_vime.flags.groups import BY_NAME
 from stretto_vime.flags.groups.cluster import is_on_one_node
 from stretto_vime.flags.groups.learning import GROUP_NORMALISED, PLUS_PLUS
-from stretto_vime.flags.groups.megatron import expert_ranks
 from stretto_vime.flags.groups.rollout import (
     ASYNC_ROLLOUT,
     DEFAULT_ROLLOUT,
@@ -221,10 +221,6 @@ NOTES: tuple[Clash, ...] = (
           "{0} does nothing while a rollout is one update: the ratio is 1; --global-batch-size makes several"),
     Clash("--kl-loss-coef", lambda v: v.use_kl_loss and not v.kl_loss_coef,
           "{0}: no reference is loaded, and no divergence reported"),
-    Clash("--expert-model-parallel-size --tensor-model-parallel-size",
-          lambda v: expert_ranks(v) != v.expert_model_parallel_size,
-          "{0}: the ranks of {1} do not divide the experts among them; fewer ranks share them, which shard their "
-          "weights, and results are the same"),
     Clash("--kl-loss-type --use-unbiased-kl", lambda v: v.use_kl_loss and v.kl_loss_coef and v.kl_loss_type == "k1"
           and not v.use_unbiased_kl, "{0}: its gradient is zero on average, so that it does not hold the policy to the "
           "reference; k3 and low_var_kl do, and {1}"),
@@ -292,6 +288,7 @@ def notes(flags: Values) -> Iterator[str]:
             is_word = flag.note[1:2].islower() or flag.note[1:2] == " "
             yield f"{typed}: {flag.note[0].lower() if is_word else flag.note[0]}{flag.note[1:-1]}"
     yield from (each.message(flags) for each in NOTES if each.when(flags))
+    yield from mesh.notes(flags)
     if not is_on_one_node(flags):
         yield from _moved_placeholders(flags)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from stretto.base.errors import ConfigError
+from stretto_vime.flags import mesh
 from stretto_vime.flags.flag import Setting, Values
 from stretto_vime.flags.groups import BY_NAME, megatron, training, watching
 from stretto_vime.flags.groups.rollout import row_of_tokens
@@ -117,6 +118,7 @@ def longest(flags: Values) -> int:
 def notes(flags: Values, found: Sequence[Setting]) -> Iterator[str]:
     """How long examples may be, and which flags do nothing in fine-tuning."""
     yield f"examples longer than {longest(flags)} tokens are cut; --max-tokens-per-gpu says how long they may be"
+    yield from mesh.notes(flags)
     used = MEANT | {name for each in found for name in each.flags}
     for name, typed in flags.given.items():
         flag = BY_NAME[name]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from stretto.base.errors import ConfigError
 from stretto_vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
+from stretto_vime.flags.mesh import axes
 from stretto_vime.flags.shape import SHAPES
 
 NO_MEGATRON = "stretto does not use Megatron-LM"
@@ -75,8 +75,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         equal("--hidden-dropout", "number", 0.1, "There is no dropout.", "Dropout of hidden states."),
     ),
     "Parallelism and recomputation": (
-        copies("--tensor-model-parallel-size", "integer", 1, "model.tp",
-               "TP: ranks that share the features of a token."),
+        sets("--tensor-model-parallel-size", "integer", 1, "model.tp model.cp",
+             "TP: ranks that share the features of a token.",
+             note="Where a family's layers cannot be cut so, CP, or more replicas."),
         equal("--sequence-parallel", "switch", False,
               "Norms are computed whole on every rank of model.tp; results are the same.",
               "SP: split norms over the TP ranks."),
@@ -138,26 +139,18 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 # fmt: on
 
 
-def expert_ranks(flags: Values) -> int:
-    """Ranks that share the experts: those of --expert-model-parallel-size that differ in their tokens.
-
-    The ranks of --tensor-model-parallel-size have the same tokens, and are not among them.
-    """
-    wanted: int = flags.expert_model_parallel_size
-    total = flags.actor_num_nodes * flags.actor_num_gpus_per_node
-    return math.gcd(wanted, total // flags.tensor_model_parallel_size) if total else wanted
-
-
 def settings(flags: Values) -> Iterator[Setting]:
     """Axes of the mesh, 8-bit products, and recomputation.
 
     Raises: ConfigError for 8-bit products of another kind.
     """
-    if flags.context_parallel_size > 1:
-        yield from flags.settings("--context-parallel-size")
+    mesh = axes(flags)
+    yield Setting("model.tp", mesh.tp, ("--tensor-model-parallel-size",))
+    if mesh.cp > 1:
+        yield Setting("model.cp", mesh.cp, ("--context-parallel-size", "--tensor-model-parallel-size"))
         yield Setting("model.cp_style", "ring", ("--context-parallel-size",))
-    if (ranks := expert_ranks(flags)) > 1:
-        yield Setting("model.ep", ranks, ("--expert-model-parallel-size",))
+    if mesh.ep > 1:
+        yield Setting("model.ep", mesh.ep, ("--expert-model-parallel-size",))
     if flags.moe_enable_deepep:
         yield Setting("model.ep_comm_backend", "deepep", ("--moe-enable-deepep",))
     if flags.fp8_format is not None:
