@@ -82,6 +82,7 @@ BELOW = {
     "stretto_repair": {"base", "envs", "records"},
     "stretto_clusters": {"base", "check", "records", "config", "monitors", "launch"},
     "stretto_vime": {"base", "families", "config", "data", "stretto_megatron", "vime", "cli", "verbs"},
+    "stretto_vime": {"base", "check", "families", "config", "data", "models", "vime", "cli", "verbs"},
     "stretto_prime": {"config"},
     "stretto_service": {"addons", "base", "check", "records", "config", "monitors", "transports", "data", "launch"},
     "stretto_service.tenants": {
