@@ -81,11 +81,8 @@ BELOW = {
     "stretto_start": {"api", "base", "config", "signals"},
     "stretto_repair": {"base", "envs", "records"},
     "stretto_clusters": {"base", "check", "records", "config", "monitors", "launch"},
-    "stretto_vime": {"base", "families", "config", "data", "stretto_megatron", "vime", "cli", "verbs"},
-    "stretto_vime": {"base", "check", "families", "config", "data", "models", "vime", "cli", "verbs"},
+    "stretto_vime": {"base", "check", "families", "config", "data", "stretto_megatron", "vime", "cli", "verbs"},
     "stretto_prime": {"config"},
-    "stretto_service": {"addons", "base", "check", "records", "config", "monitors", "transports", "data", "launch"},
-    "stretto_service.tenants": {
     "stretto_service.wires": {"base", "config", "records", "transports"},
     "stretto_service": {
         "addons",
