@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from stretto.config.root import InferenceConfig, RLConfig, RunRoot, SFTConfig, TrainerConfig
 
 PLAIN_VERBS = {
-    "init": "stretto.launch.project:init",
-    "demo": "stretto.launch.demo:demo",
-    "chat": "stretto.launch.chat:chat",
-    "convert": "stretto.models.megatron.convert:convert",
     "status": "stretto.launch.control:status",
     "logs": "stretto.launch.control:logs",
     "stop": "stretto.launch.control:stop",
@@ -43,8 +39,7 @@ def run_plain_verb(verb: str, words: list[str]) -> int:
 
     Raises: ConfigError if it is that of an add-on which is not installed.
     """
-    if verb == "chat":  # it has started a process
-        unwind_at_signals()
+
     if verb in PLAIN_VERBS:
         return addons.object_at(PLAIN_VERBS[verb])(words)
     return addons.load("stretto.verbs", verb, f"`stretto {verb}`")(words)
@@ -56,7 +51,7 @@ def completions_of_plain_verbs() -> dict[str, list[str]]:
 
     lines = {verb: each() for verb, each in addons.load_all("stretto.completions").items()}
     for verb, path in ({**PLAIN_VERBS} | addons.offers("stretto.verbs")).items():
-        if verb not in (*lines, "demo") and (parser := parser_of(addons.object_at(path))) is not None:
+        if verb not in lines and (parser := parser_of(addons.object_at(path))) is not None:
             lines[verb] = parser.completions()
     return lines
 

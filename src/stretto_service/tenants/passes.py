@@ -5,7 +5,8 @@
 Without a limit of tokens every piece is a group, computed as in a run with one tenant. With a limit, pieces of several
 tenants share a pass: their inputs are ordered tenant by tenant, and attention, experts and losses of a tenant do not
 see those of others. Ranks make the same number of passes, since they gather each other's shards; a rank without data
-computes two tokens and ignores the result.
+computes two tokens and ignores the result. Ranks of cp have the same micro batches, and a
+pass for each.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from stretto.algorithms.losses import needs_samples, total_loss
 from stretto.base.errors import DataError, StrettoError, boundary
+from stretto.check.degrees import cp_style
 from stretto.config.sections.algorithm import LossSection
 from stretto.config.sections.model import ModelSection
 from stretto.models.attention import PackedLayout
@@ -28,7 +30,6 @@ from stretto.models.decoder import Decoder
 from stretto.models.hf import Policy
 from stretto.records.sample import MicroBatch
 from stretto.records.support import concat_supports
-from stretto.records.tenants import Pass, TenantResult, TenantWork
 from stretto.records.token_counts import TokenCounts, counts_of_step, weigh_by_rollout
 from stretto.trainer.batch.metrics import StepSums
 from stretto.trainer.batch.pass_inputs import IDLE_MICRO_BATCH, PassInputs, build_pass_inputs
@@ -38,6 +39,7 @@ from stretto_service.tenants.checks import check_micro_batch, read_loss
 from stretto_service.tenants.layers import Turn
 from stretto_service.tenants.losses import needs_sample_index, sum_loss
 from stretto_service.tenants.tenant import Tenant
+from stretto_service.wires.operations import Pass, TenantResult, TenantWork
 
 
 @dataclass
@@ -80,8 +82,10 @@ class Passes:
         self.policy, self.turn, self.mesh = policy, turn, mesh
         self._model, self._reshard = model, reshard
         self._vision = policy.config.vision if isinstance(policy, Decoder) else None
-        self._can_mix = isinstance(policy, Decoder)
-        self._shares_prefixes = mesh.device.type == "cpu" and policy.shares_prefixes
+        # A rank of cp has tokens from all over a row, which are not ranges of tenants.
+        self._can_mix = isinstance(policy, Decoder) and mesh.degrees.cp == 1
+        is_ring = mesh.degrees.cp > 1 and cp_style(model, policy.config) == "ring"
+        self._shares_prefixes = mesh.device.type == "cpu" and policy.shares_prefixes and not is_ring
         if mesh.world_size > 1:
             embedding = next(module for module in policy.modules() if isinstance(module, nn.Embedding))
             embedding.register_forward_hook(_with_gradient)

@@ -363,16 +363,3 @@ def test_help_alone_is_one_screen_of_what_people_set(verb: str) -> None:
     assert len(lines) < 60 and f"`{verb} --help all` shows all" in lines[-1]
     known = {path for path, _, _ in all_paths(ROOTS[verb])}
     assert set(COMMON_KEYS[ROOTS[verb]].split()) <= known
-
-
-def test_init_writes_a_project_whose_files_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = tmp_path / "mine"
-    assert cli.main(["init", str(directory)]) == 0
-    monkeypatch.chdir(directory)
-    assert {path.name for path in directory.iterdir()} == {"envs.py", "sft.toml", "rl.toml", "README.md"}
-    for verb in ("sft", "rl"):
-        load(ROOTS[verb], ["@", f"{verb}.toml"])
-    before = (directory / "rl.toml").read_text()
-    assert cli.main(["init", str(directory)]) == 2 and (directory / "rl.toml").read_text() == before
-    (tmp_path / "file").write_text("")
-    assert cli.main(["init", str(tmp_path / "file" / "below")]) == 2

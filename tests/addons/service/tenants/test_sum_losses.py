@@ -12,8 +12,8 @@ from tenant_runs import MODEL, assert_equal, batch_of, build_tenants, cases, cre
 from tiny import build_learner, build_policy, documents, pack
 
 from stretto.config.sections.algorithm import DefaultLoss, ReferenceKlSection
-from stretto.records.tenants import OptimStep, Pass, SumLoss, TenantWork
 from stretto.trainer.learner import Learner
+from stretto_service.wires.operations import OptimStep, Pass, SumLoss, TenantWork
 
 CASE = cases(1)[0]
 LOSSES = [
