@@ -273,20 +273,23 @@ def boundary(hub: Hub) -> Middleware:
             why = without_paths(f"{type(error).__name__}: {error}")
             refusal = Refusal(f"internal error in request {name}: {why}", 500)
         finally:
-            is_logged = refusal is not None or not is_quiet(request.path)
-            if is_logged and request.path not in OPEN_ROUTES:
-                status = 200 if refusal is None else refusal.status
-                details = {} if refusal is None else {"error": str(refusal)[:500]}
-                action = f"{request.method} {request.path[:300]}"
-                if user is None:
-                    hub.audit.write_stranger(action, request.remote or "", status=status, **details)
-                else:
-                    hub.audit.write(user.name, action, request.remote or "", status=status, **details)
+            if (refusal is not None or not is_quiet(request.path)) and request.path not in OPEN_ROUTES:
+                _write_audit(hub, request, user, refusal)
         # Clients of Tinker show `detail`.
         body = json.loads(refusal.body()) | {"detail": str(refusal)}
         return answer(body, refusal.status)
 
     return middleware
+
+
+def _write_audit(hub: Hub, request: web.Request, user: User | None, refusal: Refusal | None) -> None:
+    status = 200 if refusal is None else refusal.status
+    details = {} if refusal is None else {"error": str(refusal)[:500]}
+    action = f"{request.method} {request.path[:300]}"
+    if user is None:
+        hub.audit.write_stranger(action, request.remote or "", status=status, **details)
+    else:
+        hub.audit.write(user.name, action, request.remote or "", status=status, **details)
 
 
 def body_size(http: web.Request, largest: int) -> int:
