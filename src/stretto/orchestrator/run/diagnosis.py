@@ -1,7 +1,7 @@
 """Diagnoses learning that goes wrong: warns once per kind of problem, with what to try.
 
-In: one row of metrics per step, held-out rewards of evals. Out: warnings, and at the end whether the reward improved beyond its noise. The run is
-not changed. The bounds are wide, so that a run that learns gets no warning.
+In: one row of metrics per step, held-out rewards of evals. Out: warnings, and at the end whether the reward improved
+beyond its noise. The run is not changed. The bounds are wide, so that a run that learns gets no warning.
 """
 
 from __future__ import annotations
