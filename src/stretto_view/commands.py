@@ -226,6 +226,8 @@ def as_text(row: dict[str, Any], *, is_raw: bool = False) -> str:
         f"{reward}{advantage}{versions}   {row['num_sampled_tokens'] or 0} tokens"
     )
     lines = [head]
+    if row["label"] is not None:
+        lines.append(f"   label: {row['label']}")
     if row["dropped_by"]:
         lines.append(f"   dropped by filter {row['dropped_by']}")
     if row["reason"]:
