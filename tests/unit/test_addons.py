@@ -46,7 +46,7 @@ def strings_of(package: str) -> str:
 
 
 def test_the_core_names_no_add_on() -> None:
-    assert len(ADD_ONS) == 15
+    assert len(ADD_ONS) == 17
     assert not NAME.findall(strings_of("stretto"))
 
 
