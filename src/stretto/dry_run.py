@@ -18,7 +18,7 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.check.code import Checked, check_sft_records, check_trainer_hooks, check_user_code
 from stretto.check.devices import check_sft_devices, check_trained_on_cpu
 from stretto.check.models import check_model, check_served, check_trainable, find_model, foreign_engines, models_of
-from stretto.check.weights import check_weights, check_weights_of
+from stretto.check.weights import check_weights, check_weights_of, has_only_config
 from stretto.config.root import (
     EvalConfig,
     InferenceConfig,
@@ -185,7 +185,9 @@ def _screen(checked: Rows, *parts: str) -> str:
 def _model(model: ModelSection, missing: str | None = None) -> Rows:
     """The row of a model; missing: why prompts cannot be rendered, "" if they can, None if nothing was rendered.
 
-    Raises: ConfigError for a directory that holds no model, or no tokenizer.
+    A directory with nothing but config.json stands for a model that is elsewhere.
+
+    Raises: ConfigError for a directory that holds no model, or weights without a tokenizer.
     """
     name = model.name
     if model.scratch is not None:
@@ -197,6 +199,8 @@ def _model(model: ModelSection, missing: str | None = None) -> Rows:
             f"[model] name = {name!r}: there is no config.json in that directory, so it holds no model; give a "
             "directory with config, safetensors and tokenizer."
         )
+    if missing and has_only_config(name):
+        return [("model", f"{name}: its config.json. NOT READY: it has neither tokenizer nor weights here")]
     if missing:
         raise ConfigError(missing)
     return [("model", f"{name}: its config.json" + (" and tokenizer" if missing == "" else ""))]
@@ -270,8 +274,16 @@ def _monitors(section: MonitorsSection, *, is_fed_here: bool = True) -> Rows:
     rows = [("monitors", f"{_listed(list(trackers))}: installed")] if trackers else []
     for name, tracker in trackers.items():
         if tracker.service and is_fed_here:
-            rows.append((tracker.service, tracker.check_login(getattr(section, name))))
+            rows.append((tracker.service, _login(tracker.check_login, getattr(section, name))))
     return rows
+
+
+def _login(check: Callable[[Any], str], section: Any) -> str:
+    """The mode of a tracker, or why it would not start on this machine, where its key may be another's."""
+    try:
+        return check(section)
+    except ConfigError as error:
+        return f"NOT READY: {error}"
 
 
 def _listed(names: Sequence[str]) -> str:

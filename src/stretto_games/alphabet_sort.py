@@ -2,10 +2,11 @@
 
 The first message is `dab`, answered by `abd`; the second is `+cb`, answered by `abbcd`: every turn builds on
 all earlier ones. Reward 1 if every turn is right, else 0. The first wrong turn ends the episode, because no later turn
-could change the reward. The metric `turns_right` counts the right turns.
+could change the reward, unless goes_on is true. The metric `turns_right` counts the right turns.
 
-The state before a reply is named by its turn, and is worth the share of turns that were right so far. With scores_turns
-a right turn has this share as a reward of its own, beside the reward of the episode.
+The state before a reply is named by its turn, and by whether one was wrong. It is worth the share of turns that were
+right so far, and nothing after a wrong one. With scores_turns a right turn has a reward of its own, one share of the
+turns, beside the reward of the episode.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class AlphabetSort(GeneratedTasks, MultiTurnEnv):
         seed: int = 0,
         instruction: str = "",
         scores_turns: bool = False,
+        goes_on: bool = False,
     ) -> None:
         if not (1 <= num_turns <= 16 and 1 <= letters_per_turn <= 16):
             raise ConfigError(
@@ -40,7 +42,7 @@ class AlphabetSort(GeneratedTasks, MultiTurnEnv):
         self.alphabet = alphabet_of(num_symbols, "alphabet-sort")
         self.seed = seed
         self.instruction = instruction
-        self.scores_turns = scores_turns
+        self.scores_turns, self.goes_on = scores_turns, goes_on
 
     def make_text(self, entropy: int) -> str:
         return letters_of(entropy, self.alphabet, self.num_turns * self.letters_per_turn)
@@ -52,21 +54,23 @@ class AlphabetSort(GeneratedTasks, MultiTurnEnv):
         return [self._user_message(task.data["letters"], 0)]
 
     def respond(self, episode: Episode, reply: Reply) -> list[Message] | None:
-        turn, letters = episode.num_turns, episode.task.data["letters"]
-        if reply.text.strip() != self._answer(letters, turn - 1):
-            return None
-        episode.state["turns_right"] = turn
-        return [self._user_message(letters, turn)] if turn < self.num_turns else None
+        turn, letters, state = episode.num_turns, episode.task.data["letters"], episode.state
+        state["is_right"] = reply.text.strip() == self._answer(letters, turn - 1)
+        state["turns_right"] = state.get("turns_right", 0) + state["is_right"]
+        is_over = turn == self.num_turns or not (state["is_right"] or self.goes_on)
+        return None if is_over else [self._user_message(letters, turn)]
 
     def turn_reward(self, episode: Episode, reply: Reply) -> float | None:
-        is_right = episode.state.get("turns_right", 0) == episode.num_turns
-        return is_right / self.num_turns if self.scores_turns else None
+        return episode.state["is_right"] / self.num_turns if self.scores_turns else None
 
     def state_value(self, episode: Episode) -> float:
-        return episode.num_turns / self.num_turns
+        return 0.0 if self._has_failed(episode) else episode.num_turns / self.num_turns
 
     def state_name(self, episode: Episode) -> str:
-        return str(episode.num_turns)
+        return f"{episode.num_turns}{' after a wrong turn' if self._has_failed(episode) else ''}"
+
+    def _has_failed(self, episode: Episode) -> bool:
+        return episode.state.get("turns_right", 0) < episode.num_turns
 
     def score(self, episode: Episode) -> RolloutResult:
         right = episode.state.get("turns_right", 0)

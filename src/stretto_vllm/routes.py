@@ -110,6 +110,19 @@ def _error(message: str, status: int) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "type": "EngineError", "code": status}}, status)
 
 
+def hide_directories(models: Any) -> None:
+    """Let vLLM's list of models give names where it gives directories of this machine."""
+    list_all = models.show_available_models
+
+    async def show_available_models() -> Any:
+        found = await list_all()
+        for card in found.data:
+            card.root = card.id
+        return found
+
+    models.show_available_models = show_available_models
+
+
 class Routes:
     """Our endpoint plugin; vLLM calls its methods by these names."""
 
@@ -125,7 +138,7 @@ class Routes:
         app.add_middleware(Guard, key=key, max_waiting=waiting, max_open_bytes=num_bytes)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Called when the engine is ready: wraps shutdown and updates, watches peers, limits adapters."""
+        """Called when the engine is ready: wraps shutdown, updates and the list of models, and limits adapters."""
         original_shutdown = engine_client.shutdown
 
         def shutdown(*args: Any, **kwargs: Any) -> None:
@@ -142,6 +155,7 @@ class Routes:
             await engine_client.collective_rpc("stretto_start_update")
 
         engine_client.start_weight_update = start_weight_update
+        hide_directories(state.openai_serving_models)
         for call in engine_callbacks:
             call()
         config = engine_client.vllm_config

@@ -84,7 +84,7 @@ BELOW = {
     "stretto_games": {"base", "envs", "records"},
     "stretto_sandbox": {"base", "envs", "records"},
     "stretto_clusters": {"base", "check", "records", "config", "monitors", "launch"},
-    "stretto_vime": {"base", "families", "config", "data", "stretto_megatron", "vime", "cli", "verbs"},
+    "stretto_vime": {"base", "check", "families", "config", "data", "stretto_megatron", "vime", "cli", "verbs"},
     "stretto_prime": {"config"},
     "stretto_service.wires": {"base", "config", "records", "transports"},
     "stretto_service": {

@@ -71,6 +71,8 @@ class DatasetSettings:
     metadata_key: list[str] | str | None = "metadata"
     """Key of an object, or a list of keys that become one."""
     tool_key: str | None = "tools"
+    image_key: str | None = None
+    """Key of the images, one or a list; None: `images` and `image`. A message shows the next one at `<image>`."""
     prompt_template: str | None = None
     """Text of the prompt; `{prompt}` in it is replaced by the prompt of the record."""
     label_pattern: str | None = None
@@ -325,10 +327,11 @@ class Records:
         if settings.tool_key is not None:
             tools = parse_tools(record.get(settings.tool_key), settings.tool_key, where)
         prompt = self._prompt(record[settings.input_key], where)
-        if isinstance(prompt, str) and column_of(record):
+        images = column_of(record if settings.image_key is None else {"images": record.get(settings.image_key)})
+        if isinstance(prompt, str) and images:
             raise DataError(f"{where}: with apply_chat_template = false prompts are text, without images")
         if not isinstance(prompt, str):
-            prompt = self.pictures.replace_by_names(with_images(prompt, record, where), where)
+            prompt = self.pictures.replace_by_names(with_images(prompt, images, where), where)
         return {"prompt": prompt, "label": label, "metadata": metadata, "tools": tools}
 
     def _reward_name(self, metadata: Mapping[str, Any], where: str) -> str:

@@ -119,7 +119,7 @@ async def run(cfg: OrchestratorConfig) -> int:
         progress = await loop.run()
     if (verdict := loop.verdict) is not None:
         report("note", text=verdict)
-    summary = summary_of(progress, max_steps=cfg.max_steps, stopped_because=loop.stopped_because)
+    summary = summary_of(progress, max_steps=cfg.max_steps, stopped_because=loop.stopped_because, verdict=verdict)
     cfg.run_dir.summary.write_text(json.dumps(summary, indent=2) + "\n")
     report("summary", **summary)
     logger.info("done steps=%d in %.1fs: %s", progress.step, progress.wall_s, cfg.run_dir.summary)
@@ -208,7 +208,7 @@ def open_models_of(cfg: OrchestratorConfig, stack: AsyncExitStack) -> dict[str, 
     for section in cfg.frozen_models.values():
         if key := os.environ.get(section.api_key_var):
             give_key(urls_of(section), key)
-    return open_models(cfg.frozen_models, stack)
+    return open_models(cfg.frozen_models, stack, cfg.run_dir.replies)
 
 
 def build_loop(

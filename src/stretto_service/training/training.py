@@ -21,7 +21,7 @@ from stretto.base.secret import Secret
 from stretto.config.root import ServeConfig
 from stretto.transports.engine.api import Refusal
 from stretto_service.access import check_bytes
-from stretto_service.futures import Future, Futures, Result
+from stretto_service.futures import Future, Futures, Result, without_paths
 from stretto_service.store import Audit, Run, Store
 from stretto_service.training.checkpoints import Checkpoints
 from stretto_service.training.jobs import WRITES, Job, Limits, assign, operation, passes_of, read_job
@@ -226,7 +226,7 @@ class Training:
             return
         run.is_held |= by_admin or by_file
         run.is_held_by_file = by_file
-        run.reason = reason
+        run.reason = without_paths(reason)
         if run.state != "evicted":  # else it stays away
             run.state = "frozen"
         self._store.put(run)
@@ -482,7 +482,7 @@ class Training:
         logger.error("%s is given up: %s", run.id, reason)
         if job.kind == "create":
             run.is_held = run.saved is not None
-            run.reason = reason
+            run.reason = without_paths(reason)
             self.places.answer(job, Result.failed(f"{run.id}: {reason}"))
             self._drop(run, "evicted" if run.is_held else "failed", reason)
             return

@@ -8,9 +8,10 @@ import io
 import json
 import os
 import shutil
+import sqlite3
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, DataError
 from stretto.config.load import load
 from stretto.config.root import ServeConfig
 from stretto.records.sample import MicroBatch
@@ -326,6 +327,25 @@ async def test_links_to_files_begin_with_the_public_address(client: TestClient) 
             assert response.status == status, await response.text()
             if status == 200:
                 assert (await response.json())["url"].startswith("https://tinker.example/download/")
+
+
+@pytest.mark.parametrize(
+    "error_of",
+    [
+        lambda path: DataError(f"{path}: damaged"),
+        lambda path: OSError(13, "Permission denied", path),
+        lambda path: sqlite3.OperationalError(f"{path} is full"),
+    ],
+)
+async def test_answers_to_requests_that_fail_tell_no_paths(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_of: Callable[[str], Exception]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error_of(str(tmp_path / "file"))
+
+    monkeypatch.setattr(Hub, "new_run", fail)
+    _, answer = await post(client, "/v1/runs", creation(client))
+    assert str(tmp_path) not in json.dumps(answer) and "file" in answer["detail"]
 
 
 def test_a_public_address_without_a_scheme_is_refused() -> None:

@@ -206,6 +206,7 @@ class PlaySettings:
                 reason=Reason.CONTEXT_FULL,
             )
         sampling = self.sampling
+        room = min(room, overrides.pop("tokens_left", room))  # of a part of the episode
         max_tokens = overrides.pop("max_tokens", None) or sampling.max_completion_tokens or room
         if overrides.get("top_k") in (0, -1):  # the engines' spellings of no limit
             overrides["top_k"] = None

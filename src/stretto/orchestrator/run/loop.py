@@ -302,7 +302,7 @@ class Loop:
         self.parts.ledger.event("eval", {"version": version, **row})
         self.parts.monitors.log(version, row)
         self.parts.monitors.log_table(version, "eval/samples", evaluator.examples)
-        telemetry.report_eval(version, scores)
+        self._reports.report_eval(version, scores)
         logger.info("eval of version %d:\n%s", version, format_table(scores))
         self.parts.watch.progress(f"version {version} evaluated")
 

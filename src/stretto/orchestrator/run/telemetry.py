@@ -112,6 +112,12 @@ class StepReports:
             logger.warning(text)
         run.watch.progress(f"step {step} trained")
 
+    def report_eval(self, version: int, scores: Sequence[EvalScore]) -> None:
+        """Report an eval of the held-out tasks."""
+        report_eval(version, scores)
+        for text in self.diagnosis.add_eval({each.env: each.mean for each in scores if each.mode == "sampled"}):
+            logger.warning(text)
+
     def _count(self, done: StepDone, row: StepRow) -> None:
         progress = self._parts.progress
         progress.step = done.step

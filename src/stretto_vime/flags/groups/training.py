@@ -194,14 +194,14 @@ def _start(flags: Values) -> Iterator[Setting]:
     """The weights that training starts from: --load, else --ref-load, else --hf-checkpoint; or a run to continue."""
     start, source = flags.hf_checkpoint, "--hf-checkpoint"
     if flags.ref_load is not None:
-        start, source = _weights(flags, "--ref-load"), "--ref-load"
+        start, source = weights(flags, "--ref-load"), "--ref-load"
     load = None if flags.load is None else Path(flags.load)
     if load is not None and load.is_file():
         raise ConfigError(f"{flags.given['--load']} is a file; name a run's directory, or Hugging Face weights")
     if load is not None and _is_run(load):
         yield from _continued(flags, load)
     elif load is not None and load.is_dir() and any(load.iterdir()) and (load != _save_dir(flags) or is_megatron(load)):
-        start, source = _weights(flags, "--load"), "--load"
+        start, source = weights(flags, "--load"), "--load"
     elif flags.ckpt_step is not None:
         source = flags.given.get("--load", "without --load the run")
         raise ConfigError(f"{flags.given['--ckpt-step']}: {source} has no checkpoints; leave it out")
@@ -232,7 +232,7 @@ def _is_run(path: Path) -> bool:
     return path.is_dir() and bool(RunDir(path).complete_checkpoints())
 
 
-def _weights(flags: Values, name: str) -> str:
+def weights(flags: Values, name: str) -> str:
     """The Hugging Face directory that a flag names.
 
     Raises: ConfigError if there is none.
@@ -253,7 +253,10 @@ def _converted(flags: Values, name: str, path: Path) -> str:
 
     It stays beside the checkpoint, for the next run. A dry run looks at the checkpoint, and then at --hf-checkpoint.
     """
-    step = flags.ckpt_step if name == "--load" else flags.ref_ckpt_step if name == "--ref-load" else None
+    steps = {
+        "--load": flags.ckpt_step, "--ref-load": flags.ref_ckpt_step, "--opd-teacher-load": flags.opd_teacher_ckpt_step,
+    }  # fmt: skip
+    step = steps.get(name)
     try:
         place = find_iteration(path, step)
     except DataError as error:
@@ -286,4 +289,4 @@ def _saves(flags: Values) -> Iterator[Setting]:
 
 def reference(flags: Values) -> str | None:
     """The model that a divergence is measured from; None: the weights that training starts from."""
-    return None if flags.ref_load is None else _weights(flags, "--ref-load")
+    return None if flags.ref_load is None else weights(flags, "--ref-load")

@@ -287,6 +287,21 @@ async def test_a_run_whose_journal_is_damaged_fails_alone_when_the_trainer_is_st
         assert future.result is not None and "00000001.step: damaged" in (future.result.error or "")
 
 
+async def test_users_learn_no_paths_of_the_machine_from_what_fails(open_training: Open, tmp_path: Path) -> None:
+    training, ranks = open_training(max_failures=1)
+    broken, made = make_run(training), make_run(training, "other")
+    await serve(training)
+    file = tmp_path / "service" / "weights" / "a.safetensors"
+    ranks.errors = {"OptimStep": f"{file}: cannot be read ('{file}'); load /v1/runs, tinker://r/weights/a or 1/2 of it"}
+    future = training.submit(broken, "step", 1, STEP)
+    await serve(training)
+    told = "a.safetensors: cannot be read ('a.safetensors'); load /v1/runs, tinker://r/weights/a or 1/2 of it"
+    assert future.result is not None and future.result.error == told
+    assert broken.state == "frozen" and told in broken.reason
+    training.places.drop(made.id, "failed", f"RankFailed: OSError: [Errno 28] No space left on device: '{file}'")
+    assert made.reason == "RankFailed: OSError: [Errno 28] No space left on device: 'a.safetensors'"
+
+
 def test_a_refused_number_has_one_request(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.write(1, "pass", b"x")
