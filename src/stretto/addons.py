@@ -9,6 +9,8 @@ wrote at the installation may be older. A distribution with add-ons has a name t
 
     stretto.verbs         verb -> function of its words
     stretto.config_verbs  verb with a configuration -> a `ConfigVerb`
+    stretto.options       NAME of `--NAME` of a verb with a configuration -> a module with `parse(verb, words)`, which
+                          returns what is meant and the other words, and `run(cfg, meant)`
     stretto.completions   verb whose words no PlainParser reads -> function that returns the lines of its completion
     stretto.environments  id of an environment -> its class, or a function that builds it
     stretto.hubs          hub -> the class that plays `hub:source`, in worker processes only

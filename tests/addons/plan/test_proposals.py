@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from stretto.bench.hardware import GPUS
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.model import ScratchSection
 from stretto.models.config import scratch_config
+from stretto_bench.hardware import GPUS
 from stretto_plan.costs import Costs, Measured
 from stretto_plan.memory import trainer_memory
 from stretto_plan.proposals import FEWEST_STEPS, fits, proposal_steps, propose, propose_sft

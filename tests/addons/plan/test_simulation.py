@@ -8,12 +8,12 @@ import json
 import pytest
 
 from stretto.base.errors import ConfigError
-from stretto.bench.hardware import GPUS
 from stretto.config.load import build
 from stretto.config.root import RLConfig
 from stretto.config.sections.model import ScratchSection
 from stretto.models.config import scratch_config
 from stretto.virtual_clock import Cores, run_virtual
+from stretto_bench.hardware import GPUS
 from stretto_plan.compare import compare
 from stretto_plan.costs import Costs, Measured, lookup
 from stretto_plan.setup import build_setup

@@ -261,13 +261,6 @@ CASES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
         "orchestrator", environment("arithmetic", 'num_terms = "3"'), {},
         ["environment 'arithmetic': num_terms = '3' must be int, got str. Change `args`."],
     ),
-    "a seed of another kind": (
-        "orchestrator", environment("reasoning-gym", 'dataset = "chain_sum", seed = "a"'), {},
-        ["environment 'reasoning-gym': seed = 'a' must be int, got str"],
-    ),
-    "a code environment without its sandbox": (
-        "orchestrator", environment("python-code", 'backend = "jail"'), {}, ["jail"],
-    ),
     # -- hooks --
     "a hook in no module": (
         "orchestrator", hook("sample_filter"), {},
