@@ -66,11 +66,6 @@ def _listed(row: dict[str, Any]) -> dict[str, Any]:
 
 def show(words: Sequence[str]) -> int:
     """Print a run's summary: its state, whether it learned, warnings, latest metrics, evals, how its rollouts ended."""
-    parser = PlainParser(
-        "show",
-        "Print how a run went: whether it learned, warnings, latest metrics, evals, rollouts.",
-        missing=state.runs_here,
-    )
     about = "Print how a run went: whether it learned, warnings, latest metrics, evals, rollouts."
     parser = PlainParser("show", about, missing=state.runs_here)
     parser.add_argument("run", help="run directory, such as outputs/demo")
