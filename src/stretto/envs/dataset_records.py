@@ -388,7 +388,9 @@ class Records:
                 f"{type(prompt).__name__}"
             )
         if not isinstance(prompt, list) or not prompt:
-            raise DataError(f"{where}: {settings.input_key!r} must be text or a list of messages")
+            way = "remove this record" if prompt in ("", [], None) else "write it as text, in quotes"
+            got = "null" if prompt is None else short_repr(prompt)
+            raise DataError(f"{where}: {settings.input_key!r} must be text or a list of messages, got {got}; {way}")
         messages = parse_messages(prompt, settings.input_key, where)
         if messages[-1]["role"] == "assistant":
             raise DataError(
