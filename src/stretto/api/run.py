@@ -182,10 +182,10 @@ class Run:
 
         step: of the batch of this step; None takes those that no step trained too. status: finished, truncated,
         failed or dropped. min_reward: with at least this reward. best, worst: so many with the largest or smallest
-        reward, of equal ones the newest. limit: of the newest at most so many. `prompt` is the text before the first token that the policy
-        sampled and `reply` everything after it; `token_ids`, `is_sampled` and `logprobs` are arrays over both. Where a
-        rollout has several branches these are of the first, and `branches` has all. They are None where the tokens are
-        no longer kept.
+        reward, of equal ones the newest. limit: of the newest at most so many. `prompt` is the text before the first
+        token that the policy sampled and `reply` everything after it; `token_ids`, `is_sampled` and `logprobs` are
+        arrays over both. Where a rollout has several branches these are of the first, and `branches` has all. They are
+        None where the tokens are no longer kept.
 
         Raises: ConfigError for a run without rollouts or arguments that exclude each other.
         """
