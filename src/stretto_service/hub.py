@@ -255,18 +255,16 @@ def boundary(hub: Hub) -> Middleware:
             refusal = Refusal(f"{request.method} {request.path[:200]}: {error.reason}", error.status)
         except web.RequestPayloadError as error:
             refusal = Refusal(f"the body cannot be read: {error.__cause__ or error}", 400)
-        except (DataError, ConfigError) as error:
-            refusal = Refusal(without_paths(str(error)), 400)
         except ConnectionError:
             return web.Response(status=499)
         except sqlite3.Error as error:
             logger.error("%s %s: the records cannot be written: %s", request.method, request.path, error)
-            refusal = Refusal(
-                f"the service cannot write its records ({without_paths(str(error))}); is its disk full?", 507
-            )
+            why = without_paths(str(error))
+            refusal = Refusal(f"the service cannot write its records ({why}); is its disk full?", 507)
         except StrettoError as error:
-            logger.error("%s %s: %s", request.method, request.path, error)
-            refusal = Refusal(without_paths(str(error)), 500)
+            level, status = (logging.INFO, 400) if isinstance(error, DataError | ConfigError) else (logging.ERROR, 500)
+            logger.log(level, "%s %s: %s", request.method, request.path, error)
+            refusal = Refusal(without_paths(str(error)), status)
         except Exception as error:
             name = uuid4().hex
             logger.exception("%s %s failed, request %s", request.method, request.path, name)

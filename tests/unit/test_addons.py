@@ -45,11 +45,13 @@ def strings_of(package: str) -> str:
     return "\n".join(found)
 
 
+@pytest.mark.heavy
 def test_the_core_names_no_add_on() -> None:
     assert len(ADD_ONS) == 18
     assert not NAME.findall(strings_of("stretto"))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ADD_ONS)
 def test_an_add_on_names_only_those_that_it_needs(name: str) -> None:
     assert set(NAME.findall(strings_of(f"stretto_{name}"))) <= {name, *SCRIPT["NEEDS"].get(name, ())}

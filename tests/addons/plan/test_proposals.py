@@ -88,6 +88,7 @@ def test_nodes_go_where_the_time_is_spent(tmp_path) -> None:
     assert best[:2] == ("--deployment.num-train-nodes", "3") and best[-1] == "1" and found[0].gain > 0.5
 
 
+@pytest.mark.heavy
 def test_what_does_not_fit_gets_proposals_that_do(tmp_path) -> None:
     words = words_of(tmp_path, rl_config())
     cfg = load(RLConfig, words, verb="rl")

@@ -352,6 +352,7 @@ def check(output: str, parts: list[str]) -> None:
     assert len(re.findall(r"^error: ", output, re.M)) == 1, output
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", CASES)
 def test_one_mistake_is_one_message_and_no_traceback(place, capsys, case):
     verb, toml, files, parts = CASES[case]
