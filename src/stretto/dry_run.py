@@ -343,7 +343,7 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
             renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)
         else:
             renderer = build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         text = "\n".join(f"{message['role']}: {message.get('content')}" for message in row.messages)
         return _boxed(f"{row.where}, not rendered:", text), str(error), ""
     rendered = render_row(row, renderer, cfg.loss_mask)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stretto.base.errors import ConfigError
-from stretto.check.degrees import find_degrees, find_plain_degrees, read_shape
+from stretto.check.degrees import find_degrees, read_shape
 from stretto.check.models import check_family, find_model
 from stretto.config.sections.model import ModelSection
 from stretto_vime.flags.flag import Values
@@ -41,13 +41,12 @@ def axes(flags: Values) -> Axes:
         shape = read_shape(here)
     except (ConfigError, OSError, ValueError, KeyError):
         return typed  # said where the model is checked
+    if shape is None:  # a model of transformers'
+        return Axes(1, 1, 1)
     for each in _candidates(typed, max(ranks, 1)):
         section = ModelSection(tp=each.tp, cp=each.cp, cp_style="ring" if each.cp > 1 else "auto", ep=each.ep)
         try:
-            if shape is None:
-                find_plain_degrees(section, max(ranks, 1))
-            else:
-                find_degrees(section, max(ranks, 1), shape)
+            find_degrees(section, max(ranks, 1), shape)
         except ConfigError:
             continue
         return each

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from stretto.base.errors import ConfigError
 from stretto_vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
 from stretto_vime.flags.mesh import axes
-from stretto_vime.flags.shape import SHAPES
+from stretto_vime.flags.shape import SHAPES, has_tower
 
 NO_MEGATRON = "stretto does not use Megatron-LM"
 NOT_SPLIT = "Every rank has all layers; their weights are sharded over all ranks, and results are the same."
@@ -144,6 +144,8 @@ def settings(flags: Values) -> Iterator[Setting]:
 
     Raises: ConfigError for 8-bit products of another kind.
     """
+    if has_tower(flags.hf_checkpoint):
+        yield Setting("model.vlm", {}, ("--hf-checkpoint",))
     mesh = axes(flags)
     yield Setting("model.tp", mesh.tp, ("--tensor-model-parallel-size",))
     if mesh.cp > 1:
