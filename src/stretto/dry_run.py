@@ -271,7 +271,7 @@ def _monitors(section: MonitorsSection, *, is_fed_here: bool = True) -> Rows:
     from stretto.monitors import swanlab, wandb
     from stretto.monitors.base import find_trackers
 
-    names = find_trackers(section, is_fed_here=is_fed_here)
+    names = find_trackers(section, is_fed_here=False)  # logins are looked for below
     rows = [("monitors", f"{_listed(names)}: installed")] if names else []
     if section.wandb is not None and is_fed_here:
         rows.append(("W&B", _login(wandb.check_login, section.wandb)))

@@ -153,7 +153,7 @@ def settings(flags: Values) -> Iterator[Setting]:
         yield Setting("model.cp_style", "ring", ("--context-parallel-size",))
     if mesh.ep > 1:
         yield Setting("model.ep", mesh.ep, ("--expert-model-parallel-size",))
-    if flags.moe_enable_deepep:
+    if flags.moe_enable_deepep and mesh.ep > 1:
         yield Setting("model.ep_comm_backend", "deepep", ("--moe-enable-deepep",))
     if flags.fp8_format is not None:
         if (flags.fp8_format, flags.fp8_recipe) != ("e4m3", "blockwise"):
