@@ -268,15 +268,13 @@ def _code(checked: Sequence[Checked]) -> Rows:
 
 
 def _monitors(section: MonitorsSection, *, is_fed_here: bool = True) -> Rows:
-    from stretto.monitors import swanlab, wandb
     from stretto.monitors.base import find_trackers
 
-    names = find_trackers(section, is_fed_here=False)  # logins are looked for below
-    rows = [("monitors", f"{_listed(names)}: installed")] if names else []
-    if section.wandb is not None and is_fed_here:
-        rows.append(("W&B", _login(wandb.check_login, section.wandb)))
-    if section.swanlab is not None and is_fed_here:
-        rows.append(("SwanLab", _login(swanlab.check_login, section.swanlab)))
+    trackers = find_trackers(section, is_fed_here=False)  # logins are looked for below
+    rows = [("monitors", f"{_listed(list(trackers))}: installed")] if trackers else []
+    for name, tracker in trackers.items():
+        if tracker.service and is_fed_here:
+            rows.append((tracker.service, _login(tracker.check_login, getattr(section, name))))
     return rows
 
 

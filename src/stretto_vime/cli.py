@@ -35,11 +35,10 @@ def vime(words: list[str]) -> int:
     model = Path(cfg.tokenizer.name or cfg.model.name)
     if conversions:
         _convert(conversions, model, is_dry_run=cfg.dry_run)
-    is_rl = isinstance(cfg, RLConfig)
     try:
         if cfg.dry_run:
-            return verbs.show_dry_run("rl" if is_rl else "sft", cfg)
-        return verbs.run_rl(cfg, words) if is_rl else _fine_tune(cfg)
+            return verbs.show_dry_run("rl" if isinstance(cfg, RLConfig) else "sft", cfg)
+        return verbs.run_rl(cfg, words) if isinstance(cfg, RLConfig) else _fine_tune(cfg)
     except ConfigError as error:
         raise ConfigError(names.reword(str(error))) from error
 
@@ -60,7 +59,7 @@ def _convert(conversions: Mapping[Path, Path], model: Path, *, is_dry_run: bool)
     Raises: ConfigError if one does not.
     """
     from stretto.check.weights import has_only_config
-    from stretto.models.megatron.convert import check_megatron, to_hugging_face
+    from stretto_megatron.convert import check_megatron, to_hugging_face
 
     for place, target in conversions.items():
         try:

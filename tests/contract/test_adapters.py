@@ -162,7 +162,7 @@ async def test_models_lists_adapters_under_their_parent(served):
     await served.load("one", adapted(1))
     base_again, one = await served.models()
     assert base_again["id"] == base["id"] and base["parent"] is None
-    assert (one["id"], one["parent"]) == ("one", base["id"])
+    assert (one["id"], one["root"], one["parent"]) == ("one", "one", base["id"])
     await served.unload("one")
     assert len(await served.models()) == 1
 

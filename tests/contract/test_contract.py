@@ -393,7 +393,7 @@ async def test_health_liveness_models_and_metrics(engine):
                 assert answer.status == 200
         async with http.get(engine[1] + api.MODELS) as answer:
             [card] = (await answer.json())["data"]
-            assert card["max_model_len"] == 512
+            assert (card["id"], card["root"], card["max_model_len"]) == ("tiny", "tiny", 512)
         async with http.get(engine[1] + api.METRICS) as answer:
             page = await answer.text()
     for name in (

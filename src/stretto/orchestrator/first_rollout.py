@@ -23,7 +23,7 @@ from stretto.config.sections.orchestrator import EnvSection, SamplingSection
 from stretto.data.values import describe_value
 from stretto.envs.base import Environment, RunInfo, TaskSource, tasks_of
 from stretto.envs.models import Unreachable
-from stretto.orchestrator.build import open_env, places_of, system_prompts
+from stretto.orchestrator.build import model_names, open_env, places_of, system_prompts
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.generate import Completion, GenerateRequest
@@ -97,6 +97,7 @@ async def play(
         timeout_s=timeout_s,
         max_retries=0,
         system_prompts=system_prompts(section),
+        model_names=model_names(section),
         models={name: Unreachable(name) for name in places_of(cfg)},
         failures=failures,
     )

@@ -79,7 +79,7 @@ def choose_kernels(trainer: Any) -> None:
     if trainer.is_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # memory that is filled anyway
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # filled anyway
 
 
 @contextmanager

@@ -306,6 +306,7 @@ def test_every_flag_that_acts_has_a_row_here():
     assert acting - set(SHAPES) == set(EFFECTS)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", EFFECTS)
 def test_a_flag_has_its_effect(name, read):
     before, value, effects = EFFECTS[name]

@@ -223,6 +223,7 @@ def test_a_problem_between_keys_names_the_flags(files):
         read_command(words_of(files, SPLIT, "--rollout-top-k 2000"))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("extra", "said"),
     [

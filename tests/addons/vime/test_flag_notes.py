@@ -108,6 +108,7 @@ def read(files, *parts: str) -> Command:
     return read_command(words_of(files, SPLIT, *parts))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", NOTED)
 def test_what_is_harmless_or_equal_is_a_note(name, files):
     flags, said, keys = NOTED[name]
@@ -117,6 +118,7 @@ def test_what_is_harmless_or_equal_is_a_note(name, files):
     assert {key: find(config, key) for key in keys} == keys
 
 
+@pytest.mark.heavy
 def test_a_flag_that_is_met_in_another_way_is_told_unless_it_asks_for_the_usual(files):
     told = [flag for flag in BY_NAME.values() if flag.is_told]
     values = {"integer": "3", "number": "0.5", "text": "other", "list": "other"}

@@ -62,6 +62,7 @@ def same(one, other) -> bool:
     return np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.logprobs, other.logprobs)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_every_adapter_in_a_mixed_batch_is_its_merged_model(shape):
     core = build_core(build_model(**shape))
@@ -108,6 +109,7 @@ def test_an_engine_that_had_an_adapter_serves_the_base_with_the_same_bits():
     assert same(before, beside) and same(before, after)
 
 
+@pytest.mark.heavy
 def test_caches_are_by_adapter_and_by_what_it_holds():
     long = np.arange(2, 39, dtype=np.int32)
     core = build_core()

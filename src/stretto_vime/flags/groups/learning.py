@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
-from stretto.models.megatron.places import is_megatron
+from stretto_megatron.places import is_megatron
 from stretto_vime.flags.flag import Flag, Setting, Values, copies, equal, part, refused, sets
 from stretto_vime.flags.groups.training import OPTIMIZER, optimizer_settings, reference, rollouts_of, weights
 

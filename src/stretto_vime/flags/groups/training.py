@@ -12,7 +12,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
-from stretto.models.megatron.places import find_iteration, is_megatron
+from stretto_megatron.places import find_iteration, is_megatron
 from stretto_vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
 from stretto_vime.flags.shape import read_shape
 
