@@ -272,7 +272,7 @@ def _code(checked: Sequence[Checked]) -> Rows:
 def _monitors(section: MonitorsSection, *, is_fed_here: bool = True) -> Rows:
     from stretto.monitors.base import find_trackers
 
-    trackers = find_trackers(section, is_fed_here=is_fed_here)
+    trackers = find_trackers(section, is_fed_here=False)  # logins are looked for below
     rows = [("monitors", f"{_listed(list(trackers))}: installed")] if trackers else []
     for name, tracker in trackers.items():
         if tracker.service and is_fed_here:
@@ -350,7 +350,7 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
             renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)
         else:
             renderer = build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         text = "\n".join(f"{message['role']}: {message.get('content')}" for message in row.messages)
         return _boxed(f"{row.where}, not rendered:", text), str(error), ""
     rendered = render_row(row, renderer, cfg.loss_mask)

@@ -157,6 +157,10 @@ class RolloutContext(Protocol):
         """
 
 
+class NeedsTokenizer(ConfigError):
+    """An environment that cannot be built where the policy's tokenizer is not."""
+
+
 @dataclass(frozen=True)
 class RunInfo:
     """What an environment may know of its run; passed as the argument `run` if the environment takes one.
