@@ -66,11 +66,8 @@ def _listed(row: dict[str, Any]) -> dict[str, Any]:
 
 def show(words: Sequence[str]) -> int:
     """Print a run's summary: its state, whether it learned, warnings, latest metrics, evals, how its rollouts ended."""
-    parser = PlainParser(
-        "show",
-        "Print how a run went: whether it learned, warnings, latest metrics, evals, rollouts.",
-        missing=state.runs_here,
-    )
+    about = "Print how a run went: whether it learned, warnings, latest metrics, evals, rollouts."
+    parser = PlainParser("show", about, missing=state.runs_here)
     parser.add_argument("run", help="run directory, such as outputs/demo")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument(
@@ -229,6 +226,8 @@ def as_text(row: dict[str, Any], *, is_raw: bool = False) -> str:
         f"{reward}{advantage}{versions}   {row['num_sampled_tokens'] or 0} tokens"
     )
     lines = [head]
+    if row["label"] is not None:
+        lines.append(f"   label: {row['label']}")
     if row["dropped_by"]:
         lines.append(f"   dropped by filter {row['dropped_by']}")
     if row["reason"]:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from stretto.algorithms.losses import needs_samples, total_loss
 from stretto.base.errors import DataError, StrettoError, boundary
-from stretto.check.degrees import cp_style
 from stretto.config.sections.algorithm import LossSection
 from stretto.config.sections.model import ModelSection
 from stretto.models.attention import PackedLayout
@@ -33,7 +32,7 @@ from stretto.records.support import concat_supports
 from stretto.records.token_counts import TokenCounts, counts_of_step, weigh_by_rollout
 from stretto.trainer.batch.metrics import StepSums
 from stretto.trainer.batch.pass_inputs import IDLE_MICRO_BATCH, PassInputs, build_pass_inputs
-from stretto.trainer.parallel.scores import compute_logprobs
+from stretto.trainer.parallel.scores import compute_logprobs, shares_prefixes
 from stretto.trainer.ranks.mesh import Mesh
 from stretto_service.tenants.checks import check_micro_batch, read_loss
 from stretto_service.tenants.layers import Turn
@@ -84,8 +83,7 @@ class Passes:
         self._vision = policy.config.vision if isinstance(policy, Decoder) else None
         # A rank of cp has tokens from all over a row, which are not ranges of tenants.
         self._can_mix = isinstance(policy, Decoder) and mesh.degrees.cp == 1
-        is_ring = mesh.degrees.cp > 1 and cp_style(model, policy.config) == "ring"
-        self._shares_prefixes = mesh.device.type == "cpu" and policy.shares_prefixes and not is_ring
+        self._shares_prefixes = shares_prefixes(policy, mesh, model)
         if mesh.world_size > 1:
             embedding = next(module for module in policy.modules() if isinstance(module, nn.Embedding))
             embedding.register_forward_hook(_with_gradient)

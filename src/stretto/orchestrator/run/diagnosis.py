@@ -26,6 +26,8 @@ the length of replies too."""
 SOLVED = 0.9
 """Share of zero-signal groups above which hardly anything is learned."""
 
+FEW = 0.02
+"""Mean reward below which hardly any reply is paid, where groups have equal rewards."""
 FALLEN = 0.25
 """Share by which a held-out reward has to fall while that of training rises."""
 
@@ -92,7 +94,7 @@ class Diagnosis:
         reasons = {
             "apart": "engine and trainer disagreed about the policy before the first update",
             "moved": f"the policy moved too far in {self._early_moves()}",
-            "signal": self._one_reward() or "most groups have equal rewards, which give no signal",
+            "signal": self._one_reward() or self._few_paid() or "most groups have equal rewards, which give no signal",
             "mismatch": "batches came from policies that were too far from the trained one",
             "ess": "batches came from policies that were too far from the trained one",
             "truncated": "most replies are truncated",
@@ -179,11 +181,12 @@ class Diagnosis:
         rewards = [row["reward/mean"] for row in self.last if "reward/mean" in row]
         mean = fmean(rewards) if rewards else math.nan
         cause = "The tasks are too easy or too hard for this policy, or the reward is always the same."
-        if (same := self._one_reward()) is not None:
+        if (same := self._one_reward() or self._few_paid()) is not None:
             asked = "Are they solved, or does the score not look at the reply?"
-            if mean <= 0:
+            if mean <= FEW:
                 asked = (
-                    "Is no reply right, or does the score not see it, as with the wrong label (`--dry-run` shows one)?"
+                    "Is no reply right, or does the score not see it, as with the wrong label (`--dry-run` shows one, "
+                    "`stretto rollouts` each beside its reply)?"
                 )
             cause = f"{same[0].upper()}{same[1:]}. {asked}"
         return (
@@ -197,6 +200,11 @@ class Diagnosis:
         if len(means) > 1 or any(row.get("reward/std", 1.0) > 0 for row in self.last):
             return None
         return f"every rollout has the reward {means.pop():g}"
+
+    def _few_paid(self) -> str | None:
+        """That next to no reply gets a reward, though some do; None if more do."""
+        mean = self._mean("reward/mean")
+        return f"hardly any reply is paid (mean {mean:.3f})" if 0 < mean <= FEW else None
 
     def _about_entropy(self) -> Iterator[tuple[str, str]]:
         first, last = self.first_entropy, self._mean("entropy/mean")

@@ -62,6 +62,7 @@ def run(tenants, mb, **how):
     return result
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("spec", LOSSES, ids=lambda spec: spec.type)
 def test_a_loss_is_the_sum_that_its_formula_says(spec):
     tenants = build_tenants("dense")

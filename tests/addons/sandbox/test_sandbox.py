@@ -18,16 +18,9 @@ import psutil
 import pytest
 
 from stretto.base.errors import ConfigError, EnvError
-from stretto.envs.rewards import sandbox_keeper
-from stretto.envs.rewards.sandbox import (
-    KEEPER,
-    Sandbox,
-    SandboxLimits,
-    bubblewrap_trouble,
-    choose_backend,
-    subprocess_gaps,
-)
-from stretto.envs.rewards.sandbox_keeper import process_group
+from stretto_sandbox import sandbox_keeper
+from stretto_sandbox.sandbox import KEEPER, Sandbox, SandboxLimits, bubblewrap_trouble, choose_backend, subprocess_gaps
+from stretto_sandbox.sandbox_keeper import process_group
 
 pytestmark = pytest.mark.heavy
 
@@ -139,7 +132,7 @@ def has_namespaces() -> bool:
 
 DENIED = """
 import asyncio, logging, socket
-from stretto.envs.rewards.sandbox import Sandbox
+from stretto_sandbox.sandbox import Sandbox
 logging.basicConfig()
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
     listener.bind(("127.0.0.1", 0))
@@ -169,7 +162,7 @@ def test_without_a_network_namespace_the_log_says_what_stays_open():
 
 ROOT_ALONE = """
 import asyncio
-from stretto.envs.rewards import sandbox
+from stretto_sandbox import sandbox
 sandbox.is_public = lambda *paths: True
 print(sandbox.has_users(), asyncio.run(sandbox.Sandbox(backend={backend!r}).run("print('run')")))
 """
@@ -255,7 +248,7 @@ async def test_a_cancelled_run_leaves_nothing(backend):
 
 CALLER = """
 import asyncio, sys
-from stretto.envs.rewards.sandbox import SandboxLimits, Sandbox
+from stretto_sandbox.sandbox import SandboxLimits, Sandbox
 box = Sandbox(SandboxLimits(wall_s=60), backend=sys.argv[1])
 asyncio.run(box.run("import os, time; os.makedirs('a/b'); open('a/b/c', 'w').write('x' * 99); time.sleep(50)"))
 """

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stretto.base.process import thread_env
-from stretto.bench.hardware import GPUS
+from stretto_bench.hardware import GPUS
 
 MATMUL_TIMEOUT_S = 60.0
 _MATMUL = """

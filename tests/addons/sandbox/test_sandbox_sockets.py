@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from stretto.envs.rewards.sandbox import Sandbox, SandboxLimits, bubblewrap_trouble
+from stretto_sandbox.sandbox import Sandbox, SandboxLimits, bubblewrap_trouble
 
 pytestmark = pytest.mark.heavy
 

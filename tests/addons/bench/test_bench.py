@@ -13,11 +13,6 @@ from pathlib import Path
 import pytest
 
 from stretto import cli
-from stretto.bench.command import only_given
-from stretto.bench.engine import num_gpus_of
-from stretto.bench.flops import flops_per_token, peak_flops
-from stretto.bench.report import as_table, phases
-from stretto.bench.tasks import BenchTasks, text_of
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.config.load import dump, load
 from stretto.config.root import InferenceConfig, RLConfig
@@ -25,6 +20,11 @@ from stretto.config.sections.model import ScratchSection
 from stretto.envs.base import tasks_of
 from stretto.launch.stacks import below, processes
 from stretto.models.hub import random_model, save_hf
+from stretto_bench.command import only_given
+from stretto_bench.engine import num_gpus_of
+from stretto_bench.flops import flops_per_token, peak_flops
+from stretto_bench.report import as_table, phases
+from stretto_bench.tasks import BenchTasks, text_of
 
 
 def test_rates_of_an_engine_are_per_gpu_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

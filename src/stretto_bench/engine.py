@@ -18,15 +18,15 @@ import numpy as np
 
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.process import bound, visible_gpus
-from stretto.bench.memory import MemorySampler
-from stretto.bench.report import phases
-from stretto.bench.shape import Shape
 from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig
 from stretto.data.hub_model import find_config
 from stretto.data.model_file import read_model_file
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
+from stretto_bench.memory import MemorySampler
+from stretto_bench.report import phases
+from stretto_bench.shape import Shape
 
 READY_S, END_S = 1800.0, 20.0
 PROMPT_TOKENS, COMPLETION_TOKENS = 64, 128

@@ -14,11 +14,11 @@ from fakes import CharRenderer, FakeEngine
 from stretto.base.errors import ConfigError, EnvError
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import checked_score, load_environment
-from stretto.envs.bundled.reasoning_gym import is_held_out
 from stretto.envs.workers.pool import open_workers
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.rollout import RolloutStatus
+from stretto_games.reasoning_gym import is_held_out
 
 pytestmark = pytest.mark.heavy
 

@@ -17,8 +17,8 @@ from typing import Literal
 from stretto.base.errors import ConfigError
 from stretto.envs.base import Message, RolloutResult, SingleTurnEnv
 from stretto.envs.bundled.held_out import SolvedTasks, user
-from stretto.envs.rewards.sandbox import Sandbox, SandboxLimits, SandboxResult
 from stretto.records.rollout import Task
+from stretto_sandbox.sandbox import Sandbox, SandboxLimits, SandboxResult
 
 HARNESS = """
 import json, sys

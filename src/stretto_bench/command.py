@@ -22,23 +22,26 @@ from typing import Any
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.paths import RunDir
 from stretto.base.process import bound, num_cores, output_of, visible_gpus
-from stretto.bench.flops import flops_per_token, peak_flops
-from stretto.bench.memory import MemorySampler
-from stretto.bench.report import as_table, phases
-from stretto.bench.shape import Shape
-from stretto.bench.tasks import write_rows
 from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.section import Section
 from stretto.data.hub_model import find_config
 from stretto.data.model_file import read_model_file
 from stretto.monitors.file import read_metrics
+from stretto_bench.flops import flops_per_token, peak_flops
+from stretto_bench.memory import MemorySampler
+from stretto_bench.report import as_table, phases
+from stretto_bench.shape import Shape
+from stretto_bench.tasks import write_rows
 
 TAIL_LINES = 15
 END_S = 20.0
 
 
-def bench(cfg: Any, shape: Shape) -> int:
+parse = Shape.parse
+
+
+def run(cfg: Any, shape: Shape) -> int:
     """Run the verb on made-up data, and print rates, seconds per phase and memory.
 
     Raises: ConfigError for a shape that does not fit; EngineError if the run fails.
@@ -46,7 +49,7 @@ def bench(cfg: Any, shape: Shape) -> int:
     if getattr(cfg, "slurm", None) is not None or getattr(cfg, "ray", None) is not None:
         raise ConfigError("--bench runs on this machine: leave [slurm] and [ray] out (--no-slurm, --no-ray)")
     if isinstance(cfg, InferenceConfig):
-        from stretto.bench.engine import bench_engine
+        from stretto_bench.engine import bench_engine
 
         result = bench_engine(cfg, shape)
     else:
@@ -113,7 +116,7 @@ def _make_tasks(cfg: RLConfig, data: dict[str, Any], given: Shape) -> dict[str, 
             f"--bench: {prompt} tokens of prompt and {max(reply, 1)} of reply are longer than seq_len = {cfg.seq_len}"
         )
     section = data.setdefault("orchestrator", {})
-    section["env"] = [{"id": "stretto.bench.tasks:BenchTasks", "args": {"prompt_tokens": prompt}, "name": "bench"}]
+    section["env"] = [{"id": "stretto_bench.tasks:BenchTasks", "args": {"prompt_tokens": prompt}, "name": "bench"}]
     sampling = section.setdefault("train", {}).setdefault("sampling", {})
     sampling |= {"max_completion_tokens": reply, "ignore_eos": True}
     section["eval"] = None

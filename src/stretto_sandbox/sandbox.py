@@ -40,8 +40,8 @@ from typing import Any, Literal
 
 from stretto.base.errors import ConfigError, EnvError
 from stretto.base.process import num_cores
-from stretto.envs.rewards.sandbox_keeper import remove
 from stretto.records.outcomes import Reason
+from stretto_sandbox.sandbox_keeper import remove
 
 logger = logging.getLogger(__name__)
 Backend = Literal["bubblewrap", "subprocess"]
