@@ -455,10 +455,8 @@ def _find_factory(env_id: str) -> Callable[..., Any]:
     if ":" not in path:
         import difflib
 
-        nearest = difflib.get_close_matches(env_id.replace("_", "-"), find.names(), n=1)
+        nearest = [*_own_name(env_id), *difflib.get_close_matches(env_id.replace("_", "-"), find.names(), n=1)]
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(find.names())};"
-        nearest = [*_own_name(env_id), *difflib.get_close_matches(env_id.replace("_", "-"), BUNDLED, n=1)]
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(sorted(BUNDLED))};"
         raise ConfigError(f"no environment {env_id!r}; {hint} name your own as a module or `module:attr`.")
     module_name, attr = path.split(":", 1)
     module = load_module(module_name, f"environment {env_id!r}")

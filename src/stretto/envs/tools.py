@@ -41,22 +41,22 @@ class Tool:
         self.name: str = getattr(function, "__name__", type(function).__name__)
         self._function = function
         self.is_blocking = not inspect.iscoroutinefunction(function)
-        parameters = inspect.signature(function, eval_str=True).parameters.values()
+        where = f"tool {self.name} ({definition_of(getattr(function, '__func__', function))})"
+        try:
+            parameters = inspect.signature(function, eval_str=True).parameters.values()
+        except Exception as cause:  # an annotation in quotes may name anything
+            raise ConfigError(f"{where}: its annotations cannot be read: {error_text(cause)}; correct them.") from cause
         is_given = {each.name: episode_type is not None and each.annotation is episode_type for each in parameters}
-        self._arguments = _build_arguments_model([p for p in parameters if not is_given[p.name]], self.name)
+        self._arguments = _build_arguments_model([p for p in parameters if not is_given[p.name]], self.name, where)
         self._given = [name for name in is_given if is_given[name]]
         text, described = _split_docstring(inspect.getdoc(function) or "")
-        schema = self._arguments.model_json_schema()
-        schema.pop("title", None)
-        for argument, value in schema.get("properties", {}).items():
         try:
-            parameters = self._arguments.model_json_schema()
+            schema = self._arguments.model_json_schema()
         except pydantic.errors.PydanticUserError as cause:
-            where = f"tool {self.name} ({definition_of(getattr(function, '__func__', function))})"
             reason = str(cause).partition("\n")[0]
             raise ConfigError(f"{where}: a type of its arguments has no JSON schema: {reason}; use another.") from cause
-        parameters.pop("title", None)
-        for argument, value in parameters.get("properties", {}).items():
+        schema.pop("title", None)
+        for argument, value in schema.get("properties", {}).items():
             value.pop("title", None)
             if argument in described:
                 value["description"] = described[argument]
@@ -102,9 +102,7 @@ class Toolset:
         tools: Iterable[Callable[..., Any] | Tool],
         timeout_s: float | None = 30.0,
         episode_type: type | None = None,
-    ) -> None:
-        built = [tool if isinstance(tool, Tool) else Tool(tool, episode_type) for tool in tools]
-        self, tools: Iterable[Callable[..., Any] | Tool], timeout_s: float | None = 30.0, where: str = "`tools`"
+        where: str = "`tools`",
     ) -> None:
         """where: whose tools they are, for messages."""
         if isinstance(tools, str) or not isinstance(tools, Iterable):
@@ -114,7 +112,7 @@ class Toolset:
             )
         if wrong := [each for each in tools if not callable(each) and not isinstance(each, Tool)]:
             raise ConfigError(f"{where} must hold functions, got {describe_value(wrong[0])}; give the function itself.")
-        built = [tool if isinstance(tool, Tool) else Tool(tool) for tool in tools]
+        built = [tool if isinstance(tool, Tool) else Tool(tool, episode_type) for tool in tools]
         self._tools = {tool.name: tool for tool in built}
         if len(self._tools) != len(built):
             names = ", ".join(tool.name for tool in built)
@@ -254,16 +252,13 @@ class _Threads:
 _threads = _Threads()
 
 
-def _build_arguments_model(parameters: Iterable[inspect.Parameter], name: str) -> type[pydantic.BaseModel]:
-    """A pydantic model of a function's arguments, from annotations; without a default they are required."""
+def _build_arguments_model(parameters: Iterable[inspect.Parameter], name: str, where: str) -> type[pydantic.BaseModel]:
+    """A pydantic model of a function's arguments, from annotations; without a default they are required.
+
+    where: which function, for messages.
+    """
     fields: dict[str, Any] = {}
     for parameter in parameters:
-    where = f"tool {name} ({definition_of(getattr(function, '__func__', function))})"
-    try:
-        parameters = inspect.signature(function, eval_str=True).parameters
-    except Exception as cause:  # an annotation in quotes may name anything
-        raise ConfigError(f"{where}: its annotations cannot be read: {error_text(cause)}; correct them.") from cause
-    for parameter in parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ConfigError(f"{where}: {parameter} cannot be described; name every argument.")
         if parameter.annotation is parameter.empty:
