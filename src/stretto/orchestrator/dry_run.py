@@ -268,7 +268,7 @@ async def _first_task(
         return FirstTask(f"{about}, not rendered:", _plain(prompt))
     again, _ = await first_prompt(env, task, where)
     is_same = repr(again if isinstance(again, str) else with_system_prompt(again or [], system_prompt)) == repr(prompt)
-    notes = () if is_same else (f"{where} {DRAWN_PROMPT}",)
+    notes: tuple[str, ...] = () if is_same else (f"{where} {DRAWN_PROMPT}",)
     if source.num_tasks is None or source.num_tasks > 1:
         second = source.task(1)
         if second.task_id == task.task_id and repr(second.data) != repr(task.data):
