@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
+from stretto import addons
 from stretto.base import process
 from stretto.base.errors import ConfigError, meant_path
 from stretto.check.degrees import Shape, check_vision, find_degrees, find_plain_degrees, read_shape
@@ -313,6 +314,7 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
                 f'{name}: inference.engine = "embedded" has no {model.family}; set "vllm", or leave it out'
             )
         return
+    addons.check("stretto.engines", "vllm", f"{name}: vLLM")
     model.check()
     if is_cpu or section.device == "cpu":
         model.check_on_cpu()

@@ -36,12 +36,14 @@ from stretto.data.hub_model import fetch, find_config
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.envs.models import NO_MODELS, ChatModel
 from stretto.ledger import Ledger, Limits
+from stretto.ledger.reader import LedgerReader
 from stretto.monitors.base import build_monitors
 from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch import cost_of_model
 from stretto.orchestrator.batch_hooks import BatchHooks, arguments_of
 from stretto.orchestrator.build import (
     build_policy_renderer,
+    model_names,
     open_env,
     run_info,
     system_prompts,
@@ -54,6 +56,7 @@ from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
 from stretto.orchestrator.groups.advantages import Baselines, check_overlong
 from stretto.orchestrator.groups.buffer import Bounds, Buffer
 from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
+from stretto.orchestrator.model_costs import EVENT, Spending, restore
 from stretto.orchestrator.models import ModelClient, open_models
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.rollout.teacher import (
@@ -268,15 +271,28 @@ def build_loop(
         curriculum=curriculum,
         baselines=build_baselines(cfg, envs, progress),
         teachers=build_teachers(cfg, wires, envs, renderer, user_code.info.models),
+        spendings=spendings_of(user_code.info.models, run_dir),
         vocab_size=vocab_size,
     )
     return Loop(parts)
+
+
+def spendings_of(models: Mapping[str, ChatModel], run_dir: RunDir) -> tuple[Spending, ...]:
+    """What the frozen models have been asked in earlier starts of the run.
+
+    Raises: ConfigError if one has cost what it may.
+    """
+    spendings = tuple(model.spending for model in models.values() if isinstance(model, ModelClient))
+    with LedgerReader(run_dir) as reader:
+        restore(spendings, [event["data"] for event in reader.events(EVENT)])
+    return spendings
 
 
 def build_player(
     cfg: OrchestratorConfig, engine: EngineClient, renderer: Renderer, models: Mapping[str, ChatModel] = NO_MODELS
 ) -> Player:
     """Build what plays the rollouts of training, and of the run's evals."""
+    sections = (*cfg.env, *(() if cfg.eval is None else cfg.eval.env))
     return Player(
         engine=engine,
         renderer=renderer,
@@ -286,7 +302,8 @@ def build_player(
         run_id=cfg.run_name,
         timeout_s=cfg.rollout_timeout_s,
         max_retries=cfg.max_rollout_retries,
-        system_prompts=system_prompts(*cfg.env, *(() if cfg.eval is None else cfg.eval.env)),
+        system_prompts=system_prompts(*sections),
+        model_names=model_names(*sections),
         models=models,
     )
 

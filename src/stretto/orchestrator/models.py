@@ -15,7 +15,7 @@ import hashlib
 import logging
 import os
 import random
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -31,6 +31,7 @@ from stretto.data.messages import checked_messages
 from stretto.data.pictures import openai_messages
 from stretto.envs.models import ChatModel, ModelReply
 from stretto.orchestrator.kept_replies import KeptReplies
+from stretto.orchestrator.model_costs import Spending
 from stretto.transports.engine import api, http
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ class ModelClient(ChatModel):
         self._kept = KeptReplies(directory and directory / f"{name}.sqlite", section.cache_size)
         self._replies: OrderedDict[bytes, ModelReply] = OrderedDict(self._kept.load())
         self._asked: dict[bytes, asyncio.Task[ModelReply]] = {}  # by the requests that are under way
-        self.counts: Counter[str] = Counter()
+        self.spending = Spending(name, section)
+        self.counts = self.spending.counts
         if self._replies:
             logger.info("models.%s: %d replies are known from before", name, len(self._replies))
 
@@ -108,6 +110,7 @@ class ModelClient(ChatModel):
 
     async def _reply(self, body: bytes) -> ModelReply:
         async with self._turns:
+            await self.spending.admit()
             await self._pace()
             timeout_s = self._section.timeout_s
             seen: list[str] = []
@@ -124,8 +127,7 @@ class ModelClient(ChatModel):
                 self.counts["failed"] += 1
                 raise EngineError(f"models.{self.name}: {error}") from error
         reply = self._parsed(answer)
-        self.counts["prompt tokens"] += reply.num_prompt_tokens
-        self.counts["completion tokens"] += reply.num_completion_tokens
+        self.spending.add(reply)
         return reply
 
     async def _pace(self) -> None:
@@ -213,8 +215,8 @@ class ModelClient(ChatModel):
         await asyncio.wait(self._asked.values()) if self._asked else None
         self._kept.close()
         await self._http.close()
-        if self.counts:
-            logger.info("models.%s: %s", self.name, ", ".join(f"{n} {what}" for what, n in self.counts.items()))
+        if summary := self.spending.summary():
+            logger.info("models.%s: %s", self.name, summary)
 
 
 def _text_of(content: Any) -> Any:

@@ -70,8 +70,9 @@ def settings(model: Path, rank: int = 8) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("cp", [1, 2])
 def test_runs_of_a_directory_train_on_two_ranks_and_sample_from_two_engines(
-    sorter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sorter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cp: int
 ) -> None:
     model, backends = sorter.resolve(), free_ports_in_a_row(2)
     runs = tmp_path / "runs"
@@ -85,6 +86,7 @@ def test_runs_of_a_directory_train_on_two_ranks_and_sample_from_two_engines(
     right, wrong, idle = write("run_letters"), write("run_wrong", rank=99), write("run_idle")
     root = {
         "trainer": {"num_ranks": 2},
+        "model": {"cp": cp},
         "inference": {"router": {"policy": "round_robin"}, "deployment": {"num_replicas": 2, "backend_port": backends}},
     }
     with serving(tmp_path / "own", model, root=root, runs_dir=str(runs), runs_user="alice") as service:

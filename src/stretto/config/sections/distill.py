@@ -57,6 +57,13 @@ class ModelLimits(Section):
     cache_size: int = Field(10_000, ge=0)
     """Replies that are kept, in memory (the latest used) and in RUN/replies (the latest asked for), where a run that is
     continued finds them. Only requests with temperature = 0 are answered from them."""
+    prompt_price: float | None = Field(None, ge=0)
+    """Price of a million tokens of prompts, in any currency, for the metric of costs; None: 0."""
+    reply_price: float | None = Field(None, ge=0)
+    """Price of a million tokens of replies; None: 0."""
+    max_cost: float | None = Field(None, gt=0)
+    """Most that all requests of a run may cost, over all its starts. Then it stops in order, and saves; requests that
+    are under way are still paid. None: no bound."""
 
 
 class ModelClientSection(ModelLimits):

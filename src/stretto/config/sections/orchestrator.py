@@ -123,6 +123,9 @@ class EnvSection(Section):
     """Keyword arguments of the environment."""
     system_prompt: str | None = None
     """A system message before each of its conversations that does not begin with one of its own."""
+    models: dict[str, str] = Field({})
+    """Names by which it asks frozen models: with { judge = "large" } its `ctx.model("judge")` is [models.large]. Models
+    that are not named here keep their names."""
     num_workers: int | None = Field(None, gt=0)
     """Processes it runs in, killed and started anew when they hang or crash; None: the orchestrator's own, and
     one for verifiers."""

@@ -248,13 +248,19 @@ def test_engines_leave_the_list_at_the_end(monkeypatch):
 # -- before the start --
 
 
-def test_a_router_is_looked_at_before_anything_is_started(monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [("vllm", "start the router first"), ("llm-d", "start llm-d's gateway, which must see these engines")],
+)
+def test_a_router_is_looked_at_before_anything_is_started(monkeypatch, kind, way):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     assert check_router(None) is None and check_router(section()) is None
     with running(Router()) as router:
-        there = section(router={"address": router.url})
+        there = section(router={"address": router.url, "type": kind})
         assert check_router(there) is None
-    with pytest.raises(ConfigError, match=rf"router.address = {router.url}: nothing answers"):
+    with pytest.raises(
+        ConfigError, match=rf"router.address = {router.url}: nothing answers there .*{way}.*vllm-router is started"
+    ):
         check_router(there)
     assert "nothing answers there" in (check_router(there, is_dry_run=True) or "")
 
