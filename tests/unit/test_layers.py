@@ -92,6 +92,7 @@ BELOW = {
     "stretto_broadcast": {"base", "config", "records", "transports"},
     "stretto_bench": {"base", "config", "data", "envs", "monitors", "records", "transports"},
     "stretto_triton": {"models"},
+    "stretto_routers": {"base", "config"},
     "stretto_megatron": {"base", "config", "families", "models"},
     "stretto_start": {"api", "base", "config", "signals"},
     "stretto_repair": {"base", "envs", "records", "stretto_sandbox"},
