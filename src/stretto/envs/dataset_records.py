@@ -20,7 +20,7 @@ from stretto.data.image_columns import column_of, with_images
 from stretto.data.messages import parse_messages, parse_tools, short_repr
 from stretto.data.records import read_records
 from stretto.data.values import refuse_surrogates
-from stretto.envs.base import Message, RunInfo, Split
+from stretto.envs.base import Message, NeedsTokenizer, RunInfo, Split
 from stretto.envs.picture_store import Pictures
 from stretto.vime.arguments import Arguments
 from stretto.vime.calls import Hook
@@ -175,7 +175,7 @@ class Records:
             "generate": settings.generate is not None,
         }
         if run.encode is None and (names := [name for name, is_set in needs.items() if is_set]):
-            raise ConfigError(
+            raise NeedsTokenizer(
                 f"dataset: {' and '.join(names)} needs the policy's tokenizer, which neither worker processes nor "
                 'engines with the chat API have; remove num_workers, or client.api = "chat"'
             )
@@ -388,7 +388,9 @@ class Records:
                 f"{type(prompt).__name__}"
             )
         if not isinstance(prompt, list) or not prompt:
-            raise DataError(f"{where}: {settings.input_key!r} must be text or a list of messages")
+            way = "remove this record" if prompt in ("", [], None) else "write it as text, in quotes"
+            got = "null" if prompt is None else short_repr(prompt)
+            raise DataError(f"{where}: {settings.input_key!r} must be text or a list of messages, got {got}; {way}")
         messages = parse_messages(prompt, settings.input_key, where)
         if messages[-1]["role"] == "assistant":
             raise DataError(

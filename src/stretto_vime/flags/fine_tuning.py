@@ -28,7 +28,8 @@ MEANT = {
     "--calculate-per-token-loss", "--rollout-function-path", "--prompt-data", "--input-key", "--tool-key",
     "--rollout-shuffle", "--num-epoch", "--num-rollout", "--rollout-batch-size", "--global-batch-size",
     "--num-steps-per-rollout", "--max-tokens-per-gpu", "--actor-num-nodes", "--actor-num-gpus-per-node", "--load",
-    "--ref-load", "--colocate", "--rollout-max-context-len", "--label-key", "--apply-chat-template",
+    "--ref-load", "--colocate", "--dry-run", "--print-config", "--rollout-max-context-len", "--label-key",
+    "--apply-chat-template",
 }  # fmt: skip
 """Flags that say what fine-tuning is, beside those whose keys are kept."""
 

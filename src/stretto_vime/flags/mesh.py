@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stretto.base.errors import ConfigError
-from stretto.check.degrees import find_degrees, find_plain_degrees, read_shape
+from stretto.check.degrees import find_degrees, read_shape
 from stretto.check.models import check_family, find_model
 from stretto.config.sections.model import ModelSection
 from stretto_vime.flags.flag import Values
@@ -41,25 +41,24 @@ def axes(flags: Values) -> Axes:
         shape = read_shape(here)
     except (ConfigError, OSError, ValueError, KeyError):
         return typed  # said where the model is checked
-    for each in _candidates(typed, max(ranks, 1)):
+    if shape is None:  # a model of transformers'
+        return Axes(1, 1, 1)
+    for each in _candidates(tp, cp, ep, max(ranks, 1)):
         section = ModelSection(tp=each.tp, cp=each.cp, cp_style="ring" if each.cp > 1 else "auto", ep=each.ep)
         try:
-            if shape is None:
-                find_plain_degrees(section, max(ranks, 1))
-            else:
-                find_degrees(section, max(ranks, 1), shape)
+            find_degrees(section, max(ranks, 1), shape)
         except ConfigError:
             continue
         return each
     return typed
 
 
-def _candidates(typed: Axes, ranks: int) -> Iterator[Axes]:
+def _candidates(tp: int, cp: int, ep: int, ranks: int) -> Iterator[Axes]:
     """Meshes of these ranks, the nearest to what was typed first."""
-    for tp in _divisors(typed.tp):
-        for cp in _divisors(typed.cp * typed.tp // tp):
-            if cp % typed.cp == 0 or typed.cp % cp == 0:
-                yield Axes(tp, cp, math.gcd(typed.ep, ranks // tp))
+    for fewer in _divisors(tp):
+        for more in _divisors(cp * tp // fewer):
+            if more % cp == 0 or cp % more == 0:
+                yield Axes(fewer, more, math.gcd(ep, ranks // fewer))
 
 
 def _divisors(number: int) -> list[int]:
@@ -78,6 +77,8 @@ def notes(flags: Values) -> Iterator[str]:
             f"{names}: the layers of this model are cut otherwise, tp = {found.tp} and cp = {found.cp}{more}; results "
             "are the same"
         )
+    if flags.moe_enable_deepep and found.ep == 1:
+        yield "--moe-enable-deepep does nothing: every rank has its part of all experts' weights, and no token travels"
     if found.ep != ep:
         yield (
             f"{flags.typed('--expert-model-parallel-size')}: ranks that share tokens are not among those that share "

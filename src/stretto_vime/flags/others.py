@@ -30,22 +30,25 @@ READ_S = 180
 class Answer:
     """What a group of options means here."""
 
-    names: re.Pattern[str]
-    """Matches the names without their `--`, whole."""
+    patterns: tuple[re.Pattern[str], ...]
+    """Of their names without `--`, whole."""
     text: str
     is_refused: bool = False
 
+    def is_about(self, name: str) -> bool:
+        return any(pattern.fullmatch(name) for pattern in self.patterns)
+
 
 def _harmless(text: str, names: str) -> Answer:
-    return Answer(_pattern(names), text)
+    return Answer(_patterns(names), text)
 
 
 def _refused(text: str, names: str) -> Answer:
-    return Answer(_pattern(names), text, is_refused=True)
+    return Answer(_patterns(names), text, is_refused=True)
 
 
-def _pattern(names: str) -> re.Pattern[str]:
-    return re.compile("|".join(f"(?:{name})" for name in names.split()))
+def _patterns(names: str) -> tuple[re.Pattern[str], ...]:
+    return tuple(map(re.compile, names.split()))
 
 
 KERNELS = "it changes the time or memory of Megatron-LM's kernels, not what is learned"
@@ -182,7 +185,7 @@ def answer(flag: Flag, option: str, value: Any, typed: str) -> str | None:
     if _is_default(flag, option, value):
         return None
     name = option_of(option).removeprefix("--")
-    found = next((each for each in ANSWERS if each.names.fullmatch(name)), None)
+    found = next((each for each in ANSWERS if each.is_about(name)), None)
     if found is None or found.is_refused:
         raise ConfigError(f"{typed}: {UNKNOWN if found is None else found.text}")
     return f"{typed} does nothing: {found.text}"
@@ -193,4 +196,6 @@ def _is_default(flag: Flag, option: str, value: Any) -> bool:
         return value is False  # the other form of a switch that is off
     if isinstance(value, list) and not isinstance(flag.default, list):
         value = value[0] if len(value) == 1 else value
+    if flag.default is None and value == 0 and flag.kind != "text":
+        return True  # of nothing
     return value is not None and (value == flag.default or str(value) == str(flag.default))

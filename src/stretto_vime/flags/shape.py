@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.families.table import traits_of
+from stretto.families.table import VISION_FAMILIES, traits_of
 from stretto_vime.flags import mixture
 from stretto_vime.flags.flag import Flag, Kind, Values
 
@@ -209,6 +209,14 @@ def read_shape(checkpoint: str) -> Config:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds no JSON object; copy it anew")
     return config | config.get("text_config", {})
+
+
+def has_tower(checkpoint: str) -> bool:
+    """Whether a model has a vision tower of our own modules, which is not trained."""
+    config = read_shape(checkpoint)
+    return config.get("vision_config") is not None and config.get("model_type", "").removesuffix("_text") in {
+        name.removesuffix("_text") for name in VISION_FAMILIES
+    }
 
 
 def _shown(known: Any) -> str:

@@ -104,7 +104,9 @@ class _Found:
         """Values of Megatron-LM's other options by attribute, for functions of the user that read `args`."""
 
     def add(self, flag: Flag, value: Any, source: str) -> None:
-        """Add a value; it replaces an earlier one."""
+        """Add a value; it replaces an earlier one. A function of slime's is vime's of the same name."""
+        if isinstance(value, str) and flag.name.endswith("-path") and value.startswith("slime."):
+            value = value.replace("slime.", "vime.", 1).replace("sglang_rollout", "vllm_rollout")
         old = self.values.get(flag.attribute, value)
         if old != value:
             self.notes.append(f"{self.given[flag.name]} is not used: {source} comes after it")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from stretto.base.errors import ConfigError
 from stretto_vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
 from stretto_vime.flags.mesh import axes
-from stretto_vime.flags.shape import SHAPES
+from stretto_vime.flags.shape import SHAPES, has_tower
 
 NO_MEGATRON = "stretto does not use Megatron-LM"
 NOT_SPLIT = "Every rank has all layers; their weights are sharded over all ranks, and results are the same."
@@ -144,6 +144,8 @@ def settings(flags: Values) -> Iterator[Setting]:
 
     Raises: ConfigError for 8-bit products of another kind.
     """
+    if has_tower(flags.hf_checkpoint):
+        yield Setting("model.vlm", {}, ("--hf-checkpoint",))
     mesh = axes(flags)
     yield Setting("model.tp", mesh.tp, ("--tensor-model-parallel-size",))
     if mesh.cp > 1:
@@ -151,7 +153,7 @@ def settings(flags: Values) -> Iterator[Setting]:
         yield Setting("model.cp_style", "ring", ("--context-parallel-size",))
     if mesh.ep > 1:
         yield Setting("model.ep", mesh.ep, ("--expert-model-parallel-size",))
-    if flags.moe_enable_deepep:
+    if flags.moe_enable_deepep and mesh.ep > 1:
         yield Setting("model.ep_comm_backend", "deepep", ("--moe-enable-deepep",))
     if flags.fp8_format is not None:
         if (flags.fp8_format, flags.fp8_recipe) != ("e4m3", "blockwise"):

@@ -124,6 +124,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         refused("--rollout-external-engine-addrs", "list", None,
                 "engines that run already are orchestrator.client.base_url with inference = \"None\" in the TOML of "
                 "--print-config", "Engines that run already."),
+        noted("--rollout-backend", "text", "vllm", "Engines are vLLM.", "Engines."),
         noted("--rollout-data-transport", "text", "object-store", BATCHES, "How batches travel."),
         noted("--transfer-backend", "text", "ray", BATCHES, "How batches travel."),
         noted("--rollout-data-dir", "text", None, IN_LEDGER, "Directory of a durable queue."),

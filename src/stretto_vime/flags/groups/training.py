@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto_megatron.places import find_iteration, is_megatron
 from stretto_vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
+from stretto_vime.flags.shape import read_shape
 
 CONVERTED = "hugging_face"
 """The directory in a checkpoint of Megatron's in which its iterations are in Hugging Face's format."""
@@ -205,9 +210,31 @@ def _start(flags: Values) -> Iterator[Setting]:
     elif flags.ckpt_step is not None:
         source = flags.given.get("--load", "without --load the run")
         raise ConfigError(f"{flags.given['--ckpt-step']}: {source} has no checkpoints; leave it out")
+    is_other = start != flags.hf_checkpoint or bool(flags.conversions)
+    if is_other and (method := _quantization(flags)):
+        start = _unquantized(flags) if start == flags.hf_checkpoint else start
+        if method == "fp8":  # as in vime, engines compute with the checkpoint's own type
+            yield Setting("inference.model", flags.hf_checkpoint, ("--hf-checkpoint",))
     yield Setting("model.name", start, (source,))
     if start != flags.hf_checkpoint:
         yield Setting("tokenizer.name", flags.hf_checkpoint, ("--hf-checkpoint",))
+
+
+def _quantization(flags: Values) -> str | None:
+    """How the weights of --hf-checkpoint are quantized; None: they are not."""
+    found = read_shape(flags.hf_checkpoint).get("quantization_config")
+    return str(found.get("quant_method")) if isinstance(found, dict) else None
+
+
+def _unquantized(flags: Values) -> str:
+    """For a dry run: a directory like the one that a conversion will make; it lives as long as the flags."""
+    place = Path(tempfile.mkdtemp(prefix="stretto-")) / Path(flags.hf_checkpoint).name
+    weakref.finalize(flags, shutil.rmtree, place.parent, ignore_errors=True)
+    place.mkdir()
+    config = json.loads((Path(flags.hf_checkpoint).expanduser() / "config.json").read_text())
+    config.pop("quantization_config")
+    (place / "config.json").write_text(json.dumps(config))
+    return str(place)
 
 
 def _continued(flags: Values, load: Path) -> Iterator[Setting]:
