@@ -31,6 +31,7 @@ NEEDS = {
 TESTS = {
     "clusters": ("tests/cluster",),
     "hubs": ("tests/e2e/hubs",),
+    "routers": ("tests/wires/test_two_routers.py", "tests/contract/routing", "tests/e2e/routers"),
     "service": (
         "tests/wires/test_tenant_rank.py",
         "tests/wires/test_tenant_verb.py",

@@ -24,7 +24,7 @@ BELOW = {
     "monitors": {"addons", "base", "records", "config"},
     "algorithms": {"base", "records", "config"},
     "chat": {"base", "families", "records", "config", "data"},
-    "models": {"base", "families", "records", "config"},
+    "models": {"addons", "base", "families", "records", "config"},
     "transports": {"addons", "base", "records", "config"},
     "data": {"base", "families"},
     "check": {"addons", "base", "families", "config", "data", "monitors", "envs", "vime"},
@@ -44,6 +44,7 @@ BELOW = {
         "envs",
     },
     "trainer": {
+        "addons",
         "base",
         "check",
         "families",
@@ -90,6 +91,8 @@ BELOW = {
     },
     "stretto_broadcast": {"base", "config", "records", "transports"},
     "stretto_bench": {"base", "config", "data", "envs", "monitors", "records", "transports"},
+    "stretto_triton": {"models"},
+    "stretto_routers": {"base", "config"},
     "stretto_megatron": {"base", "config", "families", "models"},
     "stretto_start": {"api", "base", "config", "signals"},
     "stretto_repair": {"base", "envs", "records", "stretto_sandbox"},
@@ -192,6 +195,7 @@ HOMES = {
         "stretto_megatron",
         "stretto_vllm",
         "stretto_broadcast",
+        "stretto_triton",
     ),
     # api: types, and what a model object of the user is
     "transformers": (

@@ -21,6 +21,8 @@ from stretto.data.messages import parse_messages, parse_tools, short_repr
 from stretto.data.records import read_records
 from stretto.data.values import refuse_surrogates
 from stretto.envs.base import Message, NeedsTokenizer, RunInfo, Split
+from stretto.data.values import checked_json, refuse_surrogates
+from stretto.envs.base import Message, RunInfo, Split
 from stretto.envs.picture_store import Pictures
 from stretto.vime.arguments import Arguments
 from stretto.vime.calls import Hook
@@ -429,9 +431,4 @@ def _as_json(row: dict[str, Any], where: str) -> bytes:
     Raises: DataError for values that JSON cannot hold, such as dates and bytes of parquet files.
     """
     refuse_surrogates(row, where)
-    try:
-        return json.dumps(row).encode()
-    except (TypeError, ValueError, RecursionError) as cause:
-        raise DataError(
-            f"{where}: {cause}; prompt, label, metadata and tools hold text, numbers, lists and objects only"
-        ) from None
+    return json.dumps({key: checked_json(value, f"{where}: {key}", DataError) for key, value in row.items()}).encode()

@@ -31,7 +31,7 @@ class Answer:
     """What a group of options means here."""
 
     patterns: tuple[re.Pattern[str], ...]
-    """Of their names without `--`, whole."""
+    """Each matches whole names, without `--`."""
     text: str
     is_refused: bool = False
 
