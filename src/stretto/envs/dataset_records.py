@@ -19,10 +19,8 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.data.image_columns import column_of, with_images
 from stretto.data.messages import parse_messages, parse_tools, short_repr
 from stretto.data.records import read_records
-from stretto.data.values import refuse_surrogates
-from stretto.envs.base import Message, NeedsTokenizer, RunInfo, Split
 from stretto.data.values import checked_json, refuse_surrogates
-from stretto.envs.base import Message, RunInfo, Split
+from stretto.envs.base import Message, NeedsTokenizer, RunInfo, Split
 from stretto.envs.picture_store import Pictures
 from stretto.vime.arguments import Arguments
 from stretto.vime.calls import Hook

@@ -55,10 +55,6 @@ DRAWN_PROMPT = (
     "differs when it is made twice: a resumed run and a retry play another prompt under the same task; draw from "
     "random.Random(task.task_id)"
 )
-ONE_ID = (
-    "tasks 0 and 1 have one task_id and other data: by their ids they are one task, in reports and in what a run draws "
-    "again; put the index into it"
-)
 
 Prompt = str | list[Message] | None
 """Messages; the text itself if no chat template is applied; None if it is made while the task is played."""
@@ -302,11 +298,6 @@ async def _first_task(
     is_same = repr(again if isinstance(again, str) else with_system_prompt(again or [], system_prompt)) == repr(prompt)
     notes += () if is_same else (f"{where} {DRAWN_PROMPT}",)
     notes += () if prompt and any(each != "" for each in _contents(prompt)) else (f"{where} is empty",)
-    notes: tuple[str, ...] = () if is_same else (f"{where} {DRAWN_PROMPT}",)
-    if source.num_tasks is None or source.num_tasks > 1:
-        second = source.task(1)
-        if second.task_id == task.task_id and repr(second.data) != repr(task.data):
-            notes += (f"environment {env.name}, task {task.task_id}: {ONE_ID}",)
     with boundary(EnvError, where):
         ids = renderer.encode(prompt) if isinstance(prompt, str) else renderer.render_prompt(prompt, tools)
     return FirstTask(f"{about}, {len(ids)} tokens:", renderer.readable(ids), num_tokens=len(ids), notes=notes)
