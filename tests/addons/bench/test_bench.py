@@ -91,7 +91,7 @@ def test_phases_are_over_the_rows_that_have_them() -> None:
     assert "unknown" in table and "time/b" in table
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_sft_is_benched_and_its_first_step_dropped(model: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["--model.name", str(model), "--data.name", "unused.jsonl", "--batch-size", "4", "--seq-len", "64"]
