@@ -15,10 +15,10 @@ from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.config.sections.trainer import Optim, Scheduler
 from stretto.models.hub import DTYPES
 from stretto.records.sample import MicroBatch
-from stretto.records.tenants import CreateTenant, OptimStep, Pass, TenantSpec, TenantWork
 from stretto.trainer.learner import Learner
 from stretto.trainer.ranks.mesh import Mesh
 from stretto_service.tenants.tenants import Tenants
+from stretto_service.wires.operations import CreateTenant, OptimStep, Pass, TenantSpec, TenantWork
 
 MOE = {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}

@@ -18,7 +18,7 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.check.code import Checked, check_sft_records, check_trainer_hooks, check_user_code
 from stretto.check.devices import check_sft_devices, check_trained_on_cpu
 from stretto.check.models import check_model, check_served, check_trainable, find_model, foreign_engines, models_of
-from stretto.check.weights import check_weights, check_weights_of
+from stretto.check.weights import check_weights, check_weights_of, has_only_config
 from stretto.config.root import (
     EvalConfig,
     InferenceConfig,
@@ -41,6 +41,8 @@ PROMPT_LINES = 14
 MOST_NAMES = 4
 COMPARED_ROWS = 4
 """Rows of `sft` in which the same long texts are looked for."""
+LOOKED_AT_ROWS = 100
+"""Rows of `sft` in which a reply is looked for."""
 LONG_ROW = 200  # tokens of a row in which they are worth it
 
 Rows = list[tuple[str, str]]
@@ -185,7 +187,9 @@ def _screen(checked: Rows, *parts: str) -> str:
 def _model(model: ModelSection, missing: str | None = None) -> Rows:
     """The row of a model; missing: why prompts cannot be rendered, "" if they can, None if nothing was rendered.
 
-    Raises: ConfigError for a directory that holds no model, or no tokenizer.
+    A directory with nothing but config.json stands for a model that is elsewhere.
+
+    Raises: ConfigError for a directory that holds no model, or weights without a tokenizer.
     """
     name = model.name
     if model.scratch is not None:
@@ -197,6 +201,8 @@ def _model(model: ModelSection, missing: str | None = None) -> Rows:
             f"[model] name = {name!r}: there is no config.json in that directory, so it holds no model; give a "
             "directory with config, safetensors and tokenizer."
         )
+    if missing and has_only_config(name):
+        return [("model", f"{name}: its config.json. NOT READY: it has neither tokenizer nor weights here")]
     if missing:
         raise ConfigError(missing)
     return [("model", f"{name}: its config.json" + (" and tokenizer" if missing == "" else ""))]
@@ -266,12 +272,20 @@ def _code(checked: Sequence[Checked]) -> Rows:
 def _monitors(section: MonitorsSection, *, is_fed_here: bool = True) -> Rows:
     from stretto.monitors.base import find_trackers
 
-    trackers = find_trackers(section, is_fed_here=is_fed_here)
+    trackers = find_trackers(section, is_fed_here=False)  # logins are looked for below
     rows = [("monitors", f"{_listed(list(trackers))}: installed")] if trackers else []
     for name, tracker in trackers.items():
         if tracker.service and is_fed_here:
-            rows.append((tracker.service, tracker.check_login(getattr(section, name))))
+            rows.append((tracker.service, _login(tracker.check_login, getattr(section, name))))
     return rows
+
+
+def _login(check: Callable[[Any], str], section: Any) -> str:
+    """The mode of a tracker, or why it would not start on this machine, where its key may be another's."""
+    try:
+        return check(section)
+    except ConfigError as error:
+        return f"NOT READY: {error}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -320,8 +334,15 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
     from stretto.trainer.batch.sft_data import read_rows, render_row
 
     data = cfg.data.model_copy(update={"num_rows": COMPARED_ROWS}) if isinstance(cfg.data, EnvData) else cfg.data
-    rows = list(itertools.islice(read_rows(data, cfg.seed), COMPARED_ROWS))
-    row = next(iter(rows), None)
+    rows = list(itertools.islice(read_rows(data, cfg.seed), LOOKED_AT_ROWS))
+    roles = [role for role, is_trained in cfg.loss_mask if is_trained]
+    row = next((each for each in rows if any(message["role"] in roles for message in each.messages)), None)
+    if row is None and rows:
+        nor = f", nor has any of the first {len(rows)} rows" if len(rows) > 1 else ""
+        raise DataError(
+            f"{rows[0].where}: no message of {' or '.join(roles)}, so there is nothing to train on{nor}; add the reply "
+            'as {"role": "assistant", "content": "..."}, or as `completion` beside `prompt`'
+        )
     if row is None:
         raise DataError("[data] has no row; check what its key names holds rows, or its sft_rows returns them")
     try:
@@ -329,7 +350,7 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
             renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)
         else:
             renderer = build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         text = "\n".join(f"{message['role']}: {message.get('content')}" for message in row.messages)
         return _boxed(f"{row.where}, not rendered:", text), str(error), ""
     rendered = render_row(row, renderer, cfg.loss_mask)
@@ -342,7 +363,7 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
     about += f"{_cut(ids, mask, limits_of(cfg))}:"
     shown = _boxed(about, renderer.readable(ids))
     if cfg.model.scratch is not None and cfg.tokenizer.name is None and len(ids) > LONG_ROW:
-        others = [render_row(each, renderer, cfg.loss_mask).examples for each in rows[1:]]
+        others = [render_row(each, renderer, cfg.loss_mask).examples for each in rows[1:COMPARED_ROWS]]
         shown += shorter_by_phrases(
             [renderer.readable(ids), *(renderer.readable(each[0][0]) for each in others if each)], len(ids)
         )

@@ -240,11 +240,11 @@ def run_config_verb(verb: str, words: list[str], command: str) -> int:
 
         words, steps = split_profile_flag(words)
         os.environ |= {VARIABLE: steps} if steps else {}
-    bench = None
-    if any(word == "--bench" or word.startswith("--bench.") for word in words):
-        from stretto.bench.shape import Shape
-
-        bench, words = Shape.parse(verb, words)
+    tool, given = None, None
+    for name in addons.registered("stretto.options"):
+        if any(word == f"--{name}" or word.startswith(f"--{name}.") for word in words):
+            tool = addons.load("stretto.options", name, f"--{name}")
+            given, words = tool.parse(verb, words)
     cfg = _load(verb, words, command)
     os.environ.update(cfg.env_vars)  # before torch is imported
     if cfg.print_config:
@@ -252,11 +252,9 @@ def run_config_verb(verb: str, words: list[str], command: str) -> int:
     _check_add_ons(cfg)
     if cfg.dry_run and verb != "inference":  # its dry run may be a plan of several processes
         return show_dry_run(verb, cfg)
-    if bench is not None and not cfg.dry_run:
-        from stretto.bench.command import bench as run
-
+    if tool is not None and not cfg.dry_run:
         unwind_at_signals()
-        return run(cfg, bench)
+        return tool.run(cfg, given)
     return _run(verb, cfg, words)
 
 
@@ -281,6 +279,11 @@ def _check_add_ons(cfg: RunRoot) -> None:
     for section in ("slurm", "ray"):
         if getattr(cfg, section, None) is not None:
             addons.check("stretto.launchers", section, f"[{section}]")
+    broadcast = getattr(cfg, "weight_broadcast", None)
+    if broadcast is not None and broadcast.type not in ("shm", "filesystem"):
+        addons.check("stretto.weights", broadcast.type, f'weight_broadcast.type = "{broadcast.type}"')
+    if broadcast is not None and broadcast.delta is not None:
+        addons.check("stretto.weights", "delta", "[weight_broadcast.delta]")
     if type(cfg).__name__ in ("RLConfig", "TrainerConfig") and getattr(cfg, "service", None) is not None:
         addons.check("stretto.services", "client", "[service]")
 

@@ -54,13 +54,15 @@ def to_hugging_face(source: Path, model: Path, target: Path, *, step: int | None
     from stretto.models import hub
     from stretto_megatron.checkpoints import as_hugging_face
 
-    place, cfg = find_iteration(source, step), hub.load_config(model)
+    place, cfg = find_iteration(source, step), hub.load_config(model, may_be_quantized=True)
     named = list(as_hugging_face(place, cfg, hub.build_tensor_map(cfg)))
     tensors = ((name, tensor[tuple(slice(0, size) for size in shape)]) for name, shape, tensor in named)
     _, shape, first = named[0]
     dtype = first[tuple(slice(0, 1) for _ in shape)].dtype
     partial = _emptied(target)
-    hub.save_model_directory(dtype, partial, model, hub.read_json(model / "config.json"), tensors)
+    config = hub.read_json(model / "config.json")
+    config.pop("quantization_config", None)  # of its own weights, which are not these
+    hub.save_model_directory(dtype, partial, model, config, tensors)
     partial.rename(target)
 
 
@@ -69,7 +71,7 @@ def check_megatron(source: Path, model: Path) -> None:
     from stretto.models import hub
     from stretto_megatron.checkpoints import read_megatron
 
-    for _ in read_megatron(source, hub.load_config(model)):
+    for _ in read_megatron(source, hub.load_config(model, may_be_quantized=True)):
         pass
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from stretto.envs.rewards.sandbox import SandboxResult, interpreter
 from stretto_repair.workspace import Workspace
+from stretto_sandbox.sandbox import SandboxResult, interpreter
 
 EDITOR = """
 import json, os, sys

@@ -44,14 +44,14 @@ from stretto.envs.base import (
     TaskSource,
 )
 from stretto.envs.multi_turn import Episode, ToolEnv
-from stretto.envs.rewards.sandbox import Sandbox, SandboxLimits
-from stretto.envs.rewards.sandbox_keeper import remove
 from stretto.records.rollout import Task
 from stretto_repair import desk
 from stretto_repair.bank import TaskRow, function_of, load_bank
 from stretto_repair.desk import DESK, Desk
 from stretto_repair.suite import environment, outcomes_of
 from stretto_repair.workspace import Workspace, remove_leftovers
+from stretto_sandbox.sandbox import Sandbox, SandboxLimits
+from stretto_sandbox.sandbox_keeper import remove
 
 T = TypeVar("T")
 INSTRUCTION = (

@@ -31,7 +31,6 @@ from packaging.utils import canonicalize_name
 from stretto.base.errors import ConfigError
 from stretto.base.process import num_cores
 from stretto.envs.base import Split
-from stretto.envs.rewards.sandbox import Sandbox, SandboxLimits
 from stretto_repair.bank import (
     LIB,
     PACKAGES,
@@ -47,6 +46,7 @@ from stretto_repair.bank import (
 )
 from stretto_repair.mutate import Mutation, mutations
 from stretto_repair.suite import outcomes_of
+from stretto_sandbox.sandbox import Sandbox, SandboxLimits
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stretto.envs.rewards.sandbox import Sandbox, interpreter
 from stretto_repair.bank import Package
 from stretto_repair.workspace import Workspace
+from stretto_sandbox.sandbox import Sandbox, interpreter
 
 RUNNER = """
 import json, os, sys

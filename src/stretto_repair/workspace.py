@@ -33,9 +33,9 @@ from typing import IO, Self, TypeVar
 import msgspec
 
 from stretto.base.errors import EnvError
-from stretto.envs.rewards.sandbox import Sandbox, SandboxResult
-from stretto.envs.rewards.sandbox_keeper import remove
 from stretto.records.outcomes import Reason
+from stretto_sandbox.sandbox import Sandbox, SandboxResult
+from stretto_sandbox.sandbox_keeper import remove
 
 T = TypeVar("T")
 Files = Mapping[str, bytes]

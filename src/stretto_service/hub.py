@@ -27,7 +27,6 @@ from stretto.base.ports import refusal_of
 from stretto.config.root import ServeConfig
 from stretto.data.hub_model import find_config, find_local
 from stretto.records.generate import GenerateRequest
-from stretto.records.tenants import TenantSpec
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
 from stretto_service.access import Access, Reading, User
@@ -36,6 +35,7 @@ from stretto_service.futures import Futures, without_paths
 from stretto_service.store import MAX_RECORD_BYTES, MAX_USER_BYTES, Audit, Checkpoint, Run, Sampler, Session, Store
 from stretto_service.training.checkpoints import Checkpoints
 from stretto_service.training.training import Training
+from stretto_service.wires.operations import TenantSpec
 
 logger = logging.getLogger(__name__)
 
@@ -271,20 +271,23 @@ def boundary(hub: Hub) -> Middleware:
             why = without_paths(f"{type(error).__name__}: {error}")
             refusal = Refusal(f"internal error in request {name}: {why}", 500)
         finally:
-            is_logged = refusal is not None or not is_quiet(request.path)
-            if is_logged and request.path not in OPEN_ROUTES:
-                status = 200 if refusal is None else refusal.status
-                details = {} if refusal is None else {"error": str(refusal)[:500]}
-                action = f"{request.method} {request.path[:300]}"
-                if user is None:
-                    hub.audit.write_stranger(action, request.remote or "", status=status, **details)
-                else:
-                    hub.audit.write(user.name, action, request.remote or "", status=status, **details)
+            if (refusal is not None or not is_quiet(request.path)) and request.path not in OPEN_ROUTES:
+                _write_audit(hub, request, user, refusal)
         # Clients of Tinker show `detail`.
         body = json.loads(refusal.body()) | {"detail": str(refusal)}
         return answer(body, refusal.status)
 
     return middleware
+
+
+def _write_audit(hub: Hub, request: web.Request, user: User | None, refusal: Refusal | None) -> None:
+    status = 200 if refusal is None else refusal.status
+    details = {} if refusal is None else {"error": str(refusal)[:500]}
+    action = f"{request.method} {request.path[:300]}"
+    if user is None:
+        hub.audit.write_stranger(action, request.remote or "", status=status, **details)
+    else:
+        hub.audit.write(user.name, action, request.remote or "", status=status, **details)
 
 
 def body_size(http: web.Request, largest: int) -> int:

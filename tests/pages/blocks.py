@@ -67,7 +67,7 @@ NOT_RUN = {
     ("docs/debugging.md", "doctor"): "tests/addons/doctor",
     ("docs/planning.md", "plan"): "tests/addons/plan",
     ("docs/debugging.md", "stacks"): "tests/unit/launch/jobs/test_stacks.py",
-    ("docs/debugging.md", "--bench"): "tests/unit/bench",
+    ("docs/debugging.md", "--bench"): "tests/addons/bench",
     ("examples/gsm8k/README.md", "pip install"): "what a release contains is tested by tests/unit/test_package.py",
     ("examples/gsm8k/README.md", "hf download"): "needs the Hub: tests/unit/data",
     ("examples/gsm8k/README.md", "examples/gsm8k"): _RECIPE,

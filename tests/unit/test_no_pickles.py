@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from syntax import tree_of
 
 import stretto
@@ -54,6 +55,7 @@ def uses(tree: ast.AST) -> Iterator[str]:
                 yield f"{node.arg} = {ast.unparse(node.value)}"
 
 
+@pytest.mark.heavy
 def test_no_module_opens_or_sends_pickles() -> None:
     for path in sorted(SOURCE.rglob("*.py")):
         name = str(path.relative_to(SOURCE))

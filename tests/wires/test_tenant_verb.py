@@ -17,7 +17,7 @@ from stretto.base.paths import RunDir
 from stretto.base.secret import load_secret
 from stretto.config.sections.transport import ControlSection
 from stretto.records.sample import MicroBatch
-from stretto.records.tenants import (
+from stretto_service.wires.operations import (
     AdamSettings,
     CreateTenant,
     OptimStep,
@@ -28,7 +28,7 @@ from stretto.records.tenants import (
     TenantSpec,
     TenantWork,
 )
-from stretto.transports.tenants import TenantServer
+from stretto_service.wires.tenants import TenantServer
 
 NAMES = ("a", "b")
 

@@ -36,6 +36,12 @@ _fits: dict[str, dict[str, list[str]]] = {}
 """Results of models/fit.py, by config.json and headers: several checks of one command ask for the same model."""
 
 
+def has_only_config(directory: str | Path) -> bool:
+    """Whether a directory says what a model is, and has no file of it."""
+    names = {path.name for path in Path(directory).expanduser().iterdir()}
+    return "config.json" in names and names <= {"config.json", "generation_config.json"}
+
+
 def check_weights_of(
     cfg: RLConfig | SFTConfig | InferenceConfig | EvalConfig, *, is_dry_run: bool = False
 ) -> list[str]:

@@ -101,12 +101,22 @@ def _check_role(message: Mapping[str, Any], where: str, kind: type[StrettoError]
     role = message.get("role")
     if isinstance(role, str) and role in ROLES:
         return
+    if role is None and message:
+        names = {"from": "role", "value": "content"} if {"from", "value"} <= message.keys() else {}
+        way = ": " + ", ".join(f"rename {old} to {new}" for old, new in names.items()) if names else ""
+        raise kind(
+            f"{where} has no role; it has {', '.join(map(str, message))}{way or f'; give a role of {_listed_roles()}'}."
+        )
     import difflib
 
     word = role.lower() if isinstance(role, str) else ""
     near = [_ROLE_WORDS[word]] if word in _ROLE_WORDS else difflib.get_close_matches(word, ROLES, n=1)
     meant = f"; did you mean {near[0]!r}?" if near else "."
-    raise kind(f"{where}.role must be one of {', '.join(ROLES)}, got {short_repr(role)}{meant}")
+    raise kind(f"{where}.role must be one of {_listed_roles()}, got {short_repr(role)}{meant}")
+
+
+def _listed_roles() -> str:
+    return ", ".join(ROLES)
 
 
 def _with_known_names(message: dict[str, Any], where: str, kind: type[StrettoError]) -> dict[str, Any]:
@@ -140,6 +150,8 @@ def _check_content(message: Mapping[str, Any], where: str, kind: type[StrettoErr
         return
     if content is None and kind is EnvError and message["role"] == "assistant":
         return  # a reply that only calls tools
+    if "content" not in message and message.keys() - {"role", "name"}:
+        raise kind(f"{where} has no content; it has {', '.join(sorted(message))}: name the one with the text content.")
     if not isinstance(content, list):
         way = "write str(...)" if content is not None else 'write "" for an empty one'
         raise kind(f"{where}.content must be text, got {short_repr(content)}; {way}.")

@@ -20,7 +20,7 @@ from stretto.data.image_columns import column_of, with_images
 from stretto.data.messages import parse_messages, parse_tools, short_repr
 from stretto.data.records import read_records
 from stretto.data.values import checked_json, refuse_surrogates
-from stretto.envs.base import Message, RunInfo, Split
+from stretto.envs.base import Message, NeedsTokenizer, RunInfo, Split
 from stretto.envs.picture_store import Pictures
 from stretto.vime.arguments import Arguments
 from stretto.vime.calls import Hook
@@ -71,6 +71,8 @@ class DatasetSettings:
     metadata_key: list[str] | str | None = "metadata"
     """Key of an object, or a list of keys that become one."""
     tool_key: str | None = "tools"
+    image_key: str | None = None
+    """Key of the images, one or a list; None: `images` and `image`. A message shows the next one at `<image>`."""
     prompt_template: str | None = None
     """Text of the prompt; `{prompt}` in it is replaced by the prompt of the record."""
     label_pattern: str | None = None
@@ -173,7 +175,7 @@ class Records:
             "generate": settings.generate is not None,
         }
         if run.encode is None and (names := [name for name, is_set in needs.items() if is_set]):
-            raise ConfigError(
+            raise NeedsTokenizer(
                 f"dataset: {' and '.join(names)} needs the policy's tokenizer, which neither worker processes nor "
                 'engines with the chat API have; remove num_workers, or client.api = "chat"'
             )
@@ -325,10 +327,11 @@ class Records:
         if settings.tool_key is not None:
             tools = parse_tools(record.get(settings.tool_key), settings.tool_key, where)
         prompt = self._prompt(record[settings.input_key], where)
-        if isinstance(prompt, str) and column_of(record):
+        images = column_of(record if settings.image_key is None else {"images": record.get(settings.image_key)})
+        if isinstance(prompt, str) and images:
             raise DataError(f"{where}: with apply_chat_template = false prompts are text, without images")
         if not isinstance(prompt, str):
-            prompt = self.pictures.replace_by_names(with_images(prompt, record, where), where)
+            prompt = self.pictures.replace_by_names(with_images(prompt, images, where), where)
         return {"prompt": prompt, "label": label, "metadata": metadata, "tools": tools}
 
     def _reward_name(self, metadata: Mapping[str, Any], where: str) -> str:
@@ -385,7 +388,9 @@ class Records:
                 f"{type(prompt).__name__}"
             )
         if not isinstance(prompt, list) or not prompt:
-            raise DataError(f"{where}: {settings.input_key!r} must be text or a list of messages")
+            way = "remove this record" if prompt in ("", [], None) else "write it as text, in quotes"
+            got = "null" if prompt is None else short_repr(prompt)
+            raise DataError(f"{where}: {settings.input_key!r} must be text or a list of messages, got {got}; {way}")
         messages = parse_messages(prompt, settings.input_key, where)
         if messages[-1]["role"] == "assistant":
             raise DataError(

@@ -17,17 +17,12 @@ from stretto.base.errors import ConfigError
 ENVIRONMENTS, HUBS, TASKSETS = "stretto.environments", "stretto.hubs", "stretto.tasksets"
 """Groups of entry points: environments by id, what plays `hub:source` by hub, and modules that know tasksets."""
 BUNDLED = {
-    "alphabet-sort": "stretto.envs.bundled.alphabet_sort:AlphabetSort",
     "arithmetic": "stretto.envs.bundled.arithmetic:Arithmetic",
     "calculator": "stretto.envs.bundled.calculator:Calculator",
     "count-shapes": "stretto.envs.bundled.count_shapes:CountShapes",
     "dataset": "stretto.envs.dataset:dataset",
-    "python-code": "stretto.envs.bundled.python_code:PythonCode",
-    "reasoning-gym": "stretto.envs.bundled.reasoning_gym:ReasoningGym",
     "reverse-text": "stretto.envs.bundled.reverse_text:ReverseText",
     "sort-letters": "stretto.envs.bundled.sort_letters:SortLetters",
-    "tic-tac-toe": "stretto.envs.bundled.tic_tac_toe:TicTacToe",
-    "wordle": "stretto.envs.bundled.wordle:Wordle",
 }
 
 

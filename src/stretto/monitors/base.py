@@ -206,7 +206,8 @@ def build_monitors(
         monitors["file"] = MetricsFile(run_dir.metrics(role), resumed_step=resumed_step)
     except OSError as error:
         logger.error("monitor file failed and is off from now on: %s", error)
-    for name, kind in {**trackers, **WITHOUT_PACKAGE}.items():
+    kinds: dict[str, Callable[[Any, Source], Monitor]] = {**trackers, **WITHOUT_PACKAGE}
+    for name, kind in kinds.items():
         if (settings := getattr(section, name)) is not None:
             monitors[name] = BackgroundMonitor(name, partial(kind, settings, source))
     if resumed_step is None:

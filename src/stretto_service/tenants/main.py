@@ -21,12 +21,12 @@ from stretto.base.secret import load_secret
 from stretto.base.status import is_supervised, report
 from stretto.chat.tokenizer import load_tokenizer
 from stretto.records.control import Register
-from stretto.records.tenants import BASE_WEIGHTS, RankFailed, Shutdown
 from stretto.trainer.learner import find_tokenizer, find_tokens, load_policy
 from stretto.trainer.process import StopFlag, prepared_rank
 from stretto.trainer.ranks.mesh import build_mesh, num_ranks
-from stretto.transports.tenants import TenantClient
 from stretto_service.tenants.tenants import Tenants
+from stretto_service.wires.operations import BASE_WEIGHTS, RankFailed, Shutdown
+from stretto_service.wires.tenants import TenantClient
 
 if TYPE_CHECKING:
     from stretto.config.root import ServeConfig

@@ -29,7 +29,6 @@ from stretto.models.decoder import Decoder
 from stretto.models.hf import Policy
 from stretto.records.sample import MicroBatch
 from stretto.records.support import concat_supports
-from stretto.records.tenants import Pass, TenantResult, TenantWork
 from stretto.records.token_counts import TokenCounts, counts_of_step, weigh_by_rollout
 from stretto.trainer.batch.metrics import StepSums
 from stretto.trainer.batch.pass_inputs import IDLE_MICRO_BATCH, PassInputs, build_pass_inputs
@@ -39,6 +38,7 @@ from stretto_service.tenants.checks import check_micro_batch, read_loss
 from stretto_service.tenants.layers import Turn
 from stretto_service.tenants.losses import needs_sample_index, sum_loss
 from stretto_service.tenants.tenant import Tenant
+from stretto_service.wires.operations import Pass, TenantResult, TenantWork
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""One frozen backbone and its tenants on one rank: executes the operations of records/tenants.py.
+"""One frozen backbone and its tenants on one rank: executes the operations of wires/operations.py.
 
 Every rank has the same tenants and executes the same operations in the same order, so that all ranks decide alike
 (which tenant's memory is put away, whether a gradient is finite). What one rank alone can see, such as a file that
@@ -21,7 +21,20 @@ from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.models import hub
 from stretto.models.hf import Policy
 from stretto.models.lora import save_adapter
-from stretto.records.tenants import (
+from stretto.records.weight_manifest import MANIFEST
+from stretto.trainer.parallel.memory import prepare_blocks
+from stretto.trainer.parallel.precision import apply_fp8
+from stretto.trainer.parallel.shard import ShardedWeights, local_tensor, parallelise
+from stretto.trainer.publish.export import new_directory
+from stretto.trainer.ranks.mesh import Mesh
+from stretto.trainer.state.checkpoint import SCHEMA, SavedState, write_directory
+from stretto.transports.weights.filesystem import describe_files
+from stretto_service.tenants.checks import read_spec
+from stretto_service.tenants.full import BaseWeights, FullTenant
+from stretto_service.tenants.layers import AdaptableLayers, Turn, prepare_layers
+from stretto_service.tenants.passes import Passes
+from stretto_service.tenants.tenant import Place, Tenant
+from stretto_service.wires.operations import (
     CreateTenant,
     Done,
     DropGradients,
@@ -39,19 +52,6 @@ from stretto.records.tenants import (
     TenantResult,
     TenantSpec,
 )
-from stretto.records.weight_manifest import MANIFEST
-from stretto.trainer.parallel.memory import prepare_blocks
-from stretto.trainer.parallel.precision import apply_fp8
-from stretto.trainer.parallel.shard import ShardedWeights, local_tensor, parallelise
-from stretto.trainer.publish.export import new_directory
-from stretto.trainer.ranks.mesh import Mesh
-from stretto.trainer.state.checkpoint import SCHEMA, SavedState, write_directory
-from stretto.transports.weights.filesystem import describe_files
-from stretto_service.tenants.checks import read_spec
-from stretto_service.tenants.full import BaseWeights, FullTenant
-from stretto_service.tenants.layers import AdaptableLayers, Turn, prepare_layers
-from stretto_service.tenants.passes import Passes
-from stretto_service.tenants.tenant import Place, Tenant
 
 logger = logging.getLogger(__name__)
 

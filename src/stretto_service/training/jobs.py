@@ -17,7 +17,14 @@ import msgspec
 import numpy as np
 
 from stretto.base.errors import DataError
-from stretto.records.tenants import (
+from stretto.transports.engine import api
+from stretto.transports.engine.api import Refusal
+from stretto_service.futures import Future
+from stretto_service.requests import bodies, data, protobuf
+from stretto_service.store import Run
+from stretto_service.training.scheduler import Share
+from stretto_service.wires import service
+from stretto_service.wires.operations import (
     AdamSettings,
     ExportAdapter,
     LoadTenant,
@@ -27,13 +34,6 @@ from stretto.records.tenants import (
     TenantResult,
     TenantWork,
 )
-from stretto.transports import service
-from stretto.transports.engine import api
-from stretto.transports.engine.api import Refusal
-from stretto_service.futures import Future
-from stretto_service.requests import bodies, data, protobuf
-from stretto_service.store import Run
-from stretto_service.training.scheduler import Share
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,7 @@ from typing import Any
 from stretto.base.errors import EngineError, StrettoError, WireError
 from stretto.base.secret import Secret
 from stretto.config.root import ServeConfig
-from stretto.records.tenants import CreateTenant, Done, DropGradients, RemoveTenant, TenantResult
 from stretto.transports.engine.api import Refusal
-from stretto.transports.tenants import TenantServer
 from stretto_service.access import check_bytes
 from stretto_service.futures import Future, Futures, Result, without_paths
 from stretto_service.store import Audit, Run, Store
@@ -33,6 +31,8 @@ from stretto_service.training.ranks import connected_ranks
 from stretto_service.training.scheduler import Share, TrainQueue
 from stretto_service.training.suspects import KILLS, Suspects
 from stretto_service.usage import Meter
+from stretto_service.wires.operations import CreateTenant, Done, DropGradients, RemoveTenant, TenantResult
+from stretto_service.wires.tenants import TenantServer
 
 logger = logging.getLogger(__name__)
 

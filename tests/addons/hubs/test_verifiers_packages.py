@@ -96,6 +96,7 @@ def test_a_dry_run_builds_the_settings_in_a_process_of_its_own(tmp_path: Path, t
     assert "my_tasks" not in sys.modules
 
 
+@pytest.mark.heavy
 @needs("prime")
 def test_held_out_environments_are_looked_at_too(tmp_path: Path, taskset: str) -> None:
     held_out = '[[train.source]]\nenv.taskset.id = "my-tasks"\n[[eval.source]]\nenv.taskset.id = "gone"\n'

@@ -44,6 +44,7 @@ def map_of(directory: Path) -> TensorMap:
     return hub.build_tensor_map(hub.load_config(directory))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_that_goes_to_megatron_and_back_has_its_bits(family, dtype, tmp_path):

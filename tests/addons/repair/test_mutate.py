@@ -40,6 +40,7 @@ def test_a_mistake_changes_one_place_and_the_rest_stays():
     assert {mutation.kind for mutation in found} >= OPERATORS.keys() - {"truth"}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -13,11 +13,11 @@ from fakes import CharRenderer, FakeEngine
 from tiny_package import make_bank
 
 from stretto.config.sections.orchestrator import SamplingSection
-from stretto.envs.rewards.sandbox import KEEPER
 from stretto.envs.workers.pool import open_workers
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.rollout import Group, RolloutStatus
+from stretto_sandbox.sandbox import KEEPER
 
 pytestmark = pytest.mark.heavy
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from stretto.base.errors import EnvError
-from stretto.envs.rewards.sandbox import KEEPER, Sandbox, SandboxLimits, bubblewrap_trouble
 from stretto_repair import workspace
 from stretto_repair.workspace import UNDONE, Workspace, remove_leftovers
+from stretto_sandbox.sandbox import KEEPER, Sandbox, SandboxLimits, bubblewrap_trouble
 
 pytestmark = pytest.mark.heavy
 

@@ -23,8 +23,6 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.config.load import load
 from stretto.config.root import ServeConfig
 from stretto.records.sample import MicroBatch
-from stretto.records.tenants import TenantSpec, TenantWork
-from stretto.transports.service import CreateRun, ServiceRun, encode_work
 from stretto_service import hub as hub_module
 from stretto_service.access import SMALL_BYTES
 from stretto_service.hub import Hub
@@ -32,6 +30,8 @@ from stretto_service.main import build
 from stretto_service.store import Checkpoint, Run, Sampler, Session
 from stretto_service.training import training
 from stretto_service.training.checkpoints import LINK_S
+from stretto_service.wires.operations import TenantSpec, TenantWork
+from stretto_service.wires.service import CreateRun, ServiceRun, encode_work
 
 
 @pytest.fixture

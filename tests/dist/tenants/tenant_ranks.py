@@ -19,7 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from ranks import gather_anything
 from tenant_runs import MODEL, batch_of, build_tenants, cases, create, train, weights_of
 
-from stretto.records.tenants import (
+from stretto.trainer.ranks.mesh import Degrees, Mesh, num_ranks, process_group, training_device
+from stretto_service.tenants.tenants import Tenants
+from stretto_service.wires.operations import (
     CreateTenant,
     DropGradients,
     ExportAdapter,
@@ -30,8 +32,6 @@ from stretto.records.tenants import (
     SumLoss,
     TenantWork,
 )
-from stretto.trainer.ranks.mesh import Degrees, Mesh, num_ranks, process_group, training_device
-from stretto_service.tenants.tenants import Tenants
 
 NUM_TENANTS = 4
 

@@ -40,7 +40,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no content": ({"role": "tool"}, "content must be text, got None"),
     "a role with a typo": ({"role": "asistant", "content": "a"}, "did you mean 'assistant'"),
     "another word for a role": ({"role": "human", "content": "a"}, "did you mean 'user'"),
-    "no role": ({"content": "a"}, "role must be one of system, user, assistant, tool, got None"),
+    "no role": ({"content": "a"}, "has no role; it has content; give a role of system, user, assistant, tool"),
     "a number in a part": ({"role": "user", "content": [{"type": "text", "text": 3}]}, "write str"),
     "a part of an unknown type": (
         {"role": "user", "content": [{"type": "input_text", "text": "a"}]},

@@ -60,6 +60,7 @@ def test_every_console_script_exists() -> None:
             assert callable(addons.object_at(target))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("verb", ROOTS)
 def test_help_shows_every_key_with_meaning_and_default(verb: str) -> None:
     words = help_text(verb, ROOTS[verb], "all", width=10_000)
@@ -101,6 +102,7 @@ def test_help_of_a_word_shows_only_its_keys(capsys: pytest.CaptureFixture[str]) 
     assert "no key of `stretto rl` contains `nonsense`" in capsys.readouterr().out
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("verb", ("rl", "sft", "eval", "serve"))
 def test_the_page_says_of_every_key_what_help_says(verb: str) -> None:
     plain = lambda text: " ".join(text.replace("`", "").split())
@@ -149,6 +151,7 @@ USED = {"prime": ("rollouts_per_example", "[trainer.model"), "clusters": ("[slur
 """By add-on: what stands in examples that use it."""
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("path", LOCAL_EXAMPLES, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_an_example_is_printed_as_a_config_that_loads_and_looked_at_on_one_screen(
     path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -256,6 +259,7 @@ def test_a_dry_run_of_rl_imports_nothing_heavy(tmp_path: Path) -> None:
     assert done.stderr == "0 []\n"
 
 
+@pytest.mark.heavy
 def test_a_command_that_is_right_looks_for_no_near_names() -> None:
     """Nor imports what finds them."""
     code = (
@@ -280,6 +284,7 @@ def test_a_second_signal_at_once_writes_no_second_line() -> None:
     assert (done.returncode, done.stderr) == (130, "interrupted\n"), done
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("words", [(), ("rl", "--help", "all")])
 def test_a_reader_that_goes_away_gets_no_traceback(words: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "stretto", *words]

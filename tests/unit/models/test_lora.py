@@ -143,6 +143,7 @@ def test_experts_take_a_pass_without_rows_and_give_zero_gradients(has_adapter):
         assert not len(out) and not any(p.grad.any() for p in experts.parameters() if p.requires_grad)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_what_is_saved_is_what_peft_computes(shape, tmp_path):
     peft = pytest.importorskip("peft")

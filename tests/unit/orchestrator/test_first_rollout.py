@@ -109,7 +109,7 @@ def test_a_prompt_that_is_drawn_anew_is_said(look):
 
 
 def test_different_tasks_with_one_id_are_said(look):
-    assert any("tasks 0 and 1 have one task_id" in note for note in look(task_id="same").notes)
+    assert any("tasks 0 and 1 have the same task_id" in note for note in look(task_id="same").notes)
     assert not look(task_id="same", num_tasks=1).notes
 
 

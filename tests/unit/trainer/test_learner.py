@@ -316,6 +316,7 @@ def test_masters_coarser_than_the_model_are_refused():
         build_learner(optimization_dtype="bfloat16")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [

@@ -27,7 +27,8 @@ from tenant_runs import (
 from stretto.base.paths import RunDir
 from stretto.config.sections.model import ActivationCheckpointSection
 from stretto.models.lora import load_adapter
-from stretto.records.tenants import (
+from stretto.trainer.state import checkpoint
+from stretto_service.wires.operations import (
     AdamSettings,
     CreateTenant,
     DropGradients,
@@ -42,7 +43,6 @@ from stretto.records.tenants import (
     TenantSpec,
     TenantWork,
 )
-from stretto.trainer.state import checkpoint
 
 pytestmark = pytest.mark.heavy
 

@@ -18,7 +18,15 @@ from stretto.base.secret import load_secret
 from stretto.config.root import ServeConfig
 from stretto.config.service import ServiceSection, UserSection
 from stretto.records.sample import MicroBatch
-from stretto.records.tenants import (
+from stretto.transports.engine.api import Refusal
+from stretto_service.engines import adapter_name
+from stretto_service.futures import Futures
+from stretto_service.store import Audit, Checkpoint, Run, Sampler, Store
+from stretto_service.training.jobs import Limits, read_job
+from stretto_service.training.journal import REFUSED, Journal
+from stretto_service.training.place import check_place
+from stretto_service.training.training import Training
+from stretto_service.wires.operations import (
     AdamSettings,
     Done,
     ExportAdapter,
@@ -28,15 +36,7 @@ from stretto.records.tenants import (
     TenantSpec,
     TenantWork,
 )
-from stretto.transports.engine.api import Refusal
-from stretto.transports.service import PublishBody, SaveBody, StepBody, encode_work
-from stretto_service.engines import adapter_name
-from stretto_service.futures import Futures
-from stretto_service.store import Audit, Checkpoint, Run, Sampler, Store
-from stretto_service.training.jobs import Limits, read_job
-from stretto_service.training.journal import REFUSED, Journal
-from stretto_service.training.place import check_place
-from stretto_service.training.training import Training
+from stretto_service.wires.service import PublishBody, SaveBody, StepBody, encode_work
 
 STEP = b"{}"
 
