@@ -30,8 +30,8 @@ from stretto.envs.bundled.calculator import Calculator
 from stretto.records.rollout import Task
 
 EXAMPLES = ROOT / "examples"
-STEPS, WARM_UP = 120, 130
-SETTINGS = "--orchestrator.batch-size 32"
+STEPS, WARM_UP = 120, 145
+SETTINGS = "--orchestrator.batch-size 16 --trainer.optim.lr 3e-4"
 PROGRAM = [sys.executable, str(EXAMPLES / "agent" / "program.py"), "{prompt}"]
 ARGS = {
     "command": PROGRAM,

@@ -20,15 +20,18 @@ ROOT = Path(__file__).parents[1]
 ADD_ONS = tuple(sorted(path.parent.name.removeprefix("stretto_") for path in ROOT.glob("src/stretto_*/__init__.py")))
 NEEDS = {
     "doctor": ("bench", "plan"),
+    "broadcast": ("tests/wires/test_collective.py", "tests/wires/test_delta.py", "tests/wires/test_ipc.py"),
     "hubs": ("agents",),
     "plan": ("bench",),
     "repair": ("sandbox",),
     "vime": ("megatron",),
+    "vllm": ("broadcast",),
 }
 """Add-ons that use others, and go with them."""
 TESTS = {
     "clusters": ("tests/cluster",),
     "hubs": ("tests/e2e/hubs",),
+    "routers": ("tests/wires/test_two_routers.py", "tests/contract/routing", "tests/e2e/routers"),
     "service": (
         "tests/wires/test_tenant_rank.py",
         "tests/wires/test_tenant_verb.py",

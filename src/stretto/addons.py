@@ -17,6 +17,9 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.tasksets      what comes before the colon of an id -> a module with is_taskset, missing, look_into, ADAPTER
                           and arguments, of ids that are played in worker processes only
     stretto.engines       engine -> function of its config and the directory of its model, which serves it
+    stretto.weights       type of [weight_broadcast], and "delta" -> a module with both ends, as transports/weights says
+    stretto.kernels       for GPUs: rows -> what builds those of a training step; fp8 -> function of a device
+    stretto.routers       type of [inference.router], and "registrar" -> the module that is run as a process
     stretto.trackers      section of [monitors], and package that it needs -> a `monitors.monitor.Tracker`
     stretto.launchers     section of a config -> a `launch.launchers.Launcher`
     stretto.services      client, trainer -> a module: what asks a training service, and what stands for its trainer

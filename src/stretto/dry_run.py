@@ -41,6 +41,8 @@ PROMPT_LINES = 14
 MOST_NAMES = 4
 COMPARED_ROWS = 4
 """Rows of `sft` in which the same long texts are looked for."""
+LOOKED_AT_ROWS = 100
+"""Rows of `sft` in which a reply is looked for."""
 LONG_ROW = 200  # tokens of a row in which they are worth it
 
 Rows = list[tuple[str, str]]
@@ -332,8 +334,15 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
     from stretto.trainer.batch.sft_data import read_rows, render_row
 
     data = cfg.data.model_copy(update={"num_rows": COMPARED_ROWS}) if isinstance(cfg.data, EnvData) else cfg.data
-    rows = list(itertools.islice(read_rows(data, cfg.seed), COMPARED_ROWS))
-    row = next(iter(rows), None)
+    rows = list(itertools.islice(read_rows(data, cfg.seed), LOOKED_AT_ROWS))
+    roles = [role for role, is_trained in cfg.loss_mask if is_trained]
+    row = next((each for each in rows if any(message["role"] in roles for message in each.messages)), None)
+    if row is None and rows:
+        nor = f", nor has any of the first {len(rows)} rows" if len(rows) > 1 else ""
+        raise DataError(
+            f"{rows[0].where}: no message of {' or '.join(roles)}, so there is nothing to train on{nor}; add the reply "
+            'as {"role": "assistant", "content": "..."}, or as `completion` beside `prompt`'
+        )
     if row is None:
         raise DataError("[data] has no row; check what its key names holds rows, or its sft_rows returns them")
     try:
@@ -354,7 +363,7 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
     about += f"{_cut(ids, mask, limits_of(cfg))}:"
     shown = _boxed(about, renderer.readable(ids))
     if cfg.model.scratch is not None and cfg.tokenizer.name is None and len(ids) > LONG_ROW:
-        others = [render_row(each, renderer, cfg.loss_mask).examples for each in rows[1:]]
+        others = [render_row(each, renderer, cfg.loss_mask).examples for each in rows[1:COMPARED_ROWS]]
         shown += shorter_by_phrases(
             [renderer.readable(ids), *(renderer.readable(each[0][0]) for each in others if each)], len(ids)
         )

@@ -131,7 +131,8 @@ def fetch_json(url: str) -> Any:
         with urllib.request.urlopen(url, timeout=_CHECK_S) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
-        return f"HTTP {error.code} at {url}"
+        with error:
+            return f"HTTP {error.code} at {url}"
     except (OSError, ValueError) as error:
         return str(getattr(error, "reason", error))
 

@@ -184,7 +184,8 @@ class Server:
         try:
             return urllib.request.urlopen(request, timeout=timeout_s)
         except urllib.error.HTTPError as error:
-            text = error.read(2000).decode(errors="replace")
+            with error:
+                text = error.read(2000).decode(errors="replace")
             raise EngineError(f"stretto chat: {self._url}{path}: HTTP {error.code}: {_message_in(text)}") from None
         except (OSError, http.client.HTTPException) as error:
             cause = getattr(error, "reason", error)

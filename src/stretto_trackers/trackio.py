@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stretto.config.sections.monitors import TrackioSection
-from stretto.monitors.monitor import Source, TableRow, Tracker, Values, without_images
+from stretto.monitors.monitor import IMAGES, Source, TableRow, Tracker, Values, images_of, without_images
 
 
 class TrackioMonitor(Tracker):
@@ -26,8 +28,13 @@ class TrackioMonitor(Tracker):
 
     def log_table(self, step: int, name: str, rows: Sequence[TableRow]) -> None:
         import trackio
+        from PIL import Image
 
-        data = [without_images(row) for row in rows]
+        def shown(row: TableRow) -> dict[str, Any]:
+            pictures = [trackio.Image(Image.open(io.BytesIO(png))) for png in images_of(row)]
+            return without_images(row) | ({IMAGES: pictures} if any(map(images_of, rows)) else {})
+
+        data = [shown(row) for row in rows]
         table = trackio.Table(data=data)  # type: ignore[arg-type]  # it also takes rows as dictionaries
         self._run.log({name: table}, step=step)
 

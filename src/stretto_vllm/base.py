@@ -22,8 +22,8 @@ from stretto.models.hf import find_adaptable_layers
 from stretto.models.hub import build_tensor_map, has_custom_module, load_config, map_tensors
 from stretto.models.lora import Adapter, with_adapter
 from stretto.models.tensor_map import TensorMap
-from stretto.transports.weights.host_copy import CopyReader, HostCopy
 from stretto.transports.weights.layout import HEAD_BYTES, NamedTensor
+from stretto_broadcast.host_copy import CopyReader, HostCopy
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped

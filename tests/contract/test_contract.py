@@ -28,10 +28,10 @@ from stretto.trainer.publish.canary import scaled
 from stretto.transports.engine import api, updates
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights import build_publisher, receive
-from stretto.transports.weights.collective import CollectivePublisher
 from stretto.transports.weights.filesystem import FilesystemPublisher
 from stretto.transports.weights.shm import ShmPublisher
 from stretto.transports.weights.store import connect_store
+from stretto_broadcast.collective import CollectivePublisher
 
 PROMPT = np.arange(20, 50, dtype=np.int32)
 CLOSE = {"atol": 2e-5, "rtol": 0}

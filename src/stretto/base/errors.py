@@ -6,6 +6,7 @@ A message says where (TOML path, file:line, record id), the value got, the rule,
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,10 +103,45 @@ def reason_of(error: Exception, path: Path | None = None) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "not UTF-8 text"
     if isinstance(error, json.JSONDecodeError):
-        return f"not valid JSON (line {error.lineno}: {error.msg})"
+        return f"not valid JSON (line {error.lineno}: {json_fault(error)})"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror[:1].lower() + error.strerror[1:]
     return str(error)
+
+
+def json_fault(error: json.JSONDecodeError) -> str:
+    """What is wrong with a text that is not JSON, at which character of its line, and what to write."""
+    text, at = error.doc, error.pos
+    line = text[text.rfind("\n", 0, at) + 1 :].partition("\n")[0]
+    rest, before = text[at:].lstrip(), text[:at].rstrip()
+    place = f" (character {error.colno})"
+    after_comma = rest.lstrip(", \n\t")
+    if (before.endswith(",") or rest.startswith(",")) and after_comma[:1] in ("}", "]"):
+        comma = text.rfind(",", 0, text.index(after_comma[0], at) + 1)
+        column = comma - text.rfind("\n", 0, comma)
+        return f"a comma before {after_comma[0]!r} (character {column}), where JSON allows none; remove it"
+    if text.strip() in ("{", "["):
+        return "the line ends where the object begins; a .jsonl file has one whole object on every line"
+    if not rest:
+        return "it ends too early; close what is open: each { [ and quote"
+    if word := re.match(r"(None|True|False|nan|inf)\b", rest):
+        ours = {"None": "null", "True": "true", "False": "false"}.get(word.group())
+        return f"{word.group()}{place} is Python; write {ours or 'the number, or null'}"
+    if rest.startswith("'"):
+        return f"a text in single quotes{place}; write double quotes, as json.dumps does"
+    if error.msg.startswith("Expecting property name"):
+        return f'a key without double quotes{place}; write {{"key": value}}'
+    if error.msg.startswith("Expecting ',' delimiter"):
+        return f"a comma, or the closing bracket, is missing before `{line[error.colno - 1 :][:20]}`{place}"
+    if error.msg.startswith("Expecting ':'"):
+        return f"a colon is missing before `{line[error.colno - 1 :][:20]}`{place}"
+    if error.msg.startswith("Extra data"):
+        return f"more follows after its end{place}; one object on each line"
+    if error.msg.startswith(("Invalid control character", "Unterminated string")):
+        return f"a quote is not closed where the line ends{place}; a line break in a text is written \\n"
+    if error.msg.startswith("Invalid \\"):
+        return f"a backslash{place} that is none of JSON's; write two"
+    return f"no value of JSON at `{line[error.colno - 1 :][:20]}`{place}; a text has double quotes"
 
 
 def _file_above(path: Path) -> Path | None:

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import re
 import sys
 import sysconfig
 import threading
@@ -21,13 +22,14 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from stretto.base.aio import is_cancelled
-from stretto.base.errors import ConfigError, EnvError, StrettoError
+from stretto.base.errors import ConfigError, EnvError, StrettoError, meant_path
 from stretto.base.watch import warn_when_slow
 
 logger = logging.getLogger(__name__)
 
 BLOCKED_S = 1.0
 _PACKAGE = str(Path(__file__).parents[1])
+_NAME = Path(_PACKAGE).name
 _LEAK = "it cancelled a scope or task of its own and did not catch that"
 
 
@@ -46,6 +48,9 @@ def load_object(path: str, where: str) -> Any:
     Raises: ConfigError if the path is malformed, the module or attribute does not exist, or the import fails.
     """
     module_name, _, attr = path.rpartition(":" if ":" in path else ".")
+    if path.endswith(".py") and Path(path).expanduser().is_file():
+        made = defined_in(load_module(path, f"{where} = {path!r}"))
+        raise ConfigError(f"{where} = {path!r}: name the object in it, such as '{path}:{(made or ['NAME'])[0]}'")
     if not module_name or not attr:
         raise ConfigError(f"{where} = {path!r}: write it as `module:attr`")
     module = load_module(module_name, f"{where} = {path!r}")
@@ -71,17 +76,77 @@ def load_module(name: str, what: str) -> ModuleType:
             return _import(name)
     except ModuleNotFoundError as cause:
         if cause.name is not None and f"{name}.".startswith(f"{cause.name}."):
-            message = f"{what}: no module {cause.name!r} on the Python path or in this directory"
+            message = (
+                f"{what}: no module {cause.name!r} on the Python path or in this directory{_near_module(cause.name)}"
+            )
             raise ConfigError(message) from cause
-        advice = REPLACEMENTS.get((cause.name or "").partition(".")[0], "")
-        raise ConfigError(f"{what}: {error_location(cause)}: {cause}{advice}") from cause
+        raise ConfigError(f"{what}: {import_place(cause)}: {cause}{_way_to_import(cause)}") from cause
     except (Exception, SystemExit) as cause:  # an imported script may call sys.exit
         if isinstance(cause, FileNotFoundError) and name.endswith(".py") and not Path(name).expanduser().is_file():
-            raise ConfigError(f"{what}: {cause}") from None
-        reason: Any = cause
+            near = meant_path(Path(name))
+            raise ConfigError(f"{what}: {cause}{near}") from None
+        reason = error_text(cause)
         if isinstance(cause, SyntaxError):
-            reason = f"{cause.msg} in `{(cause.text or '').strip()}`; mend that line"
-        raise ConfigError(f"{what}: {error_location(cause)}: {type(cause).__name__}: {reason}") from cause
+            reason = f"{type(cause).__name__}: {cause.msg} in `{(cause.text or '').strip()}`; mend that line"
+        elif isinstance(cause, ImportError):
+            reason = f"ImportError: {str(cause).partition(' (')[0]}{_way_to_import(cause)}"
+        elif isinstance(cause, SystemExit):
+            reason += "; what a script does by itself belongs below `if __name__ == '__main__':`"
+        raise ConfigError(f"{what}: {import_place(cause)}: {reason}") from cause
+
+
+def defined_in(module: ModuleType) -> list[str]:
+    """Names of the classes, or else of the functions, that a module itself defines."""
+    own = [each for each in vars(module).values() if getattr(each, "__module__", None) == module.__name__]
+    classes = [each.__name__ for each in own if isinstance(each, type)]
+    return classes or [each.__name__ for each in own if inspect.isfunction(each)]
+
+
+def _near_module(name: str) -> str:
+    """The module or package of this directory that a missing one may mean; "" if there is none."""
+    import difflib
+
+    here = [
+        each.stem for each in Path().iterdir() if each.suffix == ".py" or (each.is_dir() and any(each.glob("*.py")))
+    ]
+    near = difflib.get_close_matches(name.partition(".")[0], here, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _way_to_import(error: ImportError) -> str:
+    """What to write instead of an import that failed, or how to get what it names; "" if that is not known."""
+    module, attr = error.name or "", _name_that_failed(error)
+    root = module.partition(".")[0]
+    if root in REPLACEMENTS:
+        return REPLACEMENTS[root]
+    if root != _NAME:
+        advice = f"; install its package (python -m pip install ...), or put {root}.py into this directory"
+        return (_near_module(root) or advice) if isinstance(error, ModuleNotFoundError) else ""
+    names = [attr] if attr else _imported_at(error)
+    homes = {name: home for name in names if (home := _home_of(name))}
+    return "; write " + ", ".join(f"`from {home} import {name}`" for name, home in homes.items()) if homes else ""
+
+
+def _name_that_failed(error: ImportError) -> str | None:
+    found = re.match(r"cannot import name '(\w+)'", str(error))
+    return found.group(1) if found else None
+
+
+def _imported_at(error: ImportError) -> list[str]:
+    """The names that the line of an import asks for."""
+    frame = _frame_of(error)
+    _, _, names = (frame.line or "").partition(" import ") if frame is not None else ("", "", "")
+    return re.findall(r"\w+", names.partition("#")[0])
+
+
+def _home_of(name: str) -> str | None:
+    """The module of ours that defines a class or function of this name; None if none does."""
+    pattern = re.compile(rf"^(?:class|def|async def) {name}\b|^{name}\b.* = ", re.MULTILINE)
+    rooms = [Path(_PACKAGE) / room for room in ("envs", "records", "base", "api")]
+    for file in (each for room in rooms for each in sorted(room.rglob("*.py"))):
+        if not file.name.startswith("_") and pattern.search(file.read_text()):
+            return ".".join((_NAME, *file.relative_to(_PACKAGE).with_suffix("").parts))
+    return None
 
 
 def _import(name: str) -> ModuleType:
@@ -241,6 +306,20 @@ def error_location(error: BaseException) -> str:
         return f"{error.filename}:{error.lineno}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     return f"{frames[-1].filename}:{frames[-1].lineno}"
+
+
+def import_place(error: BaseException) -> str:
+    """`file:line` of the innermost frame of the user's own code, for an import that failed."""
+    frame = None if isinstance(error, SyntaxError) else _frame_of(error)
+    return error_location(error) if frame is None else f"{frame.filename}:{frame.lineno}"
+
+
+def _frame_of(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame outside Python, installed packages and this one; None if there is none."""
+    outside = (_PACKAGE, "<frozen", sysconfig.get_path("stdlib"))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(outside) and "site-packages" not in f.filename]
+    return own[-1] if own else None
 
 
 def innermost_location(frames: list[traceback.FrameSummary]) -> str:

@@ -69,6 +69,7 @@ def _load(draft: Draft, arguments: list[str], verb: str, values: Mapping[str, An
     for argument in parse_arguments(cls, arguments):
         if isinstance(argument, ArgumentProblem):
             draft.complain(argument.message, *argument.paths, source=argument.source)
+            draft.is_incomplete = draft.is_incomplete or argument.is_file
         elif isinstance(argument, FileArgument):
             draft.add_file(argument)
         else:

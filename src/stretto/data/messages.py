@@ -16,6 +16,8 @@ from stretto.data.values import checked_json, refuse_surrogates
 ROLES = ("system", "user", "assistant", "tool")
 KNOWN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "step_loss_mask")
 """Keys of a message in a record."""
+PARTS = ("text", "image", "image_url")
+"""Types of the parts of a content."""
 THOUGHT_KEYS = ("reasoning", "thinking")
 """Other spellings of `reasoning_content`."""
 MASK_KEYS = ("weight", "loss", "train", "trainable")
@@ -99,12 +101,22 @@ def _check_role(message: Mapping[str, Any], where: str, kind: type[StrettoError]
     role = message.get("role")
     if isinstance(role, str) and role in ROLES:
         return
+    if role is None and message:
+        names = {"from": "role", "value": "content"} if {"from", "value"} <= message.keys() else {}
+        way = ": " + ", ".join(f"rename {old} to {new}" for old, new in names.items()) if names else ""
+        raise kind(
+            f"{where} has no role; it has {', '.join(map(str, message))}{way or f'; give a role of {_listed_roles()}'}."
+        )
     import difflib
 
     word = role.lower() if isinstance(role, str) else ""
     near = [_ROLE_WORDS[word]] if word in _ROLE_WORDS else difflib.get_close_matches(word, ROLES, n=1)
     meant = f"; did you mean {near[0]!r}?" if near else "."
-    raise kind(f"{where}.role must be one of {', '.join(ROLES)}, got {short_repr(role)}{meant}")
+    raise kind(f"{where}.role must be one of {_listed_roles()}, got {short_repr(role)}{meant}")
+
+
+def _listed_roles() -> str:
+    return ", ".join(ROLES)
 
 
 def _with_known_names(message: dict[str, Any], where: str, kind: type[StrettoError]) -> dict[str, Any]:
@@ -138,6 +150,8 @@ def _check_content(message: Mapping[str, Any], where: str, kind: type[StrettoErr
         return
     if content is None and kind is EnvError and message["role"] == "assistant":
         return  # a reply that only calls tools
+    if "content" not in message and message.keys() - {"role", "name"}:
+        raise kind(f"{where} has no content; it has {', '.join(sorted(message))}: name the one with the text content.")
     if not isinstance(content, list):
         way = "write str(...)" if content is not None else 'write "" for an empty one'
         raise kind(f"{where}.content must be text, got {short_repr(content)}; {way}.")
@@ -146,7 +160,10 @@ def _check_content(message: Mapping[str, Any], where: str, kind: type[StrettoErr
         if not isinstance(part, Mapping) or not {"type", "text", "image", "image_url"} & part.keys():
             example = '{"type": "text", "text": "..."}'
             raise kind(f"{place} must be an object with a type, such as {example}, got {short_repr(part)}.")
-        if part.get("type", "text" if "text" in part else "") == "text" and not isinstance(part.get("text"), str):
+        form = part.get("type", "text" if "text" in part else "image")
+        if form not in PARTS:
+            raise kind(f"{place}.type must be one of {', '.join(PARTS)}, got {short_repr(form)}; no template shows it.")
+        if form == "text" and not isinstance(part.get("text"), str):
             raise kind(f"{place}.text must be text, got {short_repr(part.get('text'))}; write str(...).")
 
 

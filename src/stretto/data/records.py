@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import ConfigError, DataError
+from stretto.base.errors import ConfigError, DataError, json_fault
 from stretto.base.foreign import call, load_function
 from stretto.data.hub import looks_like_hub_name, parse_bare_name, parse_source, read_hub
 from stretto.data.values import without_null_columns
@@ -179,27 +179,19 @@ def from_json(text: bytes | str, where: str) -> Any:
 
     Raises: DataError with the place and the mistake.
     """
+    if isinstance(text, bytes) and b"\0" in text[:4]:
+        raise DataError(f"{where}: not UTF-8 text but UTF-16; convert it: iconv -f utf-16 -t utf-8 OLD > NEW")
     try:
         return json.loads(text)
     except UnicodeDecodeError as cause:
-        raise DataError(f"{where}: not UTF-8 text: {cause}") from cause
+        at = f"byte 0x{text[cause.start]:02x} at {cause.start}" if isinstance(text, bytes) else "a byte"
+        raise DataError(f"{where}: not UTF-8 text ({at}); convert it: iconv -f latin1 -t utf-8 OLD > NEW") from cause
     except json.JSONDecodeError as cause:
-        raise DataError(f"{where}: not JSON: {_explain_mistake(cause) or cause}") from cause
+        raise DataError(f"{where}: not JSON: {json_fault(cause)}") from cause
     except RecursionError:
         raise DataError(f"{where}: too many levels of lists and objects; flatten it") from None
     except ValueError as cause:  # a number with thousands of digits
         raise DataError(f"{where}: not read: {cause}; write such a number as text") from cause
-
-
-def _explain_mistake(error: json.JSONDecodeError) -> str | None:
-    """An explanation of two mistakes that are common in files written by hand; None for any other."""
-    before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip(", \n\t")
-    has_comma = before.endswith(",") or error.doc[error.pos :].startswith(",")
-    if has_comma and after[:1] in ("}", "]"):
-        return f"a comma before {after[0]!r} (character {error.pos + 1}), where JSON allows none; remove it"
-    if error.doc.strip() in ("{", "["):
-        return "the line ends where the object begins; a .jsonl file has one whole object on every line"
-    return None
 
 
 def _read_file(file: Path) -> Iterator[Record]:

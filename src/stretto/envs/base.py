@@ -20,13 +20,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 
 from stretto.base.errors import ConfigError, EnvError, StrettoError
-from stretto.base.foreign import call_async, definition_of, guarded, load_module
+from stretto.base.foreign import call_async, defined_in, definition_of, guarded, load_module
 from stretto.data.messages import checked_messages, short_repr
 from stretto.data.values import checked_json, describe_value, with_whole_text
 from stretto.envs import find
@@ -439,6 +440,14 @@ def needs_worker(env_id: str) -> bool:
     return find.hub_of(env_id) is not None or find.tasksets_of(env_id) is not None
 
 
+def _own_name(env_id: str) -> list[str]:
+    """The name with a colon that a file, or a module with a dot before its class, should have been given."""
+    if env_id.endswith(".py") and Path(env_id).expanduser().is_file():
+        return [f"{env_id}:{name}" for name in defined_in(load_module(env_id, f"environment {env_id!r}"))[-1:]]
+    module, _, attr = env_id.rpartition(".")
+    return [f"{module}:{attr}"] if module and Path(module.replace(".", "/") + ".py").is_file() else []
+
+
 def _find_factory(env_id: str) -> Callable[..., Any]:
     path = find.path_of(env_id) or env_id
     if ":" not in path and (found := find.find_module(env_id)) is not None:
@@ -446,7 +455,7 @@ def _find_factory(env_id: str) -> Callable[..., Any]:
     if ":" not in path:
         import difflib
 
-        nearest = difflib.get_close_matches(env_id.replace("_", "-"), find.names(), n=1)
+        nearest = [*_own_name(env_id), *difflib.get_close_matches(env_id.replace("_", "-"), find.names(), n=1)]
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(find.names())};"
         raise ConfigError(f"no environment {env_id!r}; {hint} name your own as a module or `module:attr`.")
     module_name, attr = path.split(":", 1)

@@ -19,7 +19,7 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.data.image_columns import column_of, with_images
 from stretto.data.messages import parse_messages, parse_tools, short_repr
 from stretto.data.records import read_records
-from stretto.data.values import refuse_surrogates
+from stretto.data.values import checked_json, refuse_surrogates
 from stretto.envs.base import Message, NeedsTokenizer, RunInfo, Split
 from stretto.envs.picture_store import Pictures
 from stretto.vime.arguments import Arguments
@@ -388,7 +388,9 @@ class Records:
                 f"{type(prompt).__name__}"
             )
         if not isinstance(prompt, list) or not prompt:
-            raise DataError(f"{where}: {settings.input_key!r} must be text or a list of messages")
+            way = "remove this record" if prompt in ("", [], None) else "write it as text, in quotes"
+            got = "null" if prompt is None else short_repr(prompt)
+            raise DataError(f"{where}: {settings.input_key!r} must be text or a list of messages, got {got}; {way}")
         messages = parse_messages(prompt, settings.input_key, where)
         if messages[-1]["role"] == "assistant":
             raise DataError(
@@ -427,9 +429,4 @@ def _as_json(row: dict[str, Any], where: str) -> bytes:
     Raises: DataError for values that JSON cannot hold, such as dates and bytes of parquet files.
     """
     refuse_surrogates(row, where)
-    try:
-        return json.dumps(row).encode()
-    except (TypeError, ValueError, RecursionError) as cause:
-        raise DataError(
-            f"{where}: {cause}; prompt, label, metadata and tools hold text, numbers, lists and objects only"
-        ) from None
+    return json.dumps({key: checked_json(value, f"{where}: {key}", DataError) for key, value in row.items()}).encode()

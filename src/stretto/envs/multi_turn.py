@@ -194,7 +194,8 @@ class ToolEnv(MultiTurnEnv):
         """The environment's tools, built once."""
         if "_toolset" not in vars(self):
             # `tools` is read from the instance: functions in the tuple stay unbound, bound methods stay bound.
-            self._toolset = Toolset(self.tools, self.tool_timeout_s, Episode)
+            where = f"environment {self.name!r}: {type(self).__name__}.tools"
+            self._toolset = Toolset(self.tools, self.tool_timeout_s, Episode, where)
         return self._toolset
 
     def tool_schemas(self) -> list[dict[str, Any]]:

@@ -58,7 +58,7 @@ async def play_part(ctx: RolloutContext, env: Environment, task: Task, name: str
     level = ctx.level + 1 if isinstance(ctx, PartContext) else 1
     if level > MOST_LEVELS:
         raise EnvError(f"{where}: {level} parts within each other, more than {MOST_LEVELS}; does it play itself?")
-    if hasattr(env, "score_group"):
+    if hasattr(env, "score_group") and getattr(env, "scores_groups", True):
         raise EnvError(f"{where}: {env.name} rewards whole groups (score_group), and a part is in none")
     use = Use(getattr(env, "limits", None) or EpisodeLimits(), name)
     context = PartContext(ctx.agent(name, is_trained=is_trained), use, level)

@@ -22,7 +22,8 @@ from typing import Any
 import pydantic
 
 from stretto.base.errors import ConfigError, EnvError
-from stretto.data.values import with_whole_text
+from stretto.base.foreign import definition_of, error_text
+from stretto.data.values import describe_value, with_whole_text
 from stretto.envs.base import Message, Reply
 
 MAX_CALLS = 32
@@ -40,12 +41,20 @@ class Tool:
         self.name: str = getattr(function, "__name__", type(function).__name__)
         self._function = function
         self.is_blocking = not inspect.iscoroutinefunction(function)
-        parameters = inspect.signature(function, eval_str=True).parameters.values()
+        where = f"tool {self.name} ({definition_of(getattr(function, '__func__', function))})"
+        try:
+            parameters = inspect.signature(function, eval_str=True).parameters.values()
+        except Exception as cause:  # an annotation in quotes may name anything
+            raise ConfigError(f"{where}: its annotations cannot be read: {error_text(cause)}; correct them.") from cause
         is_given = {each.name: episode_type is not None and each.annotation is episode_type for each in parameters}
-        self._arguments = _build_arguments_model([p for p in parameters if not is_given[p.name]], self.name)
+        self._arguments = _build_arguments_model([p for p in parameters if not is_given[p.name]], self.name, where)
         self._given = [name for name in is_given if is_given[name]]
         text, described = _split_docstring(inspect.getdoc(function) or "")
-        schema = self._arguments.model_json_schema()
+        try:
+            schema = self._arguments.model_json_schema()
+        except pydantic.errors.PydanticUserError as cause:
+            reason = str(cause).partition("\n")[0]
+            raise ConfigError(f"{where}: a type of its arguments has no JSON schema: {reason}; use another.") from cause
         schema.pop("title", None)
         for argument, value in schema.get("properties", {}).items():
             value.pop("title", None)
@@ -93,7 +102,16 @@ class Toolset:
         tools: Iterable[Callable[..., Any] | Tool],
         timeout_s: float | None = 30.0,
         episode_type: type | None = None,
+        where: str = "`tools`",
     ) -> None:
+        """where: whose tools they are, for messages."""
+        if isinstance(tools, str) or not isinstance(tools, Iterable):
+            raise ConfigError(
+                f"{where} must be a list or tuple of functions, got a {type(tools).__name__}; set it in the class, "
+                "`tools = (add,)`, or in `__init__`, `self.tools = [self.add]`."
+            )
+        if wrong := [each for each in tools if not callable(each) and not isinstance(each, Tool)]:
+            raise ConfigError(f"{where} must hold functions, got {describe_value(wrong[0])}; give the function itself.")
         built = [tool if isinstance(tool, Tool) else Tool(tool, episode_type) for tool in tools]
         self._tools = {tool.name: tool for tool in built}
         if len(self._tools) != len(built):
@@ -234,18 +252,27 @@ class _Threads:
 _threads = _Threads()
 
 
-def _build_arguments_model(parameters: Iterable[inspect.Parameter], name: str) -> type[pydantic.BaseModel]:
-    """A pydantic model of a function's arguments, from annotations; without a default they are required."""
+def _build_arguments_model(parameters: Iterable[inspect.Parameter], name: str, where: str) -> type[pydantic.BaseModel]:
+    """A pydantic model of a function's arguments, from annotations; without a default they are required.
+
+    where: which function, for messages.
+    """
     fields: dict[str, Any] = {}
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ConfigError(f"tool {name}: {parameter} cannot be described; name every argument.")
+            raise ConfigError(f"{where}: {parameter} cannot be described; name every argument.")
         if parameter.annotation is parameter.empty:
-            raise ConfigError(f"tool {name}: argument {parameter.name} has no type; annotate it.")
+            raise ConfigError(
+                f"{where}: argument {parameter.name} has no type; annotate it, such as `{parameter.name}: int`."
+            )
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (parameter.annotation, default)
     config = pydantic.ConfigDict(extra="forbid", protected_namespaces=())
-    return pydantic.create_model(name, __config__=config, **fields)
+    try:
+        return pydantic.create_model(name, __config__=config, **fields)
+    except Exception as cause:  # a type that pydantic does not know
+        reason = str(cause).partition("\n")[0]
+        raise ConfigError(f"{where}: a type of its arguments cannot be checked: {reason}; use another.") from cause
 
 
 def _split_docstring(text: str) -> tuple[str, dict[str, str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -39,10 +40,12 @@ from stretto.envs.checks import look_into
 from stretto.envs.dataset import Dataset
 from stretto.envs.multi_turn import MultiTurnEnv
 from stretto.orchestrator.build import build_eval_renderer, build_policy_renderer, open_env, run_info, untrained_tokens
-from stretto.orchestrator.first_rollout import fault_of, play, same_task, without_engines
+from stretto.orchestrator.first_rollout import fault_of, play, same_name_note, same_task, without_engines
 from stretto.orchestrator.lengths import Limit, cut_reply, limits_of, room_after
 from stretto.orchestrator.rollout.play import bias_by_token, with_system_prompt
 from stretto.records.rollout import Task
+
+logger = logging.getLogger(__name__)
 
 PLAY_TIMEOUT_S, MODELS_TIMEOUT_S = 10.0, 2.0
 """A rollout of a dry run may take this long; the shorter time is for runs with models that a dry run does not start."""
@@ -108,12 +111,13 @@ def preview(cfg: OrchestratorConfig | EvalConfig, limits: Sequence[Limit] | None
         check_sampling(cfg, renderer)
     info = without_engines(run_info(cfg, renderer, sampling, cfg.tokenizer.name or model))
     looking = _Looking(cfg, renderer, info, split, limits_of(cfg) if limits is None else limits)
-    tasks = [asyncio.run(_preview(section, looking)) for section in envs]
-    if isinstance(cfg, OrchestratorConfig) and cfg.eval is not None:
-        for section in cfg.eval.env:
-            asyncio.run(_check_held_out(section, replace(looking, split="eval")))
-            if (alone := _in_worker(section)).notes:
-                tasks.append(alone)
+    with without_tracebacks():
+        tasks = [asyncio.run(_preview(section, looking)) for section in envs]
+        if isinstance(cfg, OrchestratorConfig) and cfg.eval is not None:
+            for section in cfg.eval.env:
+                asyncio.run(_check_held_out(section, replace(looking, split="eval")))
+                if (alone := _in_worker(section)).notes:
+                    tasks.append(alone)
     if renderer is None:
         return Preview(tasks, missing)
     is_scratch = isinstance(cfg, OrchestratorConfig) and cfg.model.scratch is not None
@@ -198,7 +202,14 @@ async def _preview(section: EnvSection, looking: _Looking) -> FirstTask:
         if renderer is None or _plays_itself(cfg):
             return replace(first, notes=tuple(filter(None, notes)))
         blocked: dict[str, float] = {}
-        with warn_when_blocked(tell=blocked.__setitem__):
+
+        def note_blocked(place: str, blocked_s: float) -> None:
+            blocked[place] = blocked_s
+            if blocked_s >= PLAY_TIMEOUT_S / 2:
+                text = "note: %s: %s has not returned for %.0f s; the dry run waits for it, Ctrl-C ends it"
+                logger.warning(text, where, place, blocked_s)
+
+        with warn_when_blocked(tell=note_blocked):
             notes.append(unplayed := await _play_first(section, env, looking, where))
         notes += [f"{where}: {blocked_text(*each)}" for each in blocked.items()]
         return replace(first, notes=tuple(filter(None, notes)), is_played=not unplayed)
@@ -243,8 +254,7 @@ async def _play_first(section: EnvSection, env: Environment, looking: _Looking, 
     assert looking.renderer is not None
     task = tasks_of(env, looking.split).task(0)
     timeout_s = MODELS_TIMEOUT_S if looking.info.model_urls else PLAY_TIMEOUT_S
-    with without_tracebacks():
-        group = await play(looking.cfg, section, env, task, looking.renderer, timeout_s)
+    group = await play(looking.cfg, section, env, task, looking.renderer, timeout_s)
     return fault_of(where, group)
 
 
@@ -276,16 +286,18 @@ async def _first_task(
     labelled = "" if label is None else f" with the label {describe_value(label)}"
     about = f"environment {env.name}: tasks {count}; the first is {task.task_id}{labelled}"
     where = f"environment {env.name}, task {task.task_id}, prompt"
+    notes = same_name_note(env, source, task)
     prompt, tools = await first_prompt(env, task, where)
     if isinstance(prompt, list):
         prompt = with_system_prompt(prompt, system_prompt)
     if prompt is None:
-        return FirstTask(f"{about}, whose prompt is made while it is played")
+        return FirstTask(f"{about}, whose prompt is made while it is played", notes=notes)
     if renderer is None:
-        return FirstTask(f"{about}, not rendered:", _plain(prompt))
+        return FirstTask(f"{about}, not rendered:", _plain(prompt), notes=notes)
     again, _ = await first_prompt(env, task, where)
     is_same = repr(again if isinstance(again, str) else with_system_prompt(again or [], system_prompt)) == repr(prompt)
-    notes = () if is_same else (f"{where} {DRAWN_PROMPT}",)
+    notes += () if is_same else (f"{where} {DRAWN_PROMPT}",)
+    notes += () if prompt and any(each != "" for each in _contents(prompt)) else (f"{where} is empty",)
     with boundary(EnvError, where):
         ids = renderer.encode(prompt) if isinstance(prompt, str) else renderer.render_prompt(prompt, tools)
     return FirstTask(f"{about}, {len(ids)} tokens:", renderer.readable(ids), num_tokens=len(ids), notes=notes)
@@ -299,6 +311,10 @@ async def first_prompt(env: Environment, task: Task, where: str) -> tuple[Prompt
         return None, None
     messages = await prompt_of(env, task, where)
     return messages, env.tool_schemas() if hasattr(env, "tool_schemas") else None
+
+
+def _contents(prompt: str | list[Message]) -> list[Any]:
+    return [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
 
 
 def _plain(prompt: str | list[Message]) -> str:

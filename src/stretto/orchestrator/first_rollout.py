@@ -122,6 +122,17 @@ def same_task(env: Environment, source: TaskSource, split: str) -> Task:
     return first
 
 
+def same_name_note(env: Environment, source: TaskSource, first: Task) -> tuple[str, ...]:
+    """A note if another task has the name of the first; nothing fails by it, but the two are counted as one."""
+    if source.num_tasks == 1:
+        return ()
+    second = source.task(1)
+    if second.task_id != first.task_id or repr(second.data) == repr(first.data):
+        return ()
+    named = f"environment {env.name}: tasks 0 and 1 have the same task_id, {first.task_id!r}"
+    return (f"{named}: curves, pools and pages take them for one task; make it unique, such as str(index)",)
+
+
 def without_engines(info: RunInfo) -> RunInfo:
     """The facts of a run, with addresses at which nobody answers: a dry run sends nothing to engines."""
     models = {name: Unreachable(name) for name in info.model_urls}

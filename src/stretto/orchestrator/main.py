@@ -65,6 +65,7 @@ from stretto.orchestrator.rollout.teacher import (
     ScoringTeacher,
     Teacher,
     Teachers,
+    Weighted,
     build_privileged_context,
 )
 from stretto.orchestrator.run.loop import Loop
@@ -169,7 +170,8 @@ class Wires:
     engines: EngineClient
     control: ControlServer
     sender: Sender
-    teacher_engines: Mapping[str, EngineClient] = field(default_factory=dict)  # by environment
+    # By environment, then by the teacher's name: its engine, and its weight.
+    teacher_engines: Mapping[str, Weighted[EngineClient]] = field(default_factory=dict)
 
 
 async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack) -> Wires:
@@ -195,14 +197,16 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
     await sender.open()
     stack.push_async_callback(sender.close)
     stack.callback(announce(cfg))
-    teachers: dict[str, EngineClient] = {}
+    teachers: dict[str, Weighted[EngineClient]] = {}
     clients: dict[str, EngineClient] = {}  # by their section, which several environments may share
     for env in cfg.env:
-        if (section := cfg.teacher_of(env.name or env.id)) is not None:
-            key = section.model_dump_json()
-            if key not in clients:
+        engines_of: dict[str, tuple[EngineClient, float]] = {}
+        for name, (section, weight) in cfg.teachers_of(env.name or env.id).items():
+            if (key := section.model_dump_json()) not in clients:
                 clients[key] = await stack.enter_async_context(build_teacher_client(section))
-            teachers[env.name or env.id] = clients[key]
+            engines_of[name] = (clients[key], weight)
+        if engines_of:
+            teachers[env.name or env.id] = engines_of
     return Wires(engines, control, sender, teachers)
 
 
@@ -361,24 +365,33 @@ def build_teachers(
     build_scoring = partial(ScoringTeacher, max_failures=cfg.max_failed_groups, image_token_id=renderer.image_token_id)
     for env in envs:
         algo = cfg.algo_of(env.name)
+        engines = wires.teacher_engines.get(env.name, {})
         if isinstance(algo, OpdAlgo):
-            by_env[env.name] = build_scoring(wires.teacher_engines[env.name])
+            by_env[env.name] = build_scoring(engines)
         elif isinstance(algo, OpsdAlgo):
             context = build_privileged_context(env, algo, renderer, cfg.algo_path(env.name))
-            by_env[env.name] = build_scoring(wires.engines, privileged_context=context)
+            by_env[env.name] = build_scoring({"policy": (wires.engines, 1.0)}, privileged_context=context)
         elif isinstance(algo, SftAlgo):
             by_env[env.name] = PlayingTeacher(algo.min_reward)
-            players[env.name] = wires.teacher_engines[env.name]
-    engines: dict[str, Awaited] = {}
-    for name, engine in wires.teacher_engines.items():
-        if engine not in engines.values():
-            is_of_algo = getattr(cfg.algo_of(name), "teacher", None) is not None
-            engines[f"orchestrator.env {name}, algo.teacher" if is_of_algo else "orchestrator.teacher"] = engine
-    engines |= {f"models.{name}": model for name, model in models.items() if isinstance(model, ModelClient)}
-    sections = [section for name in wires.teacher_engines if (section := cfg.teacher_of(name)) is not None]
+            [(players[env.name], _)] = engines.values()
+    awaited: dict[str, Awaited] = {}
+    for name, teachers in wires.teacher_engines.items():
+        for teacher, (engine, _) in teachers.items():
+            if engine not in awaited.values():
+                awaited[place_of_teacher(cfg, name, teacher)] = engine
+    asked = {f"models.{name}": model for name, model in models.items() if isinstance(model, ModelClient)}
+    sections = [section for name in wires.teacher_engines for section, _ in cfg.teachers_of(name).values()]
     sections += cfg.frozen_models.values()
     longest = max((section.ready_timeout_s for section in sections), default=0.0)
-    return Teachers(by_env, engines, players, ready_timeout_s=longest)
+    return Teachers(by_env, awaited | asked, players, ready_timeout_s=longest)
+
+
+def place_of_teacher(cfg: OrchestratorSection, env: str, teacher: str) -> str:
+    """The config table of an environment's teacher, for messages."""
+    algo = cfg.algo_of(env)
+    if getattr(algo, "teachers", None):
+        return f"models.{teacher}, teacher of {env}"
+    return f"orchestrator.env {env}, algo.teacher" if getattr(algo, "teacher", None) else "orchestrator.teacher"
 
 
 def vocab_size_of(cfg: OrchestratorSection, renderer: Renderer) -> int | None:

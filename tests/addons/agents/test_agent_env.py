@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import FakeEngine
-from programs import CALL, PROGRAM, RESULT, play, player_of, script, write_records
+from programs import CALCULATES, CALL, PROGRAM, RESULT, play, player_of, script, write_records
 from turns import scripted, text_of
 
 from stretto.base.errors import ConfigError
-from stretto.envs.base import load_environment
+from stretto.envs.base import RolloutResult, load_environment
 from stretto.envs.bundled.calculator import Calculator, calculate
+from stretto.envs.parts import play_part
 from stretto.orchestrator.rollout.play import Draw
 from stretto.records.outcomes import Reason
 from stretto.records.rollout import RolloutStatus
@@ -192,3 +193,28 @@ def test_the_example_and_the_environment_calculator_train_the_same_tokens_for_th
         assert (one.reward, one.num_turns, one.reason) == (other.reward, other.num_turns, other.reason)
         for name in ("token_ids", "is_sampled", "logprobs"):
             assert np.array_equal(getattr(one.branches[0], name), getattr(other.branches[0], name))
+
+
+def test_programs_may_play_parts_of_a_rollout_side_by_side(records):
+    """Each has an address and a key of its own, and its tokens belong to an agent of its own."""
+    command = [sys.executable, PROGRAM, "{prompt}"]
+
+    class Office:
+        def __init__(self):
+            self.name, self.program = "office", load_environment("agent", {"command": command, "path": records})
+
+        def tasks(self, split):
+            return self.program.tasks(split)
+
+        async def rollout(self, task, ctx):
+            parts = await asyncio.gather(*(play_part(ctx, self.program, task, name) for name in ("left", "right")))
+            await self.program.close()
+            return RolloutResult(reward=sum(part.result.reward for part in parts), parts=parts)
+
+    env = Office()
+    draw = Draw(3, env.tasks("train").task(0), 1, version=0)
+    [rollout] = asyncio.run(player_of(FakeEngine(CALCULATES)).play(env, draw)).rollouts
+    assert rollout.status is RolloutStatus.FINISHED, rollout.error
+    assert rollout.reward == 2.0 and rollout.agent_rewards == {"left": 1.0, "right": 1.0}
+    texts = {branch.agent: text_of(branch, is_sampled=True) for branch in rollout.branches}
+    assert texts == dict.fromkeys(("left", "right"), f"{CALL}.{RESULT}.")

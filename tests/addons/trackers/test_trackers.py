@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_mlflow_swanlab import picture
 
 from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import MonitorsSection, TensorboardSection, TrackioSection, WandbSection
@@ -72,6 +73,7 @@ def test_tensorboard_files_hold_what_was_logged(run_dir: RunDir) -> None:
 def test_wandb_offline_writes_a_run_without_a_network(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setenv("WANDB_DATA_DIR", str(run_dir.path / "staged"))
     write_config(run_dir)
     monkeypatch.setattr(tempfile, "tempdir", str(run_dir.path))  # what it keeps until the process ends
     section = MonitorsSection(wandb=WandbSection(project="tests", offline=True))
@@ -79,9 +81,12 @@ def test_wandb_offline_writes_a_run_without_a_network(
     for step in range(1, 4):
         monitors.log(step, {"loss": 1.0 / step})
     monitors.log_table(3, "eval/samples", SAMPLES)
+    monitors.log_table(3, "seen", [{"prompt": "a", "images": (picture(),)}, {"prompt": "b", "images": ()}])
     monitors.log_histograms(3, DISTRIBUTIONS)
     monitors.close(timeout_s=60)
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+    staged = [file.read_bytes() for file in run_dir.path.glob("staged/artifacts/staging/*")]
+    assert [content for content in staged if content.startswith(b"\x89PNG")], "images go with the table's artifact"
     [table] = run_dir.path.glob("wandb/offline-run-*/files/media/table/eval/samples*.table.json")
     assert json.loads(table.read_text())["data"] == [list(SAMPLES[0].values())]
     (file,) = run_dir.path.glob("wandb/offline-run-*/run-*.wandb")
@@ -96,11 +101,14 @@ def test_trackio_takes_rows(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, ca
     monitors = build_monitors(MonitorsSection(trackio=TrackioSection(project="t")), run_dir, "trainer", "run")
     monitors.log(1, {"loss": 0.5})
     monitors.log_table(1, "eval/samples", SAMPLES)
+    monitors.log_table(2, "seen", [{"prompt": "a", "images": (picture(),)}, {"prompt": "b", "images": ()}])
     monitors.log_histograms(1, DISTRIBUTIONS)
     monitors.close(timeout_s=60)
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
     import trackio
 
+    [shown] = run_dir.path.glob("trackio/media/**/*.png")
+    assert shown.read_bytes().startswith(b"\x89PNG")
     [run] = trackio.Api().runs("t")
     assert run.name == "run" and run.config["seq_len"] == 64 and "secret" not in str(run.config)
 

@@ -15,7 +15,7 @@ import torch
 from stretto.config.sections.model import LoRASection, ScratchSection
 from stretto.models.hub import export_tensors, random_model, save_hf
 from stretto.models.lora import Adapter, attach_adapters
-from stretto.transports.weights import host_copy
+from stretto_broadcast import host_copy
 from stretto_vllm import base
 from stretto_vllm.base import BaseWeights
 

@@ -77,7 +77,7 @@ def router_elsewhere(log: Path, port: int, key: str) -> Iterator[str]:
     words += ["--policy", "consistent_hash", "--health-check-interval-secs", "600"]  # it finds out nothing by itself
     with log.open("ab") as out:
         child = subprocess.Popen(
-            [sys.executable, "-m", "stretto.launch.run.router", *words],
+            [sys.executable, "-m", "stretto_routers.router", *words],
             stdout=out,
             stderr=out,
             env={**os.environ, "VLLM_API_KEY": key},

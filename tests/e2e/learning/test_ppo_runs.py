@@ -75,6 +75,20 @@ def test_policy_and_critic_learn_and_a_resumed_run_is_the_same_run(model, tmp_pa
 
 
 @pytest.mark.slow
+def test_a_critic_learns_from_rewards_of_turns(model, tmp_path):
+    """The rollouts have no reward of their own: all that is learned are the rewards of turns."""
+    turns = settings(model, 15)
+    turns["orchestrator"]["env"] = [{"id": "envs:VowelTurns"}]
+    ended = rl(tmp_path, turns)
+    assert set(ended.column("reward/mean")) == {0.0}
+    rewards = ended.column("turns/reward")
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
+    returns, values = (ended.column(f"critic/{name}/mean", "trainer") for name in ("return", "value"))
+    assert returns[-1] > returns[0] > 0 and abs(values[-1] - returns[-1]) < abs(values[0] - returns[0])
+    assert max(ended.column("critic/explained_variance", "trainer")) > 0
+
+
+@pytest.mark.slow
 def test_a_critic_on_ranks_of_its_own_learns_the_same_weights(model, tmp_path):
     runs = {}
     for name, placement in {"shared": {}, "own": {"placement": {"port": free_ports(1)[0]}}}.items():

@@ -18,6 +18,7 @@ from runs import Ended, start, toml, wait
 from services import serving
 
 from stretto.base.paths import RunDir
+from stretto.base.ports import open_url
 from stretto.base.secret import load_secret
 
 pytestmark = [
@@ -44,7 +45,7 @@ def num_sampled(port: int, run: RunDir) -> float:
     key = load_secret(run).text_key("inference.api_key")
     url = f"http://127.0.0.1:{port}/metrics"
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(url, timeout=30)
+        open_url(url, 30)
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
     with urllib.request.urlopen(request, timeout=30) as answer:
         lines = [line.split() for line in answer.read().decode().splitlines()]

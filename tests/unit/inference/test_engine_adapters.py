@@ -19,7 +19,6 @@ from stretto.models.attention import PackedLayout
 from stretto.models.lora import Adapter, attach_adapters, save_adapter
 from stretto.records.weight_manifest import AdapterInfo, WeightGroup
 from stretto.transports.engine.api import Refusal
-from stretto.transports.weights.collective import CollectivePublisher
 from stretto.transports.weights.filesystem import FilesystemPublisher
 from stretto.transports.weights.shm import ShmPublisher
 
@@ -180,7 +179,9 @@ async def test_the_policys_adapter_comes_over_every_transport(transport, shape, 
     kinds = {
         "filesystem": lambda: FilesystemPublisher(tmp_path, keep_versions=2),
         "shm": lambda: ShmPublisher("test-adapters"),
-        "collective": lambda: CollectivePublisher("127.0.0.1", 0, bucket_bytes=4000, timeout_s=30),
+        "collective": lambda: pytest.importorskip("stretto_broadcast.collective").CollectivePublisher(
+            "127.0.0.1", 0, bucket_bytes=4000, timeout_s=30
+        ),
     }
     core = build_core(build_model(**shape))
     publisher = kinds[transport]()

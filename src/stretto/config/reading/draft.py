@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from stretto.base.errors import json_fault
 from stretto.config.lookup import spellings
 from stretto.config.reading.lines import read_file
 from stretto.config.reading.words import Assignment, FileArgument
@@ -48,6 +49,8 @@ SECOND: dict[KeyPath, tuple[str, KeyPath]] = {
     ("seq_len",): ("trainer", ("orchestrator", "row_tokens")),
 }
 """Keys that trainer and orchestrator may give with different values: the process whose value goes to another key."""
+ROOT_WORDS = ("rl", "sft", "grpo", "train", "training", "config", "stretto", "run_config", "args")
+"""Tables in which a user may have put all keys of a run."""
 UNKNOWN, MISSING = "extra_forbidden", ("missing", "union_tag_not_found")
 TABLE_NEEDED = ("model_type", "model_attributes_type", "dict_type")
 """Errors of pydantic where a table is expected and another value is given."""
@@ -361,7 +364,7 @@ class Draft:
         kind, value, name = item["type"], item["input"], dotted(path)
         place, what = path, f"{name} = {show(value)}: "
         if kind == UNKNOWN:
-            what = f"{name}: {self._guess(cls, path)}"
+            what = f"{name}: {self._guess(cls, path, value)}"
         elif kind in MISSING:
             example = _as_table(path, key) if key is not None and key.sections else f"`{path[-1]}`"
             what = f"{name}: required and missing; give {example}"
@@ -371,7 +374,9 @@ class Draft:
             what = f"{name}.type = {show(value['type'])}: {choose_tag(value['type'], tags, others)}"
             place = (*path, "type")
         elif key is not None and key.sections and kind in TABLE_NEEDED:
-            what += f"a table is needed: {_as_table(path, key)}"
+            what += f"a table is needed: {_as_table(path, key)}{_as_flag(path, key) if isinstance(value, str) else ''}"
+        elif kind in TABLE_NEEDED and (into := _item_of(self.cls, path)):
+            what += f"a table is needed: {into}"
         elif isinstance(value, str) and (reason := _json_problem(value)) is not None:
             what += f'looks like JSON and is not: {reason}; on the command line quote it as in \'[{{"id": "x"}}]\''
         elif key is not None and key.item_sections and kind == "list_type":
@@ -388,7 +393,7 @@ class Draft:
             self.suspects.add(path)
         return path[:-1] if kind == "missing" else path
 
-    def _guess(self, cls: type[Section], path: KeyPath) -> str:
+    def _guess(self, cls: type[Section], path: KeyPath, value: Any) -> str:
         """What an unknown key may mean: a similar key, or one of another variant or section."""
         here = dotted(tuple("0" if isinstance(part, int) else part for part in path))
         for known, section, _ in all_paths(self.cls):
@@ -396,7 +401,11 @@ class Draft:
                 return f'unknown key for type = "{tag_of(cls)}"; it belongs to type = "{tag_of(section)}"'
         if here in RUN_TABLES:
             return f"unknown key; a file with a [{here}] section is one for `rl`"
+        if here in ROOT_WORDS and isinstance(value, dict):
+            return f"unknown key; the keys of a run stand at the top of its file: remove [{here}], keep what is in it"
         near = suggest(self.cls, path, cls)
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            near = [each for each in near if (key := find(self.cls, each).key) and key.item_sections] or near
         self.suspects.update(near)
         if not near:
             return f"unknown key; here are {', '.join(keys(cls))}"
@@ -440,12 +449,24 @@ def _json_problem(text: str) -> str | None:
         return None
     try:
         json.loads(text)
-    except ValueError as error:
-        comma = re.search(r",\s*[\]}]", text)
-        if comma is not None:
-            return f"a comma before '{comma.group()[-1]}' (character {comma.start() + 1}), remove it"
-        return str(error).replace("line 1 column", "character").partition(" (char")[0]
+    except json.JSONDecodeError as error:
+        return json_fault(error)
     return None
+
+
+def _as_flag(path: KeyPath, key: Key) -> str:
+    first = next((name for name in keys(key.sections[0]) if name != "type"), None)
+    return f", or --{dotted((*path, first)).replace('_', '-')} ..." if first else ""
+
+
+def _item_of(cls: type[Section], path: KeyPath) -> str:
+    """How to write an item of a list of tables, in a file and as a flag; "" for other keys."""
+    key = find(cls, path[:-1]).key
+    if key is None or not key.item_sections or not isinstance(path[-1], int):
+        return ""
+    first = next(name for name in keys(key.item_sections[0]) if name != "type")
+    flag = dotted((*path, first)).replace("_", "-")
+    return f"[[{dotted(path[:-1])}]] {first} = ..., or --{flag} ..."
 
 
 def _as_table(path: KeyPath, key: Key) -> str:

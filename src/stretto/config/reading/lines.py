@@ -13,7 +13,7 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import meant_path, reason_of
+from stretto.base.errors import json_fault, meant_path, near_path, reason_of
 from stretto.config.section import KeyPath
 
 _BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
@@ -25,6 +25,12 @@ _TOML_REASONS = {
     "Cannot declare": "this table is defined above: put the keys of both under one",
     "Cannot overwrite a value": "this key is defined above: give it once",
     "Illegal character '\\n'": "a quote is not closed",
+    "Unterminated string": "a quote is not closed",
+    'Expected "\'"': "a quote is not closed",
+    "Expected '\"'": "a quote is not closed",
+    "Unescaped '\\' in a string": "a backslash: write the text in single quotes, or each backslash twice",
+    "Unclosed array": "a list is not closed by ]",
+    "Unclosed inline table": "a table is not closed by }",
 }
 """Beginnings of messages of tomllib, and what a user should read instead."""
 
@@ -46,7 +52,7 @@ def read_file(name: str) -> tuple[dict[str, Any], dict[KeyPath, int]] | str:
         data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except tomllib.TOMLDecodeError as error:
         where = re.search(r" \(at line (\d+), column \d+\)", str(error))
-        line = int(where.group(1)) if where else text.count("\n") + 1
+        line = int(where.group(1)) if where else _unclosed_line(text)
         reason = re.sub(r" [(]at .*", "", str(error))
         written = text.splitlines()[line - 1 : line]
         if ours := next((ours for theirs, ours in _TOML_REASONS.items() if reason.startswith(theirs)), None):
@@ -54,17 +60,36 @@ def read_file(name: str) -> tuple[dict[str, Any], dict[KeyPath, int]] | str:
             return f"{name}:{line}: not valid TOML: {ours}{shown}"
         return f"{name}:{line}: not valid TOML: {reason}{_toml_advice(written)}"
     except json.JSONDecodeError as error:
-        return f"{name}:{error.lineno}: not valid JSON: {error.msg}"
+        return f"{name}:{error.lineno}: not valid JSON: {json_fault(error)}"
     if not isinstance(data, dict):
         return f"{name}:1: the file must hold a table of keys"
     return data, (toml_lines(text) if path.suffix == ".toml" else json_lines(text))
+
+
+def _unclosed_line(text: str) -> int:
+    """The line of a TOML document that ends too early: the last with a quote that nothing closes, or its last one."""
+    odd = [
+        number
+        for number, line in enumerate(text.splitlines(), start=1)
+        if any(line.partition("#")[0].count(quote) % 2 for quote in "'\"")
+    ]
+    return odd[0] if odd else text.count("\n") + 1
 
 
 def _not_a_config(path: Path) -> str:
     """What is wrong with a path whose name does not end in .toml or .json."""
     if not path.is_dir():
         near = next((each for end in (".toml", ".json") if (each := path.with_name(path.name + end)).is_file()), None)
-        return "not a .toml or .json file" + (f"; did you mean {near}?" if near else "")
+        near = near or near_path(path)
+        is_text = path.is_file() and near in (None, path)
+        way = (
+            "; write it as TOML, `key = value` below `[table]`"
+            if is_text
+            else f"; did you mean {near}?"
+            if near
+            else ""
+        )
+        return f"not a .toml or .json file{way}"
     inside = sorted(each.name for each in path.iterdir() if each.suffix in (".toml", ".json"))
     if (path / "configs" / "run.json").is_file():
         return f"this is a run's directory; its configuration is {path / 'configs' / 'run.json'}"
@@ -75,6 +100,20 @@ def _toml_advice(line: list[str]) -> str:
     """What to write instead of a line that is not TOML."""
     written = line[0].strip() if line else ""
     key, equals, value = written.partition("=")
+    if written.startswith(("//", "--", ";")):
+        return f" in `{written[:60]}`; a comment begins with #"
+    if written.startswith("{"):
+        return "; this is JSON: give the file a name that ends in .json"
+    if match := re.fullmatch(r"([\w.-]+)\s*:\s*(.*)", written):
+        way = f"write {match[1]} = {match[2]}" if match[2] else f"write [{match[1]}]"
+        return f" in `{written[:60]}`; {way} (this is YAML)"
+    if any(sign in written for sign in "\u201c\u201d\u2018\u2019"):
+        return f" in `{written[:60]}`; its quotes are not the straight ones, \" or '"
+    if equals and re.fullmatch(r".*[^,],\s*(#.*)?", value):
+        return f" in `{written[:60]}`; remove the comma at its end"
+    if equals and re.fullmatch(r"\s*0\d+\s*(#.*)?", value):
+        number = int(value.partition("#")[0])
+        return f" in `{written[:60]}`; a number does not begin with 0: write {key.strip()} = {number}"
     if equals and re.fullmatch(r"\s*(None|null|nil)\s*(#.*)?", value):
         return f'; TOML has no null, write {key.strip()} = "None"'
     if equals and re.fullmatch(r"\s*(True|False)\s*(#.*)?", value):

@@ -42,9 +42,14 @@ class ArgumentProblem:
     source: str
     paths: tuple[KeyPath, ...] = ()
     """Keys that they may mean."""
+    is_file: bool = False
+    """Whether they name a file that is therefore not read."""
 
 
 _FAR = 2  # a key that is deeper than what was written by more than this is not what was meant
+FILE_WORDS = ("config", "file", "config-file", "config_file", "c", "f", "cfg", "config-path", "config_path")
+SET_WORDS = ("set", "override", "overrides", "param", "o", "opt", "option")
+"""Flags by which other programs take a file, and a key with its value."""
 Argument = FileArgument | Assignment | ArgumentProblem
 
 
@@ -74,18 +79,19 @@ def _next_argument(cls: type[Section], rest: list[str]) -> Argument:
     if word.startswith("@"):
         return _file((), word, rest)
     if not word.startswith("--") or word == "--":
-        is_file = word.endswith((".toml", ".json"))
-        hint = f"a file is given as `@ {word}`" if is_file else "keys are given as --key value"
-        name, equals, value = word.partition("=")
-        if equals and (near := suggest(cls, tuple(name.split(".")))):
-            hint += f"; did you mean --{dotted(near[0]).replace('_', '-')} {value}?"
-        return ArgumentProblem(f"unexpected word; {hint}", word)
+        return _stray(cls, word, rest)
     name, equals, value = word[2:].partition("=")
     target = _resolve(cls, name)
     if isinstance(target, ArgumentProblem):
         following = [] if equals else _up_to_next(rest)
         del rest[: len(following)]
-        return ArgumentProblem(target.message, " ".join([word, *following[:1]]), target.paths)
+        given = [value] if equals else following[:1]
+        is_file = bool(given) and given[0].endswith((".toml", ".json")) and name in FILE_WORDS
+        message = f"unknown flag; a file is given as `@ {given[0]}`" if is_file else target.message
+        if name in SET_WORDS and given and "=" in given[0]:
+            name, _, value = given[0].partition("=")
+            message = f"unknown flag; a key is a flag itself: --{name.replace('_', '-')} {value}"
+        return ArgumentProblem(message, " ".join([word, *following[:1]]), target.paths, is_file)
     key = target.key
     if target.is_negated:
         assert key is not None
@@ -98,6 +104,9 @@ def _next_argument(cls: type[Section], rest: list[str]) -> Argument:
         return _assignment(target, [value], word)
     given = _up_to_next(rest)
     if key is not None and key.is_bool:
+        if given and "=" not in given[0] and given[0].lower() not in ("true", "false") and "." not in given[0]:
+            del rest[:1]
+            return ArgumentProblem(f"takes no value but true or false; off is --no-{name}", f"{word} {given[0]}")
         given = [each for each in given[:1] if each.lower() in ("true", "false")]
     elif key is None or not key.is_list:
         given = given[:1]
@@ -109,6 +118,28 @@ def _next_argument(cls: type[Section], rest: list[str]) -> Argument:
         return Assignment(target.path, True if is_true else {}, word)
     wanted = f", {key.type_text()}" if key is not None else ""
     return ArgumentProblem(f"a value must follow{wanted}", word)
+
+
+def _stray(cls: type[Section], word: str, rest: list[str]) -> ArgumentProblem:
+    """The problem of a word that is neither a flag nor a file; the value that follows it is a part of it."""
+    if word.endswith((".toml", ".json")):
+        return ArgumentProblem(f"unexpected word; a file is given as `@ {word}`", word, is_file=True)
+    name, equals, value = word.lstrip("-\u2013\u2014").partition("=")
+    dashes = len(word) - len(word.lstrip("-\u2013\u2014"))
+    if dashes and not name and rest and not rest[0].startswith(("-", "@")):
+        name, equals, value = rest.pop(0).partition("=")
+        word = f"{word} {name}{equals}{value}"
+    given = [value] if equals else (_up_to_next(rest)[:1] if dashes else [])
+    if dashes and not equals:
+        del rest[: len(given)]
+    hint = "keys are given as --key value"
+    known = find(cls, [part.replace("-", "_") for part in name.split(".")])
+    near = [known.path] if known.is_known else suggest(cls, tuple(name.replace("-", "_").split(".")))
+    if (equals or dashes) and near:
+        hint += f"; did you mean {' '.join([f'--{dotted(near[0])}'.replace('_', '-'), *given])}?"
+    elif dashes:
+        hint += ", with two dashes (-)"
+    return ArgumentProblem(f"unexpected word; {hint}", " ".join([word, *given]) if not equals else word)
 
 
 def _assignment(target: Target, words: list[str], flag: str) -> Assignment:
@@ -179,6 +210,12 @@ def _resolve(cls: type[Section], name: str) -> Target | ArgumentProblem:
                 return Target(target.path, target.key, is_negated=True)
             message = f"`{'.'.join(positive)}` cannot be turned off; it takes {target.key.type_text()}"
             return ArgumentProblem(message, "")
+    for index in range(1, len(plain)):
+        first = [*plain[:index], "0", *plain[index:]]
+        if (target := _target(cls, first, first)) is not None and target.key is not None:
+            flag = ".".join([*parts[:index], "0", *parts[index:]])
+            message = f"unknown flag; `{'.'.join(plain[:index])}` is a list, its first item is 0: --{flag}"
+            return ArgumentProblem(message, "", (target.path,))
     meant = {tuple(key.split(".")) for key in keys_meant(".".join(plain))}
     near = [path for path in suggest(cls, tuple(plain)) if len(path) <= len(plain) + _FAR or path in meant]
     if beside := _beside(cls, plain):  # then a key of another name is no near one

@@ -366,7 +366,7 @@ def gated_advantages(s: OrchestratorKeys, at: At) -> Problems:
 
 def uses_run_teacher(algo: Algo) -> bool:
     """Whether it learns from [orchestrator.teacher]."""
-    return isinstance(algo, TaughtAlgo) and algo.teacher is None
+    return isinstance(algo, TaughtAlgo) and algo.teacher is None and not algo.teachers
 
 
 def teachers(s: OrchestratorSection, at: At) -> Problems:
@@ -381,9 +381,12 @@ def teachers(s: OrchestratorSection, at: At) -> Problems:
         what = 'does nothing: no algo has type = "opd" or "sft" without a teacher of its own; drop it'
         yield Problem(teacher, f"{teacher.path} {what}")
     for path, algo in taught.items():
-        if algo.teacher is not None and algo.teacher.base_url is None:
+        if algo.teacher is not None and algo.teachers:
+            both = at(f"{path}.teacher"), at(f"{path}.teachers")
+            yield Problem(both, f"{both[0].path} and {both[1].path} say both who teaches; give one")
+        elif algo.teacher is not None and algo.teacher.base_url is None:
             key = at(f"{path}.teacher.base_url")
-            what = f"give the address of a teacher that runs; `rl` starts only [{teacher.path}]"
+            what = f"give the address of a teacher that runs; `rl` starts [{teacher.path}] and the models of `teachers`"
             yield Problem(key, f"{key.path}: {what}")
 
 

@@ -91,7 +91,10 @@ class TaughtAlgo(Section):
 
     type: str
     teacher: TeacherSection | None = None
-    """A teacher for these environments only, which runs at its base_url; None: [orchestrator.teacher]."""
+    """A teacher for these environments only, which runs at its base_url; None: `teachers`, else the run's."""
+    teachers: dict[str, float] = Field({})
+    """Teachers for these environments only: names of [models.NAME], with weights relative to each other. `opd` learns
+    from all of them: what counts is the weighted mean of their log-probabilities. `sft` takes one."""
 
 
 class OpdAlgo(TaughtAlgo):

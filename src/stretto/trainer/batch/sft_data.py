@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +30,10 @@ from stretto.records.row_packing import pack_rows
 from stretto.records.sample import MicroBatch, images_by_document
 
 logger = logging.getLogger(__name__)
+
+INPUT_NAMES = ("prompt", "question", "instruction", "input", "query", "problem")
+OUTPUT_NAMES = ("completion", "response", "answer", "output", "solution")
+"""Keys under which rows for other programs hold question and reply."""
 
 
 @dataclass(frozen=True)
@@ -245,11 +249,20 @@ def parse_row(row: Any, where: str) -> Row:
     else:
         keys = ", ".join(sorted(map(str, row))) or "nothing"
         raise DataError(
-            f"{where}: a row needs `messages`, or `prompt` and `completion`; it has {keys}. Other keys are named by "
-            "data.input_key and data.output_key."
+            f"{where}: a row needs `messages`, or `prompt` and `completion`; it has {keys}. {_keys_to_name(row)}"
         )
     messages = with_images(messages, row, where)
     return Row(where, messages, parse_tools(row.get("tools"), "tools", where))
+
+
+def _keys_to_name(row: Mapping[str, Any]) -> str:
+    """How to name the keys of a row that is written for other programs."""
+    if isinstance(row.get("conversations"), list):
+        return "Rename conversations to messages, and in each of them `from` to `role` and `value` to `content`."
+    found = [next((key for key in keys if row.get(key)), None) for keys in (INPUT_NAMES, OUTPUT_NAMES)]
+    if None not in found:
+        return f'Here that is data.input_key = "{found[0]}" and data.output_key = "{found[1]}".'
+    return "Other keys are named by data.input_key and data.output_key."
 
 
 class ExampleOrder:

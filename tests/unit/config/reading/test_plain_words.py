@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from processes.add_ons import skip_without_verb
 
+from stretto import addons
 from stretto.cli import main
+from stretto.config.reading.plain import parser_of
+from stretto.verbs import PLAIN_VERBS
 
 OF_RUNS = ("show", "rollouts", "plot", "push", "status", "logs", "stop", "stacks")
 VERBS = ("runs", "show", "rollouts", "plot", "view", "push", "init", "plan", "doctor", "status", "logs", "stop")
@@ -101,3 +104,17 @@ def test_a_place_without_a_run_is_told_the_runs_there_are(verb, place, needed, h
 )
 def test_a_wrong_value_is_told_with_what_is_wanted(words, needed, here, capsys) -> None:
     assert needed in told(words, capsys)
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "stacks", "chat", "convert"])
+def test_help_says_what_each_flag_does_and_its_default(verb) -> None:
+    skip_without_verb(verb)
+    paths = {**PLAIN_VERBS} | addons.offers("stretto.verbs")
+    parser = parser_of(addons.object_at(paths[verb]))
+    assert parser is not None and parser.description
+    for action in parser._actions:
+        assert action.help, action.option_strings
+        default = action.default
+        if not isinstance(default, bool) and default not in (None, [], "==SUPPRESS=="):
+            shown = f"{default:g}" if isinstance(default, float) else str(default)
+            assert shown in action.help, action.option_strings

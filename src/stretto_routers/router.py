@@ -1,4 +1,4 @@
-"""The vllm-router with the engines' key: `python -m stretto.launch.run.router --worker-urls ...`.
+"""The vllm-router with the engines' key: `python -m stretto_routers.router --worker-urls ...`.
 
 By itself vllm-router requires no key. It passes on the key that a client sends, but to prefill and decode engines it
 sends its own, OPENAI_API_KEY, for every client; and every client may change its list of engines. With VLLM_API_KEY in

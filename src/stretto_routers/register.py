@@ -1,6 +1,6 @@
 """Keeps a router's list of engines correct: adds engines that can take requests, and removes those that cannot.
 
-    python -m stretto.launch.run.register ROUTER ENGINE...
+    python -m stretto_routers.register ROUTER ENGINE...
 
 A process beside the engines of a node, for a vllm-router that runs elsewhere (`inference.router.address`). An engine is
 on the list while it answers /admitted with 200: it is healthy and, in a run, has the run's weights. So an engine that

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from stretto.base.errors import EngineError, WireError
+from stretto.config.sections.transport import IpcWeights
 from stretto.records.weight_manifest import TensorEntry, WeightManifest
 from stretto.transports.weights.layout import NamedTensor, Receiver, buckets_of, dtype_name, padded, tensors_of
 
@@ -146,3 +147,15 @@ def _text(data: bytes) -> str:
 
 def _bytes(text: str) -> bytes:
     return base64.b64decode(text)
+
+
+def build_publisher(cfg: IpcWeights, ranks: object) -> IpcPublisher:
+    """The publisher of a section, on one rank."""
+    return IpcPublisher(bucket_bytes=cfg.bucket_bytes)
+
+
+def build_receiver(
+    manifest: WeightManifest, group: object, worker: int, device: torch.device | None, receive: object
+) -> IpcReceiver:
+    """The receiver of a version."""
+    return IpcReceiver(manifest)

@@ -35,8 +35,6 @@ from stretto.base.errors import WireError
 from stretto.config.sections.transport import DeltaSection
 from stretto.records.weight_manifest import TensorEntry, WeightGroup, WeightManifest
 from stretto.transports.weights.checksum import KIND, check_kind, checksum_of_bytes
-from stretto.transports.weights.collective import min_over_receivers
-from stretto.transports.weights.host_copy import CopyReader, CopyWriter, HostCopy, open_copy
 from stretto.transports.weights.layout import (
     HEAD_BYTES,
     ONE_RANK,
@@ -49,6 +47,8 @@ from stretto.transports.weights.layout import (
     tensor_bytes,
     tensor_over,
 )
+from stretto_broadcast.collective import min_over_receivers
+from stretto_broadcast.host_copy import CopyReader, CopyWriter, HostCopy, open_copy
 
 if TYPE_CHECKING:
     from jaxtyping import Int64, Shaped, UInt, UInt8
@@ -400,3 +400,14 @@ class Mismatch(WireError):
 
 def _words_of(tensor: torch.Tensor) -> np.ndarray:
     return np.frombuffer(tensor_bytes(tensor), WORDS[tensor.element_size()])
+
+
+def build_receiver(
+    manifest: WeightManifest,
+    group: WeightGroup | None,
+    worker: int,
+    device: torch.device | None,
+    receive: Callable[..., Receiver],
+) -> DeltaReceiver:
+    """The receiver of a version; its links are received by the transport within."""
+    return DeltaReceiver(manifest, group, worker, lambda link, group: receive(link, group, worker, device))

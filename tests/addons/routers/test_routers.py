@@ -23,12 +23,12 @@ from stretto.config.sections.inference import InferenceSection
 from stretto.launch.plan import routers
 from stretto.launch.plan.engines import EnginesPlan, plan_engines, plan_replicas
 from stretto.launch.plan.routers import with_reachable_host
-from stretto.launch.run import register
-from stretto.launch.run.register import Registrar
+from stretto_routers import register
+from stretto_routers.register import Registrar
 
 CHECK = """
 import sys
-from stretto.launch.run.router import start_key_check
+from stretto_routers.router import start_key_check
 print(start_key_check("ключ"), flush=True)
 sys.stdin.read()
 """

@@ -43,8 +43,8 @@ import torch
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
 from stretto.base.errors import WireError
+from stretto.config.sections.transport import CollectiveWeights
 from stretto.records.weight_manifest import TensorEntry, WeightGroup, WeightManifest
-from stretto.transports.weights.board import Board
 from stretto.transports.weights.checksum import check_kind, checksum_of_bytes
 from stretto.transports.weights.layout import (
     ONE_RANK,
@@ -61,6 +61,7 @@ from stretto.transports.weights.layout import (
     tensors_of,
 )
 from stretto.transports.weights.store import connect_store, create_store, new_gloo_group, use_interface_to
+from stretto_broadcast.board import Board
 
 logger = logging.getLogger(__name__)
 
@@ -492,3 +493,18 @@ def close_all() -> None:
     """Close all connections of this process: at its end, and in tests."""
     with _connections_lock, contextlib.suppress(RuntimeError):
         _connections.clear()
+
+
+def build_publisher(cfg: CollectiveWeights, ranks: Ranks) -> CollectivePublisher:
+    """The publisher of a section."""
+    return CollectivePublisher(
+        cfg.host, cfg.port, bucket_bytes=cfg.bucket_bytes, timeout_s=cfg.join_timeout_s, ranks=ranks
+    )
+
+
+def build_receiver(
+    manifest: WeightManifest, group: WeightGroup | None, worker: int, device: torch.device | None, receive: object
+) -> CollectiveReceiver:
+    """The receiver of a version; `receive` is for transports within others."""
+    assert group is not None
+    return CollectiveReceiver(manifest, group, worker, device)
