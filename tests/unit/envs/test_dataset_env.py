@@ -249,7 +249,7 @@ WRONG_RECORDS = {
     "a message without a role": (
         {"prompt": [{"content": "a"}], "label": "b"},
         {},
-        ":1: prompt[0].role must be one of system, user, assistant, tool, got None",
+        ":1: prompt[0] has no role; it has content; give a role of system, user, assistant, tool",
     ),
     "a message that is text": (
         {"prompt": ["a"], "label": "b"},
